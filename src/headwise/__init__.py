@@ -1,0 +1,81 @@
+"""headwise: every attention head, in the open."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
+_WHERE = {
+    "Alibi": "attention.positions",
+    "CacheError": "errors",
+    "CheckpointError": "errors",
+    "Decoder": "attention.stack",
+    "Encoder": "attention.stack",
+    "HeadStats": "attention.stats",
+    "Heads": "heads",
+    "HeadwiseError": "errors",
+    "KVCache": "attention.cache",
+    "MaskError": "errors",
+    "MemoryCache": "attention.cache",
+    "MultiHeadAttention": "attention.module",
+    "Rotary": "attention.positions",
+    "Shape": "shapes",
+    "ShapeError": "errors",
+    "SlidingCache": "attention.cache",
+    "StaticCache": "attention.cache",
+    "Transformer": "attention.stack",
+    "TransformerBlock": "attention.stack",
+    "UnsupportedError": "errors",
+    "attend": "attention.core",
+    "explain": "attention.core",
+    "head_stats": "attention.core",
+    "reference": "attention.reference",
+    "shape": "shapes",
+    "weights": "attention.core",
+}
+
+__all__ = ["__version__", *_WHERE]  # noqa: PLE0604  # strings, all of them
+
+if TYPE_CHECKING:
+    from .attention import reference as reference
+    from .attention.cache import KVCache as KVCache
+    from .attention.cache import MemoryCache as MemoryCache
+    from .attention.cache import SlidingCache as SlidingCache
+    from .attention.cache import StaticCache as StaticCache
+    from .attention.core import attend as attend
+    from .attention.core import explain as explain
+    from .attention.core import head_stats as head_stats
+    from .attention.core import weights as weights
+    from .attention.module import MultiHeadAttention as MultiHeadAttention
+    from .attention.positions import Alibi as Alibi
+    from .attention.positions import Rotary as Rotary
+    from .attention.stack import Decoder as Decoder
+    from .attention.stack import Encoder as Encoder
+    from .attention.stack import Transformer as Transformer
+    from .attention.stack import TransformerBlock as TransformerBlock
+    from .attention.stats import HeadStats as HeadStats
+    from .errors import CacheError as CacheError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import HeadwiseError as HeadwiseError
+    from .errors import MaskError as MaskError
+    from .errors import ShapeError as ShapeError
+    from .errors import UnsupportedError as UnsupportedError
+    from .heads import Heads as Heads
+    from .shapes import Shape as Shape
+    from .shapes import shape as shape
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'headwise' has no attribute {name!r}")
+    module = importlib.import_module(f".{_WHERE[name]}", __name__)
+    value = module if name == "reference" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The attention core: specification, fast paths, statistics, module and stack."""

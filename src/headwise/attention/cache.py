@@ -1,0 +1,170 @@
+"""KV caches: the keys and values of the tokens seen so far, so that decoding computes only what is new.
+
+One cache serves one attention layer. Keys go in as they are used (rotated already), so what comes out needs no more work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheError
+from .contract import shown
+
+
+class Held(NamedTuple):
+    """What attention reads after an update: all keys and values, and where the new queries stand among them."""
+
+    k: Tensor  # (B, Hkv, Tk, D)
+    v: Tensor
+    lengths: Tensor | None = None  # (B,), where the sequences have different fill
+    offset: Tensor | None = None
+
+
+class KVCache:
+    """Grows with what comes in.
+
+    Sequences may have different fill: give `lengths` (the keys each has in all) once, and from then on every
+    sequence goes on from its own length.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens seen, of the longest sequence
+        self.fill: Tensor | None = None  # (B,), where the sequences differ
+        self._k: Tensor | None = None  # (B, Hkv, room, D)
+        self._v: Tensor | None = None
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Where the next tokens stand: (count,), or (B, count) where the sequences differ."""
+        new = torch.arange(count, device=device)
+        return self.length + new if self.fill is None else self.fill.to(device)[:, None] + new
+
+    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
+        """Take in k, v (B, Hkv, T, D) and give all there is. lengths (B,): the keys each sequence has then in all."""
+        self._check(k, v)
+        if lengths is not None or self.fill is not None:
+            return self._update_apart(k, v, lengths)
+        start, stop = self.length, self.length + k.shape[2]
+        self._make_room(k, v, stop)
+        self._write((slice(None), slice(None), slice(start, stop)), k, v)
+        self.length = stop
+        return self._held(stop)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.length, self.fill, self._k, self._v = 0, None, None, None
+
+    def _update_apart(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Held:
+        """Each sequence's new keys go behind its own last one."""
+        batch, _, count, _ = k.shape
+        start = torch.full((batch,), self.length, device=k.device) if self.fill is None else self.fill
+        end = start + count if lengths is None else lengths.to(k.device)
+        if tuple(end.shape) != (batch,) or bool(((end < start) | (end > start + count)).any()):
+            raise CacheError(
+                f"lengths are the keys of each sequence in all: {start.tolist()} are held and {count} more came, "
+                f"got {end.tolist()}"
+            )
+        top = int(start.max()) + count if batch else count
+        self._make_room(k, v, top)
+        slots = start[:, None] + torch.arange(count, device=k.device)  # (B, T)
+        self._write((torch.arange(batch, device=k.device)[:, None], slice(None), slots), k, v)
+        self.fill, self.length = end, int(end.max()) if batch else top
+        return self._held(top, end, start)
+
+    def _held(self, top: int, lengths: Tensor | None = None, offset: Tensor | None = None) -> Held:
+        assert self._k is not None and self._v is not None
+        return Held(self._k[:, :, :top], self._v[:, :, :top], lengths, offset)
+
+    def _write(self, at: tuple[Any, ...], k: Tensor, v: Tensor) -> None:
+        assert self._k is not None and self._v is not None
+        if isinstance(at[0], Tensor):  # an index tensor on both sides of the heads' axis puts that axis last
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, self._k, self._v)):
+            self._k, self._v = self._k.clone(), self._v.clone()  # writing in place would spoil what backward needs
+        self._k[at] = k
+        self._v[at] = v
+
+    def _make_room(self, k: Tensor, v: Tensor, needed: int) -> None:
+        have = 0 if self._k is None else self._k.shape[2]
+        if needed > have:
+            more = self._room(needed, have) - have
+            self._k, self._v = (
+                fresh if old is None else torch.cat([old, fresh], 2)
+                for old, fresh in ((self._k, _empty(k, more)), (self._v, _empty(v, more)))
+            )
+
+    def _room(self, needed: int, have: int) -> int:
+        return max(needed, 2 * have, 64)  # doubling: a token costs the same on average, however long it gets
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        for name, new, old in (("keys", k, self._k), ("values", v, self._v)):
+            if old is None:
+                continue
+            want, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
+            if want != got:
+                raise CacheError(
+                    f"the cache holds {name} of {want[0]} sequences, {want[1]} heads x {want[2]}, got {got[0]}, "
+                    f"{got[1]} x {got[2]}; one cache serves one layer and one batch: make another, or .reset() it"
+                )
+            if (old.dtype, old.device) != (new.dtype, new.device):
+                raise CacheError(f"the cache holds {old.dtype} on {old.device}, got {new.dtype} on {new.device}")
+
+
+class StaticCache(KVCache):
+    """Room for max_length keys, taken once."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = _at_least_one("max_length", max_length)
+
+    def _room(self, needed: int, have: int) -> int:
+        if needed > self.max_length:
+            raise CacheError(
+                f"the cache is full: it has room for {self.max_length} keys and holds {self.length}, {needed} are needed; "
+                f"make a StaticCache({needed}) or use KVCache(), which grows"
+            )
+        return self.max_length
+
+
+class SlidingCache(KVCache):
+    """The last `window` keys only, the newest one included: for layers with window=(window - 1, 0)."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = _at_least_one("window", window)
+
+    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
+        if lengths is not None:
+            raise CacheError("a sliding cache keeps one length for all sequences; use KVCache() with lengths")
+        self._check(k, v)
+        if self._k is not None and self._v is not None:
+            k, v = torch.cat([self._k, k], 2), torch.cat([self._v, v], 2)
+        self.length += k.shape[2] - (0 if self._k is None else self._k.shape[2])
+        first = max(0, k.shape[2] - (self.window - 1))  # the next query sees itself and window - 1 before it
+        self._k, self._v = k[:, :, first:], v[:, :, first:]
+        return Held(k, v)
+
+
+class MemoryCache(KVCache):
+    """The keys and values of a fixed memory for cross-attention, projected when it is first seen."""
+
+    @property
+    def held(self) -> Held | None:
+        """What was taken in, or None before the first call."""
+        return None if self._k is None or self._v is None else Held(self._k, self._v)
+
+    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
+        self._k, self._v, self.length = k, v, k.shape[2]
+        return Held(k, v)
+
+
+def _empty(like: Tensor, count: int) -> Tensor:
+    return like.new_zeros(like.shape[0], like.shape[1], count, like.shape[3])
+
+
+def _at_least_one(name: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise CacheError(f"{name} must be a whole number of at least 1, got {number!r}")
+    return number

@@ -1,0 +1,146 @@
+"""What attend, weights and head_stats accept: checked once, on shapes and plain numbers, for NumPy and PyTorch alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import MaskError, ShapeError
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """q (batch, heads, queries, dim), k (batch, kv_heads, keys, dim), v (batch, kv_heads, keys, value_dim)."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head: query head i reads KV head i // group."""
+        return self.heads // self.kv_heads
+
+
+def sizes(q: Any, k: Any, v: Any = None) -> Sizes:
+    """The sizes of a call, or a ShapeError that says which of them do not fit."""
+    v = k if v is None else v
+    for name, x, form in (("q", q, "(B, Hq, Tq, D)"), ("k", k, "(B, Hkv, Tk, D)"), ("v", v, "(B, Hkv, Tk, Dv)")):
+        if len(x.shape) != 4:
+            raise ShapeError(f"{name} must be {form}, got {shown(x.shape)}")
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    if k.shape[0] != batch or v.shape[0] != batch:
+        got = f"{batch}, {k.shape[0]} and {v.shape[0]}"
+        raise ShapeError(f"q, k and v have batches of {got}; expand the smaller ones to the same size")
+    if k.shape[3] != dim:
+        raise ShapeError(f"q has heads of width {dim} and k of width {k.shape[3]}; their dot product needs the same width")
+    if tuple(v.shape[1:3]) != (kv_heads, keys):
+        raise ShapeError(
+            f"k has {kv_heads} heads x {keys} keys and v has {v.shape[1]} heads x {v.shape[2]} keys; each key needs a value"
+        )
+    if not (heads and kv_heads and dim and v.shape[3]):
+        raise ShapeError(f"heads and their width must be at least 1, got q {shown(q.shape)}, v {shown(v.shape)}")
+    if heads % kv_heads:
+        raise ShapeError(f"{kv_heads} key/value heads do not divide {heads} query heads; each must serve as many as any other")
+    return Sizes(batch, heads, kv_heads, queries, keys, dim, v.shape[3])
+
+
+def shown(shape: Sequence[int]) -> str:
+    """A shape in words: (2, 8, 10, 64)."""
+    return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
+
+
+def band(causal: bool, window: Window | None) -> Window:
+    """How far left and right of its own position a query may look; None is open. Causal is a right edge of 0."""
+    left, right = (None, None) if window is None else _window(window)
+    if causal:
+        right = 0
+    return left, right
+
+
+def _window(window: Any) -> Window:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise MaskError(f"window must be a pair (left, right), None for open, got {window!r}; say (511, 0) for 512 keys")
+    for side, reach in zip(("left", "right"), window, strict=True):
+        if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
+            raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {reach!r}")
+    return window[0], window[1]
+
+
+def check_mask(shape: Sequence[int], size: Sizes) -> None:
+    """A mask must broadcast to (B, Hq, Tq, Tk)."""
+    full = (size.batch, size.heads, size.queries, size.keys)
+    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)):
+        hint = ""
+        if tuple(shape) == (size.batch, size.keys):
+            hint = "; for a padding mask give mask[:, None, None, :]"
+        elif tuple(shape) == (size.batch, size.queries, size.keys):
+            hint = "; for one mask a sequence give mask[:, None]"
+        raise MaskError(f"mask {shown(shape)} does not broadcast to (B, Hq, Tq, Tk) = {shown(full)}{hint}")
+
+
+def check_per_sequence(name: str, shape: Sequence[int], integral: bool, size: Sizes) -> None:
+    """lengths and offset are whole numbers, one a sequence."""
+    if tuple(shape) != (size.batch,) or not integral:
+        kind = "whole numbers" if integral else "numbers that are not whole"
+        raise MaskError(f"{name} must be {size.batch} whole numbers, one a sequence, got {kind} of shape {shown(shape)}")
+
+
+def check_lengths(low: int, high: int, size: Sizes) -> None:
+    if low < 0 or high > size.keys:
+        wrong = low if low < 0 else high
+        raise MaskError(f"lengths must lie between 0 and the {size.keys} keys there are, got {wrong}")
+
+
+def check_classes(classes: dict[str, Any], size: Sizes, is_bool: Any) -> None:
+    """classes: a name -> (B, Tk) bool, the keys that belong to it."""
+    for name, keys in classes.items():
+        if tuple(keys.shape) != (size.batch, size.keys) or not is_bool(keys):
+            want = shown((size.batch, size.keys))
+            raise MaskError(f"class {name!r} must be True/False of shape (B, Tk) = {want}, got {keys.dtype} {shown(keys.shape)}")
+
+
+def check_queries(queries: Any, size: Sizes, is_bool: bool) -> None:
+    """queries: (B, Tq) bool, those that count."""
+    if tuple(queries.shape) != (size.batch, size.queries) or not is_bool:
+        want = shown((size.batch, size.queries))
+        raise MaskError(f"queries must be True/False of shape (B, Tq) = {want}, got {queries.dtype} {shown(queries.shape)}")
+
+
+def check_per_head(name: str, shape: Sequence[int], size: Sizes, *, batched: bool = False) -> None:
+    """sinks (Hq,); gates (Hq,) or (B, Hq)."""
+    fits = tuple(shape) == (size.heads,) or (batched and tuple(shape) == (size.batch, size.heads))
+    if not fits:
+        also = f" or {shown((size.batch, size.heads))}" if batched else ""
+        raise ShapeError(f"{name} must be one number a query head, shape ({size.heads},){also}, got {shown(shape)}")
+
+
+def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0.0) -> None:
+    if scale is not None and not math.isfinite(scale):
+        raise ShapeError(f"scale must be a finite number, got {scale!r}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ShapeError(f"softcap must be a number above 0, or None for none, got {softcap!r}")
+    if not 0.0 <= dropout <= 1.0:
+        raise ShapeError(f"dropout must lie between 0 and 1, got {dropout!r}")
+
+
+def pick(name: str, chosen: Any, count: int) -> list[int]:
+    """The chosen rows or heads as a list of numbers from 0; an int, a slice, or any sequence of ints."""
+    if chosen is None:
+        return list(range(count))
+    if isinstance(chosen, slice):
+        return list(range(count))[chosen]
+    numbers = [chosen] if isinstance(chosen, int) else [int(n) for n in chosen]
+    wrong = [n for n in numbers if not -count <= n < count]
+    if wrong:
+        there = f"there are {count}, 0 to {count - 1}" if count else "there are none"
+        raise ShapeError(f"{name} {wrong[0]} does not exist; {there}")
+    return [n % count for n in numbers]

@@ -1,0 +1,249 @@
+"""attend, weights, head_stats, explain: attention of all heads at once, in PyTorch. The rules stand in reference.py."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import contract, fused, measure
+from . import rows as by_rows
+from .contract import Window
+from .sight import Sight, sight_of
+from .stats import HeadStats
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attend, checked: who may look where, and the numbers around it."""
+
+    sight: Sight
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    gates: Tensor | None = None
+    dropout: float = 0.0
+
+    def why_rows(self) -> str | None:
+        """Why this call goes by blocks of rows instead of the fused kernel, or None."""
+        mask = self.sight.mask
+        if self.softcap is not None:
+            return "softcap comes between the scores and the mask"
+        if self.sinks is not None:
+            return "sinks change the softmax's denominator"
+        if self.dropout and self.sight.device.type == "cpu":
+            return "PyTorch's fused CPU kernel has no dropout"
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            return "the mask wants a gradient"
+        return None
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gates: Tensor | None = None,
+    dropout: float = 0.0,
+    **sight: Any,
+) -> Call:
+    """Check all that a call was given."""
+    who = sight_of(q, k, v, **sight)
+    contract.check_numbers(scale, softcap, dropout)
+    if sinks is not None:
+        contract.check_per_head("sinks", sinks.shape, who.size)
+    if gates is not None:
+        contract.check_per_head("gates", gates.shape, who.size, batched=True)
+    return Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    lengths: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gates: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Scaled dot-product attention: q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv) -> (B, Hq, Tq, Dv).
+
+    Query head i reads KV head i // (Hq // Hkv). A bool mask says True where a query may look; a float mask is added
+    to the scores; either broadcasts to (B, Hq, Tq, Tk). Query i stands at key i + offset, Tk - Tq by default. causal:
+    no key after that one. window=(left, right): so many before and after, None for open. lengths (B,): keys at or
+    past it do not exist. sinks (Hq,) join the softmax's denominator. gates (Hq,) or (B, Hq) multiply each head's
+    output. A query that may look nowhere gets zeros.
+    """
+    q, k, v = autocast(q, k, v)
+    call = call_of(
+        q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
+        scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
+    )  # fmt: skip
+    return run(q, k, v, call)
+
+
+def weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    rows: Any = None,
+    heads: Any = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    lengths: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Where each query looks: (B, heads, rows, Tk), for the chosen query rows and heads (all by default).
+
+    A query that may look nowhere gets a row of zeros; with sinks a row sums to less than one.
+    """
+    q, k = autocast(q, k)
+    call = call_of(
+        q, k, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
+        scale=scale, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    return look(q, k, call, rows, heads)
+
+
+def head_stats(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    lengths: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gates: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, HeadStats]:
+    """attend's output and exact statistics of every head's weights, without ever holding T x T of them.
+
+    queries (B, Tq) bool: those that count, all by default. classes: a name -> (B, Tk) bool, keys whose share of the
+    weight is wanted. cross=True: query and key positions mean different things, so there is no distance.
+    The statistics are of the weights before dropout and carry no gradient; the output does.
+    """
+    q, k, v = autocast(q, k, v)
+    call = call_of(
+        q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
+        scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
+    )  # fmt: skip
+    return observe(q, k, v, call, queries, classes, cross)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
+    """Which way attend would take with these arguments, and why."""
+    q, k, v = autocast(q, k, v)
+    call = call_of(q, k, v, **how)
+    why = call.why_rows()
+    return f"rows: {why}; blocks of query rows in PyTorch" if why else f"fused: {fused.explain(call.sight)}"
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """attend, for a call that was checked."""
+    with as_given(q):
+        out = _output(q, k, v, call)
+        return out if call.gates is None else out * call.gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
+
+
+def _output(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    sight = call.sight
+    blind = fused.may_lose_nan(sight) and not (sight.readable and by_rows.finite(q) and by_rows.finite(k))
+    if call.why_rows() is None and not blind:
+        if not sight.readable:
+            k, v = by_rows.clean(sight, k, v)
+        out = fused.attend(q, k, v, sight, call.scale, call.dropout)
+        # 0 * NaN is NaN, so in a fused kernel a hidden NaN may reach those who may not look at it
+        if not (sight.hides and sight.readable) or by_rows.finite(out):
+            return out
+    return by_rows.attend(q, k, v, sight, call.scale, call.softcap, call.sinks, call.dropout)
+
+
+def look(q: Tensor, k: Tensor, call: Call, rows: Any = None, heads: Any = None) -> Tensor:
+    """weights, for a call that was checked."""
+    sight, sinks, size = call.sight, call.sinks, call.sight.size
+    (k,) = by_rows.clean(sight, k)
+    if heads is not None:
+        chosen = contract.pick("head", heads, size.heads)
+        q, k, sight = q[:, chosen], k[:, [h // size.group for h in chosen]], sight.chosen(chosen)
+        sinks = None if sinks is None else sinks[chosen]
+    at: slice | Tensor = slice(0, size.queries)
+    if rows is not None:
+        at = torch.tensor(contract.pick("row", rows, size.queries), dtype=torch.long, device=q.device)
+        q = q[:, :, at]
+    with as_given(q):
+        s, seen = by_rows.scores(q, k, sight, at, 0, size.keys, call.scale, call.softcap)
+        e, total = by_rows.raised(s, sinks)
+        a = e / total
+        if seen is not None:
+            a = torch.where(seen, a, 0)  # a NaN in the row must not reach the keys it may not look at
+        return a.to(q.dtype)
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+) -> tuple[Tensor, HeadStats]:
+    """head_stats, for a call that was checked."""
+    size = call.sight.size
+    if queries is not None:
+        contract.check_queries(queries, size, queries.dtype == torch.bool)
+    contract.check_classes(classes or {}, size, lambda keys: keys.dtype == torch.bool)
+    wants_gradient = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, call.sight.mask, call.sinks, call.gates)
+    )
+    apart = wants_gradient or call.dropout > 0
+    with torch.no_grad(), as_given(q):
+        once, stats = measure.head_stats(
+            q, k, None if apart else v, call.sight, call.scale, call.softcap, call.sinks, queries, classes or {}, cross
+        )
+    if once is None:
+        return run(q, k, v, call), stats
+    gates = call.gates
+    return (once if gates is None else once * gates.to(once.dtype).view(-1, once.shape[1], 1, 1)), stats
+
+
+def autocast(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast, inputs in its dtype, as PyTorch's own attention takes them."""
+    if not _autocasts(xs[0]):
+        return xs
+    dtype = torch.get_autocast_dtype(xs[0].device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs)
+
+
+def as_given(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast inside: sums stay in fp32."""
+    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

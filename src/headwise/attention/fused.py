@@ -1,0 +1,160 @@
+"""Attention by PyTorch's fused kernel, called on what can be seen and on nothing else.
+
+The kernel knows one triangle and one mask. A window, an offset or lengths become slices of the keys for each block
+of queries, and a mask only where a block's edge needs one; queries that share a KV head are laid together, so that
+decoding reads each KV head once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .rows import grouped, ungrouped
+from .sight import Sight
+
+TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
+TOGETHER = 128  # up to so many rows, the queries of a group are one matrix
+LANES = 16  # a row of fewer keys than a vector holds loses its NaN in PyTorch's CPU kernel
+ALONE = 1 << 21  # multiply-adds from which a sequence of its own length is worth a call of its own
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, dropout: float = 0.0) -> Tensor:
+    """Attention of every head, (B, H, Tq, Dv)."""
+    if apart(sight):
+        each = [
+            attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], sight.sequence(b), scale, dropout)
+            for b in range(sight.size.batch)
+        ]
+        return torch.cat(each)
+    if triangle(sight):
+        return _call(q, k, v, None, scale, dropout, causal=True)
+    done = [_rows(q, k, v, sight, some, scale, dropout) for some in _blocks(sight)]
+    return done[0] if len(done) == 1 else torch.cat(done, 2)
+
+
+def _blocks(sight: Sight) -> list[slice]:
+    """The rows of queries that share a call."""
+    queries, each = sight.size.queries, block(sight)
+    if each is None or each >= queries:
+        return [slice(0, queries)]
+    return [slice(first, min(first + each, queries)) for first in range(0, queries, each)]
+
+
+def may_lose_nan(sight: Sight) -> bool:
+    """Whether some call may have so few keys that PyTorch's CPU kernel would turn NaN into zeros."""
+    if sight.device.type != "cpu" or torch.compiler.is_exporting():
+        return False
+    if not sight.uniform:
+        return True
+    spans = [sight.span(rows.start, rows.stop) for rows in _blocks(sight)]
+    return any(0 < high - low < LANES for low, high in spans)
+
+
+def apart(sight: Sight) -> bool:
+    """Whether sequences of different length or offset go one by one, each without a mask, instead of all with one."""
+    size = sight.size
+    work = size.heads * size.queries * size.keys * size.dim
+    return sight.readable and not sight.uniform and _known(sight) and work >= ALONE
+
+
+def _known(sight: Sight) -> bool:
+    return all(not isinstance(x, Tensor) or x.device.type == "cpu" for x in (sight.offset, sight.end))
+
+
+def triangle(sight: Sight) -> bool:
+    """Whether this is exactly the kernel's own causal form, and that is worth using."""
+    size = sight.size
+    plain = sight.uniform and sight.mask is None and sight.slopes is None and sight.left is None and sight.right == 0
+    if not plain or sight.offset != 0 or size.queries != size.keys or sight.end != size.keys:
+        return False
+    return sight.device.type != "cpu" or torch.compiler.is_exporting() or size.queries >= TRIANGLE
+
+
+def block(sight: Sight) -> int | None:
+    """Queries a call; None for all of them."""
+    size = sight.size
+    if not sight.banded or not sight.uniform or torch.compiler.is_exporting():
+        return None
+    if sight.left is None and size.keys < TRIANGLE:
+        return 128
+    return 256
+
+
+def explain(sight: Sight) -> str:
+    """Which form the call takes, in words."""
+    if apart(sight):
+        return f"{sight.size.batch} calls of PyTorch's kernel, a sequence each, since their lengths differ"
+    if triangle(sight):
+        return "one call of PyTorch's kernel in its own causal form"
+    size, each = sight.size, block(sight)
+    if each and each < size.queries:
+        calls = -(-size.queries // each)
+        return f"{calls} calls of PyTorch's kernel, {each} queries each on the keys that they may look at"
+    together = _together(size.group, size.queries)
+    return "one call of PyTorch's kernel" + (", the queries of a group together" if together else "")
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, sight: Sight, rows: slice, scale: float, dropout: float) -> Tensor:
+    """The output of some rows of queries, from the keys that they may look at."""
+    if torch.compiler.is_exporting():
+        low, high = 0, sight.size.keys
+    else:
+        low, high = sight.span(rows.start, rows.stop)
+        if high <= low:
+            return q.new_zeros(*q[:, :, rows].shape[:3], v.shape[-1])
+    seen, bias = sight.allowed(rows, low, high), sight.bias(rows, low, high)
+    return _call(q[:, :, rows], k[:, :, low:high], v[:, :, low:high], _merge(seen, bias, q.dtype), scale, dropout)
+
+
+def _merge(seen: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """One mask for the kernel: bool, or float with -inf where hidden."""
+    if bias is None:
+        return seen
+    bias = bias.to(dtype)
+    return bias if seen is None else torch.where(seen, bias, -torch.inf)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
+) -> Tensor:
+    heads, kv_heads, value_dim = q.shape[1], k.shape[1], v.shape[3]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _same_width(q, k, v))
+    lit = None
+    if mask is not None and q.device.type != "cpu":  # other devices' kernels differ on rows that see nothing
+        mask, lit = _light(mask)
+    together = not causal and _together(heads // kv_heads, q.shape[2])
+    if together:
+        q, mask = grouped(q, kv_heads), _grouped_mask(mask, heads, kv_heads, q.shape[2])
+    gqa = q.shape[1] != kv_heads
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+    out = (ungrouped(out, heads) if together else out)[..., :value_dim]
+    return out if lit is None else torch.where(lit, out, 0)
+
+
+def _together(group: int, queries: int) -> bool:
+    """Whether the queries of a group are laid together. While exporting, sizes may be symbols that must stay open."""
+    return group > 1 and not torch.compiler.is_exporting() and group * queries <= TOGETHER
+
+
+def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The CPU's kernel wants values as wide as keys; zeros in the extra columns change nothing."""
+    more = v.shape[3] - q.shape[3]
+    if more > 0:
+        return F.pad(q, (0, more)), F.pad(k, (0, more)), v
+    return (q, k, F.pad(v, (0, -more))) if more < 0 else (q, k, v)
+
+
+def _light(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask in which no row is hidden whole, and the rows (..., 1) that were not."""
+    seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+    lit = seen.any(-1, keepdim=True)
+    return (mask | ~lit, lit) if mask.dtype == torch.bool else (torch.where(lit, mask, 0), lit)
+
+
+def _grouped_mask(mask: Tensor | None, heads: int, kv_heads: int, rows: int) -> Tensor | None:
+    """A mask for queries laid together: (B, H, rows, keys) -> (B, Hkv, group * rows, keys)."""
+    if mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1):
+        return mask
+    return grouped(mask.expand(-1, heads, rows, -1), kv_heads)

@@ -1,0 +1,264 @@
+"""MultiHeadAttention: project, split into heads, attend in all of them at once, join, mix with W_O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CacheError, ShapeError, UnsupportedError
+from ..heads import Heads
+from . import convert, core
+from .cache import KVCache, MemoryCache, SlidingCache
+from .contract import Window, shown
+from .core import Call
+from .positions import Alibi, Rotary
+from .stats import HeadStats
+
+NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+
+
+class MultiHeadAttention(nn.Module):
+    """h heads, each softmax(Q K^T / sqrt(d_k)) V with its own W_Q, W_K, W_V; W_O mixes them.
+
+    W_Q, W_K, W_V and W_O are linear layers over all heads at once: head i owns rows i * d_k to (i + 1) * d_k of the
+    first three and those columns of W_O. Fewer num_kv_heads: grouped-query attention; one: multi-query.
+    kdim and vdim are the widths of key and value inputs (cross-attention). position: Rotary(...) turns queries and
+    keys, Alibi(...) adds its bias. qk_norm: "rms" or "layer", over each head's queries and keys. sinks: a learned
+    number a head in the softmax's denominator. Batch first; True in a mask means "may look".
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        position: Rotary | Alibi | None = None,
+        qk_norm: Literal["rms", "layer"] | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.heads = Heads.split(d_model, num_heads, num_kv_heads, head_dim)
+        core.contract.check_numbers(None, softcap, dropout)
+        if position is not None and not isinstance(position, (Rotary, Alibi)):
+            raise UnsupportedError(f"position must be Rotary(...), Alibi(...) or None, got {position!r}")
+        if qk_norm is not None and qk_norm not in NORMS:
+            raise UnsupportedError(f"qk_norm must be None, {' or '.join(map(repr, NORMS))}, got {qk_norm!r}")
+        self.kdim = d_model if kdim is None else kdim
+        self.vdim = d_model if vdim is None else vdim
+        self.dropout, self.position, self.qk_norm, self.softcap = dropout, position, qk_norm, softcap
+        self.head_numbers: tuple[int | None, ...] = tuple(range(num_heads))  # before pruning; None: a head of zeros
+
+        here: dict[str, Any] = {"device": device, "dtype": dtype}
+        inner, inner_kv = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim
+        self.W_Q = nn.Linear(d_model, inner, bias, **here)
+        self.W_K = nn.Linear(self.kdim, inner_kv, bias, **here)
+        self.W_V = nn.Linear(self.vdim, inner_kv, bias, **here)
+        self.W_O = nn.Linear(inner, d_model, bias if out_bias is None else out_bias, **here)
+        self.q_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **here) if qk_norm else None
+        self.k_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **here) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **here)) if sinks else None
+        if isinstance(position, Alibi):
+            slopes = torch.tensor(position.for_heads(num_heads), dtype=torch.float32, device=device)
+            self.register_buffer("slopes", slopes, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot's uniform weights, zero biases and sinks."""
+        for linear in (self.W_Q, self.W_K, self.W_V, self.W_O):
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, need_weights: Literal[True], **how: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = ...,
+        value: Tensor | None = ...,
+        *,
+        need_weights: Literal[False] = ...,
+        **how: Any,
+    ) -> Tensor: ...
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        window: Window | None = None,
+        lengths: Tensor | None = None,
+        cache: KVCache | None = None,
+        gates: Tensor | None = None,
+        positions: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """query (B, Tq, d_model) -> (B, Tq, d_model); with need_weights also (B, H, Tq, Tk), before dropout.
+
+        Self-attention unless a key (B, Tk, kdim) is given; value defaults to key. mask, causal, window, lengths and
+        gates are attend's. With a cache, keys and values of earlier calls are there too, and lengths count them.
+        positions, (T,) or (B, T), say where the tokens stand for Rotary; by default they follow the cache.
+        """
+        q, k, v, call = self._call(
+            query, key, value, mask=mask, causal=causal, window=window, lengths=lengths, gates=gates,
+            cache=cache, positions=positions, dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        out = self.W_O(core.run(q, k, v, call).transpose(1, 2).flatten(2))  # (B, Tq, H * d_k) -> (B, Tq, d_model)
+        return (out, core.look(q, k, call)) if need_weights else out
+
+    def weights(
+        self, query: Tensor, key: Tensor | None = None, *, rows: Any = None, heads: Any = None, **how: Any
+    ) -> Tensor:
+        """Where each query looks: (B, heads, rows, Tk). `how`: mask, causal, window, lengths, positions."""
+        q, k, _, call = self._call(query, key, None, **how)
+        return core.look(q, k, call, rows, heads)
+
+    def stats(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        queries: Tensor | None = None,
+        classes: dict[str, Tensor] | None = None,
+        **how: Any,
+    ) -> HeadStats:
+        """Exact statistics of every head. queries and classes as in head_stats; `how` as in weights."""
+        with torch.no_grad():
+            q, k, v, call = self._call(query, key, value, **how)
+            return core.observe(q, k, v, call, queries, classes, cross=_crosses(query, key))[1]
+
+    def prune_heads(self, heads: Iterable[int]) -> MultiHeadAttention:
+        """A smaller module without these query heads, whose output equals this one's with them gated to zero.
+
+        A KV head goes when its last query head goes. Groups left uneven are filled up with heads of zeros.
+        """
+        return convert.pruned(self, heads)
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
+        """The same attention with the same weights. Ours is batch first, whatever the given one was."""
+        return convert.from_torch(cls, module)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The same attention as PyTorch's module (batch first), or an error where it has no such thing."""
+        return convert.to_torch(self)
+
+    def extra_repr(self) -> str:
+        h = self.heads
+        return f"{h.kind}: d_model={h.width}, {h.query} query and {h.kv} key/value heads of {h.dim}"
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        *,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        window: Window | None = None,
+        dropout: float = 0.0,
+        **how: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Call]:
+        """q, k and v of every head, (B, H, T, d_k), and the checked call on them."""
+        self._check(query, key, value)
+        cross = _crosses(query, key)
+        if cross and isinstance(self.position, Alibi):
+            raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
+        window = _window_of(cache, window)
+        if positions is None and self.position is not None:
+            device = query.device
+            start = cache if cache is not None and not cross else KVCache()
+            positions = start.positions(query.shape[1], device)
+        q = self._turn(self._split(self.W_Q, query, self.q_norm), positions)
+        offset = None
+        if isinstance(cache, MemoryCache) and cache.held is not None:
+            k, v = cache.held.k, cache.held.v
+        else:
+            k, v = self._keys_and_values(query, key, value, positions)
+            if cache is not None:
+                if cross and not isinstance(cache, MemoryCache):
+                    raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {type(cache).__name__}")
+                k, v, lengths, offset = _held(cache, k, v, lengths)
+        call = core.call_of(
+            *core.autocast(q, k, v), window=window, lengths=lengths, offset=offset, softcap=self.softcap,
+            sinks=self.sinks, dropout=dropout, slopes=getattr(self, "slopes", None), **how,
+        )  # fmt: skip
+        return *core.autocast(q, k, v), call
+
+    def _keys_and_values(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        cross = _crosses(query, key)
+        key = query if key is None else key
+        value = key if value is None else value
+        if cross and self.position is not None:
+            positions = torch.arange(key.shape[1], device=key.device)
+        k = self._turn(self._split(self.W_K, key, self.k_norm), positions)
+        return k, self._split(self.W_V, value, None)
+
+    def _split(self, linear: nn.Linear, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x."""
+        y = linear(x).unflatten(-1, (-1, self.heads.dim))  # (B, T, heads, d_k)
+        return (y if norm is None else norm(y)).transpose(1, 2)
+
+    def _turn(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        if not isinstance(self.position, Rotary):
+            return x
+        assert positions is not None
+        return self.position(x, positions)
+
+    def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
+        for name, x, width in (("query", query, self.heads.width), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x is not None and (x.dim() != 3 or x.shape[2] != width):
+                hint = f"; add a batch axis: {name}[None]" if x.dim() == 2 and x.shape[1] == width else ""
+                raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")
+        if key is None and value is not None:
+            raise ShapeError("a value was given without its key; give both")
+        if key is None and self.kdim != self.heads.width:
+            raise ShapeError(f"keys of this module are {self.kdim} wide and queries {self.heads.width}: give a key")
+        if value is None and self.vdim != self.kdim:
+            raise ShapeError(f"values of this module are {self.vdim} wide and keys {self.kdim}: give a value")
+
+
+def _crosses(query: Tensor, key: Tensor | None) -> bool:
+    return key is not None and key is not query
+
+
+def _held(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+    held = cache.update(k, v, None if isinstance(cache, MemoryCache) else lengths)
+    return held.k, held.v, lengths if held.lengths is None else held.lengths, held.offset
+
+
+def _window_of(cache: KVCache | None, window: Window | None) -> Window | None:
+    """A sliding cache implies its window."""
+    if not isinstance(cache, SlidingCache):
+        return window
+    if window is None:
+        return cache.window - 1, 0
+    if window[0] is None or window[0] > cache.window - 1:
+        raise CacheError(f"a window of {window} looks further back than the {cache.window} keys this cache keeps")
+    return window

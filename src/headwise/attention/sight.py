@@ -1,0 +1,303 @@
+"""Who may look where: all that attend's keywords say about it, checked and brought into one form."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MaskError, ShapeError
+from . import contract
+from .contract import Sizes, Window
+
+STEP = 256  # rows of a mask looked at together
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether looking at a value costs nothing: not while a graph is traced, not on another device."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(x is None or (x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)) for x in tensors)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The mask, the band around the diagonal and the lengths of one call.
+
+    Query i stands at i + offset and may look at keys from `left` before to `right` after it (None: open) that lie
+    before `end` and that the mask shows. offset and end are ints where they are the same for all sequences and can
+    be read, else (B,) tensors. slopes (H,) are ALiBi's, a bias of -slope * distance.
+    """
+
+    size: Sizes
+    device: torch.device
+    mask: Tensor | None  # 4-D, bool or float
+    left: int | None
+    right: int | None
+    offset: int | Tensor
+    end: int | Tensor
+    slopes: Tensor | None
+    readable: bool
+
+    @property
+    def uniform(self) -> bool:
+        """All sequences alike but for the mask, in plain numbers: blocks of keys can be skipped."""
+        return not (isinstance(self.offset, Tensor) or isinstance(self.end, Tensor))
+
+    @property
+    def banded(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    @property
+    def hides(self) -> bool:
+        """Whether some query may be kept from some key that another sees."""
+        return self.mask is not None or self.banded or not self.uniform
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """The keys, from and up to, outside of which none of the queries first to last - 1 may look."""
+        if isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
+            return 0, self.size.keys
+        low = 0 if self.left is None else max(0, first + self.offset - self.left)
+        high = self.end if self.right is None else min(self.end, last + self.offset + self.right)
+        return (low, high) if low < high else (0, 0)
+
+    def positions(self, rows: slice | Tensor) -> Tensor:
+        """Where these queries stand among the keys: (1 or B, 1, rows, 1)."""
+        i = torch.arange(rows.start, rows.stop, device=self.device) if isinstance(rows, slice) else rows
+        if isinstance(self.offset, Tensor):
+            return i[:, None] + self.offset.to(self.device).view(-1, 1, 1, 1)
+        return (i[:, None] + self.offset)[None, None]
+
+    def allowed(self, rows: slice | Tensor, low: int, high: int) -> Tensor | None:
+        """True where these queries may look among keys low to high - 1, to broadcast to (B, H, rows, keys).
+
+        None: everywhere. A float mask hides where it is -inf.
+        """
+        parts = []
+        j = torch.arange(low, high, device=self.device)
+        if self.banded and not self._inside(rows, low, high):
+            i = self.positions(rows)
+            if self.left is not None:
+                parts.append(j >= i - self.left)
+            if self.right is not None:
+                parts.append(j <= i + self.right)
+        if isinstance(self.end, Tensor):
+            parts.append(j < self.end.to(self.device).view(-1, 1, 1, 1))
+        elif self.end < high:
+            parts.append((j < self.end).view(1, 1, 1, -1))
+        if self.mask is not None:
+            mask = self._cut(self.mask, rows, low, high)
+            parts.append(mask if mask.dtype == torch.bool else mask != -torch.inf)
+        if not parts:
+            return None
+        seen = parts[0]
+        for part in parts[1:]:
+            seen = seen & part
+        return seen
+
+    def bias(self, rows: slice | Tensor, low: int, high: int) -> Tensor | None:
+        """What is added to the scores there, to broadcast to (B, H, rows, keys), or None."""
+        total = None
+        if self.mask is not None and self.mask.dtype != torch.bool:
+            total = self._cut(self.mask, rows, low, high)
+        if self.slopes is not None:
+            distance = (torch.arange(low, high, device=self.device) - self.positions(rows)).abs()
+            alibi = -self.slopes.view(1, -1, 1, 1) * distance
+            total = alibi if total is None else total + alibi
+        return total
+
+    def seen(self) -> Tensor | None:
+        """(B or 1, Hkv or 1, Tk): the keys that at least one query may look at; None where plain numbers say it all."""
+        if self.mask is None:
+            exact = self.uniform and not (torch.compiler.is_exporting() and self._leaves_some_unseen())
+            return None if exact else self._reach()
+        if not self.banded or self.mask.shape[2] == 1 or torch.compiler.is_exporting():
+            return self._by_someone(slice(0, self.size.queries))
+        seen = self._by_someone(slice(0, min(STEP, self.size.queries)))
+        for first in range(STEP, self.size.queries, STEP):  # a mask for all rows at once would be T x T
+            seen = seen | self._by_someone(slice(first, min(first + STEP, self.size.queries)))
+        return seen
+
+    def _reach(self) -> Tensor:
+        """seen() without a mask: from the first query's left edge to the last one's right edge, before the end."""
+        j = torch.arange(self.size.keys, device=self.device).view(1, 1, -1)
+        start, end = (x.to(self.device).view(-1, 1, 1) if isinstance(x, Tensor) else x for x in (self.offset, self.end))
+        seen = (j < end) & (self.size.queries > 0)
+        if self.left is not None:
+            seen = seen & (j >= start - self.left)
+        if self.right is not None:
+            seen = seen & (j < self.size.queries + start + self.right)
+        return seen
+
+    def _by_someone(self, rows: slice) -> Tensor:
+        """seen() by these rows."""
+        seen = self.allowed(rows, 0, self.size.keys)
+        assert seen is not None  # there is a mask
+        by_head = seen.any(2)  # (B, H, Tk)
+        if by_head.shape[1] > 1:
+            by_head = by_head.unflatten(1, (self.size.kv_heads, self.size.group)).any(2)
+        return by_head
+
+    def sequence(self, b: int) -> Sight:
+        """The same for one sequence of the batch."""
+        return replace(
+            self,
+            size=replace(self.size, batch=1),
+            mask=self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[b : b + 1],
+            offset=int(self.offset[b]) if isinstance(self.offset, Tensor) else self.offset,
+            end=int(self.end[b]) if isinstance(self.end, Tensor) else self.end,
+        )
+
+    def part(self, batch: slice, kv_heads: slice) -> Sight:
+        """The same for some sequences and some KV heads with the query heads that read them."""
+        group = self.size.group
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.shape[0] == 1 else mask[batch]
+            mask = mask if mask.shape[1] == 1 else mask[:, heads]
+        count = kv_heads.stop - kv_heads.start
+        return replace(
+            self,
+            size=replace(self.size, batch=batch.stop - batch.start, heads=count * group, kv_heads=count),
+            mask=mask,
+            offset=self.offset[batch] if isinstance(self.offset, Tensor) else self.offset,
+            end=self.end[batch] if isinstance(self.end, Tensor) else self.end,
+            slopes=None if self.slopes is None else self.slopes[heads],
+        )
+
+    def _leaves_some_unseen(self) -> bool:
+        """Whether there can be keys outside every query's band or length. Blocks leave them out; one call cannot."""
+        usual = self.offset == self.size.keys - self.size.queries and self.end == self.size.keys
+        return not usual or self.left is not None
+
+    def chosen(self, heads: list[int]) -> Sight:
+        """The same for these query heads, each beside a KV head of its own."""
+        return replace(
+            self,
+            size=replace(self.size, heads=len(heads), kv_heads=len(heads)),
+            mask=self.mask if self.mask is None or self.mask.shape[1] == 1 else self.mask[:, heads],
+            slopes=None if self.slopes is None else self.slopes[heads],
+        )
+
+    def _inside(self, rows: slice | Tensor, low: int, high: int) -> bool:
+        """Whether the band hides nothing there, by plain numbers."""
+        if isinstance(self.offset, Tensor) or not isinstance(rows, slice) or torch.compiler.is_exporting():
+            return False
+        fits_left = self.left is None or low >= rows.stop - 1 + self.offset - self.left
+        fits_right = self.right is None or high - 1 <= rows.start + self.offset + self.right
+        return fits_left and fits_right
+
+    def _cut(self, mask: Tensor, rows: slice | Tensor, low: int, high: int) -> Tensor:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+        return mask if mask.shape[3] == 1 else mask[..., low:high]
+
+
+def sight_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    lengths: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Sight:
+    """Check what a call was given and say who may look where."""
+    size = contract.sizes(q, k, v)
+    check_alike(q, k, v)
+    left, right = contract.band(causal, window)
+    return Sight(
+        size=size,
+        device=q.device,
+        mask=_mask(mask, q, size),
+        left=left,
+        right=right,
+        offset=size.keys - size.queries if offset is None else _offset(offset, size),
+        end=size.keys if lengths is None else _lengths(lengths, size),
+        slopes=slopes,
+        readable=readable(q, k, v, mask),
+    )
+
+
+def check_alike(q: Tensor, k: Tensor, v: Tensor | None) -> None:
+    """q, k and v share a floating dtype and a device."""
+    named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    for what in ("dtype", "device"):
+        if len({getattr(x, what) for x in named.values()}) > 1:
+            got = ", ".join(f"{name} {getattr(x, what)}" for name, x in named.items())
+            raise ShapeError(f"q, k and v must have one {what}, got {got}; bring them together with .to()")
+    if q.dtype not in FLOATS:
+        raise ShapeError(f"q, k and v must be float32, bfloat16, float16 or float64, got {q.dtype}; use .float()")
+
+
+def _mask(mask: Tensor | None, q: Tensor, size: Sizes) -> Tensor | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise MaskError(f"mask must be a tensor, got {type(mask).__name__}; use torch.as_tensor(mask)")
+    contract.check_mask(mask.shape, size)
+    if mask.device != q.device:
+        raise MaskError(f"mask is on {mask.device} and q on {q.device}; use mask.to(q.device)")
+    if mask.dtype != torch.bool:
+        if not mask.is_floating_point():
+            raise MaskError(f"mask must be bool (True: may look) or float (added to the scores), got {mask.dtype}; use .bool()")
+        if readable(mask):
+            _warn_if_meant_as_bool(mask)
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _warn_if_meant_as_bool(mask: Tensor) -> None:
+    """A float mask of zeros and ones was most likely meant as True and False, and would do next to nothing."""
+
+    def zeros_and_ones(x: Tensor) -> bool:
+        return bool(((x == 0) | (x == 1)).all())
+
+    given = mask.detach()
+    first = given[..., :1, :] if given.dim() > 1 else given  # a look at one row settles most masks
+    if zeros_and_ones(first) and zeros_and_ones(given) and bool((given == 1).any()):
+        warnings.warn(
+            f"a {mask.dtype} mask of zeros and ones is added to the scores; if it says who may look, give mask.bool()",
+            stacklevel=5,
+        )
+
+
+def _offset(offset: int | Tensor, size: Sizes) -> int | Tensor:
+    if isinstance(offset, Tensor):
+        if offset.dim() == 0:
+            offset = offset.expand(size.batch)
+        contract.check_per_sequence("offset", offset.shape, _integral(offset), size)
+        return _one(offset)
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise MaskError(f"offset must be a whole number or one a sequence, shape ({size.batch},), got {offset!r}")
+    return offset
+
+
+def _lengths(lengths: Any, size: Sizes) -> int | Tensor:
+    if not isinstance(lengths, Tensor):
+        raise MaskError(f"lengths must be a tensor of shape ({size.batch},), got {lengths!r}; use torch.tensor(lengths)")
+    contract.check_per_sequence("lengths", lengths.shape, _integral(lengths), size)
+    if readable(lengths) and lengths.numel():
+        low, high = (int(x) for x in lengths.aminmax())
+        contract.check_lengths(low, high, size)
+    return _one(lengths)
+
+
+def _integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _one(x: Tensor) -> int | Tensor:
+    """The one number that all sequences share, where that can be read."""
+    if not readable(x):
+        return x
+    if not x.numel():
+        return 0
+    low, high = (int(n) for n in x.aminmax())
+    return low if low == high else x

@@ -1,0 +1,248 @@
+"""The named cases: what is run, against whom, and which ratio is the goal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise
+
+from . import peers
+from .harness import Contestant
+from .limits import Limit, multiplying, reading
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A case made ready: ours, the peers, those missing here and why, the limit, and the path that ours takes."""
+
+    ours: Contestant
+    peers: dict[str, Contestant]
+    path: str
+    limit: Limit
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`build(quick, **sizes)` makes the tensors only when the case's turn comes."""
+
+    name: str
+    title: str
+    build: Callable[..., Entry]
+    sizes: Mapping[str, int]
+    tiny: Mapping[str, int]  # the same case in milliseconds, for trying out the harness
+    goals: Mapping[str, float]  # peer -> ratio of its time to ours
+
+
+def _qkv(heads: int, tokens: int, dim: int, *, kv_heads: int | None = None, queries: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, queries or tokens), (kv_heads or heads, tokens), (kv_heads or heads, tokens)
+    return [torch.randn(1, h, t, dim, generator=generator) for h, t in sizes]
+
+
+def _attention_flops(q: Tensor, k: Tensor) -> float:
+    """Of Q K^T and A V, every query on every key."""
+    return 4 * q.numel() * k.shape[2]
+
+
+def _available(candidates: Mapping[str, Callable[[], Contestant]]) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """Make the peers that run here; for the others, why not."""
+    ready, missing = {}, {}
+    for name, make in candidates.items():
+        try:
+            ready[name] = make()
+        except peers.Unavailable as reason:
+            missing[name] = str(reason)
+    return ready, missing
+
+
+def _flex(quick: bool, *args: Any) -> dict[str, Callable[[], Contestant]]:
+    """FlexAttention takes its time to compile, so only a full run has it."""
+    return {} if quick else {"FlexAttention, compiled": lambda: peers.flex(*args)}
+
+
+def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+    q, k, v = _qkv(heads, tokens, dim)
+    flex, missing = _available(_flex(quick, q, k, v))
+    others: dict[str, Contestant] = {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
+        "textbook": lambda: peers.textbook(q, k, v)[0],
+        "head by head": lambda: peers.heads_in_turn(q, k, v),
+    }
+    return Entry(
+        lambda: headwise.attend(q, k, v),
+        others | flex,
+        headwise.explain(q, k, v),
+        multiplying(_attention_flops(q, k)),
+        missing,
+    )
+
+
+def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+    q, k, v = _qkv(heads, tokens, dim)
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: j <= i))
+    others: dict[str, Contestant] = {
+        "sdpa is_causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        "textbook": lambda: peers.textbook(q, k, v, mask)[0],
+    }
+    return Entry(
+        lambda: headwise.attend(q, k, v, causal=True),
+        others | flex,
+        headwise.explain(q, k, v, causal=True),
+        multiplying(_attention_flops(q, k) / 2),
+        missing,
+    )
+
+
+def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int) -> Entry:
+    q, k, v = _qkv(heads, tokens, dim, kv_heads=kv_heads, queries=1)
+    others: dict[str, Contestant] = {
+        "sdpa enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        "sdpa, KV repeated": lambda: F.scaled_dot_product_attention(
+            q, peers.repeated(k, heads), peers.repeated(v, heads)
+        ),
+    }
+    return Entry(lambda: headwise.attend(q, k, v), others, headwise.explain(q, k, v), reading(k, v))
+
+
+def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int) -> Entry:
+    q, k, v = _qkv(heads, tokens, dim)
+    back = window - 1  # the query's own key is one of the window's
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-back)
+    flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= back)))
+    others: dict[str, Contestant] = {"sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)}
+    return Entry(
+        lambda: headwise.attend(q, k, v, causal=True, window=(back, 0)),
+        others | flex,
+        headwise.explain(q, k, v, causal=True, window=(back, 0)),
+        multiplying(_attention_flops(q, k) * mask.sum().item() / mask.numel()),
+        missing,
+    )
+
+
+def _stats(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+    q, k, v = _qkv(heads, tokens, dim)
+    others: dict[str, Contestant] = {
+        "sdpa without statistics": lambda: F.scaled_dot_product_attention(q, k, v),
+        "textbook with statistics": lambda: peers.textbook_stats(q, k, v),
+    }
+    return Entry(
+        lambda: headwise.head_stats(q, k, v)[0], others, headwise.explain(q, k, v), multiplying(_attention_flops(q, k))
+    )
+
+
+def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> Entry:
+    attn, x, path = _attention_layer(batch, tokens, width, heads)
+    modules = {
+        "nn.MultiheadAttention": peers.TorchModule(attn),
+        "textbook": peers.Textbook(attn),
+        "head by head": peers.HeadLoop(attn),
+    }
+    bert, missing = _available({"transformers' BERT, sdpa": lambda: partial(peers.bert(attn), x)})
+    others: dict[str, Contestant] = {name: partial(module.eval(), x) for name, module in modules.items()}
+    return Entry(partial(attn.eval(), x), others | bert, path, multiplying(_layer_flops(x)), missing)
+
+
+def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> Entry:
+    attn, x, path = _attention_layer(batch, tokens, width, heads)
+    x.requires_grad_()
+    towards = torch.randn_like(x)
+
+    def learn(module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Output and the input's gradient; those of the parameters are computed too and thrown away."""
+        with torch.enable_grad():
+            out = module(x)
+            gradients = torch.autograd.grad(out, [x, *module.parameters()], towards)
+        return out.detach(), gradients[0]
+
+    modules = {"nn.MultiheadAttention": peers.TorchModule(attn), "textbook": peers.Textbook(attn)}
+    others: dict[str, Contestant] = {name: partial(learn, module) for name, module in modules.items()}
+    return Entry(partial(learn, attn), others, path, multiplying(3 * _layer_flops(x)))
+
+
+def _attention_layer(
+    batch: int, tokens: int, width: int, heads: int
+) -> tuple[headwise.MultiHeadAttention, Tensor, str]:
+    """The module, its input (B, T, width), and the path that its heads take."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attn = headwise.MultiHeadAttention(width, heads)
+        x = torch.randn(batch, tokens, width)
+    head = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return attn, x, headwise.explain(head, head, head)
+
+
+def _layer_flops(x: Tensor) -> float:
+    """Four projections, and attention over all heads together: x (B, T, width)."""
+    _, tokens, width = x.shape
+    return 4 * 2 * x.numel() * width + 4 * x.numel() * tokens
+
+
+_HEADS = {"heads": 12, "dim": 64}
+_TINY = {"heads": 2, "tokens": 37, "dim": 16}
+_LAYER = {"batch": 8, "tokens": 512, "width": 768, "heads": 12}
+_TINY_LAYER = {"batch": 2, "tokens": 19, "width": 48, "heads": 3}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("dense", "dense, 12 heads, T 2048, D 64", _dense, {**_HEADS, "tokens": 2048}, _TINY, {"sdpa": 0.97}),
+        Case(
+            "causal",
+            "causal, 12 heads, T 512, D 64",
+            _causal,
+            {**_HEADS, "tokens": 512},
+            _TINY,
+            {"sdpa is_causal": 1.1},
+        ),
+        Case(
+            "decode",
+            "decode, 32 query / 4 KV heads, 8,192 keys, D 128",
+            _decode,
+            {"heads": 32, "kv_heads": 4, "tokens": 8192, "dim": 128},
+            {**_TINY, "kv_heads": 1},
+            {"sdpa enable_gqa": 2.5},
+        ),
+        Case(
+            "window",
+            "causal window 512 over 8,192 tokens, 8 heads, D 64",
+            _window,
+            {"heads": 8, "tokens": 8192, "dim": 64, "window": 512},
+            {**_TINY, "window": 7},
+            {"sdpa with mask": 8.0},
+        ),
+        Case(
+            "module",
+            "module forward, batch 8, T 512, 768/12",
+            _module,
+            _LAYER,
+            _TINY_LAYER,
+            {"nn.MultiheadAttention": 1.3, "textbook": 1.7},
+        ),
+        Case(
+            "training",
+            "module forward + backward, batch 8, T 512, 768/12",
+            _training,
+            _LAYER,
+            _TINY_LAYER,
+            {"nn.MultiheadAttention": 1.0},
+        ),
+        Case(
+            "stats",
+            "head_stats, 12 heads, T 2048, D 64",
+            _stats,
+            {**_HEADS, "tokens": 2048},
+            _TINY,
+            {"sdpa without statistics": 0.5},
+        ),
+    )
+}

@@ -1,0 +1,78 @@
+"""Fair timing on a machine that does other things too: all contestants in every round, the best of each is kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import HeadwiseError
+
+Output: TypeAlias = Tensor | tuple[Tensor, ...]
+Contestant: TypeAlias = Callable[[], Output]
+
+SHORTEST = 2e-3  # seconds; a call faster than this is repeated within its turn
+RTOL, ATOL = 1e-3, 1e-4
+
+
+class Mismatch(HeadwiseError):
+    """Two contestants that should give the same do not; their times cannot be compared."""
+
+
+def race(
+    contestants: Mapping[str, Contestant],
+    *,
+    rounds: int,
+    shortest: float = SHORTEST,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Seconds a call of each contestant, the best of `rounds`.
+
+    Every round times every contestant once, starting with another one each time, so that a slow spell of the
+    machine hits all of them and nobody always runs on the cache of the same neighbour.
+    """
+    repeats = {name: _repeats(run, shortest, clock) for name, run in contestants.items()}
+    best = dict.fromkeys(contestants, math.inf)
+    order = list(contestants)
+    for turn in range(rounds):
+        start = turn % len(order)
+        for name in order[start:] + order[:start]:
+            best[name] = min(best[name], _time(contestants[name], repeats[name], clock))
+    return best
+
+
+def verify(ours: Contestant, peers: Mapping[str, Contestant]) -> None:
+    """Raise Mismatch unless every peer gives what ours gives."""
+    expected = _tensors(ours())
+    for name, run in peers.items():
+        got = _tensors(run())
+        if len(got) != len(expected) or any(a.shape != b.shape for a, b in zip(got, expected, strict=True)):
+            raise Mismatch(f"{name} gives shapes {_shapes(got)}, headwise {_shapes(expected)}")
+        for a, b in zip(got, expected, strict=True):
+            if not torch.allclose(a, b, rtol=RTOL, atol=ATOL):
+                raise Mismatch(f"{name} and headwise differ by {(a - b).abs().max().item():.2g}")
+
+
+def _repeats(run: Contestant, shortest: float, clock: Callable[[], float]) -> int:
+    """How often to call within one turn; the first call of all warms up and is not looked at."""
+    run()
+    return max(1, math.ceil(shortest / max(_time(run, 1, clock), 1e-9)))
+
+
+def _time(run: Contestant, repeats: int, clock: Callable[[], float]) -> float:
+    start = clock()
+    for _ in range(repeats):
+        run()
+    return (clock() - start) / repeats
+
+
+def _tensors(output: Output) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else output
+
+
+def _shapes(tensors: tuple[Tensor, ...]) -> str:
+    return ", ".join(str(tuple(t.shape)) for t in tensors)

@@ -1,0 +1,229 @@
+"""A whole benchmark: which jobs there are, and what comes out of them, as plain values."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeAlias
+
+import torch
+
+from .. import __version__
+from ..errors import HeadwiseError
+from . import memory, sweep
+from .cases import CASES, Case
+from .harness import Mismatch, race, verify
+from .machine import describe
+
+ROUNDS, QUICK_ROUNDS = 10, 3
+QUICK_STEP = 4  # every fourth of the sweep
+NAMES = (*CASES, "memory")
+LIMIT = "limit"  # its place among the contestants
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """cases: names, all of them by default. sweep: by default when no case is named."""
+
+    cases: tuple[str, ...] = ()
+    quick: bool = False
+    rounds: int = 0  # 0: ROUNDS, or QUICK_ROUNDS
+    sweep: bool | None = None
+    tiny: bool = False  # sizes that only try out the harness; their times say nothing
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.cases if name not in NAMES]
+        if unknown:
+            raise HeadwiseError(f"there is no case {unknown[0]!r}; there are {', '.join(NAMES)}")
+
+    @property
+    def count(self) -> int:
+        return self.rounds or (QUICK_ROUNDS if self.quick else ROUNDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One peer's time and the ratio of it to ours; without them, why it did not run."""
+
+    name: str
+    seconds: float | None = None
+    ratio: float | None = None
+    goal: float | None = None
+    missing: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.goal is None or self.ratio is None else self.ratio >= self.goal
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    name: str
+    title: str
+    path: str = ""
+    seconds: float | None = None
+    peers: tuple[Peer, ...] = ()
+    limit: str = ""
+    limit_seconds: float | None = None
+    error: str = ""
+
+    @property
+    def of_limit(self) -> float | None:
+        """How much of what the machine allows is reached, 1.0 being all of it."""
+        return None if self.seconds is None or self.limit_seconds is None else self.limit_seconds / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeResult:
+    title: str
+    shape: sweep.Shape
+    path: str = ""
+    peer: str = ""  # the fastest sdpa call
+    seconds: float | None = None  # of that call
+    ratios: tuple[tuple[str, float], ...] = ()  # attend and head_stats
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryResult:
+    name: str
+    title: str
+    peak: int | None = None  # bytes above the inputs
+    goal: int = memory.GOAL
+    error: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.peak is not None and self.peak < self.goal
+
+
+Result: TypeAlias = CaseResult | ShapeResult | MemoryResult
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to measure; running it never raises for a mismatch, the result says so instead."""
+
+    title: str
+    run: Callable[[], Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    machine: dict[str, str | int]
+    settings: dict[str, str | int | bool]
+    cases: tuple[CaseResult, ...]
+    sweep: tuple[ShapeResult, ...]
+    memory: tuple[MemoryResult, ...]
+
+    @property
+    def errors(self) -> list[str]:
+        results: tuple[Result, ...] = (*self.cases, *self.sweep, *self.memory)
+        return [f"{result.title}: {result.error}" for result in results if result.error]
+
+    def summary(self, name: str) -> dict[str, Any] | None:
+        """Worst and median ratio of "attend" or "head_stats" over the sweep, and which shape was worst."""
+        ratios = {result.title: dict(result.ratios)[name] for result in self.sweep if result.ratios}
+        if not ratios:
+            return None
+        worst = min(ratios, key=ratios.__getitem__)
+        return {
+            "worst": ratios[worst],
+            "worst_shape": worst,
+            "median": statistics.median(ratios.values()),
+            "shapes": len(ratios),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "settings": self.settings,
+            "cases": [_case_json(case) for case in self.cases],
+            "sweep": {
+                "summary": {name: self.summary(name) for name in ("attend", "head_stats") if self.summary(name)},
+                "shapes": [{**asdict(result), "ratios": dict(result.ratios)} for result in self.sweep],
+            },
+            "memory": [{**asdict(result), "met": result.met} for result in self.memory],
+        }
+
+
+def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) -> Report:
+    """Do every job; `track` may show progress on the way."""
+    with torch.no_grad():
+        results = [job.run() for job in track(jobs(options))]
+    settings: dict[str, str | int | bool] = {
+        "headwise": __version__,
+        "date": datetime.now(UTC).date().isoformat(),
+        "rounds": options.count,
+        "quick": options.quick,
+    }
+    return Report(
+        describe(),
+        settings,
+        tuple(result for result in results if isinstance(result, CaseResult)),
+        tuple(result for result in results if isinstance(result, ShapeResult)),
+        tuple(result for result in results if isinstance(result, MemoryResult)),
+    )
+
+
+def jobs(options: Options) -> list[Job]:
+    """What these options ask for, in the order of the report."""
+    names = options.cases or NAMES
+    chosen = [Job(case.title, _later(_case, case, options)) for name, case in CASES.items() if name in names]
+    if options.sweep or (options.sweep is None and not options.cases):
+        shapes = (
+            sweep.shapes()[: len(sweep.KINDS)]
+            if options.tiny
+            else sweep.shapes()[:: QUICK_STEP if options.quick else 1]
+        )
+        chosen += [Job(shape.title, _later(_shape, shape, options)) for shape in shapes]
+    if "memory" in names:
+        chosen += [Job(f"memory of {title}", _later(_memory, name, options)) for name, title in memory.MEASURED.items()]
+    return chosen
+
+
+def _later(function: Callable[..., Result], *args: Any) -> Callable[[], Result]:
+    return lambda: function(*args)
+
+
+def _case(case: Case, options: Options) -> CaseResult:
+    entry = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
+    try:
+        verify(entry.ours, entry.peers)
+    except Mismatch as error:
+        return CaseResult(case.name, case.title, entry.path, error=str(error))
+    times = race({"ours": entry.ours, **entry.peers, LIMIT: entry.limit.run}, rounds=options.count)
+    ours = times["ours"]
+    raced = [Peer(name, times[name], times[name] / ours, case.goals.get(name)) for name in entry.peers]
+    missing = [Peer(name, goal=case.goals.get(name), missing=why) for name, why in entry.missing.items()]
+    limit_seconds = times[LIMIT] * entry.limit.scale
+    return CaseResult(case.name, case.title, entry.path, ours, (*raced, *missing), entry.limit.name, limit_seconds)
+
+
+def _shape(shape: sweep.Shape, options: Options) -> ShapeResult:
+    ours, peers, path = sweep.contestants(shape)
+    try:
+        for run in ours.values():
+            verify(run, peers)
+    except Mismatch as error:
+        return ShapeResult(shape.title, shape, path, error=str(error))
+    times = race({**ours, **peers}, rounds=options.count)
+    best = min(peers, key=times.__getitem__)
+    ratios = tuple((name, times[best] / times[name]) for name in ours)
+    return ShapeResult(shape.title, shape, path, best, times[best], ratios)
+
+
+def _memory(name: str, options: Options) -> MemoryResult:
+    sizes = memory.Sizes(tokens=257, heads=2) if options.tiny else memory.Sizes()
+    title = f"{memory.MEASURED[name]}, T {sizes.tokens:,}, {sizes.heads} heads, D {sizes.dim}"
+    try:
+        return MemoryResult(name, title, memory.peak(name, sizes))
+    except HeadwiseError as error:
+        return MemoryResult(name, title, error=str(error))
+
+
+def _case_json(case: CaseResult) -> dict[str, Any]:
+    peers = [{**asdict(peer), "met": peer.met} for peer in case.peers]
+    return {**asdict(case), "peers": peers, "of_limit": case.of_limit}

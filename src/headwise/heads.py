@@ -1,0 +1,69 @@
+"""How a layer divides its width into heads: a plain value that every other part speaks in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from .errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How one attention layer divides its width."""
+
+    width: int  # d_model
+    query: int  # query heads
+    kv: int  # key/value heads; fewer than query: grouped (GQA), one: multi-query (MQA)
+    dim: int  # of one head; query * dim need not equal width
+    value_dim: int = 0  # of one head's values; the same as dim but for MLA
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.dim)
+        for name in ("width", "query", "kv", "dim", "value_dim"):
+            got = getattr(self, name)
+            if not isinstance(got, int) or got < 1:
+                raise ShapeError(f"{name} must be a whole number of at least 1, got {got!r}")
+        if self.query % self.kv:
+            fit = [n for n in range(1, self.query + 1) if self.query % n == 0]
+            raise ShapeError(
+                f"{self.kv} key/value heads do not divide {self.query} query heads; {_some(fit, self.kv)} would"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one KV head."""
+        return self.query // self.kv
+
+    @property
+    def kind(self) -> str:
+        """ "MHA", "GQA" or "MQA"."""
+        if self.kv == self.query:
+            return "MHA"
+        return "MQA" if self.kv == 1 else "GQA"
+
+    @classmethod
+    def split(cls, width: int, query: int, kv: int | None = None, dim: int | None = None) -> Heads:
+        """Divide a width into query heads: d_k = width / query unless dim is given."""
+        if not isinstance(query, int) or query < 1:
+            raise ShapeError(f"num_heads must be a whole number of at least 1, got {query!r}")
+        if not isinstance(width, int) or width < 1:
+            raise ShapeError(f"d_model must be a whole number of at least 1, got {width!r}")
+        if dim is None:
+            if width % query:
+                fit = [n for n in range(1, width + 1) if width % n == 0]
+                raise ShapeError(
+                    f"{query} heads do not divide d_model {width} ({width} / {query} = {width / query:.4g}); "
+                    f"{_some(fit, query)} do, or give head_dim"
+                )
+            dim = width // query
+        return cls(width, query, query if kv is None else kv, dim)
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def _some(fit: list[int], wanted: int, count: int = 3) -> str:
+    """The few of these numbers nearest to the wanted one, in words."""
+    near = sorted(sorted(fit, key=lambda n: abs(n - wanted))[:count])
+    return ", ".join(map(str, near[:-1])) + (" and " if len(near) > 1 else "") + str(near[-1])

@@ -1,0 +1,221 @@
+"""The command line: what starts without torch, what trace shows, and how mistakes read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import headwise
+import headwise.attention.trace
+from headwise.cli import main
+
+HEAVY = ("torch", "transformers", "numpy")
+HEADWISE = (sys.executable, "-m", "headwise")
+
+
+def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(args, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+
+
+def traced(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
+    assert main(["trace", "--json", *args]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("headwise: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import headwise",
+        "import headwise; dir(headwise); headwise.Heads(6, 3, 3, 2); headwise.ShapeError",
+        "from headwise.cli import main; main(['--help'])",
+        "from headwise.cli import main; main(['trace', '--help'])",
+        "from headwise.cli import main; main(['bench', '--help'])",
+        "from headwise.cli import main; main(['--version'])",
+    ],
+)
+def test_starts_without_the_heavy_ones(start: str) -> None:
+    heavy = f"', '.join(sorted(set({HEAVY}) & sys.modules.keys()))"
+    done = run(sys.executable, "-c", f"{start}\nimport sys\nsys.exit({heavy} or 0)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_version() -> None:
+    done = run(*HEADWISE, "--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"headwise {headwise.__version__}\n", "")
+
+
+def test_without_arguments_it_helps() -> None:
+    done = run(*HEADWISE)
+    assert done.returncode == 0
+    assert "trace" in done.stdout
+    assert "bench" in done.stdout
+
+
+# --- trace ---
+
+
+def test_trace_counts_weights_and_biases_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    found = traced(capsys, "--d-model", "768", "--heads", "12", "--tokens", "3")
+    assert found["parameters"] == {"weights": 2_359_296, "biases": 3_072, "total": 2_362_368}
+    assert {
+        step["name"]: (step["weights"], step["biases"]) for step in found["steps"] if step["weights"]
+    } == dict.fromkeys("QKVY", (589_824, 768))
+
+
+def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--d-model 35 --heads 6 --kv-heads 2 --head-dim 11 --tokens 7 --batch 3 --no-bias --causal".split()
+    found = traced(capsys, *sizes)
+    assert {step["name"]: tuple(step["shape"]) for step in found["steps"]} == {
+        "X": (3, 7, 35),
+        "Q": (3, 7, 66),
+        "K": (3, 7, 22),
+        "V": (3, 7, 22),
+        "Q_i": (3, 6, 7, 11),
+        "K_i, V_i": (3, 2, 7, 11),
+        "S_i": (3, 6, 7, 7),
+        "A_i": (3, 6, 7, 7),
+        "O_i": (3, 6, 7, 11),
+        "C": (3, 7, 66),
+        "Y": (3, 7, 35),
+    }
+    assert found["parameters"] == {"weights": 2 * 35 * 66 + 2 * 35 * 22, "biases": 0, "total": 6_160}
+    assert all(len(step["axes"]) == len(step["shape"]) for step in found["steps"])
+    assert 0 <= found["difference"] < 1e-5
+
+
+def test_trace_numbers_are_those_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    found = traced(capsys, "--d-model", "15", "--heads", "5", "--tokens", "2", "--seed", "11")
+    sample = {step["name"]: step["sample"] for step in found["steps"]}
+    torch.manual_seed(11)
+    attn = headwise.MultiHeadAttention(15, 5)
+    x = torch.randn(1, 2, 15)
+    with torch.no_grad():
+        out, weights = attn(x, need_weights=True)
+    assert sample["X"] == pytest.approx(x[0, -1, :4].tolist())
+    assert sample["Q"] == pytest.approx(attn.W_Q(x)[0, -1, :4].tolist(), abs=1e-6)
+    assert sample["A_i"] == pytest.approx(weights[0, 0, -1].tolist(), abs=1e-6)
+    assert sample["Y"] == pytest.approx(out[0, -1, :4].tolist(), abs=1e-6)
+
+
+def test_trace_says_when_the_steps_and_the_module_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = headwise.MultiHeadAttention.forward
+    monkeypatch.setattr(headwise.MultiHeadAttention, "forward", lambda self, x, **how: forward(self, x, **how) + 0.5)
+    assert main(["trace", "--d-model", "6", "--heads", "2"]) == 1
+    assert "✗ the steps and the module's own forward differ by at most 5.0e-01" in capsys.readouterr().out
+
+
+def test_trace_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    headwise.attention.trace.trace(headwise.Heads.split(6, 2), seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_trace_drawing(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main("trace --d-model 512 --heads 8 --tokens 10 --causal".split()) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= columns
+    for words in (
+        "d_model 512, 8 heads of 64 (MHA); batch 1, 10 tokens, causal, seed 0",
+        "Q = X W_Q + b_Q",
+        "262,144 + 512",
+        "S_i = Q_i K_iᵀ / √64",
+        "(1, 8, 10, 10)",
+        "1,048,576 weights + 2,048 biases = 1,050,624 parameters",
+        "✓ the steps and the module's own forward differ by at most",
+    ):
+        assert words in out
+    assert ("batch, tokens, d_model" in out) == (columns == 120)
+
+
+def test_trace_on_a_terminal_that_knows_only_ascii() -> None:
+    done = run(*HEADWISE, "trace", "--d-model", "6", "--heads", "2", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "S_i = Q_i K_i? / ?3" in done.stdout
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("trace --d-model 768 --heads 10", "10 heads do not divide d_model 768 (768 / 10 = 76.8)"),
+        ("trace --kv-heads 3", "3 key/value heads do not divide 8 query heads"),
+        (
+            "trace --tokens 100000",
+            "8 heads x 100,000 x 100,000 tokens take 298.0 GiB, more than the 1 GiB allowed here; up to 5,792",
+        ),
+        ("trace --batch 1000000000000", "take a smaller batch"),
+        ("trace --d-model 65536 --tokens 1", "parameters for d_model 65,536 with 8 heads of 8,192 take 64.0 GiB"),
+        (
+            "trace --d-model 8192 --heads 1 --batch 40000 --tokens 1",
+            "values of batch 40,000 x 1 tokens x 8,192 take 1.2 GiB",
+        ),
+        ("trace --d-model 999999999999 --heads 7", "65536; see headwise trace --help"),
+        ("trace --tokens 0", "'--tokens'"),
+        ("trace --heads eight", "see headwise trace --help"),
+        ("trace --nonsense", "No such option: --nonsense"),
+        ("nonsense", "No such command 'nonsense'; see headwise --help"),
+        ("bench --cases nonsense", "there is no case 'nonsense'; there are dense, causal, decode"),
+        ("bench --rounds 0", "'--rounds'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args.split()) == 2
+    assert words in one_line(capsys)
+
+
+def test_the_process_exits_with_2_too() -> None:
+    done = run(*HEADWISE, "trace", "--heads", "7")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("headwise: 7 heads do not divide d_model 512")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_message_of_several_lines_becomes_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **how: object) -> None:
+        raise headwise.ShapeError("first\n   second")
+
+    monkeypatch.setattr(headwise.attention.trace, "trace", fail)
+    assert main(["trace"]) == 2
+    assert one_line(capsys) == "headwise: first second\n"
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object, **how: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(headwise.attention.trace, "trace", interrupt)
+    assert main(["trace"]) == 130
+    assert one_line(capsys) == "headwise: interrupted\n"
+
+
+@pytest.mark.parametrize("args", [("trace", "--tokens", "3"), ("trace", "--tokens", "3", "--json"), ("--help",)])
+def test_a_reader_that_goes_away_is_no_error(args: tuple[str, ...]) -> None:
+    process = subprocess.Popen((*HEADWISE, *args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()  # before anything can have been written
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
