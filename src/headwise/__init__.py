@@ -37,7 +37,7 @@ _WHERE = {
     "weights": "attention.core",
 }
 
-__all__ = ["__version__", *_WHERE]  # noqa: PLE0604  # strings, all of them
+__all__ = ["__version__", *_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
     from .attention import reference as reference

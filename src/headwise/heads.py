@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from .errors import ShapeError
@@ -25,10 +26,8 @@ class Heads:
             if not isinstance(got, int) or got < 1:
                 raise ShapeError(f"{name} must be a whole number of at least 1, got {got!r}")
         if self.query % self.kv:
-            fit = [n for n in range(1, self.query + 1) if self.query % n == 0]
-            raise ShapeError(
-                f"{self.kv} key/value heads do not divide {self.query} query heads; {_some(fit, self.kv)} would"
-            )
+            fit = _near_divisors(self.query, self.kv)
+            raise ShapeError(f"{self.kv} key/value heads do not divide {self.query} query heads; {fit} would")
 
     @property
     def group(self) -> int:
@@ -51,10 +50,9 @@ class Heads:
             raise ShapeError(f"d_model must be a whole number of at least 1, got {width!r}")
         if dim is None:
             if width % query:
-                fit = [n for n in range(1, width + 1) if width % n == 0]
                 raise ShapeError(
                     f"{query} heads do not divide d_model {width} ({width} / {query} = {width / query:.4g}); "
-                    f"{_some(fit, query)} do, or give head_dim"
+                    f"{_near_divisors(width, query)} do, or give head_dim"
                 )
             dim = width // query
         return cls(width, query, query if kv is None else kv, dim)
@@ -63,7 +61,9 @@ class Heads:
         return asdict(self)
 
 
-def _some(fit: list[int], wanted: int, count: int = 3) -> str:
-    """The few of these numbers nearest to the wanted one, in words."""
-    near = sorted(sorted(fit, key=lambda n: abs(n - wanted))[:count])
-    return ", ".join(map(str, near[:-1])) + (" and " if len(near) > 1 else "") + str(near[-1])
+def _near_divisors(number: int, wanted: int) -> str:
+    """A divisor of a number below the wanted one and two above it, where there are such, in words."""
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
+    all_of_them = sorted({*small, *(number // n for n in small)})
+    near = [n for n in all_of_them if n < wanted][-1:] + [n for n in all_of_them if n > wanted][:2]
+    return " and ".join(filter(None, [", ".join(map(str, near[:-1])), str(near[-1])]))

@@ -1,6 +1,6 @@
 """KV caches: the keys and values of the tokens seen so far, so that decoding computes only what is new.
 
-One cache serves one attention layer. Keys go in as they are used (rotated already), so what comes out needs no more work.
+One cache serves one attention layer. Keys go in as they are used, rotated already.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheError
-from .contract import shown
 
 
 class Held(NamedTuple):
@@ -122,8 +121,8 @@ class StaticCache(KVCache):
     def _room(self, needed: int, have: int) -> int:
         if needed > self.max_length:
             raise CacheError(
-                f"the cache is full: it has room for {self.max_length} keys and holds {self.length}, {needed} are needed; "
-                f"make a StaticCache({needed}) or use KVCache(), which grows"
+                f"the cache is full: it has room for {self.max_length} keys, holds {self.length}, needs {needed}; "
+                f"make a StaticCache({needed}), or use KVCache(), which grows"
             )
         return self.max_length
 

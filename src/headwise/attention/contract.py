@@ -1,4 +1,4 @@
-"""What attend, weights and head_stats accept: checked once, on shapes and plain numbers, for NumPy and PyTorch alike."""
+"""What attend, weights and head_stats accept: checked on shapes and plain numbers, for NumPy and PyTorch alike."""
 
 from __future__ import annotations
 
@@ -41,15 +41,19 @@ def sizes(q: Any, k: Any, v: Any = None) -> Sizes:
         got = f"{batch}, {k.shape[0]} and {v.shape[0]}"
         raise ShapeError(f"q, k and v have batches of {got}; expand the smaller ones to the same size")
     if k.shape[3] != dim:
-        raise ShapeError(f"q has heads of width {dim} and k of width {k.shape[3]}; their dot product needs the same width")
+        raise ShapeError(
+            f"q has heads of width {dim} and k of width {k.shape[3]}; their dot product needs the same width"
+        )
     if tuple(v.shape[1:3]) != (kv_heads, keys):
         raise ShapeError(
-            f"k has {kv_heads} heads x {keys} keys and v has {v.shape[1]} heads x {v.shape[2]} keys; each key needs a value"
+            f"k has {kv_heads} heads x {keys} keys and v has {v.shape[1]} heads x {v.shape[2]}; each key needs a value"
         )
     if not (heads and kv_heads and dim and v.shape[3]):
         raise ShapeError(f"heads and their width must be at least 1, got q {shown(q.shape)}, v {shown(v.shape)}")
     if heads % kv_heads:
-        raise ShapeError(f"{kv_heads} key/value heads do not divide {heads} query heads; each must serve as many as any other")
+        raise ShapeError(
+            f"{kv_heads} key/value heads do not divide {heads} query heads; each must serve as many as any other"
+        )
     return Sizes(batch, heads, kv_heads, queries, keys, dim, v.shape[3])
 
 
@@ -68,7 +72,7 @@ def band(causal: bool, window: Window | None) -> Window:
 
 def _window(window: Any) -> Window:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise MaskError(f"window must be a pair (left, right), None for open, got {window!r}; say (511, 0) for 512 keys")
+        raise MaskError(f"window must be a pair (left, right), None for open, got {window!r}; (511, 0) is 512 keys")
     for side, reach in zip(("left", "right"), window, strict=True):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
             raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {reach!r}")
@@ -91,7 +95,9 @@ def check_per_sequence(name: str, shape: Sequence[int], integral: bool, size: Si
     """lengths and offset are whole numbers, one a sequence."""
     if tuple(shape) != (size.batch,) or not integral:
         kind = "whole numbers" if integral else "numbers that are not whole"
-        raise MaskError(f"{name} must be {size.batch} whole numbers, one a sequence, got {kind} of shape {shown(shape)}")
+        raise MaskError(
+            f"{name} must be {size.batch} whole numbers, one a sequence, got {kind} of shape {shown(shape)}"
+        )
 
 
 def check_lengths(low: int, high: int, size: Sizes) -> None:
@@ -105,14 +111,18 @@ def check_classes(classes: dict[str, Any], size: Sizes, is_bool: Any) -> None:
     for name, keys in classes.items():
         if tuple(keys.shape) != (size.batch, size.keys) or not is_bool(keys):
             want = shown((size.batch, size.keys))
-            raise MaskError(f"class {name!r} must be True/False of shape (B, Tk) = {want}, got {keys.dtype} {shown(keys.shape)}")
+            raise MaskError(
+                f"class {name!r} must be True/False of shape (B, Tk) = {want}, got {keys.dtype} {shown(keys.shape)}"
+            )
 
 
 def check_queries(queries: Any, size: Sizes, is_bool: bool) -> None:
     """queries: (B, Tq) bool, those that count."""
     if tuple(queries.shape) != (size.batch, size.queries) or not is_bool:
         want = shown((size.batch, size.queries))
-        raise MaskError(f"queries must be True/False of shape (B, Tq) = {want}, got {queries.dtype} {shown(queries.shape)}")
+        raise MaskError(
+            f"queries must be True/False of shape (B, Tq) = {want}, got {queries.dtype} {shown(queries.shape)}"
+        )
 
 
 def check_per_head(name: str, shape: Sequence[int], size: Sizes, *, batched: bool = False) -> None:

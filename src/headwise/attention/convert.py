@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 def from_torch(cls: type[Module], given: nn.MultiheadAttention) -> Module:
     """The same attention with the same weights, dtype, device, mode and frozen parameters."""
     if given.bias_k is not None:
-        raise UnsupportedError("add_bias_kv=True appends a learned key and value to every sequence, which has no counterpart")
+        raise UnsupportedError(
+            "add_bias_kv=True appends a learned key and value to every sequence, which MultiHeadAttention cannot do; "
+            "train without it"
+        )
     if not given.batch_first:
         warnings.warn(
-            "the nn.MultiheadAttention has batch_first=False; MultiHeadAttention takes (B, T, d_model): transpose(0, 1) its inputs",
+            "this nn.MultiheadAttention has batch_first=False and headwise takes (B, T, d_model): transpose its inputs",
             stacklevel=3,
         )
     like = given.out_proj.weight
@@ -65,7 +68,8 @@ def to_torch(given: MultiHeadAttention) -> nn.MultiheadAttention:
         if is_so:
             raise UnsupportedError(f"nn.MultiheadAttention has no {what}; this module stays as it is")
     like = given.W_O.weight
-    has_bias = given.W_Q.bias is not None or given.W_O.bias is not None
+    bias: dict[str, Tensor | None] = {name: getattr(given, name).bias for name in ("W_Q", "W_K", "W_V", "W_O")}
+    has_bias = any(b is not None for b in bias.values())
     new = nn.MultiheadAttention(
         heads.width, heads.query, given.dropout, has_bias, add_zero_attn=zero_sinks, kdim=given.kdim, vdim=given.vdim,
         batch_first=True, device=like.device, dtype=like.dtype,
@@ -76,17 +80,17 @@ def to_torch(given: MultiHeadAttention) -> nn.MultiheadAttention:
         return x.unflatten(0, (heads.kv, heads.dim)).repeat_interleave(heads.group, 0).flatten(0, 1)
 
     weights = given.W_Q.weight, written_out(given.W_K.weight), written_out(given.W_V.weight)
-    if new.in_proj_weight is None:
+    if not new._qkv_same_embed_dim:
         for mine, weight in zip((new.q_proj_weight, new.k_proj_weight, new.v_proj_weight), weights, strict=True):
             fill(mine, weight)
     else:
         fill(new.in_proj_weight, torch.cat(weights))
     fill(new.out_proj.weight, like)
     if has_bias:  # PyTorch has biases everywhere or nowhere; one of zeros is none
-        b = [like.new_zeros(heads.width) if linear.bias is None else written_out(linear.bias) if linear is not given.W_Q
-             else linear.bias for linear in (given.W_Q, given.W_K, given.W_V)]  # fmt: skip
-        fill(new.in_proj_bias, torch.cat(b))
-        fill(new.out_proj.bias, like.new_zeros(heads.width) if given.W_O.bias is None else given.W_O.bias)
+        zero = like.new_zeros(heads.width)
+        own = (bias["W_Q"], *(None if b is None else written_out(b) for b in (bias["W_K"], bias["W_V"])))
+        fill(new.in_proj_bias, torch.cat([zero if b is None else b for b in own]))
+        fill(new.out_proj.bias, zero if bias["W_O"] is None else bias["W_O"])
     return new.train(given.training)
 
 
@@ -94,7 +98,7 @@ def pruned(given: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttentio
     """Without these query heads: rows of W_Q, W_K and W_V and columns of W_O are gone."""
     kept = keep(given, heads)  # a list a KV head that stays
     size = max(len(group) for group in kept.values())
-    query = [h for group in kept.values() for h in (*group, *[None] * (size - len(group)))]
+    query: list[int | None] = [h for group in kept.values() for h in (*group, *[None] * (size - len(group)))]
     position = given.position
     if isinstance(position, Alibi):
         slopes = position.for_heads(given.heads.query)
@@ -103,10 +107,11 @@ def pruned(given: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttentio
     new = type(given)(
         given.heads.width, len(query), len(kept), head_dim=given.heads.dim, kdim=given.kdim, vdim=given.vdim,
         bias=given.W_Q.bias is not None, out_bias=given.W_O.bias is not None, dropout=given.dropout, position=position,
-        qk_norm=given.qk_norm, softcap=given.softcap, sinks=given.sinks is not None, device=like.device, dtype=like.dtype,
+        qk_norm=given.qk_norm, softcap=given.softcap, sinks=given.sinks is not None,
+        device=like.device, dtype=like.dtype,
     )  # fmt: skip
-    rows = {"W_Q": query, "W_K": list(kept), "W_V": list(kept)}
-    for name, numbers in rows.items():
+    kv: list[int | None] = [*kept]
+    for name, numbers in (("W_Q", query), ("W_K", kv), ("W_V", kv)):
         old, mine = getattr(given, name), getattr(new, name)
         fill(mine.weight, _blocks(old.weight, numbers, given.heads.dim), old.weight.requires_grad)
         if old.bias is not None:
@@ -140,14 +145,14 @@ def keep(given: MultiHeadAttention, heads: Iterable[int]) -> dict[int, list[int]
     return kept
 
 
-def _blocks(x: Tensor, numbers: list[int] | list[int | None], dim: int) -> Tensor:
+def _blocks(x: Tensor, numbers: list[int | None], dim: int) -> Tensor:
     """The blocks of `dim` rows with these numbers, zeros for None."""
     blocks = x.detach().unflatten(0, (-1, dim))
     zero = torch.zeros_like(blocks[0])
     return torch.stack([zero if n is None else blocks[n] for n in numbers]).flatten(0, 1)
 
 
-def fill(parameter: nn.Parameter, values: Tensor, requires_grad: bool = True) -> None:
+def fill(parameter: Tensor, values: Tensor, requires_grad: bool = True) -> None:
     with torch.no_grad():
         parameter.copy_(values)
     parameter.requires_grad_(requires_grad)

@@ -196,9 +196,9 @@ def look(q: Tensor, k: Tensor, call: Call, rows: Any = None, heads: Any = None) 
         at = torch.tensor(contract.pick("row", rows, size.queries), dtype=torch.long, device=q.device)
         q = q[:, :, at]
     with as_given(q):
-        s, seen = by_rows.scores(q, k, sight, at, 0, size.keys, call.scale, call.softcap)
+        s = by_rows.scores(q, k, sight, at, 0, size.keys, call.scale, call.softcap)
         e, total = by_rows.raised(s, sinks)
-        a = e / total
+        a, seen = e / total, sight.allowed(at, 0, size.keys)
         if seen is not None:
             a = torch.where(seen, a, 0)  # a NaN in the row must not reach the keys it may not look at
         return a.to(q.dtype)

@@ -7,6 +7,8 @@ decoding reads each KV head once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, dropout:
         return torch.cat(each)
     if triangle(sight):
         return _call(q, k, v, None, scale, dropout, causal=True)
-    done = [_rows(q, k, v, sight, some, scale, dropout) for some in _blocks(sight)]
+    blocks = _blocks(sight)
+    band = _band(sight, blocks, q.dtype)
+    done = [_rows(q, k, v, sight, rows, band, scale, dropout) for rows in blocks]
     return done[0] if len(done) == 1 else torch.cat(done, 2)
 
 
@@ -77,9 +81,30 @@ def block(sight: Sight) -> int | None:
     size = sight.size
     if not sight.banded or not sight.uniform or torch.compiler.is_exporting():
         return None
-    if sight.left is None and size.keys < TRIANGLE:
-        return 128
-    return 256
+    return 64 if sight.left is None and size.keys < TRIANGLE else 128
+
+
+class Band(NamedTuple):
+    """One mask for all blocks of a band: what a query sees depends on j - i alone, so each block takes a part."""
+
+    mask: Tensor  # (rows, differences): 0 where visible, -inf where not
+    first: int  # the first key of a block minus its first query, at column 0
+
+
+def _band(sight: Sight, blocks: list[slice], dtype: torch.dtype) -> Band | None:
+    """The shared mask, or None where there is more than a band to it or only one block."""
+    if len(blocks) == 1 or sight.mask is not None or sight.slopes is not None or isinstance(sight.offset, Tensor):
+        return None
+    spans = [(rows.start, *sight.span(rows.start, rows.stop)) for rows in blocks]
+    first = min(low - start for start, low, _ in spans)
+    columns = torch.arange(first, max(high - start for start, _, high in spans), device=sight.device)
+    away = columns - torch.arange(sight.offset, sight.offset + blocks[0].stop, device=sight.device)[:, None]  # j - i
+    hidden = torch.zeros_like(away, dtype=torch.bool)
+    if sight.left is not None:
+        hidden |= away < -sight.left
+    if sight.right is not None:
+        hidden |= away > sight.right
+    return Band(torch.zeros(away.shape, dtype=dtype, device=sight.device).masked_fill_(hidden, -torch.inf), first)
 
 
 def explain(sight: Sight) -> str:
@@ -96,16 +121,21 @@ def explain(sight: Sight) -> str:
     return "one call of PyTorch's kernel" + (", the queries of a group together" if together else "")
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, sight: Sight, rows: slice, scale: float, dropout: float) -> Tensor:
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, rows: slice, band: Band | None, scale: float, dropout: float
+) -> Tensor:
     """The output of some rows of queries, from the keys that they may look at."""
-    if torch.compiler.is_exporting():
-        low, high = 0, sight.size.keys
+    low, high = (0, sight.size.keys) if torch.compiler.is_exporting() else sight.span(rows.start, rows.stop)
+    if not torch.compiler.is_exporting() and high <= low:
+        return q.new_zeros(*q[:, :, rows].shape[:3], v.shape[-1])
+    if band is None:
+        mask = _merge(sight.allowed(rows, low, high), sight.bias(rows, low, high), q.dtype)
+    elif sight.edges(rows, low, high):
+        column = low - rows.start - band.first
+        mask = band.mask[None, None, : rows.stop - rows.start, column : column + high - low]
     else:
-        low, high = sight.span(rows.start, rows.stop)
-        if high <= low:
-            return q.new_zeros(*q[:, :, rows].shape[:3], v.shape[-1])
-    seen, bias = sight.allowed(rows, low, high), sight.bias(rows, low, high)
-    return _call(q[:, :, rows], k[:, :, low:high], v[:, :, low:high], _merge(seen, bias, q.dtype), scale, dropout)
+        mask = None
+    return _call(q[:, :, rows], k[:, :, low:high], v[:, :, low:high], mask, scale, dropout)
 
 
 def _merge(seen: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

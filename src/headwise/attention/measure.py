@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .contract import Sizes
 from .rows import Room, blocks, clean, finite, ground, holds_odd, inside, mix, parts, scores
 from .sight import Sight
 from .stats import SHARE, HeadStats
@@ -30,20 +31,18 @@ class Rows:
     """What is kept of every query's scores, each (B, H, Tq) or with columns behind."""
 
     most: Tensor  # the largest score
-    keys: Tensor  # sum e
     spread: Tensor  # sum e (s - m)
-    far: Tensor | None  # sum e |i - j|
+    far: Tensor  # sum e |i - j|
     at: Tensor  # e at the first key, and at the previous, next and own position
-    on: Tensor  # sum e over each class of keys
+    on: Tensor  # sum e over all keys, and over each class of them
     lit: Tensor  # whether it may look anywhere
 
     @classmethod
-    def empty(cls, like: Tensor, shape: tuple[int, int, int], spots: int, classes: int, cross: bool) -> Rows:
+    def empty(cls, like: Tensor, shape: tuple[int, int, int], spots: int, classes: int) -> Rows:
         """For (B, H, Tq) queries that have seen nothing yet."""
         return cls(
             like.new_full(shape, -torch.inf), like.new_zeros(shape), like.new_zeros(shape),
-            None if cross else like.new_zeros(shape), like.new_zeros(*shape, spots), like.new_zeros(*shape, classes),
-            like.new_zeros(shape, dtype=torch.bool),
+            like.new_zeros(*shape, spots), like.new_zeros(*shape, 1 + classes), like.new_zeros(shape, dtype=torch.bool),
         )  # fmt: skip
 
 
@@ -60,49 +59,99 @@ def head_stats(
     cross: bool,
 ) -> tuple[Tensor | None, HeadStats]:
     """The output (None without v) and the statistics. Works in place: not for gradients."""
-    size = sight.size
+    size, dtype = sight.size, inside(q).dtype
     k, *rest = clean(sight, k) if v is None else clean(sight, k, v)
-    v = rest[0] if rest else None
-    odd = v is not None and holds_odd(v, sight)
+    odd = bool(rest) and holds_odd(rest[0], sight)
     tame = sight.readable and sinks is None and finite(k)  # then no score is -inf but a hidden one
-    kinds = torch.stack(list(classes.values()), -1).to(inside(q).dtype) if classes else None  # (B, Tk, classes)
     first = first_key(sight, queries)  # (B,)
     spots = 1 if cross else 1 + len(STEPS)
+    # The values with columns of our own beside them: a product that is computed anyway sums e over whatever one likes.
+    marks = _marks(size, classes, dtype, q.device)
+    wide = torch.cat([*(x.to(dtype) for x in rest), marks], -1)  # (B, Hkv, Tk, Dv + 3 + 1 + classes)
+    width = wide.shape[-1] - marks.shape[-1]
 
-    kept = Rows.empty(inside(q[:0]), (size.batch, size.heads, size.queries), spots, len(classes), cross)
+    kept = Rows.empty(wide[:0], (size.batch, size.heads, size.queries), spots, len(classes))
     # laid out so that joining the heads costs nothing
-    out = None if v is None else q.new_zeros(size.batch, size.queries, size.heads, v.shape[-1]).transpose(1, 2)
-    room = (Room(inside(q[:0])), Room(inside(q[:0]))) if sight.readable else (None, None)
+    out = None if v is None else q.new_zeros(size.batch, size.queries, size.heads, width).transpose(1, 2)
+    room = (Room(wide[:0]), Room(wide[:0])) if sight.readable else (None, None)
     for rows, low, high in blocks(sight):
         if high <= low:
             continue
         stand = sight.positions(rows) - low  # (1 or B, 1, rows, 1)
-        away = None if cross else (torch.arange(high - low, device=q.device) - stand).to(inside(q).dtype).abs_()
         spot = _spots(first - low, stand, cross)  # (B, 1, rows, spots)
         there, spot = (spot >= 0) & (spot < high - low), spot.clamp(0, high - low - 1)
+        near = None if cross else Near.of(sight, rows, low, high, stand.to(dtype))
+        if near is not None:
+            near.mark(wide[:, :, low:high, width : width + 3])
+        edges = sight.edges(rows, low, high) if tame else [(low, high)]
         for batch, kv_heads, part in parts(sight):
             heads = slice(kv_heads.start * size.group, kv_heads.stop * size.group)
             here = (batch, heads, rows)
             s_part = None if sinks is None else sinks[heads]
-            s, seen = scores(q[here], k[batch, kv_heads], part, rows, low, high, scale, softcap, room[0])
-            plain = tame and seen is None
+            s = scores(q[here], k[batch, kv_heads], part, rows, low, high, scale, softcap, room[0])
             most = s.amax(-1)
-            top = most if plain else ground(most, s_part)
+            top = most if tame and not edges else ground(most, s_part)
             e = torch.exp(s.sub_(top[..., None]), out=None if room[1] is None else room[1].take(*s.shape))
-            if not plain:
-                s.clamp_(min=LOW)
-            keys = e.sum(-1)
-            kept.most[here], kept.keys[here], kept.spread[here] = most, keys, s.mul_(e).sum(-1)
-            if kept.far is not None and away is not None:
-                kept.far[here] = torch.mul(e, away[batch if len(away) > 1 else slice(None)], out=s).sum(-1)
+            for a, b in edges:
+                s[..., a - low : b - low].clamp_(min=LOW)
+            seen = part.allowed(rows, low, high) if odd else None
+            mixed = mix(e, wide[batch, kv_heads, low:high], seen)
+            kept.most[here], kept.spread[here], kept.on[here] = most, s.mul_(e).sum(-1), mixed[..., width + 3 :]
             kept.at[here] = e.gather(-1, spot[batch].expand(*e.shape[:3], spots)) * there[batch]
-            if kinds is not None:
-                kept.on[here] = torch.bmm(e.flatten(1, 2), kinds[batch, low:high]).view(*e.shape[:3], -1)
-            kept.lit[here] = True if seen is None else seen.any(-1)
-            if out is not None and v is not None:
-                mixed = mix(e, v[batch, kv_heads, low:high], seen if odd else None)
-                out[here] = (mixed / _total(keys, most, s_part)[..., None]).to(q.dtype)
-    return out, _stats(kept, sinks, queries, list(classes))
+            kept.lit[here] = part.lit(rows)
+            if near is not None:
+                kept.far[here] = near.distance(e, mixed[..., width : width + 3], batch)
+            if out is not None:
+                total = _total(mixed[..., width + 3], most, s_part)
+                out[here] = (mixed[..., :width] / total[..., None]).to(q.dtype)
+    return out, _stats(kept, sinks, queries, list(classes), cross)
+
+
+def _marks(size: Sizes, classes: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(B, Hkv, Tk, 3 + 1 + classes): three columns for Near, one of ones, and the classes."""
+    marks = torch.zeros(size.batch, 1, size.keys, 4 + len(classes), dtype=dtype, device=device)
+    marks[..., 3] = 1
+    for column, keys in enumerate(classes.values(), 4):
+        marks[:, 0, :, column] = keys
+    return marks.expand(-1, size.kv_heads, -1, -1)
+
+
+@dataclass(frozen=True)
+class Near:
+    """The keys among which a block's queries stand. To those on either side, distance is linear:
+
+    to a key left of the zone it is (i - first) + (first - j), to one right of it (j - last) + (last - i),
+    so three sums give it for all of them, and only the zone itself needs |i - j| written out.
+    """
+
+    keys: int
+    first: int  # of the zone's keys
+    stop: int
+    stand: Tensor  # (1 or B, 1, rows): where the queries stand
+    away: Tensor  # (1 or B, 1, rows, stop - first): |i - j| in the zone
+
+    @classmethod
+    def of(cls, sight: Sight, rows: slice, low: int, high: int, stand: Tensor) -> Near:
+        keys = high - low
+        if isinstance(sight.offset, Tensor) or torch.compiler.is_exporting():  # they stand all over: all keys are near
+            first, stop = 0, keys
+        else:
+            first, stop = (min(max(0, end + sight.offset - low), keys) for end in (rows.start, rows.stop))
+        away = (torch.arange(first, stop, device=stand.device, dtype=stand.dtype) - stand).abs_()
+        return cls(keys, first, stop, stand[..., 0], away)
+
+    def mark(self, columns: Tensor) -> None:
+        """Fill (B, Hkv, keys, 3): left of the zone, right of it, and how far from it."""
+        j = torch.arange(self.keys, device=columns.device)
+        left, right = (self.first - j).clamp_(min=0), (j - (self.stop - 1)).clamp_(min=0)
+        columns.copy_(torch.stack([left > 0, right > 0, left + right], -1))
+
+    def distance(self, e: Tensor, sums: Tensor, batch: slice) -> Tensor:
+        """sum e |i - j|: (b, h, rows, keys) with the sums over those columns (b, h, rows, 3) -> (b, h, rows)."""
+        stand, away = (x if len(x) == 1 else x[batch] for x in (self.stand, self.away))
+        left, right, rest = sums.unbind(-1)
+        far = (stand - self.first) * left + (self.stop - 1 - stand) * right + rest
+        return far + (e[..., self.first : self.stop] * away).sum(-1)
 
 
 def _spots(first: Tensor, stand: Tensor, cross: bool) -> Tensor:
@@ -124,19 +173,18 @@ def _sunk(most: Tensor, sinks: Tensor) -> Tensor:
     return torch.exp(sinks.to(most.dtype).view(1, -1, 1) - ground(most, sinks))
 
 
-def _stats(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: list[str]) -> HeadStats:
+def _stats(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: list[str], cross: bool) -> HeadStats:
     """Weights out of what was kept, and their sums over the queries that count."""
-    total = _total(kept.keys, kept.most, sinks)
+    keys, *shares = kept.on.unbind(-1)
+    total = _total(keys, kept.most, sinks)
     per_query = {
-        "entropy": kept.keys * total.log() - kept.spread,
+        "entropy": keys * total.log() - kept.spread,
         "confidence": torch.exp(kept.most - ground(kept.most, sinks)),
         **dict(zip(("first", *STEPS), kept.at.unbind(-1), strict=False)),
+        **({} if cross else {"distance": kept.far}),
+        **({} if sinks is None else {"sink": _sunk(kept.most, sinks)}),
+        **{SHARE + name: share for name, share in zip(classes, shares, strict=True)},
     }
-    if kept.far is not None:
-        per_query["distance"] = kept.far
-    if sinks is not None:
-        per_query["sink"] = _sunk(kept.most, sinks)
-    per_query |= dict(zip((SHARE + name for name in classes), kept.on.unbind(-1), strict=True))
     real = kept.lit if queries is None else kept.lit & queries[:, None]
     sums = {name: torch.where(real, x / total, 0).sum(-1, dtype=torch.float64) for name, x in per_query.items()}
     return HeadStats(sums, real.sum(-1, dtype=torch.float64))

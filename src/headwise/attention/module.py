@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,22 +84,6 @@ class MultiHeadAttention(nn.Module):
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
-    @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, need_weights: Literal[True], **how: Any
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = ...,
-        value: Tensor | None = ...,
-        *,
-        need_weights: Literal[False] = ...,
-        **how: Any,
-    ) -> Tensor: ...
-
     def forward(
         self,
         query: Tensor,
@@ -114,7 +98,7 @@ class MultiHeadAttention(nn.Module):
         gates: Tensor | None = None,
         positions: Tensor | None = None,
         need_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """query (B, Tq, d_model) -> (B, Tq, d_model); with need_weights also (B, H, Tq, Tk), before dropout.
 
         Self-attention unless a key (B, Tk, kdim) is given; value defaults to key. mask, causal, window, lengths and
@@ -189,10 +173,9 @@ class MultiHeadAttention(nn.Module):
         if cross and isinstance(self.position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
         window = _window_of(cache, window)
-        if positions is None and self.position is not None:
-            device = query.device
-            start = cache if cache is not None and not cross else KVCache()
-            positions = start.positions(query.shape[1], device)
+        if positions is None and isinstance(self.position, Rotary):
+            start = KVCache() if cache is None or cross else cache
+            positions = start.positions(query.shape[1], query.device)
         q = self._turn(self._split(self.W_Q, query, self.q_norm), positions)
         offset = None
         if isinstance(cache, MemoryCache) and cache.held is not None:
@@ -201,13 +184,15 @@ class MultiHeadAttention(nn.Module):
             k, v = self._keys_and_values(query, key, value, positions)
             if cache is not None:
                 if cross and not isinstance(cache, MemoryCache):
-                    raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {type(cache).__name__}")
+                    kind = type(cache).__name__
+                    raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {kind}")
                 k, v, lengths, offset = _held(cache, k, v, lengths)
+        q, k, v = core.autocast(q, k, v)
         call = core.call_of(
-            *core.autocast(q, k, v), window=window, lengths=lengths, offset=offset, softcap=self.softcap,
+            q, k, v, window=window, lengths=lengths, offset=offset, softcap=self.softcap,
             sinks=self.sinks, dropout=dropout, slopes=getattr(self, "slopes", None), **how,
         )  # fmt: skip
-        return *core.autocast(q, k, v), call
+        return q, k, v, call
 
     def _keys_and_values(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None
@@ -232,7 +217,11 @@ class MultiHeadAttention(nn.Module):
         return self.position(x, positions)
 
     def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
-        for name, x, width in (("query", query, self.heads.width), ("key", key, self.kdim), ("value", value, self.vdim)):
+        for name, x, width in (
+            ("query", query, self.heads.width),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
             if x is not None and (x.dim() != 3 or x.shape[2] != width):
                 hint = f"; add a batch axis: {name}[None]" if x.dim() == 2 and x.shape[1] == width else ""
                 raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")

@@ -1,4 +1,4 @@
-"""Multi-head attention in plain NumPy: the specification that every faster path must equal, and the version to learn from.
+"""Multi-head attention in plain NumPy: the specification every faster path must equal, and the one to learn from.
 
 One head asks, for every query: how much does each key concern me?
 
@@ -25,7 +25,14 @@ Array = np.ndarray[Any, Any]
 
 
 def visible(
-    q: Any, k: Any, *, mask: Any = None, causal: bool = False, window: Any = None, lengths: Any = None, offset: Any = None
+    q: Any,
+    k: Any,
+    *,
+    mask: Any = None,
+    causal: bool = False,
+    window: Any = None,
+    lengths: Any = None,
+    offset: Any = None,
 ) -> Array:
     """Which keys each query may look at: (B, Hq, Tq, Tk), True where it may."""
     size = contract.sizes(q, k)
@@ -74,7 +81,9 @@ def weights(
         if mask is not None and np.asarray(mask).dtype != bool:
             scores = scores + mask
         scores = np.where(seen, scores, -np.inf)
-        sink = np.full((1, size.heads, 1, 1), -np.inf) if sinks is None else np.reshape(sinks, (1, -1, 1, 1)).astype(float)
+        sink = (
+            np.full((1, size.heads, 1, 1), -np.inf) if sinks is None else np.reshape(sinks, (1, -1, 1, 1)).astype(float)
+        )
         highest = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
         highest = np.where(highest == -np.inf, 0.0, highest)
         raised = np.exp(scores - highest)
@@ -84,7 +93,7 @@ def weights(
 
 
 def mix(a: Array, v: Any, seen: Array) -> Array:
-    """The values mixed by the weights, (B, Hq, Tq, Dv): each query sums over the keys that it may look at, and no others."""
+    """The values mixed by the weights, (B, Hq, Tq, Dv): a query sums over the keys it may look at, no others."""
     v = np.repeat(np.asarray(v, float), a.shape[1] // v.shape[1], axis=1)  # (B, Hq, Tk, Dv)
     out = np.zeros((*a.shape[:3], v.shape[-1]))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -95,7 +104,14 @@ def mix(a: Array, v: Any, seen: Array) -> Array:
 
 
 def attend(
-    q: Any, k: Any, v: Any, *, gates: Any = None, dropout: float = 0.0, rng: np.random.Generator | None = None, **how: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    gates: Any = None,
+    dropout: float = 0.0,
+    rng: np.random.Generator | None = None,
+    **how: Any,
 ) -> Array:
     """Scaled dot-product attention of every head: (B, Hq, Tq, Dv). `how` is what `weights` takes.
 
@@ -113,7 +129,14 @@ def attend(
 
 
 def head_stats(
-    q: Any, k: Any, v: Any, *, queries: Any = None, classes: dict[str, Any] | None = None, cross: bool = False, **how: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    queries: Any = None,
+    classes: dict[str, Any] | None = None,
+    cross: bool = False,
+    **how: Any,
 ) -> tuple[Array, HeadStats]:
     """attend's output and what each head does with its weights, from the whole T x T of them."""
     size = contract.sizes(q, k, v)
@@ -172,7 +195,13 @@ class MultiHeadAttention:
     """
 
     def __init__(
-        self, d_model: int, num_heads: int, num_kv_heads: int | None = None, *, head_dim: int | None = None, seed: int = 0
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        seed: int = 0,
     ):
         self.heads = Heads.split(d_model, num_heads, num_kv_heads, head_dim)
         inner, inner_kv = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim

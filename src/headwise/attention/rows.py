@@ -1,4 +1,4 @@
-"""Attention by blocks of query rows: the path that can do everything, in memory that grows with a block and not with T x T.
+"""Attention by blocks of query rows: the path that can do everything, in the memory of a block.
 
 Scores of a block are laid out, masked, softmaxed and used at once. Softcap, sinks, dropout and learned biases
 come this way, and so does whatever a fused kernel would get wrong.
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .sight import Sight
 
-BLOCK = 1 << 20  # scores held at once: 4 MiB in fp32, about a core's second-level cache
+BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the calls
 ROWS = 256  # more rows a block gain nothing and skip less of a band
 
 
@@ -90,7 +90,7 @@ class Room:
 
 
 def by_group(a: Tensor, b: Tensor, room: Room | None = None) -> Tensor:
-    """a (B, H, rows, x) @ b (B, Hkv, x, y) -> (B, H, rows, y); each of b's matrices is read once for its whole group."""
+    """a (B, H, rows, x) @ b (B, Hkv, x, y) -> (B, H, rows, y); each of b's matrices is read once a group."""
     if room is not None:
         laid = grouped(a, b.shape[1])
         out = room.take(*laid.shape[:3], b.shape[3])
@@ -113,22 +113,23 @@ def scores(
     scale: float,
     softcap: float | None,
     room: Room | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The masked scores of q's rows (B, H, rows, D) on keys low to high - 1, and where they may look. Hidden ones are -inf."""
-    s = by_group(inside(q) * scale, inside(k[:, :, low:high]).transpose(-1, -2), room)  # (B, H, rows, keys)
+) -> Tensor:
+    """The scores of q's rows (B, H, rows, D) on keys low to high - 1, (B, H, rows, keys). Hidden ones are -inf."""
+    s = by_group(inside(q) * scale, inside(k[:, :, low:high]).transpose(-1, -2), room)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     bias = sight.bias(rows, low, high)
     if bias is not None:
         s = s.add_(bias.to(s.dtype))
-    seen = sight.allowed(rows, low, high)
-    if seen is not None:
-        s = s.masked_fill_(~seen, -torch.inf)
-    return s, seen
+    for first, stop in sight.edges(rows, low, high):
+        seen = sight.allowed(rows, first, stop)
+        if seen is not None:
+            s[..., first - low : stop - low].masked_fill_(~seen, -torch.inf)
+    return s
 
 
 def raised(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """exp of the scores, and the sum (..., 1) that makes weights of them: sinks (H,) take part in it, and it is never 0."""
+    """exp of the scores, and the sum (..., 1) that makes weights of them: sinks (H,) take part in it; never 0."""
     largest = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     top = ground(largest, sinks)[..., None]
     e = torch.exp(s - top) if s.requires_grad else s.sub_(top).exp_()
@@ -203,9 +204,9 @@ def attend(
     def block(
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sight: Sight, rows: slice, low: int, high: int
     ) -> Tensor:
-        s, seen = scores(q, k, sight, rows, low, high, scale, softcap, room)
-        e, total = raised(s, sinks)
-        return (mix(F.dropout(e, dropout), v[:, :, low:high], seen if odd else None) / total).to(q.dtype)
+        e, total = raised(scores(q, k, sight, rows, low, high, scale, softcap, room), sinks)
+        seen = sight.allowed(rows, low, high) if odd else None
+        return (mix(F.dropout(e, dropout), v[:, :, low:high], seen) / total).to(q.dtype)
 
     group, out = sight.size.group, []
     for batch, kv_heads, part in parts(sight):

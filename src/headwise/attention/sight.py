@@ -78,17 +78,15 @@ class Sight:
         None: everywhere. A float mask hides where it is -inf.
         """
         parts = []
-        j = torch.arange(low, high, device=self.device)
         if self.banded and not self._inside(rows, low, high):
-            i = self.positions(rows)
+            i, j = self.positions(rows), torch.arange(low, high, device=self.device)
             if self.left is not None:
                 parts.append(j >= i - self.left)
             if self.right is not None:
                 parts.append(j <= i + self.right)
-        if isinstance(self.end, Tensor):
-            parts.append(j < self.end.to(self.device).view(-1, 1, 1, 1))
-        elif self.end < high:
-            parts.append((j < self.end).view(1, 1, 1, -1))
+        if isinstance(self.end, Tensor) or self.end < high:
+            end = self.end.to(self.device).view(-1, 1, 1, 1) if isinstance(self.end, Tensor) else self.end
+            parts.append(torch.arange(low, high, device=self.device)[None, None, None] < end)
         if self.mask is not None:
             mask = self._cut(self.mask, rows, low, high)
             parts.append(mask if mask.dtype == torch.bool else mask != -torch.inf)
@@ -98,6 +96,39 @@ class Sight:
         for part in parts[1:]:
             seen = seen & part
         return seen
+
+    def edges(self, rows: slice | Tensor, low: int, high: int) -> list[tuple[int, int]]:
+        """The keys among low to high - 1, from and up to, where anything is hidden from any of these queries.
+
+        Of a band, only its two edges: most of a block of rows needs no mask.
+        """
+        whole = (
+            self.mask is not None or not self.uniform or not isinstance(rows, slice) or torch.compiler.is_exporting()
+        )
+        if whole or isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
+            short = isinstance(self.end, Tensor) or self.end != self.size.keys
+            return [(low, high)] if self.hides or short else []
+        assert isinstance(rows, slice)
+        first, last = rows.start + self.offset, rows.stop - 1 + self.offset
+        edges = []
+        if self.left is not None:
+            edges.append((low, min(high, last - self.left)))
+        if self.right is not None or self.end < high:
+            stop = self.end if self.right is None else min(self.end, first + self.right + 1)
+            edges.append((max(low, stop), high))
+        return [(a, b) for a, b in edges if a < b]
+
+    def lit(self, rows: slice) -> Tensor:
+        """Which of these queries may look anywhere, to broadcast to (B, H, rows)."""
+        if self.mask is not None:
+            seen = self.allowed(rows, 0, self.size.keys)
+            assert seen is not None  # there is a mask
+            return seen.any(-1) & (self.size.keys > 0)
+        i = self.positions(rows)[..., 0]  # (1 or B, 1, rows)
+        end = self.end.to(self.device).view(-1, 1, 1) if isinstance(self.end, Tensor) else torch.full_like(i, self.end)
+        low = torch.zeros_like(i) if self.left is None else (i - self.left).clamp(min=0)
+        high = end if self.right is None else torch.minimum(end, i + self.right + 1)
+        return low < high
 
     def bias(self, rows: slice | Tensor, low: int, high: int) -> Tensor | None:
         """What is added to the scores there, to broadcast to (B, H, rows, keys), or None."""
@@ -247,7 +278,9 @@ def _mask(mask: Tensor | None, q: Tensor, size: Sizes) -> Tensor | None:
         raise MaskError(f"mask is on {mask.device} and q on {q.device}; use mask.to(q.device)")
     if mask.dtype != torch.bool:
         if not mask.is_floating_point():
-            raise MaskError(f"mask must be bool (True: may look) or float (added to the scores), got {mask.dtype}; use .bool()")
+            raise MaskError(
+                f"mask must be bool (True: may look) or float (added to the scores), got {mask.dtype}; use .bool()"
+            )
         if readable(mask):
             _warn_if_meant_as_bool(mask)
     return mask[(None,) * (4 - mask.dim())]
@@ -281,7 +314,9 @@ def _offset(offset: int | Tensor, size: Sizes) -> int | Tensor:
 
 def _lengths(lengths: Any, size: Sizes) -> int | Tensor:
     if not isinstance(lengths, Tensor):
-        raise MaskError(f"lengths must be a tensor of shape ({size.batch},), got {lengths!r}; use torch.tensor(lengths)")
+        raise MaskError(
+            f"lengths must be a tensor of shape ({size.batch},), got {lengths!r}; use torch.tensor(lengths)"
+        )
     contract.check_per_sequence("lengths", lengths.shape, _integral(lengths), size)
     if readable(lengths) and lengths.numel():
         low, high = (int(x) for x in lengths.aminmax())

@@ -76,7 +76,9 @@ class HeadStats:
         """More queries of the same sequences, as cached decoding gives them."""
         self._check_alike(other)
         if self.count.shape != other.count.shape:
-            raise HeadwiseError(f"{len(other.count)} sequences cannot continue {len(self.count)}; to join two batches add them")
+            raise HeadwiseError(
+                f"{len(other.count)} sequences cannot continue {len(self.count)}; to join two batches add them"
+            )
         return HeadStats({name: mine + other.sums[name] for name, mine in self.sums.items()}, self.count + other.count)
 
     def total(self) -> HeadStats:
@@ -112,7 +114,9 @@ class HeadStats:
     def __repr__(self) -> str:
         batch, heads = self.count.shape
         plain = self.numpy()
-        lines = [f"HeadStats of {heads} heads over {batch} sequences, {int(plain.count.max(initial=0))} queries at most"]
+        lines = [
+            f"HeadStats of {heads} heads over {batch} sequences, {int(plain.count.max(initial=0))} queries at most"
+        ]
         with np.errstate(invalid="ignore"):  # no query, no mean
             for name in plain.sums:
                 row = " ".join(f"{x:7.3f}" for x in plain[name][:12])
