@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
 from .sight import Sight, sight_of
 from .stats import HeadStats
+
+# so that torch.export can hand statistics out of a graph
+register_pytree_node(
+    HeadStats,
+    lambda stats: ([*stats.sums.values(), stats.count], tuple(stats.sums)),
+    lambda leaves, names: HeadStats(dict(zip(names, leaves, strict=False)), list(leaves)[-1]),
+    serialized_type_name="headwise.HeadStats",
+)
 
 
 @dataclass(frozen=True)

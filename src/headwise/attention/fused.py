@@ -17,6 +17,7 @@ from .rows import grouped, ungrouped
 from .sight import Sight
 
 TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
+SMALL = 64  # rows of a block of a short causal call; of no more than these, none is worth skipping
 TOGETHER = 128  # up to so many rows, the queries of a group are one matrix
 LANES = 16  # a row of fewer keys than a vector holds loses its NaN in PyTorch's CPU kernel
 ALONE = 1 << 21  # multiply-adds from which a sequence of its own length is worth a call of its own
@@ -73,7 +74,8 @@ def triangle(sight: Sight) -> bool:
     plain = sight.uniform and sight.mask is None and sight.slopes is None and sight.left is None and sight.right == 0
     if not plain or sight.offset != 0 or size.queries != size.keys or sight.end != size.keys:
         return False
-    return sight.device.type != "cpu" or torch.compiler.is_exporting() or size.queries >= TRIANGLE
+    worth = size.queries >= TRIANGLE or size.queries <= SMALL
+    return sight.device.type != "cpu" or torch.compiler.is_exporting() or worth
 
 
 def block(sight: Sight) -> int | None:
@@ -81,7 +83,7 @@ def block(sight: Sight) -> int | None:
     size = sight.size
     if not sight.banded or not sight.uniform or torch.compiler.is_exporting():
         return None
-    return 64 if sight.left is None and size.keys < TRIANGLE else 128
+    return SMALL if sight.left is None and size.keys < TRIANGLE else 2 * SMALL
 
 
 class Band(NamedTuple):

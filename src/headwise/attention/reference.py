@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import MaskError
 from ..heads import Heads
 from . import contract
 from .stats import HeadStats
@@ -48,10 +49,20 @@ def visible(
     if lengths is not None:
         seen &= j < np.asarray(lengths).reshape(-1, 1, 1, 1)
     if mask is not None:
-        contract.check_mask(np.shape(mask), size)
-        mask = np.asarray(mask)
-        seen &= mask if mask.dtype == bool else mask != -np.inf
+        seen &= shown_by(mask, size)
     return seen
+
+
+def shown_by(mask: Any, size: contract.Sizes) -> Array:
+    """True where a mask lets a query look: where it is True, or where what it adds is not -inf."""
+    mask = np.asarray(mask)
+    contract.check_mask(mask.shape, size)
+    if mask.dtype == bool:
+        return mask
+    if mask.dtype.kind != "f":
+        raise MaskError(f"mask must be bool (True: may look) or float (added to the scores), got {mask.dtype}")
+    shown: Array = mask != -np.inf
+    return shown
 
 
 def weights(
@@ -140,10 +151,12 @@ def head_stats(
 ) -> tuple[Array, HeadStats]:
     """attend's output and what each head does with its weights, from the whole T x T of them."""
     size = contract.sizes(q, k, v)
+    contract.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     attended = {name: how.pop(name) for name in ("gates", "dropout", "rng") if name in how}
     a = weights(q, k, **how)  # (B, H, Tq, Tk), before dropout
     seen = visible(q, k, **_sight(how))
     asked = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)
+    contract.check_queries(asked, size, asked.dtype == bool)
     real = asked[:, None] & seen.any(-1)  # (B, H, Tq): those that count and may look somewhere
 
     offset = how.get("offset")
@@ -179,8 +192,7 @@ def _first_key(size: contract.Sizes, how: dict[str, Any], asked: Array) -> Array
     """
     there = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
     if how.get("mask") is not None:
-        mask = np.asarray(how["mask"])
-        there &= mask if mask.dtype == bool else mask != -np.inf
+        there &= shown_by(how["mask"], size)
     if how.get("lengths") is not None:
         there &= np.arange(size.keys) < np.asarray(how["lengths"]).reshape(-1, 1, 1, 1)
     exists = (there & asked[:, None, :, None]).any((1, 2))  # (B, Tk)
@@ -219,6 +231,11 @@ class MultiHeadAttention:
         """query (B, Tq, d_model) -> (B, Tq, d_model). Self-attention unless a key (B, Tk, ...) is given."""
         q, k, v = self.project(query, key, value)
         return self.join(attend(q, k, v, **how))
+
+    def weights(self, query: Any, key: Any = None, **how: Any) -> Array:
+        """Where each query looks: (B, H, Tq, Tk)."""
+        q, k, _ = self.project(query, key)
+        return weights(q, k, **how)
 
     def project(self, query: Any, key: Any = None, value: Any = None) -> tuple[Array, Array, Array]:
         """The three projections, split into heads: (B, H, T, d_k) each."""

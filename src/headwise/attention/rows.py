@@ -148,7 +148,7 @@ def ground(largest: Tensor, sinks: Tensor | None) -> Tensor:
 
 def finite(x: Tensor) -> bool:
     """Whether all of it is finite, by one pass. A sum that overflows says no, which costs time and no exactness."""
-    return bool(x.detach().sum(dtype=inside(x).dtype).isfinite())
+    return math.isfinite(x.detach().sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
 
 
 def holds_odd(v: Tensor, sight: Sight) -> bool:

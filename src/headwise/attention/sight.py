@@ -244,22 +244,29 @@ def sight_of(
     size = contract.sizes(q, k, v)
     check_alike(q, k, v)
     left, right = contract.band(causal, window)
+    mask = _mask(mask, q, size)
+    if lengths is None and mask is not None and _pads(mask, size):
+        lengths = mask.sum(-1).flatten().expand(size.batch)  # keys that do not exist cost nothing; a mask does
+        mask = None
     return Sight(
         size=size,
         device=q.device,
-        mask=_mask(mask, q, size),
+        mask=mask,
         left=left,
         right=right,
         offset=size.keys - size.queries if offset is None else _offset(offset, size),
         end=size.keys if lengths is None else _lengths(lengths, size),
         slopes=slopes,
-        readable=readable(q, k, v, mask),
+        readable=readable(q, k, v, mask, lengths),
     )
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor | None) -> None:
     """q, k and v share a floating dtype and a device."""
-    named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    v = k if v is None else v
+    if q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.dtype in FLOATS:
+        return
+    named = {"q": q, "k": k, "v": v}
     for what in ("dtype", "device"):
         if len({getattr(x, what) for x in named.values()}) > 1:
             got = ", ".join(f"{name} {getattr(x, what)}" for name, x in named.items())
@@ -284,6 +291,13 @@ def _mask(mask: Tensor | None, q: Tensor, size: Sizes) -> Tensor | None:
         if readable(mask):
             _warn_if_meant_as_bool(mask)
     return mask[(None,) * (4 - mask.dim())]
+
+
+def _pads(mask: Tensor, size: Sizes) -> bool:
+    """Whether a mask says no more than lengths would: each sequence shows its first keys, to all heads and queries."""
+    if mask.dtype != torch.bool or tuple(mask.shape[1:]) != (1, 1, size.keys) or not readable(mask):
+        return False
+    return bool((mask[..., 1:] <= mask[..., :-1]).all())
 
 
 def _warn_if_meant_as_bool(mask: Tensor) -> None:
