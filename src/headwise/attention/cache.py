@@ -5,12 +5,14 @@ One cache serves one attention layer. Keys go in as they are used, rotated alrea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CacheError
+from ..errors import CacheError, HeadwiseError
 
 
 class Held(NamedTuple):
@@ -142,7 +144,8 @@ class SlidingCache(KVCache):
             k, v = torch.cat([self._k, k], 2), torch.cat([self._v, v], 2)
         self.length += k.shape[2] - (0 if self._k is None else self._k.shape[2])
         first = max(0, k.shape[2] - (self.window - 1))  # the next query sees itself and window - 1 before it
-        self._k, self._v = k[:, :, first:], v[:, :, first:]
+        # what a long prompt leaves behind must not hold the whole of it
+        self._k, self._v = (x[:, :, first:].clone() if first > self.window else x[:, :, first:] for x in (k, v))
         return Held(k, v)
 
 
@@ -157,6 +160,27 @@ class MemoryCache(KVCache):
     def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
         self._k, self._v, self.length = k, v, k.shape[2]
         return Held(k, v)
+
+
+def taken_in(cache: KVCache | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> Held:
+    """What attention reads once these are in the cache, if there is one. Lengths of a memory are the caller's alone."""
+    if cache is None:
+        return Held(k, v, lengths)
+    if isinstance(cache, MemoryCache):
+        return cache.update(k, v)._replace(lengths=lengths)
+    return cache.update(k, v, lengths)
+
+
+@contextmanager
+def unless_it_fails(cache: KVCache | None) -> Iterator[None]:
+    """A cache as it was before, where what is done with it meanwhile fails."""
+    before = {} if cache is None else dict(vars(cache))
+    try:
+        yield
+    except HeadwiseError:
+        if cache is not None:
+            vars(cache).update(before)
+        raise
 
 
 def _empty(like: Tensor, count: int) -> Tensor:

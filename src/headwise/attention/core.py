@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
-from .sight import Sight, sight_of
+from .sight import Sight, check_tensor, sight_of
 from .stats import HeadStats
 
 # so that torch.export can hand statistics out of a graph
@@ -65,6 +65,9 @@ def call_of(
     """Check all that a call was given."""
     who = sight_of(q, k, v, **sight)
     contract.check_numbers(scale, softcap, dropout)
+    for name, x in (("sinks", sinks), ("gates", gates)):
+        if x is not None:
+            check_tensor(name, x, q)
     if sinks is not None:
         contract.check_per_head("sinks", sinks.shape, who.size)
     if gates is not None:
@@ -224,6 +227,9 @@ def observe(
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
     size = call.sight.size
+    for name, x in {"queries": queries, **(classes or {})}.items():
+        if x is not None:
+            check_tensor(name, x, q)
     if queries is not None:
         contract.check_queries(queries, size, queries.dtype == torch.bool)
     contract.check_classes(classes or {}, size, lambda keys: keys.dtype == torch.bool)
@@ -243,7 +249,7 @@ def observe(
 
 def autocast(*xs: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, inputs in its dtype, as PyTorch's own attention takes them."""
-    if not _autocasts(xs[0]):
+    if not autocasts(xs[0]):
         return xs
     dtype = torch.get_autocast_dtype(xs[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs)
@@ -251,8 +257,9 @@ def autocast(*xs: Tensor) -> tuple[Tensor, ...]:
 
 def as_given(x: Tensor) -> AbstractContextManager[Any]:
     """No autocast inside: sums stay in fp32."""
-    return torch.autocast(x.device.type, enabled=False) if _autocasts(x) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
-def _autocasts(x: Tensor) -> bool:
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is on where x is."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

@@ -186,8 +186,9 @@ def _stats(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: li
         **{SHARE + name: share for name, share in zip(classes, shares, strict=True)},
     }
     real = kept.lit if queries is None else kept.lit & queries[:, None]
-    sums = {name: torch.where(real, x / total, 0).sum(-1, dtype=torch.float64) for name, x in per_query.items()}
-    return HeadStats(sums, real.sum(-1, dtype=torch.float64))
+    exact = torch.float32 if total.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    sums = {name: torch.where(real, x / total, 0).sum(-1, dtype=exact) for name, x in per_query.items()}
+    return HeadStats(sums, real.sum(-1, dtype=exact))
 
 
 def first_key(sight: Sight, queries: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import CacheError, ShapeError, UnsupportedError
 from ..heads import Heads
 from . import convert, core
-from .cache import KVCache, MemoryCache, SlidingCache
+from .cache import KVCache, MemoryCache, SlidingCache, taken_in, unless_it_fails
 from .contract import Window, shown
 from .core import Call
 from .positions import Alibi, Rotary
@@ -116,7 +116,7 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None = None, *, rows: Any = None, heads: Any = None, **how: Any
     ) -> Tensor:
         """Where each query looks: (B, heads, rows, Tk). `how`: mask, causal, window, lengths, positions."""
-        q, k, _, call = self._call(query, key, None, **how)
+        q, k, _, call = self._call(query, key, None, values=False, **how)
         return core.look(q, k, call, rows, heads)
 
     def stats(
@@ -162,48 +162,43 @@ class MultiHeadAttention(nn.Module):
         *,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
-        lengths: Tensor | None = None,
         window: Window | None = None,
+        lengths: Tensor | None = None,
         dropout: float = 0.0,
+        values: bool = True,
         **how: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Call]:
-        """q, k and v of every head, (B, H, T, d_k), and the checked call on them."""
-        self._check(query, key, value)
+        """q, k and v of every head, (B, H, T, d_k), and the checked call on them; values=False: keys in place of v."""
+        self._check(query, key, value, values)
         cross = _crosses(query, key)
         if cross and isinstance(self.position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
-        window = _window_of(cache, window)
+        if cross and cache is not None and not isinstance(cache, MemoryCache):
+            kind = type(cache).__name__
+            raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {kind}")
         if positions is None and isinstance(self.position, Rotary):
             start = KVCache() if cache is None or cross else cache
             positions = start.positions(query.shape[1], query.device)
         q = self._turn(self._split(self.W_Q, query, self.q_norm), positions)
-        offset = None
-        if isinstance(cache, MemoryCache) and cache.held is not None:
-            k, v = cache.held.k, cache.held.v
-        else:
-            k, v = self._keys_and_values(query, key, value, positions)
-            if cache is not None:
-                if cross and not isinstance(cache, MemoryCache):
-                    kind = type(cache).__name__
-                    raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {kind}")
-                k, v, lengths, offset = _held(cache, k, v, lengths)
-        q, k, v = core.autocast(q, k, v)
-        call = core.call_of(
-            q, k, v, window=window, lengths=lengths, offset=offset, softcap=self.softcap,
-            sinks=self.sinks, dropout=dropout, slopes=getattr(self, "slopes", None), **how,
-        )  # fmt: skip
-        return q, k, v, call
+        how |= {"window": _window_of(cache, window), "softcap": self.softcap, "sinks": self.sinks, "dropout": dropout}
+        how["slopes"] = getattr(self, "slopes", None)
+        with unless_it_fails(cache):
+            if isinstance(cache, MemoryCache) and cache.held is not None:
+                k, v, offset = cache.held.k, cache.held.v, None
+            else:
+                k, v = self._keys_and_values(query, key, value, positions, values)
+                k, v, lengths, offset = taken_in(cache, k, v, lengths)
+            q, k, v = core.autocast(q, k, v)
+            return q, k, v, core.call_of(q, k, v, lengths=lengths, offset=offset, **how)
 
     def _keys_and_values(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, values: bool
     ) -> tuple[Tensor, Tensor]:
-        cross = _crosses(query, key)
-        key = query if key is None else key
-        value = key if value is None else value
-        if cross and self.position is not None:
+        if key is not None and key is not query and positions is not None:
             positions = torch.arange(key.shape[1], device=key.device)
+        key = query if key is None else key
         k = self._turn(self._split(self.W_K, key, self.k_norm), positions)
-        return k, self._split(self.W_V, value, None)
+        return k, self._split(self.W_V, key if value is None else value, None) if values else k
 
     def _split(self, linear: nn.Linear, x: Tensor, norm: nn.Module | None) -> Tensor:
         """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x."""
@@ -216,30 +211,32 @@ class MultiHeadAttention(nn.Module):
         assert positions is not None
         return self.position(x, positions)
 
-    def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
-        for name, x, width in (
-            ("query", query, self.heads.width),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            if x is not None and (x.dim() != 3 or x.shape[2] != width):
-                hint = f"; add a batch axis: {name}[None]" if x.dim() == 2 and x.shape[1] == width else ""
-                raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")
+    def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None, values: bool) -> None:
+        linears = self.W_Q, self.W_K, self.W_V
+        for name, x, linear in zip(("query", "key", "value"), (query, key, value), linears, strict=True):
+            if x is not None:
+                _check_input(name, x, linear)
         if key is None and value is not None:
             raise ShapeError("a value was given without its key; give both")
         if key is None and self.kdim != self.heads.width:
             raise ShapeError(f"keys of this module are {self.kdim} wide and queries {self.heads.width}: give a key")
-        if value is None and self.vdim != self.kdim:
+        if values and value is None and self.vdim != self.kdim:
             raise ShapeError(f"values of this module are {self.vdim} wide and keys {self.kdim}: give a value")
+
+
+def _check_input(name: str, x: Tensor, linear: nn.Linear) -> None:
+    width, weight = linear.in_features, linear.weight
+    if x.dim() != 3 or x.shape[2] != width:
+        hint = f"; add a batch axis: {name}[None]" if x.dim() == 2 and x.shape[1] == width else ""
+        raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")
+    if x.device != weight.device:
+        raise ShapeError(f"{name} is on {x.device} and the module on {weight.device}; bring them together with .to()")
+    if x.dtype != weight.dtype and not core.autocasts(x):
+        raise ShapeError(f"{name} is {x.dtype} and the module {weight.dtype}; use {name}.to({weight.dtype})")
 
 
 def _crosses(query: Tensor, key: Tensor | None) -> bool:
     return key is not None and key is not query
-
-
-def _held(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-    held = cache.update(k, v, None if isinstance(cache, MemoryCache) else lengths)
-    return held.k, held.v, lengths if held.lengths is None else held.lengths, held.offset
 
 
 def _window_of(cache: KVCache | None, window: Window | None) -> Window | None:

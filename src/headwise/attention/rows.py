@@ -33,7 +33,7 @@ def parts(sight: Sight) -> Iterator[tuple[slice, slice, Sight]]:
         return
     one = max(1, size.group * min(_rows(sight), size.queries) * _width(sight))
     heads = min(size.kv_heads, max(1, BLOCK // one))
-    batch = max(1, BLOCK // (one * heads)) if heads == size.kv_heads else 1
+    batch = min(size.batch, max(1, BLOCK // (one * heads))) if heads == size.kv_heads else 1
     for b in range(0, size.batch, batch):
         for h in range(0, size.kv_heads, heads):
             at = slice(b, min(b + batch, size.batch)), slice(h, min(h + heads, size.kv_heads))

@@ -241,6 +241,9 @@ def sight_of(
     slopes: Tensor | None = None,
 ) -> Sight:
     """Check what a call was given and say who may look where."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None:
+            check_tensor(name, x)
     size = contract.sizes(q, k, v)
     check_alike(q, k, v)
     left, right = contract.band(causal, window)
@@ -259,6 +262,14 @@ def sight_of(
         slopes=slopes,
         readable=readable(q, k, v, mask, lengths),
     )
+
+
+def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
+    """A tensor, and on the device of another one."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}; headwise.reference takes NumPy arrays")
+    if like is not None and x.device != like.device:
+        raise ShapeError(f"{name} is on {x.device} and q on {like.device}; use {name}.to(q.device)")
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor | None) -> None:
