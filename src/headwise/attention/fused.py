@@ -17,7 +17,7 @@ from .rows import grouped, ungrouped
 from .sight import Sight
 
 TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
-SMALL = 64  # rows of a block of a short causal call; of no more than these, none is worth skipping
+SMALL = 64  # rows of a block of a short causal call; nothing is worth skipping in one of two blocks
 TOGETHER = 128  # up to so many rows, the queries of a group are one matrix
 LANES = 16  # a row of fewer keys than a vector holds loses its NaN in PyTorch's CPU kernel
 ALONE = 1 << 21  # multiply-adds from which a sequence of its own length is worth a call of its own
@@ -74,7 +74,7 @@ def triangle(sight: Sight) -> bool:
     plain = sight.uniform and sight.mask is None and sight.slopes is None and sight.left is None and sight.right == 0
     if not plain or sight.offset != 0 or size.queries != size.keys or sight.end != size.keys:
         return False
-    worth = size.queries >= TRIANGLE or size.queries <= SMALL
+    worth = size.queries >= TRIANGLE or size.queries <= 2 * SMALL
     return sight.device.type != "cpu" or torch.compiler.is_exporting() or worth
 
 
@@ -94,19 +94,20 @@ class Band(NamedTuple):
 
 
 def _band(sight: Sight, blocks: list[slice], dtype: torch.dtype) -> Band | None:
-    """The shared mask, or None where there is more than a band to it or only one block."""
-    if len(blocks) == 1 or sight.mask is not None or sight.slopes is not None or isinstance(sight.offset, Tensor):
+    """The shared mask, or None where there is more than a band to it, or none."""
+    if sight.mask is not None or sight.slopes is not None or not sight.banded or torch.compiler.is_exporting():
+        return None
+    if isinstance(sight.offset, Tensor) or isinstance(sight.end, Tensor):
         return None
     spans = [(rows.start, *sight.span(rows.start, rows.stop)) for rows in blocks]
     first = min(low - start for start, low, _ in spans)
-    columns = torch.arange(first, max(high - start for start, _, high in spans), device=sight.device)
-    away = columns - torch.arange(sight.offset, sight.offset + blocks[0].stop, device=sight.device)[:, None]  # j - i
-    hidden = torch.zeros_like(away, dtype=torch.bool)
-    if sight.left is not None:
-        hidden |= away < -sight.left
-    if sight.right is not None:
-        hidden |= away > sight.right
-    return Band(torch.zeros(away.shape, dtype=dtype, device=sight.device).masked_fill_(hidden, -torch.inf), first)
+    size = blocks[0].stop, max(high - start for start, _, high in spans) - first
+    hidden = torch.full(size, -torch.inf, dtype=dtype, device=sight.device)
+    own = sight.offset - first  # the column of a block's first query
+    right = None if sight.right is None else hidden.triu(own + sight.right + 1)
+    left = None if sight.left is None else hidden.tril(own - sight.left - 1)
+    mask = right if left is None else left if right is None else left + right
+    return None if mask is None else Band(mask, first)
 
 
 def explain(sight: Sight) -> str:

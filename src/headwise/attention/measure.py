@@ -23,6 +23,7 @@ from .sight import Sight
 from .stats import SHARE, HeadStats
 
 LOW = -1e4  # exp of it is 0 in every precision, and 0 times it is not NaN
+FEW = 64  # rows a KV head, below which its values are not worth copying
 STEPS = {"previous": -1, "next": 1, "self": 0}
 
 
@@ -62,18 +63,21 @@ def head_stats(
     size, dtype = sight.size, inside(q).dtype
     k, *rest = clean(sight, k) if v is None else clean(sight, k, v)
     odd = bool(rest) and holds_odd(rest[0], sight)
-    tame = sight.readable and sinks is None and finite(k)  # then no score is -inf but a hidden one
+    few = size.queries * size.group < FEW  # then reading the keys once more would cost more than it saves
+    tame = sight.readable and sinks is None and not few and finite(k)  # then no score is -inf but a hidden one
     first = first_key(sight, queries)  # (B,)
     spots = 1 if cross else 1 + len(STEPS)
-    # The values with columns of our own beside them: a product that is computed anyway sums e over whatever one likes.
-    marks = _marks(size, classes, dtype, q.device)
-    wide = torch.cat([*(x.to(dtype) for x in rest), marks], -1)  # (B, Hkv, Tk, Dv + 3 + 1 + classes)
-    width = wide.shape[-1] - marks.shape[-1]
+    # Columns of our own beside the values: a product that is computed anyway then sums e over whatever one likes.
+    v = rest[0] if rest else None
+    marks = _marks(size, classes, dtype, q.device)  # (B, 1, Tk, 3 + 1 + classes)
+    wide = None if few or v is None else torch.cat([v.to(dtype), marks.expand(-1, size.kv_heads, -1, -1)], -1)
+    width = size.value_dim
+    columns = marks if wide is None else wide[..., width:]
 
-    kept = Rows.empty(wide[:0], (size.batch, size.heads, size.queries), spots, len(classes))
+    kept = Rows.empty(marks[:0], (size.batch, size.heads, size.queries), spots, len(classes))
     # laid out so that joining the heads costs nothing
     out = None if v is None else q.new_zeros(size.batch, size.queries, size.heads, width).transpose(1, 2)
-    room = (Room(wide[:0]), Room(wide[:0])) if sight.readable else (None, None)
+    room = (Room(marks[:0]), Room(marks[:0])) if sight.readable else (None, None)
     for rows, low, high in blocks(sight):
         if high <= low:
             continue
@@ -82,7 +86,7 @@ def head_stats(
         there, spot = (spot >= 0) & (spot < high - low), spot.clamp(0, high - low - 1)
         near = None if cross else Near.of(sight, rows, low, high, stand.to(dtype))
         if near is not None:
-            near.mark(wide[:, :, low:high, width : width + 3])
+            near.mark(columns[:, :, low:high, :3])
         edges = sight.edges(rows, low, high) if tame else [(low, high)]
         for batch, kv_heads, part in parts(sight):
             heads = slice(kv_heads.start * size.group, kv_heads.stop * size.group)
@@ -95,25 +99,28 @@ def head_stats(
             for a, b in edges:
                 s[..., a - low : b - low].clamp_(min=LOW)
             seen = part.allowed(rows, low, high) if odd else None
-            mixed = mix(e, wide[batch, kv_heads, low:high], seen)
-            kept.most[here], kept.spread[here], kept.on[here] = most, s.mul_(e).sum(-1), mixed[..., width + 3 :]
+            if wide is not None:
+                mixed, sums = mix(e, wide[batch, kv_heads, low:high], seen).split((width, columns.shape[-1]), -1)
+            else:
+                mixed = None if v is None else mix(e, v[batch, kv_heads, low:high], seen)
+                sums = torch.bmm(e.flatten(1, 2), columns[batch, 0, low:high]).view(*e.shape[:3], -1)
+            kept.most[here], kept.spread[here], kept.on[here] = most, s.mul_(e).sum(-1), sums[..., 3:]
             kept.at[here] = e.gather(-1, spot[batch].expand(*e.shape[:3], spots)) * there[batch]
             kept.lit[here] = part.lit(rows)
             if near is not None:
-                kept.far[here] = near.distance(e, mixed[..., width : width + 3], batch)
-            if out is not None:
-                total = _total(mixed[..., width + 3], most, s_part)
-                out[here] = (mixed[..., :width] / total[..., None]).to(q.dtype)
+                kept.far[here] = near.distance(e, sums[..., :3], batch)
+            if out is not None and mixed is not None:
+                out[here] = (mixed / _total(sums[..., 3], most, s_part)[..., None]).to(q.dtype)
     return out, _stats(kept, sinks, queries, list(classes), cross)
 
 
 def _marks(size: Sizes, classes: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(B, Hkv, Tk, 3 + 1 + classes): three columns for Near, one of ones, and the classes."""
+    """(B, 1, Tk, 3 + 1 + classes): three columns for Near, one of ones, and the classes."""
     marks = torch.zeros(size.batch, 1, size.keys, 4 + len(classes), dtype=dtype, device=device)
     marks[..., 3] = 1
     for column, keys in enumerate(classes.values(), 4):
         marks[:, 0, :, column] = keys
-    return marks.expand(-1, size.kv_heads, -1, -1)
+    return marks
 
 
 @dataclass(frozen=True)
