@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import grouped, ungrouped
+from .rows import grouped, inside, ungrouped
 from .sight import Sight
 
 TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
@@ -132,7 +132,7 @@ def _rows(
     if not torch.compiler.is_exporting() and high <= low:
         return q.new_zeros(*q[:, :, rows].shape[:3], v.shape[-1])
     if band is None:
-        mask = _merge(sight.allowed(rows, low, high), sight.bias(rows, low, high), q.dtype)
+        mask = _merge(sight.allowed(rows, low, high), sight.bias(rows, low, high), q)
     elif sight.edges(rows, low, high):
         column = low - rows.start - band.first
         mask = band.mask[None, None, : rows.stop - rows.start, column : column + high - low]
@@ -141,11 +141,12 @@ def _rows(
     return _call(q[:, :, rows], k[:, :, low:high], v[:, :, low:high], mask, scale, dropout)
 
 
-def _merge(seen: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _merge(seen: Tensor | None, bias: Tensor | None, q: Tensor) -> Tensor | None:
     """One mask for the kernel: bool, or float with -inf where hidden."""
     if bias is None:
         return seen
-    bias = bias.to(dtype)
+    # the CPU's kernel adds in fp32, and a bias rounded to 16 bits would be off by more than anything else
+    bias = bias.to(inside(q[:0]).dtype if q.device.type == "cpu" else q.dtype)
     return bias if seen is None else torch.where(seen, bias, -torch.inf)
 
 
@@ -187,7 +188,8 @@ def _light(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mask(mask: Tensor | None, heads: int, kv_heads: int, rows: int) -> Tensor | None:
-    """A mask for queries laid together: (B, H, rows, keys) -> (B, Hkv, group * rows, keys)."""
+    """A mask for queries laid together: (B, H or 1, rows, keys) -> (B, Hkv or 1, group * rows, keys)."""
     if mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1):
         return mask
-    return grouped(mask.expand(-1, heads, rows, -1), kv_heads)
+    alike = mask.shape[1] == 1  # then the mask of one group serves all
+    return grouped(mask.expand(-1, heads // kv_heads if alike else heads, rows, -1), 1 if alike else kv_heads)

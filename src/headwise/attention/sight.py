@@ -102,13 +102,10 @@ class Sight:
 
         Of a band, only its two edges: most of a block of rows needs no mask.
         """
-        whole = (
-            self.mask is not None or not self.uniform or not isinstance(rows, slice) or torch.compiler.is_exporting()
-        )
-        if whole or isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
+        plain = self.mask is None and not torch.compiler.is_exporting()
+        if not plain or isinstance(rows, Tensor) or isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
             short = isinstance(self.end, Tensor) or self.end != self.size.keys
             return [(low, high)] if self.hides or short else []
-        assert isinstance(rows, slice)
         first, last = rows.start + self.offset, rows.stop - 1 + self.offset
         edges = []
         if self.left is not None:
