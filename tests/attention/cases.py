@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from headwise import reference
-from headwise.attention import core, fused, rows, sight
+from headwise.attention import core, fused, measure, rows, sight
 
 SIGHT = ("mask", "causal", "window", "lengths", "offset")
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -164,6 +164,7 @@ def _small_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rows, "ROWS", 3)
     patch.setattr(rows, "BLOCK", 40)
     patch.setattr(sight, "STEP", 2)
+    patch.setattr(measure, "FEW", 0)
 
 
 def _small_calls(patch: pytest.MonkeyPatch) -> None:

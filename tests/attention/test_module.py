@@ -314,7 +314,7 @@ def test_rotary_across():
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (2, 1)}, {"lengths": torch.tensor([7, 2, 5])}])
 def test_alibi_is_a_float_mask(slopes, how):
     alibi = Alibi(slopes)
-    module, x = made(30, 6, 3, position=alibi), tokens(width=30)
+    module, x = made(30, 6, num_kv_heads=3, position=alibi), tokens(width=30)
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     bias = -torch.tensor(alibi.for_heads(6), dtype=torch.float64)[:, None, None] * (i - j).abs()
     want, a = by_hand(module, x, mask=bias, **how)
@@ -360,7 +360,8 @@ def test_softcap_and_sinks(options, how):
     want, want_a = by_hand(module, x, **given, **how)
     close(out, want)
     close(a, want_a)
-    assert ((a.sum(-1) < 1 - 1e-6).all()) == ("sinks" in options)
+    total = a.sum(-1)
+    assert (total < 1).all() if "sinks" in options else torch.allclose(total, torch.ones_like(total))
 
 
 def test_dropout_is_for_training():
@@ -373,10 +374,10 @@ def test_dropout_is_for_training():
     assert (one - two).abs().max() > 0.01
     close(seen, a)  # the weights are those before dropout
     close(module.weights(x, causal=True), a)
-    torch.manual_seed(5)
-    runs = torch.stack([module(x, causal=True) for _ in range(1500)]).detach()
-    torch.testing.assert_close(runs.mean(0), torch.as_tensor(want), rtol=0, atol=0.25)  # unbiased
-    assert (runs.std(0) > 0.01).float().mean() > 0.9
+    runs = torch.stack([module(x, causal=True) for _ in range(400)]).detach()
+    away = (runs.mean(0) - torch.as_tensor(want)) / (runs.std(0) / 400**0.5 + 1e-9)  # in standard errors
+    assert away.abs().max() < 6
+    assert (runs.std(0) > 0.01).all()
     module.dropout = 1.0
     close(module(x), module.W_O.bias.expand(BATCH, TOKENS, -1))
     stats, quiet = module.stats(x), module.eval().stats(x)
@@ -401,11 +402,12 @@ def test_weights_need_no_values():
     close(module.weights(x, key), a)
 
 
-@pytest.mark.parametrize("cross", [False, True])
-@every_option
-def test_stats(options, cross):
-    if cross and isinstance(options.get("position"), Alibi):
-        pytest.skip("Alibi is for self-attention")
+@pytest.mark.parametrize(
+    ("name", "cross"),
+    [(name, cross) for name in OPTIONS for cross in (False, True) if (name, cross) != ("alibi", True)],
+)
+def test_stats(name, cross):
+    options = OPTIONS[name]
     module, x = made(**options), tokens()
     inputs = (x, tokens(count=KEYS)) if cross else (x,)
     keys = inputs[-1].shape[1]
@@ -467,8 +469,7 @@ def test_gradients_reach_every_parameter(options):
     (module(x, causal=True, gates=gates) ** 2).sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        # a bias of the keys moves all scores of a row alike, unless something comes between
-        if name != "W_K.bias":
+        if name not in ("W_K.bias", "k_norm.bias"):  # they may move all scores of a row alike
             assert parameter.grad.abs().max() > 1e-9, name
     assert (x.grad.abs().sum(-1) > 0).all() and (gates.grad != 0).all()
 
@@ -519,10 +520,21 @@ def test_fake_tensors_leave_nothing_behind():
     module, x = made(position=Rotary(base=31.0), head_dim=4), tokens()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         module(fake.from_tensor(x), causal=True)
-    at = torch.arange(TOKENS)
-    close(module(x, causal=True), by_hand(module, x, turn=lambda y: Rotary(base=31.0)(y, at), causal=True)[0])
+    out = module(x, causal=True)
+    assert type(out) is torch.Tensor
+    same = Rotary(base=31.0, scaling={"rope_type": "linear", "factor": 1.0})
+    close(out, by_hand(module, x, turn=lambda y: same(y, torch.arange(TOKENS)), causal=True)[0])
 
 
+@pytest.fixture
+def _fresh_compiler():
+    """Recompilations of other tests do not count."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("how", [{"causal": True}, {"window": (3, 1), "lengths": torch.tensor([7, 2, 5])}])
 @pytest.mark.parametrize("name", ["plain", "grouped", "alibi", "all of it"])
 def test_compile(name, how):
@@ -535,6 +547,7 @@ def test_compile(name, how):
         close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
 def test_compile_across_with_weights():
     module, x, memory = made(num_kv_heads=2, kdim=5, vdim=5), tokens(), tokens(count=KEYS, width=5)
     mask = torch.rand(BATCH, 1, 1, KEYS) > 0.3
@@ -581,7 +594,7 @@ def test_training(options):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
 
 
@@ -595,6 +608,27 @@ def test_a_new_module_is_ready():
     assert (module.sinks == 0).all()
     assert "GQA: d_model=64, 8 query and 2 key/value heads of 8" in repr(module)
     assert module.head_numbers == tuple(range(8))
+
+
+def test_linear_layers_of_another_kind():
+    """W_Q, W_K, W_V and W_O may be replaced, say by layers that keep 8-bit weights, as quantization does."""
+
+    class Rounded(nn.Module):
+        def __init__(self, given: nn.Linear):
+            super().__init__()
+            self.in_features, self.out_features, self.scale = given.in_features, given.out_features, 1 / 64
+            self.weight = nn.Parameter((given.weight / self.scale).round().to(torch.int8), requires_grad=False)
+            self.bias = given.bias
+
+        def forward(self, x):
+            return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+    module, x = made(num_kv_heads=2), tokens()
+    rounded = copy.deepcopy(module)
+    for name in ("W_Q", "W_K", "W_V", "W_O"):
+        setattr(rounded, name, Rounded(getattr(module, name)))
+        getattr(module, name).weight.data = getattr(rounded, name).weight.double() / 64
+    close(rounded(x, causal=True), module(x, causal=True))
 
 
 def test_empty_inputs():
@@ -669,11 +703,11 @@ def test_modules_that_are_refused(kind, options, words):
         (ShapeError, {}, (X.long(),), {}, "int64"),
         (ShapeError, {}, (X.to("meta"),), {}, "meta"),
         (ShapeError, {}, (X.numpy(),), {}, "query must be .* tensor|tensor.*ndarray"),
-        (MaskError, {}, (X,), {"mask": torch.ones(BATCH, TOKENS).bool()}, r"for a padding mask give mask\[:, None, None, :\]"),
+        (MaskError, {}, (X,), {"mask": torch.ones(BATCH, TOKENS).bool()}, r"give mask\[:, None, None, :\]"),
         (MaskError, {}, (X,), {"mask": torch.ones(TOKENS, 5).bool()}, r"mask \(7, 5\) does not broadcast to"),
         (MaskError, {}, (X,), {"mask": torch.ones(TOKENS, TOKENS).int()}, "mask must be bool .* got torch.int32"),
         (MaskError, {}, (X,), {"mask": np.ones((TOKENS, TOKENS))}, "mask must be a tensor, got ndarray"),
-        (MaskError, {}, (X,), {"window": (-1, 0)}, "window's left side must be None or a whole number of at least 0, got -1"),
+        (MaskError, {}, (X,), {"window": (-1, 0)}, "window's left side must be .* at least 0, got -1"),
         (MaskError, {}, (X,), {"window": 3}, r"window must be a pair \(left, right\)"),
         (MaskError, {}, (X,), {"lengths": torch.tensor([7, 8, 1])}, "between 0 and the 7 keys there are, got 8"),
         (MaskError, {}, (X,), {"lengths": [7, 2, 1]}, "lengths must be a tensor"),

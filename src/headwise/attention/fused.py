@@ -130,8 +130,8 @@ def _rows(
     """The output of some rows of queries, from the keys that they may look at."""
     low, high = (0, sight.size.keys) if torch.compiler.is_exporting() else sight.span(rows.start, rows.stop)
     if not torch.compiler.is_exporting() and high <= low:
-        return q.new_zeros(*q[:, :, rows].shape[:3], v.shape[-1])
-    if band is None:
+        mask = None  # no key at all: the kernel gives zeros, and they have gradients
+    elif band is None:
         mask = _merge(sight.allowed(rows, low, high), sight.bias(rows, low, high), q)
     elif sight.edges(rows, low, high):
         column = low - rows.start - band.first

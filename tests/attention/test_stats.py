@@ -1,0 +1,343 @@
+"""head_stats equals the specification on every path without T x T; HeadStats adds up, prints and travels as JSON."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from cases import FEW, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, measured
+from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwise import HeadStats, attend, head_stats, reference
+from headwise.errors import HeadwiseError
+
+# the output is rounded to its dtype, the statistics are not
+OUTPUT = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2}
+SUMS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2e-4}
+POSITIONS = {"distance", "previous", "next", "self"}
+
+
+def check(call: Call, dtype: torch.dtype = torch.float64) -> None:
+    call = call.rounded(dtype)
+    given = call.tensors(dtype)
+    out, stats = head_stats(given.q, given.k, given.v, **given.how, **given.stats)
+    expected, specified = reference.head_stats(call.q, call.k, call.v, **call.how, **call.stats)
+    np.testing.assert_allclose(array(out), expected, rtol=OUTPUT[dtype], atol=OUTPUT[dtype])
+    assert out.dtype == dtype
+    assert set(stats.names) == set(specified.names)
+    np.testing.assert_array_equal(stats.count, specified.count)
+    for name in specified.names:
+        assert stats.sums[name].dtype == torch.float64
+        np.testing.assert_allclose(stats.sums[name], specified.sums[name], SUMS[dtype], SUMS[dtype], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", OUTPUT, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@given(call=measured())
+@FEW
+def test_head_stats_equal_the_specification(path, dtype, call):
+    with forced(path):
+        check(call, dtype)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@given(call=measured())
+@settings(FEW, max_examples=50)
+def test_what_nobody_sees_is_in_no_statistic(path, call):
+    with forced(path):
+        check(call.spoil_unseen(np.nan))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", READABLE)
+@given(call=measured())
+@MANY
+def test_a_long_campaign(path, call):
+    with forced(path):
+        check(call)
+
+
+# batch, heads, KV heads, queries, keys
+LARGE = {
+    "dense": ((1, 2, 1, 700, 700), {}),
+    "causal": ((1, 4, 2, 900, 900), {"causal": True}),
+    "a window": ((1, 2, 2, 1000, 1000), {"window": (40, 7)}),
+    "a chunk": ((1, 2, 2, 300, 1000), {"causal": True, "offset": 500}),
+    "lengths": ((3, 2, 2, 300, 500), {"lengths": np.array([500, 0, 77])}),
+    "decoding": ((2, 8, 2, 1, 1000), {}),
+    "a padding mask": ((2, 2, 1, 600, 600), {"causal": True, "mask": np.arange(600) > np.array([[[[9]]], [[[0]]]])}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_sizes_equal_the_specification(name):
+    sizes, how = LARGE[name]
+    call = at_random(5, *sizes)
+    call.how.update(how)
+    call.stats["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
+    check(call)
+
+
+@given(call=calls())
+@FEW
+def test_the_output_is_attends(call):
+    given = call.tensors()
+    out, _ = head_stats(given.q, given.k, given.v, **given.how)
+    torch.testing.assert_close(out, attend(given.q, given.k, given.v, **given.how), rtol=1e-9, atol=1e-10)
+
+
+def some(seed: int = 0, batch: int = 2, **how) -> tuple[torch.Tensor, HeadStats]:
+    call = at_random(seed, batch=batch, heads=3, kv=3, queries=7).tensors()
+    return head_stats(call.q, call.k, call.v, **how)
+
+
+def test_gradients_flow_through_the_output_alone():
+    call = at_random().tensors()
+    q, k, v, gates = (x.requires_grad_() for x in (call.q, call.k, call.v, torch.rand(6, dtype=torch.float64)))
+    out, stats = head_stats(q, k, v, gates=gates, causal=True)
+    got = torch.autograd.grad(out.square().sum(), (q, k, v, gates))
+    want = torch.autograd.grad(attend(q, k, v, gates=gates, causal=True).square().sum(), (q, k, v, gates))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+        assert b.any()
+    assert not any(x.requires_grad for x in (stats.count, *stats.sums.values()))
+
+
+@pytest.mark.parametrize("seen", [1, 2, 5, 13])
+def test_uniform_attention_has_an_entropy_of_ln_n(seen):
+    q, k = torch.zeros(1, 2, 3, 4), torch.randn(1, 2, 13, 4)
+    _, stats = head_stats(q, k, k, lengths=torch.tensor([seen]))
+    torch.testing.assert_close(stats.entropy, torch.full((2,), math.log(seen), dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(stats.confidence, torch.full((2,), 1 / seen, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_sharp_attention_has_none():
+    x = 30 * torch.eye(5).expand(1, 2, 5, 5)
+    _, stats = head_stats(x, x, x)
+    assert (stats.entropy.abs() < 1e-6).all() and (stats.self > 1 - 1e-6).all() and (stats.distance < 1e-6).all()
+
+
+def test_cross_attention_has_no_positions():
+    _, stats = some(cross=True)
+    assert not POSITIONS & set(stats.names) and "entropy" in stats
+    with pytest.raises(HeadwiseError, match="no statistic 'distance' here; there are entropy, confidence, first"):
+        stats["distance"]
+    with pytest.raises(AttributeError, match="no statistic 'self' here; there are entropy, confidence, first"):
+        _ = stats.self
+    with pytest.raises(HeadwiseError, match="no statistic 'previous' here"):
+        stats.per_sequence("previous")
+
+
+def test_classes_stand_beside_the_statistics_of_the_same_name():
+    _, plain = some()
+    _, stats = some(classes={"entropy": torch.ones(2, 7, dtype=torch.bool)})
+    torch.testing.assert_close(stats.share("entropy"), torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(stats.entropy, plain.entropy)
+    assert "share:entropy" in stats.names and "share:entropy" in stats
+    with pytest.raises(HeadwiseError, match="no statistic 'share:rare' here; there are entropy"):
+        stats.share("rare")
+
+
+def both(kind: str) -> HeadStats:
+    """Three heads over two sequences, with 1 and 3 queries that count."""
+    sums, count = {"entropy": [[1.0, 2, 3], [3, 6, 9]], "self": [[0.5, 0, 1], [3, 0, 0]]}, [[1.0] * 3, [3.0] * 3]
+    make = np.array if kind == "numpy" else lambda x: torch.tensor(x, dtype=torch.float64)
+    return HeadStats({name: make(x) for name, x in sums.items()}, make(count))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_means_are_over_all_queries_or_a_sequences(kind):
+    stats = both(kind)
+    np.testing.assert_allclose(stats["entropy"], [1, 2, 3])
+    np.testing.assert_allclose(stats.self, [3.5 / 4, 0, 0.25])
+    np.testing.assert_allclose(stats.per_sequence("self"), [[0.5, 0, 1], [1, 0, 0]])
+    assert stats.names == list(stats) == ["entropy", "self"] and "entropy" in dir(stats)
+
+
+@pytest.mark.parametrize("kinds", [("numpy", "numpy"), ("torch", "torch"), ("numpy", "torch"), ("torch", "numpy")])
+def test_adding_joins_sequences_and_continuing_joins_queries(kinds):
+    a, b = both(kinds[0]), both(kinds[1])
+    joined, continued = a + b, a.continued(b)
+    assert type(joined.count) is type(continued.count) is type(a.count)
+    np.testing.assert_array_equal(joined.count, [[1] * 3, [3] * 3] * 2)
+    np.testing.assert_array_equal(joined.sums["self"], [[0.5, 0, 1], [3, 0, 0]] * 2)
+    np.testing.assert_array_equal(continued.count, [[2] * 3, [6] * 3])
+    np.testing.assert_array_equal(continued.sums["self"], [[1, 0, 2], [6, 0, 0]])
+    np.testing.assert_array_equal(a.count, [[1] * 3, [3] * 3])  # untouched
+
+
+def test_two_batches_are_one_and_two_chunks_are_one():
+    call = at_random(queries=7, batch=3).tensors()
+    q, k, v = call.q, call.k, call.v
+    _, whole = head_stats(q, k, v, causal=True)
+    _, first = head_stats(q[:1], k[:1], v[:1], causal=True)
+    _, rest = head_stats(q[1:], k[1:], v[1:], causal=True)
+    _, early = head_stats(q[:, :, :4], k, v, causal=True, offset=0)
+    _, late = head_stats(q[:, :, 4:], k, v, causal=True)
+    for name in whole.names:
+        torch.testing.assert_close((first + rest).sums[name], whole.sums[name])
+        torch.testing.assert_close(early.continued(late).sums[name], whole.sums[name])
+        torch.testing.assert_close((first + rest)[name], whole[name])
+        torch.testing.assert_close(whole.total()[name], whole[name])
+    assert whole.total().count.shape == (1, 6)
+
+
+def ones(*names: str, batch: int = 2, heads: int = 3) -> HeadStats:
+    return HeadStats({name: np.ones((batch, heads)) for name in names}, np.ones((batch, heads)))
+
+
+@pytest.mark.parametrize(
+    ("join", "other", "words"),
+    [
+        ("__add__", ones("entropy"), "not of the same kind: only one of them has self"),
+        ("__add__", ones("entropy", "self", heads=5), "statistics of 3 and 5 heads cannot be added"),
+        ("continued", ones("entropy", "first"), "not of the same kind: only one of them has first, self"),
+        ("continued", ones("entropy", "self", heads=5), "statistics of 3 and 5 heads cannot be added"),
+        ("continued", ones("entropy", "self", batch=4), "4 sequences cannot continue 2; to join two batches add them"),
+    ],
+)
+def test_what_cannot_be_joined(join, other, words):
+    with pytest.raises(HeadwiseError, match=words):
+        getattr(both("numpy"), join)(other)
+
+
+def test_only_statistics_can_be_added():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        both("numpy") + 1
+
+
+@pytest.mark.parametrize("batch", [2, 0])
+def test_json_brings_it_back(batch):
+    _, stats = some(batch=batch, classes={"rare": torch.ones(batch, 7, dtype=torch.bool)})
+    text = json.dumps(stats.to_json())
+    back = HeadStats.from_json(json.loads(text))
+    assert back == stats and stats == back and json.dumps(back.to_json()) == text
+    assert back.count.shape == stats.count.shape
+    assert repr(back) == repr(stats)
+    np.testing.assert_array_equal(back.entropy, stats.entropy)
+
+
+def test_equality_is_of_numbers():
+    stats = both("torch")
+    assert stats == both("numpy") and stats.numpy() == stats
+    assert isinstance(stats.numpy().count, np.ndarray)
+    changed = both("torch")
+    changed.sums["self"][0, 1] += 1e-9
+    assert stats != changed
+    assert stats != "stats"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(stats)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_copies_are_equal(kind, again):
+    stats = both(kind)
+    assert again(stats) == stats and again(stats) is not stats
+
+
+def test_a_deep_copy_is_its_own():
+    stats = both("torch")
+    twin = copy.deepcopy(stats)
+    twin.sums["self"] += 1
+    assert twin != stats
+
+
+def test_it_prints_as_a_table():
+    lines = repr(both("torch")).splitlines()
+    assert lines[0] == "HeadStats of 3 heads over 2 sequences, 3 queries at most"
+    assert [line.split() for line in lines[1:]] == [
+        ["entropy", "1.000", "2.000", "3.000"],
+        ["self", "0.875", "0.000", "0.250"],
+    ]
+    wide = HeadStats({"entropy": np.ones((1, 13))}, np.ones((1, 13)))
+    assert repr(wide).endswith("1.000 ...")
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+LONG = 4096
+LEFT_PADDED = torch.arange(LONG).view(1, 1, 1, LONG) >= 9
+SQUARE = {
+    "statistics": (head_stats, {}),
+    "statistics, causal": (head_stats, {"causal": True}),
+    "statistics, causal, padded": (head_stats, {"causal": True, "mask": LEFT_PADDED}),
+    "statistics in a window": (head_stats, {"window": (99, 3)}),
+    "statistics with sinks": (head_stats, {"sinks": torch.zeros(2), "softcap": 3.0}),
+    "statistics with a length": (head_stats, {"lengths": torch.tensor([4000]), "causal": True, "offset": -96}),
+    "a window": (attend, {"window": (99, 0)}),
+    "a window, padded": (attend, {"window": (99, 0), "mask": LEFT_PADDED}),
+    "a window, padded, capped": (attend, {"window": (99, 0), "mask": LEFT_PADDED, "softcap": 3.0}),
+    "sinks": (attend, {"sinks": torch.zeros(2)}),
+    "softcap, causal": (attend, {"softcap": 3.0, "causal": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_nothing_as_large_as_t_by_t_is_ever_made(name):
+    function, how = SQUARE[name]
+    q, k, v = torch.randn(3, 1, 2, LONG, 8)
+    with Largest() as seen, torch.no_grad():
+        function(q, k, v, **how)
+    assert q.numel() <= seen.most < LONG * LONG / 2
+
+
+def test_nor_in_backward():
+    q, k, v = torch.randn(3, 1, 2, LONG, 8).unbind()
+    q.requires_grad_()
+    with Largest() as seen:
+        attend(q, k, v, window=(99, 0), softcap=3.0).sum().backward()
+        attend(q, k, v, window=(99, 0)).sum().backward()
+    assert q.numel() <= seen.most < LONG * LONG / 2
+
+
+MEMORY = """
+import torch, headwise
+from headwise.bench import memory
+
+def run(q, k, v):
+    mask = (torch.arange(q.shape[2]) >= 9).view(1, 1, 1, -1)
+    return {call}
+
+with torch.no_grad():
+    run(*torch.randn(3, 1, 8, 600, 64))  # what is loaded once stays
+    q, k, v = torch.randn(3, 1, 8, 16_384, 64)
+    print(memory.above(lambda: run(q, k, v)))
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "headwise.head_stats(q, k, v)",
+        "headwise.head_stats(q, k, v, causal=True, mask=mask)",
+        "headwise.attend(q, k, v, window=(511, 0))",
+        "headwise.attend(q, k, v, window=(511, 0), softcap=5.0, mask=mask)",
+    ],
+)
+def test_at_16384_tokens_and_8_heads_memory_stays_under_1_gb(call):
+    """In a process of its own, since the peak of one never falls. One T x T of a head in fp32 would be 1 GiB."""
+    run = subprocess.run([sys.executable, "-c", MEMORY.format(call=call)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert 16_384 * 8 * 64 * 4 / 2 < int(run.stdout) < 10**9
