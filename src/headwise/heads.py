@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 
 from .errors import ShapeError
 
@@ -22,9 +23,7 @@ class Heads:
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.dim)
         for name in ("width", "query", "kv", "dim", "value_dim"):
-            got = getattr(self, name)
-            if not isinstance(got, int) or got < 1:
-                raise ShapeError(f"{name} must be a whole number of at least 1, got {got!r}")
+            _check_size(name, getattr(self, name))
         if self.query % self.kv:
             fit = _near_divisors(self.query, self.kv)
             raise ShapeError(f"{self.kv} key/value heads do not divide {self.query} query heads; {fit} would")
@@ -44,14 +43,12 @@ class Heads:
     @classmethod
     def split(cls, width: int, query: int, kv: int | None = None, dim: int | None = None) -> Heads:
         """Divide a width into query heads: d_k = width / query unless dim is given."""
-        if not isinstance(query, int) or query < 1:
-            raise ShapeError(f"num_heads must be a whole number of at least 1, got {query!r}")
-        if not isinstance(width, int) or width < 1:
-            raise ShapeError(f"d_model must be a whole number of at least 1, got {width!r}")
+        _check_size("num_heads", query)
+        _check_size("d_model", width)
         if dim is None:
             if width % query:
                 raise ShapeError(
-                    f"{query} heads do not divide d_model {width} ({width} / {query} = {width / query:.4g}); "
+                    f"{query} heads do not divide d_model {width} ({width} / {query} = {Decimal(width) / query:.4g}); "
                     f"{_near_divisors(width, query)} do, or give head_dim"
                 )
             dim = width // query
@@ -59,6 +56,11 @@ class Heads:
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
+
+
+def _check_size(name: str, got: object) -> None:
+    if isinstance(got, bool) or not isinstance(got, int) or got < 1:
+        raise ShapeError(f"{name} must be a whole number of at least 1, got {got!r}")
 
 
 def _near_divisors(number: int, wanted: int) -> str:

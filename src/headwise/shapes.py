@@ -14,8 +14,11 @@ Frozen = tuple[tuple[str, Any], ...]
 
 def freeze(mapping: Mapping[str, Any] | Frozen) -> Frozen:
     """A dict as sorted pairs, lists as tuples: the same data always compares and hashes alike."""
-    pairs = dict(mapping).items()
-    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in pairs))
+
+    def fixed(value: Any) -> Any:
+        return tuple(map(fixed, value)) if isinstance(value, list | tuple) else value
+
+    return tuple(sorted((key, fixed(value)) for key, value in dict(mapping).items()))
 
 
 _KINDS: dict[str, tuple[str | None, ...]] = {

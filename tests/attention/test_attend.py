@@ -121,6 +121,32 @@ def test_a_long_campaign(path, call):
         check_weights(call, {})
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_a_scale_need_not_be_positive(path, scale, tokens):
+    """PyTorch's causal kernel scales its -inf, too, which then hide nothing or are NaN."""
+    call = at_random(queries=tokens, keys=tokens)
+    call.how.update(scale=scale, causal=True)
+    with forced(path):
+        check_attend(call)
+
+
+@pytest.mark.parametrize("path", READABLE)
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+def test_zero_times_infinity_is_nan_for_whoever_may_look(path, hides, odd):
+    call = at_random(queries=5, keys=20)
+    call.v[0, 1, 3, 2] = odd
+    call.how["mask"] = np.where(np.arange(20) == 3, -1e5, 0.0)  # seen with a weight of zero
+    if hides:
+        call.how["causal"], call.how["offset"] = True, 1  # and not by everyone
+    expected = reference.attend(call.q, call.k, call.v, **call.how)
+    assert np.isnan(expected[0, 3:, 2:, 2]).all() and np.isnan(expected[:, :, 0]).sum() == (0 if hides else 3)
+    with forced(path):
+        check_attend(call)
+
+
 @pytest.mark.parametrize("path", ["as it comes", "many blocks of rows"])
 @pytest.mark.parametrize(("dtype", "low"), [(torch.float16, -1e5), (torch.bfloat16, torch.finfo(torch.float32).min)])
 def test_a_float_mask_may_be_wider_than_the_inputs(path, dtype, low):

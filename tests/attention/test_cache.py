@@ -384,7 +384,7 @@ REFUSED = [
     ("growing", (X, X, X[:, :1]), {}, HeadwiseError, "each key needs a value"),
     ("static", (X, X, X[:, :1]), {}, HeadwiseError, "each key needs a value"),
     ("sliding", (X, X, X[:, :1]), {}, HeadwiseError, "each key needs a value"),
-    ("growing", (X, X, X[:1]), {}, HeadwiseError, "3 .* 1"),
+    ("growing", (X, X, X[:1]), {}, HeadwiseError, "each key needs a value"),
     *((name, (X,), {"mask": torch.ones(2, 4).bool()}, MaskError, r"mask \(2, 4\) does not") for name in CACHES),
     *((name, (X,), {"gates": torch.ones(5)}, ShapeError, "gates must be one number a query head") for name in CACHES),
     *((name, (X,), {"positions": torch.arange(3)}, ShapeError, "positions") for name in CACHES),
@@ -438,7 +438,7 @@ def test_a_failed_memory_is_not_kept():
             module(x, wrong, cache=cache, **how)
         assert cache.held is None
     close(module(x, memory, cache=cache), module(x, memory))
-    with pytest.raises(HeadwiseError, match="batches of 2, 3 and 3"):
+    with pytest.raises(HeadwiseError, match="the cache holds a memory \\(3, 7\\), got one of \\(2, 7\\)"):
         module(x[:2], memory[:2], cache=cache)
     close(module(x, memory, cache=cache), module(x, memory))
 
@@ -494,5 +494,5 @@ def test_self_attention_has_no_memory():
     ],
 )
 def test_sizes_of_caches(make, words):
-    with pytest.raises(CacheError, match=words):
+    with pytest.raises(ShapeError, match=words):
         make()

@@ -218,7 +218,9 @@ _GPT2_MODULES = {
     "norm": "ln_f",
     "head": "lm_head",
 }
+_ONLY_DECODERS: dict[str, tuple[Any, ...]] = {"is_causal": (True, None)}
 _GPT2_ONLY: dict[str, tuple[Any, ...]] = {
+    **_ONLY_DECODERS,
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
@@ -269,7 +271,7 @@ def _llama_like(read: Read, fixed: dict[str, Any], more: More, **only: Any) -> A
         _LLAMA_MODULES,
         {**_LLAMA_FIXED, **fixed},
         activations=GATED_ACTIVATIONS,
-        only=only,
+        only={**_ONLY_DECODERS, **only},
         more=more,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ShapeError
 from ..shapes import Shape, check_at_least, check_known
 from .cache import KVCache, MemoryCache
-from .module import MultiHeadAttention
+from .module import NORMS, MultiHeadAttention
 from .positions import Alibi, Rotary, sinusoidal_at
 from .stats import HeadStats
 
@@ -23,7 +23,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "swiglu": F.silu,  # on the gate, which then multiplies the other half
 }
-NORMS: dict[str, Callable[..., nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class FeedForward(nn.Module):
@@ -32,6 +31,7 @@ class FeedForward(nn.Module):
     def __init__(self, d_model: int, ffn: int, activation: str = "gelu", *, bias: bool = True, **factory: Any) -> None:
         super().__init__()
         check_known("activation", activation, ACTIVATIONS)
+        check_at_least(1, "ffn", ffn)
         self.activation = activation
         self.up = nn.Linear(d_model, ffn, bias=bias, **factory)
         self.gate = nn.Linear(d_model, ffn, bias=bias, **factory) if activation == "swiglu" else None
@@ -100,7 +100,7 @@ class TransformerBlock(nn.Module):
         self.cross = new_attention(None) if cross else None
         self.cross_norm = new_norm() if cross else None
         ffn_bias = bias if ffn_bias is None else ffn_bias
-        self.ffn = FeedForward(d_model, ffn or 4 * d_model, activation, bias=ffn_bias, **factory)
+        self.ffn = FeedForward(d_model, 4 * d_model if ffn is None else ffn, activation, bias=ffn_bias, **factory)
         self.ffn_norm = new_norm()
         self.dropout = nn.Dropout(dropout)
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CacheError, HeadwiseError
+from ..errors import CacheError, MaskError
+from ..shapes import check_at_least
 
 
 class Held(NamedTuple):
@@ -61,7 +62,9 @@ class KVCache:
         """Each sequence's new keys go behind its own last one."""
         batch, _, count, _ = k.shape
         start = torch.full((batch,), self.length, device=k.device) if self.fill is None else self.fill
-        end = start + count if lengths is None else lengths.to(k.device)
+        if lengths is not None and not isinstance(lengths, Tensor):
+            raise MaskError(f"lengths must be a tensor ({batch},), got {lengths!r}; use torch.tensor(lengths)")
+        end = start + count if lengths is None else lengths.to(k.device, copy=True)  # the caller may go on with theirs
         if tuple(end.shape) != (batch,) or bool(((end < start) | (end > start + count)).any()):
             raise CacheError(
                 f"lengths are the keys of each sequence in all: {start.tolist()} are held and {count} more came, "
@@ -82,14 +85,16 @@ class KVCache:
         assert self._k is not None and self._v is not None
         if isinstance(at[0], Tensor):  # an index tensor on both sides of the heads' axis puts that axis last
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, self._k, self._v)):
+        learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        frozen = self._k.is_inference() and not torch.is_inference_mode_enabled()
+        if learns or frozen or self._k.requires_grad or self._v.requires_grad:
             self._k, self._v = self._k.clone(), self._v.clone()  # writing in place would spoil what backward needs
         self._k[at] = k
         self._v[at] = v
 
     def _make_room(self, k: Tensor, v: Tensor, needed: int) -> None:
         have = 0 if self._k is None else self._k.shape[2]
-        if needed > have:
+        if needed > have or self._k is None:
             more = self._room(needed, have) - have
             self._k, self._v = (
                 fresh if old is None else torch.cat([old, fresh], 2)
@@ -118,7 +123,8 @@ class StaticCache(KVCache):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self.max_length = _at_least_one("max_length", max_length)
+        check_at_least(1, "max_length", max_length)
+        self.max_length = max_length
 
     def _room(self, needed: int, have: int) -> int:
         if needed > self.max_length:
@@ -134,32 +140,61 @@ class SlidingCache(KVCache):
 
     def __init__(self, window: int) -> None:
         super().__init__()
-        self.window = _at_least_one("window", window)
+        check_at_least(1, "window", window)
+        self.window = window
+        self._used = 0  # slots of the buffer that hold keys, of which the last window - 1 are still of interest
 
     def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
         if lengths is not None:
             raise CacheError("a sliding cache keeps one length for all sequences; use KVCache() with lengths")
         self._check(k, v)
-        if self._k is not None and self._v is not None:
-            k, v = torch.cat([self._k, k], 2), torch.cat([self._v, v], 2)
-        self.length += k.shape[2] - (0 if self._k is None else self._k.shape[2])
-        first = max(0, k.shape[2] - (self.window - 1))  # the next query sees itself and window - 1 before it
-        # what a long prompt leaves behind must not hold the whole of it
-        self._k, self._v = (x[:, :, first:].clone() if first > self.window else x[:, :, first:] for x in (k, v))
-        return Held(k, v)
+        count, kept = k.shape[2], min(self._used, self.window - 1)  # of the old keys, so many can still be seen
+        if self._k is None or self._v is None or self._used + count > self._k.shape[2]:
+            if self._k is not None and self._v is not None:
+                seen = slice(self._used - kept, self._used)
+                k, v = torch.cat([self._k[:, :, seen], k], 2), torch.cat([self._v[:, :, seen], v], 2)
+            self._start_again(k, v)
+            held = Held(k, v)
+        else:
+            first, self._used = self._used - kept, self._used + count
+            self._write((slice(None), slice(None), slice(self._used - count, self._used)), k, v)
+            held = Held(self._k[:, :, first : self._used], self._v[:, :, first : self._used])
+        self.length += count
+        return held
+
+    def reset(self) -> None:
+        super().reset()
+        self._used = 0
+
+    def _start_again(self, k: Tensor, v: Tensor) -> None:
+        """A buffer with the last keys at its front and room for as many again: a long prompt leaves no more behind."""
+        self._used = min(k.shape[2], self.window - 1)
+        room = 2 * self.window - self._used
+        self._k, self._v = (torch.cat([x[:, :, x.shape[2] - self._used :], _empty(x, room)], 2) for x in (k, v))
 
 
 class MemoryCache(KVCache):
     """The keys and values of a fixed memory for cross-attention, projected when it is first seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0  # queries so far, which stand one after another
 
     @property
     def held(self) -> Held | None:
         """What was taken in, or None before the first call."""
         return None if self._k is None or self._v is None else Held(self._k, self._v)
 
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        return self.asked + torch.arange(count, device=device)
+
     def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
         self._k, self._v, self.length = k, v, k.shape[2]
         return Held(k, v)
+
+    def reset(self) -> None:
+        super().reset()
+        self.asked = 0
 
 
 def taken_in(cache: KVCache | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> Held:
@@ -177,7 +212,7 @@ def unless_it_fails(cache: KVCache | None) -> Iterator[None]:
     before = {} if cache is None else dict(vars(cache))
     try:
         yield
-    except HeadwiseError:
+    except BaseException:
         if cache is not None:
             vars(cache).update(before)
         raise
@@ -185,9 +220,3 @@ def unless_it_fails(cache: KVCache | None) -> Iterator[None]:
 
 def _empty(like: Tensor, count: int) -> Tensor:
     return like.new_zeros(like.shape[0], like.shape[1], count, like.shape[3])
-
-
-def _at_least_one(name: str, number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise CacheError(f"{name} must be a whole number of at least 1, got {number!r}")
-    return number

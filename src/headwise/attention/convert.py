@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 def from_torch(cls: type[Module], given: nn.MultiheadAttention) -> Module:
     """The same attention with the same weights, dtype, device, mode and frozen parameters."""
+    if not isinstance(given, nn.MultiheadAttention):
+        raise UnsupportedError(f"from_torch takes an nn.MultiheadAttention, got {type(given).__name__}")
     if given.bias_k is not None:
         raise UnsupportedError(
             "add_bias_kv=True appends a learned key and value to every sequence, which MultiHeadAttention cannot do; "
@@ -44,7 +47,7 @@ def from_torch(cls: type[Module], given: nn.MultiheadAttention) -> Module:
     biases = [None] * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
     linears = (new.W_Q, new.W_K, new.W_V)
     for linear, weight, bias in zip(linears, apart, biases, strict=True):
-        fill(linear.weight, weight, (given.q_proj_weight if packed is None else packed).requires_grad)
+        fill(linear.weight, weight, (weight if packed is None else packed).requires_grad)
         if bias is not None:
             fill(linear.bias, bias, given.in_proj_bias.requires_grad)
     fill(new.W_O.weight, like, like.requires_grad)
@@ -79,18 +82,23 @@ def to_torch(given: MultiHeadAttention) -> nn.MultiheadAttention:
         """Rows of KV heads, each repeated for the query heads that read it."""
         return x.unflatten(0, (heads.kv, heads.dim)).repeat_interleave(heads.group, 0).flatten(0, 1)
 
+    linears = given.W_Q, given.W_K, given.W_V
+    learns = [linear.weight.requires_grad for linear in linears]
     weights = given.W_Q.weight, written_out(given.W_K.weight), written_out(given.W_V.weight)
     if not new._qkv_same_embed_dim:
-        for mine, weight in zip((new.q_proj_weight, new.k_proj_weight, new.v_proj_weight), weights, strict=True):
-            fill(mine, weight)
+        theirs = new.q_proj_weight, new.k_proj_weight, new.v_proj_weight
+        for their, weight, learned in zip(theirs, weights, learns, strict=True):
+            fill(their, weight, learned)
     else:
-        fill(new.in_proj_weight, torch.cat(weights))
-    fill(new.out_proj.weight, like)
+        fill(new.in_proj_weight, torch.cat(weights), any(learns))
+    fill(new.out_proj.weight, like, like.requires_grad)
     if has_bias:  # PyTorch has biases everywhere or nowhere; one of zeros is none
         zero = like.new_zeros(heads.width)
         own = (bias["W_Q"], *(None if b is None else written_out(b) for b in (bias["W_K"], bias["W_V"])))
-        fill(new.in_proj_bias, torch.cat([zero if b is None else b for b in own]))
-        fill(new.out_proj.bias, zero if bias["W_O"] is None else bias["W_O"])
+        learned = any(b is None or b.requires_grad for b in (bias["W_Q"], bias["W_K"], bias["W_V"]))
+        fill(new.in_proj_bias, torch.cat([zero if b is None else b for b in own]), learned)
+        last = bias["W_O"]
+        fill(new.out_proj.bias, zero if last is None else last, last is None or last.requires_grad)
     return new.train(given.training)
 
 
@@ -123,7 +131,8 @@ def pruned(given: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttentio
         fill(new.sinks, _blocks(given.sinks, query, 1), given.sinks.requires_grad)
     for old_norm, norm in ((given.q_norm, new.q_norm), (given.k_norm, new.k_norm)):
         if old_norm is not None and norm is not None:
-            norm.load_state_dict(old_norm.state_dict())
+            for mine, old in zip(norm.parameters(), old_norm.parameters(), strict=True):
+                fill(mine, old, old.requires_grad)
             norm.eps = old_norm.eps
     new.head_numbers = tuple(None if h is None else given.head_numbers[h] for h in query)
     return new.train(given.training)
@@ -132,10 +141,14 @@ def pruned(given: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttentio
 def keep(given: MultiHeadAttention, heads: Iterable[int]) -> dict[int, list[int]]:
     """KV head -> the query heads that stay; a KV head without any is gone."""
     count, group = given.heads.query, given.heads.group
-    gone = set(heads)
-    wrong = sorted(h for h in gone if isinstance(h, bool) or not isinstance(h, int) or not 0 <= h < count)
-    if wrong:
-        raise ShapeError(f"head {wrong[0]} does not exist; there are {count}, 0 to {count - 1}")
+    if not isinstance(heads, Iterable):
+        raise ShapeError(f"heads must be a list of numbers, got {heads!r}; give [{heads!r}]")
+    gone = set()
+    for h in heads:
+        number = operator.index(h) if hasattr(h, "__index__") and not isinstance(h, bool) else -1
+        if not 0 <= number < count:
+            raise ShapeError(f"head {h!r} does not exist; there are {count}, 0 to {count - 1}")
+        gone.add(number)
     if len(gone) == count:
         raise ShapeError(f"all {count} heads would go; leave at least one")
     kept: dict[int, list[int]] = {}

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from ..errors import CacheError, ShapeError, UnsupportedError
 from ..heads import Heads
+from ..shapes import check_at_least
 from . import convert, core
 from .cache import KVCache, MemoryCache, SlidingCache, taken_in, unless_it_fails
-from .contract import Window, shown
+from .contract import Window, band, shown
 from .core import Call
 from .positions import Alibi, Rotary
+from .sight import check_tensor
 from .stats import HeadStats
 
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
@@ -52,7 +54,14 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.heads = Heads.split(d_model, num_heads, num_kv_heads, head_dim)
         core.contract.check_numbers(None, softcap, dropout)
-        if position is not None and not isinstance(position, (Rotary, Alibi)):
+        for name, size in (("kdim", kdim), ("vdim", vdim)):
+            if size is not None:
+                check_at_least(1, name, size)
+        if isinstance(position, Rotary):
+            position.turned(self.heads.dim)
+        elif isinstance(position, Alibi):
+            position.for_heads(num_heads)
+        elif position is not None:
             raise UnsupportedError(f"position must be Rotary(...), Alibi(...) or None, got {position!r}")
         if qk_norm is not None and qk_norm not in NORMS:
             raise UnsupportedError(f"qk_norm must be None, {' or '.join(map(repr, NORMS))}, got {qk_norm!r}")
@@ -70,9 +79,6 @@ class MultiHeadAttention(nn.Module):
         self.q_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **here) if qk_norm else None
         self.k_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **here) if qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(num_heads, **here)) if sinks else None
-        if isinstance(position, Alibi):
-            slopes = torch.tensor(position.for_heads(num_heads), dtype=torch.float32, device=device)
-            self.register_buffer("slopes", slopes, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,6 +89,9 @@ class MultiHeadAttention(nn.Module):
                 nn.init.zeros_(linear.bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
 
     def forward(
         self,
@@ -116,6 +125,8 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None = None, *, rows: Any = None, heads: Any = None, **how: Any
     ) -> Tensor:
         """Where each query looks: (B, heads, rows, Tk). `how`: mask, causal, window, lengths, positions."""
+        if how.get("cache") is not None:
+            raise CacheError("weights takes no cache, since it makes no values for it; use forward(need_weights=True)")
         q, k, _, call = self._call(query, key, None, values=False, **how)
         return core.look(q, k, call, rows, heads)
 
@@ -171,23 +182,25 @@ class MultiHeadAttention(nn.Module):
         """q, k and v of every head, (B, H, T, d_k), and the checked call on them; values=False: keys in place of v."""
         self._check(query, key, value, values)
         cross = _crosses(query, key)
+        _check_cache(cache, cross, key)
         if cross and isinstance(self.position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
-        if cross and cache is not None and not isinstance(cache, MemoryCache):
-            kind = type(cache).__name__
-            raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {kind}")
-        if positions is None and isinstance(self.position, Rotary):
-            start = KVCache() if cache is None or cross else cache
-            positions = start.positions(query.shape[1], query.device)
+        if positions is not None:
+            _check_positions(positions, query)
+        elif isinstance(self.position, Rotary):
+            positions = (KVCache() if cache is None else cache).positions(query.shape[1], query.device)
         q = self._turn(self._split(self.W_Q, query, self.q_norm), positions)
         how |= {"window": _window_of(cache, window), "softcap": self.softcap, "sinks": self.sinks, "dropout": dropout}
-        how["slopes"] = getattr(self, "slopes", None)
+        if isinstance(self.position, Alibi):
+            how["slopes"] = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
         with unless_it_fails(cache):
             if isinstance(cache, MemoryCache) and cache.held is not None:
                 k, v, offset = cache.held.k, cache.held.v, None
             else:
                 k, v = self._keys_and_values(query, key, value, positions, values)
                 k, v, lengths, offset = taken_in(cache, k, v, lengths)
+            if isinstance(cache, MemoryCache):
+                cache.asked += query.shape[1]
             q, k, v = core.autocast(q, k, v)
             return q, k, v, core.call_of(q, k, v, lengths=lengths, offset=offset, **how)
 
@@ -222,17 +235,50 @@ class MultiHeadAttention(nn.Module):
             raise ShapeError(f"keys of this module are {self.kdim} wide and queries {self.heads.width}: give a key")
         if values and value is None and self.vdim != self.kdim:
             raise ShapeError(f"values of this module are {self.vdim} wide and keys {self.kdim}: give a value")
+        if key is not None and key.shape[0] != query.shape[0]:
+            raise ShapeError(f"query has {query.shape[0]} sequences and key {key.shape[0]}; each query needs its keys")
+        if key is not None and value is not None and value.shape[:2] != key.shape[:2]:
+            raise ShapeError(f"key is {shown(key.shape)} and value {shown(value.shape)}; each key needs a value")
 
 
 def _check_input(name: str, x: Tensor, linear: nn.Linear) -> None:
-    width, weight = linear.in_features, linear.weight
+    check_tensor(name, x)
+    width = linear.in_features
     if x.dim() != 3 or x.shape[2] != width:
         hint = f"; add a batch axis: {name}[None]" if x.dim() == 2 and x.shape[1] == width else ""
         raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")
+    weight: object = linear.weight
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return  # quantized: it knows itself what it takes
     if x.device != weight.device:
         raise ShapeError(f"{name} is on {x.device} and the module on {weight.device}; bring them together with .to()")
     if x.dtype != weight.dtype and not core.autocasts(x):
         raise ShapeError(f"{name} is {x.dtype} and the module {weight.dtype}; use {name}.to({weight.dtype})")
+
+
+def _check_positions(positions: Tensor, query: Tensor) -> None:
+    batch, tokens = query.shape[:2]
+    check_tensor("positions", positions)
+    whole = not (positions.is_floating_point() or positions.dtype == torch.bool)
+    if tuple(positions.shape) not in ((tokens,), (batch, tokens)) or not whole:
+        got = f"{positions.dtype} {shown(positions.shape)}"
+        raise ShapeError(f"positions must be whole numbers ({tokens},) or ({batch}, {tokens}), got {got}")
+
+
+def _check_cache(cache: KVCache | None, cross: bool, key: Tensor | None) -> None:
+    if cache is None:
+        return
+    kind = type(cache).__name__
+    if not isinstance(cache, KVCache):
+        raise CacheError(f"cache must be a KVCache(), StaticCache(), SlidingCache() or MemoryCache(), got {kind}")
+    if cross and not isinstance(cache, MemoryCache):
+        raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {kind}")
+    if not cross and isinstance(cache, MemoryCache):
+        raise CacheError("a MemoryCache keeps one fixed memory, for cross-attention; self-attention takes a KVCache()")
+    if isinstance(cache, MemoryCache) and cache.held is not None and key is not None:
+        want, got = (cache.held.k.shape[0], cache.held.k.shape[2]), tuple(key.shape[:2])
+        if want != got:
+            raise CacheError(f"the cache holds a memory {shown(want)}, got one of {shown(got)}; .reset() it first")
 
 
 def _crosses(query: Tensor, key: Tensor | None) -> bool:
@@ -245,6 +291,7 @@ def _window_of(cache: KVCache | None, window: Window | None) -> Window | None:
         return window
     if window is None:
         return cache.window - 1, 0
-    if window[0] is None or window[0] > cache.window - 1:
+    left, _ = band(False, window)
+    if left is None or left > cache.window - 1:
         raise CacheError(f"a window of {window} looks further back than the {cache.window} keys this cache keeps")
     return window

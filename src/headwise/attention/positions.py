@@ -64,7 +64,7 @@ class Rotary:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, H, T, D) turned to where positions (T,) or (B, T) say; the same shape and dtype, angles in fp32."""
-        dim = self._dim(x)
+        dim = self.turned(x.shape[-1])
         cos, sin = self._tables(positions, dim)  # (1 or B, 1, T, dim / 2)
         turned = x[..., :dim]
         a, b = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
@@ -79,15 +79,16 @@ class Rotary:
         plain = 1.0 / self.base ** (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
         return _SCALINGS[scaling.get("rope_type", "default")](plain, self.base, scaling)
 
-    def _dim(self, x: Tensor) -> int:
-        dim = x.shape[-1] if self.dim is None else self.dim
-        if dim > x.shape[-1] or dim % 2:
-            raise ShapeError(f"rotary positions cannot turn {dim} of {x.shape[-1]} head dimensions; give an even dim")
+    def turned(self, head_dim: int) -> int:
+        """How many of a head's dimensions are turned."""
+        dim = head_dim if self.dim is None else self.dim
+        if dim > head_dim or dim % 2:
+            raise ShapeError(f"rotary positions cannot turn {dim} of {head_dim} head dimensions; give an even dim")
         return dim
 
     def _tables(self, positions: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """cos and sin, each (1 or B, 1, T, dim / 2): one row for all heads."""
-        kept = not torch.compiler.is_compiling()
+        kept = not torch.compiler.is_compiling() and type(positions) is Tensor  # nothing fake is kept
         frequencies, factor = (_kept if kept else Rotary.frequencies)(self, dim, positions.device)
         angles = positions[..., None].float() * frequencies  # (T or B x T, dim / 2)
         angles = angles[None, None] if positions.dim() == 1 else angles[:, None]

@@ -50,7 +50,7 @@ def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device
 
 def _architecture(stack: type, config: dict[str, Any]) -> Architecture:
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise UnsupportedError(f"model_type {kind!r} is not known here; known are {', '.join(ARCHITECTURES)}")
     found = ARCHITECTURES[kind]
     wanted = {"encoder": Encoder, "decoder": Decoder}[found.kind]

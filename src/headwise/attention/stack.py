@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import MaskError, ShapeError, UnsupportedError
+from ..errors import CacheError, MaskError, ShapeError, UnsupportedError
 from ..shapes import Shape
 from ..shapes import shape as preset
 from .blocks import NORMS, Embedding, FeedForward, TransformerBlock
 from .cache import KVCache, MemoryCache, SlidingCache, StaticCache
 from .contract import shown
 from .positions import Rotary
-from .sight import readable
+from .sight import check_tensor, readable
 from .stats import HeadStats
 
 __all__ = ["Caches", "Decoder", "Encoder", "FeedForward", "Transformer", "TransformerBlock"]
@@ -99,6 +99,7 @@ class _Stack(nn.Module):
         return found
 
     def _check_ids(self, ids: Tensor) -> None:
+        check_tensor("ids", ids)
         _check_integers("ids", ids, "(B, T)", ids.dim() == 2)
         low, high = _range(ids)
         if low < 0 or high >= self.shape.vocab:
@@ -231,6 +232,8 @@ class Decoder(_Stack):
         memory (B, S, d) is what cross-attention reads, memory_mask (B, S) its real tokens.
         """
         self._check_ids(ids)
+        if lengths is not None and cache is not None and any(isinstance(kept, SlidingCache) for kept in cache.layers):
+            raise CacheError("layers with a window keep one length for all sequences; give a mask in place of lengths")
         seen_before = 0 if cache is None else cache.length
         seen = _key_mask(mask, "mask", (ids.shape[0], seen_before + ids.shape[1]))
         positions = _positions(ids, mask, cache) if positions is None else positions
@@ -304,7 +307,7 @@ class Decoder(_Stack):
         if self.shape.head is None:
             raise UnsupportedError("this decoder has no output layer to generate with; load a checkpoint with its head")
         self._check_ids(ids)
-        if max_new_tokens < 0 or not ids.numel():
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0 or not ids.numel():
             raise ShapeError(
                 f"generate needs a first token and a count, got ids {shown(ids.shape)} and {max_new_tokens}"
             )
