@@ -80,6 +80,20 @@ def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(name, bes
         assert k.grad.any() and v.grad.any() and q.grad[~dark].any()
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("beside", ["nothing", "sinks"])
+@pytest.mark.parametrize("name", DARK)
+def test_it_gets_zeros_also_where_it_is_nan(name, beside, path):
+    how, dark = DARK[name]
+    how = {**how, **BESIDE[beside]}
+    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    q, k, v = inputs()
+    q[dark] = torch.nan
+    with forced(path):
+        for out in (attend(q, k, v, **how), weights(q, k, **how), head_stats(q, k, v, **how)[0]):
+            assert not out[dark].any() and out.isfinite().all()
+
+
 @pytest.mark.parametrize("keys", [1, 2, 7, 15, 16, 17, 31, 33])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", PATHS)

@@ -198,7 +198,7 @@ def _output(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 def look(q: Tensor, k: Tensor, call: Call, rows: Any = None, heads: Any = None) -> Tensor:
     """weights, for a call that was checked."""
     sight, sinks, size = call.sight, call.sinks, call.sight.size
-    (k,) = by_rows.clean(sight, k)
+    (k,) = by_rows.clean(sight, k, whole=True)
     if heads is not None:
         chosen = contract.pick("head", heads, size.heads)
         q, k, sight = q[:, chosen], k[:, [h // size.group for h in chosen]], sight.chosen(chosen)

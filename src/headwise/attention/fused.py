@@ -74,8 +74,9 @@ def triangle(sight: Sight) -> bool:
     plain = sight.uniform and sight.mask is None and sight.slopes is None and sight.left is None and sight.right == 0
     if not plain or sight.offset != 0 or size.queries != size.keys or sight.end != size.keys:
         return False
-    worth = size.queries >= TRIANGLE or size.queries <= 2 * SMALL
-    return sight.device.type != "cpu" or torch.compiler.is_exporting() or worth
+    if sight.device.type != "cpu" or torch.compiler.is_exporting():
+        return True
+    return size.queries >= TRIANGLE or size.queries <= 2 * SMALL
 
 
 def block(sight: Sight) -> int | None:

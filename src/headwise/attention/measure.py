@@ -63,7 +63,8 @@ def head_stats(
     size, dtype = sight.size, inside(q).dtype
     k, *rest = clean(sight, k) if v is None else clean(sight, k, v)
     odd = bool(rest) and holds_odd(rest[0], sight)
-    few = size.queries * size.group < FEW  # then reading the keys once more would cost more than it saves
+    # of few queries, reading the keys once more would cost more than it saves
+    few = not torch.compiler.is_exporting() and size.queries * size.group < FEW
     tame = sight.readable and sinks is None and not few and finite(k)  # then no score is -inf but a hidden one
     first = first_key(sight, queries)  # (B,)
     spots = 1 if cross else 1 + len(STEPS)
@@ -103,7 +104,7 @@ def head_stats(
                 mixed, sums = mix(e, wide[batch, kv_heads, low:high], seen).split((width, columns.shape[-1]), -1)
             else:
                 mixed = None if v is None else mix(e, v[batch, kv_heads, low:high], seen)
-                sums = torch.bmm(e.flatten(1, 2), columns[batch, 0, low:high]).view(*e.shape[:3], -1)
+                sums = torch.bmm(e.flatten(1, 2), columns[batch, 0, low:high]).view(*e.shape[:3], columns.shape[-1])
             kept.most[here], kept.spread[here], kept.on[here] = most, s.mul_(e).sum(-1), sums[..., 3:]
             kept.at[here] = e.gather(-1, spot[batch].expand(*e.shape[:3], spots)) * there[batch]
             kept.lit[here] = part.lit(rows)

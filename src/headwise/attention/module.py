@@ -19,7 +19,7 @@ from .positions import Alibi, Rotary
 from .sight import check_tensor
 from .stats import HeadStats
 
-NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class MultiHeadAttention(nn.Module):

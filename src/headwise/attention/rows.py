@@ -33,8 +33,8 @@ def parts(sight: Sight) -> Iterator[tuple[slice, slice, Sight]]:
         return
     one = max(1, size.group * min(_rows(sight), size.queries) * _width(sight))
     heads = min(size.kv_heads, max(1, BLOCK // one))
-    batch = min(size.batch, max(1, BLOCK // (one * heads))) if heads == size.kv_heads else 1
-    for b in range(0, size.batch, batch):
+    batch = max(1, min(size.batch, BLOCK // (one * heads))) if heads == size.kv_heads else 1
+    for b in range(0, max(1, size.batch), batch):  # of nothing, one part with nothing in it
         for h in range(0, size.kv_heads, heads):
             at = slice(b, min(b + batch, size.batch)), slice(h, min(h + heads, size.kv_heads))
             yield *at, sight.part(*at)
@@ -47,7 +47,7 @@ def blocks(sight: Sight) -> Iterator[tuple[slice, int, int]]:
         yield slice(0, size.queries), 0, size.keys
         return
     each = _rows(sight)
-    for first in range(0, size.queries, each):
+    for first in range(0, max(1, size.queries), each):
         rows = slice(first, min(first + each, size.queries))
         yield rows, *sight.span(rows.start, rows.stop)
 
@@ -176,9 +176,12 @@ def mix(a: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
     return out
 
 
-def clean(sight: Sight, *xs: Tensor) -> tuple[Tensor, ...]:
-    """k or v (B, Hkv, Tk, D) with zeros where nobody may look: what is there may be anything."""
-    seen = sight.seen()
+def clean(sight: Sight, *xs: Tensor, whole: bool = False) -> tuple[Tensor, ...]:
+    """k or v (B, Hkv, Tk, D) with zeros where nobody may look: what is there may be anything.
+
+    whole: all keys are used at once, and not only those of each block's span.
+    """
+    seen = sight.seen(whole)
     if seen is None or (sight.readable and bool(seen.all())):
         return xs
     return tuple(torch.where(seen[..., None], x, 0) for x in xs)
@@ -217,22 +220,15 @@ def attend(
         for rows, low, high in blocks(part):
             given = (q_part[:, :, rows], k_part, v_part, s_part, part, rows, low, high)
             done.append(checkpoint(block, *given, use_reentrant=False) if again else block(*given))
-        out.append(join(done) if done else q_part.new_zeros(*q_part.shape[:3], v.shape[-1]))
-    return gather(out, q, v.shape[-1])
+        out.append(done[0] if len(done) == 1 else torch.cat(done, 2))
+    return gather(out, q.shape[1])
 
 
-def join(xs: list[Tensor]) -> Tensor:
-    """Blocks of rows, put together again."""
-    return xs[0] if len(xs) == 1 else torch.cat(xs, 2)
-
-
-def gather(out: list[Tensor], q: Tensor, width: int) -> Tensor:
+def gather(out: list[Tensor], heads: int) -> Tensor:
     """What `parts` took apart, (b, h, Tq, width) each, put together again."""
-    if not out:
-        return q.new_zeros(*q.shape[:3], width)
     if len(out) == 1:
         return out[0]
-    if out[0].shape[1] == q.shape[1]:
+    if out[0].shape[1] == heads:
         return torch.cat(out, 0)
-    a_sequence = -(-q.shape[1] // out[0].shape[1])
+    a_sequence = -(-heads // out[0].shape[1])
     return torch.cat([torch.cat(out[i : i + a_sequence], 1) for i in range(0, len(out), a_sequence)], 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,16 +140,22 @@ class Sight:
             total = alibi if total is None else total + alibi
         return total
 
-    def seen(self) -> Tensor | None:
-        """(B or 1, Hkv or 1, Tk): the keys that at least one query may look at; None where plain numbers say it all."""
+    def seen(self, whole: bool = False) -> Tensor | None:
+        """(B or 1, Hkv or 1, Tk): the keys that at least one query may look at.
+
+        None: all of them, or (unless `whole`) all within the spans of blocks.
+        """
         if self.mask is None:
-            exact = self.uniform and not (torch.compiler.is_exporting() and self._leaves_some_unseen())
-            return None if exact else self._reach()
-        if not self.banded or self.mask.shape[2] == 1 or torch.compiler.is_exporting():
-            return self._by_someone(slice(0, self.size.queries))
-        seen = self._by_someone(slice(0, min(STEP, self.size.queries)))
-        for first in range(STEP, self.size.queries, STEP):  # a mask for all rows at once would be T x T
-            seen = seen | self._by_someone(slice(first, min(first + STEP, self.size.queries)))
+            spans = self.uniform and not whole and not torch.compiler.is_exporting()
+            return None if spans or not self._leaves_some_unseen() else self._reach()
+        if self.mask.shape[2] == 1:
+            return self._by_someone(self.mask) & self._reach()
+        if not self.banded or torch.compiler.is_exporting():
+            return self._by_someone(self.allowed(slice(0, self.size.queries), 0, self.size.keys))
+        seen = torch.zeros(1, 1, self.size.keys, dtype=torch.bool, device=self.device)
+        for first in range(0, self.size.queries, STEP):  # a band's mask for all rows at once would be T x T
+            rows = slice(first, min(first + STEP, self.size.queries))
+            seen = seen | self._by_someone(self.allowed(rows, 0, self.size.keys))
         return seen
 
     def _reach(self) -> Tensor:
@@ -161,11 +169,10 @@ class Sight:
             seen = seen & (j < self.size.queries + start + self.right)
         return seen
 
-    def _by_someone(self, rows: slice) -> Tensor:
-        """seen() by these rows."""
-        seen = self.allowed(rows, 0, self.size.keys)
-        assert seen is not None  # there is a mask
-        by_head = seen.any(2)  # (B, H, Tk)
+    def _by_someone(self, mask: Tensor | None) -> Tensor:
+        """The keys that a mask (B, H, rows, Tk) shows to some query of each KV head's: (B, Hkv or 1, Tk)."""
+        assert mask is not None
+        by_head = (mask if mask.dtype == torch.bool else mask != -torch.inf).any(2)  # (B, H, Tk)
         if by_head.shape[1] > 1:
             by_head = by_head.unflatten(1, (self.size.kv_heads, self.size.group)).any(2)
         return by_head
@@ -200,8 +207,9 @@ class Sight:
 
     def _leaves_some_unseen(self) -> bool:
         """Whether there can be keys outside every query's band or length. Blocks leave them out; one call cannot."""
-        usual = self.offset == self.size.keys - self.size.queries and self.end == self.size.keys
-        return not usual or self.left is not None
+        if isinstance(self.offset, Tensor) or isinstance(self.end, Tensor) or self.left is not None:
+            return True
+        return self.offset != self.size.keys - self.size.queries or self.end != self.size.keys
 
     def chosen(self, heads: list[int]) -> Sight:
         """The same for these query heads, each beside a KV head of its own."""
@@ -271,10 +279,10 @@ def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor | None) -> None:
     """q, k and v share a floating dtype and a device."""
-    v = k if v is None else v
-    if q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and q.dtype in FLOATS:
+    last = k if v is None else v
+    if q.dtype == k.dtype == last.dtype and q.device == k.device == last.device and q.dtype in FLOATS:
         return
-    named = {"q": q, "k": k, "v": v}
+    named = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     for what in ("dtype", "device"):
         if len({getattr(x, what) for x in named.values()}) > 1:
             got = ", ".join(f"{name} {getattr(x, what)}" for name, x in named.items())
@@ -319,8 +327,16 @@ def _warn_if_meant_as_bool(mask: Tensor) -> None:
     if zeros_and_ones(first) and zeros_and_ones(given) and bool((given == 1).any()):
         warnings.warn(
             f"a {mask.dtype} mask of zeros and ones is added to the scores; if it says who may look, give mask.bool()",
-            stacklevel=5,
+            stacklevel=_levels_to_the_caller(),
         )
+
+
+def _levels_to_the_caller() -> int:
+    """How far up the stack the user's own line is, as seen from the function that calls this."""
+    package, level, frame = Path(__file__).parents[1], 1, sys._getframe(1)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(package):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _offset(offset: int | Tensor, size: Sizes) -> int | Tensor:

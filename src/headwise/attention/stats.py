@@ -79,7 +79,8 @@ class HeadStats:
             raise HeadwiseError(
                 f"{len(other.count)} sequences cannot continue {len(self.count)}; to join two batches add them"
             )
-        return HeadStats({name: mine + other.sums[name] for name, mine in self.sums.items()}, self.count + other.count)
+        sums = {name: mine + _like(mine, other.sums[name]) for name, mine in self.sums.items()}
+        return HeadStats(sums, self.count + _like(self.count, other.count))
 
     def total(self) -> HeadStats:
         """All sequences summed into one: the same means, a size that does not grow."""
@@ -98,11 +99,15 @@ class HeadStats:
 
     def to_json(self) -> dict[str, Any]:
         plain = self.numpy()
-        return {"count": plain.count.tolist(), "sums": {name: x.tolist() for name, x in plain.sums.items()}}
+        sums = {name: x.tolist() for name, x in plain.sums.items()}
+        return {"heads": plain.count.shape[1], "count": plain.count.tolist(), "sums": sums}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> HeadStats:
-        return cls({name: np.asarray(x, float) for name, x in data["sums"].items()}, np.asarray(data["count"], float))
+        def table(rows: Any) -> Any:
+            return np.asarray(rows, float).reshape(-1, data["heads"])  # also of no sequences at all
+
+        return cls({name: table(x) for name, x in data["sums"].items()}, table(data["count"]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HeadStats):
@@ -126,10 +131,19 @@ class HeadStats:
 
 def _stack(a: Any, b: Any) -> Any:
     if isinstance(a, np.ndarray):
-        return np.concatenate([a, _numpy(b)])
+        return np.concatenate([a, _like(a, b)])
     import torch
 
-    return torch.cat([a, torch.as_tensor(b, device=a.device)])
+    return torch.cat([a, _like(a, b)])
+
+
+def _like(a: Any, b: Any) -> Any:
+    """b as the kind of array that a is."""
+    if isinstance(a, np.ndarray):
+        return _numpy(b)
+    import torch
+
+    return torch.as_tensor(b, device=a.device)
 
 
 def _numpy(x: Any) -> Any:
