@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import grouped, inside, ungrouped
+from .rows import by_group, grouped, inside, ungrouped
 from .sight import Sight
 
 TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
@@ -130,9 +130,9 @@ def _rows(
 ) -> Tensor:
     """The output of some rows of queries, from the keys that they may look at."""
     low, high = (0, sight.size.keys) if torch.compiler.is_exporting() else sight.span(rows.start, rows.stop)
-    if not torch.compiler.is_exporting() and high <= low:
-        mask = None  # no key at all: the kernel gives zeros, and they have gradients
-    elif band is None:
+    if not torch.compiler.is_exporting() and high <= low:  # sums over no key at all: zeros that have gradients
+        return by_group(by_group(q[:, :, rows], k[:, :, :0].transpose(-1, -2)), v[:, :, :0])
+    if band is None:
         mask = _merge(sight.allowed(rows, low, high), sight.bias(rows, low, high), q)
     elif sight.edges(rows, low, high):
         column = low - rows.start - band.first

@@ -34,7 +34,10 @@ def parts(sight: Sight) -> Iterator[tuple[slice, slice, Sight]]:
     one = max(1, size.group * min(_rows(sight), size.queries) * _width(sight))
     heads = min(size.kv_heads, max(1, BLOCK // one))
     batch = max(1, min(size.batch, BLOCK // (one * heads))) if heads == size.kv_heads else 1
-    for b in range(0, max(1, size.batch), batch):  # of nothing, one part with nothing in it
+    if size.batch <= batch and size.kv_heads <= heads:
+        yield slice(0, size.batch), slice(0, size.kv_heads), sight
+        return
+    for b in range(0, size.batch, batch):
         for h in range(0, size.kv_heads, heads):
             at = slice(b, min(b + batch, size.batch)), slice(h, min(h + heads, size.kv_heads))
             yield *at, sight.part(*at)
@@ -47,7 +50,10 @@ def blocks(sight: Sight) -> Iterator[tuple[slice, int, int]]:
         yield slice(0, size.queries), 0, size.keys
         return
     each = _rows(sight)
-    for first in range(0, max(1, size.queries), each):
+    if size.queries <= each:  # counting would fix a symbol to its value, and a graph to one length
+        yield slice(0, size.queries), *sight.span(0, size.queries)
+        return
+    for first in range(0, size.queries, each):
         rows = slice(first, min(first + each, size.queries))
         yield rows, *sight.span(rows.start, rows.stop)
 
