@@ -241,8 +241,10 @@ def test_kernels_of_other_devices_may_do_what_they_like_with_rows_that_see_nothi
     mask = mask[:, :, :1] if rows == "all alike" else mask
     call.how["mask"] = mask if kind == "bool" else np.where(mask, 0.25, -np.inf)
     given = call.tensors()
-    q, k, v = (x.as_subclass(Elsewhere) for x in (given.q, given.k, given.v))
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    q, k, v = (x.as_subclass(Elsewhere) for x in leaves)
     monkeypatch.setattr(fused.F, "scaled_dot_product_attention", dark_rows_are_nan)
-    out = fused._call(q, k, v, given.how["mask"], 0.5, 0.0)
+    out = fused._call(q, k, v, given.how["mask"], 0.5, 0.0).as_subclass(torch.Tensor)
     expected = reference.attend(call.q, call.k, call.v, **call.how)
-    np.testing.assert_allclose(array(out.as_subclass(torch.Tensor)), expected, **CLOSE[torch.float64])
+    np.testing.assert_allclose(array(out), expected, **CLOSE[torch.float64])
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))

@@ -118,6 +118,16 @@ def test_nan_where_someone_looks_is_not_hidden(where, path, dtype, keys):
         assert stats.per_sequence("entropy").isnan().equal(touched.any(-1).any(-1))
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("how", [{"lengths": torch.tensor([6, 9])}, {"offset": torch.tensor([1, 2]), "causal": True}])
+def test_nor_where_sequences_differ(path, how):
+    q, k, v = inputs(keys=9)
+    q[0, 3, 2] = torch.nan
+    with forced(path):
+        out = attend(q, k, v, **how)
+    assert out[0, 3, 2].isnan().all() and out.isnan().sum() == 3
+
+
 UNSEEN = {  # 5 queries on 7 keys, some of which nobody sees
     "a bool mask": {"mask": torch.tensor([1, 1, 0, 1, 1, 0, 1]).bool()},
     "a bool mask a head": {"mask": (torch.arange(42).view(6, 1, 7) % 7 < 4).roll(1, 0)},
@@ -170,6 +180,24 @@ def test_gradients_do_not_notice_nan_that_nobody_sees(name, beside, path):
     zeros = [x.nan_to_num(0.0) for x in xs]
     with forced(path):
         close(gradients(attend, xs, **how), gradients(attend, zeros, **how))
+
+
+MORE_UNSEEN = {
+    "a bool mask": {"mask": torch.arange(23) % 5 > 0},
+    "a float mask": {"mask": torch.zeros(23).masked_fill(torch.arange(23) % 5 == 0, -torch.inf)},
+    "lengths": {"lengths": torch.tensor([17, 20])},
+    "a window": {"window": (3, 1), "offset": 5},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", MORE_UNSEEN)
+def test_nor_on_more_keys_than_a_vector_holds(name, path):
+    """Fewer than 16 take another way where values cannot be read."""
+    how = MORE_UNSEEN[name]
+    xs = spoiled(how, 23)
+    with forced(path):
+        close(gradients(attend, xs, **how), gradients(attend, [x.nan_to_num(0.0) for x in xs], **how))
 
 
 @pytest.mark.parametrize("path", ["as it comes", "unreadable"])

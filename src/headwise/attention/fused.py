@@ -17,7 +17,7 @@ from .rows import by_group, grouped, inside, ungrouped
 from .sight import Sight
 
 TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
-SMALL = 64  # rows of a block of a short causal call; nothing is worth skipping in one of two blocks
+ROWS = 128  # of a block: fewer skip more of a band, and cost more calls
 TOGETHER = 128  # up to so many rows, the queries of a group are one matrix
 LANES = 16  # a row of fewer keys than a vector holds loses its NaN in PyTorch's CPU kernel
 ALONE = 1 << 21  # multiply-adds from which a sequence of its own length is worth a call of its own
@@ -31,12 +31,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, dropout:
             for b in range(sight.size.batch)
         ]
         return torch.cat(each)
+    width = v.shape[3]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _same_width(q, k, v))
     if triangle(sight):
-        return _call(q, k, v, None, scale, dropout, causal=True)
+        return _call(q, k, v, None, scale, dropout, causal=True)[..., :width]
+    return _by_blocks(q, k, v, sight, scale, dropout)[..., :width]
+
+
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, dropout: float) -> Tensor:
     blocks = _blocks(sight)
     band = _band(sight, blocks, q.dtype)
-    done = [_rows(q, k, v, sight, rows, band, scale, dropout) for rows in blocks]
-    return done[0] if len(done) == 1 else torch.cat(done, 2)
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if len(blocks) == 1 or learns or not sight.readable:
+        done = [_rows(q, k, v, sight, rows, band, scale, dropout) for rows in blocks]
+        return done[0] if len(done) == 1 else torch.cat(done, 2)
+    # one block's memory serves the next, and joining the heads costs nothing
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    for rows in blocks:
+        out[:, :, rows] = _rows(q, k, v, sight, rows, band, scale, dropout)
+    return out
 
 
 def _blocks(sight: Sight) -> list[slice]:
@@ -76,15 +89,12 @@ def triangle(sight: Sight) -> bool:
         return False
     if sight.device.type != "cpu" or torch.compiler.is_exporting():
         return True
-    return size.queries >= TRIANGLE or size.queries <= 2 * SMALL
+    return size.queries >= TRIANGLE or size.queries <= ROWS
 
 
 def block(sight: Sight) -> int | None:
     """Queries a call; None for all of them."""
-    size = sight.size
-    if not sight.banded or not sight.uniform or torch.compiler.is_exporting():
-        return None
-    return SMALL if sight.left is None and size.keys < TRIANGLE else 2 * SMALL
+    return ROWS if sight.banded and sight.uniform and not torch.compiler.is_exporting() else None
 
 
 class Band(NamedTuple):
@@ -154,8 +164,7 @@ def _merge(seen: Tensor | None, bias: Tensor | None, q: Tensor) -> Tensor | None
 def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
 ) -> Tensor:
-    heads, kv_heads, value_dim = q.shape[1], k.shape[1], v.shape[3]
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _same_width(q, k, v))
+    heads, kv_heads = q.shape[1], k.shape[1]
     lit = None
     if mask is not None and q.device.type != "cpu":  # other devices' kernels differ on rows that see nothing
         mask, lit = _light(mask)
@@ -164,7 +173,7 @@ def _call(
         q, mask = grouped(q, kv_heads), _grouped_mask(mask, heads, kv_heads, q.shape[2])
     gqa = q.shape[1] != kv_heads
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
-    out = (ungrouped(out, heads) if together else out)[..., :value_dim]
+    out = ungrouped(out, heads) if together else out
     return out if lit is None else torch.where(lit, out, 0)
 
 
