@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +149,10 @@ def pick(name: str, chosen: Any, count: int) -> list[int]:
         return list(range(count))
     if isinstance(chosen, slice):
         return list(range(count))[chosen]
-    numbers = [chosen] if isinstance(chosen, int) else [int(n) for n in chosen]
+    try:
+        numbers = [operator.index(n) for n in (chosen if isinstance(chosen, Iterable) else [chosen])]
+    except TypeError:
+        raise ShapeError(f"{name}s must be whole numbers, got {chosen!r}") from None
     wrong = [n for n in numbers if not -count <= n < count]
     if wrong:
         there = f"there are {count}, 0 to {count - 1}" if count else "there are none"

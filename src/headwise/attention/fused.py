@@ -33,7 +33,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float, dropout:
         return torch.cat(each)
     width = v.shape[3]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _same_width(q, k, v))
-    if triangle(sight):
+    if scale > 0 and triangle(sight):  # the kernel scales its own -inf
         return _call(q, k, v, None, scale, dropout, causal=True)[..., :width]
     return _by_blocks(q, k, v, sight, scale, dropout)[..., :width]
 
