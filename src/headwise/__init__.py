@@ -32,8 +32,11 @@ _WHERE = {
     "attend": "attention.core",
     "explain": "attention.core",
     "head_stats": "attention.core",
+    "inspect": "models.inspection",
+    "load": "models.load",
     "reference": "attention.reference",
     "shape": "shapes",
+    "tokenizer": "models.load",
     "weights": "attention.core",
 }
 
@@ -64,6 +67,9 @@ if TYPE_CHECKING:
     from .errors import ShapeError as ShapeError
     from .errors import UnsupportedError as UnsupportedError
     from .heads import Heads as Heads
+    from .models.inspection import inspect as inspect
+    from .models.load import load as load
+    from .models.load import tokenizer as tokenizer
     from .shapes import Shape as Shape
     from .shapes import shape as shape
 

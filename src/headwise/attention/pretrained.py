@@ -32,7 +32,7 @@ def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{str(path)!r} is not a directory; give one with config.json and model.safetensors")
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     architecture = _architecture(stack, config)
     checkpoint = Checkpoint(folder, architecture, str(device))
     shape = architecture.shape(config, checkpoint.tensors)
@@ -65,8 +65,8 @@ class Checkpoint:
     def __init__(self, folder: Path, architecture: Architecture, device: str) -> None:
         self.architecture = architecture
         named: dict[str, tuple[Any, str]] = {}
-        for file in _files(folder):
-            opened = _open(folder / file, device)
+        for file in weight_files(folder):
+            opened = open_safetensors(folder / file, device)
             for name in opened.keys():  # noqa: SIM118  # this is no dict
                 named[_modern(name)] = opened, name
         first = architecture.modules["embed.tokens"] + ".weight"
@@ -117,32 +117,34 @@ class Checkpoint:
         return f"{theirs.format(layer and layer.group())}.{leaf}", int(part) if part else None
 
 
-def _files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """The weight files: one, or those that an index names."""
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = _json(index).get("weight_map")
+        files = read_json(index).get("weight_map")
         if not isinstance(files, dict) or any(Path(str(file)).name != file for file in files.values()):
             raise CheckpointError(f"{index.name} has no weight_map from tensors to files beside it")
         return sorted(set(files.values()))
     if any(folder.glob("*.bin")):
         raise CheckpointError(
             f"{str(folder)!r} has its weights only as a pickle (.bin), which can run code when read; "
-            "save them as model.safetensors"
+            "save them as model.safetensors, where you trust them: transformers' from_pretrained, then save_pretrained"
         )
     raise CheckpointError(f"{str(folder)!r} has no model.safetensors and no model.safetensors.index.json")
 
 
-def _open(path: Path, device: str) -> Any:
+def open_safetensors(path: Path, device: str) -> Any:
+    """The open file; its header has been read and fits its length."""
     try:
         return safe_open(path, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read as safetensors: {error}") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,0 +1,158 @@
+"""Models and tokenizers by name: whole, in eval mode, from safetensors, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..attention.contract import shown
+from ..attention.pretrained import open_safetensors, read_json, weight_files
+from ..errors import CheckpointError, HeadwiseError, UnsupportedError
+from .places import DEFAULT, directory, missing
+
+NUMBER = re.compile(r"\d+")
+
+
+def load(
+    name: str | os.PathLike[str] = DEFAULT,
+    *,
+    attn_implementation: str | None = None,
+    dtype: Any = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """A transformers model in eval mode: of an embedded name, a directory, a GGUF file or a hub id.
+
+    The class is the one the checkpoint was saved from; dtype None keeps the file's. Every weight comes from the file:
+    one that is missing, or does not fit the config, is an error. Only safetensors are read, and a model's own code is
+    run only with trust_remote_code=True.
+    """
+    folder = directory(name, code=trust_remote_code)
+    how = {"attn_implementation": attn_implementation, "dtype": dtype}
+    how = {key: value for key, value in how.items() if value is not None}
+    with _one_line(folder):
+        if not (folder / "config.json").exists():
+            raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
+        config = read_json(folder / "config.json")
+        for file in weight_files(folder):
+            open_safetensors(folder / file, "cpu")
+        if trust_remote_code:
+            how["trust_remote_code"] = True
+        return _whole(_class(config, trust_remote_code), folder, how).eval()
+
+
+def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer that belongs to a model of this name."""
+    folder = directory(name, weights=False, code=trust_remote_code)
+    with _one_line(folder):
+        if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+            raise CheckpointError(f"{str(folder)!r} has no tokenizer (tokenizer.json); give a directory that has one")
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, **({"trust_remote_code": True} if trust_remote_code else {}))
+
+
+@contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    """Whatever transformers raises on a bad checkpoint, as an error of ours; its progress bars and reports kept back."""
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise missing(error) from error
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except ImportError as error:
+        raise missing(error) from error
+    except Exception as error:  # transformers fails in many ways on the files of others
+        raise CheckpointError(f"{str(folder)!r} cannot be loaded: {_first_sentence(error)}") from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"(?<=[.!?])\s|(?<!:)\n", str(error).strip() or type(error).__name__)[0]
+
+
+def _class(config: dict[str, Any], trust: bool) -> Any:
+    """The class that a checkpoint was saved from, or transformers' choice for its model_type."""
+    import transformers
+
+    kind = config.get("model_type")
+    custom = config.get("auto_map")
+    if isinstance(custom, dict) and custom:
+        if not trust and kind not in transformers.CONFIG_MAPPING:
+            raise UnsupportedError(
+                f"model_type {kind!r} runs code of its own; load(..., trust_remote_code=True) allows it"
+            )
+        if trust:
+            return getattr(transformers, next((key for key in custom if key.startswith("AutoModel")), "AutoModel"))
+    for name in config.get("architectures") or ():
+        found = getattr(transformers, str(name), None)
+        if getattr(getattr(found, "config_class", None), "model_type", None) == kind and kind:
+            return found
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"model_type {kind!r} is not known to transformers {transformers.__version__}; "
+            "is this config.json a model's, and is transformers new enough?"
+        )
+    return transformers.AutoModel
+
+
+def _whole(cls: Any, folder: Path, how: dict[str, Any]) -> Any:
+    """The model with every weight from the file; without the output head or pooler that the file has not."""
+    import transformers
+
+    model, lost = _read(cls, folder, how)
+    if lost and cls is not transformers.AutoModel and _outside_body(model, lost):
+        model, lost = _read(transformers.AutoModel, folder, how)  # saved without its head, as bare encoders are
+    if lost and all(key.startswith("pooler.") for key in lost):
+        model, lost = _read(type(model), folder, {**how, "add_pooling_layer": False})
+    if lost:
+        raise CheckpointError(f"{str(folder)!r} lacks {_some(lost)}: these weights would be random")
+    return model
+
+
+def _read(cls: Any, folder: Path, how: dict[str, Any]) -> tuple[Any, list[str]]:
+    """A model and the weights it misses; tensors of another shape than the config's, or of more layers, are refused."""
+    model, info = cls.from_pretrained(
+        folder,
+        use_safetensors=True,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **how,
+    )
+    wrong = sorted(info["mismatched_keys"])
+    if wrong:
+        name, found, expected = wrong[0]
+        more = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+        raise CheckpointError(f"tensor {name!r} is {shown(found)}, config.json says {shown(expected)}{more}")
+    kinds = {NUMBER.sub("{}", key) for key in model.state_dict()}
+    extra = [key for key in info["unexpected_keys"] if NUMBER.search(key) and NUMBER.sub("{}", key) in kinds]
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint has {_some(extra)}, which config.json has not: do its layers fit the file?"
+        )
+    if info["error_msgs"]:
+        raise CheckpointError(str(info["error_msgs"][0]))
+    return model, sorted(info["missing_keys"])
+
+
+def _outside_body(model: Any, keys: Iterable[str]) -> bool:
+    body = model.base_model_prefix + "."
+    return all(key.removeprefix(body).startswith("pooler.") or not key.startswith(body) for key in keys)
+
+
+def _some(names: list[str]) -> str:
+    first = ", ".join(repr(name) for name in sorted(names)[:2])
+    return f"tensor{'s' * (len(names) > 1)} {first}" + (f" and {len(names) - 2} more" if len(names) > 2 else "")
