@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import HeadwiseError
-from . import bench, trace
+from . import bench, inspect, trace
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("inspect")(inspect.inspect)
 app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)
 

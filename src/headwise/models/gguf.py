@@ -74,7 +74,7 @@ def _convert(path: Path, made: Path) -> None:
 
 
 def _plain(unpacked: Any) -> Any:
-    """The same model without the memory that it was quantised: its weights are fp32 by now, but it would not be saved."""
+    """The same model, no longer marked as quantised: its weights are fp32 by now, but it would not be saved."""
     from transformers import AutoModelForCausalLM
 
     del unpacked.config.quantization_config

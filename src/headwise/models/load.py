@@ -57,7 +57,7 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
 
 @contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
-    """Whatever transformers raises on a bad checkpoint, as an error of ours; its progress bars and reports kept back."""
+    """Whatever transformers raises on a bad checkpoint, as an error of ours; its bars and reports kept back."""
     try:
         from transformers.utils import logging
     except ImportError as error:

@@ -67,7 +67,7 @@ EMBEDDED = {
 
 
 def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool = False) -> Path:
-    """The directory of a model: an embedded name, a directory, a GGUF file (converted once), or a hub id, in this order.
+    """The directory of a model: an embedded name, a directory, a GGUF file (converted once), a hub id, in this order.
 
     weights=False: only what a tokenizer needs; code=True: a hub model's Python files too.
     """
@@ -154,8 +154,8 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
             raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
         except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
             raise CheckpointError(
-                f"{name!r} is not a directory, a file or an embedded name ({', '.join(EMBEDDED)}), and the hub cannot be "
-                "reached for it: connect, or give a model that is here"
+                f"{name!r} is not a directory, a file or an embedded name ({', '.join(EMBEDDED)}), "
+                "and the hub cannot be reached for it: connect, or give a model that is here"
             ) from error
     return Path(found)
 

@@ -1,0 +1,144 @@
+"""`headwise inspect`: what every head of a real model does with a sentence, drawn for the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..models.compared import Comparison
+    from ..models.inspected import Inspection
+
+
+def inspect(
+    text: Annotated[str | None, typer.Argument(help="A sentence; one that comes along by default.")] = None,
+    against: Annotated[str | None, typer.Argument(metavar="[TEXT2]", help="A second sentence to compare with.")] = None,
+    model: Annotated[
+        str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
+    ] = "minilm",
+    stat: Annotated[
+        str,
+        typer.Option(help="For the table: entropy, confidence, distance, previous, next, self, first or delimiter."),
+    ] = "entropy",
+    head: Annotated[str | None, typer.Option(metavar="L.H", help="One head's matrix, such as 3.1.")] = None,
+    token: Annotated[
+        list[str] | None, typer.Option(help="Rank the heads for a word, such as it, or bank:2 for the second bank.")
+    ] = None,
+    pieces: Annotated[bool, typer.Option("--pieces", help="Keep the tokenizer's pieces; words by default.")] = False,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")] = False,
+    example: Annotated[str | None, typer.Option(help="A sentence that comes along: see --examples.")] = None,
+    examples: Annotated[bool, typer.Option("--examples", help="Every sentence that comes along.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
+    png: Annotated[Path | None, typer.Option(help="Write a picture: all heads, or the matrix of --head.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
+    if markdown:
+        return typer.echo(_page(model), nl=False)
+    if examples:
+        return _list()
+    text, follow = _chosen(text, example, tuple(token or ()))
+    found = _inspected(text, model, against=against, token=follow, pieces=pieces, truncate=truncate)
+    _check(found, stat, head)
+    if png:
+        from ..ui.figure import save
+
+        save(found, png, head=head, statistic=stat)
+        typer.echo(f"wrote {png}", err=True)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(head), indent=2, ensure_ascii=False))
+    elif not png:
+        _print(found, stat=stat, head=head, ranked=bool(token))
+    return None
+
+
+def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The text and the words to follow in it."""
+    from ..models.examples import EXAMPLES
+
+    if example is not None:
+        if example not in EXAMPLES:
+            raise HeadwiseError(f"there is no example {example!r}; there are {', '.join(EXAMPLES)}")
+        if text is not None:
+            raise HeadwiseError("give a text or an example, not both")
+        return EXAMPLES[example].text, follow or EXAMPLES[example].follow
+    if text is None:
+        typer.echo("No text given: this is the default sentence; try headwise inspect --examples for more.", err=True)
+        return next(iter(EXAMPLES.values())).text, follow
+    return text, follow
+
+
+def _inspected(text: str, model: str, **how: Any) -> Any:
+    from ..models.inspection import inspect as run
+
+    return run(text, model, **how)
+
+
+def _check(found: Any, stat: str, head: str | None) -> None:
+    """A statistic or a head that does not exist is told before anything is written."""
+    first = getattr(found, "first", found)
+    first.table(stat)
+    if head is not None:
+        first.matrix(head)
+
+
+def _print(found: Any, **how: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.print(_drawing(found, console.width, colour=console.color_system is not None, **how))
+
+
+def _drawing(
+    found: Inspection | Comparison, width: int, *, colour: bool, stat: str, head: str | None, ranked: bool
+) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from ..models import drawing
+    from ..models.compared import Comparison
+
+    if isinstance(found, Comparison):
+        if head is None:
+            return drawing.comparison(found, width, colour=colour, statistic=stat)
+        return Group(*(drawing.matrix(one, head, width, colour=colour) for one in (found.first, found.second)))
+    parts: list[RenderableType] = []
+    if head is not None:
+        parts.append(drawing.matrix(found, head, width, colour=colour))
+    if ranked:
+        parts += [Text()] * bool(parts) + [drawing.ranking(found)]
+    return Group(*parts) if parts else drawing.overview(found, width, colour=colour, statistic=stat)
+
+
+def _list() -> None:
+    from ..models.examples import EXAMPLES
+
+    for name, example in EXAMPLES.items():
+        typer.echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
+    typer.echo("\nheadwise inspect --example NAME shows what the heads do with it.")
+
+
+def _page(model: str) -> str:
+    """The examples and what was measured on them, as a page of Markdown."""
+    from ..models.drawing import plain
+    from ..models.examples import EXAMPLES
+
+    parts = [PAGE]
+    for name, example in EXAMPLES.items():
+        found = _inspected(example.text, model, token=example.follow)
+        drawn = "\n".join(line.rstrip() for line in plain(found).splitlines())
+        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{drawn}\n```\n")
+    return "".join(parts)
+
+
+PAGE = """# Examples
+What the heads of the default model do with the sentences that come along. `headwise inspect --examples` lists them,
+`headwise inspect --example cat` shows one. This page is what `make examples` wrote; a test measures it again.
+"""

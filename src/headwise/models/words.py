@@ -1,0 +1,146 @@
+"""A text as words: which of the tokenizer's pieces belong to which word of the text, in any script."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+JOINER = "\u200d"  # makes one emoji of two
+SPACE = "␣"
+APOSTROPHES = "'’ʼ＇"
+NUMBER_MARKS = ".,"
+# written without spaces, so that the tokenizer's own pieces are the nearest thing to words
+UNSPACED = (
+    (0x0E00, 0x0EFF),  # Thai, Lao
+    (0x1000, 0x109F),  # Myanmar
+    (0x1780, 0x17FF),  # Khmer
+    (0x3005, 0x3007),  # Han iteration marks
+    (0x3040, 0x30FF),  # Hiragana, Katakana
+    (0x31F0, 0x31FF),
+    (0x3400, 0x4DBF),  # Han
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFF66, 0xFF9F),
+    (0x20000, 0x3FFFF),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of a text as the model sees it, and the pieces that each is made of."""
+
+    names: tuple[str, ...]
+    pieces: tuple[tuple[int, ...], ...]  # of each word: positions among the model's tokens
+    special: tuple[bool, ...]  # put there by the tokenizer, such as [CLS]
+    delimiter: tuple[bool, ...]  # special, or punctuation alone
+
+    def merge(self, weights: np.ndarray) -> np.ndarray:
+        """(..., T, T) of pieces -> (..., W, W): weights to a word's pieces add up, those from them are averaged."""
+        to = np.zeros((weights.shape[-1], len(self.pieces)), weights.dtype)
+        for word, pieces in enumerate(self.pieces):
+            to[list(pieces), word] = 1
+        merged: np.ndarray = (to / to.sum(0)).T @ (weights @ to)
+        return merged
+
+
+def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> Words:
+    """The words of an encoded text; with pieces=True, or where the tokenizer knows no offsets, each token by itself.
+
+    encoded: what a tokenizer gave for the one text, with its special_tokens_mask, and offset_mapping where it has them.
+    """
+    ids = list(encoded["input_ids"])
+    special = [bool(mark) for mark in encoded["special_tokens_mask"]]
+    raw = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+    spans = encoded.get("offset_mapping")
+    if spans is None:
+        names, groups = raw, [[i] for i in range(len(ids))]
+    else:
+        tight = [(0, 0) if own else _tight(text, *span) for own, span in zip(special, spans, strict=True)]
+        groups = [[i] for i in range(len(ids))] if pieces else _groups(text, tight, special)
+        names = [_name(text, group, tight, raw, whole=not pieces) for group in groups]
+    own = [special[group[0]] for group in groups]
+    return Words(
+        tuple(names),
+        tuple(map(tuple, groups)),
+        tuple(own),
+        tuple(mark or _punctuation(name) for mark, name in zip(own, names, strict=True)),
+    )
+
+
+def _tight(text: str, start: int, end: int) -> tuple[int, int]:
+    """A span without the spaces around it: tokenizers disagree on whose they are. A line break stays visible."""
+    span = text[start:end]
+    if not span.strip() and "\n" in span:
+        return start, end
+    return start + len(span) - len(span.lstrip()), end - len(span) + len(span.rstrip())
+
+
+def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]) -> list[list[int]]:
+    """Pieces side by side that share a word of the text; a piece that is a space alone goes with what follows it."""
+    of = _segments(text)
+    groups: list[list[int]] = []
+    last: set[int] = set()
+    after_space = False
+    for piece, (start, end) in enumerate(spans):
+        touched = {of[i] for i in range(start, end)}
+        if touched & last or (after_space and touched):
+            groups[-1].append(piece)
+            last |= touched
+        else:
+            groups.append([piece])
+            last = touched
+        after_space = not touched and not special[piece]
+    return groups
+
+
+def _segments(text: str) -> list[int]:
+    """For each character the number of its word: letters, marks and digits in a row, any other sign by itself."""
+    numbers, last = [], 0
+    for i, char in enumerate(text):
+        before = text[i - 1] if i else " "
+        after = text[i + 1] if i + 1 < len(text) else " "
+        if not (_joins(before, char) or _inside(before, char, after) or (i > 1 and _inside(text[i - 2], before, char))):
+            last += 1
+        numbers.append(last)
+    return numbers
+
+
+def _joins(before: str, char: str) -> bool:
+    kind = unicodedata.category(char)
+    if kind[0] == "M" or (kind == "Sk" and ord(char) > 0xFFFF) or JOINER in (before, char):
+        return True  # an accent, a skin tone: signs on the character before them; or glue between two
+    return _letter(before) and _letter(char)
+
+
+def _inside(before: str, char: str, after: str) -> bool:
+    """An apostrophe between letters, a point or comma between digits."""
+    if char in APOSTROPHES:
+        return _letter(before) and _letter(after)
+    return char in NUMBER_MARKS and before.isdigit() and after.isdigit()
+
+
+def _letter(char: str) -> bool:
+    kind = unicodedata.category(char)
+    return (kind[0] in "LMN" or kind == "Pc") and not any(low <= ord(char) <= high for low, high in UNSPACED)
+
+
+def _name(text: str, group: Sequence[int], spans: Sequence[tuple[int, int]], raw: Sequence[str], *, whole: bool) -> str:
+    """The text that a group covers; pieces keep their marks, and their own names where they are no whole characters."""
+    covered = [spans[i] for i in group if spans[i][0] < spans[i][1]]
+    if not covered:
+        return raw[group[0]] if raw[group[0]].strip("Ġ▁ ") else SPACE
+    start, end = min(span[0] for span in covered), max(span[1] for span in covered)
+    shown = text[start:end].replace("\n", "↵").replace("\t", "⇥")
+    if whole:
+        return shown
+    [piece] = group
+    shared = any(spans[i][0] < end and start < spans[i][1] for i in (piece - 1, piece + 1) if 0 <= i < len(spans))
+    return raw[piece] if shared or raw[piece].startswith("##") else shown
+
+
+def _punctuation(name: str) -> bool:
+    return all(char in "↵⇥" + SPACE or unicodedata.category(char)[0] == "P" for char in name)
