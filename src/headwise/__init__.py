@@ -32,8 +32,11 @@ _WHERE = {
     "attend": "attention.core",
     "explain": "attention.core",
     "head_stats": "attention.core",
+    "mask_heads": "models.masking",
     "reference": "attention.reference",
+    "register": "models.implementation",
     "shape": "shapes",
+    "watch": "models.watch",
     "weights": "attention.core",
 }
 
@@ -64,6 +67,9 @@ if TYPE_CHECKING:
     from .errors import ShapeError as ShapeError
     from .errors import UnsupportedError as UnsupportedError
     from .heads import Heads as Heads
+    from .models.implementation import register as register
+    from .models.masking import mask_heads as mask_heads
+    from .models.watch import watch as watch
     from .shapes import Shape as Shape
     from .shapes import shape as shape
 
