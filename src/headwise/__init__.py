@@ -34,9 +34,12 @@ _WHERE = {
     "head_stats": "attention.core",
     "inspect": "models.inspection",
     "load": "models.load",
+    "mask_heads": "models.masking",
     "reference": "attention.reference",
+    "register": "models.implementation",
     "shape": "shapes",
     "tokenizer": "models.load",
+    "watch": "models.watch",
     "weights": "attention.core",
 }
 
@@ -67,9 +70,12 @@ if TYPE_CHECKING:
     from .errors import ShapeError as ShapeError
     from .errors import UnsupportedError as UnsupportedError
     from .heads import Heads as Heads
+    from .models.implementation import register as register
     from .models.inspection import inspect as inspect
     from .models.load import load as load
     from .models.load import tokenizer as tokenizer
+    from .models.masking import mask_heads as mask_heads
+    from .models.watch import watch as watch
     from .shapes import Shape as Shape
     from .shapes import shape as shape
 

@@ -167,6 +167,25 @@ def head_stats(
     return observe(q, k, v, call, queries, classes, cross)
 
 
+def statistics(
+    q: Tensor,
+    k: Tensor,
+    *,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+    **how: Any,
+) -> HeadStats:
+    """head_stats without values and output: what the heads do with weights that someone else applies."""
+    q, k = autocast(q, k)
+    call = call_of(q, k, **how)
+    _check_counted(q, call.sight.size, queries, classes or {})
+    with torch.no_grad(), as_given(q):
+        return measure.head_stats(
+            q, k, None, call.sight, call.scale, call.softcap, call.sinks, queries, classes or {}, cross
+        )[1]
+
+
 def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
     q, k, v = autocast(q, k, v)
@@ -226,13 +245,7 @@ def observe(
     cross: bool = False,
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
-    size = call.sight.size
-    for name, x in {"queries": queries, **(classes or {})}.items():
-        if x is not None:
-            check_tensor(name, x, q)
-    if queries is not None:
-        contract.check_queries(queries, size, queries.dtype == torch.bool)
-    contract.check_classes(classes or {}, size, lambda keys: keys.dtype == torch.bool)
+    _check_counted(q, call.sight.size, queries, classes or {})
     wants_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, call.sight.mask, call.sinks, call.gates)
     )
@@ -245,6 +258,15 @@ def observe(
         return run(q, k, v, call), stats
     gates = call.gates
     return (once if gates is None else once * gates.to(once.dtype).view(-1, once.shape[1], 1, 1)), stats
+
+
+def _check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor]) -> None:
+    for name, x in {"queries": queries, **classes}.items():
+        if x is not None:
+            check_tensor(name, x, q)
+    if queries is not None:
+        contract.check_queries(queries, size, queries.dtype == torch.bool)
+    contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
 
 
 def autocast(*xs: Tensor) -> tuple[Tensor, ...]:

@@ -199,6 +199,32 @@ def _stats(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: li
     return HeadStats(sums, real.sum(-1, dtype=exact))
 
 
+def of_weights(
+    a: Tensor, offset: int, queries: Tensor | None, classes: dict[str, Tensor], cross: bool, sinks: bool
+) -> HeadStats:
+    """The same statistics from weights (B, H, Tq, Tk) that someone else computed. Query i stands at key i + offset."""
+    a = a.detach().to(torch.float32 if a.device.type == "mps" else torch.float64)
+    batch, heads, rows, keys = a.shape
+    seen = a > 0
+    real = seen.any(-1) if queries is None else seen.any(-1) & queries[:, None]
+    exists = (seen & real[..., None]).any(2).any(1)  # (B, Tk)
+    first = (exists.cumsum(-1) == 0).sum(-1).clamp(max=keys - 1)
+    i, j = torch.arange(rows, device=a.device)[:, None] + offset, torch.arange(keys, device=a.device)
+    per_query = {
+        "entropy": -torch.special.xlogy(a, a).sum(-1),
+        "confidence": a.amax(-1),
+        "first": a.gather(-1, first.view(-1, 1, 1, 1).expand(batch, heads, rows, 1))[..., 0],
+    }
+    if not cross:
+        per_query |= {name: (a * (j == i + step)).sum(-1) for name, step in STEPS.items()}
+        per_query["distance"] = (a * (i - j).abs()).sum(-1)
+    if sinks:
+        per_query["sink"] = 1 - a.sum(-1)
+    per_query |= {SHARE + name: (a * keys_in[:, None, None]).sum(-1) for name, keys_in in classes.items()}
+    sums = {name: torch.where(real, x, 0).sum(-1) for name, x in per_query.items()}
+    return HeadStats(sums, real.sum(-1, dtype=a.dtype))
+
+
 def first_key(sight: Sight, queries: Tensor | None) -> Tensor:
     """(B,): the first key that exists for a sequence, that is within its length and shown by the mask to some query.
 

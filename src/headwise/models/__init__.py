@@ -1,1 +1,1 @@
-"""The only place that knows transformers: loading, watching, masking and looking into its models."""
+"""Everything that knows transformers: loading, watching and masking the heads of its models."""

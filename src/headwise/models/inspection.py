@@ -11,15 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..attention.stats import HeadStats
 from ..errors import HeadwiseError, UnsupportedError
 from .compared import Comparison
 from .inspected import STATISTICS, Inspection
 from .load import load
 from .load import tokenizer as load_tokenizer
 from .places import DEFAULT
+from .watch import watch
 from .words import Words, words
 
 SENTENCE = "The animal didn't cross the street because it was too tired."
+Row = tuple[int, np.ndarray, dict[str, np.ndarray]]
 WEIGHTS_LIMIT = 2**30  # bytes; every head's matrix is held at once
 
 
@@ -126,7 +129,7 @@ def _observe(model: Any, encoded: Any, whole: Words, shown: Words) -> dict[str, 
     for mark, group in zip(whole.delimiter, whole.pieces, strict=True):
         delimiter[0, list(group)] = mark
     layers = _watched(model, ids, delimiter)
-    seen = [weights.any(0) for _, weights, _ in layers]  # (T, T): what at least one head looks at
+    seen = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): what at least one head looks at
     return {
         "words": shown,
         "layers": tuple(index for index, _, _ in layers),
@@ -138,17 +141,41 @@ def _observe(model: Any, encoded: Any, whole: Words, shown: Words) -> dict[str, 
     }
 
 
-def _watched(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[tuple[int, np.ndarray, dict[str, Any]]]:
+def _watched(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[Row]:
     """Of every layer: its number, its weights (H, T, T) and its statistics (H,)."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     try:
-        with torch.no_grad():
-            found = model(input_ids=ids, output_attentions=True).attentions
-    finally:
-        model.set_attn_implementation(before)
-    weights = [layer[0].float().numpy() for layer in found]
-    return [(i, w, _statistics(w, delimiter[0].numpy())) for i, w in enumerate(weights)]
+        seeing = watch(model, weights=True, classes={"delimiter": delimiter})
+    except UnsupportedError:
+        return _told(model, inputs, delimiter)
+    with torch.no_grad(), seeing as seen:
+        model(**inputs)
+    kinds = sorted({layer.kind for layer in seen.layers})
+    if len(kinds) > 1:
+        raise UnsupportedError(f"{type(model).__name__} has attention of several kinds ({', '.join(kinds)}); inspect takes one")
+    return [(layer.index, _array(layer.weights[0]), _measured(layer.stats)) for layer in seen.layers]
+
+
+def _measured(stats: HeadStats) -> dict[str, np.ndarray]:
+    plain = stats.numpy()
+    return {name: plain.share(name) if name == "delimiter" else plain[name] for name in STATISTICS}
+
+
+def _told(model: Any, inputs: dict[str, torch.Tensor], delimiter: torch.Tensor) -> list[Row]:
+    """The same of a model off the registry, where its own attention gives its weights; else it is refused by watch."""
+    with torch.no_grad():
+        given = getattr(model(**inputs, output_attentions=True), "attentions", None)
+    weights = [_array(layer[0]) for layer in given or () if layer is not None]
+    square = all(layer.ndim == 3 and layer.shape[1] == layer.shape[2] for layer in weights)
+    if not weights or not square or not all(np.allclose(layer.sum(-1), 1, atol=1e-2) for layer in weights):
+        watch(model)  # says why
+        raise UnsupportedError(f"{type(model).__name__} gives no weights of its heads")
+    return [(i, layer, _statistics(layer, delimiter[0].numpy())) for i, layer in enumerate(weights)]
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = tensor.detach().float().cpu().numpy()
+    return found
 
 
 def _statistics(w: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
@@ -171,7 +198,7 @@ def _statistics(w: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def _equal(seen: list[np.ndarray], delimiter: np.ndarray) -> dict[str, np.ndarray]:
+def _equal(seen: list[Any], delimiter: np.ndarray) -> dict[str, np.ndarray]:
     """name -> (L,): the statistics of a head that looks at all it can see equally."""
     rows = [_statistics((one / np.maximum(one.sum(-1, keepdims=True), 1))[None], delimiter) for one in seen]
     return {name: np.array([row[name][0] for row in rows]) for name in STATISTICS}

@@ -1,0 +1,112 @@
+"""What watch gives: one value a layer, with the statistics, weights, links and outputs of its heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..attention.stats import HeadStats
+from ..errors import HeadwiseError
+from ..heads import Heads
+
+
+class Links(NamedTuple):
+    """The strongest keys of every query."""
+
+    keys: Tensor  # (B, H, Tq, k)
+    weights: Tensor  # (B, H, Tq, k)
+
+
+class Rows:
+    """Weights of some heads, by their own numbers: `weights[b, head]` is (rows, Tk)."""
+
+    def __init__(self, kept: Tensor, heads: list[int], rows: list[int] | None) -> None:
+        self.tensor = kept  # (B, heads, rows, Tk)
+        self.heads = heads
+        self.rows = rows
+
+    def __getitem__(self, at: Any) -> Tensor:
+        batch, head, *rest = at if isinstance(at, tuple) else (at,)
+        if not isinstance(head, int) or head not in self.heads:
+            raise HeadwiseError(f"head {head!r} was not kept; heads {', '.join(map(str, self.heads))} were")
+        return self.tensor[(batch, self.heads.index(head), *rest)]
+
+    def __repr__(self) -> str:
+        return f"Rows(heads={self.heads}, shape={tuple(self.tensor.shape)})"
+
+
+@dataclass
+class Layer:
+    """One attention layer as it was seen."""
+
+    kind: str  # "self", "encoder", "decoder", "cross", or a tower's name
+    index: int  # the model's own layer number
+    name: str  # the module's path
+    heads: Heads
+    prefill: HeadStats | None = None  # of queries that follow no cached key
+    decode: HeadStats | None = None  # of queries that do
+    all_weights: list[Any] = field(default_factory=list)  # one a call
+    all_outputs: list[Any] = field(default_factory=list)
+    all_links: list[Links] = field(default_factory=list)
+    _all: HeadStats | None = None
+
+    @property
+    def stats(self) -> HeadStats:
+        """Of all queries that were seen."""
+        assert self._all is not None  # a layer is made by its first call
+        return self._all
+
+    @property
+    def weights(self) -> Any:
+        """Of the last call: (B, H, Tq, Tk), or `Rows` where heads or rows were chosen."""
+        return _last(self.all_weights, "weights", "weights=True")
+
+    @property
+    def outputs(self) -> Any:
+        """Each head's output before W_O in the last call: (B, H, Tq, Dv)."""
+        return _last(self.all_outputs, "outputs", "outputs=True")
+
+    def links(self, k: int) -> Links:
+        """The k strongest keys of every query in the last call, and their weights."""
+        kept: Links = _last(self.all_links, "links", f"links={k}")
+        if k > kept.keys.shape[-1] < self.links_asked:
+            k = kept.keys.shape[-1]  # there were no more keys than that
+        if not 0 < k <= kept.keys.shape[-1]:
+            raise HeadwiseError(
+                f"{kept.keys.shape[-1]} links of each query were kept, got links({k}); watch with links={k}"
+            )
+        return Links(kept.keys[..., :k], kept.weights[..., :k])
+
+    links_asked: int = 0
+
+    def add(self, new: HeadStats, decoding: bool) -> None:
+        """One more call. What a decoding step adds belongs to the sequences of the call before it."""
+        self._all = _joined(self._all, new, decoding)
+        if decoding:
+            self.decode = _joined(self.decode, new, True)
+        else:
+            self.prefill = _joined(self.prefill, new, False)
+
+    def __repr__(self) -> str:
+        return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {"stats": self._all, "prefill": self.prefill, "decode": self.decode}
+        return {
+            "kind": self.kind, "index": self.index, "name": self.name, "heads": self.heads.to_json(),
+            **{name: None if stats is None else stats.to_json() for name, stats in parts.items()},
+        }  # fmt: skip
+
+
+def _joined(old: HeadStats | None, new: HeadStats, same: bool) -> HeadStats:
+    if old is None:
+        return new
+    return old.continued(new) if same and old.count.shape == new.count.shape else old + new
+
+
+def _last(kept: list[Any], what: str, how: str) -> Any:
+    if not kept:
+        raise HeadwiseError(f"no {what} were kept; watch with {how}")
+    return kept[-1]

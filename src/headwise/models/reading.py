@@ -1,0 +1,209 @@
+"""One attention call of a transformers model, put into headwise's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import core
+from ..attention.stats import HeadStats
+from ..errors import UnsupportedError
+from .masks import LazyMask, Recipe
+
+ROWS = 256  # of a mask that is made piece by piece
+CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+class Given(NamedTuple):
+    """What a model hands to its attention function."""
+
+    module: nn.Module
+    query: Tensor  # (B, H, Tq, D)
+    key: Tensor  # (B, Hkv, Tk, D)
+    value: Tensor  # (B, Hkv, Tk, Dv)
+    mask: Any
+    more: dict[str, Any]  # dropout, scaling, is_causal, softcap, s_aux, position_bias, ...
+    implementation: str
+
+    @property
+    def dropout(self) -> float:
+        return float(self.more.get("dropout") or 0.0)
+
+    @property
+    def causal(self) -> bool:
+        """What a missing mask means: sdpa's rule."""
+        said = self.more.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if said is None else said) and self.query.shape[2] > 1
+
+
+class Block(NamedTuple):
+    """Some rows of queries and what attend is told about them."""
+
+    rows: slice
+    how: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The same call as arguments of attend, weights and head_stats."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    how: dict[str, Any]  # mask, causal, window, offset, scale, softcap, sinks
+    comparable: bool  # whether positions of queries and keys mean the same
+    recipe: Recipe | None = None  # of a mask that is not made whole
+
+    def blocks(self) -> Iterator[Block]:
+        """All queries at once, or in pieces where the mask is made piece by piece."""
+        queries = self.q.shape[2]
+        if self.recipe is None:
+            yield Block(slice(0, queries), self.how)
+            return
+        for first in range(0, queries, ROWS):
+            last = min(first + ROWS, queries)
+            mask = self.recipe.rows(first, last)[..., : self.k.shape[2]]
+            yield Block(slice(first, last), dict(self.how, mask=mask, offset=self.how["offset"] + first))
+
+    def attend(self, dropout: float = 0.0) -> Tensor:
+        """(B, H, Tq, Dv)."""
+        done = [core.attend(self.q[:, :, b.rows], self.k, self.v, dropout=dropout, **b.how) for b in self.blocks()]
+        return done[0] if len(done) == 1 else torch.cat(done, 2)
+
+    def attend_rows(self, rows: list[int]) -> Tensor:
+        """(B, H, rows, Dv): the output of a few queries alone."""
+        done = []
+        for i in rows:
+            how = dict(self.how, offset=self.how["offset"] + i)
+            if self.recipe is not None:
+                how["mask"] = self.recipe.rows(i, i + 1)[..., : self.k.shape[2]]
+            elif how["mask"] is not None and how["mask"].shape[2] > 1:
+                how["mask"] = how["mask"][:, :, i : i + 1]
+            done.append(core.attend(self.q[:, :, i : i + 1], self.k, self.v, **how))
+        return torch.cat(done, 2)
+
+    def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
+        """(B, heads, rows, Tk)."""
+        if self.recipe is None:
+            return core.weights(self.q, self.k, rows=rows, heads=heads, **self.how)
+        done: dict[int, Tensor] = {}
+        for block in self.blocks():
+            wanted = [i for i in range(block.rows.start, block.rows.stop) if rows is None or i in rows]
+            if wanted:
+                inside = [i - block.rows.start for i in wanted]
+                found = core.weights(self.q[:, :, block.rows], self.k, rows=inside, heads=heads, **block.how)
+                done.update(zip(wanted, found.unbind(2), strict=True))
+        return torch.stack([done[i] for i in (sorted(done) if rows is None else rows)], 2)
+
+    def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
+        """Exact statistics of every head, without the output."""
+        total: HeadStats | None = None
+        for block in self.blocks():
+            queries = None if real is None else real[:, block.rows]
+            new = core.statistics(
+                self.q[:, :, block.rows],
+                self.k,
+                queries=queries,
+                classes=classes,
+                cross=not self.comparable,
+                **block.how,
+            )
+            total = new if total is None else total.continued(new)
+        assert total is not None  # there is at least one block
+        return total
+
+    def links(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k strongest keys of every query and their weights, (B, H, Tq, k) each; fewer keys: fewer links."""
+        keys, strengths = [], []
+        for block in self.blocks():
+            for first in range(block.rows.start, block.rows.stop, ROWS):
+                rows = list(range(first - block.rows.start, min(first + ROWS, block.rows.stop) - block.rows.start))
+                found = core.weights(self.q[:, :, block.rows], self.k, rows=rows, **block.how)
+                top = found.topk(min(k, found.shape[-1]), -1)
+                keys.append(top.indices)
+                strengths.append(top.values)
+        return torch.cat(keys, 2), torch.cat(strengths, 2)
+
+
+def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) -> Reading:
+    """What the call means. recipe: how its mask was made; near: how one of its size was, for where queries stand."""
+    q, k, v = given.query, given.key, given.value
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise UnsupportedError(f"{type(given.module).__name__} attends on shapes {shapes}; 4 axes are expected")
+    queries, keys = q.shape[2], k.shape[2]
+    band: tuple[int | None, int | None] = (None, None)
+    mask = None
+    stands = recipe or near
+    offset = keys - queries if stands is None else stands.offset
+    lazy = given.mask.recipe if isinstance(given.mask, LazyMask) else None
+    if given.mask is None:
+        if given.implementation != "eager" and given.causal:
+            band, offset = (None, 0), 0  # counted from the first key on: what a cache holds past it is not there yet
+            k, v, keys = k[:, :, :queries], v[:, :, :queries], min(keys, queries)
+    elif recipe is not None and recipe.band() is not None and recipe.keys >= keys:
+        band = recipe.band() or band
+        shown = recipe.keys_shown
+        mask = None if shown is None or bool(shown.all()) else shown[:, None, None, :keys]
+    elif lazy is None:
+        mask = _mask(given.mask, keys)
+    bias = given.more.get("position_bias")
+    if bias is not None:
+        if lazy is not None and mask is None and (recipe is None or recipe.band() is None):
+            mask, lazy = lazy.rows(0, queries)[..., :keys], None
+        mask = _with_bias(bias[..., :keys], mask)
+    how = {
+        "mask": mask,
+        "causal": band[1] == 0,
+        "window": None if band[0] is None and band[1] in (None, 0) else band,
+        "offset": offset,
+        "scale": given.more.get("scaling"),
+        "softcap": given.more.get("softcap"),
+        "sinks": given.more.get("s_aux"),
+    }
+    piecewise = lazy if lazy is not None and lazy.band() is None else None
+    known = stands is not None or queries == keys or bool(getattr(given.module, "is_causal", False))
+    return Reading(q, k, v, how, not cross and known, piecewise)
+
+
+def agrees(reading: Any, out: Tensor, real: Tensor | None) -> bool:
+    """Whether a few rows of a model's own output (B, Tq, H, Dv) are what the reading gives."""
+    queries = reading.q.shape[2]
+    out = out.detach().reshape(out.shape[0], queries, reading.q.shape[1], -1).transpose(1, 2)
+    rows = sorted({0, queries // 3, queries // 2, queries - 1})
+    with torch.no_grad():
+        ours = reading.attend_rows(rows)
+        apart = (ours - out[:, :, rows]).float().abs()
+        if real is not None:
+            apart = apart * real[:, None, rows, None]  # what padding looks at is nobody's concern
+        if apart.numel() == 0:
+            return True
+        largest = float(ours.float().abs().amax())
+        return float(apart.amax()) <= CLOSE.get(out.dtype, 1e-2) * max(largest, 1e-6)
+
+
+def _mask(mask: Any, keys: int) -> Tensor:
+    """A model's mask as attend takes it: hidden by False or -inf, and bool where it does no more than hide."""
+    if not isinstance(mask, Tensor):
+        raise UnsupportedError(f"a mask of type {type(mask).__name__} is not known")
+    if mask.dim() == 2:  # as flash attention takes it: the padding of the keys
+        return mask[:, None, None, -keys:].bool()
+    mask = mask[..., :keys]
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return mask.bool()
+    hidden = mask <= torch.finfo(mask.dtype).min / 2  # transformers writes the smallest number for -inf
+    if not bool((mask.masked_fill(hidden, 0) != 0).any()):
+        return ~hidden
+    return mask.masked_fill(hidden, -torch.inf)
+
+
+def _with_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

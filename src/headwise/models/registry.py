@@ -1,0 +1,164 @@
+"""A place between transformers' models and their attention functions.
+
+While anything is watched, every lookup in transformers' registry answers with a function that knows what it stands
+in for; calls of modules that nobody watches go straight through. Masks are noted on their way, since a mask alone
+does not say where its queries stand. It is process-wide, so it is counted, and taken out with the last watcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .masks import LARGE, LazyMask, Recipe
+from .reading import Given
+
+Function = Callable[..., tuple[Tensor, Any]]
+KEPT = 16  # masks of a pass that are remembered
+
+
+class Watcher(Protocol):
+    def see(self, given: Given, function: Function, eager: Function) -> tuple[Tensor, Any]:
+        """Answer a call with the output that function gives."""
+
+
+_lock = threading.RLock()
+_watchers: dict[int, list[Watcher]] = {}  # by id of the attention module
+_installed: list[Callable[[], None]] = []  # what takes it out again
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.masks: deque[tuple[Any, Recipe]] = deque(maxlen=KEPT)
+        self.depth = 0  # of watched models that are running
+
+
+here = _Thread()
+
+
+def add(modules: list[nn.Module], watcher: Watcher) -> None:
+    """From now on the watcher sees the calls of these modules."""
+    with _lock:
+        if not _watchers:
+            _install()
+        for module in modules:
+            _watchers.setdefault(id(module), []).append(watcher)
+
+
+def remove(modules: list[nn.Module], watcher: Watcher) -> None:
+    with _lock:
+        for module in modules:
+            left = [w for w in _watchers.get(id(module), []) if w is not watcher]
+            if left:
+                _watchers[id(module)] = left
+            else:
+                _watchers.pop(id(module), None)
+        if not _watchers:
+            while _installed:
+                _installed.pop()()
+            here.masks.clear()
+
+
+def recipe_of(mask: Any) -> Recipe | None:
+    """How this very mask was made, where it came from transformers' mask functions."""
+    if isinstance(mask, LazyMask):
+        return mask.recipe
+    for made, recipe in reversed(here.masks):
+        if mask is not None and made is not None and made() is mask:
+            return recipe
+    return None
+
+
+def newest(queries: int, keys: int | None = None) -> Recipe | None:
+    """The newest recipe for so many queries (and keys)."""
+    for _, recipe in reversed(here.masks):
+        if recipe.queries == queries and (keys is None or recipe.keys == keys):
+            return recipe
+    return None
+
+
+def _install() -> None:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    look_up = AttentionInterface.get_interface
+    item = AttentionMaskInterface.__getitem__
+
+    @functools.wraps(look_up)
+    def get_interface(self: Any, implementation: str, default: Function) -> Function:
+        function = look_up(self, implementation, default)
+        if torch.compiler.is_compiling():
+            return function
+        return functools.partial(_call, function, default, implementation)
+
+    def getitem(self: Any, implementation: str) -> Any:
+        make = item(self, implementation)
+        return make if torch.compiler.is_compiling() else functools.partial(_mask, make)
+
+    AttentionInterface.get_interface = get_interface
+    AttentionMaskInterface.__getitem__ = getitem
+
+    def uninstall() -> None:
+        AttentionInterface.get_interface = look_up
+        if "__getitem__" in AttentionMaskInterface.__dict__:
+            del AttentionMaskInterface.__getitem__
+
+    _installed.append(uninstall)
+
+
+def _call(
+    function: Function,
+    eager: Function,
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *rest: Any,
+    **more: Any,
+) -> tuple[Tensor, Any]:
+    watchers = _watchers.get(id(module), ())
+    if not watchers or (torch._C._current_graph_task_id() != -1):  # in backward: a checkpoint that is run again
+        attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
+        return function(module, query, key, value, attention_mask, *rest, **more)
+    more = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | more
+    given = Given(module, query, key, value, attention_mask, more, implementation or "eager")
+
+    def inner(given: Given) -> tuple[Tensor, Any]:
+        return function(given.module, given.query, given.key, given.value, given.mask, **given.more)
+
+    for watcher in watchers:
+        inner = functools.partial(_seen, watcher, inner, eager)
+    return inner(given)
+
+
+def _seen(watcher: Watcher, function: Function, eager: Function, given: Given) -> tuple[Tensor, Any]:
+    return watcher.see(given, function, eager)
+
+
+def _mask(make: Callable[..., Tensor | None], *args: Any, **given: Any) -> Tensor | None:
+    """A mask of transformers, noted; without storage where it would be large and a watched model asks for it."""
+    if args or "q_length" not in given or "kv_length" not in given:  # not a call as transformers makes them
+        return make(*args, **given)
+    recipe = Recipe(make, given)
+    large = recipe.batch * recipe.queries * recipe.keys > LARGE
+    mask = _large(make, recipe) if large and here.depth else make(**given)
+    here.masks.append((None if mask is None else weakref.ref(mask), recipe))
+    return mask
+
+
+def _large(make: Callable[..., Tensor | None], recipe: Recipe) -> Tensor | None:
+    from transformers import masking_utils as known
+
+    dtype = {known.sdpa_mask: torch.bool, known.eager_mask: recipe.given.get("dtype", torch.float32)}.get(make)
+    if dtype is None or recipe.needs_no_mask(sdpa=dtype == torch.bool):
+        return make(**recipe.given)
+    return LazyMask(recipe, dtype)
