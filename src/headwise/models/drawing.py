@@ -12,10 +12,11 @@ from rich.text import Text
 
 from . import heat
 from .compared import Comparison
-from .inspected import KINDS, STATISTICS, Inspection, Link
+from .inspected import STATISTICS, Inspection, Link
 
 BAR = 20  # cells of a weight of 1
-SHOWN = 5  # heads on the first target, or of a kind
+SHOWN = 5  # heads on the first target
+NAMED = 4  # heads of a kind
 FEW = 2  # heads on each further target
 TARGETS = 4
 FAINT = 0.1  # weights below it are not worth a line
@@ -67,11 +68,11 @@ def _followed(one: Inspection, place: int, why: str, colour: bool) -> Text:
         left = " " * (cell_len(word) + 3 + size) if repeated else f"{word} → {' ' * (size - cell_len(target))}{target}"
         text.append(f"  {left}  ").append(f"{link.name:<5}", "bold cyan")
         text.append(f" {link.weight:.2f} ").append(heat.bar(link.weight, BAR), "cyan").append("\n")
-    return text.append(f"  equal attention would send {_equal_weight(one, place):.2f} to each token{_resting(one)}", "dim")
+    return text.append(f"  equal attention sends {_equal_weight(one, place):.2f} to each token{_resting(one)}", "dim")
 
 
 def _resting(one: Inspection) -> str:
-    return "; the first word, where causal heads rest, is left out" if one.causal else ""
+    return "; first word left out, causal heads rest there" if one.causal else ""
 
 
 def _equal_weight(one: Inspection, place: int) -> float:
@@ -123,7 +124,10 @@ def _ranked(one: Inspection, place: int, why: str) -> Text:
         row = one.matrix((link.layer, link.head))[place]
         rest = sum(float(x) for x, mark in zip(row, one.words.delimiter, strict=True) if mark)
         text.append(f" delimiters {rest:.2f}\n", "dim")
-    return text.append(f"{len(ranked)} of {len(list(one.heads))} heads look at another word, {_aside(one)} aside; --json lists all", "dim")
+    return text.append(
+        f"{len(ranked)} of {len(list(one.heads))} heads look at another word, {_aside(one)} aside; --json lists all",
+        "dim",
+    )
 
 
 # --- the heads that stand out ---
@@ -132,17 +136,15 @@ def _ranked(one: Inspection, place: int, why: str) -> Text:
 def _standouts(one: Inspection) -> Text:
     text = Text.assemble("Heads that stand out on this text\n")
     quiet = []
-    for kind in KINDS:
-        if kind.causal and not one.causal:
-            continue
+    for kind in one.kinds:
         found = one.standouts(kind)
         if not found:
             quiet.append(kind)
             continue
         text.append(f"  {kind.name:<15}")
-        for head in found[:SHOWN]:
+        for head in found[:NAMED]:
             text.append(f"{head.name:>5}", "bold cyan").append(f" {head.score:.2f} ")
-        more = f"and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        more = f"and {len(found) - NAMED} more" if len(found) > NAMED else ""
         text.append(f" {more}".rstrip() + "\n")
         text.append(f"      {one.criterion(kind)} ({_equal_said(found[0].equal)})\n", "dim")
     told = [kind for kind in quiet if one.can_tell(kind)]

@@ -1,4 +1,4 @@
-"""Numbers as colours in a terminal: a ramp, a table of heads, a matrix of words; digits or shades where there are none."""
+"""Numbers as colours in a terminal: a table of heads, a matrix of words; digits or shades where there are none."""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ class Kind:
     statistic: str
     threshold: float
     relative: bool = False
-    causal: bool = False  # only where no token sees what comes after it
+    causal: bool | None = None  # only where no token sees what comes after it, or only where it does
 
 
 # 0.5, 0.6: Clark et al. 2019; 0.3: Gu et al. 2024; broad: nearly as wide as can be
 KINDS = (
     Kind("previous token", "previous", 0.5),
-    Kind("next token", "next", 0.5),
+    Kind("next token", "next", 0.5, causal=False),
     Kind("itself", "self", 0.5),
     Kind("delimiter", "delimiter", 0.6),
     Kind("first token", "first", 0.3, causal=True),
@@ -177,8 +177,8 @@ class Inspection:
     def links(self, source: int | str, *, near: bool = False) -> list[Link]:
         """Every head's weights from a word to other words, strongest first.
 
-        Left out, for much attention goes there anyway: delimiters, the word itself, its neighbours unless near=True, and
-        in causal models the first word, where heads rest that look for nothing.
+        Left out, for much attention goes there anyway: delimiters, the word itself, its neighbours unless near=True,
+        and in causal models the first word, where heads rest that look for nothing.
         """
         place = self.find(source) if isinstance(source, str) else source
         reach = 0 if near else 1
@@ -218,10 +218,13 @@ class Inspection:
         ]
         return sorted(found, key=lambda one: -one.score)
 
+    @property
+    def kinds(self) -> list[Kind]:
+        """The ways to stand out that this model's heads have."""
+        return [kind for kind in KINDS if kind.causal in (None, self.causal)]
+
     def can_tell(self, kind: Kind) -> bool:
         """Whether a kind can be told from equal attention here: on a few tokens everything is near everything."""
-        if kind.causal and not self.causal:
-            return False
         return self._level(kind) >= 1 if kind.relative else self._level(kind) <= HIGHEST
 
     def _level(self, kind: Kind) -> float:
@@ -257,8 +260,14 @@ class Inspection:
                 for place, why in self.followed()
             ],
             "standouts": [
-                {"kind": kind.name, "criterion": self.criterion(kind), "head": one.name, "score": one.score, "equal": one.equal}
-                for kind in KINDS
+                {
+                    "kind": kind.name,
+                    "criterion": self.criterion(kind),
+                    "head": one.name,
+                    "score": one.score,
+                    "equal": one.equal,
+                }
+                for kind in self.kinds
                 for one in self.standouts(kind)
             ],
             "statistics": {name: _plain(table) for name, table in self.stats.items()},

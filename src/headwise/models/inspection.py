@@ -129,7 +129,9 @@ def _observe(model: Any, encoded: Any, whole: Words, shown: Words) -> dict[str, 
     for mark, group in zip(whole.delimiter, whole.pieces, strict=True):
         delimiter[0, list(group)] = mark
     layers = _watched(model, ids, delimiter)
-    seen = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): what at least one head looks at
+    seen = [
+        np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers
+    ]  # (T, T): what at least one head looks at
     return {
         "words": shown,
         "layers": tuple(index for index, _, _ in layers),
@@ -152,7 +154,9 @@ def _watched(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[Row
         model(**inputs)
     kinds = sorted({layer.kind for layer in seen.layers})
     if len(kinds) > 1:
-        raise UnsupportedError(f"{type(model).__name__} has attention of several kinds ({', '.join(kinds)}); inspect takes one")
+        raise UnsupportedError(
+            f"{type(model).__name__} has attention of several kinds ({', '.join(kinds)}); inspect takes one"
+        )
     return [(layer.index, _array(layer.weights[0]), _measured(layer.stats)) for layer in seen.layers]
 
 
