@@ -93,11 +93,13 @@ def _rows(links: Sequence[Link], *, earlier: bool) -> list[Link]:
 def _shaded(one: Inspection, link: Link) -> Text:
     """The words on the colours of one head's weights from the followed word."""
     row = one.matrix((link.layer, link.head))[link.source]
-    text = Text("  ")
-    for place, (name, weight) in enumerate(zip(one.words.names, row, strict=True)):
-        marked = heat.style(heat.ramp(float(weight) / max(float(row.max()), 1e-9)))
-        text.append(f" {name} ", marked + (" bold underline" if place == link.source else ""))
-    return text.append(f"  {link.name}", "bold cyan")
+    most = max(float(row.max()), 1e-9)
+    text = Text("  ").append(f"{link.name:<6}", "bold cyan")
+    for place, (name, weight, special) in enumerate(zip(one.words.names, row, one.words.special, strict=True)):
+        if not special:
+            text.append(name, heat.style(heat.ramp(float(weight) / most)) + " underline bold" * (place == link.source))
+            text.append(" ")
+    return text
 
 
 def _said(one: Inspection, link: Link) -> str:
@@ -212,7 +214,8 @@ def _turns(two: Comparison) -> Text:
         [_side(one, turn.first if one is two.first else turn.second) for turn in shown]
         for one in (two.first, two.second)
     ]
-    sizes = [max(cell_len(side) for side in column) for column in sides]
+    sizes = [max(len("first text"), *map(cell_len, column)) for column in sides]
+    text.append(f"  {'head':<6}{_pad('first text', sizes[0])}   second text\n", "dim")
     for turn, left, right in zip(shown, *sides, strict=True):
         text.append(f"  {turn.name:<6}", "bold cyan")
         text.append(_pad(left, sizes[0]) + "   " + _pad(right, sizes[1]))

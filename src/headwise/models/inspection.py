@@ -98,7 +98,7 @@ def _encode(text: str, name: str, model: Any, tokenizer: Any, truncate: bool) ->
         return encoded, ()
     if not truncate:
         raise HeadwiseError(
-            f"the text has {count:,} tokens, {name} takes {limit:,} ({why}); shorten it or add --truncate"
+            f"the text has {count:,} tokens, {name} takes {limit:,} ({why}); shorten it, or cut it by --truncate"
         )
     return tokenizer(text, truncation=True, max_length=limit, **how), (f"cut to {limit:,} of {count:,} tokens",)
 
@@ -129,9 +129,7 @@ def _observe(model: Any, encoded: Any, whole: Words, shown: Words) -> dict[str, 
     for mark, group in zip(whole.delimiter, whole.pieces, strict=True):
         delimiter[0, list(group)] = mark
     layers = _watched(model, ids, delimiter)
-    seen = [
-        np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers
-    ]  # (T, T): what at least one head looks at
+    seen = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): what some head looks at
     return {
         "words": shown,
         "layers": tuple(index for index, _, _ in layers),

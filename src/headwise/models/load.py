@@ -80,7 +80,8 @@ def _one_line(folder: Path) -> Iterator[None]:
 
 
 def _first_sentence(error: Exception) -> str:
-    return re.split(r"(?<=[.!?])\s|(?<!:)\n", str(error).strip() or type(error).__name__)[0]
+    first = re.split(r"(?<=[.!?])\s|(?<!:)\n", str(error).strip() or type(error).__name__)[0]
+    return " ".join(first.split())
 
 
 def _class(config: dict[str, Any], trust: bool) -> Any:

@@ -87,7 +87,7 @@ def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]
     after_space = False
     for piece, (start, end) in enumerate(spans):
         touched = {of[i] for i in range(start, end)}
-        if touched & last or (after_space and touched):
+        if touched & last or (after_space and not special[piece]):
             groups[-1].append(piece)
             last |= touched
         else:

