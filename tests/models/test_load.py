@@ -9,13 +9,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
 import small
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import checkpoints
 import headwise
 from headwise.errors import CheckpointError, UnsupportedError
 from headwise.models import gguf, places

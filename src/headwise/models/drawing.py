@@ -21,6 +21,7 @@ FEW = 2  # heads on each further target
 TARGETS = 4
 FAINT = 0.1  # weights below it are not worth a line
 RANKED = 15
+LONG = 300  # characters of a text that are shown
 PLAIN_WIDTH = 100
 
 
@@ -41,7 +42,7 @@ def title(one: Inspection) -> Text:
     layers, count = len(one.layers), len(list(one.heads))
     even = len(set(map(len, one.weights))) == 1
     size = f"{layers} layers x {count // layers} heads" if even else f"{count} heads in {layers} layers"
-    text = Text.assemble((one.text, "bold"), "\n")
+    text = Text.assemble((one.text if len(one.text) <= LONG else one.text[:LONG] + "…", "bold"), "\n")
     text.append(f"{one.model}: {size}; {one.tokens} tokens, {len(one.words.names)} words", "dim")
     text.append("".join(f"; {note}" for note in one.notes), "dim")
     return text

@@ -157,10 +157,17 @@ class Inspection:
         for place in content[1:]:
             if self.pronoun(place):
                 return [(place, "a pronoun; --token follows another word")]
-        strongest = max((link for place in content for link in self.links(place)[:1]), key=_weight, default=None)
-        if strongest:
-            return [(strongest.source, "the strongest link beyond neighbours; --token follows another word")]
-        return [((content or [0])[0], "the first word")]
+        between = np.max(
+            [weights.max(0) for weights in self.weights], axis=0
+        )  # (W, W): in the head that links them most
+        far = [self._targets(place, reach=1) for place in content]
+        best = [
+            max((between[place, target] for target in there), default=0.0)
+            for place, there in zip(content, far, strict=True)
+        ]
+        if not content or max(best) == 0:
+            return [((content or [0])[0], "the first word")]
+        return [(content[int(np.argmax(best))], "the strongest link beyond neighbours; --token follows another word")]
 
     def pronoun(self, place: int) -> bool:
         return self.words.names[place].casefold() in PRONOUNS
@@ -181,9 +188,7 @@ class Inspection:
         and in causal models the first word, where heads rest that look for nothing.
         """
         place = self.find(source) if isinstance(source, str) else source
-        reach = 0 if near else 1
-        targets = [j for j, mark in enumerate(self.words.delimiter) if not mark and abs(j - place) > reach]
-        targets = [j for j in targets if j > 0 or not self.causal]
+        targets = self._targets(place, reach=0 if near else 1)
         links = [
             Link(layer, head, place, target, float(weights[head, place, target]))
             for layer, weights in zip(self.layers, self.weights, strict=True)
@@ -191,6 +196,12 @@ class Inspection:
             for target in targets
         ]
         return sorted((link for link in links if link.weight > 0), key=lambda link: -link.weight)
+
+    def _targets(self, place: int, *, reach: int) -> list[int]:
+        """The words that a link from a word may lead to: further than its reach, and no place where attention rests."""
+        first = 1 if self.causal else 0
+        marks = self.words.delimiter
+        return [j for j in range(first, len(marks)) if not marks[j] and abs(j - place) > reach]
 
     def ranking(self, source: int | str) -> list[Link]:
         """Each head's strongest link from a word, neighbours too, strongest first: what a head does with one word."""
@@ -291,10 +302,6 @@ class Inspection:
         from .drawing import plain
 
         return plain(self)
-
-
-def _weight(link: Link) -> float:
-    return link.weight
 
 
 def _span(numbers: range | tuple[int, ...]) -> str:
