@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headwise
-from headwise.bench import cases, harness, limits, machine, memory, peers, suite, sweep, table
+from headwise.bench import cases, harness, limits, machine, memory, models, peers, suite, sweep, table
 from headwise.cli import main
 from headwise.errors import HeadwiseError
 
@@ -203,13 +203,13 @@ def report() -> suite.Report:
 
 def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.Report) -> None:
     assert report.errors == []
-    assert [case.name for case in report.cases] == list(cases.CASES)
+    assert [case.name for case in report.cases] == list(suite.CASES)
     assert len(report.sweep) == len(sweep.KINDS)
-    assert [item.name for item in report.memory] == list(memory.MEASURED)
+    assert [item.name for item in report.memory] == [*memory.MEASURED, *models.MEASURED]
     for case in report.cases:
         assert case.seconds is not None
         assert case.path
-        assert {peer.name for peer in case.peers if peer.goal} == set(cases.CASES[case.name].goals)
+        assert {peer.name for peer in case.peers if peer.goal} == set(suite.CASES[case.name].goals)
         for peer in case.peers:
             assert peer.seconds is not None
             assert peer.ratio == peer.seconds / case.seconds
