@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headwise
-from headwise.bench import cases, harness, limits, machine, memory, peers, suite, sweep, table
+from headwise.bench import cases, harness, limits, machine, memory, models, peers, suite, sweep, table
 from headwise.cli import main
 from headwise.errors import HeadwiseError
 
@@ -203,13 +203,13 @@ def report() -> suite.Report:
 
 def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.Report) -> None:
     assert report.errors == []
-    assert [case.name for case in report.cases] == list(cases.CASES)
+    assert [case.name for case in report.cases] == list(suite.CASES)
     assert len(report.sweep) == len(sweep.KINDS)
-    assert [item.name for item in report.memory] == list(memory.MEASURED)
+    assert [item.name for item in report.memory] == [*memory.MEASURED, *models.MEASURED]
     for case in report.cases:
         assert case.seconds is not None
         assert case.path
-        assert {peer.name for peer in case.peers if peer.goal} == set(cases.CASES[case.name].goals)
+        assert {peer.name for peer in case.peers if peer.goal} == set(suite.CASES[case.name].goals)
         for peer in case.peers:
             assert peer.seconds is not None
             assert peer.ratio == peer.seconds / case.seconds
@@ -240,10 +240,10 @@ def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
 
     assert titles(cases=("dense",)) == 1
     assert titles(cases=("dense",), sweep=True) == 1 + 40
-    assert titles(cases=("memory",)) == 2
-    assert titles(sweep=False) == 7 + 2
-    assert titles() == 7 + 40 + 2
-    assert titles(quick=True) == 7 + 10 + 2
+    assert titles(cases=("memory",)) == 6
+    assert titles(sweep=False) == 8 + 6
+    assert titles() == 8 + 40 + 6
+    assert titles(quick=True) == 8 + 10 + 6
 
 
 def test_a_wrong_result_is_an_error_not_a_time(

@@ -237,9 +237,9 @@ def first_key(sight: Sight, queries: Tensor | None) -> Tensor:
     if sight.mask is not None:
         shown = sight.mask if sight.mask.dtype == torch.bool else sight.mask != -torch.inf
         shown = shown.any(1)  # (B or 1, Tq or 1, Tk or 1)
-        if queries is not None:
+        if queries is not None and shown.shape[1] > 1:
             shown = shown & queries[:, :, None]
         there &= shown.any(1)
-    elif queries is not None:
+    if queries is not None and (sight.mask is None or sight.mask.shape[2] == 1):
         there &= queries.any(1, keepdim=True)
     return (there.cumsum(-1) == 0).sum(-1)  # as many as come before it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -12,13 +13,15 @@ import torch
 
 from .. import __version__
 from ..errors import HeadwiseError
-from . import memory, sweep
-from .cases import CASES, Case
+from . import cases as attention
+from . import memory, models, sweep
+from .cases import Case
 from .harness import Mismatch, race, verify
 from .machine import describe
 
 ROUNDS, QUICK_ROUNDS = 10, 3
 QUICK_STEP = 4  # every fourth of the sweep
+CASES = attention.CASES | models.CASES
 NAMES = (*CASES, "memory")
 LIMIT = "limit"  # its place among the contestants
 
@@ -171,7 +174,8 @@ def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) ->
 def jobs(options: Options) -> list[Job]:
     """What these options ask for, in the order of the report."""
     names = options.cases or NAMES
-    chosen = [Job(case.title, _later(_case, case, options)) for name, case in CASES.items() if name in names]
+    there = attention.CASES if importlib.util.find_spec("transformers") is None else CASES
+    chosen = [Job(case.title, _later(_case, case, options)) for name, case in there.items() if name in names]
     if options.sweep or (options.sweep is None and not options.cases):
         shapes = (
             sweep.shapes()[: len(sweep.KINDS)]
@@ -181,6 +185,11 @@ def jobs(options: Options) -> list[Job]:
         chosen += [Job(shape.title, _later(_shape, shape, options)) for shape in shapes]
     if "memory" in names:
         chosen += [Job(f"memory of {title}", _later(_memory, name, options)) for name, title in memory.MEASURED.items()]
+        if there is CASES:
+            chosen += [
+                Job(f"memory of {measured.title}", _later(_model_memory, name, options))
+                for name, measured in models.MEASURED.items()
+            ]
     return chosen
 
 
@@ -222,6 +231,14 @@ def _memory(name: str, options: Options) -> MemoryResult:
         return MemoryResult(name, title, memory.peak(name, sizes))
     except HeadwiseError as error:
         return MemoryResult(name, title, error=str(error))
+
+
+def _model_memory(name: str, options: Options) -> MemoryResult:
+    title, goal = models.MEASURED[name].title, models.MEASURED[name].goal
+    try:
+        return MemoryResult(name, title, models.peak(name, options.tiny), goal)
+    except HeadwiseError as error:
+        return MemoryResult(name, title, goal=goal, error=str(error))
 
 
 def _case_json(case: CaseResult) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""Watched models against the same models alone: time, and peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headwise
+
+from ..errors import HeadwiseError
+from .cases import Case, Entry
+from .limits import multiplying
+from .memory import above
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measurement of memory: a model, an input, and what it may take above the model."""
+
+    title: str
+    goal: int  # bytes
+    model: Callable[..., nn.Module]
+    tokens: int
+    tiny: int  # tokens that only try it out
+    padded: bool = False
+
+
+def bert(tokens: int, implementation: str = "sdpa", **sizes: int) -> nn.Module:
+    """BERT-base's shape with room for many tokens, random weights."""
+    from transformers import BertConfig, BertModel
+
+    return _made(
+        BertModel, BertConfig(max_position_embeddings=max(tokens, 512), vocab_size=997, **sizes), implementation
+    )
+
+
+def llama(tokens: int, window: int | None = None, implementation: str = "sdpa") -> nn.Module:
+    """4 layers, 8 query and 2 KV heads; with a window all of them slide."""
+    from transformers import LlamaConfig, LlamaModel, MistralConfig, MistralModel
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 997, "max_position_embeddings": tokens,
+    }  # fmt: skip
+    if window is None:
+        return _made(LlamaModel, LlamaConfig(**sizes), implementation)
+    return _made(MistralModel, MistralConfig(**sizes, sliding_window=window), implementation)
+
+
+def _made(kind: Any, config: Any, implementation: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: nn.Module = kind._from_config(config, attn_implementation=implementation)
+    return model.eval()
+
+
+GB = 10**9
+MEASURED = {
+    "watch-bert": Measured("watched BERT-base shape, 4,096 tokens", GB // 2, bert, 4096, 67),
+    "watch-llama": Measured("watched Llama-like model of 4 layers, 32,768 tokens", 2 * GB, llama, 32_768, 67),
+    "watch-window": Measured(
+        "the same with a window of 512", 2 * GB, partial(llama, window=512), 32_768, 67
+    ),
+    "watch-padded": Measured("the same, padded on the left", 2 * GB, partial(llama, window=512), 32_768, 67, True),
+}  # fmt: skip
+
+
+def inputs(tokens: int, padded: bool = False) -> dict[str, Tensor]:
+    ids = torch.randint(5, 997, (1, tokens), generator=torch.Generator().manual_seed(0))
+    if not padded:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    mask[:, : tokens // 3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def watched(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """The model's output, with statistics of every head."""
+    with headwise.watch(model):
+        out: Tensor = model(**given)[0]
+    return out
+
+
+def eager_statistics(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """The same the usual way: every weight of every head, then entropy, largest weight and distance."""
+    out = model(**given, output_attentions=True)
+    tokens = given["input_ids"].shape[1]
+    far = (torch.arange(tokens)[:, None] - torch.arange(tokens)).abs()
+    for a in out.attentions:
+        torch.special.entr(a).sum(-1).mean(), a.amax(-1).mean(), (a * far).sum(-1).mean()
+    result: Tensor = out[0]
+    return result
+
+
+def _watch(quick: bool, *, tokens: int, layers: int) -> Entry:
+    model = bert(tokens, num_hidden_layers=layers)
+    eager = bert(tokens, "eager", num_hidden_layers=layers)
+    given = inputs(tokens)
+    width = 768
+    flops = layers * (2 * 12 * width**2 * tokens + 4 * width * tokens**2)
+    return Entry(
+        lambda: watched(model, given),
+        {
+            "the same unwatched, sdpa": lambda: model(**given)[0],
+            "eager with output_attentions": lambda: eager_statistics(eager, given),
+        },
+        "watch: the model's own attention function, and the statistics beside it",
+        multiplying(flops),
+    )
+
+
+CASES = {
+    "watch": Case(
+        "watch",
+        "watched forward, BERT-base shape, 2,048 tokens",
+        _watch,
+        {"tokens": 2048, "layers": 12},
+        {"tokens": 67, "layers": 2},
+        {"the same unwatched, sdpa": 1 / 1.7, "eager with output_attentions": 3.0},
+    )
+}
+
+
+def peak(name: str, tiny: bool) -> int:
+    """Bytes that a watched pass takes above the model, measured in a fresh process."""
+    command = [sys.executable, "-m", "headwise.bench.models", name, str(int(tiny))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        raise HeadwiseError(f"measuring the memory of {name} failed: {last}")
+    return int(json.loads(run.stdout)["peak"])
+
+
+def _measure(name: str, tiny: bool) -> int:
+    measured = MEASURED[name]
+    tokens = measured.tiny if tiny else measured.tokens
+    model = measured.model(tokens)
+    with torch.no_grad():
+        watched(model, inputs(31, measured.padded))
+        return above(lambda: watched(model, inputs(tokens, measured.padded)))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps({"peak": _measure(sys.argv[1], sys.argv[2] == "1")}))
