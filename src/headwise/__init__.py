@@ -35,6 +35,7 @@ _WHERE = {
     "inspect": "models.inspection",
     "load": "models.load",
     "mask_heads": "models.masking",
+    "prune_heads": "models.surgery",
     "reference": "attention.reference",
     "register": "models.implementation",
     "shape": "shapes",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from .models.load import load as load
     from .models.load import tokenizer as tokenizer
     from .models.masking import mask_heads as mask_heads
+    from .models.surgery import prune_heads as prune_heads
     from .models.watch import watch as watch
     from .shapes import Shape as Shape
     from .shapes import shape as shape

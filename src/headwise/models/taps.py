@@ -1,0 +1,97 @@
+"""What W_O is given, head by head, while a model runs: to be looked at, summed up or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HeadwiseError
+from . import anatomy
+from .anatomy import Site
+
+Tap = Callable[[Site, Tensor], Tensor | None]  # (..., H, width of a head) -> the same, changed, or None
+
+
+@contextmanager
+def tapped(model: nn.Module, tap: Tap) -> Iterator[None]:
+    """Inside, every attention layer's heads pass through a function before W_O mixes them."""
+    sites = anatomy.sites(model)
+    turns: dict[int, int] = {}
+    by_module: dict[int, list[Site]] = {}
+    for site in sites:
+        by_module.setdefault(id(site.module), []).append(site)
+    hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: turns.clear())]
+    try:
+        for members in by_module.values():
+            _, out = anatomy.w_o(model, members[0])
+            heads = anatomy.query_heads(model, members[0], anatomy.input_width(out) or 0)
+            hooks.append(out.register_forward_pre_hook(_hook(members, heads, turns, tap)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook(members: list[Site], heads: int, turns: dict[int, int], tap: Tap) -> Any:
+    def change(linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        turn = turns.get(id(linear), 0)
+        turns[id(linear)] = turn + 1
+        site = members[min(turn, len(members) - 1)]
+        changed = tap(site, args[0].unflatten(-1, (heads, -1)))
+        return None if changed is None else (changed.flatten(-2), *args[1:])
+
+    return change
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """A model's output for a batch: its keyword arguments, or one tensor; labels are left for the loss."""
+    if isinstance(batch, Mapping):
+        return model(**{name: x for name, x in batch.items() if name != "labels" or _needs_labels(model)})
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise HeadwiseError(f"a batch is a dict of model inputs or a tensor, got {type(batch).__name__}")
+
+
+def _needs_labels(model: nn.Module) -> bool:
+    """An encoder-decoder shifts its labels into the decoder's input."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def real_tokens(batch: Any, shape: torch.Size) -> Tensor | None:
+    """(B, T) bool for W_O's input (B, T, H, d): which are tokens, where the batch says so and it fits."""
+    if not isinstance(batch, Mapping):
+        return None
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(name)
+        if isinstance(mask, Tensor) and tuple(mask.shape) == tuple(shape[:2]):
+            return mask.bool()
+    return None
+
+
+def means(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """(H, width of a head) a site, by the module's path: the mean of each head's output over all tokens."""
+    totals: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    batch: Any = None
+
+    def add(site: Site, each: Tensor) -> None:
+        real = real_tokens(batch, each.shape)
+        tokens = each.flatten(0, -3) if real is None else each[real]
+        totals[site.name] = totals.get(site.name, 0) + tokens.double().sum(0)
+        counts[site.name] = counts.get(site.name, 0) + len(tokens)
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), tapped(model, add):
+            for batch in batches:
+                run(model, batch)
+    finally:
+        model.train(training)
+    if not totals:
+        raise HeadwiseError("no batches were given to take means over")
+    return {name: total / max(counts[name], 1) for name, total in totals.items()}

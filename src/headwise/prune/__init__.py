@@ -1,0 +1,1 @@
+"""Which heads matter, and a smaller model without the others."""

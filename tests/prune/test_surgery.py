@@ -1,0 +1,239 @@
+"""A pruned model gives what the masked one gives: every family, even and uneven layers, groups, bf16, generate."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import DECODER, DECODERS, FAMILIES, TWO_STACKS, build, error, inputs
+
+import headwise
+from headwise import HeadwiseError, UnsupportedError
+from headwise.models import anatomy
+from headwise.models.surgery import head_count
+
+CLOSE = 1e-5
+
+
+def size(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def uneven(model: Any) -> dict[Any, list[int]]:
+    """Other heads in every layer, and a layer that keeps all; a module that serves many layers loses the same in each."""
+    chosen: dict[Any, list[int]] = {}
+    sites = anatomy.sites(model)
+    for i, site in enumerate(sites):
+        shared = sum(other.module is site.module for other in sites) > 1
+        n, count = 0 if shared else i, head_count(model, site)
+        if n % 3 != 1:
+            chosen[site.key] = sorted({n % count, (2 * n + 1) % count})[: count - 1]
+    return chosen
+
+
+def even(model: Any) -> dict[Any, list[int]]:
+    return {site.key: [1] for site in anatomy.sites(model)}
+
+
+def masked(model: Any, heads: Any, given: Any, **how: Any) -> Any:
+    with torch.no_grad(), headwise.mask_heads(model, heads, **how):
+        return model(**given)
+
+
+@pytest.mark.parametrize("which", [even, uneven])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_are_those_of_the_masked_model(name: str, which: Any) -> None:
+    model, given = build(name), inputs(name)
+    heads = which(model)
+    want = masked(model, heads, given)
+    with torch.no_grad():
+        full = model(**given)
+        before = {key: x.clone() for key, x in model.state_dict().items()}
+        pruned = headwise.prune_heads(model, heads)
+        got = pruned(**given)
+    assert error(got, want) < CLOSE
+    assert error(full, want) > 0.01, "these heads do nothing, so the test shows nothing"
+    grouped = which is even and head_count(model, anatomy.sites(model)[0]) == 6 and name in DECODERS
+    assert size(pruned) < size(model) or grouped  # one head of a group of three: the group is padded
+    assert all(torch.equal(before[key], x) for key, x in model.state_dict().items()), "the argument was changed"
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "gpt_neox", "falcon-grouped", "phi3", "t5"])
+def test_another_head_would_be_seen(name: str) -> None:
+    """The comparison above can fail: one head too far is far off."""
+    model, given = build(name), inputs(name)
+    site = anatomy.sites(model)[0]
+    want = masked(model, {site.key: [1]}, given)
+    with torch.no_grad():
+        wrong = [error(headwise.prune_heads(model, {site.key: [h]})(**given), want) for h in (0, 2)]
+    assert min(wrong) > 0.01
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *TWO_STACKS])
+def test_generate_with_its_cache(name: str) -> None:
+    auto = transformers.AutoModelForSeq2SeqLM if name in TWO_STACKS else transformers.AutoModelForCausalLM
+    model = build(name, auto)
+    given = {key: x for key, x in inputs(name).items() if key == "input_ids"}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    heads = uneven(model)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True,
+           "return_dict_in_generate": True}  # fmt: skip
+    with headwise.mask_heads(model, heads):
+        want = model.generate(**given, **how)
+    got = headwise.prune_heads(model, heads).generate(**given, **how)
+    assert torch.equal(got.sequences, want.sequences)
+    assert error(got.logits, want.logits) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "gpt_neox", "bloom", "falcon-grouped", "t5", "gpt_oss"])
+def test_bf16(name: str) -> None:
+    aligned = {"hidden_size": 64, "intermediate_size": 48} if name == "gpt_oss" else {}  # its experts ask for that
+    model, given = build(name, **aligned).to(torch.bfloat16), inputs(name)
+    heads = uneven(model)
+    pruned = headwise.prune_heads(model, heads)
+    with torch.no_grad():
+        assert error(pruned(**given), masked(model, heads, given)) < 0.05
+    assert {x.dtype for x in pruned.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "falcon-grouped", "gpt_oss"])
+def test_a_whole_group_takes_its_kv_head_and_its_cache_along(name: str) -> None:
+    model, given = build(name, transformers.AutoModelForCausalLM), inputs(name)
+    heads = {layer: [0, 1, 2] for layer in range(3)}  # of 6, which share 2 KV heads
+    pruned = headwise.prune_heads(model, heads)
+    with torch.no_grad():
+        got = pruned(**given, use_cache=True)
+        assert error(got.logits, masked(model, heads, given).logits) < CLOSE
+        full = model(**given, use_cache=True)
+    assert got.past_key_values.layers[0].keys.shape[1] * 2 == full.past_key_values.layers[0].keys.shape[1]
+
+
+def test_groups_left_uneven_are_padded_with_zeros_and_said() -> None:
+    model, given = build("llama"), inputs("llama")
+    pruned = headwise.prune_heads(model, {0: [0, 1], 2: [0, 1, 2, 5]})
+    assert pruned.headwise_heads == {0: [2, None, None, 3, 4, 5], 2: [3, 4]}
+    with torch.no_grad():
+        assert error(pruned(**given), masked(model, {0: [0, 1], 2: [0, 1, 2, 5]}, given)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5", "bloom", "phi3", "mpnet"])
+def test_pruned_again_masked_and_watched(name: str) -> None:
+    model, given = build(name), inputs(name)
+    first = anatomy.sites(model)[0].key
+    key = first if len({site.kind for site in anatomy.sites(model)}) > 1 else first[1]
+    once = headwise.prune_heads(model, {first: [1]})
+    before = once.headwise_heads[key]
+    twice = headwise.prune_heads(once, {first: [0]})  # head 0 is still head 0
+    assert 0 not in twice.headwise_heads[key] and 1 not in twice.headwise_heads[key]
+    want = masked(model, {first: [0, 1]}, given)
+    with torch.no_grad():
+        assert error(twice(**given), want) < CLOSE
+        assert error(masked(once, {first: [0]}, given), want) < CLOSE
+        if name not in ("bloom", "mpnet"):  # off the registry
+            with headwise.watch(once) as seen:
+                once(**given)
+            assert seen[first].heads.query == len(before)
+    assert once.headwise_heads[key] == before
+
+
+def test_every_head_of_a_layer_goes_only_with_permission() -> None:
+    for name in ("bert", "llama", "t5"):
+        model, given = build(name), inputs(name)
+        first = anatomy.sites(model)[0]
+        heads = {first.key: list(range(head_count(model, first)))}
+        with pytest.raises(HeadwiseError, match=r"all \d heads of .* would go; keep one, or say allow_empty=True"):
+            headwise.prune_heads(model, heads)
+        with torch.no_grad():
+            got = headwise.prune_heads(model, heads, allow_empty=True)(**given)
+        assert error(got, masked(model, heads, given)) < CLOSE
+
+
+def test_zeroed_keeps_every_shape() -> None:
+    for name in ("bert", "gpt2", "llama"):
+        model, given = build(name), inputs(name)
+        heads = uneven(model)
+        zeroed = headwise.prune_heads(model, heads, zero=True)
+        assert {k: x.shape for k, x in zeroed.state_dict().items()} == {
+            k: x.shape for k, x in model.state_dict().items()
+        }
+        with torch.no_grad():
+            assert error(zeroed(**given), masked(model, heads, given)) < CLOSE
+            smaller = headwise.prune_heads(zeroed, heads)
+            assert error(smaller(**given), masked(model, heads, given)) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "olmo3", "bitnet"])
+def test_norms_over_all_heads_are_refused_but_can_be_zeroed(kind: str) -> None:
+    model, given = build(kind, config=DECODER), inputs("llama")
+    with pytest.raises(UnsupportedError, match="over all heads at once, so that removing one is not the same"):
+        headwise.prune_heads(model, {0: [1]})
+    with torch.no_grad():
+        zeroed = headwise.prune_heads(model, {0: [1]}, zero=True)
+        assert error(zeroed(**given), masked(model, {0: [1]}, given)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gpt_neox"])
+def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
+    model, given = build(name), inputs(name)
+    heads = {0: [1], 2: [0, 3]}
+    found = {site.index: headwise_projections(model, site) for site in anatomy.sites(model)}
+    from headwise.models.projections import value_bias
+
+    value = {}
+    for layer, gone in heads.items():
+        bias = value_bias(found[layer])
+        value[layer] = bias[[h // (found[layer].query // found[layer].kv) for h in gone]]
+    want = masked(model, heads, given, value=value)
+    with torch.no_grad():
+        got = headwise.prune_heads(model, heads, compensate="bias")(**given)
+    assert error(got, want) < CLOSE
+
+
+def headwise_projections(model: Any, site: Any) -> Any:
+    from headwise.models.projections import projections
+
+    return projections(model, site)
+
+
+def test_the_mean_moves_into_the_output_bias() -> None:
+    model, given = build("llama"), inputs("llama")
+    given["attention_mask"][:] = 1
+    with torch.no_grad(), headwise.watch(model, outputs=0) as seen:
+        model(**given)
+    mean = seen[0].outputs.mean((0, 2))[1]
+    pruned = headwise.prune_heads(model, {0: [1]}, compensate="mean", batches=[given])
+    with torch.no_grad():
+        assert error(pruned(**given), masked(model, {0: [1]}, given, value=mean.reshape(1, -1))) < CLOSE
+        plain = headwise.prune_heads(model, {0: [1]})(**given)
+    assert error(plain, pruned(**given)) > 1e-3
+
+
+def test_bad_heads() -> None:
+    bert, albert, t5 = build("bert"), build("albert"), build("t5")
+    for model, heads, words in [
+        (bert, {0: [5]}, r"self layer 0: .*5"),
+        (bert, {3: [0]}, r"no self layer 3 in BertModel; its layers are 0 to 2"),
+        (bert, {0: "12"}, r"must be a list of numbers, got '12'"),
+        (bert, [1], r"heads must be \{layer: \[heads\]\} or a Plan, got list"),
+        (albert, {0: [1]}, r"one module used 3 times: remove the same heads from all of its layers"),
+        (t5, {0: [1]}, r"layer 0 is ambiguous"),
+    ]:
+        with pytest.raises(HeadwiseError, match=words):
+            headwise.prune_heads(model, heads)
+    with pytest.raises(HeadwiseError, match="compensate must be"):
+        headwise.prune_heads(bert, {0: [1]}, compensate="median")
+    with headwise.mask_heads(bert, {0: [1]}), pytest.raises(HeadwiseError, match="outside of that `with`"):
+        headwise.prune_heads(bert, {0: [1]})
+
+
+def test_copies_of_a_pruned_model_stand_alone() -> None:
+    model, given = build("phi3"), inputs("phi3")
+    pruned = headwise.prune_heads(model, {0: [0, 1, 2]})
+    again = copy.deepcopy(pruned)
+    again.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert error(again(**given), pruned(**given)) < CLOSE
+    assert pruned.config._attn_implementation != "eager"
