@@ -38,6 +38,7 @@ _WHERE = {
     "prune_heads": "models.surgery",
     "reference": "attention.reference",
     "register": "models.implementation",
+    "save": "models.saving",
     "shape": "shapes",
     "tokenizer": "models.load",
     "watch": "models.watch",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from .models.load import load as load
     from .models.load import tokenizer as tokenizer
     from .models.masking import mask_heads as mask_heads
+    from .models.saving import save as save
     from .models.surgery import prune_heads as prune_heads
     from .models.watch import watch as watch
     from .shapes import Shape as Shape

@@ -23,7 +23,7 @@ def size(model: Any) -> int:
 
 
 def uneven(model: Any) -> dict[Any, list[int]]:
-    """Other heads in every layer, and a layer that keeps all; a module that serves many layers loses the same in each."""
+    """Other heads in every layer, and a layer that keeps all; a module that serves many layers loses the same."""
     chosen: dict[Any, list[int]] = {}
     sites = anatomy.sites(model)
     for i, site in enumerate(sites):

@@ -24,7 +24,7 @@ def load(
     dtype: Any = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """A transformers model in eval mode: of an embedded name, a directory, a GGUF file or a hub id.
+    """A transformers model in eval mode: of an embedded name, a directory (pruned ones too), a GGUF file or a hub id.
 
     The class is the one the checkpoint was saved from; dtype None keeps the file's. Every weight comes from the file:
     one that is missing, or does not fit the config, is an error. Only safetensors are read, and a model's own code is
@@ -41,7 +41,13 @@ def load(
             open_safetensors(folder / file, "cpu")
         if trust_remote_code:
             how["trust_remote_code"] = True
-        return _whole(_class(config, trust_remote_code), folder, how).eval()
+        from .pruned import read_record, rebuilt, remember
+
+        pruned = read_record(folder)
+        if pruned is not None and pruned["form"] == "compact":
+            return rebuilt(_class(config, trust_remote_code), folder, pruned, how).eval()
+        model = _whole(_class(config, trust_remote_code), folder, how).eval()
+        return model if pruned is None else remember(model, pruned)
 
 
 def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool = False) -> Any:

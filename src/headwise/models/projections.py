@@ -37,10 +37,11 @@ LAYOUTS: dict[str, Callable[[int, int], list[Block]]] = {
 }
 # Names of linear layers, inside the attention module, and the layout of their rows.
 NAMED = {
-    "q": ("q_proj", "query", "q", "q_lin", "query_proj", "q_b_proj", "q_attn", "to_q", "linear_q", "Wq", "wq", "q_linear",
-          "project_q", "query_global", "pos_query_proj", "pos_q_proj", "pos_key_proj", "pos_proj", "linear_pos",
-          "w2e_query", "e2w_query", "e2e_query"),
-    "k": ("k_proj", "key", "k", "k_lin", "key_proj", "to_k", "linear_k", "Wk", "wk", "k_linear", "project_k", "key_global"),
+    "q": ("q_proj", "query", "q", "q_lin", "query_proj", "q_b_proj", "q_attn", "to_q", "linear_q", "Wq", "wq",
+          "q_linear", "project_q", "query_global", "pos_query_proj", "pos_q_proj", "pos_key_proj", "pos_proj",
+          "linear_pos", "w2e_query", "e2w_query", "e2e_query"),
+    "k": ("k_proj", "key", "k", "k_lin", "key_proj", "to_k", "linear_k", "Wk", "wk", "k_linear", "project_k",
+          "key_global"),
     "v": ("v_proj", "value", "v", "v_lin", "value_proj", "to_v", "linear_v", "Wv", "wv", "v_linear", "project_v",
           "value_global"),
     "mla": ("kv_b_proj",),
@@ -134,7 +135,8 @@ def projections(model: nn.Module, site: Site) -> Projections:
 
 def refused(site: Site, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"heads of {type(site.module).__name__} (at {site.name}) cannot be cut out: {why}; zero=True zeroes them instead"
+        f"heads of {type(site.module).__name__} (at {site.name}) cannot be cut out: {why}; "
+        "zero=True zeroes them instead"
     )
 
 

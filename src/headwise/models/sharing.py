@@ -136,7 +136,7 @@ def _picking(kind: Any) -> Any:
 
 
 def picked(bias: Tensor, picks: list[int] | None, full: int, mask: bool = False) -> Any:
-    """A bias (B, H, Tq, Tk), (H, 1, Tk) or (B * H, 1, Tk) for some of its heads; a mask that is the same for all stays."""
+    """A bias (B, H, Tq, Tk), (H, 1, Tk) or (B * H, 1, Tk) for some heads; a mask for all heads alike stays."""
     if mask and (picks is None or bias.dim() != 4 or bias.shape[1] != full):
         return bias
     if picks is None:

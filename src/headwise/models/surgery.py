@@ -21,7 +21,7 @@ from .sharing import TABLE, pick_shared, shared_table
 
 Slots = list[int | None]  # for each new head the old one that it is, or None: zeros
 
-QUERY_COUNTS = anatomy.QUERY_HEADS + ("num_attn_heads", "num_local_heads")
+QUERY_COUNTS = (*anatomy.QUERY_HEADS, "num_attn_heads", "num_local_heads")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
 GROUPS = ("num_key_value_groups", "num_groups", "n_rep")
 QUERY_WIDTHS = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "d_model")
@@ -240,7 +240,8 @@ def _recount(found: Projections, query: int, kv: int) -> None:
                 setattr(module, name, after)
     if not any(name in old for name in anatomy.QUERY_HEADS):
         module.num_attention_heads = query
-    if _asks_config(type(module)):
+    kind: Any = type(module)
+    if _asks_config(kind):
         module.config = OwnConfig(module.config, num_attention_heads=query, num_key_value_heads=kv)
 
 

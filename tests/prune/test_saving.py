@@ -1,0 +1,221 @@
+"""Saved, read again in another process, and compared; what goes wrong leaves everything as it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_surgery import CLOSE, even, uneven
+from tiny import DECODER, build, error, inputs
+
+import headwise
+from headwise import CheckpointError, HeadwiseError
+from headwise.models import saving
+
+ROOT = Path(__file__).parents[2]
+WHOLE_GROUP = {layer: [0, 1, 2] for layer in range(3)}
+AGAIN = """
+import sys, torch, headwise
+model = headwise.load(sys.argv[1])
+given = torch.load(sys.argv[2], weights_only=True)
+with torch.no_grad():
+    torch.save(model(**given)[0], sys.argv[3])
+"""
+
+
+def afresh(folder: Path, given: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
+    """The first output of a saved model, from a process that knows nothing of this one."""
+    torch.save(given, scratch / "given.pt")
+    command = [sys.executable, "-c", AGAIN, str(folder), str(scratch / "given.pt"), str(scratch / "out.pt")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    out: torch.Tensor = torch.load(scratch / "out.pt", weights_only=True)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "form"),
+    [
+        ("bert", uneven, "compact"),
+        ("bert", even, "compact"),
+        ("gpt2", uneven, "compact"),
+        ("t5", uneven, "compact"),
+        ("t5", even, "plain"),
+        ("bloom", uneven, "compact"),
+        ("falcon-mqa", even, "compact"),
+        ("phi3", uneven, "compact"),
+        ("mistral", WHOLE_GROUP, "plain"),
+        ("qwen3", WHOLE_GROUP, "plain"),
+        ("gemma2", WHOLE_GROUP, "plain"),
+        ("vit", even, "plain"),
+    ],
+)
+def test_the_form_and_what_comes_back(name: str, heads: Any, form: str, tmp_path: Path) -> None:
+    model, given = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, heads if isinstance(heads, dict) else heads(model))
+    saved = headwise.save(pruned, tmp_path / "model")
+    assert saved.form == form and saved.difference is not None and saved.difference < CLOSE
+    again = headwise.load(tmp_path / "model")
+    with torch.no_grad():
+        want = pruned(**given)
+        assert error(again(**given), want) < CLOSE
+        assert again.headwise_heads == pruned.headwise_heads
+        if form == "plain":
+            theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
+            assert error(theirs(**given), want) < CLOSE
+        else:
+            with pytest.raises((RuntimeError, ValueError)):  # plain transformers must not read it as something else
+                transformers.AutoModel.from_pretrained(tmp_path / "model")
+    assert not [file.name for file in tmp_path.rglob("*") if file.suffix in (".bin", ".pt", ".pkl")]
+    assert [file.name for file in tmp_path.iterdir()] == ["model"], "temporary files were left"
+
+
+@pytest.mark.parametrize(("name", "form"), [("bert", "compact"), ("t5", "compact"), ("llama", "zeroed")])
+def test_a_fresh_process_gets_the_same(name: str, form: str, tmp_path: Path) -> None:
+    model, given = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, uneven(model))
+    headwise.save(pruned, tmp_path / "model", form=form)
+    with torch.no_grad():
+        assert error(afresh(tmp_path / "model", given, tmp_path), pruned(**given)[0]) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "bloom", "gpt_oss", "swin"])
+def test_zeroed_loads_anywhere(name: str, tmp_path: Path) -> None:
+    model, given = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, uneven(model))
+    saved = headwise.save(pruned, tmp_path / "model", form="zeroed")
+    assert saved.form == "zeroed" and "not smaller" in str(saved)
+    with torch.no_grad():
+        theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
+        assert error(theirs(**given), pruned(**given)) < CLOSE
+
+
+def test_heads_zeroed_in_place_are_plain(tmp_path: Path) -> None:
+    model, given = build("bert"), inputs("bert")
+    zeroed = headwise.prune_heads(model, uneven(model), zero=True)
+    assert headwise.save(zeroed, tmp_path / "model").form == "plain"
+    with torch.no_grad():
+        theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
+        assert error(theirs(**given), zeroed(**given)) < CLOSE
+    assert headwise.load(tmp_path / "model").headwise_heads == zeroed.headwise_heads
+
+
+def test_a_llama_that_its_config_refuses_is_written_as_mistral(tmp_path: Path) -> None:
+    """Four of six heads do not divide a width of 66."""
+    config = DECODER | {"hidden_size": 66, "num_key_value_heads": 6, "head_dim": 14, "attention_bias": False}
+    model, given = build("llama", transformers.AutoModelForCausalLM, **config), inputs("llama")
+    pruned = headwise.prune_heads(model, {layer: [layer, 5] for layer in range(3)})
+    saved = headwise.save(pruned, tmp_path / "model")
+    assert saved.form == "plain", saved
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert error(theirs(**given).logits, pruned(**given).logits) < CLOSE
+
+
+def test_an_added_bias_is_kept(tmp_path: Path) -> None:
+    model, given = build("mistral"), inputs("mistral")
+    pruned = headwise.prune_heads(model, WHOLE_GROUP, compensate="mean", batches=[given])
+    saved = headwise.save(pruned, tmp_path / "model")
+    assert saved.form == "compact"
+    with torch.no_grad():
+        assert error(headwise.load(tmp_path / "model")(**given), pruned(**given)) < CLOSE
+    with pytest.raises(HeadwiseError, match="no zeroed form: .* was added"):
+        headwise.save(pruned, tmp_path / "other", form="zeroed")
+
+
+def test_tied_weights_a_head_and_bf16(tmp_path: Path) -> None:
+    model = build("gpt2", transformers.AutoModelForCausalLM).to(torch.bfloat16)
+    pruned = headwise.prune_heads(model, {0: [1, 2]})
+    headwise.save(pruned, tmp_path / "model")
+    again = headwise.load(tmp_path / "model")
+    assert again.dtype == torch.bfloat16
+    assert again.lm_head.weight is again.transformer.wte.weight
+    assert again.headwise_heads == {0: [0, 3, 4]}
+
+
+def test_other_files_come_along_but_no_pickles(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    build("bert").save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    (source / "pytorch_model.bin").write_bytes(b"a pickle")
+    headwise.save(headwise.prune_heads(headwise.load(source), {0: [1]}), tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+    assert (tmp_path / "model" / "1_Pooling" / "config.json").exists()
+    assert not (tmp_path / "model" / "pytorch_model.bin").exists()
+
+
+def test_a_full_disk_leaves_the_old_directory_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("bert")
+    headwise.save(headwise.prune_heads(model, {0: [1]}), tmp_path / "model")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(CheckpointError, match="was not written: No space left on device; what was there before is"):
+        headwise.save(headwise.prune_heads(model, {0: [2]}), tmp_path / "model", overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_was_written_wrongly_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = headwise.prune_heads(build("bert"), {0: [1]})
+    right = saving._weights
+    monkeypatch.setattr(saving, "_weights", lambda m: {k: x + 1e-3 for k, x in right(m).items()})
+    with pytest.raises(CheckpointError, match="what was written differs from the model"):
+        headwise.save(model, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_overwriting_is_asked_for(tmp_path: Path) -> None:
+    model = headwise.prune_heads(build("bert"), {0: [1]})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("keep")
+    with pytest.raises(HeadwiseError, match="is not empty; give another directory"):
+        headwise.save(model, tmp_path / "model")
+    assert (tmp_path / "model" / "mine.txt").read_text() == "keep"
+    headwise.save(model, tmp_path / "model", overwrite=True)
+    assert not (tmp_path / "model" / "mine.txt").exists() and (tmp_path / "model" / "model.safetensors").exists()
+    with pytest.raises(HeadwiseError, match="form must be one of"):
+        headwise.save(model, tmp_path / "other", form="onnx")
+
+
+def test_a_record_of_another_model_is_told(tmp_path: Path) -> None:
+    headwise.save(headwise.prune_heads(build("bert"), {0: [1]}), tmp_path / "model")
+    file = tmp_path / "model" / "headwise.json"
+    record = json.loads(file.read_text())
+    for change, words in [
+        ({"headwise": 7}, "not one that this version wrote"),
+        ({"layers": {"elsewhere": next(iter(record["layers"].values()))}}, "speaks of 'elsewhere'"),
+        ({"layers": {key: {**x, "query_of": 9} for key, x in record["layers"].items()}}, "not the same model"),
+        (
+            {"layers": {key: {**x, "query": [0], "kv": [0]} for key, x in record["layers"].items()}},
+            "headwise.json says",
+        ),
+        ({"layers": {key: {} for key in record["layers"]}}, "does not say what the heads"),
+    ]:
+        file.write_text(json.dumps(record | change))
+        with pytest.raises(CheckpointError, match=words):
+            headwise.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_torch_export(name: str) -> None:
+    model, given = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, uneven(model))
+    pruned.config.use_cache = False
+    pruned.config.return_dict = False
+    with torch.no_grad():
+        exported = torch.export.export(pruned, (given["input_ids"],), strict=False).module()
+        assert error(exported(given["input_ids"])[0], pruned(given["input_ids"])[0]) < CLOSE
