@@ -21,6 +21,7 @@ _WHERE = {
     "MaskError": "errors",
     "MemoryCache": "attention.cache",
     "MultiHeadAttention": "attention.module",
+    "Plan": "prune.plan",
     "Rotary": "attention.positions",
     "Shape": "shapes",
     "ShapeError": "errors",
@@ -32,9 +33,11 @@ _WHERE = {
     "attend": "attention.core",
     "explain": "attention.core",
     "head_stats": "attention.core",
+    "importance": "prune.importance",
     "inspect": "models.inspection",
     "load": "models.load",
     "mask_heads": "models.masking",
+    "plan": "prune.plan",
     "prune_heads": "models.surgery",
     "reference": "attention.reference",
     "register": "models.implementation",
@@ -80,6 +83,9 @@ if TYPE_CHECKING:
     from .models.saving import save as save
     from .models.surgery import prune_heads as prune_heads
     from .models.watch import watch as watch
+    from .prune.importance import importance as importance
+    from .prune.plan import Plan as Plan
+    from .prune.plan import plan as plan
     from .shapes import Shape as Shape
     from .shapes import shape as shape
 

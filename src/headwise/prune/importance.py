@@ -1,0 +1,311 @@
+"""importance: how much every head of a model matters, by one of several scores, each under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import HeadwiseError, UnsupportedError
+from ..models import anatomy
+from ..models.anatomy import Site
+from ..models.masking import mask_heads
+from ..models.projections import output_width, projections
+from ..models.surgery import head_count
+from ..models.taps import real_tokens, run, tapped
+from ..models.watch import watch
+from .objective import Loss, Objective, batch_size, choose
+from .scores import Place, Scores
+
+UNITS = ("head", "kv", "layer")
+Advance = Callable[[int, int], None]  # steps done, steps in all
+
+
+@dataclass
+class Setting:
+    """What a score works on."""
+
+    model: Any
+    sites: list[Site]
+    places: list[Place]
+    batches: list[Any]
+    objective: Objective
+    unit: str
+    random: torch.Generator
+    advance: Advance
+    options: dict[str, Any]
+
+    def row(self, site: Site) -> int:
+        return next(i for i, place in enumerate(self.places) if place.key == site.key)
+
+
+def importance(
+    model: nn.Module,
+    batches: Iterable[Any],
+    score: str = "michel",
+    loss: Loss | None = None,
+    *,
+    unit: str = "head",
+    masked: Mapping[Any, Any] | None = None,
+    seed: int = 0,
+    progress: Advance | None = None,
+    **options: Any,
+) -> Scores:
+    """{kind: (layers, heads)}: how much each head matters, with bootstrap intervals over the examples.
+
+    batches: dicts of model inputs, with labels or not. loss(output, batch) gives a loss an example, or their mean;
+    without it the labels serve, else a causal model's own text, else the model's own softmax or embedding.
+    score: michel, michel-token, ablation, output, variance, confidence, sink, magnitude, random or l0.
+    unit: "head", "kv" (all query heads of a KV head) or "layer". masked: heads that are already off.
+    """
+    if score not in SCORES:
+        raise HeadwiseError(f"there is no score {score!r}; there are {', '.join(SCORES)}")
+    if unit not in UNITS:
+        raise HeadwiseError(f"unit must be one of {', '.join(UNITS)}, got {unit!r}")
+    kept = list(batches)
+    if not kept and score not in ("magnitude", "random"):
+        raise HeadwiseError(f"{score} needs batches of model inputs, and there are none")
+    sites = anatomy.sites(model)
+    if not sites:
+        raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
+    objective = choose(model, kept[0] if kept else {}, loss)
+    random = torch.Generator().manual_seed(seed)
+    setting = Setting(
+        model, sites, places(model), kept, objective, unit, random, progress or (lambda *_: None), options
+    )
+    function, signed, norm = SCORES[score]
+    with ExitStack() as stack:
+        if masked:
+            stack.enter_context(mask_heads(model, masked))
+        stack.enter_context(_still(model))
+        each = function(setting)
+    words = {"michel": objective.slope, "michel-token": objective.slope, "ablation": objective.words,
+             "l0": objective.words}.get(score, "no loss")  # fmt: skip
+    return Scores(setting.places, score, unit, words, each, signed, norm)
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Every attention layer of a model, with its counts and what a head of it costs."""
+    sites = anatomy.sites(model)
+    modules = [id(site.module) for site in sites]
+    return [_place(model, site, modules) for site in sites]
+
+
+def _place(model: nn.Module, site: Site, modules: list[int]) -> Place:
+    own = id(site.module)
+    shared = 1 + modules.index(own) if modules.count(own) > 1 else 0
+    try:
+        found = projections(model, site)
+    except UnsupportedError:  # it can be scored and zeroed all the same
+        count = head_count(model, site)
+        return Place(site.kind, site.index, count, count, site.name, shared)
+    per_query = per_kv = cache = 0
+    for part in found.parts:
+        blocks = part.layout(found.query, found.kv)
+        of_block = sum(p.numel() for p in part.linear.parameters()) // len(blocks)
+        per_query += of_block * sum(role == "q" for role, _ in blocks) // found.query
+        per_kv += of_block * sum(role != "q" for role, _ in blocks) // found.kv
+        cache += output_width(part.linear) // len(blocks) * sum(role != "q" for role, _ in blocks) // found.kv
+    per_query += found.out.get_parameter("weight").numel() // found.query
+    return Place(
+        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cache
+    )  # fmt: skip
+
+
+@contextmanager
+def _still(model: nn.Module) -> Iterator[None]:
+    """In eval mode and without gradients of weights, both put back."""
+    training = {module: module.training for module in model.modules()}
+    wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    model.eval()
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for parameter, want in wanted.items():
+            parameter.requires_grad_(want)
+
+
+def _united(setting: Setting, each: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """For each place its examples (N, heads), summed up to the units."""
+    united = []
+    for place, parts in zip(setting.places, each, strict=True):
+        rows = np.concatenate(parts) if parts else np.zeros((1, place.query))
+        united.append(np.stack([rows[:, unit].sum(1) for unit in place.units(setting.unit)], 1))
+    return united
+
+
+def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
+    """dL/d gate of every head and example, in one backward pass a batch."""
+    each: list[list[np.ndarray]] = [[] for _ in setting.places]
+    for step, batch in enumerate(setting.batches):
+        size = batch_size(batch)
+        gates: dict[int, Tensor] = {}
+        tokens: dict[int, Tensor] = {}
+
+        def tap(site: Site, heads: Tensor, size: int = size, gates: Any = gates, tokens: Any = tokens) -> Tensor:
+            row = setting.row(site)
+            gate = gates[row] = torch.ones(size, heads.shape[-2], device=heads.device, requires_grad=True)
+            spread = gate.repeat_interleave(heads.shape[0] // size, 0).to(heads.dtype)
+            out = heads * spread.view(-1, *[1] * (heads.dim() - 3), heads.shape[-2], 1)
+            if of_token:
+                out.register_hook(lambda grad: tokens.__setitem__(row, _of_tokens(out.detach() * grad, size)))
+            return out
+
+        with torch.enable_grad(), tapped(setting.model, tap):
+            out = run(setting.model, batch)
+            loss = setting.objective.gradient(out, batch, setting.random)
+        if not loss.requires_grad:
+            raise HeadwiseError("the loss has no gradient; it must be made of the model's output by torch operations")
+        loss.sum().backward()
+        for row in range(len(setting.places)):
+            found = tokens.get(row) if of_token else getattr(gates.get(row), "grad", None)
+            zeros = torch.zeros(size, setting.places[row].query)
+            each[row].append((zeros if found is None else found).double().cpu().numpy())
+        setting.advance(step + 1, len(setting.batches))
+    if not any(np.abs(part).max() > 0 for parts in each for part in parts):
+        raise HeadwiseError(
+            "the loss has no slope here (a distance to the full model has none at the full model); "
+            "use ablation, or a loss of labels or text"
+        )
+    return _united(setting, each)
+
+
+def _of_tokens(product: Tensor, size: int) -> Tensor:
+    """sum over tokens of abs(ctx . dL/d ctx): (B, H)."""
+    return product.sum(-1).abs().reshape(size, -1, product.shape[-2]).sum(1)
+
+
+def _ablation(setting: Setting) -> list[np.ndarray]:
+    """The damage without a unit, minus that of the whole: one pass a unit."""
+    each: list[list[np.ndarray]] = [[] for _ in setting.places]
+    total = sum(len(place.units(setting.unit)) for place in setting.places) * len(setting.batches)
+    done = 0
+    with torch.no_grad():
+        for batch in setting.batches:
+            full = run(setting.model, batch)
+            base = setting.objective.damage(full, batch, full)
+            for row, place in enumerate(setting.places):
+                columns = []
+                for unit in place.units(setting.unit):
+                    without: dict[anatomy.Key, Any] = {place.key: unit}
+                    with mask_heads(setting.model, without):
+                        out = run(setting.model, batch)
+                    columns.append((setting.objective.damage(out, batch, full) - base).double().cpu().numpy())
+                    done += 1
+                    setting.advance(done, total)
+                each[row].append(np.stack(columns, 1))
+    return [np.concatenate(parts) for parts in each]
+
+
+def _columns(setting: Setting, site: Site) -> Tensor:
+    """W_O of each head: (H, width, width of a head)."""
+    _, out = anatomy.w_o(setting.model, site)
+    weight = out.get_parameter("weight").detach().float()
+    weight = weight.T if type(out).__name__ == "Conv1D" else weight
+    return weight.unflatten(1, (setting.places[setting.row(site)].query, -1)).permute(1, 0, 2)
+
+
+def _forward(setting: Setting, measure: Callable[[Site, Tensor], Tensor]) -> list[np.ndarray]:
+    """The mean over each example's tokens of something of every head: measure gives (..., H)."""
+    each: list[list[np.ndarray]] = [[] for _ in setting.places]
+    for step, batch in enumerate(setting.batches):
+        size = batch_size(batch)
+
+        def tap(site: Site, heads: Tensor, batch: Any = batch, size: int = size) -> None:
+            found = measure(site, heads.float())
+            real = real_tokens(batch, heads.shape)
+            if real is not None:
+                mean = (found * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+            else:
+                mean = found.reshape(size, -1, found.shape[-1]).mean(1)
+            each[setting.row(site)].append(mean.double().cpu().numpy())
+
+        with torch.no_grad(), tapped(setting.model, tap):
+            run(setting.model, batch)
+        setting.advance(step + 1, len(setting.batches))
+    return _united(setting, each)
+
+
+def _output(setting: Setting) -> list[np.ndarray]:
+    grams = {site.key: (w := _columns(setting, site)).transpose(1, 2) @ w for site in setting.sites}
+    return _forward(
+        setting,
+        lambda site, heads: torch.einsum("...hd,hde,...he->...h", heads, grams[site.key], heads).clamp(min=0).sqrt(),
+    )
+
+
+def _variance(setting: Setting) -> list[np.ndarray]:
+    from ..models.taps import means
+
+    mean = {name: x.float() for name, x in means(setting.model, setting.batches).items()}
+    columns = {site.key: _columns(setting, site).square().sum(1) for site in setting.sites}  # (H, d)
+    return _forward(
+        setting, lambda site, heads: ((heads - mean[site.name].to(heads.device)).square() * columns[site.key]).sum(-1)
+    )
+
+
+def _watched(setting: Setting, statistic: str, sign: int) -> list[np.ndarray]:
+    each: list[list[np.ndarray]] = [[] for _ in setting.places]
+    for step, batch in enumerate(setting.batches):
+        with torch.no_grad(), watch(setting.model) as seen:
+            run(setting.model, batch)
+        for site in setting.sites:
+            found = seen[site.key].stats.per_sequence(statistic)
+            found = np.nan_to_num(np.asarray(torch.as_tensor(found).double().cpu()))
+            each[setting.row(site)].append(1 - found if sign < 0 else found)
+        setting.advance(step + 1, len(setting.batches))
+    return _united(setting, each)
+
+
+def _magnitude(setting: Setting) -> list[np.ndarray]:
+    """The norm of all weights of a head; what a group shares counts for each of its heads."""
+    each = []
+    for site in setting.sites:
+        found = projections(setting.model, site)
+        total = found.out.get_parameter("weight").detach().float()
+        total = total.T if type(found.out).__name__ == "Conv1D" else total
+        squares = total.square().sum(0).view(found.query, -1).sum(1)
+        for part in found.parts:
+            weight = part.linear.get_parameter("weight").detach().float()
+            rows = (weight.T if type(part.linear).__name__ == "Conv1D" else weight).square().sum(1)
+            blocks = part.layout(found.query, found.kv)
+            for (role, number), size in zip(blocks, rows.view(len(blocks), -1).sum(1), strict=True):
+                group = found.query // found.kv
+                mine = [number] if role == "q" else list(range(number * group, (number + 1) * group))
+                squares[mine] += size
+        each.append([squares.sqrt().double().cpu().numpy()[None]])
+    return _united(setting, each)
+
+
+def _random(setting: Setting) -> list[np.ndarray]:
+    return [torch.rand(1, len(place.units(setting.unit)), generator=setting.random).numpy() for place in setting.places]
+
+
+def _l0(setting: Setting) -> list[np.ndarray]:
+    from .gates import opened
+
+    return _united(setting, [[row[None]] for row in opened(setting)])
+
+
+# name -> (function, whether examples are signed and their sizes count, whether each layer is divided by its norm)
+SCORES: dict[str, tuple[Callable[[Setting], list[np.ndarray]], bool, bool]] = {
+    "michel": (lambda setting: _gates(setting, of_token=False), True, True),
+    "michel-token": (lambda setting: _gates(setting, of_token=True), False, False),
+    "ablation": (_ablation, False, False),
+    "output": (_output, False, False),
+    "variance": (_variance, False, False),
+    "confidence": (lambda setting: _watched(setting, "confidence", 1), False, False),
+    "sink": (lambda setting: _watched(setting, "first", -1), False, False),  # high where little goes to the first token
+    "magnitude": (_magnitude, False, False),
+    "random": (_random, False, False),
+    "l0": (_l0, False, False),
+}
