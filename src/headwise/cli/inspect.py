@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..models.compared import Comparison
     from ..models.inspected import Inspection
 
+SENTENCE = 400  # characters
+
 
 def inspect(
     text: Annotated[str | None, typer.Argument(help="A sentence; one that comes along by default.")] = None,
@@ -76,9 +78,17 @@ def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> t
 
 
 def _inspected(text: str, model: str, **how: Any) -> Any:
+    import torch
+
     from ..models.inspection import inspect as run
 
-    return run(text, model, **how)
+    threads = torch.get_num_threads()
+    if len(text) <= SENTENCE:  # so little work that threads wait for each other longer than they compute
+        torch.set_num_threads(1)
+    try:
+        return run(text, model, **how)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check(found: Any, stat: str, head: str | None) -> None:
