@@ -30,6 +30,7 @@ STATISTICS = {
 
 
 LISTED = 50  # links in JSON
+FEWEST = 5  # tokens; on fewer, everything is near everything
 HIGHEST = 0.95  # a share that a head can be asked to reach
 
 
@@ -235,8 +236,10 @@ class Inspection:
         return [kind for kind in KINDS if kind.causal in (None, self.causal)]
 
     def can_tell(self, kind: Kind) -> bool:
-        """Whether a kind can be told from equal attention here: on a few tokens everything is near everything."""
-        return self._level(kind) >= 1 if kind.relative else self._level(kind) <= HIGHEST
+        """Whether a kind can be told from equal attention here."""
+        if self.tokens < FEWEST:
+            return False
+        return kind.relative or self._level(kind) <= HIGHEST
 
     def _level(self, kind: Kind) -> float:
         """From which score on a head is of a kind: never less than twice what equal attention has."""
