@@ -20,8 +20,10 @@ SENTENCE = 400  # characters
 
 
 def inspect(
-    text: Annotated[str | None, typer.Argument(help="A sentence; one that comes along by default.")] = None,
-    against: Annotated[str | None, typer.Argument(metavar="[TEXT2]", help="A second sentence to compare with.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="A sentence; one that comes along by default.")
+    ] = None,
+    against: Annotated[str | None, typer.Argument(metavar="TEXT2", help="A second sentence to compare with.")] = None,
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
     ] = "minilm",

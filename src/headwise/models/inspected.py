@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class Standout:
         return f"{self.layer}.{self.head}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Inspection:
     """What every head does on one text. Layers and heads count from 0 and are written layer.head."""
 
@@ -94,7 +94,7 @@ class Inspection:
     model: str
     words: Words
     layers: tuple[int, ...]  # the model's own numbers
-    weights: tuple[np.ndarray, ...] = field(repr=False)  # of each layer: (H, W, W) between words
+    weights: tuple[np.ndarray, ...]  # of each layer: (H, W, W) between words
     stats: dict[str, np.ndarray] = field(
         repr=False
     )  # name -> (L, H) over the model's tokens; NaN where a layer has fewer
@@ -301,7 +301,7 @@ class Inspection:
 
         yield overview(self, options.max_width, colour=console.color_system is not None)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         from .drawing import plain
 
         return plain(self)
