@@ -251,7 +251,7 @@ def _attends(kind: Any) -> bool:
         except (OSError, TypeError):
             continue
     text = "\n".join(sources)
-    return "softmax(" in text or "scaled_dot_product_attention(" in text
+    return "softmax(" in text.lower() or "scaled_dot_product_attention(" in text
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
@@ -281,20 +281,23 @@ def _towers(stacks: list[str]) -> dict[str, str]:
 
 def _numbered(kind: str, members: list[_Place]) -> Iterator[Site]:
     """Sites with layer numbers: the model's own, or counted where a layer holds several or a module serves many."""
-    own = [place.number for place in members]
+    order = _schedule(members)
+    own = [place.number for place in order]
     counted = len(set(own)) < len(own)
     uses: dict[int, int] = {}
-    index = 0
-    for place in members:
-        config = getattr(place.module, "config", None)
-        repeats = getattr(config, "num_hidden_layers", 1) if hasattr(config, "num_hidden_groups") else len(members)
-        again = range(repeats // len(members)) if repeats > len(members) else range(1)
-        for _ in again:
-            turn = uses.get(id(place.module), 0)
-            uses[id(place.module)] = turn + 1
-            number = index if counted or len(again) > 1 else place.number
-            yield Site(place.module, place.name, kind, number, turn, place.registered)
-            index += 1
+    for index, place in enumerate(order):
+        turn = uses.get(id(place.module), 0)
+        uses[id(place.module)] = turn + 1
+        yield Site(place.module, place.name, kind, index if counted else place.number, turn, place.registered)
+
+
+def _schedule(members: list[_Place]) -> list[_Place]:
+    """The order of calls in a pass: that of the modules, but for ALBERT, whose few groups each serve many layers."""
+    config = getattr(members[0].module, "config", None)
+    groups, layers = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
+    if not groups or not layers:
+        return members
+    return [place for i in range(layers) for place in members if place.number == i * groups // layers]
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:

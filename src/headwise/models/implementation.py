@@ -57,7 +57,7 @@ def mask(**given: Any) -> Tensor | None:
 
     if torch.compiler.is_compiling():
         return sdpa_mask(**given)
-    recipe = Recipe(sdpa_mask, given)
+    recipe = Recipe.of(sdpa_mask, given)
     if recipe.band() is None or recipe.queries == 1:
         return sdpa_mask(**given)
     if recipe.needs_no_mask(sdpa=True):

@@ -1,0 +1,272 @@
+"""Tiny models of many transformers families, one row each, with random weights sharp enough to tell heads apart."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel
+
+BATCH, LENGTH, SOURCE = 3, 13, 11  # tokens of a decoder (or an only stack), and of an encoder before it
+VOCABULARY = 97
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 60, "num_hidden_layers": 4, "intermediate_size": 44,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ENCODER = TEXT | {"num_attention_heads": 5, "embedding_size": 60}
+DECODER = TEXT | {"num_attention_heads": 6, "num_key_value_heads": 2}
+WIDE = DECODER | {"head_dim": 16}  # heads x head_dim is not the width
+GPT = {"vocab_size": VOCABULARY, "n_embd": 60, "n_layer": 4, "n_head": 5, "n_positions": 64, "n_inner": 37}
+MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MLA = DECODER | MOE | {
+    "num_key_value_heads": 6, "q_lora_rank": 17, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 14, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+MAMBA = {
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+    "mamba_expand": 1, "mamba_d_conv": 4, "mamba_dt_rank": 4,
+}  # fmt: skip
+TWO_STACKS: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 60, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 5,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 41, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 60, "d_kv": 7, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 5,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0,
+}  # fmt: skip
+PIXELS: dict[str, Any] = {
+    "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 5, "intermediate_size": 37, "image_size": 28,
+    "patch_size": 7, "num_channels": 3,
+}  # fmt: skip
+AUDIO: dict[str, Any] = {
+    "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 5, "intermediate_size": 37, "vocab_size": 32,
+    "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (5, 4), "num_feat_extract_layers": 2, "conv_bias": True,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0,
+}  # fmt: skip
+CLIP_TEXT = {**ENCODER, "projection_dim": 23, "eos_token_id": 96}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture at its smallest."""
+
+    type: str  # transformers' model_type
+    config: dict[str, Any] = field(repr=False)
+    inputs: str = "text"  # a row of INPUTS
+    kinds: tuple[str, ...] = ("self",)
+    note: str = ""  # tells two rows of one type apart
+    layers: tuple[int, ...] | None = None  # the numbers of the layers that attend, where not all do
+
+    @property
+    def name(self) -> str:
+        return f"{self.type}-{self.note}" if self.note else self.type
+
+    @property
+    def causal(self) -> bool:
+        return self.inputs == "text" and self.config.get("num_attention_heads") == 6 or self.type in ("gpt2", "biogpt")
+
+
+def _rows(config: dict[str, Any], *types: str, **more: Any) -> list[Family]:
+    return [Family(name, config, **more) for name in types]
+
+
+ENCODERS = [
+    *_rows(ENCODER, "bert", "roberta", "electra", "camembert", "xlm-roberta", "xlm-roberta-xl", "data2vec-text"),
+    *_rows(ENCODER, "ernie", "layoutlm", "splinter", "roberta-prelayernorm", "bert-generation", "markuplm"),
+    Family("albert", ENCODER | {"inner_group_num": 1, "num_hidden_groups": 1}),
+    Family("albert", ENCODER | {"inner_group_num": 2, "num_hidden_groups": 2}, note="groups"),
+    Family("distilbert", {"vocab_size": VOCABULARY, "dim": 60, "n_layers": 4, "n_heads": 5, "hidden_dim": 37}),
+    Family("modernbert", ENCODER | {"local_attention": 6, "global_attn_every_n_layers": 3}),
+    Family("eurobert", WIDE),
+    Family("esm", ENCODER | {"mask_token_id": 3, "position_embedding_type": "rotary"}),
+    Family("mobilebert", ENCODER | {"intra_bottleneck_size": 60, "true_hidden_size": 60, "normalization_type": "layer_norm"}),
+    Family("nomic_bert", ENCODER),
+]  # fmt: skip
+DECODERS = [
+    *_rows(DECODER, "llama", "stablelm", "olmo", "olmo2", "granite", "starcoder2", "phi3", "cohere", "bitnet"),
+    Family("helium", DECODER | {"head_dim": 10}),
+    *_rows(WIDE, "qwen3", "gemma", "glm", "glm4", "ernie4_5", "arcee", "hunyuan_v1_dense", "smollm3", "seed_oss", "apertus"),
+    Family("mistral", WIDE | {"sliding_window": 5}),
+    Family("qwen2", DECODER | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    Family("gemma2", WIDE | {"sliding_window": 5, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 3.0}),
+    Family("gemma3_text", WIDE | {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 7}),
+    Family("olmo3", DECODER | {"sliding_window": 5}),
+    Family("cohere2", DECODER | {"sliding_window": 5, "sliding_window_pattern": 2}),
+    Family("exaone4", DECODER | {"sliding_window": 5, "sliding_window_pattern": 2}),
+    Family("phi", DECODER | {"partial_rotary_factor": 0.4}),
+    Family("nemotron", DECODER | {"partial_rotary_factor": 0.4}),
+    Family("modernbert-decoder", DECODER | {"local_attention": 6, "global_attn_every_n_layers": 3}),
+    Family("gpt2", GPT),
+    Family("gpt_bigcode", GPT | {"multi_query": True}, note="mqa"),
+    Family("gpt_bigcode", GPT | {"multi_query": False}, note="mha"),
+    Family("gpt_neox", DECODER | {"rotary_pct": 0.4}),
+    Family("opt", DECODER | {"ffn_dim": 37, "word_embed_proj_dim": 60}),
+    Family("biogpt", DECODER),
+    Family("gpt_oss", WIDE | MOE | {"sliding_window": 5}),
+    Family("mixtral", WIDE | MOE | {"sliding_window": 5}),
+    *_rows(WIDE | MOE, "qwen3_moe", "minimax_m2"),
+    *_rows(DECODER | MOE | {"shared_expert_intermediate_size": 20}, "qwen2_moe", "olmoe", "granitemoe", "phimoe"),
+    Family("llama4_text", WIDE | MOE | {"attention_chunk_size": 5, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 37}),
+    *_rows(MLA, "deepseek_v3"),
+    Family("deepseek_v2", MLA | {"n_group": 1}),
+    Family("minicpm3", MLA),
+    Family("jamba", DECODER | MOE | MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1}, layers=(1, 3)),
+    Family("bamba", DECODER | MAMBA | {"attn_layer_indices": [0, 2], "mamba_expand": 2, "mamba_n_heads": 6, "mamba_d_head": 20}, layers=(0, 2)),
+    Family("falcon_h1", WIDE | MAMBA),
+    Family("granitemoehybrid", DECODER | MOE | MAMBA | {"layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_expand": 2, "mamba_n_heads": 6, "mamba_d_head": 20, "shared_intermediate_size": 20}, layers=(1, 3)),
+    Family("lfm2", DECODER | {"full_attn_idxs": [1, 3], "layer_types": ["conv", "full_attention"] * 2}, layers=(1, 3)),
+    Family("qwen3_next", WIDE | MOE | {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20}, layers=(1, 3)),
+]  # fmt: skip
+SEQ2SEQ = [
+    *_rows(TWO_STACKS, "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "plbart",
+           inputs="source", kinds=("encoder", "decoder", "cross")),
+    *_rows(T5, "t5", "mt5", "umt5", inputs="source", kinds=("encoder", "decoder", "cross")),
+    Family("whisper", TWO_STACKS | {"num_mel_bins": 17, "max_source_positions": SOURCE, "max_target_positions": 32}, "mel",
+           ("encoder", "decoder", "cross")),
+    Family("speech_to_text", TWO_STACKS | {"num_mel_bins": 17, "input_feat_per_channel": 17, "max_source_positions": 64, "max_target_positions": 32}, "filterbank",
+           ("encoder", "decoder", "cross")),
+]  # fmt: skip
+VISION = [
+    *_rows(PIXELS, "vit", "deit", "dinov2", "dinov3_vit", "siglip_vision_model", "clip_vision_model", "ijepa",
+           inputs="pixels"),
+    Family("swin", {"image_size": 28, "patch_size": 7, "embed_dim": 12, "depths": [1, 2], "num_heads": [2, 3], "window_size": 2}, "pixels"),
+    Family("videomae", PIXELS | {"num_frames": 4, "tubelet_size": 2}, "frames"),
+]  # fmt: skip
+SOUND = _rows(AUDIO, "wav2vec2", "hubert", "unispeech", inputs="wave")
+TOWERS = [
+    Family("clip", {"text_config": CLIP_TEXT, "vision_config": PIXELS, "projection_dim": 23}, "text and pixels",
+           ("text_model", "vision_model")),
+    Family("siglip", {"text_config": CLIP_TEXT | {"projection_size": 60}, "vision_config": PIXELS}, "text and pixels",
+           ("text_model", "vision_model")),
+    Family("llava", {"text_config": WIDE | {"model_type": "llama"}, "vision_config": PIXELS | {"model_type": "clip_vision_model"}, "image_token_index": 95}, "image tokens",
+           ("vision_tower", "language_model")),
+    Family("paligemma", {"text_config": WIDE | {"model_type": "gemma"}, "vision_config": PIXELS | {"model_type": "siglip_vision_model", "vision_use_head": False}, "image_token_index": 95, "projection_dim": 60}, "prefix",
+           ("vision_tower", "language_model")),
+]  # fmt: skip
+FAMILIES = [*ENCODERS, *DECODERS, *SEQ2SEQ, *VISION, *SOUND, *TOWERS]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def build(family: Family, implementation: str = "sdpa", seed: int = 0) -> nn.Module:
+    """The family's model, in eval mode, with sharp random weights. Where it has no sdpa, eager serves."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family.type, **family.config)
+    if implementation == "sdpa" and not MODEL_MAPPING[type(config)]._supports_sdpa:
+        implementation = "eager"
+    return sharpen(AutoModel.from_config(config, attn_implementation=implementation).eval(), seed)
+
+
+SHARP = re.compile(r"(^|[._])(q|k|qkv|query|key|q_proj|k_proj|qkv_proj|c_attn|query_key_value|Wqkv|q_lin|k_lin|in_proj"
+                   r"|q_a_proj|q_b_proj|kv_b_proj|query_proj|key_proj|q_norm|k_norm|query_layernorm|key_layernorm)(\.|$)")  # fmt: skip
+
+
+def sharpen(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights of unit size, and queries and keys larger, so that no head looks everywhere alike."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, Tensor) or weight.dim() > 2 or "mamba" in path:
+                continue
+            strong = 2.5 if SHARP.search(path) else 1.0
+            if weight.dim() == 2:
+                size = weight.shape[0 if type(module).__name__ == "Conv1D" else 1]
+                size = 1 if isinstance(module, nn.Embedding) else size
+                weight.copy_(torch.randn(weight.shape, generator=generator) * strong / size**0.5)
+            elif strong > 1:
+                weight.mul_(strong)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, Tensor) and isinstance(module, nn.Linear):
+                bias.copy_(torch.randn(bias.shape, generator=generator) * 0.1)
+    return model
+
+
+def inputs(family: Family, side: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
+    """What the model is called with; side: where the padding is, None for none."""
+    generator = torch.Generator().manual_seed(seed + 7)
+    return INPUTS[family.inputs](generator, side)
+
+
+def padding(length: int, side: str | None, shortest: int = 4) -> Tensor:
+    """(B, length) of ones and zeros: sequences of different lengths."""
+    mask = torch.ones(BATCH, length, dtype=torch.long)
+    for row, size in enumerate(range(length, shortest - 1, -(length - shortest) // (BATCH - 1))[:BATCH] if side else ()):
+        mask[row, size:] = 0
+    return mask.flip(1) if side == "left" else mask
+
+
+def _tokens(generator: torch.Generator, length: int, mask: Tensor) -> Tensor:
+    return torch.randint(4, 90, (BATCH, length), generator=generator) * mask
+
+
+def _text(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    mask = padding(LENGTH, side)
+    given = {"input_ids": _tokens(generator, LENGTH, mask)}
+    return given if side is None else given | {"attention_mask": mask}
+
+
+def _source(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    mask, target = padding(SOURCE, side, 3), padding(LENGTH, "right" if side else None)
+    given = {"input_ids": _tokens(generator, SOURCE, mask), "decoder_input_ids": _tokens(generator, LENGTH, target)}
+    return given if side is None else given | {"attention_mask": mask, "decoder_attention_mask": target}
+
+
+def _decoder(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    target = padding(LENGTH, side)
+    given = {"decoder_input_ids": _tokens(generator, LENGTH, target)}
+    return given if side is None else given | {"decoder_attention_mask": target}
+
+
+def _mel(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(BATCH, 17, 2 * SOURCE, generator=generator)} | _decoder(generator, side)
+
+
+def _filterbank(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(BATCH, 4 * SOURCE, 17, generator=generator)} | _decoder(generator, side)
+
+
+def _pixels(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(BATCH, 3, 28, 28, generator=generator)}
+
+
+def _frames(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(BATCH, 4, 3, 28, 28, generator=generator)}
+
+
+def _wave(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    given = {"input_values": torch.randn(BATCH, 260, generator=generator)}
+    return given if side is None else given | {"attention_mask": padding(260, "right", 80)}
+
+
+def _both(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    return _text(generator, side) | _pixels(generator, side)
+
+
+def _image_tokens(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    text = _text(generator, side)
+    images = torch.full((BATCH, 16), 95)
+    given = {"input_ids": torch.cat([images, text["input_ids"]], 1)} | _pixels(generator, side)
+    if side is None:
+        return given
+    return given | {"attention_mask": torch.cat([torch.ones_like(images), text["attention_mask"]], 1)}
+
+
+def _prefix(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    """The image and the first words are read both ways, what follows is generated."""
+    given = _image_tokens(generator, side)
+    kinds = torch.zeros_like(given["input_ids"])
+    kinds[:, 19:] = 1
+    return given | {"token_type_ids": kinds}
+
+
+INPUTS = {
+    "text": _text, "source": _source, "mel": _mel, "filterbank": _filterbank, "pixels": _pixels, "frames": _frames,
+    "wave": _wave, "text and pixels": _both, "image tokens": _image_tokens,
+    "prefix": _prefix,
+}  # fmt: skip
