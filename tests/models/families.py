@@ -153,6 +153,10 @@ FAMILIES = [*ENCODERS, *DECODERS, *SEQ2SEQ, *VISION, *SOUND, *TOWERS]
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
+# What stands between the attention function and W_O, so that W_O is given something else than the heads' outputs.
+BETWEEN = {"bitnet": "a norm", "qwen3_next": "a gate"}
+
+
 def build(family: Family, implementation: str = "sdpa", seed: int = 0) -> nn.Module:
     """The family's model, in eval mode, with sharp random weights. Where it has no sdpa, eager serves."""
     torch.manual_seed(seed)
@@ -270,3 +274,16 @@ INPUTS = {
     "wave": _wave, "text and pixels": _both, "image tokens": _image_tokens,
     "prefix": _prefix,
 }  # fmt: skip
+
+
+def counted(family: Family, given: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Which queries of a kind of attention are tokens (B, Tq), and which keys are (B, Tk); None for all."""
+    own, decoder = given.get("attention_mask"), given.get("decoder_attention_mask")
+    if family.inputs == "wave" and own is not None:
+        lengths = model._get_feat_extract_output_lengths(own.sum(-1))
+        own = torch.arange(int(model._get_feat_extract_output_lengths(own.shape[1]))) < lengths[:, None]
+    elif family.inputs in ("mel", "filterbank"):
+        own = None
+    return {
+        "decoder": (decoder, decoder), "cross": (decoder, own), "vision_model": (None, None), "vision_tower": (None, None),
+    }.get(kind, (own, own))  # fmt: skip

@@ -24,6 +24,7 @@ QUERY_HEADS = (
     "encoder_attention_heads",
 )  # fmt: skip
 HEAD_DIM = ("v_head_dim", "value_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+ATTENDS = ("softmax(", "softmax.apply(", "scaled_dot_product_attention(", "multi_head_attention_forward(")
 CROSS = ("cross", "encoder_attn", "encdec", "encoder_decoder_attention", "enc_attn")
 
 
@@ -105,9 +106,14 @@ def check_registered(model: nn.Module, all_sites: list[Site]) -> None:
         raise UnsupportedError(f"{name}: no attention layer was found in {type(model).__name__}; nothing to watch")
     off = [site for site in all_sites if not site.registered]
     if off:
+        around = owners(model, all_sites)
+        odd = {id(around[id(site.module)]) for site in off} | {id(model)}
+        parts = [around[id(site.module)] for site in all_sites if id(around[id(site.module)]) not in odd]
+        part = next((path for path, module in model.named_modules() if parts and module is parts[0]), None)
         raise UnsupportedError(
             f"{name} cannot be watched: {type(off[0].module).__name__} (at {off[0].name}) computes its attention "
-            "itself instead of through transformers' attention registry; headwise.mask_heads still works on it"
+            "itself instead of through transformers' attention registry; "
+            + (f"a part of it can, headwise.watch(model.{part})" if part else "headwise.mask_heads still works on it")
         )
     for site in all_sites:
         config = getattr(site.module, "config", None)
@@ -251,7 +257,7 @@ def _attends(kind: Any) -> bool:
         except (OSError, TypeError):
             continue
     text = "\n".join(sources)
-    return "softmax(" in text.lower() or "scaled_dot_product_attention(" in text
+    return any(mark in text.lower() for mark in ATTENDS)
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -9,19 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention import contract
 from ..attention.stats import SHARE, HeadStats
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
 from . import anatomy, registry
 from .anatomy import Key, Site
+from .chosen import Chosen, asked, chosen_of, links_of
 from .eager import EagerReading
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
 from .reading import Given, Reading, agrees, read
 
 FIRST = "\0first"  # a class of our own, beside the user's
-Chosen = bool | Key | Iterable[Key] | dict[Key, Any] | None
 
 
 def watch(
@@ -71,8 +71,10 @@ class Watch:
         self._site = {(id(site.module), site.turn): site for site in self._sites}
         self._modules = list({id(site.module): site.module for site in self._sites}.values())
         self._owner = anatomy.owners(model, self._sites)
-        self._weights, self._outputs = (_chosen(model, self._sites, x) for x in (weights, outputs))
-        self._rows, self._links = rows, contract_links(links)
+        self._weights, self._outputs = (chosen_of(model, self._sites, x) for x in (weights, outputs))
+        mixing = {id(site.module): site for site in self._sites if id(site.module) in self._outputs}
+        self._mixers = [(site.module, anatomy.w_o(model, site)[1]) for site in mixing.values()]
+        self._rows, self._links = rows, links_of(links)
         kinds = {site.kind for site in self._sites}
         self._classes = classes if classes and set(classes) <= kinds else dict.fromkeys(kinds, classes)
         if classes and len(kinds) > 1 and not set(classes) <= kinds:
@@ -115,6 +117,8 @@ class Watch:
             self._hooks.append(owner.register_forward_hook(self._end, always_call=True))
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(self._called))
+        for module, linear in self._mixers:
+            self._hooks.append(linear.register_forward_pre_hook(functools.partial(self._mixed, module)))
         registry.add(self._modules, self)
         return self
 
@@ -155,6 +159,19 @@ class Watch:
         if torch._C._current_graph_task_id() == -1:  # not a checkpoint that is run again in backward
             self._turn[id(module)] = self._turn.get(id(module), -1) + 1
 
+    def _mixed(self, module: nn.Module, linear: nn.Module, args: tuple[Any, ...]) -> None:
+        """What W_O is given are the heads' outputs, with all that a model does to them before (gates, norms)."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        at = id(module), self._turn.get(id(module), 0)
+        heads = None if at not in self._seen else asked(self._outputs, self._site[at])
+        if heads is not None:
+            layer = self._seen[at]
+            x = args[0].detach()
+            x = x[None] if x.dim() == 2 else x
+            each = x.flatten(1, -2).unflatten(-1, (layer.heads.query, -1)).transpose(1, 2)
+            layer.all_outputs.append(each if heads is True else Rows(each[:, heads], heads, None))
+
     # what the registry calls
 
     def see(self, given: Given, function: registry.Function, eager: registry.Function) -> tuple[Tensor, Any]:
@@ -166,7 +183,10 @@ class Watch:
         reading = read(given, scene.recipe, scene.near, scene.cross)
         own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
         if lazy:
-            out, rest = reading.attend(given.dropout if given.module.training else 0.0).transpose(1, 2).contiguous(), None
+            out, rest = (
+                reading.attend(given.dropout if given.module.training else 0.0).transpose(1, 2).contiguous(),
+                None,
+            )
         else:
             out, rest = function(given)
         with torch.no_grad():
@@ -214,13 +234,9 @@ class Watch:
             self._last[id(self._owner[id(given.module)])] = scene.real, decoding
         shares = self._shares(site.kind, reading, where)
         layer.add(_named(reading.stats(scene.real, shares)), decoding)
-        heads = _asked(self._weights, site)
+        heads = asked(self._weights, site)
         if heads is not None:
             layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))
-        heads = _asked(self._outputs, site)
-        if heads is not None:
-            each = out.detach().reshape(*out.shape[:2], given.query.shape[1], -1).transpose(1, 2)
-            layer.all_outputs.append(each if heads is True else Rows(each[:, heads], heads, None))
         if self._links:
             layer.links_asked = self._links
             layer.all_links.append(Links(*reading.links(self._links)))
@@ -305,50 +321,6 @@ def _named(stats: HeadStats) -> HeadStats:
     if SHARE + FIRST in stats:
         stats.sums["first"] = stats.sums.pop(SHARE + FIRST)
     return stats
-
-
-def _asked(chosen: dict[int, dict[int | None, Any]], site: Site) -> Any:
-    """The heads of a site that are to be kept: True for all, None for none."""
-    turns = chosen.get(id(site.module), {})
-    return turns.get(site.turn, turns.get(None))
-
-
-def contract_links(links: int) -> int:
-    if isinstance(links, bool) or not isinstance(links, int) or links < 0:
-        raise HeadwiseError(f"links must be a number of keys of at least 0, got {links!r}")
-    return links
-
-
-def _chosen(model: nn.Module, sites: list[Site], wanted: Chosen) -> dict[int, dict[int | None, Any]]:
-    """What to keep: by id of the module and its turn (None: any), True for all heads or a list of them."""
-    if wanted is None or wanted is False:
-        return {}
-    if wanted is True:
-        return {id(site.module): {None: True} for site in sites}
-    if isinstance(wanted, dict):
-        pairs: list[tuple[Site, Any]] = [(anatomy.find(model, sites, key), heads) for key, heads in wanted.items()]
-    else:
-        lone = isinstance(wanted, (int, str)) or (
-            isinstance(wanted, tuple) and len(wanted) == 2 and isinstance(wanted[0], str)
-        )
-        keys: Any = [wanted] if lone else wanted
-        pairs = [(anatomy.find(model, sites, key), True) for key in keys]
-    chosen: dict[int, dict[int | None, Any]] = {}
-    for site, heads in pairs:
-        chosen.setdefault(id(site.module), {})[site.turn] = _heads(model, site, heads)
-    return chosen
-
-
-def _heads(model: nn.Module, site: Site, heads: Any) -> Any:
-    if heads is True:
-        return True
-    wanted = [heads] if isinstance(heads, int) and not isinstance(heads, bool) else list(heads)
-    try:
-        linear = anatomy.w_o(model, site)[1]
-        count = anatomy.query_heads(model, site, anatomy.input_width(linear) or 0)
-    except UnsupportedError:
-        return wanted  # then the first call tells
-    return contract.pick("head", wanted, count)
 
 
 def _output_width(linear: nn.Module) -> int:
