@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from batches import SOURCE
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel
 
-BATCH, LENGTH, SOURCE = 3, 13, 11  # tokens of a decoder (or an only stack), and of an encoder before it
 VOCABULARY = 97
 
 TEXT: dict[str, Any] = {
@@ -21,14 +21,20 @@ ENCODER = TEXT | {"num_attention_heads": 5, "embedding_size": 60}
 DECODER = TEXT | {"num_attention_heads": 6, "num_key_value_heads": 2}
 WIDE = DECODER | {"head_dim": 16}  # heads x head_dim is not the width
 GPT = {"vocab_size": VOCABULARY, "n_embd": 60, "n_layer": 4, "n_head": 5, "n_positions": 64, "n_inner": 37}
-MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
 MLA = DECODER | MOE | {
     "num_key_value_heads": 6, "q_lora_rank": 17, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
     "v_head_dim": 14, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
 }  # fmt: skip
 MAMBA = {
-    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
-    "mamba_expand": 1, "mamba_d_conv": 4, "mamba_dt_rank": 4,
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_chunk_size": 8, "mamba_expand": 1, "mamba_d_conv": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
 TWO_STACKS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 60, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 5,
@@ -37,7 +43,8 @@ TWO_STACKS: dict[str, Any] = {
     "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
 }  # fmt: skip
 T5: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 60, "d_kv": 7, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 5,
+    "vocab_size": VOCABULARY, "d_model": 60, "d_kv": 7, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2,
+    "num_heads": 5,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0,
 }  # fmt: skip
 PIXELS: dict[str, Any] = {
@@ -67,10 +74,6 @@ class Family:
     def name(self) -> str:
         return f"{self.type}-{self.note}" if self.note else self.type
 
-    @property
-    def causal(self) -> bool:
-        return self.inputs == "text" and self.config.get("num_attention_heads") == 6 or self.type in ("gpt2", "biogpt")
-
 
 def _rows(config: dict[str, Any], *types: str, **more: Any) -> list[Family]:
     return [Family(name, config, **more) for name in types]
@@ -85,13 +88,18 @@ ENCODERS = [
     Family("modernbert", ENCODER | {"local_attention": 6, "global_attn_every_n_layers": 3}),
     Family("eurobert", WIDE),
     Family("esm", ENCODER | {"mask_token_id": 3, "position_embedding_type": "rotary"}),
-    Family("mobilebert", ENCODER | {"intra_bottleneck_size": 60, "true_hidden_size": 60, "normalization_type": "layer_norm"}),
+    Family(
+        "mobilebert",
+        ENCODER | {"intra_bottleneck_size": 60, "true_hidden_size": 60, "normalization_type": "layer_norm"},
+    ),
     Family("nomic_bert", ENCODER),
-]  # fmt: skip
+]
 DECODERS = [
     *_rows(DECODER, "llama", "stablelm", "olmo", "olmo2", "granite", "starcoder2", "phi3", "cohere", "bitnet"),
     Family("helium", DECODER | {"head_dim": 10}),
-    *_rows(WIDE, "qwen3", "gemma", "glm", "glm4", "ernie4_5", "arcee", "hunyuan_v1_dense", "smollm3", "seed_oss", "apertus"),
+    *_rows(
+        WIDE, "qwen3", "gemma", "glm", "glm4", "ernie4_5", "arcee", "hunyuan_v1_dense", "smollm3", "seed_oss", "apertus"
+    ),
     Family("mistral", WIDE | {"sliding_window": 5}),
     Family("qwen2", DECODER | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
     Family("gemma2", WIDE | {"sliding_window": 5, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 3.0}),
@@ -102,6 +110,7 @@ DECODERS = [
     Family("phi", DECODER | {"partial_rotary_factor": 0.4}),
     Family("nemotron", DECODER | {"partial_rotary_factor": 0.4}),
     Family("modernbert-decoder", DECODER | {"local_attention": 6, "global_attn_every_n_layers": 3}),
+    Family("diffllama", DECODER | {"num_attention_heads": 8, "hidden_size": 64}),
     Family("gpt2", GPT),
     Family("gpt_bigcode", GPT | {"multi_query": True}, note="mqa"),
     Family("gpt_bigcode", GPT | {"multi_query": False}, note="mha"),
@@ -112,62 +121,264 @@ DECODERS = [
     Family("mixtral", WIDE | MOE | {"sliding_window": 5}),
     *_rows(WIDE | MOE, "qwen3_moe", "minimax_m2"),
     *_rows(DECODER | MOE | {"shared_expert_intermediate_size": 20}, "qwen2_moe", "olmoe", "granitemoe", "phimoe"),
-    Family("llama4_text", WIDE | MOE | {"attention_chunk_size": 5, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 37}),
+    Family(
+        "llama4_text",
+        WIDE | MOE | {"attention_chunk_size": 5, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 37},
+    ),
     *_rows(MLA, "deepseek_v3"),
     Family("deepseek_v2", MLA | {"n_group": 1}),
     Family("minicpm3", MLA),
     Family("jamba", DECODER | MOE | MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1}, layers=(1, 3)),
-    Family("bamba", DECODER | MAMBA | {"attn_layer_indices": [0, 2], "mamba_expand": 2, "mamba_n_heads": 6, "mamba_d_head": 20}, layers=(0, 2)),
+    Family(
+        "bamba",
+        DECODER | MAMBA | {"attn_layer_indices": [0, 2], "mamba_expand": 2, "mamba_n_heads": 6, "mamba_d_head": 20},
+        layers=(0, 2),
+    ),
     Family("falcon_h1", WIDE | MAMBA),
-    Family("granitemoehybrid", DECODER | MOE | MAMBA | {"layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_expand": 2, "mamba_n_heads": 6, "mamba_d_head": 20, "shared_intermediate_size": 20}, layers=(1, 3)),
+    Family(
+        "granitemoehybrid",
+        DECODER
+        | MOE
+        | MAMBA
+        | {
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "mamba_expand": 2,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 20,
+            "shared_intermediate_size": 20,
+        },
+        layers=(1, 3),
+    ),
     Family("lfm2", DECODER | {"full_attn_idxs": [1, 3], "layer_types": ["conv", "full_attention"] * 2}, layers=(1, 3)),
-    Family("qwen3_next", WIDE | MOE | {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20}, layers=(1, 3)),
-]  # fmt: skip
+    Family(
+        "qwen3_next",
+        WIDE
+        | MOE
+        | {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 20,
+        },
+        layers=(1, 3),
+    ),
+]
 SEQ2SEQ = [
-    *_rows(TWO_STACKS, "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot", "blenderbot-small", "plbart",
-           inputs="source", kinds=("encoder", "decoder", "cross")),
+    *_rows(
+        TWO_STACKS,
+        "bart",
+        "mbart",
+        "marian",
+        "pegasus",
+        "m2m_100",
+        "blenderbot",
+        "blenderbot-small",
+        "plbart",
+        inputs="source",
+        kinds=("encoder", "decoder", "cross"),
+    ),
     *_rows(T5, "t5", "mt5", "umt5", inputs="source", kinds=("encoder", "decoder", "cross")),
-    Family("whisper", TWO_STACKS | {"num_mel_bins": 17, "max_source_positions": SOURCE, "max_target_positions": 32}, "mel",
-           ("encoder", "decoder", "cross")),
-    Family("speech_to_text", TWO_STACKS | {"num_mel_bins": 17, "input_feat_per_channel": 17, "max_source_positions": 64, "max_target_positions": 32}, "filterbank",
-           ("encoder", "decoder", "cross")),
-]  # fmt: skip
+    Family(
+        "whisper",
+        TWO_STACKS | {"num_mel_bins": 17, "max_source_positions": SOURCE, "max_target_positions": 32},
+        "mel",
+        ("encoder", "decoder", "cross"),
+    ),
+    Family(
+        "speech_to_text",
+        TWO_STACKS
+        | {"num_mel_bins": 17, "input_feat_per_channel": 17, "max_source_positions": 64, "max_target_positions": 32},
+        "filterbank",
+        ("encoder", "decoder", "cross"),
+    ),
+]
 VISION = [
-    *_rows(PIXELS, "vit", "deit", "dinov2", "dinov3_vit", "siglip_vision_model", "clip_vision_model", "ijepa",
-           inputs="pixels"),
-    Family("swin", {"image_size": 28, "patch_size": 7, "embed_dim": 12, "depths": [1, 2], "num_heads": [2, 3], "window_size": 2}, "pixels"),
+    *_rows(
+        PIXELS,
+        "vit",
+        "deit",
+        "dinov2",
+        "dinov3_vit",
+        "siglip_vision_model",
+        "clip_vision_model",
+        "ijepa",
+        inputs="pixels",
+    ),
+    Family(
+        "swin",
+        {"image_size": 28, "patch_size": 7, "embed_dim": 12, "depths": [1, 2], "num_heads": [2, 3], "window_size": 2},
+        "pixels",
+    ),
     Family("videomae", PIXELS | {"num_frames": 4, "tubelet_size": 2}, "frames"),
-]  # fmt: skip
+]
 SOUND = _rows(AUDIO, "wav2vec2", "hubert", "unispeech", inputs="wave")
 TOWERS = [
-    Family("clip", {"text_config": CLIP_TEXT, "vision_config": PIXELS, "projection_dim": 23}, "text and pixels",
-           ("text_model", "vision_model")),
-    Family("siglip", {"text_config": CLIP_TEXT | {"projection_size": 60}, "vision_config": PIXELS}, "text and pixels",
-           ("text_model", "vision_model")),
-    Family("llava", {"text_config": WIDE | {"model_type": "llama"}, "vision_config": PIXELS | {"model_type": "clip_vision_model"}, "image_token_index": 95}, "image tokens",
-           ("vision_tower", "language_model")),
-    Family("paligemma", {"text_config": WIDE | {"model_type": "gemma"}, "vision_config": PIXELS | {"model_type": "siglip_vision_model", "vision_use_head": False}, "image_token_index": 95, "projection_dim": 60}, "prefix",
-           ("vision_tower", "language_model")),
-]  # fmt: skip
+    Family(
+        "clip",
+        {"text_config": CLIP_TEXT, "vision_config": PIXELS, "projection_dim": 23},
+        "text and pixels",
+        ("text_model", "vision_model"),
+    ),
+    Family(
+        "siglip",
+        {"text_config": CLIP_TEXT | {"projection_size": 60}, "vision_config": PIXELS},
+        "text and pixels",
+        ("text_model", "vision_model"),
+    ),
+    Family(
+        "llava",
+        {
+            "text_config": WIDE | {"model_type": "llama"},
+            "vision_config": PIXELS | {"model_type": "clip_vision_model"},
+            "image_token_index": 95,
+        },
+        "image tokens",
+        ("vision_tower", "language_model"),
+    ),
+    Family(
+        "paligemma",
+        {
+            "text_config": WIDE | {"model_type": "gemma"},
+            "vision_config": PIXELS | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_token_index": 95,
+            "projection_dim": 60,
+        },
+        "prefix",
+        ("vision_tower", "language_model"),
+    ),
+]
+# Off the registry: not to be watched. `note` is the class that says no.
+OFF = [
+    *_rows(
+        ENCODER,
+        "megatron-bert",
+        "rembert",
+        "mpnet",
+        "roformer",
+        "deberta-v2",
+        "deberta",
+        "ibert",
+        "convbert",
+        "nystromformer",
+    ),
+    Family("lilt", ENCODER),
+    Family("bloom", {"vocab_size": VOCABULARY, "hidden_size": 60, "n_layer": 3, "n_head": 5, "pad_token_id": 0}),
+    Family("falcon", ENCODER | {"new_decoder_architecture": False, "multi_query": True}),
+    Family(
+        "falcon",
+        ENCODER | {"num_attention_heads": 6, "num_kv_heads": 2, "new_decoder_architecture": True},
+        note="grouped",
+    ),
+    Family("gptj", GPT | {"rotary_dim": 4}),
+    Family("codegen", GPT | {"n_head": 4, "rotary_dim": 4}),
+    Family(
+        "gpt_neo",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 60,
+            "num_layers": 2,
+            "num_heads": 5,
+            "intermediate_size": 37,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 5,
+            "max_position_embeddings": 64,
+        },
+    ),
+    Family(
+        "mpt",
+        {"vocab_size": VOCABULARY, "d_model": 60, "n_layers": 3, "n_heads": 5, "max_seq_len": 64, "expansion_ratio": 2},
+    ),
+    Family(
+        "xglm",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 60,
+            "num_layers": 3,
+            "attention_heads": 6,
+            "ffn_dim": 37,
+            "pad_token_id": 0,
+        },
+    ),
+    Family("openai-gpt", GPT),
+    Family(
+        "xlm",
+        {
+            "vocab_size": VOCABULARY,
+            "emb_dim": 60,
+            "n_layers": 3,
+            "n_heads": 5,
+            "max_position_embeddings": 64,
+            "n_langs": 1,
+        },
+    ),
+    Family("mvp", TWO_STACKS, "source", ("encoder", "decoder", "cross")),
+    Family(
+        "fsmt",
+        {
+            "src_vocab_size": VOCABULARY,
+            "tgt_vocab_size": VOCABULARY,
+            "langs": ["a", "b"],
+            "d_model": 60,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 5,
+            "decoder_attention_heads": 5,
+            "encoder_ffn_dim": 37,
+            "decoder_ffn_dim": 37,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+        },
+        "source",
+        ("encoder", "decoder", "cross"),
+    ),
+    Family(
+        "led",
+        TWO_STACKS
+        | {"attention_window": [4, 4, 4], "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+        "source",
+        ("encoder", "decoder", "cross"),
+    ),
+    Family("longformer", ENCODER | {"attention_window": [4, 4, 4, 4]}),
+    Family("longt5", T5 | {"local_radius": 3}, "source", ("encoder", "decoder", "cross")),
+    Family(
+        "bigbird_pegasus",
+        TWO_STACKS | {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1},
+        "source",
+        ("encoder", "decoder", "cross"),
+    ),
+    Family(
+        "pegasus_x",
+        TWO_STACKS | {"block_size": 4, "num_global_tokens": 2, "stagger_local_blocks": False},
+        "source",
+        ("encoder", "decoder", "cross"),
+    ),
+    Family("xlnet", {"vocab_size": VOCABULARY, "d_model": 60, "n_layer": 3, "n_head": 5, "d_inner": 37}),
+    Family("git", ENCODER | {"vision_config": PIXELS}),
+    Family("wavlm", AUDIO | {"num_buckets": 8, "max_bucket_distance": 16}, "wave"),
+]
 FAMILIES = [*ENCODERS, *DECODERS, *SEQ2SEQ, *VISION, *SOUND, *TOWERS]
-BY_NAME = {family.name: family for family in FAMILIES}
+BY_NAME = {family.name: family for family in [*FAMILIES, *OFF]}
 
 
 # What stands between the attention function and W_O, so that W_O is given something else than the heads' outputs.
-BETWEEN = {"bitnet": "a norm", "qwen3_next": "a gate"}
+BETWEEN = {"bitnet": "a norm", "qwen3_next": "a gate", "diffllama": "the difference of two heads"}
 
 
-def build(family: Family, implementation: str = "sdpa", seed: int = 0) -> nn.Module:
+def build(family: Family, implementation: str = "sdpa", seed: int = 0, auto: Any = AutoModel) -> Any:
     """The family's model, in eval mode, with sharp random weights. Where it has no sdpa, eager serves."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family.type, **family.config)
     if implementation == "sdpa" and not MODEL_MAPPING[type(config)]._supports_sdpa:
         implementation = "eager"
-    return sharpen(AutoModel.from_config(config, attn_implementation=implementation).eval(), seed)
+    return sharpen(auto.from_config(config, attn_implementation=implementation).eval(), seed)
 
 
-SHARP = re.compile(r"(^|[._])(q|k|qkv|query|key|q_proj|k_proj|qkv_proj|c_attn|query_key_value|Wqkv|q_lin|k_lin|in_proj"
-                   r"|q_a_proj|q_b_proj|kv_b_proj|query_proj|key_proj|q_norm|k_norm|query_layernorm|key_layernorm)(\.|$)")  # fmt: skip
+SHARP = re.compile(
+    r"(^|[._])(q|k|qkv|query|key|q_proj|k_proj|qkv_proj|c_attn|query_key_value|Wqkv|q_lin|k_lin|in_proj"
+    r"|q_a_proj|q_b_proj|kv_b_proj|query_proj|key_proj|q_norm|k_norm|query_layernorm|key_layernorm)(\.|$)"
+)
 
 
 def sharpen(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -189,101 +400,3 @@ def sharpen(model: nn.Module, seed: int = 0) -> nn.Module:
             if isinstance(bias, Tensor) and isinstance(module, nn.Linear):
                 bias.copy_(torch.randn(bias.shape, generator=generator) * 0.1)
     return model
-
-
-def inputs(family: Family, side: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
-    """What the model is called with; side: where the padding is, None for none."""
-    generator = torch.Generator().manual_seed(seed + 7)
-    return INPUTS[family.inputs](generator, side)
-
-
-def padding(length: int, side: str | None, shortest: int = 4) -> Tensor:
-    """(B, length) of ones and zeros: sequences of different lengths."""
-    mask = torch.ones(BATCH, length, dtype=torch.long)
-    for row, size in enumerate(range(length, shortest - 1, -(length - shortest) // (BATCH - 1))[:BATCH] if side else ()):
-        mask[row, size:] = 0
-    return mask.flip(1) if side == "left" else mask
-
-
-def _tokens(generator: torch.Generator, length: int, mask: Tensor) -> Tensor:
-    return torch.randint(4, 90, (BATCH, length), generator=generator) * mask
-
-
-def _text(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    mask = padding(LENGTH, side)
-    given = {"input_ids": _tokens(generator, LENGTH, mask)}
-    return given if side is None else given | {"attention_mask": mask}
-
-
-def _source(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    mask, target = padding(SOURCE, side, 3), padding(LENGTH, "right" if side else None)
-    given = {"input_ids": _tokens(generator, SOURCE, mask), "decoder_input_ids": _tokens(generator, LENGTH, target)}
-    return given if side is None else given | {"attention_mask": mask, "decoder_attention_mask": target}
-
-
-def _decoder(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    target = padding(LENGTH, side)
-    given = {"decoder_input_ids": _tokens(generator, LENGTH, target)}
-    return given if side is None else given | {"decoder_attention_mask": target}
-
-
-def _mel(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(BATCH, 17, 2 * SOURCE, generator=generator)} | _decoder(generator, side)
-
-
-def _filterbank(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(BATCH, 4 * SOURCE, 17, generator=generator)} | _decoder(generator, side)
-
-
-def _pixels(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(BATCH, 3, 28, 28, generator=generator)}
-
-
-def _frames(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(BATCH, 4, 3, 28, 28, generator=generator)}
-
-
-def _wave(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    given = {"input_values": torch.randn(BATCH, 260, generator=generator)}
-    return given if side is None else given | {"attention_mask": padding(260, "right", 80)}
-
-
-def _both(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    return _text(generator, side) | _pixels(generator, side)
-
-
-def _image_tokens(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    text = _text(generator, side)
-    images = torch.full((BATCH, 16), 95)
-    given = {"input_ids": torch.cat([images, text["input_ids"]], 1)} | _pixels(generator, side)
-    if side is None:
-        return given
-    return given | {"attention_mask": torch.cat([torch.ones_like(images), text["attention_mask"]], 1)}
-
-
-def _prefix(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    """The image and the first words are read both ways, what follows is generated."""
-    given = _image_tokens(generator, side)
-    kinds = torch.zeros_like(given["input_ids"])
-    kinds[:, 19:] = 1
-    return given | {"token_type_ids": kinds}
-
-
-INPUTS = {
-    "text": _text, "source": _source, "mel": _mel, "filterbank": _filterbank, "pixels": _pixels, "frames": _frames,
-    "wave": _wave, "text and pixels": _both, "image tokens": _image_tokens,
-    "prefix": _prefix,
-}  # fmt: skip
-
-
-def counted(family: Family, given: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Which queries of a kind of attention are tokens (B, Tq), and which keys are (B, Tk); None for all."""
-    own, decoder = given.get("attention_mask"), given.get("decoder_attention_mask")
-    if family.inputs == "wave" and own is not None:
-        lengths = model._get_feat_extract_output_lengths(own.sum(-1))
-        own = torch.arange(int(model._get_feat_extract_output_lengths(own.shape[1]))) < lengths[:, None]
-    elif family.inputs in ("mel", "filterbank"):
-        own = None
-    return {
-        "decoder": (decoder, decoder), "cross": (decoder, own), "vision_model": (None, None), "vision_tower": (None, None),
-    }.get(kind, (own, own))  # fmt: skip

@@ -51,6 +51,7 @@ def statistics(
     real: Any = None,
     *,
     exists: Any = None,
+    first: Any = None,
     offset: int = 0,
     cross: bool = False,
     sinks: bool = False,
@@ -58,13 +59,15 @@ def statistics(
 ) -> dict[str, np.ndarray]:
     """Sums over real queries, (B, H) each, and "count", from weights (B, H, Tq, Tk).
 
-    real (B, Tq): queries that count. exists (B, Tk): keys that are tokens. Query i stands at key i + offset.
+    real (B, Tq): queries that count. exists (B, Tk): keys that are tokens; or first (B,): at which key
+    the first token is, below 0 where it is gone. Query i stands at key i + offset.
     """
     a = np.asarray(torch.as_tensor(a).double())
     batch, heads, queries, keys = a.shape
     real = np.ones((batch, queries), bool) if real is None else np.asarray(real, bool)
     exists = np.ones((batch, keys), bool) if exists is None else np.asarray(exists, bool)
-    first = np.arange(keys) == exists.argmax(1)[:, None]  # (B, Tk)
+    first = exists.argmax(1) if first is None else np.asarray(first)
+    first = np.arange(keys) == first[:, None]  # (B, Tk)
     away = np.arange(keys) - (np.arange(queries)[:, None] + offset)
     logs = np.log(a, where=a > 0, out=np.zeros_like(a))
     each = {
@@ -90,3 +93,8 @@ def assert_same(stats: Any, true: dict[str, np.ndarray], rtol: float = 1e-4, ato
     assert set(got) == set(true), set(got) ^ set(true)
     for name, expected in true.items():
         np.testing.assert_allclose(got[name], expected, rtol=rtol, atol=atol, err_msg=name)
+
+
+def added(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Sums of several calls on the same sequences."""
+    return {name: sum(part[name] for part in parts) for name in parts[0]}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import HeadwiseError, UnsupportedError
@@ -126,6 +127,11 @@ def check_registered(model: nn.Module, all_sites: list[Site]) -> None:
 
 def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     """The path and module of the projection that mixes a site's heads."""
+    if "multi_head_attention_forward(" in _whole_source(_class(site.module)):
+        raise UnsupportedError(
+            f"{type(site.module).__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
+            "instead of calling it; nothing can be put before it"
+        )
     parent = site.name.rpartition(".")[0]
     for base in (site.name, parent):
         for name in W_O:
@@ -137,6 +143,11 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
         f"W_O of {type(site.module).__name__} (at {site.name}) was not found; no linear layer has one of the names "
         f"{', '.join(W_O[:6])}, ..."
     )
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running: a module that is called then is a checkpoint's, run once more."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def input_width(linear: nn.Module) -> int | None:
@@ -248,6 +259,12 @@ def _attends(kind: Any) -> bool:
     """Whether the class itself, in any method, takes a softmax over scores."""
     if "forward" not in kind.__dict__ and not any("forward" in base.__dict__ for base in kind.__mro__[1:-2]):
         return False
+    return any(mark in _whole_source(kind).lower() for mark in ATTENDS)
+
+
+@functools.cache
+def _whole_source(kind: Any) -> str:
+    """All methods of a class, its bases' too."""
     sources = []
     for base in kind.__mro__:
         if base.__module__.startswith(("torch.", "builtins")):
@@ -256,8 +273,7 @@ def _attends(kind: Any) -> bool:
             sources.append(inspect.getsource(base))
         except (OSError, TypeError):
             continue
-    text = "\n".join(sources)
-    return any(mark in text.lower() for mark in ATTENDS)
+    return "\n".join(sources)
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:

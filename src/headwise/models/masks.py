@@ -72,7 +72,7 @@ class Recipe:
         return torch.nn.functional.pad(shown, (0, self.keys - shown.shape[1]))
 
     def first_token(self, keys: int) -> Tensor:
-        """(B or 1, Tk), True at a sequence's first token, which no window, chunk or cache that forgets it can change."""
+        """(B or 1, Tk), True at a sequence's first token, whatever a window, a chunk or a cache has left of it."""
         first = torch.zeros(1, dtype=torch.long) if self.padding is None else self.padding.long().argmax(1)
         return torch.arange(keys, device=first.device) + self.first_key == first[:, None]
 
@@ -101,7 +101,7 @@ class Recipe:
 
     @property
     def kernel_hides(self) -> bool:
-        """Whether no mask means that the attention function itself hides what the rule says, as flash attention does."""
+        """Whether no mask means that the function itself hides what the rule says, as flash attention does."""
         from transformers.masking_utils import eager_mask, sdpa_mask
 
         return self.make not in (eager_mask, sdpa_mask)

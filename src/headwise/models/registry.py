@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from . import masks
+from .anatomy import in_backward
 from .masks import LazyMask, Recipe
 from .reading import Given
 
@@ -51,9 +52,9 @@ class _Thread(threading.local):
         self.depth += 1
 
     def end(self) -> None:
-        """The masks of a pass that is over say nothing about the next one."""
+        """The masks of a pass that is over, and those made for it before, say nothing about the next one."""
         self.depth = max(0, self.depth - 1)
-        self.masks = [noted for noted in self.masks if noted.depth <= self.depth]
+        self.masks = [noted for noted in self.masks if noted.depth <= self.depth] if self.depth else []
 
     def clear(self) -> None:
         self.depth = 0
@@ -99,10 +100,17 @@ def recipe_of(mask: Any) -> Recipe | None:
 def newest(queries: int, keys: int, made: bool) -> Recipe | None:
     """The newest recipe of this pass for so many queries and keys, which made a mask or found that none is needed."""
     for noted in reversed(here.masks):
-        if noted.depth and (noted.mask is not None) == made:
-            recipe = noted.recipe
-            if recipe.queries == queries and recipe.keys == keys:
-                return recipe
+        recipe = noted.recipe
+        if (noted.mask is not None) == made and recipe.queries == queries and recipe.keys == keys:
+            return recipe
+    return None
+
+
+def first_query(queries: int) -> int | None:
+    """Where in their sequences so many queries of this pass begin, if any mask was made for them."""
+    for noted in reversed(here.masks):
+        if noted.recipe.queries == queries:
+            return noted.recipe.first_query
     return None
 
 
@@ -148,7 +156,7 @@ def _call(
     **more: Any,
 ) -> tuple[Tensor, Any]:
     watchers = _watchers.get(id(module), ())
-    if not watchers or (torch._C._current_graph_task_id() != -1):  # in backward: a checkpoint that is run again
+    if not watchers or in_backward():
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
         return function(module, query, key, value, attention_mask, *rest, **more)
     more = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | more

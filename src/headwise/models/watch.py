@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Watch:
         self._padding: dict[int, Tensor | None] = {}  # by owner
         self._last: dict[int, tuple[Tensor | None, bool]] = {}  # by owner: its newest real queries, and if it decodes
         self._trusted: dict[Any, bool] = {}  # readings that were checked: True, or False where eager must serve
+        self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
 
     @property
@@ -156,12 +158,12 @@ class Watch:
         registry.here.end()
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not a checkpoint that is run again in backward
+        if not anatomy.in_backward():  # not a checkpoint that is run again in backward
             self._turn[id(module)] = self._turn.get(id(module), -1) + 1
 
     def _mixed(self, module: nn.Module, linear: nn.Module, args: tuple[Any, ...]) -> None:
         """What W_O is given are the heads' outputs, with all that a model does to them before (gates, norms)."""
-        if torch._C._current_graph_task_id() != -1:
+        if anatomy.in_backward():
             return
         at = id(module), self._turn.get(id(module), 0)
         heads = None if at not in self._seen else asked(self._outputs, self._site[at])
@@ -189,8 +191,11 @@ class Watch:
             )
         else:
             out, rest = function(given)
-        with torch.no_grad():
-            self._keep(scene, given, self._right(reading, own, out, scene.real, lazy), out)
+        looks = weakref.ref(given.query), weakref.ref(given.key)
+        before, self._looks[id(given.module)] = self._looks.get(id(given.module)), looks
+        if before is None or before[0]() is not given.query or before[1]() is not given.key:  # else: other values only
+            with torch.no_grad():
+                self._keep(scene, given, self._right(reading, own, out, scene.real, lazy))
         return out, rest
 
     def _scene(self, given: Given) -> Scene:
@@ -226,10 +231,10 @@ class Watch:
             "its attention function; its statistics would be wrong"
         )
 
-    def _keep(self, scene: Scene, given: Given, reading: Reading | EagerReading, out: Tensor) -> None:
+    def _keep(self, scene: Scene, given: Given, reading: Reading | EagerReading) -> None:
         site, where = scene.site, scene.recipe or scene.near
         layer = self._seen.get((id(given.module), site.turn)) or self._new(site, given)
-        decoding = self._decodes(given, reading, where, scene.cross)
+        decoding = self._decodes(given, where, scene.cross)
         if not scene.cross:
             self._last[id(self._owner[id(given.module)])] = scene.real, decoding
         shares = self._shares(site.kind, reading, where)
@@ -267,13 +272,13 @@ class Watch:
         self._site[id(module), turn] = site
         return site
 
-    def _decodes(self, given: Given, reading: Reading | EagerReading, where: Recipe | None, cross: bool) -> bool:
+    def _decodes(self, given: Given, where: Recipe | None, cross: bool) -> bool:
         if cross:
             return self._last.get(id(self._owner[id(given.module)]), (None, False))[1]
-        if where is not None and where.first_query > 0:
-            return True
-        offset = reading.offset if isinstance(reading, EagerReading) else reading.how["offset"]
-        return reading.comparable and offset > 0
+        if where is not None:
+            return where.first_query > 0
+        begins = registry.first_query(given.query.shape[2])
+        return begins > 0 if begins is not None else given.query.shape[2] < given.key.shape[2]
 
     def _real(self, given: Given, where: Recipe | None, cross: bool) -> Tensor | None:
         """(B, Tq): which queries are tokens; None for all."""
