@@ -18,7 +18,7 @@ Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a 
 # Names of the module that holds W_O, in the attention module or, for BERT's relatives, in its sibling "output".
 W_O = (
     "o_proj", "out_proj", "c_proj", "o", "dense", "out_lin", "Wo", "wo", "proj", "projection", "projection_layer",
-    "linear_out", "output_projection", "to_out", "to_out.0", "attn_out", "out", "proj_out", "output.dense",
+    "linear_out", "output_projection", "to_out", "to_out.0", "attn_out", "out", "proj_out", "output.dense", "output",
 )  # fmt: skip
 QUERY_HEADS = (
     "num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "num_head", "attn_heads",

@@ -58,8 +58,12 @@ class Layer:
     all_weights: list[Any] = field(default_factory=list)  # one a call
     all_outputs: list[Any] = field(default_factory=list)
     all_links: list[Links] = field(default_factory=list)
-    links_asked: int = 0
+    links_asked: int = 0  # how many were to be kept
     _runs: list[Run] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.kind, self.index
 
     @property
     def stats(self) -> HeadStats:

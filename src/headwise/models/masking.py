@@ -191,13 +191,13 @@ def _changes(model: nn.Module, sites: list[Site], heads: Any, value: Any) -> lis
                 f"{type(model).__name__} has {', '.join(kinds)} attention; "
                 "give gates as {kind: (layers, heads) tensor}"
             )
-        heads = {kinds[0]: heads}
+        return _gated(model, sites, heads)
     if not isinstance(heads, Mapping):
         raise HeadwiseError(f"heads must be {{layer: [heads]}} or gates (layers, heads), got {type(heads).__name__}")
     kinds_named = {site.kind for site in sites}
     changes = []
     for key, wanted in heads.items():
-        if isinstance(key, str) and key in kinds_named and isinstance(wanted, Tensor) and wanted.dim() == 2:
+        if isinstance(key, str) and key in kinds_named and isinstance(wanted, Tensor):
             changes += _gated(model, [site for site in sites if site.kind == key], wanted)
         else:
             site = anatomy.find(model, sites, key)
@@ -207,7 +207,7 @@ def _changes(model: nn.Module, sites: list[Site], heads: Any, value: Any) -> lis
 
 def _gated(model: nn.Module, sites: list[Site], gates: Tensor) -> list[Change]:
     counts = [_count(model, site) for site in sites]
-    if gates.shape[0] != len(sites) or gates.shape[1] < max(counts):
+    if tuple(gates.shape) != (len(sites), max(counts)):
         raise ShapeError(
             f"gates have shape {tuple(gates.shape)}; ({len(sites)}, {max(counts)}) is expected, layers and heads"
         )
