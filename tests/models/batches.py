@@ -93,10 +93,23 @@ def _prefix(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     return given | {"token_type_ids": kinds}
 
 
+def _grids(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+    """Images of different sizes, all their patches in one row: 16, 24 and 8 of them, 4 for each token."""
+    tokens, mask = torch.randint(4, 90, (BATCH, LENGTH), generator=generator), padding(LENGTH, side, shortest=6)
+    tokens[:, 0] = 94
+    for row, images in enumerate((4, 6, 2)):
+        tokens[row, 1 : 1 + images] = 95
+    return {
+        "input_ids": tokens, "attention_mask": mask, "mm_token_type_ids": (tokens == 95).long(),
+        "pixel_values": torch.randn(48, 96, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 6], [1, 2, 4]]),
+    }  # fmt: skip
+
+
 INPUTS = {
     "text": _text, "source": _source, "mel": _mel, "filterbank": _filterbank, "pixels": _pixels, "frames": _frames,
     "wave": _wave, "text and pixels": _both, "image tokens": _image_tokens,
-    "prefix": _prefix,
+    "prefix": _prefix, "grids": _grids,
 }  # fmt: skip
 
 
@@ -108,7 +121,6 @@ def counted(family: Family, given: dict[str, Tensor], kind: str, model: Any) -> 
         own = torch.arange(int(model._get_feat_extract_output_lengths(own.shape[1]))) < lengths[:, None]
     elif family.inputs in ("mel", "filterbank"):
         own = None
-    return {
-        "decoder": (decoder, decoder), "cross": (decoder, own),
-        "vision_model": (None, None), "vision_tower": (None, None),
-    }.get(kind, (own, own))  # fmt: skip
+    if kind in ("vision_model", "vision_tower", "visual", "qformer") or (family.type == "blip-2" and kind == "cross"):
+        return None, None
+    return {"decoder": (decoder, decoder), "cross": (decoder, own)}.get(kind, (own, own))

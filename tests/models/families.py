@@ -32,6 +32,11 @@ MLA = DECODER | MOE | {
     "num_key_value_heads": 6, "q_lora_rank": 17, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
     "v_head_dim": 14, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
 }  # fmt: skip
+SPARSE = MLA | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk_freq": 1}  # few keys a query
+SHARED = {  # one attention block for many layers
+    "num_hidden_layers": 6, "num_key_value_heads": 6, "attention_head_dim": 20, "attention_hidden_size": 120,
+    "mamba_expand": 2, "mamba_d_state": 8,
+}  # fmt: skip
 MAMBA = {
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 8, "mamba_expand": 1, "mamba_d_conv": 4, "mamba_dt_rank": 4,
@@ -125,7 +130,8 @@ DECODERS = [
         "llama4_text",
         WIDE | MOE | {"attention_chunk_size": 5, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 37},
     ),
-    *_rows(MLA, "deepseek_v3"),
+    *_rows(MLA, "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "mistral4"),
+    *_rows(SPARSE, "deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "minimax_m3_vl_text", "mistral_large4_text"),
     Family("deepseek_v2", MLA | {"n_group": 1}),
     Family("minicpm3", MLA),
     Family("jamba", DECODER | MOE | MAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1}, layers=(1, 3)),
@@ -135,6 +141,19 @@ DECODERS = [
         layers=(0, 2),
     ),
     Family("falcon_h1", WIDE | MAMBA),
+    Family(
+        "zamba",
+        DECODER | MAMBA | SHARED | {"n_mamba_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 2},
+        layers=(2, 5),
+    ),
+    Family(
+        "zamba2",
+        DECODER
+        | SHARED
+        | {"n_mamba_heads": 4, "mamba_headdim": 30, "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1}
+        | {"layers_block_type": ["mamba", "hybrid", "mamba"] * 2, "use_shared_attention_adapter": False},
+        layers=(1, 4),
+    ),
     Family(
         "granitemoehybrid",
         DECODER
@@ -204,6 +223,7 @@ VISION = [
         "siglip_vision_model",
         "clip_vision_model",
         "ijepa",
+        "beit",
         inputs="pixels",
     ),
     Family(
@@ -214,18 +234,18 @@ VISION = [
     Family("videomae", PIXELS | {"num_frames": 4, "tubelet_size": 2}, "frames"),
 ]
 SOUND = _rows(AUDIO, "wav2vec2", "hubert", "unispeech", inputs="wave")
+LOOKING = {"image_token_id": 95, "vision_start_token_id": 94, "video_token_id": 93, "vision_end_token_id": 92}
+TURNED = DECODER | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 2, 2]}}
+GRID = {"depth": 3, "num_heads": 5, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QFORMER = ENCODER | {"encoder_hidden_size": 60, "cross_attention_frequency": 2}
 TOWERS = [
     Family(
-        "clip",
-        {"text_config": CLIP_TEXT, "vision_config": PIXELS, "projection_dim": 23},
-        "text and pixels",
-        ("text_model", "vision_model"),
+        "clip", {"text_config": CLIP_TEXT, "vision_config": PIXELS, "projection_dim": 23},
+        "text and pixels", ("text_model", "vision_model"),
     ),
     Family(
-        "siglip",
-        {"text_config": CLIP_TEXT | {"projection_size": 60}, "vision_config": PIXELS},
-        "text and pixels",
-        ("text_model", "vision_model"),
+        "siglip", {"text_config": CLIP_TEXT | {"projection_size": 60}, "vision_config": PIXELS},
+        "text and pixels", ("text_model", "vision_model"),
     ),
     Family(
         "llava",
@@ -234,21 +254,42 @@ TOWERS = [
             "vision_config": PIXELS | {"model_type": "clip_vision_model"},
             "image_token_index": 95,
         },
-        "image tokens",
-        ("vision_tower", "language_model"),
+        "image tokens", ("vision_tower", "language_model"),
     ),
     Family(
         "paligemma",
         {
             "text_config": WIDE | {"model_type": "gemma"},
             "vision_config": PIXELS | {"model_type": "siglip_vision_model", "vision_use_head": False},
-            "image_token_index": 95,
-            "projection_dim": 60,
+            "image_token_index": 95, "projection_dim": 60,
         },
-        "prefix",
-        ("vision_tower", "language_model"),
+        "prefix", ("vision_tower", "language_model"),
     ),
-]
+    Family(
+        "blip-2",
+        {
+            "vision_config": PIXELS, "qformer_config": QFORMER, "num_query_tokens": 16, "image_token_index": 95,
+            "text_config": DECODER | {"model_type": "opt", "ffn_dim": 37, "word_embed_proj_dim": 60},
+        },
+        "image tokens", ("vision_model", "qformer", "cross", "language_model"),
+    ),
+    Family(
+        "qwen2_vl",
+        LOOKING | {"text_config": TURNED, "vision_config": GRID | {"embed_dim": 60, "hidden_size": 60, "mlp_ratio": 1}},
+        "grids", ("visual", "language_model"),
+    ),
+    Family(
+        "qwen2_5_vl",
+        {
+            "text_config": TURNED, **LOOKING,
+            "vision_config": GRID | {
+                "hidden_size": 60, "out_hidden_size": 60, "intermediate_size": 44, "fullatt_block_indexes": [1],
+                "window_size": 16,
+            },
+        },
+        "grids", ("visual", "language_model"),
+    ),
+]  # fmt: skip
 # Off the registry: not to be watched. `note` is the class that says no.
 OFF = [
     *_rows(
@@ -363,7 +404,11 @@ BY_NAME = {family.name: family for family in [*FAMILIES, *OFF]}
 
 
 # What stands between the attention function and W_O, so that W_O is given something else than the heads' outputs.
-BETWEEN = {"bitnet": "a norm", "qwen3_next": "a gate", "diffllama": "the difference of two heads"}
+BETWEEN = {
+    "bitnet": "a norm", "qwen3_next": "a gate", "hy_v4": "a gate", "axk2": "a gate",
+    "diffllama": "the difference of two heads",
+}  # fmt: skip
+SINKS = {"gpt_oss", "hy_v4"}
 
 
 def build(family: Family, implementation: str = "sdpa", seed: int = 0, auto: Any = AutoModel) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batches import BATCH, LENGTH, inputs
-from families import BY_NAME, build
+from families import BY_NAME, SINKS, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
 from truth import Call, added, assert_same, recorded, statistics
@@ -85,7 +85,7 @@ def test_caches(name: str, cache: str | None, side: str | None) -> None:
     assert torch.equal(tokens, other_tokens)
     assert {layer.name for layer in seen.layers} == set(calls)
     for layer in seen.layers:
-        sinks = family.type == "gpt_oss"
+        sinks = family.type in SINKS
         prefill, *decode = true_parts(calls[layer.name], mask, window_of(model, layer.index), sinks)
         assert_same(layer.prefill, prefill, rtol=1e-3, atol=3e-3)
         assert_same(layer.decode, added(decode), rtol=1e-3, atol=3e-3)

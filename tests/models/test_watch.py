@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from batches import counted, inputs
-from families import BETWEEN, BY_NAME, FAMILIES, Family, build
+from families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build
 from torch import Tensor, nn
 from truth import Call, assert_same, recorded, statistics
 
@@ -58,18 +58,23 @@ def assert_true(family: Family, given: dict[str, Tensor], model: nn.Module, seen
     assert {layer.name for layer in seen.layers} == set(true)
     assert sorted(seen.unseen) == []
     spread = []
-    for layer in seen.layers:
-        call = true[layer.name].pop(0)
-        real, exists = counted(family, given, layer.kind, model)
-        sinks, cross = family.type == "gpt_oss", layer.kind == "cross"
-        expected = statistics(call.weights, real, exists=exists, cross=cross, sinks=sinks)
-        assert_same(layer.stats, expected, rtol=1e-3, atol=3e-3)
-        spread.append((expected["entropy"].sum() / expected["count"].sum()) / math.log(call.weights.shape[-1]))
-        rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
-        torch.testing.assert_close(layer.weights * rows, call.weights * rows, rtol=1e-3, atol=1e-3)
-        assert layer.heads.query == call.weights.shape[1]
-        assert layer.prefill is not None and layer.decode is None
-    assert not any(true.values()) or family.type == "diffllama"  # it attends twice with one set of weights
+    for name, calls in true.items():
+        layers = [layer for layer in seen.layers if layer.name == name]
+        # a module that serves several layers is called once for each; images of several sizes are calls of one layer
+        for layer, own in zip(layers, [calls] if len(layers) == 1 else [[call] for call in calls], strict=True):
+            real, exists = counted(family, given, layer.kind, model)
+            own = own[:1] if family.type == "diffllama" else own  # it attends twice with one set of weights
+            sinks, cross = family.type in SINKS, layer.kind == "cross"
+            parts = [statistics(call.weights, real, exists=exists, cross=cross, sinks=sinks) for call in own]
+            expected = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            assert_same(layer.stats, expected, rtol=1e-3, atol=3e-3)
+            longest = max(call.weights.shape[-1] for call in own)
+            spread.append((expected["entropy"].sum() / expected["count"].sum()) / math.log(longest))
+            rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
+            for kept, call in zip(layer.all_weights, own, strict=True):
+                torch.testing.assert_close(kept * rows, call.weights * rows, rtol=1e-3, atol=1e-3)
+            assert layer.heads.query == own[0].weights.shape[1]
+            assert layer.prefill is not None and layer.decode is None
     return float(np.mean(spread))
 
 
@@ -86,7 +91,7 @@ def test_a_padded_batch_gives_what_eager_gives(name: str, implementation: str) -
     assert tuple(dict.fromkeys(layer.kind for layer in seen.layers)) == family.kinds
     if family.layers is not None:
         assert tuple(layer.index for layer in seen.layers) == family.layers
-    assert assert_true(family, given, model, seen) < 0.75  # far from looking everywhere alike
+    assert assert_true(family, given, model, seen) < 0.8  # far from looking everywhere alike
 
 
 @pytest.mark.parametrize("side", ["left", None])
@@ -129,14 +134,16 @@ def test_outputs_are_what_w_o_is_given(name: str) -> None:
     _, seen = seen_of(model, given, outputs=True)
     true = eager_calls(family, given)
     for layer in seen.layers:
-        call, product = true[layer.name].pop(0), mixed[layer.name].pop(0)
+        product = mixed[layer.name].pop(0)
+        calls = true[layer.name] if layer.kind == "visual" else [true[layer.name].pop(0)]
+        output = torch.cat([call.output for call in calls], 2)  # images of several sizes go through W_O together
         linear = anatomy.w_o(model, sites[layer.name])[1]
         joined = layer.outputs.transpose(1, 2).flatten(2)  # (B, T, H * Dv)
         torch.testing.assert_close(linear(joined).reshape(product.shape), product)
         if family.type not in BETWEEN:
             real, _ = counted(family, given, layer.kind, model)
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
-            torch.testing.assert_close(layer.outputs * rows, call.output * rows, rtol=1e-3, atol=2e-3)
+            torch.testing.assert_close(layer.outputs * rows, output * rows, rtol=1e-3, atol=2e-3)
 
 
 def test_the_table_is_broad() -> None:
