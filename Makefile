@@ -11,10 +11,10 @@ STAMP := $(VENV)/.setup
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## make .venv; again only when pyproject.toml or constraints.txt changes
+setup: $(STAMP)  ## make .venv; again only when pyproject.toml, constraints.txt or the kernel's source changes
 
 # torch comes first and alone: resolved with the rest, a looser match may win and bring its CUDA libraries along.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/headwise/attention/kernel/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[dev]'

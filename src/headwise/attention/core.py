@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
+from .kernel import native
 from .sight import Sight, check_tensor, sight_of
 from .stats import HeadStats
 
@@ -36,8 +37,21 @@ class Call:
     gates: Tensor | None = None
     dropout: float = 0.0
 
+    def why_not_native(self, q: Tensor) -> str | None:
+        """Why PyTorch computes this call instead of the native kernel, or None."""
+        sight = self.sight
+        if native.choice().why_not is not None:
+            return native.choice().why_not
+        if not sight.readable:
+            return "the native kernel takes plain CPU tensors"
+        if self.dropout:
+            return "the native kernel has no dropout"
+        if learns(sight.mask, sight.slopes):
+            return "the mask wants a gradient"
+        return native.why_not(q, sight)
+
     def why_rows(self) -> str | None:
-        """Why this call goes by blocks of rows instead of the fused kernel, or None."""
+        """Why this call goes by blocks of rows instead of PyTorch's fused kernel, or None."""
         mask = self.sight.mask
         if self.softcap is not None:
             return "softcap comes between the scores and the mask"
@@ -171,15 +185,66 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
     q, k, v = autocast(q, k, v)
     call = call_of(q, k, v, **how)
+    instead = call.why_not_native(q)
+    if instead is None:
+        return f"native: {native.explain(call.sight)}"
     why = call.why_rows()
-    return f"rows: {why}; blocks of query rows in PyTorch" if why else f"fused: {fused.explain(call.sight)}"
+    way = f"rows: {why}; blocks of query rows in PyTorch" if why else f"fused: {fused.explain(call.sight)}"
+    return f"{way} ({instead})"
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """attend, for a call that was checked."""
+    if call.why_not_native(q) is None:
+        if not learns(q, k, v, call.sinks, call.gates):
+            return native.run(q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates)
+        return gated(Native.apply(q, k, v, call.sinks, call), call)
+    return _in_torch(q, k, v, call)
+
+
+def _in_torch(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     with as_given(q):
-        out = _output(q, k, v, call)
-        return out if call.gates is None else out * call.gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
+        return gated(_output(q, k, v, call), call)
+
+
+def gated(out: Tensor, call: Call) -> Tensor:
+    """Each head's output (B, H, Tq, Dv) times its gate."""
+    return out if call.gates is None else out * call.gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
+
+
+def learns(*xs: Tensor | None) -> bool:
+    """Whether any of these wants a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)
+
+
+class Native(torch.autograd.Function):
+    """The native kernel's output without gates, for inputs that want gradients; backward computes the weights again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        out = native.run(q, k, v, call.sight, call.scale, call.softcap, sinks, extra=native.Extra(lse=lse))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        call: Call = ctx.call
+        again = torch.is_grad_enabled()  # a second derivative is wanted
+        with as_given(q):
+            fits = call.why_rows() is None and fused.has_backward(call.sight, call.scale)
+            if fits and not again and by_rows.finite(out):
+                return *fused.backward(slope, q, k, v, out, lse, call.sight, call.scale), None, None
+            with torch.enable_grad():
+                given: tuple[Any, ...] = (q, k, v, sinks)
+                if not again:
+                    given = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in given)
+                out = _output(*given[:3], replace(call, sinks=given[3]))
+                wanted = [x for x in given if x is not None and x.requires_grad]
+                found = iter(torch.autograd.grad(out, wanted, slope, create_graph=again, allow_unused=True))
+        return *(next(found) if x is not None and x.requires_grad else None for x in given), None
 
 
 def _output(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -233,9 +298,12 @@ def observe(
     if queries is not None:
         contract.check_queries(queries, size, queries.dtype == torch.bool)
     contract.check_classes(classes or {}, size, lambda keys: keys.dtype == torch.bool)
-    wants_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, call.sight.mask, call.sinks, call.gates)
-    )
+    wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
+    if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_native(q) is None:
+        first = None if call.sight.mask is None else measure.first_key(call.sight, queries)
+        return native.head_stats(
+            q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates, queries, first, classes or {}, cross
+        )
     apart = wants_gradient or call.dropout > 0
     with torch.no_grad(), as_given(q):
         once, stats = measure.head_stats(
@@ -243,8 +311,7 @@ def observe(
         )
     if once is None:
         return run(q, k, v, call), stats
-    gates = call.gates
-    return (once if gates is None else once * gates.to(once.dtype).view(-1, once.shape[1], 1, 1)), stats
+    return gated(once, call), stats
 
 
 def autocast(*xs: Tensor) -> tuple[Tensor, ...]:
