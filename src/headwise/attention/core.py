@@ -316,6 +316,35 @@ def observe(
     return gated(once, call), stats
 
 
+def links(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    count: int,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+) -> tuple[Tensor, HeadStats, native.Links]:
+    """observe, and with it the `count` largest weights of every row and their keys."""
+    found = native.Links.empty(q, count)
+    learning = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
+    fits = 0 < count <= native.MOST_LINKS and len(classes or {}) <= native.MOST_CLASSES
+    if fits and not learning and not torch.compiler.is_compiling() and call.why_not_native(q) is None:
+        given = call.sight, call.scale, call.softcap, call.sinks, call.gates
+        return *native.head_stats(q, k, v, *given, queries, classes or {}, cross, found), found
+    found.weight.zero_()
+    found.key.fill_(-1)
+    keys = min(count, call.sight.size.keys)
+    for first in range(0, call.sight.size.queries, by_rows.ROWS):
+        rows = range(first, min(first + by_rows.ROWS, call.sight.size.queries))
+        with torch.no_grad():
+            weight, key = look(q, k, call, rows).float().topk(keys)
+        found.weight[:, :, rows.start : rows.stop, :keys] = weight
+        found.key[:, :, rows.start : rows.stop, :keys] = key.masked_fill(weight == 0, -1)
+    return *observe(q, k, v, call, queries, classes, cross), found
+
+
 def autocast(*xs: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, inputs in its dtype, as PyTorch's own attention takes them."""
     if not autocasts(xs[0]):

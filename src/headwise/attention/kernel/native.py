@@ -122,6 +122,19 @@ class Extra(NamedTuple):
 PLAIN = Extra()
 
 
+class Links(NamedTuple):
+    """The largest weights of every row, the largest first, and their keys; 0 and -1 where a row sees fewer."""
+
+    weight: Tensor  # (B, H, Tq, count) float32
+    key: Tensor  # (B, H, Tq, count) int32
+
+    @classmethod
+    def empty(cls, q: Tensor, count: int) -> Links:
+        """For queries (B, H, Tq, D), with anything in them."""
+        shape = (*q.shape[:3], count)
+        return cls(q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.int32))
+
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -190,12 +203,13 @@ def head_stats(
     queries: Tensor | None,
     classes: dict[str, Tensor],
     cross: bool,
+    links: Links | None = None,
 ) -> tuple[Tensor, HeadStats]:
-    """The output and the statistics, by one pass."""
+    """The output and the statistics, by one pass that also fills `links`."""
     size = sight.size
     sums = torch.empty(len(SUMS) + len(classes), size.batch, size.heads, dtype=torch.float64)
     marks = torch.stack(list(classes.values()), 1).float() if classes else None
-    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(sums, queries, marks))
+    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(sums, queries, marks, None, *(links or ())))
     return out, stats_of(sums, list(classes), cross, sinks is not None)
 
 

@@ -1,4 +1,4 @@
-"""The native kernel as an operator of PyTorch's, for graphs: torch.compile and torch.export see one node and its shapes.
+"""The native kernel as an operator of PyTorch's: torch.compile and torch.export see one node and its shapes.
 
 Outside of graphs native.py is called directly, which is several times faster to begin. Operators take no
 `int | Tensor`, so offset and end come twice: a number, and a tensor that counts where it is given.
