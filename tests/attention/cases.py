@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headwise import reference
 from headwise.attention import core, fused, measure, rows, sight
+from headwise.attention.kernel import native
 
 SIGHT = ("mask", "causal", "window", "lengths", "offset")
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -195,12 +196,14 @@ PATHS = {
     "unreadable, many blocks": (_unreadable, _never_fused, _small_rows),
 }
 READABLE = [name for name in PATHS if not name.startswith("unreadable")]
+NATIVE = native.library().paths if isinstance(native.library(), native.Library) else []
 
 
 @contextmanager
 def forced(path: str) -> Iterator[None]:
-    """Calls inside take this one of PATHS."""
+    """Calls inside take this one of PATHS, in PyTorch alone, or the native kernel in this one of NATIVE."""
     with pytest.MonkeyPatch.context() as patch:
-        for change in PATHS[path]:
+        patch.setattr(native, "_chosen", native.Choice.of(path if path in NATIVE else "off"))
+        for change in PATHS.get(path, ()):
             change(patch)
         yield

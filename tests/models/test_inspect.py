@@ -12,6 +12,7 @@ import small
 import torch
 import transformers
 
+import checkpoints
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models import inspection
@@ -159,6 +160,18 @@ def test_the_model_is_left_as_it_was(minilm: tuple[Any, Any]) -> None:
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.full
+def test_a_real_decoder() -> None:
+    folder = checkpoints.smollm2()
+    found = headwise.inspect(ANIMAL, folder)
+    assert isinstance(found, Inspection)
+    assert found.causal and found.words.names == (*ANIMAL[:-1].split(), ".")
+    np.testing.assert_allclose(np.stack(found.weights), found.words.merge(eager(folder, ANIMAL)), atol=2e-4)
+    [(place, _)] = found.followed()
+    assert found.words.names[place] == "it"
+    assert found.words.names[found.links(place)[0].target] == "animal"
+
+
 # --- words, heads and lengths that are not there ---
 
 
@@ -271,9 +284,12 @@ def test_the_strongest_link_is_the_one_followed(minilm: tuple[Any, Any]) -> None
 def test_a_short_text_tells_nothing_of_kinds(minilm: tuple[Any, Any]) -> None:
     found = headwise.inspect("hi", minilm[0], tokenizer=minilm[1])
     assert isinstance(found, Inspection)
-    delimiter = next(kind for kind in KINDS if kind.name == "delimiter")
-    assert not found.can_tell(delimiter) and found.standouts(delimiter) == []
+    assert not any(found.can_tell(kind) or found.standouts(kind) for kind in KINDS)
     assert "the text is too short to tell: delimiter" in str(found)
+    found = headwise.inspect(". , ! ? -", minilm[0], tokenizer=minilm[1])
+    assert isinstance(found, Inspection)
+    told = {kind.name: found.can_tell(kind) for kind in KINDS}
+    assert told["previous token"] and not told["delimiter"]  # equal attention is all on delimiters
 
 
 # --- two texts ---

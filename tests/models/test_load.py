@@ -201,6 +201,23 @@ def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
 
 
+def test_a_hub_model_is_fetched_without_pickles_and_code(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def snapshot(name: str, **how: Any) -> str:
+        asked.append((name, how))
+        return str(whole)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    headwise.tokenizer("someone/a-model")
+    headwise.load("someone/a-model")
+    (_, first), (name, second) = asked
+    assert name == "someone/a-model"
+    patterns = second["allow_patterns"]
+    assert "model*.safetensors" in patterns and "model*.safetensors" not in first["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in patterns)
+
+
 def test_a_directory_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_hub", lambda *args: pytest.fail("the hub was asked"))
     monkeypatch.chdir(folder.parent)

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from ..models.compared import Comparison
     from ..models.inspected import Inspection
 
+SENTENCE = 400  # characters
+
 
 def inspect(
-    text: Annotated[str | None, typer.Argument(help="A sentence; one that comes along by default.")] = None,
-    against: Annotated[str | None, typer.Argument(metavar="[TEXT2]", help="A second sentence to compare with.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="A sentence; one that comes along by default.")
+    ] = None,
+    against: Annotated[str | None, typer.Argument(metavar="TEXT2", help="A second sentence to compare with.")] = None,
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
     ] = "minilm",
@@ -76,9 +80,17 @@ def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> t
 
 
 def _inspected(text: str, model: str, **how: Any) -> Any:
+    import torch
+
     from ..models.inspection import inspect as run
 
-    return run(text, model, **how)
+    threads = torch.get_num_threads()
+    if len(text) <= SENTENCE:  # so little work that threads wait for each other longer than they compute
+        torch.set_num_threads(1)
+    try:
+        return run(text, model, **how)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check(found: Any, stat: str, head: str | None) -> None:

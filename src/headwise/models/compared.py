@@ -51,7 +51,7 @@ class Turn:
         return f"{self.layer}.{self.head}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """Two Inspections by one model."""
 
@@ -134,7 +134,7 @@ class Comparison:
 
         yield comparison(self, options.max_width, colour=console.color_system is not None)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         from .drawing import plain
 
         return plain(self)

@@ -43,9 +43,15 @@ def title(one: Inspection) -> Text:
     even = len(set(map(len, one.weights))) == 1
     size = f"{layers} layers x {count // layers} heads" if even else f"{count} heads in {layers} layers"
     text = Text.assemble((one.text if len(one.text) <= LONG else one.text[:LONG] + "…", "bold"), "\n")
-    text.append(f"{one.model}: {size}; {one.tokens} tokens, {len(one.words.names)} words", "dim")
+    text.append(
+        f"{one.model}: {size}; {_several(one.tokens, 'token')}, {_several(len(one.words.names), 'word')}", "dim"
+    )
     text.append("".join(f"; {note}" for note in one.notes), "dim")
     return text
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 # --- the followed word ---

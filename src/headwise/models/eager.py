@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention import measure
 from ..attention.stats import HeadStats
 from ..errors import UnsupportedError
-from .masks import LazyMask
+from .masks import LazyMask, Recipe
 from .reading import ROWS, Given
 
 
@@ -24,6 +24,7 @@ class EagerReading:
     eager: Callable[..., tuple[Tensor, Any]]
     offset: int
     comparable: bool
+    recipe: Recipe | None = None  # of the mask
 
     @property
     def q(self) -> Tensor:
@@ -45,10 +46,12 @@ class EagerReading:
     def _mask(self, rows: slice) -> Tensor | None:
         """The mask of some rows as eager functions take it: added to the scores."""
         given, keys = self.given, self.given.key.shape[2]
-        if isinstance(given.mask, LazyMask):
-            mask = given.mask.recipe.rows(rows.start, rows.stop)
+        if self.recipe is not None and (isinstance(given.mask, LazyMask) or not isinstance(given.mask, Tensor)):
+            mask = self.recipe.rows(rows.start, rows.stop)
         elif given.mask is not None:
             mask = given.mask if given.mask.shape[2] == 1 else given.mask[:, :, rows]
+            if given.implementation == "eager":
+                return mask  # whatever it is, that is what the model adds
         elif given.implementation != "eager" and given.causal:
             i = torch.arange(rows.start, rows.stop, device=given.query.device)[:, None]
             mask = (torch.arange(keys, device=given.query.device) <= i)[None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ STATISTICS = {
 
 
 LISTED = 50  # links in JSON
+FEWEST = 5  # tokens; on fewer, everything is near everything
 HIGHEST = 0.95  # a share that a head can be asked to reach
 
 
@@ -85,7 +86,7 @@ class Standout:
         return f"{self.layer}.{self.head}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Inspection:
     """What every head does on one text. Layers and heads count from 0 and are written layer.head."""
 
@@ -93,13 +94,9 @@ class Inspection:
     model: str
     words: Words
     layers: tuple[int, ...]  # the model's own numbers
-    weights: tuple[np.ndarray, ...] = field(repr=False)  # of each layer: (H, W, W) between words
-    stats: dict[str, np.ndarray] = field(
-        repr=False
-    )  # name -> (L, H) over the model's tokens; NaN where a layer has fewer
-    equal: dict[str, np.ndarray] = field(
-        repr=False
-    )  # name -> (L,): what equal attention to all that is seen would have
+    weights: tuple[np.ndarray, ...]  # of each layer: (H, W, W) between words
+    stats: dict[str, np.ndarray]  # name -> (L, H) over the model's tokens; NaN where a layer has fewer
+    equal: dict[str, np.ndarray]  # name -> (L,): what equal attention to all that is seen would have
     causal: bool
     tokens: int
     notes: tuple[str, ...] = ()
@@ -235,8 +232,10 @@ class Inspection:
         return [kind for kind in KINDS if kind.causal in (None, self.causal)]
 
     def can_tell(self, kind: Kind) -> bool:
-        """Whether a kind can be told from equal attention here: on a few tokens everything is near everything."""
-        return self._level(kind) >= 1 if kind.relative else self._level(kind) <= HIGHEST
+        """Whether a kind can be told from equal attention here."""
+        if self.tokens < FEWEST:
+            return False
+        return kind.relative or self._level(kind) <= HIGHEST
 
     def _level(self, kind: Kind) -> float:
         """From which score on a head is of a kind: never less than twice what equal attention has."""
@@ -298,7 +297,7 @@ class Inspection:
 
         yield overview(self, options.max_width, colour=console.color_system is not None)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         from .drawing import plain
 
         return plain(self)
