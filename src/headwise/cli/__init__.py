@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import HeadwiseError
-from . import bench, inspect, trace
+from . import bench, inspect, prune, trace
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("inspect")(inspect.inspect)
 app.command("trace")(trace.trace)
+app.command("prune")(prune.prune)
 app.command("bench")(bench.bench)
 
 

@@ -1,0 +1,135 @@
+"""`headwise prune`: which heads matter, a smaller model without the others, and an honest account of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from ..prune.session import Progress, Report
+
+
+def prune(
+    texts: Annotated[Path | None, typer.Option(help="A file with a text a line; half score the heads.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the pruned model goes: a new directory.")] = None,
+    model: Annotated[
+        str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
+    ] = "minilm",
+    labels: Annotated[Path | None, typer.Option(help="A label a line, for models that classify.")] = None,
+    keep: Annotated[str, typer.Option(help="The share to keep, such as 0.6, or encoder=0.5,cross=0.9.")] = "0.6",
+    score: Annotated[
+        str, typer.Option(help="michel, michel-token, ablation, output, variance, ... or random.")
+    ] = "michel",
+    budget: Annotated[str, typer.Option(help="What keep counts: heads, parameters, cache or latency.")] = "heads",
+    unit: Annotated[str, typer.Option(help="What goes at once: head, or kv for whole groups.")] = "head",
+    per: Annotated[str, typer.Option(help="model: all heads compete; layer: the same share of every layer.")] = "model",
+    steps: Annotated[int, typer.Option(help="Score again between so many steps.")] = 1,
+    plan: Annotated[Path | None, typer.Option(help="A plan of before, perhaps edited, instead of scores.")] = None,
+    zero: Annotated[bool, typer.Option("--zero", help="Zero the heads and keep all shapes; loads anywhere.")] = False,
+    compensate: Annotated[str | None, typer.Option(help="bias or mean: what removed heads always gave.")] = None,
+    allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Layers may lose every head.")] = False,
+    recover: Annotated[int, typer.Option(metavar="STEPS", help="Distil from the full model afterwards.")] = 0,
+    curve: Annotated[bool, typer.Option("--curve", help="Quality against heads kept, as PNG and JSON.")] = False,
+    batch: Annotated[int, typer.Option(help="Texts at once, in scoring and in timing.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a text at most, and in timing.")] = 128,
+    seed: Annotated[int, typer.Option(help="For scores that draw random numbers.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output directory.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Remove the attention heads that matter least, and say what that does to quality, size and speed."""
+    if texts is None or out is None:
+        raise HeadwiseError("give --texts, a file with a text a line, and --out, a directory for the pruned model")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
+        raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
+    for name, number in (("--batch", batch), ("--length", length), ("--steps", steps)):
+        if number < 1:
+            raise HeadwiseError(f"{name} must be at least 1, got {number}")
+    if recover < 0:
+        raise HeadwiseError(f"--recover must be a number of steps, got {recover}")
+    from ..prune.session import Asked
+
+    asked = Asked(
+        _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed
+    )
+    report = _run(model, texts, labels, asked, out, plan, curve, overwrite)
+    from ..prune.report import to_json
+
+    typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+
+
+def _shares(text: str) -> float | dict[str, float]:
+    try:
+        if "=" not in text:
+            return float(text)
+        return {kind.strip(): float(share) for kind, _, share in (part.partition("=") for part in text.split(","))}
+    except ValueError:
+        raise HeadwiseError(f"--keep is a share such as 0.6, or encoder=0.5,cross=0.9; got {text!r}") from None
+
+
+def _run(
+    name: str, texts: Path, labels: Path | None, asked: Any, out: Path, plan: Path | None, curve: bool, overwrite: bool
+) -> Report:
+    from ..models.load import load, tokenizer
+    from ..prune.importance import SCORES
+    from ..prune.plan import Plan
+    from ..prune.report import put, write
+    from ..prune.session import kept, pruned_and_measured
+    from ..prune.texts import batched, read_labels, read_lines
+
+    if asked.score not in SCORES:
+        raise HeadwiseError(f"there is no score {asked.score!r}; there are {', '.join(SCORES)}")
+    lines = read_lines(texts, "texts")
+    given = Plan.load(plan) if plan else None
+    model = load(name)
+    marks = read_labels(labels, len(lines), model.config) if labels else None
+    batches = batched(lines, tokenizer(name), labels=marks, batch=asked.batch, length=asked.length)
+    with _bars() as progress:
+        smaller, report = pruned_and_measured(model, name, batches, asked, out, given=given, progress=progress)
+        report = kept(smaller, report, out, overwrite)
+        if curve:
+            from ..prune.curve import curve as drawn
+            from ..ui.curves import save_curve
+
+            found = drawn(
+                model, batches.scoring, batches.measuring, unit=asked.unit, per=asked.per,
+                progress=lambda done, total: progress("curve", done, total),
+            )  # fmt: skip
+            put(out / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
+            save_curve(found, out / "curve.png")
+            write(report, out, picture=True)
+    return report
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """A progress bar a kind of work, on stderr, gone at the end."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+def _words(report: Report) -> str:
+    from ..prune.report import ceiling, rows
+
+    table = rows(report)
+    widths = [max(len(row[i]) for row in table) for i in range(3)]
+    lines = [f"The most that removing heads can save: {ceiling(report)}.", "", str(report.plan), ""]
+    lines += [f"{a:<{widths[0]}}  {b:>{widths[1]}}  ->  {c:>{widths[2]}}" for a, b, c in table]
+    lines += ["", *report.verdict(), f"scored on {report.scored} texts, measured on {report.measured} others"]
+    return "\n".join([*lines, str(report.saved)])

@@ -1,0 +1,67 @@
+"""Quality against the share of heads kept, for several scores and seeds, so that the cliff is seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import HeadwiseError
+from ..models.masking import mask_heads
+from .importance import importance
+from .plan import plan
+from .quality import Quality, quality
+
+SCORES = ("michel", "output", "magnitude", "random")
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.25)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Quality at each share of heads kept: {score: (seeds, shares)}."""
+
+    shares: tuple[float, ...]
+    values: dict[str, np.ndarray]
+    full: Quality
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "quality": self.full.name, "lower_is_better": self.full.lower_is_better, "full": self.full.value,
+            "keep": list(self.shares), "scores": {name: table.tolist() for name, table in self.values.items()},
+        }  # fmt: skip
+
+
+def curve(
+    model: Any,
+    scoring: list[Any],
+    measuring: list[Any],
+    *,
+    scores: Sequence[str] = SCORES,
+    shares: Sequence[float] = SHARES,
+    seeds: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+    **how: Any,
+) -> Curve:
+    """Masked models at every share; a seed draws other batches to score with, and other random numbers."""
+    if seeds < 1:
+        raise HeadwiseError(f"seeds must be at least 1, got {seeds}")
+    full = copy.deepcopy(model)  # the masks are on the model itself
+    values: dict[str, np.ndarray] = {}
+    total, done = len(scores) * seeds * len(shares), 0
+    for score in scores:
+        table = np.zeros((seeds, len(shares)))
+        for seed in range(seeds):
+            drawn = np.random.default_rng(seed).integers(0, len(scoring), len(scoring))
+            some = [scoring[i] for i in drawn] if seed else scoring
+            found = importance(model, some, score, seed=seed)
+            for column, share in enumerate(shares):
+                with mask_heads(model, plan(found, share, **how).heads):
+                    table[seed, column] = quality(model, full, measuring).value
+                done += 1
+                if progress:
+                    progress(done, total)
+        values[score] = table
+    return Curve(tuple(shares), values, quality(model, model, measuring))

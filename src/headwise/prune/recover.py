@@ -1,0 +1,170 @@
+"""recover: a short distillation of a pruned model from the full one, on the user's text; it can be interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import CheckpointError, HeadwiseError
+from ..models import anatomy
+from ..models.probing import outputs
+from ..models.projections import row_dim
+from ..models.surgery import head_count
+from ..models.taps import run
+
+EVERY = 50  # steps between checkpoints
+RATE = 1e-4
+
+
+def recover(
+    pruned: Any,
+    full: nn.Module,
+    batches: list[Any],
+    steps: int,
+    *,
+    checkpoint: Path | None = None,
+    rate: float = RATE,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """Train a pruned model, in place, to give the full model's outputs; the loss of every step.
+
+    With a checkpoint file an interrupted run goes on where it stopped, and the file goes when it is done.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise HeadwiseError(f"steps of recovery must be a whole number of at least 1, got {steps!r}")
+    trained = [parameter for parameter in pruned.parameters() if parameter.is_floating_point()]
+    wanted = [parameter.requires_grad for parameter in trained]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    zeros = _zeros(pruned)
+    key = _key(pruned, batches, steps, rate)
+    first, losses = _resume(checkpoint, key, trained, optimizer)
+    step = first
+    try:
+        for step in range(first, steps):
+            losses.append(_step(pruned, full, batches[step % len(batches)], optimizer, rate * (1 - step / steps)))
+            for weight, keep in zeros:
+                weight.data.mul_(keep)
+            if progress:
+                progress(step + 1, steps)
+            if checkpoint and (step + 1) % EVERY == 0:
+                _keep(checkpoint, key, step + 1, losses, trained, optimizer)
+    except KeyboardInterrupt:
+        if checkpoint and step > first:  # the step at hand may be half done: back to the last whole one kept
+            raise HeadwiseError(
+                f"recovery was interrupted at step {step} of {steps}; the same command goes on from step "
+                f"{step // EVERY * EVERY}"
+            ) from None
+        raise
+    finally:
+        for parameter, want in zip(trained, wanted, strict=True):
+            parameter.requires_grad_(want)
+            parameter.grad = None
+    if checkpoint:
+        checkpoint.unlink(missing_ok=True)
+    return losses
+
+
+def _step(pruned: Any, full: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, rate: float) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with torch.no_grad():
+        target = run(full, batch)
+    with torch.enable_grad():
+        loss = distilled(run(pruned, batch), target, batch)
+        optimizer.zero_grad()
+        loss.backward()
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+    optimizer.step()
+    return float(loss.detach())
+
+
+def distilled(out: Any, target: Any, batch: Any) -> Tensor:
+    """KL of the logits, or the squared distance of the last layer against its own size; over real tokens."""
+    if hasattr(out, "logits"):
+        new, old = out.logits.float().log_softmax(-1), target.logits.float().log_softmax(-1)
+        each = (old.exp() * (old - new)).sum(-1)
+    else:
+        a, b = (next(outputs(x)).float() for x in (out, target))
+        each = F.mse_loss(a, b, reduction="none").mean(-1) / b.square().mean()
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if mask is None or mask.shape != each.shape:
+        return each.mean()
+    return (each * mask).sum() / mask.sum()
+
+
+def _zeros(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """W_O of layers with heads of zeros, which must stay zeros: (weight, 1 or 0 for each of its columns)."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for site in anatomy.sites(model):
+        kept = getattr(site.module, "headwise_kept", None)
+        if kept is None or None not in kept.query:
+            continue
+        _, out = anatomy.w_o(model, site)
+        weight, dim = out.get_parameter("weight"), 1 - row_dim(out)
+        alive = torch.tensor([float(number is not None) for number in kept.query], device=weight.device)
+        columns = alive.repeat_interleave(weight.shape[dim] // head_count(model, site))
+        found.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype)))
+    return found
+
+
+def _key(model: nn.Module, batches: list[Any], steps: int, rate: float) -> str:
+    """What a run is of: the same shapes, heads, texts and steps, or its checkpoint is another's."""
+    digest = hashlib.sha256(json.dumps([steps, rate, str(getattr(model, "headwise_heads", None))]).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+    for batch in batches:
+        for x in batch.values() if isinstance(batch, dict) else [batch]:
+            digest.update(x.cpu().numpy().tobytes() if isinstance(x, Tensor) else b"")
+    return digest.hexdigest()
+
+
+def _keep(path: Path, key: str, step: int, losses: list[float], trained: list[Any], optimizer: Any) -> None:
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    for i, parameter in enumerate(trained):
+        state = optimizer.state[parameter]
+        tensors |= {f"{i}.weight": parameter.detach().contiguous()}
+        tensors |= {f"{i}.{name}": state[name].contiguous() for name in ("exp_avg", "exp_avg_sq") if name in state}
+    made = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
+        os.replace(made, path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise CheckpointError(f"recovery cannot be kept at {str(path)!r}: {error.strerror or error}") from error
+
+
+def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any) -> tuple[int, list[float]]:
+    """The step to go on from, with weights and optimizer as they were then."""
+    if path is None or not path.exists():
+        return 0, []
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as opened:
+            about = opened.metadata() or {}
+            if about.get("key") != key:
+                raise HeadwiseError(
+                    f"{str(path)!r} is an interrupted recovery of another run; finish that one, or delete the file"
+                )
+            step = int(about["step"])
+            for i, parameter in enumerate(trained):
+                parameter.data.copy_(opened.get_tensor(f"{i}.weight"))
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(float(step)),
+                    **{name: opened.get_tensor(f"{i}.{name}") for name in ("exp_avg", "exp_avg_sq")},
+                }
+            return step, list(json.loads(about["losses"]))
+    except SafetensorError as error:
+        raise CheckpointError(f"{str(path)!r} is broken ({error}); delete it to start again") from error

@@ -1,0 +1,157 @@
+"""What a run of pruning found, as JSON, Markdown and HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from .session import Report
+
+Rows = list[tuple[str, str, str]]
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    return {
+        "model": report.model,
+        "asked": asdict(report.asked),
+        "plan": report.plan.to_json(),
+        "most_that_heads_can_save": {
+            "parameters": report.before.of_heads,
+            "of": report.before.parameters,
+            "share_of_time_in_attention_layers": report.attention_share,
+        },
+        "before": report.before.to_json(),
+        "after": report.after.to_json(),
+        "quality": {name: found.to_json() for name, found in report.quality.items()},
+        "latency_ms": [asdict(found) | {"ratio": found.ratio} for found in report.latency],
+        "verdict": report.verdict(),
+        "texts": {"scored": report.scored, "measured": report.measured},
+        "recovery_losses": report.losses,
+        "saved": report.saved.to_json() if report.saved else None,
+    }
+
+
+def ceiling(report: Report) -> str:
+    """The most that removing heads can save, before anything is removed."""
+    before = report.before
+    words = (
+        f"all heads together are {before.of_heads:,} of {before.parameters:,} parameters "
+        f"({before.of_heads / before.parameters:.0%}); the attention layers take {report.attention_share:.0%} "
+        f"of the time at batch {report.latency[0].batch} x {report.latency[0].length} tokens: "
+        "no plan can save more than that"
+    )
+    return words + (f"; the KV cache is {before.cache:,} bytes a token" if before.cache else "")
+
+
+def rows(report: Report) -> Rows:
+    """name, before, after"""
+    before, after, found = report.before, report.after, report.quality
+    table: Rows = [
+        ("heads", f"{report.plan.total}", f"{report.plan.total - report.plan.removed}"),
+        ("parameters", f"{before.parameters:,}", _share(after.parameters, before.parameters)),
+    ]
+    if before.cache:
+        table.append(("KV cache, bytes a token", f"{before.cache:,}", _share(after.cache, before.cache)))
+    full = found["full"]
+    for name, words in (("pruned", full.name), ("recovered", f"{full.name}, after recovery")):
+        if name in found:
+            table.append((words, _interval(full), _interval(found[name])))
+    for measured in report.latency:
+        where = f"ms a pass, batch {measured.batch} x {measured.length}"
+        table.append((where, f"{measured.full:.1f}", f"{measured.pruned:.1f} ({measured.ratio:.2f})"))
+    return table
+
+
+def _share(after: int, before: int) -> str:
+    return f"{after:,} ({after / before:.1%})"
+
+
+def _interval(found: Any) -> str:
+    return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
+
+
+def markdown(report: Report) -> str:
+    parts = [
+        f"# {report.model}, {report.plan.removed} of {report.plan.total} heads removed",
+        f"The most that removing heads can save: {ceiling(report)}.",
+        "| | before | after |\n|---|--:|--:|\n" + "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows(report)),
+        "\n".join(f"- {line}" for line in report.verdict()),
+        f"Heads were scored on {report.scored} texts and measured on {report.measured} others; intervals are 95 %, by "
+        "bootstrap over texts; times are medians of 7 interleaved passes.",
+        f"## The plan\n```text\n{report.plan}\n```",
+    ]
+    if report.losses:
+        first, last = report.losses[0], sum(report.losses[-10:]) / len(report.losses[-10:])
+        parts.append(
+            f"## Recovery\n{len(report.losses)} steps of distillation; its loss went from {first:.4g} to {last:.4g}."
+        )
+    if report.saved:
+        parts.append(f"## Saved\nForm: {report.saved.form} ({report.saved.why}). Load it with `{report.saved.load}`.")
+    return "\n\n".join(parts) + "\n"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
+body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8886 }}
+td:first-child, th:first-child {{ text-align: left }}
+pre {{ line-height: 1.2; overflow-x: auto }}
+</style>
+<h1>{title}</h1>
+<p>The most that removing heads can save: {ceiling}.</p>
+<table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody></table>
+<ul>{verdict}</ul>
+<p>{texts}</p>
+{picture}
+<h2>The plan</h2><pre>{plan}</pre>
+<p>{saved}</p>
+</html>
+"""
+
+
+def page(report: Report, picture: bool = False) -> str:
+    said = html.escape  # a model's name may be "<b>"
+    cells = "".join(f"<tr><td>{said(a)}</td><td>{said(b)}</td><td>{said(c)}</td></tr>" for a, b, c in rows(report))
+    return PAGE.format(
+        title=said(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
+        ceiling=said(ceiling(report)),
+        table=cells,
+        verdict="".join(f"<li>{said(line)}</li>" for line in report.verdict()),
+        texts=f"Scored on {report.scored} texts, measured on {report.measured} others; 95 % intervals by bootstrap.",
+        picture='<img src="curve.png" alt="Quality against the share of heads kept" width="800">' if picture else "",
+        plan=said(str(report.plan)),
+        saved=said(str(report.saved)) if report.saved else "",
+    )
+
+
+def write(report: Report, folder: Path, picture: bool = False) -> None:
+    """pruning.md, pruning.html and pruning.json in a directory."""
+    text = json.dumps(to_json(report), indent=2)
+    for name, content in (
+        ("pruning.md", markdown(report)),
+        ("pruning.html", page(report, picture)),
+        ("pruning.json", text + "\n"),
+    ):
+        put(folder / name, content)
+
+
+def put(path: Path, content: str) -> None:
+    """A file written aside and moved into place."""
+    made = path.with_name(f".{path.name}.part")
+    try:
+        made.write_text(content, encoding="utf-8")
+        os.replace(made, path)
+    except OSError as error:
+        made.unlink(missing_ok=True)
+        raise HeadwiseError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error

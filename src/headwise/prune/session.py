@@ -1,0 +1,175 @@
+"""One run of pruning from texts to a saved model: scores, plan, surgery, recovery, and what came of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import HeadwiseError
+from ..models.saving import Saved, save
+from ..models.surgery import prune_heads
+from .importance import importance
+from .latency import attention_time, times
+from .plan import Plan, in_steps, plan
+from .quality import Quality, Size, quality, size
+from .recover import recover
+from .texts import Texts
+
+Progress = Callable[[str, int, int], None]  # what is going on, steps done, steps in all
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants."""
+
+    keep: float | dict[str, float] = 0.6
+    score: str = "michel"
+    budget: str = "heads"
+    unit: str = "head"
+    per: str = "model"
+    steps: int = 1
+    zero: bool = False
+    compensate: str | None = None
+    allow_empty: bool = False
+    recover: int = 0
+    batch: int = 16
+    length: int = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds a pass of the full and the pruned model, measured in turn."""
+
+    batch: int
+    length: int
+    full: float
+    pruned: float
+
+    @property
+    def ratio(self) -> float:
+        return self.pruned / self.full
+
+
+@dataclass
+class Report:
+    """All that one run found."""
+
+    model: str
+    asked: Asked
+    plan: Plan
+    before: Size
+    after: Size
+    quality: dict[str, Quality]  # "full", "pruned" and, where asked, "recovered"
+    latency: list[Latency]
+    attention_share: float  # of the full model's time, at the user's batch and length: the most that heads can save
+    scored: int
+    measured: int
+    saved: Saved | None = None
+    losses: list[float] = field(default_factory=list)
+
+    def verdict(self) -> list[str]:
+        """Whether it is faster, in plain words."""
+        lines = []
+        for found in self.latency:
+            where = f"batch {found.batch} x {found.length} tokens"
+            if found.ratio > 0.97:
+                lines.append(f"not faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after")
+            else:
+                lines.append(f"at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after ({found.ratio:.2f})")
+        return lines
+
+
+def pruned_and_measured(
+    model: Any, name: str, texts: Texts, asked: Asked, out: Path, *, given: Plan | None, progress: Progress
+) -> tuple[Any, Report]:
+    """The pruned model and the report; nothing is written but the checkpoint of a recovery."""
+    made = given or _planned(model, texts, asked, progress)
+    made.check(model)
+    smaller = prune_heads(
+        model,
+        made,
+        zero=asked.zero,
+        compensate=asked.compensate,
+        batches=texts.scoring if asked.compensate == "mean" else None,
+        allow_empty=asked.allow_empty,
+    )
+    found = {"full": quality(model, model, texts.measuring), "pruned": quality(smaller, model, texts.measuring)}
+    losses: list[float] = []
+    if asked.recover:
+        losses = recover(
+            smaller,
+            model,
+            texts.scoring,
+            asked.recover,
+            checkpoint=out.parent / f".{out.name}.recovery.safetensors",
+            progress=lambda done, total: progress("recovery", done, total),
+        )
+        found["recovered"] = quality(smaller, model, texts.measuring)
+    latency, share = _latency(model, smaller, texts, asked, progress)
+    report = Report(
+        name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured, None, losses
+    )
+    return smaller, report
+
+
+def _planned(model: Any, texts: Texts, asked: Asked, progress: Progress) -> Plan:
+    how: dict[str, Any] = {"per": asked.per, "unit": asked.unit, "allow_empty": asked.allow_empty}
+    if asked.steps > 1:
+        if asked.budget == "latency" or isinstance(asked.keep, dict):
+            raise HeadwiseError(
+                "steps are for one share of heads, parameters or cache; not latency, not shares by kind"
+            )
+        return in_steps(
+            model, texts.scoring, asked.keep, asked.score, asked.steps, budget=asked.budget, **how,
+            scoring={"seed": asked.seed}, progress=lambda done, total: progress("scoring in steps", done, total),
+        )  # fmt: skip
+    scores = importance(
+        model, texts.scoring, asked.score, seed=asked.seed,
+        progress=lambda done, total: progress(f"scoring by {asked.score}", done, total),
+    )  # fmt: skip
+    inputs = sample(model, asked.batch, asked.length) if asked.budget == "latency" else None
+    return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how)
+
+
+def sample(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens of a size, to measure time with."""
+    vocabulary = getattr(model.config, "vocab_size", None)
+    most = getattr(model.config, "max_position_embeddings", None) or length
+    if not isinstance(vocabulary, int):
+        raise HeadwiseError(f"{type(model).__name__} reads no tokens; its time cannot be measured here")
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (batch, min(length, most)), generator=random)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return given | ({"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {})
+
+
+def _latency(model: Any, smaller: Any, texts: Texts, asked: Asked, progress: Progress) -> tuple[list[Latency], float]:
+    found = []
+    share = 0.0
+    sizes = list(dict.fromkeys([asked.batch, 1]))
+    for done, batch in enumerate(sizes):
+        given = sample(model, batch, asked.length)
+        taken = times({"full": model, "pruned": smaller}, given)
+        length = given["input_ids"].shape[1]
+        found.append(Latency(batch, length, 1000 * taken["full"], 1000 * taken["pruned"]))
+        if batch == asked.batch:
+            share = attention_time(model, given, 3) / taken["full"]
+        progress("timing", done + 1, len(sizes))
+    return found, min(share, 1.0)
+
+
+def kept(smaller: Any, report: Report, out: Path, overwrite: bool) -> Report:
+    """Save the model, with the plan and the report beside it."""
+    from .report import write
+
+    done = copy.copy(report)
+    done.saved = save(smaller, out, overwrite=overwrite)
+    done.plan.save(out / "plan.json")
+    write(done, out)
+    return done

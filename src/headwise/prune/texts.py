@@ -1,0 +1,78 @@
+"""Texts and labels from files -> batches of model inputs, half to score heads with, half to measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import HeadwiseError
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Batches for choosing heads, and others for telling what that did."""
+
+    scoring: list[dict[str, Any]]
+    measuring: list[dict[str, Any]]
+    scored: int
+    measured: int
+
+
+def read_lines(path: Path, what: str) -> list[str]:
+    """The lines of a file that are not empty."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise HeadwiseError(f"{what} {str(path)!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise HeadwiseError(f"{what} {str(path)!r} is not text in UTF-8") from None
+    return [line.strip() for line in lines if line.strip()]
+
+
+def read_labels(path: Path, count: int, config: Any) -> list[int]:
+    """A label a text: numbers, or names that the model's config knows."""
+    names = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    labels = []
+    for line in read_lines(path, "labels"):
+        if line not in names and not line.lstrip("-").isdigit():
+            raise HeadwiseError(f"label {line!r} is neither a number nor one of {', '.join(names) or 'no names'}")
+        labels.append(names[line] if line in names else int(line))
+    if len(labels) != count:
+        raise HeadwiseError(f"{len(labels)} labels for {count} texts; one a line is expected")
+    known = getattr(config, "num_labels", 0)
+    wrong = [label for label in labels if not 0 <= label < known]
+    if wrong and known > 1:
+        raise HeadwiseError(f"label {wrong[0]} is not one of the model's {known} classes, 0 to {known - 1}")
+    return labels
+
+
+def batched(
+    texts: Sequence[str], tokenizer: Any, *, labels: Sequence[int] | None = None, batch: int = 16, length: int = 128
+) -> Texts:
+    """Every other text is for scoring, the rest for measuring, so that no head is judged on what it was chosen by."""
+    if len(texts) < 4:
+        raise HeadwiseError(
+            f"{len(texts)} texts are too few: half are for scoring, half for measuring; give at least 4"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    halves = []
+    for start in (0, 1):
+        rows = list(range(start, len(texts), 2))
+        made = []
+        for i in range(0, len(rows), batch):
+            some = rows[i : i + batch]
+            given = tokenizer(
+                [texts[row] for row in some], padding=True, truncation=True, max_length=length, return_tensors="pt"
+            )
+            inputs = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
+            if labels is not None:
+                inputs["labels"] = torch.tensor([labels[row] for row in some])
+            made.append(inputs)
+        halves.append((made, len(rows)))
+    (scoring, scored), (measuring, measured) = halves
+    return Texts(scoring, measuring, scored, measured)
