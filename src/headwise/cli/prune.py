@@ -113,7 +113,8 @@ def _bars() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    with Bars(console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -159,12 +159,12 @@ def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any) -> 
                     f"{str(path)!r} is an interrupted recovery of another run; finish that one, or delete the file"
                 )
             step = int(about["step"])
+            there = set(opened.keys())
             for i, parameter in enumerate(trained):
                 parameter.data.copy_(opened.get_tensor(f"{i}.weight"))
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(float(step)),
-                    **{name: opened.get_tensor(f"{i}.{name}") for name in ("exp_avg", "exp_avg_sq")},
-                }
+                if f"{i}.exp_avg" in there:  # a pooler that the loss does not see has none
+                    moments = {name: opened.get_tensor(f"{i}.{name}") for name in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
             return step, list(json.loads(about["losses"]))
     except SafetensorError as error:
         raise CheckpointError(f"{str(path)!r} is broken ({error}); delete it to start again") from error

@@ -1,0 +1,272 @@
+"""`headwise prune` from texts to a directory, and the parts it is made of: texts, quality, recovery, curves, report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_surgery import CLOSE
+from tiny import build, error, inputs
+
+import headwise
+from headwise import HeadwiseError
+from headwise.cli import main
+from headwise.prune import recover as recovery
+from headwise.prune.curve import curve
+from headwise.prune.latency import attention_time, times
+from headwise.prune.quality import quality, size
+from headwise.prune.recover import recover
+from headwise.prune.report import page
+from headwise.prune.texts import batched, read_labels
+
+WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
+
+
+def saved(folder: Path, auto: Any = transformers.AutoModel, name: str = "bert", **more: Any) -> Path:
+    """A tiny model with a tokenizer that knows a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    build(name, auto, **more).save_pretrained(folder)
+    known = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    made = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    lines = [" ".join(random.choice(WORDS, random.integers(4, 12))) for _ in range(24)]
+    (tmp_path / "texts.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path / "texts.txt"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    code = main(["prune", "--batch", "6", "--length", "16", *map(str, args)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_from_texts_to_a_directory(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "source")
+    code, out, _ = run(capsys, "--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.6, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["before"]["parameters"] - report["after"]["parameters"] == 6 * (4 * 12 * 60 + 3 * 12)
+    assert report["most_that_heads_can_save"]["parameters"] == 15 * (4 * 12 * 60 + 3 * 12)
+    assert abs(report["quality"]["full"]["value"]) < 1e-6 < report["quality"]["pruned"]["value"]
+    assert report["texts"] == {"scored": 12, "measured": 12}
+    assert [found["batch"] for found in report["latency_ms"]] == [6, 1] and len(report["verdict"]) == 2
+    again, made = headwise.load(tmp_path / "out"), headwise.Plan.load(tmp_path / "out" / "plan.json")
+    assert sum(map(len, made.heads.values())) == 6
+    given = inputs("bert")
+    with torch.no_grad(), headwise.mask_heads(model := headwise.load(source), made.heads):
+        assert error(again(**given), model(**given)) < CLOSE
+    assert headwise.tokenizer(tmp_path / "out")("the animal").input_ids == [2, 3]
+    page_text = (tmp_path / "out" / "pruning.html").read_text()
+    assert "6 of 15 heads removed" in page_text and "http" not in page_text
+    assert "| parameters |" in (tmp_path / "out" / "pruning.md").read_text()
+
+
+def test_words_plan_by_hand_zero_and_curve(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "source")
+    code, out, _ = run(capsys, "--model", source, "--texts", texts, "--out", tmp_path / "a", "--score", "output")
+    assert code == 0 and "The most that removing heads can save: all heads together are" in out and "compact" in out
+    made = json.loads((tmp_path / "a" / "plan.json").read_text())
+    for layer in made["layers"]:
+        layer["remove"] = [1] if layer["layer"] == 2 else []
+    (tmp_path / "mine.json").write_text(json.dumps(made))
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "b", "--plan", tmp_path / "mine.json"]
+    code, out, _ = run(capsys, *args, "--zero", "--curve")
+    assert code == 0 and "remove 1 of 15 heads" in out and ": plain (its heads were zeroed" in out
+    transformers.AutoModel.from_pretrained(tmp_path / "b")
+    assert (tmp_path / "b" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    drawn = json.loads((tmp_path / "b" / "curve.json").read_text())
+    assert (
+        np.shape(drawn["scores"]["random"]) == (3, 6) and "curve.png" in (tmp_path / "b" / "pruning.html").read_text()
+    )
+
+
+def test_a_causal_model_has_perplexity_and_a_cache(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "source", transformers.AutoModelForCausalLM, "mistral")
+    args = [
+        "--model",
+        source,
+        "--texts",
+        texts,
+        "--out",
+        tmp_path / "out",
+        "--budget",
+        "cache",
+        "--keep",
+        0.67,
+        "--json",
+    ]
+    code, out, _ = run(capsys, *args)
+    report = json.loads(out)
+    assert code == 0 and report["quality"]["full"]["name"] == "perplexity"
+    assert report["before"]["cache"] == 3 * 2 * 2 * 14 * 4  # layers x KV heads x (key and value) x width x bytes
+    assert report["after"]["cache"] == report["before"]["cache"] * 4 // 6
+
+
+def test_labels_and_recovery(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "source", transformers.AutoModelForSequenceClassification, num_labels=3)
+    (tmp_path / "labels.txt").write_text("\n".join(["0", "LABEL_1", "2"] * 8) + "\n")
+    args = ["--model", source, "--texts", texts, "--labels", tmp_path / "labels.txt", "--out", tmp_path / "out"]
+    code, out, _ = run(capsys, *args, "--recover", 8, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["quality"]["full"]["name"] == "accuracy"
+    assert set(report["quality"]) == {"full", "pruned", "recovered"} and len(report["recovery_losses"]) == 8
+    assert not list(tmp_path.glob(".*recovery*"))
+
+
+def test_recovery_comes_nearer_and_keeps_zeros_zero() -> None:
+    model = build("llama")
+    given = [inputs("llama", seed) for seed in range(3)]
+    pruned = headwise.prune_heads(model, {0: [0, 1], 1: [3]})
+    before = quality(pruned, model, given).value
+    losses = recover(pruned, model, given, 40, rate=1e-3)
+    assert quality(pruned, model, given).value < 0.8 * before and np.mean(losses[-3:]) < 0.8 * losses[0]
+    numbers = pruned.headwise_heads[0]
+    weight = pruned.layers[0].self_attn.o_proj.weight.unflatten(1, (len(numbers), -1))
+    assert None in numbers
+    assert all(bool((weight[:, i] == 0).all()) == (number is None) for i, number in enumerate(numbers))
+
+
+def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "EVERY", 5)
+    model, given = build("bert"), [inputs("bert", seed) for seed in range(2)]
+    whole = headwise.prune_heads(model, {0: [1, 2]})
+    losses = recover(whole, model, given, 12)
+    file = tmp_path / "kept.safetensors"
+
+    def stop(done: int, total: int) -> None:
+        if done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(HeadwiseError, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
+        recover(headwise.prune_heads(model, {0: [1, 2]}), model, given, 12, checkpoint=file, progress=stop)
+    with pytest.raises(HeadwiseError, match="an interrupted recovery of another run"):
+        recover(headwise.prune_heads(model, {0: [1, 3]}), model, given, 12, checkpoint=file)
+    again = headwise.prune_heads(model, {0: [1, 2]})
+    assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-5)
+    for one, other in zip(again.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not file.exists()
+    file.write_bytes(b"broken")
+    with pytest.raises(HeadwiseError, match="is broken"):
+        recover(again, model, given, 12, checkpoint=file)
+
+
+def test_a_curve_falls_and_starts_at_the_full_model() -> None:
+    model = build("llama", transformers.AutoModelForCausalLM)
+    given = [inputs("llama", seed) for seed in range(4)]
+    found = curve(model, given[:2], given[2:], scores=("output", "random"), shares=(1.0, 0.5), seeds=2)
+    assert found.values["output"].shape == (2, 2)
+    np.testing.assert_allclose(found.values["output"][:, 0], found.full.value, rtol=1e-5)
+    assert (found.values["random"][:, 1] != found.full.value).all()
+
+
+def test_sizes_and_times() -> None:
+    model = build("llama", transformers.AutoModelForCausalLM)
+    pruned = headwise.prune_heads(model, {0: [0, 1, 2]})
+    assert size(model).cache * 5 == size(pruned).cache * 6
+    given = inputs("llama")
+    taken = times({"full": model, "pruned": pruned}, given, 2)
+    assert set(taken) == {"full", "pruned"} and 0 < attention_time(model, given, 2) < 10 * taken["full"]
+
+
+def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is one that counts heads, so that the test does not measure the machine."""
+    from headwise.prune import latency
+
+    model, given = build("bert"), inputs("bert")
+
+    def counted(models: dict[str, Any], batch: Any, rounds: int = 0) -> dict[str, float]:
+        return {name: 100.0 + sum(p.numel() for p in m.encoder.parameters()) / 1000 for name, m in models.items()}
+
+    monkeypatch.setattr(latency, "times", counted)
+    scores = headwise.importance(model, [given], "output")
+    made = headwise.plan(scores, 0.9, budget="latency", model=model, inputs=given)
+    full = counted({"x": model}, None)["x"]
+    assert 0.8 * full < counted({"x": headwise.prune_heads(model, made)}, None)["x"] <= 0.9 * full
+    with pytest.raises(
+        HeadwiseError, match=r"latency: keep=0.3 cannot be met by removing heads; the nearest is keep=0.78"
+    ):
+        headwise.plan(scores, 0.3, budget="latency", model=model, inputs=given)
+
+
+def test_a_name_is_not_html(tmp_path: Path, texts: Path) -> None:
+    from headwise.prune.plan import Plan
+    from headwise.prune.quality import Quality, Size
+    from headwise.prune.session import Asked, Latency, Report
+
+    found = Quality("<script>", 1, 1, 1, True, 2)
+    made = Plan({0: [1]}, (("self", 0, 2, 2),))
+    slow = [Latency(1, 8, 1.0, 1.01), Latency(4, 8, 1.0, 0.5)]
+    report = Report(
+        "<b>", Asked(), made, Size(9, 4, 0), Size(7, 2, 0), {"full": found, "pruned": found}, slow, 0.3, 1, 1
+    )
+    assert "<b>" not in page(report) and "<script>" not in page(report) and "&lt;b&gt;" in page(report)
+    assert report.verdict()[0].startswith("not faster at batch 1 x 8 tokens") and "0.50" in report.verdict()[1]
+
+
+def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "source")
+    capsys.readouterr()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    (tmp_path / "few.txt").write_text("one\ntwo\n")
+    (tmp_path / "plan.json").write_text("{}")
+    usual = ["--model", source, "--texts", texts, "--out", tmp_path / "out"]
+    for args, words in [
+        ([], "give --texts"),
+        (["--texts", texts, "--out", tmp_path / "full"], "exists and is not empty"),
+        ([*usual, "--keep", "many"], "--keep is a share such as 0.6"),
+        ([*usual, "--keep", "0.01"], "the nearest is keep=0.2000"),
+        ([*usual, "--keep", "6"], "keep is a share from 0 to 1"),
+        ([*usual, "--keep", "middle=0.5"], "no 'middle' attention here"),
+        ([*usual, "--score", "best"], "there is no score 'best'"),
+        ([*usual, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
+        ([*usual, "--recover", "-3"], "--recover must be a number of steps"),
+        ([*usual, "--steps", "0"], "--steps must be at least 1"),
+        (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),
+        (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out"], "2 texts are too few"),
+        ([*usual, "--labels", tmp_path / "few.txt"], "label 'one' is neither a number"),
+    ]:
+        code, out, err = run(capsys, *args)
+        assert code == 2 and out == "" and err.count("\n") == 1 and words in err, (args, err)
+    assert not (tmp_path / "out").exists() and (tmp_path / "full" / "mine.txt").exists()
+
+
+def test_labels_are_checked(tmp_path: Path) -> None:
+    config = transformers.BertConfig(num_labels=2)
+    for lines, words in [("0\n5\n", "label 5 is not one of the model's 2 classes"), ("0\n", "1 labels for 2 texts")]:
+        (tmp_path / "labels.txt").write_text(lines)
+        with pytest.raises(HeadwiseError, match=words):
+            read_labels(tmp_path / "labels.txt", 2, config)
+
+
+def test_halves_do_not_overlap() -> None:
+    class Words:
+        pad_token = "x"
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+            return {"input_ids": torch.tensor([[int(text)] for text in texts])}
+
+    made = batched([str(i) for i in range(11)], Words(), batch=4)
+    scored = {int(i) for batch in made.scoring for i in batch["input_ids"]}
+    measured = {int(i) for batch in made.measuring for i in batch["input_ids"]}
+    assert not scored & measured and scored | measured == set(range(11))
