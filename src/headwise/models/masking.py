@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import contract
 from ..errors import HeadwiseError, ShapeError, UnsupportedError
 from . import anatomy
 from .anatomy import Key, Site
+from .chosen import head_numbers
 
 VALUES = ("zero", "mean")
 
@@ -227,14 +227,7 @@ def _change(model: nn.Module, site: Site, wanted: Any, value: Any) -> Change:
         if tuple(wanted.shape) != (count,):
             raise ShapeError(f"gates of {site} have shape {tuple(wanted.shape)}; ({count},) is expected, one a head")
         return Change(site, count, [], gates=lambda: wanted)
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
-        wanted = [wanted]
-    if isinstance(wanted, (str, bytes)) or not isinstance(wanted, Iterable):
-        raise HeadwiseError(f"the heads of {site} must be a list of numbers, got {wanted!r}")
-    try:
-        chosen = contract.pick("head", wanted, count)
-    except HeadwiseError as error:
-        raise HeadwiseError(f"{site}: {error}") from None
+    chosen = head_numbers(site, wanted, count)
     return Change(site, count, sorted(set(chosen)), value=value)
 
 

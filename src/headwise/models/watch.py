@@ -16,7 +16,7 @@ from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
 from . import anatomy, registry
 from .anatomy import Key, Site
-from .chosen import Chosen, asked, chosen_of, links_of
+from .chosen import Chosen, asked, chosen_of, classes_of, links_of, rows_of
 from .eager import EagerReading
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
@@ -41,7 +41,7 @@ def watch(
     weights. links=k keeps the k strongest keys of every query. classes {name: (B, T) bool}: keys whose share of the
     weight is wanted; with several kinds of attention {kind: {name: ...}}.
     """
-    return Watch(model, weights, outputs, None if rows is None else list(rows), links, classes or {})
+    return Watch(model, weights, outputs, rows, links, classes)
 
 
 class Scene(NamedTuple):
@@ -62,9 +62,9 @@ class Watch:
         model: nn.Module,
         weights: Chosen,
         outputs: Chosen,
-        rows: list[int] | None,
+        rows: Iterable[int] | None,
         links: int,
-        classes: dict[str, Any],
+        classes: dict[str, Any] | None,
     ) -> None:
         self.model = model
         self._sites = anatomy.sites(model)
@@ -75,13 +75,8 @@ class Watch:
         self._weights, self._outputs = (chosen_of(model, self._sites, x) for x in (weights, outputs))
         mixing = {id(site.module): site for site in self._sites if id(site.module) in self._outputs}
         self._mixers = [(site.module, anatomy.w_o(model, site)[1]) for site in mixing.values()]
-        self._rows, self._links = rows, links_of(links)
-        kinds = {site.kind for site in self._sites}
-        self._classes = classes if classes and set(classes) <= kinds else dict.fromkeys(kinds, classes)
-        if classes and len(kinds) > 1 and not set(classes) <= kinds:
-            raise HeadwiseError(
-                f"with {len(kinds)} kinds of attention give classes by kind: {', '.join(sorted(kinds))}"
-            )
+        self._rows, self._links = rows_of(rows), links_of(links)
+        self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
         self._hooks: list[Any] = []
         self._turn: dict[int, int] = {}
