@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from batches import BATCH, LENGTH, inputs
-from families import BY_NAME, OFF, build
+from families import BY_NAME, OFF, SHARP, build
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,7 +20,7 @@ from truth import assert_same, recorded, statistics
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import registry
+from headwise.models import masks, registry
 
 torch.set_num_threads(1)
 
@@ -378,3 +378,71 @@ def test_a_watch_is_entered_once(llama: Any) -> None:
         run(model, given)
     assert watching[0].stats.count.shape == (2 * BATCH, 6)
     assert int(watching[0].stats.count[0, 0]) == LENGTH
+
+
+def test_compiled_code_is_refused_and_not_passed_over(llama: Any) -> None:
+    """Inside of a compiled forward nobody asks the registry."""
+    model, given = llama
+    compiled = torch.compile(model.forward, backend="eager")
+    watching = headwise.watch(model)
+    with (
+        put_back(model),
+        pytest.raises(UnsupportedError, match="as compiled code does|none of its attention layers"),
+        watching,
+    ):
+        compiled(**given)
+    torch.compiler.reset()
+
+
+def test_a_layer_that_leaves_the_registry_is_not_passed_over(llama: Any) -> None:
+    model, given = llama
+    odd = model.layers[2].self_attn
+    odd.forward = lambda hidden_states, **more: (hidden_states, None)
+    with (
+        put_back(model),
+        pytest.raises(
+            UnsupportedError, match="LlamaAttention .at layers.2.self_attn. did not ask transformers' registry"
+        ),
+        headwise.watch(model),
+    ):
+        run(model, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "bert"])
+def test_sharp_heads_in_16_bits_under_masks_never_made(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager rounds its scores to 16 bits; that is no reason to distrust what is computed in 32."""
+    monkeypatch.setattr(masks, "LARGE", 0)
+    family = BY_NAME[name]
+    model, given = build(family), inputs(family, "left")
+    with torch.no_grad():
+        for path, x in model.named_parameters():
+            if SHARP.search(path):
+                x.mul_(3)
+    with headwise.watch(model.to(dtype)) as seen:
+        run(model, given)
+    assert len(seen.layers) == 4
+
+
+def test_a_wrapper_that_goes_round_the_hooks() -> None:
+    """Adapters call the forward of the model inside; each pass is a pass all the same."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.inside = model
+
+        def forward(self, **given: Any) -> Any:
+            return self.inside.forward(**given)
+
+    family = BY_NAME["albert"]
+    model, given = Wrapper(build(family)), inputs(family, "right")
+    with headwise.watch(model) as seen:
+        run(model, given)
+        run(model, given)
+    assert [layer.index for layer in seen.layers] == [0, 1, 2, 3]
+    with headwise.mask_heads(model, {1: [0]}):
+        once, twice = run(model, given), run(model, given)
+    assert torch.equal(once, twice) and not torch.equal(once, run(model, given))

@@ -114,7 +114,7 @@ class MaskedHeads:
         by_module: dict[int, dict[int, Change]] = {}
         for change in self._changes:
             by_module.setdefault(id(change.site.module), {})[change.site.turn] = change
-        touched = {id(self._owner[at]): self._owner[at] for at in by_module}
+        touched = {id(self._owner[at]): self._owner[at] for at in by_module} | {id(self.model): self.model}
         for owner in touched.values():
             self._hooks.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(owner.register_forward_hook(self._end))
@@ -135,7 +135,7 @@ class MaskedHeads:
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
-            if its is owner:
+            if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:

@@ -83,6 +83,7 @@ class Watch:
         self._padding: dict[int, Tensor | None] = {}  # by owner
         self._last: dict[int, tuple[Tensor | None, bool]] = {}  # by owner: its newest real queries, and if it decodes
         self._trusted: dict[Any, bool] = {}  # readings that were checked: True, or False where eager must serve
+        self._waiting: set[int] = set()  # modules that were called and have not attended yet
         self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
 
@@ -127,6 +128,9 @@ class Watch:
             self._hooks.pop().remove()
         self._padding.clear()
         self._last.clear()
+        waiting, self._waiting = sorted(self._waiting), set()
+        if error is None and waiting:
+            raise self._missed(waiting[0])
         if error is None and self._ran and not self._seen:
             raise UnsupportedError(
                 f"{type(self.model).__name__} ran, but none of its attention layers asked transformers' registry for "
@@ -146,15 +150,27 @@ class Watch:
         self._ran = True
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
-            if its is owner:
+            if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
         registry.here.end()
+        missed = [at for at in self._waiting if self._owner[at] is owner]
+        self._waiting.difference_update(missed)
+        if missed and output is not None:
+            raise self._missed(missed[0])
+
+    def _missed(self, at: int) -> UnsupportedError:
+        site = next(site for site in self._sites if id(site.module) == at)
+        return UnsupportedError(
+            f"{type(site.module).__name__} (at {site.name}) did not ask transformers' registry for an attention "
+            "function when it was called, as compiled code does; its heads cannot be watched"
+        )
 
     def _called(self, module: nn.Module, args: Any) -> None:
         if not anatomy.in_backward():  # not a checkpoint that is run again in backward
             self._turn[id(module)] = self._turn.get(id(module), -1) + 1
+            self._waiting.add(id(module))
 
     def _mixed(self, module: nn.Module, linear: nn.Module, args: tuple[Any, ...]) -> None:
         """What W_O is given are the heads' outputs, with all that a model does to them before (gates, norms)."""
@@ -173,6 +189,7 @@ class Watch:
 
     def see(self, given: Given, function: registry.Function, eager: registry.Function) -> tuple[Tensor, Any]:
         """Answer an attention call with the model's own output, and keep what was asked for."""
+        self._waiting.discard(id(given.module))
         scene = self._scene(given)
         lazy = isinstance(given.mask, LazyMask)
         if lazy and (given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")):
@@ -210,9 +227,8 @@ class Watch:
         """
         given = own.given
         form = _form(given)
-        compared = own if lazy or given.dropout else None
         if form not in self._trusted:
-            self._trusted[form] = agrees(reading, compared or out, real)
+            self._trusted[form] = agrees(reading, own.exact() if lazy or given.dropout else out, real)
         if self._trusted[form]:
             return reading
         if lazy or (given.implementation != "eager" if given.dropout else not agrees(own, out, real)):
