@@ -241,9 +241,9 @@ def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
     assert titles(cases=("dense",)) == 1
     assert titles(cases=("dense",), sweep=True) == 1 + 40
     assert titles(cases=("memory",)) == 6
-    assert titles(sweep=False) == 8 + 6
-    assert titles() == 8 + 40 + 6
-    assert titles(quick=True) == 8 + 10 + 6
+    assert titles(sweep=False) == 12 + 6
+    assert titles() == 12 + 40 + 6
+    assert titles(quick=True) == 12 + 10 + 6
 
 
 def test_a_wrong_result_is_an_error_not_a_time(

@@ -206,6 +206,12 @@ def statistics(
         )[1]
 
 
+def one_pass(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> bool:
+    """Whether head_stats takes output and statistics from one native pass."""
+    call = call_of(*autocast(q, k, v), **how)
+    return call.why_not_native(q) is None and not learns(q, k, v, call.sinks, call.gates)
+
+
 def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
     q, k, v = autocast(q, k, v)

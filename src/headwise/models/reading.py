@@ -14,6 +14,7 @@ from ..attention.stats import HeadStats
 from ..errors import UnsupportedError
 from .masks import LazyMask, Recipe
 
+ONE_PASS = 1 << 18  # scores a head, from which one pass for output and statistics is worth another rounding
 ROWS = 256  # of a mask that is made piece by piece
 HIDDEN = -1e4  # what older models add to hide a key: beside any other key, its weight is 0 in every precision
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -99,6 +100,27 @@ class Reading:
                 found = core.weights(self.q[:, :, block.rows], self.k, rows=inside, heads=heads, **block.how)
                 done.update(zip(wanted, found.unbind(2), strict=True))
         return torch.stack([done[i] for i in (sorted(done) if rows is None else rows)], 2)
+
+    def in_one_pass(self) -> bool:
+        """Whether output and statistics come from one pass over the scores, and there are enough to gain by it."""
+        large = self.q.shape[2] * self.k.shape[2] >= ONE_PASS
+        return large and self.recipe is None and core.one_pass(self.q, self.k, self.v, **self.how)
+
+    def observe(
+        self, real: Tensor | None, classes: dict[str, Tensor], dropout: float = 0.0
+    ) -> tuple[Tensor, HeadStats]:
+        """attend and stats together: (B, H, Tq, Dv) and what the heads did."""
+        outs, total = [], None
+        for block in self.blocks():
+            queries = None if real is None else real[:, block.rows]
+            out, new = core.head_stats(
+                self.q[:, :, block.rows], self.k, self.v, queries=queries, classes=classes,
+                cross=not self.comparable, dropout=dropout, **block.how,
+            )  # fmt: skip
+            outs.append(out)
+            total = new if total is None else total.continued(new)
+        assert total is not None  # there is at least one block
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), total
 
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         """Exact statistics of every head, without the output."""

@@ -26,8 +26,8 @@ KEPT = 16  # masks made before a pass, as generate does, that are remembered
 
 
 class Watcher(Protocol):
-    def see(self, given: Given, function: Function, eager: Function) -> tuple[Tensor, Any]:
-        """Answer a call with the output that function gives."""
+    def see(self, given: Given, function: Function, eager: Function, inmost: bool) -> tuple[Tensor, Any]:
+        """Answer a call with the output that function gives; unless inmost, function is another watcher's."""
 
 
 _lock = threading.RLock()
@@ -166,12 +166,12 @@ def _call(
         return function(given.module, given.query, given.key, given.value, given.mask, **given.more)
 
     for watcher in watchers:
-        inner = functools.partial(_seen, watcher, inner, eager)
+        inner = functools.partial(_seen, watcher, inner, eager, watcher is watchers[0])
     return inner(given)
 
 
-def _seen(watcher: Watcher, function: Function, eager: Function, given: Given) -> tuple[Tensor, Any]:
-    return watcher.see(given, function, eager)
+def _seen(watcher: Watcher, function: Function, eager: Function, inmost: bool, given: Given) -> tuple[Tensor, Any]:
+    return watcher.see(given, function, eager, inmost)
 
 
 def _mask(make: Callable[..., Tensor | None], *args: Any, **given: Any) -> Tensor | None:

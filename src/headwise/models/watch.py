@@ -18,6 +18,7 @@ from . import anatomy, registry
 from .anatomy import Key, Site
 from .chosen import Chosen, asked, chosen_of, classes_of, links_of, rows_of
 from .eager import EagerReading
+from .implementation import NAME
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
 from .reading import Given, Reading, agrees, read
@@ -33,15 +34,18 @@ def watch(
     rows: Iterable[int] | None = None,
     links: int = 0,
     classes: dict[str, Any] | None = None,
+    exact: bool = False,
 ) -> Watch:
     """See what every head of a model does: `with headwise.watch(model) as seen: model(**inputs)`, then `seen.layers`.
 
-    The model runs as before and its output does not change. weights and outputs keep whole rows of weights, or each
-    head's output before W_O: True for all, a layer, several layers, or {layer: heads}; rows keeps only these queries'
-    weights. links=k keeps the k strongest keys of every query. classes {name: (B, T) bool}: keys whose share of the
-    weight is wanted; with several kinds of attention {kind: {name: ...}}.
+    The model runs as before and its output does not change: to the bit where its own attention function runs, which
+    exact=True insists on; long inputs get output and statistics from one pass, the same to rounding.
+    weights and outputs keep whole rows of weights, or each head's output before W_O: True for all, a layer, several
+    layers, or {layer: heads}; rows keeps only these queries' weights. links=k keeps the k strongest keys of every
+    query. classes {name: (B, T) bool}: keys whose share of the weight is wanted; with several kinds of attention
+    {kind: {name: ...}}.
     """
-    return Watch(model, weights, outputs, rows, links, classes)
+    return Watch(model, weights, outputs, rows, links, classes, exact)
 
 
 class Scene(NamedTuple):
@@ -65,8 +69,10 @@ class Watch:
         rows: Iterable[int] | None,
         links: int,
         classes: dict[str, Any] | None,
+        exact: bool,
     ) -> None:
         self.model = model
+        self._exact = exact
         self._sites = anatomy.sites(model)
         anatomy.check_registered(model, self._sites)
         self._site = {(id(site.module), site.turn): site for site in self._sites}
@@ -187,28 +193,46 @@ class Watch:
 
     # what the registry calls
 
-    def see(self, given: Given, function: registry.Function, eager: registry.Function) -> tuple[Tensor, Any]:
-        """Answer an attention call with the model's own output, and keep what was asked for."""
+    def see(
+        self, given: Given, function: registry.Function, eager: registry.Function, inmost: bool
+    ) -> tuple[Tensor, Any]:
+        """Answer an attention call with the model's output, and keep what was asked for."""
         self._waiting.discard(id(given.module))
         scene = self._scene(given)
-        lazy = isinstance(given.mask, LazyMask)
-        if lazy and (given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")):
-            given, lazy = given._replace(mask=given.mask.recipe.whole()), False
+        if isinstance(given.mask, LazyMask) and (
+            given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")
+        ):
+            given = given._replace(mask=given.mask.recipe.whole())
         reading = read(given, scene.recipe, scene.near, scene.cross)
         own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
-        if lazy:
-            out, rest = (
-                reading.attend(given.dropout if given.module.training else 0.0).transpose(1, 2).contiguous(),
-                None,
-            )
-        else:
-            out, rest = function(given)
+        new = self._is_new(given)
+        if inmost and new and self._at_once(given, reading):
+            right = self._right(reading, own, None, scene.real)
+            if right is reading:
+                dropout = given.dropout if given.module.training else 0.0
+                shares = self._shares(scene.site.kind, reading, scene.recipe or scene.near)
+                out, stats = reading.observe(scene.real, shares, dropout)
+                with torch.no_grad():
+                    self._keep(scene, given, reading, stats)
+                return out.transpose(1, 2).contiguous(), None
+        out, rest = function(given)
+        if new:
+            with torch.no_grad():
+                self._keep(scene, given, self._right(reading, own, out, scene.real))
+        return out, rest
+
+    def _is_new(self, given: Given) -> bool:
+        """False where a module attends again with the same queries and keys: other values only."""
         looks = weakref.ref(given.query), weakref.ref(given.key)
         before, self._looks[id(given.module)] = self._looks.get(id(given.module)), looks
-        if before is None or before[0]() is not given.query or before[1]() is not given.key:  # else: other values only
-            with torch.no_grad():
-                self._keep(scene, given, self._right(reading, own, out, scene.real, lazy))
-        return out, rest
+        return before is None or before[0]() is not given.query or before[1]() is not given.key
+
+    def _at_once(self, given: Given, reading: Reading) -> bool:
+        """Whether our own pass gives the output too: where a mask was never made, or where that is faster."""
+        if isinstance(given.mask, LazyMask):
+            return True
+        plain = given.implementation in ("sdpa", NAME) and not given.more.get("output_attentions")
+        return plain and not self._exact and not given.dropout and reading.in_one_pass()
 
     def _scene(self, given: Given) -> Scene:
         turn = self._turn.get(id(given.module), 0)
@@ -219,19 +243,21 @@ class Watch:
         return Scene(site, recipe, near, self._real(given, recipe or near, cross), cross)
 
     def _right(
-        self, reading: Reading, own: EagerReading, out: Tensor, real: Tensor | None, lazy: bool
+        self, reading: Reading, own: EagerReading, out: Tensor | None, real: Tensor | None
     ) -> Reading | EagerReading:
         """The reading that gives the output there is, on a few rows; looked at once for each form of a call.
 
-        Where the output is our own, or dropout went over it, the model's eager function is what to compare with.
+        Where there is none yet, or dropout went over it, the model's eager function is what to compare with.
         """
-        given = own.given
-        form = _form(given)
+        given, form = own.given, (_form(own.given), out is None)
         if form not in self._trusted:
-            self._trusted[form] = agrees(reading, own.exact() if lazy or given.dropout else out, real)
+            self._trusted[form] = agrees(reading, own.exact() if out is None or given.dropout else out, real)
         if self._trusted[form]:
             return reading
-        if lazy or (given.implementation != "eager" if given.dropout else not agrees(own, out, real)):
+        if isinstance(given.mask, LazyMask):
+            raise self._odd(given)
+        unknown = given.implementation != "eager" if given.dropout else out is not None and not agrees(own, out, real)
+        if unknown:
             raise self._odd(given)
         return own
 
@@ -242,14 +268,17 @@ class Watch:
             "its attention function; its statistics would be wrong"
         )
 
-    def _keep(self, scene: Scene, given: Given, reading: Reading | EagerReading) -> None:
+    def _keep(
+        self, scene: Scene, given: Given, reading: Reading | EagerReading, stats: HeadStats | None = None
+    ) -> None:
         site, where = scene.site, scene.recipe or scene.near
         layer = self._seen.get((id(given.module), site.turn)) or self._new(site, given)
         decoding = self._decodes(given, where, scene.cross)
         if not scene.cross:
             self._last[id(self._owner[id(given.module)])] = scene.real, decoding
-        shares = self._shares(site.kind, reading, where)
-        layer.add(_named(reading.stats(scene.real, shares)), decoding)
+        if stats is None:
+            stats = reading.stats(scene.real, self._shares(site.kind, reading, where))
+        layer.add(_named(stats), decoding)
         heads = asked(self._weights, site)
         if heads is not None:
             layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))
