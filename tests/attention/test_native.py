@@ -310,7 +310,9 @@ DRIVERS = {  # compiler, flags, what runs it
 }
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "as it is" else pytest.param(name, marks=pytest.mark.full) for name in DRIVERS]
+)
 def test_the_drivers_random_calls(name, tmp_path):
     cc, flags, runner = DRIVERS[name]
     missing = [tool for tool in (cc, runner) if tool and not shutil.which(tool)]

@@ -23,13 +23,7 @@
 #include "call.h"
 #include "vectors.h"
 
-#ifndef STRIPS
-#define STRIPS 8
-#endif
-#ifndef KEY_BLOCK
-#define KEY_BLOCK 256
-#endif
-enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = STRIPS * TILE_ROWS, PART_KEYS = 1024, FEW_ROWS = 12 };
+enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12 };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -89,18 +83,19 @@ INLINE vf load_kind(const int kind, const char *x, int64_t i) {
     return kind == BF16 ? load_bf16((const uint16_t *)x + i) : load_f16((const uint16_t *)x + i);
 }
 
+/* n numbers side by side into y, times a factor: whole vectors, the last of which may overlap the one before. */
+INLINE void read_vectors(const int kind, float *y, const char *x, int64_t n, float factor) {
+    for (int64_t i = 0; i + W <= n; i += W) store(y + i, load_kind(kind, x, i) * factor);
+    if (n % W) store(y + n - W, load_kind(kind, x, n - W) * factor);
+}
+
 /* n numbers of any kind and stride into y, times a factor. */
 static void read_row(float *y, const char *x, int64_t kind, int64_t stride, int64_t n, float factor) {
-    int64_t i = 0;
-    if (stride == 1) {
-        if (kind == F32)
-            for (; i + W <= n; i += W) store(y + i, load_kind(F32, x, i) * factor);
-        else if (kind == BF16)
-            for (; i + W <= n; i += W) store(y + i, load_kind(BF16, x, i) * factor);
-        else
-            for (; i + W <= n; i += W) store(y + i, load_kind(F16, x, i) * factor);
-    }
-    for (int64_t size = width_of(kind); i < n; i++) y[i] = number(x + i * stride * size, kind) * factor;
+    if (stride != 1 || n < W)
+        for (int64_t i = 0, size = width_of(kind); i < n; i++) y[i] = number(x + i * stride * size, kind) * factor;
+    else if (kind == F32) read_vectors(F32, y, x, n, factor);
+    else if (kind == BF16) read_vectors(BF16, y, x, n, factor);
+    else read_vectors(F16, y, x, n, factor);
 }
 
 /* n numbers times a factor, in any kind; rows of the output lie whole. */
@@ -113,29 +108,32 @@ static void write_row(char *y, const float *x, int64_t kind, int64_t n, float fa
         for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = to_f16(x[i] * factor);
 }
 
-/* Keys (count x dim) into panels [count / PANEL][dim][PANEL]; the last panel is filled up with zeros. */
+/* W keys from x on, row by row, into columns of a panel: W numbers of each at a time, turned. Of fewer keys the last
+   stands for the others, and the last numbers of a key may be taken twice. */
+INLINE void pack_columns(const int kind, float *y, const char *x, int64_t row, int64_t dim, int64_t count) {
+    for (int64_t i = 0; i < dim; i += W) {
+        int64_t from = least(i, dim - W);
+        vf part[W];
+        UNROLL for (int r = 0; r < W; r++) part[r] = load_kind(kind, x + least(r, count - 1) * row, from);
+        transpose(part);
+        UNROLL for (int r = 0; r < W; r++) store(y + (from + r) * PANEL, part[r]);
+    }
+}
+
+/* Keys (count x dim) into panels [count / PANEL][dim][PANEL]. What fills up the last panel is never used. */
 static void pack_keys(float *y, const char *x, const Call *call, int64_t count) {
-    int64_t dim = call->dim, size = width_of(call->kind), row = call->k_stride[2] * size, step = call->k_stride[3];
-    int plain = call->kind == F32 && step == 1;
-    for (int64_t j = 0; j < up(count, PANEL); j += W) {
+    int64_t kind = call->kind, dim = call->dim, size = width_of(kind), row = call->k_stride[2] * size;
+    for (int64_t j = 0; j < count; j += W) {
         float *to = y + j / PANEL * PANEL * dim + j % PANEL;
-        for (int64_t i = 0; i < dim; i += W) {
-            vf part[W];
-            if (plain && i + W <= dim && j + W <= count) {
-                UNROLL for (int r = 0; r < W; r++) part[r] = load((const float *)(x + (j + r) * row) + i);
-            } else {
-                float laid[W][W] = {{0}};
-                for (int64_t r = 0; r < W && j + r < count; r++)
-                    read_row(laid[r], x + (j + r) * row + i * step * size, call->kind, step, least(W, dim - i), 1);
-                UNROLL for (int r = 0; r < W; r++) part[r] = load(laid[r]);
-            }
-            transpose(part);
-            if (i + W <= dim) {
-                UNROLL for (int r = 0; r < W; r++) store(to + (i + r) * PANEL, part[r]);
-            } else {
-                for (int64_t r = 0; i + r < dim; r++) store(to + (i + r) * PANEL, part[r]);
-            }
-        }
+        const char *from = x + j * row;
+        int64_t some = least(W, count - j);
+        if (call->k_stride[3] != 1 || dim < W) {
+            for (int64_t i = 0; i < dim; i++)
+                for (int64_t r = 0; r < some; r++)
+                    to[i * PANEL + r] = number(from + r * row + i * call->k_stride[3] * size, kind);
+        } else if (kind == F32) pack_columns(F32, to, from, row, dim, some);
+        else if (kind == BF16) pack_columns(BF16, to, from, row, dim, some);
+        else pack_columns(F16, to, from, row, dim, some);
     }
 }
 
@@ -375,23 +373,19 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
         other = larger(other, load(s + j + W));
     }
     if (j < n) top = larger(top, load(s + j));
-    float now = largest(larger(top, other)), m = row->m;
-    if (now > m) {
-        float f = m == -INFINITY ? 0.0f : exp2f(m - now);
-        if (m != -INFINITY) {
-            for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
-            row->l *= f;
-            if (wanted) {
-                row->w = f * row->w + (m - now) * row->l;
-                row->d *= f;
-                for (int i = 0; i < 4; i++) row->at[i] *= f;
-                for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
-            }
-        }
-        row->m = m = now;
-    }
+    float now = largest(larger(top, other)), old = row->m, m = now > old ? now : old;
+    row->m = m;
     if (m == -INFINITY) m = 0;
-    vf l = row->l, w = row->w, d = row->d, away = count_up() + (float)(from - row->place);
+    /* f is 1 more often than not, but nobody could foretell when */
+    vf fall = larger(all(LOWEST), all(old - m)), f = power_of_two(fall);
+    for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
+    vf l = row->l * f, w = row->w, d = row->d, away = count_up() + (float)(from - row->place);
+    if (wanted) {
+        w = f * w + fall * l;
+        d *= f;
+        for (int i = 0; i < 4; i++) row->at[i] *= f[0];
+        for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
+    }
     for (j = 0; j < n; j += W) {
         vf t = larger(all(LOWEST), load(s + j) - m), e = power_of_two(t);
         store(s + j, e);
@@ -576,16 +570,17 @@ static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t h
         call->link_key[row * call->link_count + i] = x->best[i];
     }
     if (!call->sums || !x->sees || (call->asked && !call->asked[batch * call->queries + query])) return;
+    float share = 1 / total;
     sums[COUNT] += 1;
-    sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 / total;
-    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) / total;
-    sums[DISTANCE] += x->d / total;
-    sums[FIRST] += x->at[0] / total;
-    sums[PREVIOUS] += x->at[1] / total;
-    sums[NEXT] += x->at[2] / total;
-    sums[SELF] += x->at[3] / total;
-    sums[SINK] += sunk / total;
-    for (int64_t i = 0; i < call->class_count; i++) sums[CLASS + i] += x->c[i] / total;
+    sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 * share;
+    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) * share;
+    sums[DISTANCE] += x->d * share;
+    sums[FIRST] += x->at[0] * share;
+    sums[PREVIOUS] += x->at[1] * share;
+    sums[NEXT] += x->at[2] * share;
+    sums[SELF] += x->at[3] * share;
+    sums[SINK] += sunk * share;
+    for (int64_t i = 0; i < call->class_count; i++) sums[CLASS + i] += x->c[i] * share;
 }
 
 static void merge_links(Kept *x, const Kept *y, int64_t count) {
@@ -640,8 +635,8 @@ static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
     row->best = it->best + at * call->link_count;
     memset(row->c, 0, call->class_count * sizeof(vf));
     for (int i = 0; i < call->link_count; i++) row->links[i] = -INFINITY, row->best[i] = -1;
-    row->head = it->kv_head * group + r % group;
-    row->query = r / group;
+    row->query = group == 1 ? r : r / group;
+    row->head = it->kv_head * group + r - row->query * group;
     row->place = row->query + (call->offsets ? call->offsets[it->batch] : call->offset);
     row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
     row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
@@ -660,6 +655,13 @@ static int64_t first_key(const Call *call, int64_t batch) {
             if (!stride[2] || !first) break;
         }
     return first;
+}
+
+/* Rows of the output lie far apart, and a cache that waits for each of them would cost more than the sums. */
+static void prefetch_output(const Call *call, int64_t batch, const Row *row) {
+    const int64_t *stride = call->out_stride, size = width_of(call->kind);
+    const char *x = call->out + (batch * stride[0] + row->head * stride[1] + row->query * stride[2]) * size;
+    for (int64_t i = 0; i < call->value_dim * size; i += 64) __builtin_prefetch(x + i, 1);
 }
 
 static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
@@ -714,11 +716,12 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
 
     float *out = p->parts > 1 ? p->part + number * p->part_floats : NULL;
     for (int64_t r = 0; r < it.rows; r++) {
+        if (r + 4 < it.rows) prefetch_output(call, it.batch, it.row + r + 4);
         Kept one, *kept_row = out ? (Kept *)out + r : &one;
         keep(call, it.row + r, kept_row);
         if (!out)
             finish(call, kept_row, it.o + r * p->width, it.batch, it.row[r].head, it.row[r].query,
-                   p->item_sums + (number * group + it.row[r].head % group) * SUMS);
+                   p->item_sums + (number * group + it.row[r].head - it.kv_head * group) * SUMS);
     }
     if (out) memcpy(out + p->block_rows * KEPT_FLOATS, it.o, 4 * it.rows * p->width);
 }
