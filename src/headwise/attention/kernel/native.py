@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..stats import SHARE, HeadStats
 
 FOLDER = Path(__file__).parent
 FORCE = "HEADWISE_KERNEL"  # an instruction set by name, or "off"
+THREADS = "HEADWISE_THREADS"  # "own": never PyTorch's
 REBUILD = "reinstall headwise (in a clone: python hatch_build.py)"
 WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"}
 
@@ -51,10 +53,25 @@ def library() -> Library | str:
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
     if code.headwise_source().decode() != _source_hash():
         return f"the native kernel is stale, its source has changed: {REBUILD}"
+    borrow_threads(code)
     paths: list[str] = []
     while name := code.headwise_path(len(paths)):
         paths.append(name.decode())
     return Library(code, paths)
+
+
+def borrow_threads(code: ctypes.CDLL, whose: str | None = None) -> None:
+    """Work in PyTorch's threads where it has GNU OpenMP's, in our own ("own") elsewhere and in forked children.
+
+    PyTorch's spin for milliseconds after each of its operators, on the very cores that ours would need.
+    """
+    parallel = None
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+        with suppress(OSError, AttributeError):  # only the copy that is loaded already
+            parallel = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+    if (whose or os.environ.get(THREADS)) == "own":
+        parallel = None
+    code.headwise_borrow(parallel)
 
 
 def _source_hash() -> str:

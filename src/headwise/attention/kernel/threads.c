@@ -32,8 +32,12 @@ typedef struct {
     const Plan *plan;
     Stretch *stretch;
     int count;
-    atomic_int failed;
+    atomic_int joined, failed;
 } Job;
+
+/* Runs a function in several threads at once and waits for them: GOMP_parallel's form. */
+typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+static _Atomic(Parallel *) borrowed; /* PyTorch's own threads, which would else spin beside ours for milliseconds */
 
 static struct {
     pthread_mutex_t lock;
@@ -63,6 +67,7 @@ static void after_fork(void) {
     pool.job = NULL;
     pool.started = 0;
     atomic_store(&pool.working, 0);
+    atomic_store(&borrowed, NULL); /* theirs do not outlive a fork */
 }
 
 static void begin(void) {
@@ -153,6 +158,8 @@ static void run_together(Job *job) {
     pthread_mutex_unlock(&pool.lock);
 }
 
+static void join(void *job) { work(job, atomic_fetch_add(&((Job *)job)->joined, 1)); }
+
 static int threads_for(const Call *call, const Plan *plan) {
     double work = (double)call->batch * call->heads * call->queries * call->keys * (call->dim + call->value_dim);
     double worth = work / 500e3; /* multiply-adds that pay for waking a thread */
@@ -197,6 +204,9 @@ EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(in
 
 EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
 
+/* Borrow threads from this process's GOMP_parallel; NULL: use our own. */
+EXPORT void headwise_borrow(Parallel *parallel) { atomic_store(&borrowed, parallel); }
+
 /* Run a call on the path of that index. Gives 0, 1 where there is no such path, 2 where memory ran out. */
 EXPORT int headwise_run(const Call *call, int index) {
     const Path *path = path_at(index);
@@ -215,7 +225,8 @@ EXPORT int headwise_run(const Call *call, int index) {
         for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
     if (plan.item_sums && plan.part && (plan.first || !marks)) {
         Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};
-        int alone = job.count == 1 || pthread_mutex_trylock(&busy);
+        Parallel *parallel = atomic_load(&borrowed);
+        int alone = job.count == 1 || (!parallel && pthread_mutex_trylock(&busy));
         if (alone) job.count = 1;
         Stretch stretch[MOST_THREADS];
         job.stretch = stretch;
@@ -225,6 +236,8 @@ EXPORT int headwise_run(const Call *call, int index) {
         }
         if (alone) {
             work(&job, 0);
+        } else if (parallel) {
+            parallel(join, &job, job.count, 0);
         } else {
             run_together(&job);
             pthread_mutex_unlock(&busy);
