@@ -299,6 +299,30 @@ def test_autocast_and_inference_mode():
     assert out.dtype == torch.bfloat16 and out.equal(want)
 
 
+def test_transforms_of_torch_func_go_through_pytorch():
+    call = at_random().tensors(torch.float32)
+    with forced(NATIVE[0]):
+        got = torch.func.grad(lambda q: attend(q, call.k, call.v, causal=True).square().sum())(call.q)
+    q = call.q.clone().requires_grad_()
+    want = torch.autograd.grad(attend(q, call.k, call.v, causal=True).square().sum(), q)[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@each_path
+@pytest.mark.parametrize("how", [{"window": (2**60, 2**60)}, {"causal": True, "offset": 2**62}])
+def test_windows_and_offsets_of_any_size(path, how):
+    with forced(path):
+        check_attend(replace(at_random(), how=how), torch.float32)
+
+
+def test_negated_views():
+    call, z = at_random().tensors(torch.float32), torch.randn(2, 2, 7, 4, dtype=torch.complex64)
+    k = z.conj().imag
+    assert k.is_neg()
+    with forced(NATIVE[0]):
+        assert attend(call.q, k, call.v).equal(attend(call.q, k.clone(), call.v))
+
+
 # ---- the C tests: plain loops in double precision, tensors that end at pages which may not be touched
 
 ROOT = Path(__file__).parents[2]

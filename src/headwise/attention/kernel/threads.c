@@ -215,7 +215,7 @@ EXPORT int headwise_run(const Call *call, int index) {
     Plan plan;
     path->plan(call, &plan);
     int64_t group = call->heads / call->kv_heads, failed = 0;
-    int64_t sums = plan.items * group * SUMS * sizeof(double), parts = 0;
+    int64_t sums = call->sums ? plan.items * group * SUMS * sizeof(double) : 0, parts = 0;
     if (plan.parts > 1) parts = plan.items * plan.part_floats * sizeof(float);
     plan.item_sums = calloc(1, sums + 1);
     plan.part = malloc(parts + 1);
