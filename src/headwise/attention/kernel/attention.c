@@ -167,6 +167,8 @@ INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, co
     float rest[4];
     for (; j + 4 <= count; j += 4, x += 4 * row) {
         int r = 0;
+        for (int64_t i = 8; i < 12; i++) /* a little ahead; past the end it does no harm */
+            for (int64_t d = 0; d < dim * (kind == F32 ? 4 : 2); d += 64) __builtin_prefetch(x + i * row + d);
         for (; r + 4 <= rows; r += 4) {
             dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
             dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
@@ -513,9 +515,17 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
             mix_odd(it, row + r, it->s + r * line, it->o + (first + r) * width, low, high, from);
         return;
     }
-    for (int64_t x = 0; x < width; x += PANEL)
-        multiply(rows, least(TILE_VECTORS, (width - x) / W), it->s + low - from, line,
-                 it->values + (low - from) * it->value_row + x, it->value_row, it->o + first * width + x, width, high - low, 1);
+    /* values that are read only once come from far away: a few at a time, the next ones on their way meanwhile */
+    int64_t step = p->row_blocks == 1 ? 32 : high - low;
+    for (int64_t j = low; j < high; j += step) {
+        const float *values = it->values + (j - from) * it->value_row;
+        int64_t count = least(step, high - j);
+        for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, high - j); i++)
+            for (int64_t x = 0; x < width; x += 16) __builtin_prefetch(values + i * it->value_row + x);
+        for (int64_t x = 0; x < width; x += PANEL)
+            multiply(rows, least(TILE_VECTORS, (width - x) / W), it->s + j - from, line, values + x, it->value_row,
+                     it->o + first * width + x, width, count, 1);
+    }
 }
 
 /* ---- the end of a row ---- */
@@ -640,6 +650,10 @@ static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
     row->place = row->query + (call->offsets ? call->offsets[it->batch] : call->offset);
     row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
     row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
+    if (it->plan->low) {
+        row->low = most(row->low, it->plan->low[it->batch]);
+        row->high = least(row->high, it->plan->high[it->batch]);
+    }
 }
 
 /* The first key that exists for a sequence: that the mask shows to some row that counts. Past all where there is none. */
@@ -655,6 +669,14 @@ static int64_t first_key(const Call *call, int64_t batch) {
             if (!stride[2] || !first) break;
         }
     return first;
+}
+
+/* Where a mask that is the same for all rows, such as padding, shows its first key and its last. */
+static void span(const Call *call, int64_t batch, int64_t *low, int64_t *high) {
+    int64_t size = width_of(call->mask_kind), step = call->mask_stride[3] * size, end = end_of(call, batch);
+    const char *x = call->mask + batch * call->mask_stride[0] * size;
+    for (*low = 0; *low < end && !shows(x + *low * step, call->mask_kind);) ++*low;
+    for (*high = end; *high > *low && !shows(x + (*high - 1) * step, call->mask_kind);) --*high;
 }
 
 /* Rows of the output lie far apart, and a cache that waits for each of them would cost more than the sums. */
@@ -730,4 +752,4 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
 #define NAMED(isa) JOIN(headwise_, isa)
 #define TEXT(x) #x
 #define QUOTED(x) TEXT(x)
-const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge, first_key};
+const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge, first_key, span};

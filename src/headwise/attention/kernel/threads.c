@@ -223,6 +223,12 @@ EXPORT int headwise_run(const Call *call, int index) {
     int marks = call->sums && call->mask;
     if (marks && (plan.first = malloc((call->batch + 1) * sizeof(int64_t))))
         for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
+    plan.low = plan.high = NULL;
+    int shared = plan.items && call->mask && !call->mask_stride[1] && !call->mask_stride[2];
+    if (shared && (plan.low = malloc(2 * call->batch * sizeof(int64_t)))) {
+        plan.high = plan.low + call->batch;
+        for (int64_t b = 0; b < call->batch; b++) path->span(call, b, plan.low + b, plan.high + b);
+    }
     if (plan.item_sums && plan.part && (plan.first || !marks)) {
         Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};
         Parallel *parallel = atomic_load(&borrowed);
@@ -251,5 +257,6 @@ EXPORT int headwise_run(const Call *call, int index) {
     free(plan.item_sums);
     free(plan.part);
     free(plan.first);
+    free(plan.low);
     return failed ? 2 : 0;
 }
