@@ -474,10 +474,16 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         }
         if (!shows) return;
     }
-    if (few(call, p))
-        dot(rows, it->q + first * dim, it->k + (from + start) * call->k_stride[2] * width_of(call->kind), call, it->s + start, line, stop - start);
-    else for (int64_t j = start; j < stop; j += PANEL)
-        multiply(rows, least(TILE_VECTORS, (stop - j + W - 1) / W), it->q + first * dim, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
+    const float *q = it->q + first * dim;
+    if (few(call, p)) {
+        const char *k = it->k + (from + start) * call->k_stride[2] * width_of(call->kind);
+        dot(rows, q, k, call, it->s + start, line, stop - start);
+    } else {
+        for (int64_t j = start; j < stop; j += PANEL) {
+            int vectors = least(TILE_VECTORS, (stop - j + W - 1) / W);
+            multiply(rows, vectors, q, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
+        }
+    }
 
     const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
     int adjusts = call->mask || call->softcap > 0 || call->slopes;
@@ -494,7 +500,8 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         for (int64_t j = start; j < head; j++) s[j] = 0;
         for (int64_t j = tail; j < stop; j++) s[j] = 0;
         if (adjusts) {
-            adjust(it, row + r, s + head, call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL, tail - head, from + head);
+            const float *bias = call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL;
+            adjust(it, row + r, s + head, bias, tail - head, from + head);
             for (int64_t j = b; j < tail; j++) s[j] = -INFINITY; /* softcap made a number of it */
             for (int64_t j = head; j < a; j++) s[j] = -INFINITY;
         }
@@ -620,7 +627,7 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
             if (call->link_count) merge_links(x, y, call->link_count);
             x->sees |= y->sees;
             float f = lower_to(call, x, top), g = lower_to(call, y, top);
-            for (int64_t d = 0; d < call->value_dim; d++) o[d] = (f == 1 ? o[d] : o[d] * f) + (g == 1 ? more[d] : more[d] * g);
+            for (int64_t d = 0; d < call->value_dim; d++) o[d] = o[d] * f + more[d] * g;
             x->m = top;
             x->l += y->l;
             if (!call->sums) continue;
@@ -717,12 +724,13 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     }
 
     float scale = call->softcap > 0 ? call->scale / call->softcap : call->scale * 1.4426950408889634;
-    int64_t low = call->keys, high = 0;
+    int64_t low = call->keys, high = 0, all_low = 0, all_high = call->keys; /* seen by some row, and by all of them */
     for (int64_t r = 0; r < it.rows; r++) {
         Row *row = it.row + r;
         begin_row(call, &it, r, from_row + r);
         int64_t at = it.batch * call->q_stride[0] + row->head * call->q_stride[1] + row->query * call->q_stride[2];
         read_row(it.q + r * call->dim, call->q + at * size, call->kind, call->q_stride[3], call->dim, scale);
+        all_low = most(all_low, row->low), all_high = least(all_high, row->high);
         if (row->low < row->high) low = least(low, row->low), high = most(high, row->high);
     }
     memset(it.o, 0, 4 * it.rows * p->width);
@@ -730,7 +738,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     high = least(high, (part + 1) * p->split * p->key_block);
     for (int64_t b = low / p->key_block; b * p->key_block < high; b++) {
         int64_t from = b * p->key_block, to = least(from + p->key_block, call->keys);
-        int hides = call->mask || call->left >= 0 || call->right >= 0 || call->ends || call->end < call->keys;
+        int hides = call->mask || all_low > from || all_high < to;
         const float *keys = fetch(&it, b, to - from, hides);
         to = least(to, high);
         for (int64_t r = 0; r < it.rows; r += TILE_ROWS) strip(&it, r, least(TILE_ROWS, it.rows - r), keys, from, to);
