@@ -46,6 +46,8 @@ class Call:
             return "the native kernel takes plain CPU tensors"
         if self.dropout:
             return "the native kernel has no dropout"
+        if sight.readable and torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func transforms PyTorch's own operators"
         if learns(sight.mask, sight.slopes):
             return "the mask wants a gradient"
         return native.why_not(q, sight)
