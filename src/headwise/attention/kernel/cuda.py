@@ -66,7 +66,7 @@ class Extra(NamedTuple):
     sums: Tensor | None = None  # (SUMS and classes, B, H, Tq) float32, written
     asked: Tensor | None = None  # (B, Tq) bool: the queries that count
     first: Tensor | None = None  # (B,) int64: the first key that exists; None: key 0
-    classes: Tensor | None = None  # (B, classes, Tk) bool
+    classes: tuple[Tensor, ...] = ()  # (B, Tk) bool each
     lse: Tensor | None = None  # (B, H, Tq) float32, written
 
 
@@ -125,6 +125,7 @@ def run(
     end, ends = _whole(sight.end, q)
     gates = _floats(gates)
     sums, asked, first, classes, lse = extra
+    asked = None if asked is None else asked.contiguous().view(torch.uint8)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         cuda_attention.attend[(programs,)](
             q.detach(), k.detach(), v.detach(), out, q.stride(), k.stride(), v.stride(), out.stride(),
@@ -132,8 +133,8 @@ def run(
             sight.left, sight.right, offset, offsets, end, ends, mask, mask_stride,
             scale, softcap, _floats(sinks), _floats(sight.slopes),
             gates, 0 if gates is None or gates.dim() == 1 else size.heads,
-            sums, 0 if sums is None else sums.stride(0), _bytes(asked), first, _bytes(classes), lse,
-            DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=0 if classes is None else classes.shape[1],
+            sums, 0 if sums is None else sums.stride(0), asked, first, _bits(classes), lse,
+            DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
             D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting,
             num_warps=cut.warps, num_stages=2,
         )  # fmt: skip
@@ -144,8 +145,9 @@ def _floats(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().float().contiguous()
 
 
-def _bytes(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous().view(torch.uint8)
+def _bits(classes: tuple[Tensor, ...]) -> Tensor | None:
+    """A bit for every class that a key is in, (B, Tk) uint8."""
+    return sum((keys.byte() << i for i, keys in enumerate(classes)), torch.zeros_like(classes[0], dtype=torch.uint8)) if classes else None
 
 
 def _whole(x: int | Tensor, like: Tensor) -> tuple[int, Tensor | None]:
@@ -179,8 +181,7 @@ def head_stats(
     # a row's numbers are summed here: no atomics, so that the sums are the same from run to run
     rows = q.new_zeros(len(SUMS) + len(classes), size.batch, size.heads, size.queries, dtype=torch.float32)
     first = None if sight.mask is None else first_key(sight, queries)
-    marks = torch.stack(list(classes.values()), 1) if classes else None
-    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(rows, queries, first, marks))
+    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(rows, queries, first, tuple(classes.values())))
     names = [*SUMS, *(SHARE + name for name in classes)]
     named: dict[str, Any] = dict(zip(names, rows.sum(-1, dtype=torch.float64).unbind(), strict=True))
     for name in (POSITIONS if cross else ()) + (() if sinks is not None else ("sink",)):

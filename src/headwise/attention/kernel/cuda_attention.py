@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 INF = tl.constexpr(float("inf"))
-WIDE = tl.constexpr(16)  # columns for the classes: no product of Triton's is narrower
+MOST_CLASSES = tl.constexpr(8)
 
 
 @triton.jit
@@ -39,7 +39,8 @@ def attend(
     scale, softcap, sinks, slopes,  # the last three may be None; (H,)
     gates, gates_stride,  # None, or a number a head, the next sequence's so much further on
     sums, column,  # None, or float32 (9 + CLASSES, B, H, Tq), from one to the next so far: SUMS in cuda.py, classes
-    asked, first, classes,  # uint8 (B, Tq), int64 (B,), uint8 (B, CLASSES, Tk), or None
+    asked, first,  # uint8 (B, Tq), int64 (B,), or None
+    classes,  # None, or uint8 (B, Tk): a bit for every class that a key is in
     lse,  # None, or float32 (B, H, Tq)
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CLASSES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,  # the widths rounded up to powers of two
@@ -92,9 +93,9 @@ def attend(
         near, nearest = tl.max(tl.where(there, spot, -2), 0) + 1, tl.min(tl.where(there, spot, keys + 1), 0) - 1
         first_key = 0 if first is None else tl.load(first + batch)
     if CLASSES > 0:
-        name = tl.arange(0, WIDE)
-        classes += batch * CLASSES * keys
-        on_class = tl.zeros([ROWS, WIDE], tl.float32)
+        name = tl.arange(0, MOST_CLASSES)
+        classes += batch * keys
+        on_class = tl.zeros([ROWS, MOST_CLASSES], tl.float32)
 
     for from_key in range(start, stop, KEYS):
         j = from_key + tl.arange(0, KEYS)
@@ -125,9 +126,11 @@ def attend(
                 on_next += tl.sum(tl.where(step == 1, e, 0.0), 1)
                 on_self += tl.sum(tl.where(step == 0, e, 0.0), 1)
         if CLASSES > 0:
-            belongs = (j < stop)[:, None] & (name < CLASSES)[None, :]
-            member = tl.load(classes + key[:, None] + name[None, :] * keys, mask=belongs, other=0).to(tl.float32)
-            on_class = tl.dot(e, member, on_class * f[:, None], input_precision="ieee")
+            bits = tl.load(classes + key, mask=j < stop, other=0)
+            on_class *= f[:, None]
+            for i in tl.static_range(CLASSES):
+                share = tl.sum(tl.where((bits & (1 << i) != 0)[None, :], e, 0.0), 1)
+                on_class += tl.where((name == i)[None, :], share[:, None], 0.0)
         l = f * l + tl.sum(e, 1)  # noqa: E741
         m = higher
 
