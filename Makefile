@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full bench lint format clean
+.PHONY: help setup demo test test-full sanitize neon bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,16 @@ test: lint  ## lint, types and the tests
 
 test-full: lint  ## the long tests as well
 	$(BIN)/python -m pytest -m 'full or not full'
+
+sanitize:  ## the kernel's C tests under AddressSanitizer, UBSan and ThreadSanitizer
+	$(PYTHON) hatch_build.py driver build/driver-address -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+	build/driver-address 200
+	$(PYTHON) hatch_build.py driver build/driver-thread -g -O1 -fsanitize=thread
+	build/driver-thread 60
+
+neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu and qemu-user)
+	CC=aarch64-linux-gnu-gcc $(PYTHON) hatch_build.py driver build/driver-neon -static
+	qemu-aarch64 build/driver-neon 100
 
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,28 @@ def source_hash(folder: Path = KERNEL) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def build(cc: list[str], machine: str, target: Path, flags: list[str] = FLAGS) -> None:
-    """Compile the sources for every instruction set of the machine into one shared library."""
-    paths = PATHS.get(machine, OTHERS)
+def machine_of(cc: list[str]) -> str:
+    """What a compiler compiles for: x86_64, aarch64, ..."""
+    said = subprocess.run([*cc, "-dumpmachine"], check=True, capture_output=True, text=True).stdout
+    name = said.split("-")[0].strip()
+    return NAMES.get(name, name)
+
+
+def build(cc: list[str], target: Path, more: Sequence[str] = (), driver: Path | None = None) -> None:
+    """Compile the sources for every instruction set of the machine into one shared library, or with a test driver."""
+    jobs = [(KERNEL / "threads.c", "threads", [f'-DHEADWISE_SOURCE="{source_hash()}"'])]
+    jobs += [
+        (KERNEL / "attention.c", name, options.split()) for name, options in PATHS.get(machine_of(cc), OTHERS).items()
+    ]
+    if driver is not None:
+        jobs.append((driver, "driver", [f"-I{KERNEL}"]))
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [("threads.c", "threads", [f'-DHEADWISE_SOURCE="{source_hash()}"'])]
-        jobs += [("attention.c", name, options.split()) for name, options in paths.items()]
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in jobs]
         for (source, _, options), made in zip(jobs, objects, strict=True):
-            subprocess.run([*cc, *flags, *options, "-c", str(KERNEL / source), "-o", made], check=True)
+            subprocess.run([*cc, *FLAGS, *more, *options, "-c", str(source), "-o", made], check=True)
         fresh = target.with_suffix(f".{os.getpid()}")  # a process that has the old one loaded keeps it
-        subprocess.run([*cc, "-shared", *objects, "-o", str(fresh), "-lm", "-lpthread"], check=True)
+        kind = ["-shared"] if driver is None else []
+        subprocess.run([*cc, *more, *kind, *objects, "-o", str(fresh), "-lm", "-lpthread"], check=True)
         fresh.replace(target)
 
 
@@ -73,9 +84,8 @@ def build_here() -> str | None:
         return "no C compiler was found (cc, gcc or clang; or set CC)"
     if sys.platform == "win32":
         return "the native kernel needs POSIX threads"
-    machine = platform.machine().lower()
     try:
-        build(cc, NAMES.get(machine, machine), KERNEL / BINARY)
+        build(cc, KERNEL / BINARY)
     except (OSError, subprocess.CalledProcessError) as error:
         return f"{' '.join(cc)} failed: {error}"
     return None
@@ -98,5 +108,10 @@ class NativeKernel(BuildHookInterface):  # type: ignore[misc, valid-type, unused
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["driver"]:  # driver TARGET FLAG...: the test driver, for `make sanitize` and `make neon`
+        Path(sys.argv[2]).parent.mkdir(exist_ok=True, parents=True)
+        driver = Path(__file__).parent / "tests/kernel/driver.c"
+        build(compiler() or ["cc"], Path(sys.argv[2]), sys.argv[3:], driver)
+        sys.exit()
     problem = build_here()
     sys.exit(f"not built: {problem}" if problem else 0)

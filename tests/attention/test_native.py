@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from test_stats import LARGE as LARGE_STATS
 from test_stats import check as check_stats
 
 from headwise import attend, explain, head_stats, reference
+from headwise.attention import core
 from headwise.attention.kernel import native
 
 pytestmark = [
@@ -211,6 +215,117 @@ def test_second_derivatives():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@each_path
+@given(call=calls() | long_calls(), count=st.integers(1, 16))
+@settings(FEW, max_examples=60)
+def test_links_are_the_largest_weights_of_every_row(path, call, count):
+    given = call.rounded(torch.float32)
+    call, a = given.tensors(torch.float32), reference.weights(given.q, given.k, **given.looks)
+    for way in (path, "as it comes"):
+        with forced(way):
+            checked = core.call_of(call.q, call.k, call.v, **call.how)
+            out, stats, found = core.links(call.q, call.k, call.v, checked, count)
+            _, same = head_stats(call.q, call.k, call.v, **call.how)
+        assert out.shape[:3] == found.weight.shape[:3] and stats == same
+        largest = -np.sort(-a, -1)[..., :count]
+        np.testing.assert_allclose(found.weight[..., : largest.shape[-1]], largest, rtol=1e-4, atol=1e-5)
+        assert not found.weight[..., largest.shape[-1] :].any() and (found.key[..., largest.shape[-1] :] == -1).all()
+        if largest.size:
+            there = np.take_along_axis(a, np.maximum(array(found.key[..., : largest.shape[-1]]), 0).astype(int), -1)
+            np.testing.assert_allclose(np.where(found.key[..., : largest.shape[-1]] < 0, 0, there), largest, 1e-4, 1e-5)
+
+
+# ---- graphs
+
+
+GRAPHS = {
+    "plain": {},
+    "causal, a mask": {"causal": True, "mask": torch.arange(35).view(5, 7) % 4 > 0},
+    "a window, lengths": {"window": (2, 1), "lengths": torch.tensor([3, 6])},
+    "offsets, softcap": {"causal": True, "offset": torch.tensor([-1, 2]), "softcap": 2.0},
+    "sinks, gates": {"sinks": torch.linspace(-1, 1, 6), "gates": torch.linspace(0, 1, 6)},
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_compiled_calls_are_one_node(name):
+    call, how = at_random().tensors(torch.float32), GRAPHS[name]
+    rare = {"rare": torch.arange(14).view(2, 7) % 3 == 0}
+    torch.compiler.reset()
+    fast = torch.compile(lambda q, k, v: head_stats(q, k, v, classes=rare, **how), fullgraph=True, backend="aot_eager")
+    with forced(NATIVE[0]), torch.no_grad():
+        (out, stats), (want, expected) = (
+            f(call.q, call.k, call.v) for f in (fast, partial(head_stats, classes=rare, **how))
+        )
+        assert out.equal(want) and stats == expected
+        plain = torch.compile(lambda q, k, v: attend(q, k, v, **how), fullgraph=True, backend="aot_eager")
+        assert plain(call.q, call.k, call.v).equal(want)
+    given = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    with forced(NATIVE[0]):  # with gradients, a graph of PyTorch's operators
+        torch.autograd.grad(plain(*given).sum(), given)
+
+
+class Exported(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attend(q, k, v, window=(3, 0))
+
+
+def test_an_exported_graph_takes_any_length():
+    call = at_random(queries=11, keys=11).tensors(torch.float32)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    with forced(NATIVE[0]), torch.no_grad():
+        graph = torch.export.export(Exported(), (call.q, call.k, call.v), dynamic_shapes=[{2: tokens}] * 3)
+        assert "headwise.attend" in str(graph.graph)
+        for length in (7, 300):
+            more = at_random(queries=length, keys=length).tensors(torch.float32)
+            want = attend(more.q, more.k, more.v, window=(3, 0))
+            assert graph.module()(more.q, more.k, more.v).equal(want)
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    call = at_random().tensors(torch.float32)
+    mask = torch.rand(1, 1, 5, 7) < 0.5
+    given = (call.q, call.k, call.v, mask, *[None] * 7, -1, 0, 0, 7, 0.5, 0.0)
+    for sums in (True, False):
+        torch.library.opcheck(torch.ops.headwise.attend.default, (*given, sums))
+
+
+def test_autocast_and_inference_mode():
+    call = at_random(keys=20).tensors(torch.float32)
+    with forced(NATIVE[0]):
+        want = attend(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16())
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            out = attend(call.q, call.k, call.v)
+    assert out.dtype == torch.bfloat16 and out.equal(want)
+
+
+# ---- the C tests: plain loops in double precision, tensors that end at pages which may not be touched
+
+ROOT = Path(__file__).parents[2]
+DRIVERS = {  # compiler, flags, what runs it
+    "as it is": ("cc", "", ""),
+    "ASan and UBSan": ("cc", "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all", ""),
+    "TSan": ("cc", "-g -O1 -fsanitize=thread", ""),
+    "NEON": ("aarch64-linux-gnu-gcc", "-static", "qemu-aarch64"),
+}
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_the_drivers_random_calls(name, tmp_path):
+    cc, flags, runner = DRIVERS[name]
+    missing = [tool for tool in (cc, runner) if tool and not shutil.which(tool)]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    build = [sys.executable, str(ROOT / "hatch_build.py"), "driver", str(tmp_path / "driver"), *flags.split()]
+    made = subprocess.run(build, capture_output=True, text=True, check=False, env={**os.environ, "CC": cc})
+    if "fsanitize" in flags and made.returncode:
+        pytest.skip(f"{cc} has no sanitizers here: {made.stderr[-200:]}")
+    assert made.returncode == 0, made.stderr
+    run = [*runner.split(), str(tmp_path / "driver"), "60"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("0 wrong\n"), done.stdout[-2000:] + done.stderr[-2000:]
+
+
 # ---- threads and processes
 
 
@@ -307,13 +422,20 @@ def test_an_environment_variable_chooses(wanted):
     assert words[wanted] in said
 
 
+AGAIN = """
+native.library.cache_clear()
+native._chosen = native.Choice.of(None)
+print(headwise.explain(q, k, v))
+"""
+
+
 def test_a_binary_older_than_its_source_is_not_used():
-    said = run("native._source_hash = lambda: 'other'; print(headwise.explain(q, k, v))", HEADWISE_KERNEL="")
+    said = run(f"native._source_hash = lambda: 'other'\n{AGAIN}", HEADWISE_KERNEL="")
     assert said.startswith("fused") and "stale" in said and "reinstall" in said
 
 
 def test_without_a_binary_pytorch_computes(tmp_path):
-    said = run(f"native.FOLDER = native.Path({str(tmp_path)!r}); print(headwise.explain(q, k, v))", HEADWISE_KERNEL="")
+    said = run(f"native.FOLDER = native.Path({str(tmp_path)!r})\n{AGAIN}", HEADWISE_KERNEL="")
     assert said.startswith("fused") and "was not built" in said
 
 

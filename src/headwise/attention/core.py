@@ -13,7 +13,7 @@ from torch.utils._pytree import register_pytree_node
 from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
-from .kernel import native
+from .kernel import native, ops
 from .sight import Sight, check_tensor, sight_of
 from .stats import HeadStats
 
@@ -42,7 +42,7 @@ class Call:
         sight = self.sight
         if native.choice().why_not is not None:
             return native.choice().why_not
-        if not sight.readable:
+        if not sight.readable and not (torch.compiler.is_compiling() and q.device.type == "cpu"):
             return "the native kernel takes plain CPU tensors"
         if self.dropout:
             return "the native kernel has no dropout"
@@ -79,14 +79,16 @@ def call_of(
     """Check all that a call was given."""
     who = sight_of(q, k, v, **sight)
     contract.check_numbers(scale, softcap, dropout)
-    for name, x in (("sinks", sinks), ("gates", gates)):
-        if x is not None:
-            check_tensor(name, x, q)
     if sinks is not None:
+        check_tensor("sinks", sinks, q)
         contract.check_per_head("sinks", sinks.shape, who.size)
     if gates is not None:
+        check_tensor("gates", gates, q)
         contract.check_per_head("gates", gates.shape, who.size, batched=True)
-    return Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
+    call = Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
+    if who.mask is not None and call.why_not_native(q) is not None:
+        return replace(call, sight=who.without_padding())
+    return call
 
 
 def attend(
@@ -196,13 +198,12 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """attend, for a call that was checked."""
     if call.why_not_native(q) is None:
+        given = q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates
+        traced = torch.compiler.is_compiling()
         if not learns(q, k, v, call.sinks, call.gates):
-            return native.run(q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates)
-        return gated(Native.apply(q, k, v, call.sinks, call), call)
-    return _in_torch(q, k, v, call)
-
-
-def _in_torch(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+            return ops.run(*given)[0] if traced else native.run(*given)
+        if not traced:  # in a graph, PyTorch's own operators have gradients that a compiler knows
+            return gated(Native.apply(q, k, v, call.sinks, call), call)
     with as_given(q):
         return gated(_output(q, k, v, call), call)
 
@@ -241,7 +242,7 @@ class Native(torch.autograd.Function):
                 given: tuple[Any, ...] = (q, k, v, sinks)
                 if not again:
                     given = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in given)
-                out = _output(*given[:3], replace(call, sinks=given[3]))
+                out = _output(given[0], given[1], given[2], replace(call, sinks=given[3]))
                 wanted = [x for x in given if x is not None and x.requires_grad]
                 found = iter(torch.autograd.grad(out, wanted, slope, create_graph=again, allow_unused=True))
         return *(next(found) if x is not None and x.requires_grad else None for x in given), None
@@ -292,17 +293,18 @@ def observe(
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
     size = call.sight.size
-    for name, x in {"queries": queries, **(classes or {})}.items():
-        if x is not None:
-            check_tensor(name, x, q)
     if queries is not None:
+        check_tensor("queries", queries, q)
         contract.check_queries(queries, size, queries.dtype == torch.bool)
-    contract.check_classes(classes or {}, size, lambda keys: keys.dtype == torch.bool)
+    if classes:
+        for name, x in classes.items():
+            check_tensor(name, x, q)
+        contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
     wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
     if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_native(q) is None:
-        first = None if call.sight.mask is None else measure.first_key(call.sight, queries)
-        return native.head_stats(
-            q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates, queries, first, classes or {}, cross
+        way = ops if torch.compiler.is_compiling() else native
+        return way.head_stats(
+            q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates, queries, classes or {}, cross
         )
     apart = wants_gradient or call.dropout > 0
     with torch.no_grad(), as_given(q):
@@ -312,6 +314,35 @@ def observe(
     if once is None:
         return run(q, k, v, call), stats
     return gated(once, call), stats
+
+
+def links(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    count: int,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+) -> tuple[Tensor, HeadStats, native.Links]:
+    """observe, and with it the `count` largest weights of every row and their keys."""
+    found = native.Links.empty(q, count)
+    learning = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
+    fits = 0 < count <= native.MOST_LINKS and len(classes or {}) <= native.MOST_CLASSES
+    if fits and not learning and not torch.compiler.is_compiling() and call.why_not_native(q) is None:
+        given = call.sight, call.scale, call.softcap, call.sinks, call.gates
+        return *native.head_stats(q, k, v, *given, queries, classes or {}, cross, found), found
+    found.weight.zero_()
+    found.key.fill_(-1)
+    keys = min(count, call.sight.size.keys)
+    for first in range(0, call.sight.size.queries, by_rows.ROWS):
+        rows = range(first, min(first + by_rows.ROWS, call.sight.size.queries))
+        with torch.no_grad():
+            weight, key = look(q, k, call, rows).float().topk(keys)
+        found.weight[:, :, rows.start : rows.stop, :keys] = weight
+        found.key[:, :, rows.start : rows.stop, :keys] = key.masked_fill(weight == 0, -1)
+    return *observe(q, k, v, call, queries, classes, cross), found
 
 
 def autocast(*xs: Tensor) -> tuple[Tensor, ...]:

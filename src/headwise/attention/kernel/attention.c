@@ -23,7 +23,13 @@
 #include "call.h"
 #include "vectors.h"
 
-enum { PANEL = TILE_VECTORS * W, STRIPS = 8, BLOCK_ROWS = STRIPS * TILE_ROWS, KEY_BLOCK = 256, PART_KEYS = 1024 };
+#ifndef STRIPS
+#define STRIPS 8
+#endif
+#ifndef KEY_BLOCK
+#define KEY_BLOCK 256
+#endif
+enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = STRIPS * TILE_ROWS, PART_KEYS = 1024, FEW_ROWS = 12 };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -78,27 +84,33 @@ INLINE float number(const char *x, int64_t kind) {
     return kind == BF16 ? from_bf16(*(const uint16_t *)x) : from_f16(*(const uint16_t *)x);
 }
 
+INLINE vf load_kind(const int kind, const char *x, int64_t i) {
+    if (kind == F32) return load((const float *)x + i);
+    return kind == BF16 ? load_bf16((const uint16_t *)x + i) : load_f16((const uint16_t *)x + i);
+}
+
 /* n numbers of any kind and stride into y, times a factor. */
 static void read_row(float *y, const char *x, int64_t kind, int64_t stride, int64_t n, float factor) {
     int64_t i = 0;
     if (stride == 1) {
         if (kind == F32)
-            for (; i + W <= n; i += W) store(y + i, load((const float *)x + i) * factor);
+            for (; i + W <= n; i += W) store(y + i, load_kind(F32, x, i) * factor);
         else if (kind == BF16)
-            for (; i + W <= n; i += W) store(y + i, load_bf16((const uint16_t *)x + i) * factor);
+            for (; i + W <= n; i += W) store(y + i, load_kind(BF16, x, i) * factor);
         else
-            for (; i + W <= n; i += W) store(y + i, load_f16((const uint16_t *)x + i) * factor);
+            for (; i + W <= n; i += W) store(y + i, load_kind(F16, x, i) * factor);
     }
     for (int64_t size = width_of(kind); i < n; i++) y[i] = number(x + i * stride * size, kind) * factor;
 }
 
-static void write_row(char *y, const float *x, int64_t kind, int64_t stride, int64_t n, float factor) {
+/* n numbers times a factor, in any kind; rows of the output lie whole. */
+static void write_row(char *y, const float *x, int64_t kind, int64_t n, float factor) {
     if (kind == F32)
-        for (int64_t i = 0; i < n; i++) ((float *)y)[i * stride] = x[i] * factor;
+        for (int64_t i = 0; i < n; i++) ((float *)y)[i] = x[i] * factor;
     else if (kind == BF16)
-        for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i * stride] = to_bf16(x[i] * factor);
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = to_bf16(x[i] * factor);
     else
-        for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i * stride] = to_f16(x[i] * factor);
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = to_f16(x[i] * factor);
 }
 
 /* Keys (count x dim) into panels [count / PANEL][dim][PANEL]; the last panel is filled up with zeros. */
@@ -127,6 +139,55 @@ static void pack_keys(float *y, const char *x, const Call *call, int64_t count) 
     }
 }
 
+/* s (rows x keys) = q . k, the keys as they lie: x row by row. The loop takes whole vectors, the rest goes by number. */
+INLINE void dots(const int kind, const int rows, const int keys, const float *q, const char *x, int64_t row, int64_t dim,
+                 float *s, int64_t line) {
+    const int64_t size = kind == F32 ? 4 : 2;
+    vf sums[8] = {{0}};
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) {
+        vf key[4];
+        UNROLL for (int j = 0; j < keys; j++) key[j] = load_kind(kind, x + j * row, i);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf left = load(q + r * dim + i);
+            UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
+        }
+    }
+    UNROLL for (int first = 0; first < rows * keys; first += 4) {
+        vf four = sum_of_four(sums + first);
+        UNROLL for (int n = 0; n < 4; n++) s[(first + n) / keys * line + (first + n) % keys] = four[n * (W / 4)];
+    }
+    for (; i < dim; i++)
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < keys; j++) s[r * line + j] += q[r * dim + i] * number(x + j * row + i * size, kind);
+}
+
+/* s (rows x count) = q . k for a few rows: packing the keys would cost more than it saves. */
+INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, const Call *call, float *s, int64_t line,
+                     int64_t count) {
+    int64_t dim = call->dim, row = call->k_stride[2] * (kind == F32 ? 4 : 2), j = 0;
+    float rest[4];
+    for (; j + 4 <= count; j += 4, x += 4 * row) {
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) {
+            dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
+            dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
+        }
+        for (; r < rows; r++) dots(kind, 1, 4, q + r * dim, x, row, dim, s + r * line + j, line);
+    }
+    for (; j < count; j++, x += row) /* the same key four times */
+        for (int r = 0; r < rows; r++) {
+            dots(kind, 1, 4, q + r * dim, x, 0, dim, rest, 4);
+            s[r * line + j] = rest[0];
+        }
+}
+
+static void dot(int rows, const float *q, const char *x, const Call *call, float *s, int64_t line, int64_t count) {
+    if (call->kind == F32) dot_kind(F32, rows, q, x, call, s, line, count);
+    else if (call->kind == BF16) dot_kind(BF16, rows, q, x, call, s, line, count);
+    else dot_kind(F16, rows, q, x, call, s, line, count);
+}
+
 static void pack_values(float *y, int64_t width, const char *x, const Call *call, int64_t count) {
     int64_t row = call->v_stride[2] * width_of(call->kind);
     for (int64_t j = 0; j < count; j++, y += width) {
@@ -139,12 +200,13 @@ static void pack_values(float *y, int64_t width, const char *x, const Call *call
 
 /* What is kept of a row while its keys go by: see above. The sums are vectors, added up at the end. */
 typedef struct {
-    vf l, w, d, c[MOST_CLASSES];
+    vf l, w, d;
     float m;
-    float at[4];      /* e at the first, previous, next and own key */
-    int32_t sees;     /* whether it may look anywhere */
-    int32_t best[MOST_LINKS];
-    float links[MOST_LINKS];
+    float at[4];  /* e at the first, previous, next and own key */
+    int32_t sees; /* whether it may look anywhere */
+    vf *c;        /* (class_count) */
+    float *links; /* (link_count) largest scores, the largest first, */
+    int32_t *best; /* and their keys */
     int64_t head, query, place; /* of the call; where it stands among the keys */
     int64_t low, high;          /* the keys that band and length let it see */
 } Row;
@@ -168,6 +230,9 @@ typedef struct {
     Row *row;
     float *q, *o, *s, *bias; /* (rows, dim), (rows, width), (TILE_ROWS, key_block) twice */
     float *keys, *packed;    /* key blocks in panels; value blocks */
+    vf *classes;             /* (rows, class_count) */
+    float *links;            /* (rows, link_count) */
+    int32_t *best;
     uint8_t *key_state, *value_state; /* a block: 1 packed or looked at, 2 also odd */
 } Item;
 
@@ -198,15 +263,25 @@ static void plan(const Call *call, Plan *p) {
     int64_t strips = (p->block_rows + TILE_ROWS - 1) / TILE_ROWS;
     int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = strips * TILE_ROWS;
     int64_t packed = in_place(call, p->row_blocks > 1 ? 8 : strips) ? 0 : kept * p->key_block * p->width;
-    p->room = 64 * 9 + rows * (int64_t)sizeof(Row) + 2 * up(p->key_blocks, 64) +
+    int64_t each = sizeof(Row) + call->class_count * sizeof(vf) + call->link_count * 8; /* bytes of a row */
+    p->room = 64 * 12 + rows * each + 2 * up(p->key_blocks, 64) +
               4 * (rows * (call->dim + p->width) + 2 * TILE_ROWS * p->key_block + kept * p->key_block * call->dim + packed);
 }
+
+static int few(const Call *call, const Plan *p) { return p->rows <= FEW_ROWS && call->k_stride[3] == 1; }
 
 static void *take(char **from, int64_t bytes) {
     void *x = *from;
     *from += up(bytes, 64);
     return x;
 }
+
+/* Lengths out of a graph were never looked at. */
+static int64_t end_of(const Call *call, int64_t batch) {
+    return most(0, least(call->ends ? call->ends[batch] : call->end, call->keys));
+}
+
+static int shows(const char *x, int64_t kind) { return kind == BOOL ? *x != 0 : number(x, kind) != -INFINITY; }
 
 static int may_see(const Item *it, const Row *row, int64_t j) {
     const Call *call = it->call;
@@ -215,7 +290,7 @@ static int may_see(const Item *it, const Row *row, int64_t j) {
     const int64_t *stride = call->mask_stride;
     int64_t at = it->batch * stride[0] + row->head * stride[1] + row->query * stride[2] + j * stride[3];
     const char *x = call->mask + at * width_of(call->mask_kind);
-    return call->mask_kind == BOOL ? *x != 0 : number(x, call->mask_kind) != -INFINITY;
+    return shows(x, call->mask_kind);
 }
 
 static int all_finite(const float *x, int64_t row, int64_t rows, int64_t n) {
@@ -237,7 +312,7 @@ static const float *fetch(Item *it, int64_t block, int64_t count, int hides) {
     float *values = here ? (float *)v : it->packed + slot * p->key_block * p->width;
     it->value_row = here ? call->v_stride[2] : p->width;
     if (!it->key_state[block]) {
-        pack_keys(keys, it->k + from * call->k_stride[2] * size, call, count);
+        if (!few(call, p)) pack_keys(keys, it->k + from * call->k_stride[2] * size, call, count);
         if (!here) pack_values(values, p->width, v, call, count);
         it->key_state[block] = 1;
     }
@@ -403,8 +478,10 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         }
         if (!shows) return;
     }
-    for (int64_t j = start; j < stop; j += PANEL)
-        multiply(rows, TILE_VECTORS, it->q + first * dim, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
+    if (few(call, p))
+        dot(rows, it->q + first * dim, it->k + (from + start) * call->k_stride[2] * width_of(call->kind), call, it->s + start, line, stop - start);
+    else for (int64_t j = start; j < stop; j += PANEL)
+        multiply(rows, least(TILE_VECTORS, (stop - j + W - 1) / W), it->q + first * dim, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
 
     const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
     int adjusts = call->mask || call->softcap > 0 || call->slopes;
@@ -449,27 +526,32 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
 
 /* ---- the end of a row ---- */
 
-static void keep(const Row *row, Kept *kept) {
+static void keep(const Call *call, const Row *row, Kept *kept) {
     kept->m = row->m;
     kept->l = sum(row->l);
+    kept->sees = row->sees;
+    if (call->link_count) {
+        memcpy(kept->links, row->links, 4 * call->link_count);
+        memcpy(kept->best, row->best, 4 * call->link_count);
+    }
+    if (!call->sums) return;
     kept->w = sum(row->w);
     kept->d = sum(row->d);
-    kept->sees = row->sees;
     memcpy(kept->at, row->at, sizeof kept->at);
-    for (int i = 0; i < MOST_CLASSES; i++) kept->c[i] = sum(row->c[i]);
-    memcpy(kept->links, row->links, sizeof kept->links);
-    memcpy(kept->best, row->best, sizeof kept->best);
+    for (int64_t i = 0; i < call->class_count; i++) kept->c[i] = sum(row->c[i]);
 }
 
-/* Bring what was kept relative to m down to a higher top. */
-static float lower_to(Kept *x, float top) {
+/* Bring what was kept relative to m down to a higher top. Gives the factor. */
+static float lower_to(const Call *call, Kept *x, float top) {
+    if (x->m == top) return 1;
     float f = x->m == -INFINITY ? 0 : exp2f(x->m - top);
-    if (f == 1) return 1;
-    x->w = x->m == -INFINITY ? 0 : f * (x->w + (x->m - top) * x->l);
+    if (call->sums) {
+        x->w = f == 0 ? 0 : f * (x->w + (x->m - top) * x->l);
+        x->d *= f;
+        for (int i = 0; i < 4; i++) x->at[i] *= f;
+        for (int64_t i = 0; i < call->class_count; i++) x->c[i] *= f;
+    }
     x->l *= f;
-    x->d *= f;
-    for (int i = 0; i < 4; i++) x->at[i] *= f;
-    for (int i = 0; i < MOST_CLASSES; i++) x->c[i] *= f;
     return f;
 }
 
@@ -478,14 +560,14 @@ static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t h
     float peak = x->m, sink = call->sinks ? call->sinks[head] * LOG2E : -INFINITY;
     float top = sink > peak ? sink : peak, f = 1;
     if (top == -INFINITY) top = 0;
-    if (peak != -INFINITY) f = lower_to(x, top);
+    if (peak != -INFINITY) f = lower_to(call, x, top);
     float sunk = call->sinks ? exp2f(sink - top) : 0, total = x->l + sunk;
     if (total == 0) total = 1;
     float gate = call->gates ? call->gates[batch * call->gates_stride + head] : 1;
     const int64_t *stride = call->out_stride;
     int64_t at = batch * stride[0] + head * stride[1] + query * stride[2];
     if (!x->sees) memset(o, 0, 4 * call->value_dim);
-    write_row(call->out + at * width_of(call->kind), o, call->kind, stride[3], call->value_dim, f / total * gate);
+    write_row(call->out + at * width_of(call->kind), o, call->kind, call->value_dim, f / total * gate);
 
     int64_t row = (batch * call->heads + head) * call->queries + query;
     if (call->lse) call->lse[row] = (top + log2f(x->l + sunk)) * LN2;
@@ -496,7 +578,7 @@ static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t h
     if (!call->sums || !x->sees || (call->asked && !call->asked[batch * call->queries + query])) return;
     sums[COUNT] += 1;
     sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 / total;
-    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : exp2f(peak - top)) / total;
+    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) / total;
     sums[DISTANCE] += x->d / total;
     sums[FIRST] += x->at[0] / total;
     sums[PREVIOUS] += x->at[1] / total;
@@ -532,12 +614,14 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
             float top = y->m > x->m ? y->m : x->m;
             if (call->link_count) merge_links(x, y, call->link_count);
             x->sees |= y->sees;
-            float f = x->m == top ? 1 : lower_to(x, top), g = y->m == top ? 1 : lower_to(y, top);
+            float f = lower_to(call, x, top), g = lower_to(call, y, top);
             for (int64_t d = 0; d < call->value_dim; d++) o[d] = (f == 1 ? o[d] : o[d] * f) + (g == 1 ? more[d] : more[d] * g);
             x->m = top;
-            x->l += y->l, x->w += y->w, x->d += y->d;
+            x->l += y->l;
+            if (!call->sums) continue;
+            x->w += y->w, x->d += y->d;
             for (int d = 0; d < 4; d++) x->at[d] += y->at[d];
-            for (int d = 0; d < MOST_CLASSES; d++) x->c[d] += y->c[d];
+            for (int64_t d = 0; d < call->class_count; d++) x->c[d] += y->c[d];
         }
         finish(call, x, o, batch, group % call->kv_heads * heads + r % heads, r / heads,
                p->item_sums + (group * p->parts * heads + r % heads) * SUMS);
@@ -546,16 +630,36 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
 
 /* ---- all of it ---- */
 
-static void begin_row(const Call *call, Item *it, int64_t r, Row *row) {
-    int64_t group = call->heads / call->kv_heads, end = call->ends ? call->ends[it->batch] : call->end;
+static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
+    Row *row = it->row + at;
+    int64_t group = call->heads / call->kv_heads, end = end_of(call, it->batch);
     memset(row, 0, sizeof *row);
     row->m = -INFINITY;
-    for (int i = 0; i < MOST_LINKS; i++) row->links[i] = -INFINITY, row->best[i] = -1;
+    row->c = it->classes + at * call->class_count;
+    row->links = it->links + at * call->link_count;
+    row->best = it->best + at * call->link_count;
+    memset(row->c, 0, call->class_count * sizeof(vf));
+    for (int i = 0; i < call->link_count; i++) row->links[i] = -INFINITY, row->best[i] = -1;
     row->head = it->kv_head * group + r % group;
     row->query = r / group;
     row->place = row->query + (call->offsets ? call->offsets[it->batch] : call->offset);
     row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
     row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
+}
+
+/* The first key that exists for a sequence: that the mask shows to some row that counts. Past all where there is none. */
+static int64_t first_key(const Call *call, int64_t batch) {
+    int64_t first = end_of(call, batch), size = width_of(call->mask_kind);
+    const int64_t *stride = call->mask_stride;
+    for (int64_t h = 0; h < (stride[1] ? call->heads : 1); h++)
+        for (int64_t i = 0; i < call->queries; i++) {
+            if (call->asked && !call->asked[batch * call->queries + i]) continue;
+            const char *x = call->mask + (batch * stride[0] + h * stride[1] + i * stride[2]) * size;
+            for (int64_t j = 0; j < first; j++)
+                if (shows(x + j * stride[3] * size, call->mask_kind)) first = j;
+            if (!stride[2] || !first) break;
+        }
+    return first;
 }
 
 static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
@@ -564,13 +668,16 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     int64_t from_row = block * p->block_rows, size = width_of(call->kind);
     Item it = {.call = call, .plan = p, .batch = head / call->kv_heads, .kv_head = head % call->kv_heads};
     it.rows = least(p->block_rows, p->rows - from_row);
-    it.first_key = call->first ? call->first[it.batch] : 0;
+    it.first_key = p->first ? p->first[it.batch] : 0;
     it.k = call->k + (it.batch * call->k_stride[0] + it.kv_head * call->k_stride[1]) * size;
     it.v = call->v + (it.batch * call->v_stride[0] + it.kv_head * call->v_stride[1]) * size;
 
     int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = up(p->block_rows, TILE_ROWS);
     char *memory = room->memory + (64 - (uintptr_t)room->memory % 64) % 64;
     it.row = take(&memory, rows * sizeof(Row));
+    it.classes = take(&memory, rows * call->class_count * sizeof(vf));
+    it.links = take(&memory, rows * call->link_count * 4);
+    it.best = take(&memory, rows * call->link_count * 4);
     it.key_state = take(&memory, p->key_blocks);
     it.value_state = take(&memory, p->key_blocks);
     it.q = take(&memory, 4 * rows * call->dim);
@@ -589,7 +696,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     int64_t low = call->keys, high = 0;
     for (int64_t r = 0; r < it.rows; r++) {
         Row *row = it.row + r;
-        begin_row(call, &it, from_row + r, row);
+        begin_row(call, &it, r, from_row + r);
         int64_t at = it.batch * call->q_stride[0] + row->head * call->q_stride[1] + row->query * call->q_stride[2];
         read_row(it.q + r * call->dim, call->q + at * size, call->kind, call->q_stride[3], call->dim, scale);
         if (row->low < row->high) low = least(low, row->low), high = most(high, row->high);
@@ -608,7 +715,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     float *out = p->parts > 1 ? p->part + number * p->part_floats : NULL;
     for (int64_t r = 0; r < it.rows; r++) {
         Kept one, *kept_row = out ? (Kept *)out + r : &one;
-        keep(it.row + r, kept_row);
+        keep(call, it.row + r, kept_row);
         if (!out)
             finish(call, kept_row, it.o + r * p->width, it.batch, it.row[r].head, it.row[r].query,
                    p->item_sums + (number * group + it.row[r].head % group) * SUMS);
@@ -620,4 +727,4 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
 #define NAMED(isa) JOIN(headwise_, isa)
 #define TEXT(x) #x
 #define QUOTED(x) TEXT(x)
-const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge};
+const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge, first_key};

@@ -16,7 +16,7 @@ typedef struct {
     int64_t kind; /* of q, k, v and out */
     const char *q, *k, *v;
     char *out;
-    int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4]; /* in numbers, not bytes */
+    int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4]; /* in numbers, not bytes; the output's last is 1 */
 
     /* who may look where: query i stands at i + offset, and sees keys from left before to right after it (-1: open) */
     int64_t left, right, offset, end;
@@ -31,9 +31,8 @@ typedef struct {
     int64_t gates_stride;
 
     /* statistics: wanted where sums is not NULL */
-    double *sums;          /* (batch, heads, SUMS), of the rows that count */
+    double *sums;          /* (CLASS + class_count, batch, heads), of the rows that count */
     const uint8_t *asked;  /* (batch, queries): the rows that count; NULL: all */
-    const int64_t *first;  /* (batch,): the first key that exists; NULL: key 0 */
     const float *classes;  /* (batch, class_count, keys) of zeros and ones, or NULL */
     int64_t class_count;
     float *lse;            /* (batch, heads, queries), natural logarithm, or NULL */
@@ -58,6 +57,7 @@ typedef struct {
     int64_t room;        /* bytes of working memory that a thread needs */
     double *item_sums;   /* (items, group, SUMS) */
     float *part;         /* (items, part_floats) where parts > 1 */
+    int64_t *first;      /* (batch,): the first key that exists; NULL: key 0 */
 } Plan;
 
 /* Working memory of one thread. */
@@ -73,6 +73,7 @@ typedef struct {
     void (*plan)(const Call *, Plan *);
     void (*item)(const Call *, const Plan *, int64_t item, Room *);
     void (*merge)(const Call *, const Plan *, int64_t group); /* of a row block, when all its parts are done */
+    int64_t (*first_key)(const Call *, int64_t batch);
 } Path;
 
 extern const Path headwise_avx512, headwise_avx2, headwise_neon, headwise_plain;

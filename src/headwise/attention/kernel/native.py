@@ -24,10 +24,9 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
-FIELDS = struct.Struct("=40q2d14q")  # Call in call.h
+FIELDS = struct.Struct("=40q2d13q")  # Call in call.h
 MOST_CLASSES, MOST_LINKS = 8, 16
 SUMS = ("entropy", "confidence", "first", "distance", "previous", "next", "self", "sink", "count")
-WIDTH = len(SUMS) + MOST_CLASSES
 POSITIONS = ("distance", "previous", "next", "self")
 
 
@@ -85,14 +84,11 @@ class Choice:
         return cls(there.paths.index(name), None, WORDS[name])
 
 
-_chosen: Choice | None = None
+_chosen = Choice.of(os.environ.get(FORCE) or None)  # now, since a compiler could not trace it later
 
 
 def choice() -> Choice:
     """What this process uses; HEADWISE_KERNEL is read once."""
-    global _chosen
-    if _chosen is None:
-        _chosen = Choice.of(os.environ.get(FORCE) or None)
     return _chosen
 
 
@@ -115,9 +111,8 @@ def explain(sight: Sight) -> str:
 class Extra(NamedTuple):
     """What is wanted besides the output. Tensors are float32 unless said."""
 
-    sums: Tensor | None = None  # (B, H, WIDTH) float64, written
+    sums: Tensor | None = None  # (SUMS and classes, B, H) float64, written
     asked: Tensor | None = None  # (B, Tq) bool: the queries that count
-    first: Tensor | None = None  # (B,) int64: the first key that exists
     classes: Tensor | None = None  # (B, classes, Tk)
     lse: Tensor | None = None  # (B, H, Tq), written
     link_weight: Tensor | None = None  # (B, H, Tq, k), written
@@ -125,6 +120,19 @@ class Extra(NamedTuple):
 
 
 PLAIN = Extra()
+
+
+class Links(NamedTuple):
+    """The largest weights of every row, the largest first, and their keys; 0 and -1 where a row sees fewer."""
+
+    weight: Tensor  # (B, H, Tq, count) float32
+    key: Tensor  # (B, H, Tq, count) int32
+
+    @classmethod
+    def empty(cls, q: Tensor, count: int) -> Links:
+        """For queries (B, H, Tq, D), with anything in them."""
+        shape = (*q.shape[:3], count)
+        return cls(q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.int32))
 
 
 def run(
@@ -141,12 +149,14 @@ def run(
     """Attention of every head, (B, H, Tq, Dv), laid out so that joining the heads costs nothing."""
     size, mask, offset, end = sight.size, sight.mask, sight.offset, sight.end
     out = q.new_empty(size.batch, size.queries, size.heads, size.value_dim).transpose(1, 2)
-    sinks, gates, slopes = _floats(sinks), _floats(gates), _floats(sight.slopes)
+    slopes = sight.slopes
+    if not (sinks is gates is slopes is None):
+        sinks, gates, slopes = _floats(sinks), _floats(gates), _floats(slopes)
     offsets, ends = _whole(offset), _whole(end)
     mask_stride: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         mask_stride = tuple(n if m > 1 else 0 for n, m in zip(mask.stride(), mask.shape, strict=True))
-    sums, asked, first, classes, lse, link_weight, link_key = extra
+    sums, asked, classes, lse, link_weight, link_key = extra
     asked = None if asked is None else asked.contiguous()
     call = FIELDS.pack(
         size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
@@ -157,7 +167,7 @@ def run(
         _at(mask), 0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         scale, softcap or 0.0,
         _at(sinks), _at(slopes), _at(gates), 0 if gates is None or gates.dim() == 1 else size.heads,
-        _at(sums), _at(asked), _at(first), _at(classes), 0 if classes is None else classes.shape[1],
+        _at(sums), _at(asked), _at(classes), 0 if classes is None else classes.shape[1],
         _at(lse), 0 if link_key is None else link_key.shape[3], _at(link_weight), _at(link_key),
         torch.get_num_threads(),
     )  # fmt: skip
@@ -191,22 +201,22 @@ def head_stats(
     sinks: Tensor | None,
     gates: Tensor | None,
     queries: Tensor | None,
-    first: Tensor | None,
     classes: dict[str, Tensor],
     cross: bool,
+    links: Links | None = None,
 ) -> tuple[Tensor, HeadStats]:
-    """The output and the statistics, by one pass. first (B,): the first key that exists, None: key 0."""
+    """The output and the statistics, by one pass that also fills `links`."""
     size = sight.size
-    sums = torch.empty(size.batch, size.heads, WIDTH, dtype=torch.float64)
+    sums = torch.empty(len(SUMS) + len(classes), size.batch, size.heads, dtype=torch.float64)
     marks = torch.stack(list(classes.values()), 1).float() if classes else None
-    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(sums, queries, first, marks))
+    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(sums, queries, marks, None, *(links or ())))
     return out, stats_of(sums, list(classes), cross, sinks is not None)
 
 
 def stats_of(sums: Tensor, classes: list[str], cross: bool, sinks: bool) -> HeadStats:
-    """HeadStats out of the kernel's sums (B, H, WIDTH)."""
-    columns = sums.unbind(-1)
-    absent = (POSITIONS if cross else ()) + (() if sinks else ("sink",))
-    named = {name: column for name, column in zip(SUMS[:-1], columns, strict=False) if name not in absent}
-    named.update({SHARE + name: column for name, column in zip(classes, columns[len(SUMS) :], strict=False)})
-    return HeadStats(named, columns[len(SUMS) - 1])
+    """HeadStats out of the kernel's sums (SUMS and classes, B, H)."""
+    names = [*SUMS, *(SHARE + name for name in classes)]
+    named = dict(zip(names, sums.unbind(), strict=True))
+    for name in (POSITIONS if cross else ()) + (() if sinks else ("sink",)):
+        del named[name]
+    return HeadStats(named, named.pop("count"))

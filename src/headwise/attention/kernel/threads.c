@@ -167,10 +167,12 @@ static void add_up(const Call *call, const Plan *plan) {
     int64_t group = call->heads / call->kv_heads, each = plan->row_blocks * plan->parts;
     for (int64_t head = 0; head < call->batch * call->kv_heads; head++)
         for (int64_t g = 0; g < group; g++) {
-            double *to = call->sums + (head * group + g) * SUMS;
-            memset(to, 0, SUMS * sizeof *to);
-            for (int64_t i = 0; i < each; i++)
-                for (int x = 0; x < SUMS; x++) to[x] += plan->item_sums[((head * each + i) * group + g) * SUMS + x];
+            const double *from = plan->item_sums + (head * each * group + g) * SUMS;
+            for (int64_t x = 0; x < CLASS + call->class_count; x++) {
+                double total = 0;
+                for (int64_t i = 0; i < each; i++) total += from[i * group * SUMS + x];
+                call->sums[x * call->batch * call->heads + head * group + g] = total;
+            }
         }
 }
 
@@ -207,7 +209,11 @@ EXPORT int headwise_run(const Call *call, int index) {
     if (plan.parts > 1) parts = plan.items * plan.part_floats * sizeof(float);
     plan.item_sums = calloc(1, sums + 1);
     plan.part = malloc(parts + 1);
-    if (plan.item_sums && plan.part) {
+    plan.first = NULL;
+    int marks = call->sums && call->mask;
+    if (marks && (plan.first = malloc((call->batch + 1) * sizeof(int64_t))))
+        for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
+    if (plan.item_sums && plan.part && (plan.first || !marks)) {
         Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};
         int alone = job.count == 1 || pthread_mutex_trylock(&busy);
         if (alone) job.count = 1;
@@ -231,5 +237,6 @@ EXPORT int headwise_run(const Call *call, int index) {
     }
     free(plan.item_sums);
     free(plan.part);
+    free(plan.first);
     return failed ? 2 : 0;
 }

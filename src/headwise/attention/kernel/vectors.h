@@ -12,7 +12,11 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA avx512
-enum { W = 16, TILE_ROWS = 12, TILE_VECTORS = 2 };
+#ifndef TR
+#define TR 12
+#define TV 2
+#endif
+enum { W = 16, TILE_ROWS = TR, TILE_VECTORS = TV };
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define ISA avx2
@@ -59,9 +63,13 @@ INLINE vf larger(vf a, vf b) {
 INLINE vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
 INLINE float sum(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float t = 0;
     for (int i = 0; i < W; i++) t += x[i];
     return t;
+#endif
 }
 
 INLINE float largest(vf x) {
@@ -151,6 +159,14 @@ INLINE void transpose(vf x[W]) {
         }
         UNROLL for (int i = 0; i < W; i++) x[i] = y[i];
     }
+}
+
+/* The sums of four vectors, at 0, W / 4, W / 2 and 3 W / 4: each round adds halves and lays two of them side by side. */
+INLINE vf sum_of_four(const vf x[4]) {
+    vf a = lower(x[0], x[2]) + upper(x[0], x[2]), b = lower(x[1], x[3]) + upper(x[1], x[3]);
+    vf y = lower(a, b) + upper(a, b);
+    UNROLL for (int have = 4; have < W; have *= 2) y = lower(y, y) + upper(y, y);
+    return y;
 }
 
 /* 16-bit numbers, one by one. */
