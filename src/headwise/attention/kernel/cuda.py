@@ -1,4 +1,4 @@
-"""The Triton kernel: whether a call goes there, and calling it on tensors. What it computes stands in cuda_attention.py.
+"""The Triton kernel: who goes there, and calling it on tensors. What it computes stands in cuda_attention.py.
 
 Tested in Triton's interpreter on the CPU and compiled for several GPUs, but not yet tried on hardware.
 """
@@ -6,33 +6,23 @@ Tested in Triton's interpreter on the CPU and compiled for several GPUs, but not
 from __future__ import annotations
 
 import importlib.util
-import os
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..measure import first_key
+from ..sight import PLAIN as PLAIN_TENSORS
 from ..sight import Sight
-from ..stats import SHARE, HeadStats
-from .native import FORCE
+from ..stats import HeadStats
+from .native import FORCE, SUMS, choice, stats_of
 
+NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_CLASSES = 8
-WIDEST = 512  # a head, in numbers: wider ones do not fit a GPU's shared memory
-SUMS = ("entropy", "confidence", "first", "distance", "previous", "next", "self", "sink", "count")  # as it writes them
-POSITIONS = ("distance", "previous", "next", "self")
+WIDEST = 512  # a head, in numbers: of wider ones a block does not fit a GPU's shared memory
 
 interpreting = False  # tests set it: CPU tensors come this way too, in Triton's interpreter
-
-
-@cache
-def missing() -> str | None:
-    """Why there is no kernel, or None. Triton itself is imported when a call needs it, never before."""
-    if os.environ.get(FORCE) == "off":
-        return f"{FORCE}=off"
-    return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
 def serves(device: torch.device) -> bool:
@@ -40,24 +30,34 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda" or interpreting
 
 
+@cache
+def installed() -> bool:
+    """Whether there is Triton. It is imported when a call needs it, never before."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def why_not(q: Tensor, sight: Sight) -> str | None:
     """Why the kernel cannot take a call, or None."""
-    if missing() is not None:
-        return missing()
+    if choice().why_not == f"{FORCE}=off":
+        return choice().why_not
     if torch.compiler.is_compiling():
         return "a compiler gets PyTorch's own operations"
+    if not installed():
+        return "triton is not installed"
+    if type(q) not in PLAIN_TENSORS:
+        return "the triton kernel takes plain tensors"
     if q.dtype not in DTYPES:
-        return "the Triton kernel computes in float32"
+        return "the triton kernel computes in float32"
     if sight.mask is not None and sight.mask.dtype not in (*DTYPES, torch.bool):
-        return "the Triton kernel takes no float64 mask"
+        return "the triton kernel takes no float64 mask"
     if max(sight.size.dim, sight.size.value_dim) > WIDEST:
-        return f"the Triton kernel takes heads up to {WIDEST} wide"
+        return f"the triton kernel takes heads up to {WIDEST} wide"
     return None
 
 
 def explain(sight: Sight) -> str:
     """How the kernel takes a call, in words."""
-    return "triton: one pass on cuda (not yet tried on hardware)"
+    return "one pass on cuda (not yet tried on hardware)"
 
 
 class Extra(NamedTuple):
@@ -79,6 +79,7 @@ class Blocks(NamedTuple):
     rows: int
     keys: int
     warps: int
+    stages: int  # blocks of keys on their way at once
 
 
 def blocks(rows: int, width: int, bits: int) -> Blocks:
@@ -87,10 +88,10 @@ def blocks(rows: int, width: int, bits: int) -> Blocks:
     What fits registers and shared memory, not what was measured to be fastest.
     """
     if bits == 16:
-        most = {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (64, 64, 4), 256: (32, 32, 4)}
+        most = {128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (16, 16, 4, 2)}.get(width, (64, 64, 4, 2))
     else:  # without tensor cores, which would round to 11 bits
-        most = {16: (64, 32, 4), 32: (64, 32, 4), 64: (32, 32, 4), 128: (32, 32, 4), 256: (16, 16, 4)}
-    block = Blocks(*most.get(width, (16, 16, 4)))
+        most = {128: (32, 32, 8, 2), 256: (16, 16, 8, 2), 512: (16, 16, 8, 1)}.get(width, (64, 32, 8, 2))
+    block = Blocks(*most)
     return block._replace(rows=min(block.rows, power_of_two(rows)))
 
 
@@ -136,7 +137,7 @@ def run(
             sums, 0 if sums is None else sums.stride(0), asked, first, _bits(classes), lse,
             DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
             D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting,
-            num_warps=cut.warps, num_stages=2,
+            num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return out
 
@@ -147,7 +148,12 @@ def _floats(x: Tensor | None) -> Tensor | None:
 
 def _bits(classes: tuple[Tensor, ...]) -> Tensor | None:
     """A bit for every class that a key is in, (B, Tk) uint8."""
-    return sum((keys.byte() << i for i, keys in enumerate(classes)), torch.zeros_like(classes[0], dtype=torch.uint8)) if classes else None
+    if not classes:
+        return None
+    bits = torch.zeros_like(classes[0], dtype=torch.uint8, memory_format=torch.contiguous_format)
+    for i, keys in enumerate(classes):
+        bits |= keys.byte() << i
+    return bits
 
 
 def _whole(x: int | Tensor, like: Tensor) -> tuple[int, Tensor | None]:
@@ -182,8 +188,4 @@ def head_stats(
     rows = q.new_zeros(len(SUMS) + len(classes), size.batch, size.heads, size.queries, dtype=torch.float32)
     first = None if sight.mask is None else first_key(sight, queries)
     out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(rows, queries, first, tuple(classes.values())))
-    names = [*SUMS, *(SHARE + name for name in classes)]
-    named: dict[str, Any] = dict(zip(names, rows.sum(-1, dtype=torch.float64).unbind(), strict=True))
-    for name in (POSITIONS if cross else ()) + (() if sinks is not None else ("sink",)):
-        del named[name]
-    return out, HeadStats(named, named.pop("count"))
+    return out, stats_of(rows.sum(-1, dtype=torch.float64), list(classes), cross, sinks is not None)

@@ -28,7 +28,7 @@ INF = tl.constexpr(float("inf"))
 MOST_CLASSES = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "offset", "end"])  # decoding changes them with every token
 def attend(
     q, k, v, out,  # (B, H, Tq, DIM), (B, Hkv, Tk, DIM), (B, Hkv, Tk, VALUE_DIM), (B, H, Tq, VALUE_DIM)
     q_stride, k_stride, v_stride, out_stride,
@@ -54,7 +54,7 @@ def attend(
     kv_head = (number // blocks % kv_heads).to(tl.int64)
     batch = (number // blocks // kv_heads).to(tl.int64)
 
-    row = block * ROWS + tl.arange(0, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)  # indices are 64 bits wide from here on: strides may be anything
     query, head = (row // group).to(tl.int64), kv_head * group + row % group
     there = query < queries
     at = (batch * kv_heads * group + head) * queries + query  # among all rows of the call
@@ -75,7 +75,7 @@ def attend(
     if mask is not None:
         sees = sees & False  # until a key shows
 
-    d, dv = tl.arange(0, D), tl.arange(0, DV)
+    d, dv = tl.arange(0, D).to(tl.int64), tl.arange(0, DV).to(tl.int64)
     q += batch * q_stride[0] + head[:, None] * q_stride[1] + query[:, None] * q_stride[2] + d[None, :] * q_stride[3]
     k += batch * k_stride[0] + kv_head * k_stride[1]
     v += batch * v_stride[0] + kv_head * v_stride[1]
@@ -222,7 +222,7 @@ def key_by_key(
 
     Slow, and hardly ever needed.
     """
-    d, dv = tl.arange(0, D), tl.arange(0, DV)
+    d, dv = tl.arange(0, D).to(tl.int64), tl.arange(0, DV).to(tl.int64)
     o = tl.zeros([asking.shape[0], DV], tl.float32)
     asking = asking.to(tl.float32)
     for at in range(start, stop):
