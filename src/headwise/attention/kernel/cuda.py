@@ -20,7 +20,7 @@ from .native import FORCE, SUMS, choice, stats_of
 
 NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 512  # a head, in numbers: of wider ones a block does not fit a GPU's shared memory
+WIDEST = 256  # a head, in numbers: of wider ones a block does not fit a GPU's shared memory
 
 interpreting = False  # tests set it: CPU tensors come this way too, in Triton's interpreter
 
@@ -79,7 +79,6 @@ class Blocks(NamedTuple):
     rows: int
     keys: int
     warps: int
-    stages: int  # blocks of keys on their way at once
 
 
 def blocks(rows: int, width: int, bits: int) -> Blocks:
@@ -88,9 +87,9 @@ def blocks(rows: int, width: int, bits: int) -> Blocks:
     What fits registers and shared memory, not what was measured to be fastest.
     """
     if bits == 16:
-        most = {128: (64, 64, 8, 2), 256: (32, 32, 4, 2), 512: (16, 16, 4, 2)}.get(width, (64, 64, 4, 2))
+        most = {128: (64, 64, 8), 256: (32, 32, 4)}.get(width, (64, 64, 4))
     else:  # without tensor cores, which would round to 11 bits
-        most = {128: (32, 32, 8, 2), 256: (16, 16, 8, 2), 512: (16, 16, 8, 1)}.get(width, (64, 32, 8, 2))
+        most = {128: (32, 32, 8), 256: (16, 16, 8)}.get(width, (64, 32, 8))
     block = Blocks(*most)
     return block._replace(rows=min(block.rows, power_of_two(rows)))
 
@@ -136,8 +135,8 @@ def run(
             gates, 0 if gates is None or gates.dim() == 1 else size.heads,
             sums, 0 if sums is None else sums.stride(0), asked, first, _bits(classes), lse,
             DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
-            D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting,
-            num_warps=cut.warps, num_stages=cut.stages,
+            D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting and q.dtype == torch.bfloat16,
+            num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
