@@ -216,7 +216,7 @@ def test_keys_and_values_may_be_expanded():
 
 
 def test_two_runs_are_equal_to_the_last_bit():
-    call = at_random(queries=40, keys=40).tensors(torch.float32)
+    call = at_random(queries=9, keys=40).tensors(torch.float32)
     (a, first), (b, again) = (head_stats(call.q, call.k, call.v, causal=True) for _ in range(2))
     assert a.equal(b) and first == again
 

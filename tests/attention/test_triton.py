@@ -1,4 +1,4 @@
-"""The Triton kernel: its tests in an interpreter, what it compiles to without a GPU, and that nobody else imports it."""
+"""The Triton kernel: tested in an interpreter, compiled for GPUs that are not there, never imported for the CPU."""
 
 from __future__ import annotations
 
