@@ -18,6 +18,7 @@ from torch import Tensor
 from ..sight import Sight
 from ..stats import SHARE, HeadStats
 
+NAME = "native"
 FOLDER = Path(__file__).parent
 FORCE = "HEADWISE_KERNEL"  # an instruction set by name, or "off"
 THREADS = "HEADWISE_THREADS"  # "own": never PyTorch's
@@ -111,7 +112,11 @@ def choice() -> Choice:
 
 
 def why_not(q: Tensor, sight: Sight) -> str | None:
-    """Why the kernel cannot take a call on plain CPU tensors, or None."""
+    """Why the kernel cannot take a call, or None."""
+    if choice().why_not is not None:
+        return choice().why_not
+    if not sight.readable and not (torch.compiler.is_compiling() and q.device.type == "cpu"):
+        return "the native kernel takes plain CPU tensors"
     if q.dtype not in KINDS:
         return "the native kernel computes in float32"
     if sight.mask is not None and sight.mask.dtype not in MASK_KINDS:
