@@ -91,6 +91,8 @@ def _kv_heads(own: Stack) -> None:
         own.read("kv_heads", ("multi_query_group_num",), least=1) if grouped else _same(own, query)
     elif node.flag("multi_query"):
         own.note("kv_heads", 1, Source("derived", "multi_query: one key/value head for all"))
+    elif node.model_type == "gpt_bigcode":  # the file has a number that counts only with multi_query
+        _same(own, query)
     elif own.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
         own.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
     elif own.read("kv_heads", ("encoder_num_key_value_heads",) * (own.side == "encoder") + names.KV_HEADS, least=1) is None:
