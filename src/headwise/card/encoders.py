@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .outputs import tied
 from .recipe import Facts, Sizes, lin, ln
 
 
@@ -124,20 +125,21 @@ def shared_once(s: Sizes) -> int:
 
 
 def bart(*, offset: int, embedding_norm: bool, final_norm: bool) -> tuple[Facts, Facts]:
-    """A BART-like pair; the decoder's words are the encoder's."""
+    """A BART-like pair; the decoder's words are the encoder's. Untied, the class makes a third table that neither uses."""
     both = BART.but(embedding_norm=embedding_norm, final_norm=final_norm, positions=lambda s: shared_once(s) + offset)
-    return both, both.but(once={"embeddings": lambda s: -s.V * s.w})
+    return both, both.but(once={"embeddings": lambda s: (-1 if tied(s) else 1) * s.V * s.w})
 
 
 def marian_words(s: Sizes) -> int:
     """Marian may have words of its own for each side."""
     if s.node.value("share_encoder_decoder_embeddings") is not False:
-        return -s.V * s.w
+        return (-1 if tied(s) else 1) * s.V * s.w
     return ((s("decoder_vocab_size") or s.V) - s.V) * s.w
 
 
 def t5_ffn(s: Sizes) -> int:
-    gated = s.text("feed_forward_proj").startswith("gated")
+    given = s.node.raw.get("is_gated_act")
+    gated = given if isinstance(given, bool) else s.text("feed_forward_proj").startswith("gated")
     return (3 if gated else 2) * s.w * s.f
 
 
@@ -168,6 +170,10 @@ def _pairs() -> dict[str, Facts]:
     }
     kinds["mt5"] = kinds["t5"]
     kinds["m2m_100"] = tuple(row.but(positions=lambda s: 0) for row in bart(offset=0, embedding_norm=False, final_norm=True))
+    kinds["transformer-2017"] = tuple(
+        row.but(positions=lambda s: 0, qkv_bias=False, out_bias=False)
+        for row in bart(offset=0, embedding_norm=False, final_norm=False)
+    )
     marian = kinds["marian"]
     kinds["marian"] = marian[0], marian[1].but(once={"embeddings": marian_words})
     table: dict[str, Facts] = {}

@@ -45,7 +45,7 @@ def stack(node: Node, side: str = "", *, causal: bool = False) -> tuple[Stack, A
     """The numbers of a config's stack and each of its layers."""
     own = Stack(node, side, causal)
     layers, heads, ffn = names.SIDES.get(side, (names.LAYERS, (), ()))
-    own.read("width", names.WIDTH, least=1)
+    own.read("width", names.OWN_WIDTH.get(node.model_type, names.WIDTH), least=1)
     own.read("layers", layers, most=MOST_LAYERS)
     own.read("query_heads", heads + names.HEADS, least=1)
     _depth(own)

@@ -80,3 +80,6 @@ TWINS = {"kimi_k2": "deepseek_v3", "RefinedWeb": "falcon", "RefinedWebModel": "f
 
 # Layers that hold more than one attention each: LongCat-Flash has two.
 ATTENTIONS_A_LAYER = {"longcat_flash": 2}
+
+# Where a usual name means something else: there hidden_size is the width that leaves the tower.
+OWN_WIDTH = {"qwen2_vl_vision": ("embed_dim",)}

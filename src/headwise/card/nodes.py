@@ -19,6 +19,10 @@ MOST_LAYERS = 10_000  # a thousand is more than any model has
 VERSION = "transformers 5.22.2"
 
 
+# The model of 2017 has no config of its own; famous.py writes one.
+OURS: dict[str, dict[str, Any]] = {"transformer-2017": {"_base": "TransformerModel", "_generates": "TransformerForConditionalGeneration"}}
+
+
 @cache
 def _table() -> dict[str, str]:
     text = Path(__file__).with_name("defaults.tsv").read_text(encoding="utf-8")
@@ -28,6 +32,8 @@ def _table() -> dict[str, str]:
 @cache
 def defaults(model_type: str) -> dict[str, Any]:
     """What transformers assumes for a model type; nothing for a type it does not know."""
+    if model_type in OURS:
+        return OURS[model_type]
     line = _table().get(names.TWINS.get(model_type, model_type))
     return json.loads(line) if line else {}
 

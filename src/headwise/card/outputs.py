@@ -29,7 +29,7 @@ def tied(s: Sizes) -> bool:
 
 def lm(s: Sizes, facts: Facts) -> int:
     """The output layer over the vocabulary; nothing but its bias where it is tied to the embeddings."""
-    own = 0 if tied(s) else s.V * facts.embedding_width(s)
+    own = 0 if tied(s) and facts.ties else s.V * facts.embedding_width(s)
     return own + s.V * s.is_on(facts.head_bias)
 
 
@@ -167,5 +167,13 @@ def _over_text(s: Sizes, f: Facts) -> int:
     return 0 if tied(s) else text.V * text.w
 
 
-OUTPUTS["joint"] = {"Model": lambda s, f: 0, "ForConditionalGeneration": _over_text}
+OUTPUTS["joint"] = {
+    "Model": lambda s, f: 0,
+    "ForConditionalGeneration": _over_text,
+    "ForSequenceClassification": lambda s, f: s.below["text"].w * labels(s),
+    "ForTokenClassification": lambda s, f: lin(s.below["text"].w, labels(s)),
+}
+OUTPUTS["joint_by_text"] = OUTPUTS["joint"] | {  # the text's own config says whether it ties
+    "ForConditionalGeneration": lambda s, f: 0 if tied(s.below["text"]) else s.below["text"].V * s.below["text"].w
+}
 OUTPUTS["dual"] = {"Model": lambda s, f: 0}

@@ -99,6 +99,7 @@ class Facts:
     once: Mapping[str, Term] = field(default_factory=dict)  # group -> more, once
     heads: str = "decoder"  # which table of output heads
     head_bias: Flag = False
+    ties: bool = True  # False: the output layer is its own, whatever tie_word_embeddings says
     shared_layers: Term | None = None  # parameters of how many layers, where layers share them (ALBERT)
     towers: Mapping[str, str] = field(default_factory=dict)  # key of a nested config -> "model" or "lm"
     twin: str = ""  # a decoder's row, where encoder and decoder differ
