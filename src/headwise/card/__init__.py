@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .cards import Card
+from .compare import Diff, diff
+from .designs import Option, design
 from .reading import read
 
-__all__ = ["Card", "read"]
+__all__ = ["Card", "Diff", "Option", "design", "diff", "read"]

@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import HeadwiseError
-from . import bench, trace
+from . import bench, card, trace
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)
+app.command("card")(card.card)
+app.command("diff")(card.diff)
 
 
 @app.callback(invoke_without_command=True)
