@@ -35,15 +35,17 @@ GENERATING = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", 
 
 
 def defaults(model_type: str) -> dict[str, Any] | None:
-    """What bears on shapes in the default config; `_generates` and `_base`: its classes; `_map`: other names of keys."""
+    """What bears on shapes in the default config; `_generates`, `_base`: its classes; `_map`: other names of keys."""
     try:
         config = CONFIG_MAPPING[model_type]()
     except Exception:  # two types of 5.22.2 cannot make their own default
         return None
     kept = dict(_own(type(config)))
-    for name in () if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not kept.get(
-        "is_encoder_decoder"
-    ) else GENERATING:
+    for name in (
+        ()
+        if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not kept.get("is_encoder_decoder")
+        else GENERATING
+    ):
         if found := getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").get(model_type):
             kept["_generates"] = _one(found)
             break

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import checking, cost
+from . import cost
 from .nodes import Node
 from .outputs import tied
 from .recipe import Sizes
-from .safetensor import Tensors
 from .totals import class_name, count
 from .towers import parts
 from .values import Attention, Counts, Part, Source, Unknown
 from .warn import warnings
+
+if TYPE_CHECKING:
+    from .safetensor import Tensors
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def from_config(
     ties = tied(Sizes(root, {}, None, {})) if root.value("tie_word_embeddings") is not None else None
     card = Card(
         name, root.model_type or "unknown", chosen, chosen_by, tuple(found), parameters, tied=ties,
-        stored=checking.counts(weights) if weights else None,
+        stored=_stored(weights),
     )  # fmt: skip
     said = warnings(card.parts, root)
     if weights:
@@ -104,7 +106,17 @@ def from_config(
     return _with(card, warnings=tuple(said))
 
 
+def _stored(weights: Tensors | None) -> Counts | None:
+    if not weights:
+        return None
+    from . import checking
+
+    return checking.counts(weights)
+
+
 def _contradictions(card: Card, weights: Tensors) -> Iterable[str]:
+    from . import checking
+
     return checking.contradictions(card.main, card.tied is not False, weights)
 
 
@@ -116,6 +128,8 @@ def _with(card: Card, **changes: Any) -> Card:
 
 def from_tensors(tensors: Tensors, name: str) -> Card:
     """Weights without a config: the parameters are exact, the heads are not to be seen."""
+    from . import checking
+
     found = checking.counts(tensors)
     numbers, sources = checking.sizes(tensors)
     part = Part("model", "", "unknown", numbers, Attention(()), sources, found)

@@ -13,20 +13,50 @@ from .values import Counts, Layer, Part, Source
 GROUPS = (
     ("norms", re.compile(r"norm|(^|\.)ln_|layrnorm|\bln\d?\b|LayerNorm")),
     ("embeddings", re.compile(r"embed|wte|wpe|token_types|cls_token|position|shared\.weight")),
-    ("attention", re.compile(r"attn|attention|self_att|q_proj|k_proj|v_proj|o_proj|SelfAttention|EncDecAttention|Wqkv|ssm|mamba")),
+    (
+        "attention",
+        re.compile(r"attn|attention|self_att|q_proj|k_proj|v_proj|o_proj|SelfAttention|EncDecAttention|Wqkv|ssm|mamba"),
+    ),
     ("ffn", re.compile(r"mlp|ffn|feed_forward|intermediate|expert|moe|fc1|fc2|DenseReluDense|\.output\.dense|router")),
 )
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|blk)\.(\d+)\.")
 # Where a layer keeps its projections: what -> endings of names. Rows are outputs, but for Conv1D (GPT-2).
 PROJECTIONS = {
-    "query": ("q_proj.weight", "attention.self.query.weight", "attn_q.weight", "q_lin.weight", "SelfAttention.q.weight"),
+    "query": (
+        "q_proj.weight",
+        "attention.self.query.weight",
+        "attn_q.weight",
+        "q_lin.weight",
+        "SelfAttention.q.weight",
+    ),
     "key": ("k_proj.weight", "attention.self.key.weight", "attn_k.weight", "k_lin.weight", "SelfAttention.k.weight"),
-    "value": ("v_proj.weight", "attention.self.value.weight", "attn_v.weight", "v_lin.weight", "SelfAttention.v.weight"),
+    "value": (
+        "v_proj.weight",
+        "attention.self.value.weight",
+        "attn_v.weight",
+        "v_lin.weight",
+        "SelfAttention.v.weight",
+    ),
     "fused": ("qkv_proj.weight", "query_key_value.weight", "Wqkv.weight", "attn_qkv.weight"),
 }
 GATES = ("gate_proj.weight", "gate_up_proj.weight", "gate_up_proj", "w1.weight", "ffn_gate.weight", "wi_0.weight")
-UPS = ("up_proj.weight", "fc1.weight", "c_fc.weight", "dense_h_to_4h.weight", "intermediate.dense.weight", "fc_in.weight", "ffn_up.weight")
-WORDS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "token_embd.weight", "shared.weight", "embed_in.weight")
+UPS = (
+    "up_proj.weight",
+    "fc1.weight",
+    "c_fc.weight",
+    "dense_h_to_4h.weight",
+    "intermediate.dense.weight",
+    "fc_in.weight",
+    "ffn_up.weight",
+)
+WORDS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "token_embd.weight",
+    "shared.weight",
+    "embed_in.weight",
+)
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
@@ -80,7 +110,8 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
     if fused:
         rows, want = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
         if rows != want:
-            yield f"{fused[0]} has {rows} rows; {layer.query} query and {layer.kv} key/value heads of {layer.dim} make {want}"
+            said = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
+            yield f"{fused[0]} has {rows} rows; {said} make {want}"
         return
     for name, (heads, dim) in sizes.items():
         found = _first(tensors, PROJECTIONS[name], layer.index)
@@ -111,7 +142,13 @@ def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
     if not facts.gated and gate:
         yield f"{part.model_type} has no gate in its feed-forward part, and the weights have {gate[0]}"
     inner = part.numbers.get("ffn")
-    if up and inner and up[0].endswith(("up_proj.weight", "fc1.weight")) and up[1].shape[0] != inner and not part.numbers.get("experts"):
+    if (
+        up
+        and inner
+        and up[0].endswith(("up_proj.weight", "fc1.weight"))
+        and up[1].shape[0] != inner
+        and not part.numbers.get("experts")
+    ):
         yield f"{up[0]} has {up[1].shape[0]} rows; the config says a feed-forward width of {inner}"
 
 

@@ -13,7 +13,8 @@ from .words import big, change, size
 CONTEXT = 32_768
 ROWS = (
     ("layers", "layers"), ("width", "width"), ("query_heads", "query heads"), ("kv_heads", "key/value heads"),
-    ("head_dim", "d_k"), ("value_dim", "d_v"), ("latent", "latent a token"), ("window", "window"), ("ffn", "feed-forward width"),
+    ("head_dim", "d_k"), ("value_dim", "d_v"), ("latent", "latent a token"), ("window", "window"), ("ffn",
+    "feed-forward width"),
     ("experts", "experts"), ("experts_per_token", "experts a token"), ("vocab", "vocabulary"), ("context", "context"),
 )  # fmt: skip
 
@@ -77,9 +78,9 @@ def _sentences(a: Card, b: Card, context: int, dtype: str, batch: int) -> Iterat
     yield _cache(changed, before, after, context, dtype)
     if a.attention.kind != b.attention.kind:
         yield f"Attention goes from {a.attention.kind} to {b.attention.kind}."
-    for key, noun in (("head_dim", "d_k"), ("width", "the width"), ("window", "the window"), ("latent", "the latent")):
+    for key, noun in (("head_dim", "d_k"), ("width", "The width"), ("window", "The window"), ("latent", "The latent")):
         if first.get(key) != second.get(key):
-            yield f"{noun if noun == 'd_k' else noun.capitalize()} goes from {_number(first.get(key))} to {_number(second.get(key))}."
+            yield f"{noun} goes from {_number(first.get(key))} to {_number(second.get(key))}."
     yield from _parameters(a, b)
 
 

@@ -16,7 +16,7 @@ BITS = {
 FAR = 2**60  # a context nobody asks for
 CONVENTION = (
     "a multiply-add is 2 FLOPs; linear layers: 2 x the parameters a token meets (attention, active FFN, output layer); "
-    "attention: scores and weighted values over the pairs that may look, half the square where causal; softmax not counted"
+    "attention: scores and weighted values over the pairs that may look, half the square where causal; no softmax"
 )
 
 
@@ -34,8 +34,11 @@ def check_count(name: str, got: Any, least: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The cache in bytes. ideal: each layer keeps what it can still see, MLA its latent. reserved: every layer the whole
-    context, as engines do that do not trim windows. expanded: reserved, and MLA's keys and values written out head by head.
+    """The cache in bytes.
+
+    ideal: each layer keeps what it can still see, MLA its latent. reserved: every layer the whole context,
+    as engines do
+    that do not trim windows. expanded: reserved, and MLA's keys and values written out head by head.
     """
 
     ideal: int
@@ -66,7 +69,7 @@ def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source:
         token += layer.cached if layer.role == "self" else 0
     in_bytes = {kind: -(-numbers * batch * size // 8) for kind, numbers in by_kind.items()}
     whole = [-(-numbers * batch * size // 8) for numbers in (reserved, expanded)]
-    return Cache(sum(in_bytes.values()), *whole, -(-token * size // 8), in_bytes)
+    return Cache(sum(in_bytes.values()), whole[0], whole[1], -(-token * size // 8), in_bytes)
 
 
 def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int) -> int | None:
@@ -86,7 +89,7 @@ def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """FLOPs of one sequence: prefill of the context, and one decode step behind it. linear is None where parameters are."""
+    """FLOPs of one sequence: prefill of the context, one decode step behind it. linear: None where parameters are."""
 
     prefill_attention: int
     prefill_linear: int | None

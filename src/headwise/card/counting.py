@@ -103,7 +103,9 @@ def _more(tally: Tally, terms: Mapping[str, Term], s: Sizes) -> None:
         tally.add(group, term(s))
 
 
-def count_head(facts: Facts, part: Part, node: Node, suffix: str, below: Mapping[str, Sizes] | None = None) -> Counts | None:
+def count_head(
+    facts: Facts, part: Part, node: Node, suffix: str, below: Mapping[str, Sizes] | None = None
+) -> Counts | None:
     """The output head of a class by the end of its name; None for a class that the table does not have."""
     output: Output | None = OUTPUTS[facts.heads].get(suffix)
     if output is None:

@@ -45,8 +45,8 @@ def design(width: int, parameters: int | None = None, *, layers: int | None = No
         dim = width // heads
         if not 8 <= dim <= 512:
             continue
-        for kv in _groups(heads) if dim in USUAL else [heads]:
-            options.append(_option(Heads(width, heads, kv, dim), depth))
+        groups = _groups(heads) if dim in USUAL else [heads]
+        options += [_option(Heads(width, heads, kv, dim), depth) for kv in groups]
     if not options:
         raise ShapeError(f"no head count divides a width of {width} into heads of 8 to 512; multiples of 64 do")
     return options
@@ -89,14 +89,14 @@ def _option(heads: Heads, depth: int) -> Option:
 
 def _verdict(heads: Heads) -> str:
     if heads.dim < 32:
-        return "avoid: under 32 a head has little room, and kernels run below their speed"
+        return "avoid: too narrow"
     if heads.dim > 256:
-        return "avoid: few heads, and beyond what fast kernels take"
+        return "avoid: wider than fast kernels take"
     if heads.dim % 8:
-        return "avoid: no multiple of 8, so kernels pad it"
+        return "avoid: no multiple of 8"
     if heads.dim not in USUAL:
         return "unusual"
-    words = {"MHA": "every head its own keys and values", "MQA": "the smallest cache; quality may suffer"}
+    words = {"MHA": "MHA", "MQA": "MQA: quality may suffer"}
     if heads.kind == "GQA":
-        return f"groups of {heads.group}" + ("; what most models use" if heads.group in (4, 8) else "")
+        return f"GQA, groups of {heads.group}" + (": usual" if heads.group in (4, 8) else "")
     return words[heads.kind]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .outputs import tied
 from .recipe import Facts, Sizes, lin, ln
 
@@ -42,7 +44,7 @@ def deberta_rows(s: Sizes) -> int:
 
 
 def deberta_attention(s: Sizes) -> int:
-    """One matrix for q, k, v with biases for q and v; more matrices for relative positions, by which pairs are asked for."""
+    """One matrix for q, k, v with biases for q and v; more for relative positions, by which pairs are asked for."""
     size = s.w * 3 * s.q + 2 * s.q + lin(s.q, s.w)
     if s("relative_attention"):
         pairs = s.node.value("pos_att_type") or []
@@ -81,11 +83,13 @@ ENCODERS: dict[str, Facts] = {
     "roberta-prelayernorm": PRE_NORM,
     "xlm-roberta-xl": PRE_NORM.but(embedding_norm=False),
     "distilbert": BERT.but(
-        positions=lambda s: s("max_position_embeddings"), ffn_width=lambda s: s("hidden_dim"), heads="distilbert", cross=""
+        positions=lambda s: s("max_position_embeddings"), ffn_width=lambda s: s("hidden_dim"), heads="distilbert",
+        cross=""
     ),
     "albert": BERT.but(
         shared_layers=lambda s: min(s("num_hidden_groups") * s("inner_group_num"), s.L), heads="albert", cross="",
-        embedding_width=lambda s: s("embedding_size") or s.w, once={"other": lambda s: lin(s("embedding_size") or s.w, s.w)},
+        embedding_width=lambda s: s("embedding_size") or s.w,
+        once={"other": lambda s: lin(s("embedding_size") or s.w, s.w)},
     ),
     "electra": BERT.but(heads="electra", embedding_width=lambda s: s("embedding_size") or s.w, once={"other": widened}),
     "deberta": DEBERTA.but(
@@ -105,7 +109,8 @@ ENCODERS: dict[str, Facts] = {
         positions=lambda s: s("max_position_embeddings"), cross="", heads="roberta",
         once={"attention": lambda s: s("relative_attention_num_buckets") * s.h},
     ),
-    "nomic_bert": Facts(norm="layer", final_norm=False, embedding_norm=True, positions=lambda s: s("type_vocab_size"), heads="bert_bare"),
+    "nomic_bert": Facts(norm="layer", final_norm=False, embedding_norm=True,
+    positions=lambda s: s("type_vocab_size"), heads="bert_bare"),
     "eurobert": Facts(qkv_bias="attention_bias", out_bias="attention_bias", ffn_bias="mlp_bias", heads="eurobert"),
 }  # fmt: skip
 
@@ -125,7 +130,7 @@ def shared_once(s: Sizes) -> int:
 
 
 def bart(*, offset: int, embedding_norm: bool, final_norm: bool) -> tuple[Facts, Facts]:
-    """A BART-like pair; the decoder's words are the encoder's. Untied, the class makes a third table that neither uses."""
+    """A BART-like pair; the decoder's words are the encoder's. Untied, the class makes a third table of words."""
     both = BART.but(embedding_norm=embedding_norm, final_norm=final_norm, positions=lambda s: shared_once(s) + offset)
     return both, both.but(once={"embeddings": lambda s: (-1 if tied(s) else 1) * s.V * s.w})
 
@@ -143,7 +148,9 @@ def t5_ffn(s: Sizes) -> int:
     return (3 if gated else 2) * s.w * s.f
 
 
-T5 = Facts(ffn=t5_ffn, heads="seq2seq", cross="same", once={"attention": lambda s: s("relative_attention_num_buckets") * s.h})
+T5 = Facts(
+    ffn=t5_ffn, heads="seq2seq", cross="same", once={"attention": lambda s: s("relative_attention_num_buckets") * s.h}
+)
 UMT5 = T5.but(once={}, layer={"attention": lambda s: s("relative_attention_num_buckets") * s.h})
 WHISPER = BART.but(key_bias=False, embedding_width=lambda s: s.w)
 WHISPER_ENCODER = WHISPER.but(
@@ -152,6 +159,10 @@ WHISPER_ENCODER = WHISPER.but(
         "other": lambda s: lin(3 * s("num_mel_bins"), s.w) + lin(3 * s.w, s.w),
     }
 )
+
+
+def _both(pair: tuple[Facts, Facts], **changes: Any) -> tuple[Facts, Facts]:
+    return pair[0].but(**changes), pair[1].but(**changes)
 
 
 def _pairs() -> dict[str, Facts]:
@@ -164,16 +175,22 @@ def _pairs() -> dict[str, Facts]:
         "blenderbot-small": bart(offset=0, embedding_norm=True, final_norm=False),
         "marian": bart(offset=0, embedding_norm=False, final_norm=False),
         "pegasus": bart(offset=0, embedding_norm=False, final_norm=True),
-        "t5": (T5, T5.but(once={"attention": lambda s: s("relative_attention_num_buckets") * s.h, "embeddings": lambda s: -s.V * s.w})),
+        "t5": (
+            T5,
+            T5.but(
+                once={
+                    "attention": lambda s: s("relative_attention_num_buckets") * s.h,
+                    "embeddings": lambda s: -s.V * s.w,
+                }
+            ),
+        ),
         "umt5": (UMT5, UMT5.but(once={"embeddings": lambda s: -s.V * s.w})),
         "whisper": (WHISPER_ENCODER, WHISPER.but(positions=lambda s: s("max_target_positions"))),
     }
     kinds["mt5"] = kinds["t5"]
-    kinds["m2m_100"] = tuple(row.but(positions=lambda s: 0) for row in bart(offset=0, embedding_norm=False, final_norm=True))
-    kinds["transformer-2017"] = tuple(
-        row.but(positions=lambda s: 0, qkv_bias=False, out_bias=False)
-        for row in bart(offset=0, embedding_norm=False, final_norm=False)
-    )
+    kinds["m2m_100"] = _both(bart(offset=0, embedding_norm=False, final_norm=True), positions=lambda s: 0)
+    post_norm = bart(offset=0, embedding_norm=False, final_norm=False)
+    kinds["transformer-2017"] = _both(post_norm, positions=lambda s: 0, qkv_bias=False, out_bias=False)
     marian = kinds["marian"]
     kinds["marian"] = marian[0], marian[1].but(once={"embeddings": marian_words})
     table: dict[str, Facts] = {}

@@ -151,7 +151,8 @@ DECODERS: dict[str, Facts] = {
         experts=Experts(shared=lambda s: s.sh * s.fe, more=lambda s: s.e),
     ),
     "dots1": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=DEEPSEEK),
-    "hunyuan_v1_moe": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=Experts(always=True, width=lambda s: s.f, shared=lambda s: s.f)),
+    "hunyuan_v1_moe": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=Experts(always=True,
+    width=lambda s: s.f, shared=lambda s: s.f)),
     "afmoe": Facts(
         qkv_bias=BIAS, out_bias=BIAS, norms=4, qk_norm="head", layer={"attention": lambda s: s.w * s.q},
         experts=Experts(shared=lambda s: s.sh * s.fe, more=lambda s: s.e),
@@ -166,9 +167,9 @@ DECODERS: dict[str, Facts] = {
     "gpt_neox": Facts(gated=False, qkv_bias=BIAS, out_bias=BIAS, ffn_bias=True, norm="layer"),
     "opt": PLAIN.but(
         qkv_bias="enable_bias", out_bias="enable_bias", ffn_bias="enable_bias", embedding_width=opt_embedding,
-        final_norm=False, heads="opt", once={
+        final_norm=False, norms=lambda s: 2 * affine(s), heads="opt", once={
             "embeddings": lambda s: (s("max_position_embeddings") + 2) * s.w,
-            "norms": lambda s: ln(s.w) * int(s("do_layer_norm_before") and not s("_remove_final_layer_norm")) * affine(s),
+            "norms": lambda s: ln(s.w) * s("do_layer_norm_before") * (1 - s("_remove_final_layer_norm")) * affine(s),
             "other": lambda s: 2 * s.w * opt_embedding(s) if opt_embedding(s) != s.w else 0,
         },
     ),

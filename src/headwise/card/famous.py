@@ -7,7 +7,9 @@ from typing import Any
 from ..shapes import PRESETS, Shape
 
 
-def _llama(width: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, context: int, **more: Any) -> dict[str, Any]:
+def _llama(
+    width: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, context: int, **more: Any
+) -> dict[str, Any]:
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn, "vocab_size": vocab,
@@ -28,7 +30,8 @@ def _gpt2(shape: Shape) -> dict[str, Any]:
 
 def _bert(shape: Shape) -> dict[str, Any]:
     return {
-        "model_type": "bert", "architectures": ["BertModel"], "hidden_size": shape.width, "num_hidden_layers": shape.layers,
+        "model_type": "bert", "architectures": ["BertModel"], "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads.query, "intermediate_size": shape.ffn, "vocab_size": shape.vocab,
         "max_position_embeddings": shape.max_length, "type_vocab_size": shape.token_types,
     }  # fmt: skip
@@ -36,8 +39,10 @@ def _bert(shape: Shape) -> dict[str, Any]:
 
 def _transformer(shape: Shape) -> dict[str, Any]:
     return {
-        "model_type": "transformer-2017", "architectures": ["TransformerForConditionalGeneration"], "is_encoder_decoder": True, "d_model": shape.width,
-        "encoder_layers": shape.layers, "decoder_layers": shape.decoder_layers, "encoder_attention_heads": shape.heads.query,
+        "model_type": "transformer-2017", "architectures": ["TransformerForConditionalGeneration"],
+        "is_encoder_decoder": True, "d_model": shape.width,
+        "encoder_layers": shape.layers, "decoder_layers": shape.decoder_layers,
+        "encoder_attention_heads": shape.heads.query,
         "decoder_attention_heads": shape.heads.query, "encoder_ffn_dim": shape.ffn, "decoder_ffn_dim": shape.ffn,
         "vocab_size": shape.vocab, "tie_word_embeddings": True,
     }  # fmt: skip
@@ -82,10 +87,12 @@ FAMOUS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3,
     "qwen3-30b-a3b": _as(
         "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN3, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=4,
-        intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, decoder_sparse_step=1,
+        intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+        decoder_sparse_step=1,
     ),
     "gemma-7b": _as(
-        "gemma", "GemmaForCausalLM", _llama(3072, 28, 16, 16, 24_576, 256_000, 8192), head_dim=256, tie_word_embeddings=True
+        "gemma", "GemmaForCausalLM", _llama(3072, 28, 16, 16, 24_576, 256_000, 8192), head_dim=256,
+        tie_word_embeddings=True
     ),
     "gemma2-9b": _as(
         "gemma2", "Gemma2ForCausalLM", _llama(3584, 42, 16, 8, 14_336, 256_000, 8192), head_dim=256,
@@ -97,15 +104,18 @@ FAMOUS: dict[str, dict[str, Any]] = {
     ),
     "phi3-mini": _as("phi3", "Phi3ForCausalLM", _llama(3072, 32, 32, 32, 8192, 32_064, 4096), sliding_window=2047),
     "gpt-oss-20b": _as(
-        "gpt_oss", "GptOssForCausalLM", _llama(2880, 24, 64, 8, 2880, 201_088, 131_072), head_dim=64, num_local_experts=32,
+        "gpt_oss", "GptOssForCausalLM", _llama(2880, 24, 64, 8, 2880, 201_088, 131_072), head_dim=64,
+        num_local_experts=32,
         num_experts_per_tok=4, sliding_window=128, attention_bias=True,
     ),
     "gpt-oss-120b": _as(
-        "gpt_oss", "GptOssForCausalLM", _llama(2880, 36, 64, 8, 2880, 201_088, 131_072), head_dim=64, num_local_experts=128,
+        "gpt_oss", "GptOssForCausalLM", _llama(2880, 36, 64, 8, 2880, 201_088, 131_072), head_dim=64,
+        num_local_experts=128,
         num_experts_per_tok=4, sliding_window=128, attention_bias=True,
     ),
     "deepseek-v2-lite": _as(
-        "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK_V3, hidden_size=2048, num_hidden_layers=27, num_attention_heads=16,
+        "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK_V3, hidden_size=2048, num_hidden_layers=27,
+        num_attention_heads=16,
         num_key_value_heads=16, intermediate_size=10_944, vocab_size=102_400, q_lora_rank=None, n_routed_experts=64,
         num_experts_per_tok=6, n_shared_experts=2, moe_intermediate_size=1408, first_k_dense_replace=1,
     ),
@@ -119,7 +129,8 @@ FAMOUS: dict[str, dict[str, Any]] = {
         "num_heads": 12, "num_layers": 12, "num_decoder_layers": 12, "vocab_size": 32_128, "is_encoder_decoder": True,
     },
     "vit-base": {
-        "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 768, "num_hidden_layers": 12,
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 768,
+        "num_hidden_layers": 12,
         "num_attention_heads": 12, "intermediate_size": 3072, "image_size": 224, "patch_size": 16, "num_labels": 1000,
     },
 }  # fmt: skip

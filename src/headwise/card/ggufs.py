@@ -62,7 +62,9 @@ class Reader:
     def count(self, what: str, most: int, form: str = "<Q") -> int:
         got = self.number(form)
         if got > most:
-            raise CheckpointError(f"{self.name} claims {got:,} {what}; at most {most:,} are taken for real: it is damaged")
+            raise CheckpointError(
+                f"{self.name} claims {got:,} {what}; at most {most:,} are taken for real: it is damaged"
+            )
         return got
 
     def text(self) -> str:
@@ -103,7 +105,9 @@ def read(path: Path) -> tuple[dict[str, Any], Tensors]:
             raise CheckpointError(f"{path.name} does not start with GGUF; it is another kind of file, or damaged")
         version = reader.number("<I")
         if version not in (2, 3):
-            raise CheckpointError(f"{path.name} is GGUF version {version}; 2 and 3 are read (1 and big-endian files are not)")
+            raise CheckpointError(
+                f"{path.name} is GGUF version {version}; 2 and 3 are read (1 and big-endian files are not)"
+            )
         tensors, pairs = reader.count("tensors", MOST_TENSORS), reader.count("key-value pairs", MOST_PAIRS)
         said = {reader.text(): reader.value(reader.number("<I")) for _ in range(pairs)}
         return said, dict(_tensor(reader) for _ in range(tensors))
@@ -130,12 +134,14 @@ def config(said: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
     if words is not None and len(words.shape) == 2:
         found["vocab_size"] = words.shape[0]
     if "num_attention_heads" not in found or "num_hidden_layers" not in found:
-        raise CheckpointError(f"{name} names no {arch}.attention.head_count and {arch}.block_count; is it a whole model?")
+        raise CheckpointError(
+            f"{name} names no {arch}.attention.head_count and {arch}.block_count; is it a whole model?"
+        )
     return _pattern(_mla(found))
 
 
 def _pattern(found: dict[str, Any]) -> dict[str, Any]:
-    """A pattern of booleans (True: the layer slides) as a list of layer types; a layer of no KV heads has no attention."""
+    """A pattern of booleans (True: the layer slides) as layer types; a layer of no KV heads has no attention."""
     pattern = found.get("sliding_window_pattern")
     if isinstance(pattern, list) and all(isinstance(slides, bool) for slides in pattern):
         del found["sliding_window_pattern"]

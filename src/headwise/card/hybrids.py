@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .facts import BIAS, DEEPSEEK, GEMMA2, mla
 from .recipe import Facts, Sizes, lin, ln
-from .visions import BOTH, LLAVA, NO_WORDS, VIT, patches, pixels, text_w
+from .visions import LLAVA, NO_WORDS, VIT, patches, pixels, text_w
 
 
 def kept_kv(s: Sizes) -> int:
@@ -13,7 +13,7 @@ def kept_kv(s: Sizes) -> int:
 
 
 def gemma4_attention(s: Sizes) -> int:
-    """Shared layers have queries alone; with attention_k_eq_v, full layers have no W_V. The gains of q and k are here."""
+    """Shared layers have queries alone; with attention_k_eq_v, full layers have no W_V. With the gains of q and k."""
     bias = s(BIAS)
     values = 0 if s("attention_k_eq_v") and s.layer and s.layer.kind == "full" else lin(s.w, s.v, bias)
     return lin(s.w, s.q, bias) + lin(s.o, s.w, bias) + s.d + kept_kv(s) * (lin(s.w, s.k, bias) + values + s.d)
@@ -52,7 +52,16 @@ def kda(s: Sizes) -> int:
     """Kimi's delta attention: convolutions over q, k, v; a low-rank gate to forget and one for the output."""
     wide = s.h * s.d
     gates = s.w * s.d + s.d * wide
-    return s.w * 3 * wide + 3 * wide * s("linear_conv_kernel_dim", "short_conv_kernel_size") + 2 * gates + wide + s.h + s.w * s.h + s.d + wide * s.w
+    return (
+        s.w * 3 * wide
+        + 3 * wide * s("linear_conv_kernel_dim", "short_conv_kernel_size")
+        + 2 * gates
+        + wide
+        + s.h
+        + s.w * s.h
+        + s.d
+        + wide * s.w
+    )
 
 
 def indexed(s: Sizes) -> int:
@@ -81,7 +90,7 @@ def lfm2_width(s: Sizes) -> int:
 
 GEMMA4 = GEMMA2.but(
     attention=gemma4_attention,
-    ffn_width=lambda s: s.f * (2 if s("use_double_wide_mlp") and not kept_kv(s) and s("num_kv_shared_layers") < s.L else 1),
+    ffn_width=lambda s: s.f * (2 if s("use_double_wide_mlp") and not kept_kv(s) else 1),
     layer={
         "embeddings": per_layer,
         "norms": lambda s: s.w * (s("hidden_size_per_layer_input") > 0) + 3 * s.w * s("enable_moe_block"),
@@ -104,7 +113,7 @@ HYBRIDS: dict[str, Facts] = {
     "gemma4_text": GEMMA4,
     "gemma4_vision": GEMMA4_VISION,
     "gemma4": Facts(
-        towers=BOTH | {"audio_config": "Model"}, heads="joint",
+        towers={"text_config": "Model", "vision_config": "Model?", "audio_config": "Model?"}, heads="joint",
         once={"other": lambda s: s.below["vision"].w * text_w(s) if "vision" in s.below else 0},
     ),
     "kimi_linear": Facts(attention=mla, mixers={"linear": kda}, experts=DEEPSEEK, ties=False),
@@ -120,9 +129,11 @@ HYBRIDS: dict[str, Facts] = {
             "other": lambda s: s.f * s("projector_input_dim") + s("projector_input_dim") * s("projector_output_dim"),
         },
     ),
-    "llama4": LLAVA.but(heads="joint_by_text", once={"other": lambda s: s.below["vision"]("vision_output_dim") * text_w(s)}),
+    "llama4": LLAVA.but(heads="joint_by_text",
+    once={"other": lambda s: s.below["vision"]("vision_output_dim") * text_w(s)}),
     "internvl_vision": VIT.but(
-        heads="tower", qkv_bias=BIAS, final_norm="!use_mean_pooling", layer={"other": lambda s: 2 * s.w, "norms": lambda s: 2 * s.w * s("use_qk_norm")},
+        heads="tower", qkv_bias=BIAS, final_norm="!use_mean_pooling", layer={"other": lambda s: 2 * s.w,
+        "norms": lambda s: 2 * s.w * s("use_qk_norm")},
         once={"embeddings": lambda s: lin(pixels(s), s.w) + (1 + s("use_mask_token")) * s.w
               + (patches(s) + 1) * s.w * int(s.node.value("use_absolute_position_embeddings") is not False)},
     ),

@@ -67,7 +67,9 @@ def _depth(own: Stack) -> None:
     node, numbers = own.node, own.numbers
     listed = node.sequence("depths") or node.sequence("block_sizes")
     if times := names.ATTENTIONS_A_LAYER.get(node.model_type):
-        own.derive("layers", min(times * (numbers["layers"] or 0), MOST_LAYERS), f"{times} attentions for each of num_layers")
+        own.derive(
+            "layers", min(times * (numbers["layers"] or 0), MOST_LAYERS), f"{times} attentions for each of num_layers"
+        )
     elif numbers["layers"] is None and (words := node.sequence("layers_block_type") or node.sequence("layer_types")):
         own.derive("layers", min(len(words), MOST_LAYERS), "the number of entries of the list of layer types")
     if listed and all(isinstance(n, int) and 0 <= n <= MOST_LAYERS for n in listed) and len(listed) < 100:
@@ -95,7 +97,10 @@ def _kv_heads(own: Stack) -> None:
         _same(own, query)
     elif own.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
         own.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
-    elif own.read("kv_heads", ("encoder_num_key_value_heads",) * (own.side == "encoder") + names.KV_HEADS, least=1) is None:
+    elif (
+        own.read("kv_heads", ("encoder_num_key_value_heads",) * (own.side == "encoder") + names.KV_HEADS, least=1)
+        is None
+    ):
         _same(own, query)
     if node.map.get("num_key_value_heads") in ("encoder_attention_heads", "num_attention_heads"):
         _same(own, query)
@@ -169,7 +174,7 @@ def _layers(own: Stack) -> list[Layer]:
 
 
 def _plain(own: Stack, i: int, word: str | None, window: int | None) -> dict[str, Any]:
-    """What a layer has of its own: numbers of the stack, put over by those for its kind, put over by those for itself."""
+    """What one layer has: the stack's numbers, over them those for its kind, over them those for itself."""
     node, numbers = own.node, own.numbers
     kind = _kind(word, window, node)
     heads = {"query": numbers["query_heads"], "kv": numbers.get("kv_heads"), "dim": numbers.get("head_dim")}
@@ -198,7 +203,9 @@ def _kind(word: str | None, window: int | None, node: Node) -> str:
         slides = window is not None and node.value("use_sliding_window") is not False
         return "sliding" if slides else "full"
     kind = names.LAYER_KINDS.get(word.lower(), "full" if "attention" in word else "none")
-    if kind == "linear" and not any(node.value(key) is not None for key in ("linear_num_value_heads", "linear_num_heads")):
+    if kind == "linear" and not any(
+        node.value(key) is not None for key in ("linear_num_value_heads", "linear_num_heads")
+    ):
         return "linear" if node.model_type == "minimax" else "none"  # Mamba under the newer word
     return "full" if kind == "sliding" and window is None else kind
 
@@ -208,17 +215,21 @@ def _linear(node: Node, heads: dict[str, int | None]) -> dict[str, int | None]:
     value, key = node.amount("linear_num_value_heads", "linear_num_heads"), node.amount("linear_num_key_heads")
     if value is None:
         return heads
-    dims = node.amount("linear_key_head_dim", "linear_head_dim"), node.amount("linear_value_head_dim", "linear_head_dim")
+    dims = (
+        node.amount("linear_key_head_dim", "linear_head_dim"),
+        node.amount("linear_value_head_dim", "linear_head_dim"),
+    )
     return {"query": value, "kv": key or value, "dim": dims[0], "value_dim": dims[1]}
 
 
 # Keys under which sliding layers have heads of their own.
-SLIDING = {
+SLIDING: dict[str, Keys] = {
     "query": ("swa_num_attention_heads", "num_sliding_attention_heads"),
     "kv": ("swa_num_key_value_heads",),
     "dim": ("swa_head_dim",),
 }
-FULL = {"dim": ("global_head_dim",), "kv": ("num_global_key_value_heads",)}  # raw Gemma 4
+FULL: dict[str, Keys] = {"dim": ("global_head_dim",), "kv": ("num_global_key_value_heads",)}  # raw Gemma 4
+BY_KIND: dict[str, dict[str, Keys]] = {"sliding": SLIDING, "full": FULL}
 PER_LAYER = {
     "query": ("num_attention_heads_per_layer", "num_query_heads", "num_attention_heads"),
     "kv": ("num_key_value_heads_per_layer", "num_kv_heads", "num_key_value_heads"),
@@ -227,7 +238,7 @@ PER_LAYER = {
 
 
 def _by_kind(node: Node, kind: str) -> dict[str, int | None]:
-    table = {"sliding": SLIDING, "full": FULL}.get(kind, {})
+    table = BY_KIND.get(kind, {})
     found = {name: node.amount(*keys, least=1) for name, keys in table.items()}
     if kind == "full" and not node.flag("attention_k_eq_v"):
         found.pop("kv", None)  # raw Gemma 4 has the number and uses it only then
@@ -272,7 +283,9 @@ def _stages(own: Stack, depth: int) -> list[dict[str, Any]]:
     at = 0
     for stage, (count, number) in enumerate(zip(depths, heads, strict=True)):
         width = widths[stage] if widths and len(widths) == len(depths) else first * 2**stage
-        if not (isinstance(width, int) and isinstance(number, int) and isinstance(count, int) and number > 0 and width > 0):
+        if not (
+            isinstance(width, int) and isinstance(number, int) and isinstance(count, int) and number > 0 and width > 0
+        ):
             raise CheckpointError(f"{node.place('depths')} and its heads must be whole numbers, got stage {stage}")
         for i in range(at, min(at + count, depth)):
             dim = max(width // number, 1)

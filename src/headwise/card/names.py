@@ -4,16 +4,27 @@ from __future__ import annotations
 
 HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
-    "num_encoder_attention_heads", "encoder_num_attention_heads", "decoder_attention_heads", "decoder_num_attention_heads",
+    "num_encoder_attention_heads", "encoder_num_attention_heads", "decoder_attention_heads",
+    "decoder_num_attention_heads",
     "num_self_attention_heads", "num_query_heads", "num_attention_heads_per_stage",
 )  # fmt: skip
 KV_HEADS = (
     "num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups", "n_kv_heads",
     "num_query_groups", "kv_n_heads",
 )  # fmt: skip
-HEAD_DIM = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "d_head", "dim_head", "attention_head_size", "head_size")
+HEAD_DIM = (
+    "head_dim",
+    "d_kv",
+    "kv_channels",
+    "attention_head_dim",
+    "d_head",
+    "dim_head",
+    "attention_head_size",
+    "head_size",
+)
 WIDTH = (
-    "hidden_size", "d_model", "n_embd", "embed_dim", "dim", "emb_dim", "model_dim", "hidden_dim", "hidden_sizes",
+    "hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "dim", "emb_dim", "model_dim", "hidden_dim",
+    "hidden_sizes",
     "embed_dims", "encoder_hidden_size", "decoder_hidden_size", "d_latents", "channels",
 )  # fmt: skip
 LAYERS = (
@@ -26,12 +37,20 @@ FFN = (
     "d_inner", "mlp_dim", "dim_ff", "feed_forward_dim",
 )  # fmt: skip
 VOCAB = ("vocab_size", "n_words", "n_token", "padded_vocab_size", "tgt_vocab_size")
-CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions")
+CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+)
 EXPERTS = (
     "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", "num_routed_experts", "num_moe_experts",
 )  # fmt: skip
 EXPERTS_PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "num_selected_experts", "top_k_experts",
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "num_selected_experts",
+    "top_k_experts",
 )  # fmt: skip
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 EXPERT_FFN = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
@@ -67,7 +86,8 @@ LAYER_LISTS = ("layer_types", "layers_block_type", "attention_layers", "block_ty
 
 # Nested dicts that are no towers.
 NO_TOWER = frozenset({
-    "quantization_config", "compression_config", "rope_scaling", "rope_parameters", "per_layer_config", "id2label", "label2id",
+    "quantization_config", "compression_config", "rope_scaling", "rope_parameters", "per_layer_config", "id2label",
+    "label2id",
     "task_specific_params", "attn_config", "ffn_config", "generation_config", "auto_map", "attention_types",
     "text_config_dict", "vision_config_dict", "audio_config_dict", "prompt_encoder_config",
 })  # fmt: skip

@@ -1,4 +1,4 @@
-"""One config of a file: what it says, what its model type assumes where it says nothing, and which of the two it was."""
+"""One config of a file: what it says, what its model type assumes where it says nothing, and which it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ VERSION = "transformers 5.22.2"
 
 
 # The model of 2017 has no config of its own; famous.py writes one.
-OURS: dict[str, dict[str, Any]] = {"transformer-2017": {"_base": "TransformerModel", "_generates": "TransformerForConditionalGeneration"}}
+OURS: dict[str, dict[str, Any]] = {
+    "transformer-2017": {"_base": "TransformerModel", "_generates": "TransformerForConditionalGeneration"}
+}
 
 
 @cache
@@ -107,17 +109,27 @@ class Node:
         got = self.value(key)
         return got if isinstance(got, list) and got else None
 
+    def _tower(self, key: str) -> bool:
+        return isinstance(self.assumed.get(key), dict) and not key.startswith("_") and key not in names.NO_TOWER
+
     def children(self) -> Iterator[tuple[str, Node]]:
         """The configs inside this one, those that the type assumes among them."""
         if self.path.count(".") + 2 > DEPTH:
             raise CheckpointError(f"configs nest deeper than {DEPTH} at {self.path}; is this a model's config.json?")
+        wrong = [key for key, value in self.raw.items() if self._tower(key) and not isinstance(value, dict | None)]
+        if wrong:
+            raise CheckpointError(
+                f"{self.place(wrong[0])} must be a config of its own, got {shown(self.raw[wrong[0]])}"
+            )
         keys = [key for key, value in self.raw.items() if isinstance(value, dict)]
         keys += [key for key, value in self.assumed.items() if isinstance(value, dict) and key not in self.raw]
         for key in keys:
             if key.startswith("_") or key in names.NO_TOWER:
                 continue
             raw, assumed = self.raw.get(key), self.assumed.get(key)
-            if isinstance(raw, dict) and isinstance(assumed, dict) and raw:
+            if not isinstance(assumed, dict):
+                assumed = None
+            elif isinstance(raw, dict) and raw:
                 assumed = {"model_type": assumed["model_type"]}  # a part that is given has its own type's defaults
             yield key, Node(raw if isinstance(raw, dict) else {}, self.place(key), assumed)
 

@@ -10,8 +10,10 @@ Output = Callable[[Sizes, Facts], int]
 
 SUFFIXES = (
     "ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "ForSequenceClassification",
-    "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "WithLMHeadModel", "ForPreTraining", "ForMultipleChoice",
-    "ForNextSentencePrediction", "ForImageClassification", "ForAudioClassification", "ModelWithProjection", "EncoderModel",
+    "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "WithLMHeadModel", "ForPreTraining",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction", "ForImageClassification", "ForAudioClassification", "ModelWithProjection",
+    "EncoderModel",
     "ForMaskedImageModeling", "ForImageClassificationWithTeacher", "TextModel", "VisionModel", "MTModel", "Model",
 )  # fmt: skip
 

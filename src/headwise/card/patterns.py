@@ -91,9 +91,15 @@ def _latest(node: Node, depth: int) -> list[str]:
 
 SHORTHANDS: tuple[tuple[str, Callable[[Node, int], list[str]]], ...] = (
     ("sliding_window_pattern", _pattern),
-    ("_sliding_window_pattern", lambda n, d: _every(n, d, "_sliding_window_pattern", "full_attention", "sliding_attention")),
+    (
+        "_sliding_window_pattern",
+        lambda n, d: _every(n, d, "_sliding_window_pattern", "full_attention", "sliding_attention"),
+    ),
     ("global_attn_every_n_layers", lambda n, d: _every(n, d, "global_attn_every_n_layers", "global", "local", at=0)),
-    ("full_attention_interval", lambda n, d: _every(n, d, "full_attention_interval", "full_attention", "linear_attention")),
+    (
+        "full_attention_interval",
+        lambda n, d: _every(n, d, "full_attention_interval", "full_attention", "linear_attention"),
+    ),
     (
         "attn_layer_period",
         lambda n, d: _every(n, d, "attn_layer_period", "attention", "mamba", at=n.amount("attn_layer_offset") or 0),
@@ -126,7 +132,7 @@ def sparse_layers(node: Node, depth: int) -> list[bool]:
 
 
 def _first_dense(node: Node, depth: int) -> list[bool]:
-    """DeepSeek: the first k layers are dense, and of the rest every moe_layer_freq-th is sparse (a list: one a layer)."""
+    """DeepSeek: the first k layers are dense, of the rest every moe_layer_freq-th is sparse (a list: one a layer)."""
     first = node.amount("first_k_dense_replace", "num_dense_layers", most=10**9) or 0
     freq = node.value("moe_layer_freq")
     if isinstance(freq, list):

@@ -1,4 +1,4 @@
-"""What a row of the facts can say: biases, norms, experts, ties. The tables of facts.py and its neighbours fill these in."""
+"""What a row of facts can say: biases, norms, experts, ties. The tables of facts.py and its neighbours say it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ Flag = bool | str  # a fact of the type, or the config key that decides; "!key" 
 class Sizes:
     """The numbers of one layer under short names, and any key of its config by calling: s("q_lora_rank").
 
-    w width; h, g query and key/value heads; d, dv head widths; q, k, v, o widths of the projections; f FFN; V vocabulary;
-    L layers; e, t, fe, sh experts, experts a token, an expert's FFN, shared experts.
+    w width; h, g query and key/value heads; d, dv head widths; q, k, v, o widths of the projections; f FFN;
+    V vocabulary; L layers; e, t, fe, sh experts, experts a token, an expert's FFN, shared experts.
     """
 
-    def __init__(self, node: Node, numbers: Mapping[str, int | None], layer: Layer | None, below: Mapping[str, Sizes]) -> None:
+    def __init__(
+        self, node: Node, numbers: Mapping[str, int | None], layer: Layer | None, below: Mapping[str, Sizes]
+    ) -> None:
         self.node, self.layer, self.below = node, layer, below
         self.index = layer.index if layer else 0
         self.w = layer.width if layer and layer.width else numbers.get("width") or 0
-        self.h, self.g = (layer.query, layer.kv) if layer else (numbers.get("query_heads") or 0, numbers.get("kv_heads") or 0)
+        self.h, self.g = (
+            (layer.query, layer.kv) if layer else (numbers.get("query_heads") or 0, numbers.get("kv_heads") or 0)
+        )
         self.d, self.dv = (layer.dim, layer.value_dim) if layer else (numbers.get("head_dim") or 0,) * 2
         self.q, self.k, self.v, self.o = self.h * self.d, self.g * self.d, self.g * self.dv, self.h * self.dv
         self.f, self.V, self.L = numbers.get("ffn") or 0, numbers.get("vocab") or 0, numbers.get("layers") or 0
@@ -74,7 +78,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One model type. What is not said is as in Llama: gated FFN, no biases, two RMS norms a layer and one at the end."""
+    """One model type. What is not said is as in Llama: gated FFN, no biases, two RMS norms a layer, one at the end."""
 
     gated: Flag = True
     qkv_bias: Flag = False
@@ -89,7 +93,9 @@ class Facts:
     qk_if: Flag = True
     square: bool = False  # the projections are width x width, whatever head_dim says
     attention: Term | None = None  # W_Q ... W_O in another form
-    mixers: Mapping[str, Term] = field(default_factory=dict)  # by the config's word or kind: linear attention, Mamba, ...
+    mixers: Mapping[str, Term] = field(
+        default_factory=dict
+    )  # by the config's word or kind: linear attention, Mamba, ...
     experts: Experts | None = None
     ffn_width: Term = lambda s: s.f
     ffn: Term | None = None  # the dense FFN in another form
@@ -101,7 +107,9 @@ class Facts:
     head_bias: Flag = False
     ties: bool = True  # False: the output layer is its own, whatever tie_word_embeddings says
     shared_layers: Term | None = None  # parameters of how many layers, where layers share them (ALBERT)
-    towers: Mapping[str, str] = field(default_factory=dict)  # key of a nested config -> "model" or "lm"
+    towers: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key of a nested config -> its class's ending; "?": may be missing
     twin: str = ""  # a decoder's row, where encoder and decoder differ
     cross: str = ""  # "same": cross-attention like self-attention
 

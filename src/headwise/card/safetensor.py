@@ -37,12 +37,16 @@ def header(path: Path) -> Tensors:
     with path.open("rb") as file:
         start = file.read(8)
         if len(start) < 8:
-            raise CheckpointError(f"{path.name} has {size} bytes; a safetensors file starts with 8 that give its header's length")
+            raise CheckpointError(
+                f"{path.name} has {size} bytes; a safetensors file starts with 8 that give its header's length"
+            )
         (length,) = struct.unpack("<Q", start)
         if length > LONGEST_HEADER:
             raise CheckpointError(f"{path.name} claims a header of {length:,} bytes; the format allows 100 MB at most")
         if length > size - 8:
-            raise CheckpointError(f"{path.name} claims a header of {length:,} bytes and has {size - 8:,}; it is cut short or damaged")
+            raise CheckpointError(
+                f"{path.name} claims a header of {length:,} bytes and has {size - 8:,}; it is cut short or damaged"
+            )
         text = file.read(length)
     return _tensors(path.name, text, size - 8 - length)
 

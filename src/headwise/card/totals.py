@@ -1,4 +1,4 @@
-"""The whole model's parameters: which class is counted, its towers, its head; and a refusal where it would be a guess."""
+"""The whole model's parameters: which class is counted, its towers, its head; a refusal where it would be a guess."""
 
 from __future__ import annotations
 
@@ -45,10 +45,14 @@ def count(root: Node, towers: Towers) -> tuple[Counts | Unknown, list[Part]]:
 
 
 def _fits(root: Node, name: str) -> bool:
-    """Whether a class belongs to the model type: its name starts as the type's own classes do."""
+    """Whether a class belongs to the model type: its name starts as the type's own classes do, whatever their case.
+
+    The hub's MPTForCausalLM is the library's MptForCausalLM.
+    """
     own = [root.assumed.get(key) for key in ("_base", "_generates")]
-    starts = {known.removesuffix(ending(known)) for known in own if known}
-    return name.removesuffix(ending(name)) in starts | {start.removesuffix("Text") for start in starts} | {start + "Text" for start in starts} and ending(name) != ""
+    starts = {known.removesuffix(ending(known)).lower() for known in own if known}
+    starts |= {start.removesuffix("text") for start in starts} | {start + "text" for start in starts}
+    return ending(name) != "" and name.removesuffix(ending(name)).lower() in starts
 
 
 def _single(facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown, list[Part]]:
@@ -57,7 +61,9 @@ def _single(facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown
     if alone:
         part, node = towers[0]
         counts = count_stack(facts, part, node)
-        return counts + Counts(other=alone(Sizes(node, part.numbers, None, {}), facts)), [replace(part, parameters=counts)]
+        return counts + Counts(other=alone(Sizes(node, part.numbers, None, {}), facts)), [
+            replace(part, parameters=counts)
+        ]
     sides = [facts, FACTS[facts.twin]] if facts.twin else [facts]
     for (part, node), own in zip(towers, sides, strict=False):
         counts = count_stack(own, part, node)
@@ -76,13 +82,15 @@ def _composite(root: Node, facts: Facts, towers: Towers, suffix: str) -> tuple[C
     total, counted, sizes = Counts(), {part.name: part for part, _ in towers}, dict[str, Sizes]()
     for key, role in facts.towers.items():
         if key not in by_key:
-            continue
+            if role.endswith("?"):
+                continue
+            return Unknown(f"not known without the {key} that model type {root.model_type} has"), [*counted.values()]
         part, node = by_key[key]
         own = FACTS.get(names.TWINS.get(node.model_type, node.model_type))
         if own is None:
             return Unknown(f"not known for model type {node.model_type} ({node.path})"), [*counted.values()]
         counts = count_stack(own, part, node)
-        head = count_head(own, part, node, role)
+        head = count_head(own, part, node, role.rstrip("?"))
         if head is None:
             return Unknown(f"not known for {node.model_type} as a tower"), [*counted.values()]
         counted[part.name] = replace(part, parameters=counts + head)
@@ -91,7 +99,9 @@ def _composite(root: Node, facts: Facts, towers: Towers, suffix: str) -> tuple[C
     joined = _joined(root, facts, sizes)
     head = count_head(facts, Part("", "", ""), root, suffix, sizes)
     if head is None:
-        return Unknown(f"not known for classes that end in {suffix} of model type {root.model_type}"), [*counted.values()]
+        return Unknown(f"not known for classes that end in {suffix} of model type {root.model_type}"), [
+            *counted.values()
+        ]
     return total + joined + head, [*counted.values()]
 
 

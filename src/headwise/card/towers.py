@@ -22,7 +22,9 @@ def generates(root: Node) -> bool:
     """Whether it writes token after token, so that it keeps keys and values; by its class, else by its model type."""
     classes = root.raw.get("architectures")
     if isinstance(classes, list) and classes and isinstance(classes[0], str):
-        return any(word in classes[0] for word in GENERATE) or "_generates" in root.assumed and classes[0].endswith("Model")
+        return any(word in classes[0] for word in GENERATE) or (
+            "_generates" in root.assumed and classes[0].endswith("Model")
+        )
     return "_generates" in root.assumed or not root.assumed
 
 
@@ -45,7 +47,7 @@ def _is_text(node: Node, children: list[tuple[str, Node]]) -> bool:
 
 def _writes(name: str, child: Node) -> bool:
     side = any(word in name for word in ("vision", "audio", "image", "encoder", "qformer", "backbone", "patcher"))
-    return not side or "_generates" in child.assumed and "encoder" not in name
+    return not side or ("_generates" in child.assumed and "encoder" not in name)
 
 
 def _children(node: Node) -> Iterator[tuple[str, Node]]:
@@ -77,5 +79,5 @@ def _sides(node: Node) -> tuple[str, ...]:
     def given(side: str) -> bool:
         return any(node.value(key) is not None for key in names.SIDES[side][0][:3])
 
-    both = given("encoder") and given("decoder") or (node.flag("is_encoder_decoder") and given("decoder"))
+    both = (given("encoder") and given("decoder")) or (node.flag("is_encoder_decoder") and given("decoder"))
     return ("encoder", "decoder") if both and node.value(*names.HEADS) is not None else ("",)

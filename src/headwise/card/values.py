@@ -26,7 +26,8 @@ class Source:
 class Layer:
     """One attention of one layer, as the file has it: the heads need not fit together.
 
-    kind: "full", "sliding", "chunked", "linear" (a state instead of a cache) or "none" (no attention: Mamba, convolution,
+    kind: "full", "sliding", "chunked", "linear" (a state instead of a cache) or "none" (no attention: Mamba,
+    convolution,
     feed-forward alone). role: "self" or "cross". latent: MLA's cached numbers a token, instead of heads x dim.
     """
 

@@ -28,12 +28,13 @@ def pixels(s: Sizes) -> int:
 
 
 def seen(tokens: int, bias: bool = True) -> dict[str, Term]:
-    """Embeddings of a ViT: the patches' projection, `tokens` learned tokens, and a position for each and every patch."""
+    """Embeddings of a ViT: the patches' projection, `tokens` learned tokens, a position for each and every patch."""
     return {"embeddings": lambda s: lin(pixels(s), s.w, bias) + tokens * s.w + (patches(s) + tokens) * s.w}
 
 
 VIT = Facts(
-    gated=False, qkv_bias="qkv_bias", out_bias=True, ffn_bias=True, norm="layer", heads="vit", embedding_width=lambda s: 0,
+    gated=False, qkv_bias="qkv_bias", out_bias=True, ffn_bias=True, norm="layer", heads="vit",
+    embedding_width=lambda s: 0,
     once=seen(1),
 )  # fmt: skip
 DINO = VIT.but(
@@ -118,7 +119,8 @@ TOWERS: dict[str, Facts] = {
     "siglip2_vision_model": SIGLIP_VISION.but(
         once={"embeddings": lambda s: lin(pixels(s), s.w) + s("num_patches") * s.w}
     ),
-    "pixtral": Facts(**NO_WORDS, final_norm=False, once={"embeddings": lambda s: pixels(s) * s.w, "norms": lambda s: s.w}),
+    "pixtral": Facts(**NO_WORDS, final_norm=False, once={"embeddings": lambda s: pixels(s) * s.w,
+    "norms": lambda s: s.w}),
     "qwen2_vl_vision": QWEN2_VISION,
     "qwen2_5_vl_vision": Facts(
         **NO_WORDS, qkv_bias=True, out_bias=True, ffn_bias=True, final_norm=False,
@@ -172,7 +174,11 @@ DUAL = Facts(towers=BOTH, heads="dual")
 JOINT: dict[str, Facts] = {
     "llava": LLAVA,
     "vipllava": LLAVA.but(
-        once={"other": lambda s: ln(s.below["vision"].w * 5) + lin(5 * s.below["vision"].w, text_w(s)) + lin(text_w(s), text_w(s))}
+        once={
+            "other": lambda s: (
+                ln(s.below["vision"].w * 5) + lin(5 * s.below["vision"].w, text_w(s)) + lin(text_w(s), text_w(s))
+            )
+        }
     ),
     "llava_next": LLAVA.but(once={"other": lambda s: two_layers(s) + text_w(s)}),
     "llava_next_video": LLAVA.but(once={"other": lambda s: two_layers(s) + text_w(s)}),

@@ -17,7 +17,9 @@ def warnings(parts: Iterable[Part], root: Node) -> list[str]:
     if not root.model_type:
         said.append("the config names no model_type; keys were read by their usual names")
     elif not known(root.model_type) and not root.model_type.startswith(("gguf:", "transformer-2017")):
-        said.append(f"model type {root.model_type} is not among those of transformers 5.22.2; keys were read by their usual names")
+        said.append(
+            f"model type {root.model_type} is not one of transformers 5.22.2; keys were read by their usual names"
+        )
     for part in parts:
         for words in _part(part):
             text = f"{part.name}: {words}" if part.name not in ("model", "") else words
@@ -36,7 +38,7 @@ def _part(part: Part) -> Iterator[str]:
 
 def _layer(layer: Layer) -> Iterator[str]:
     if layer.dim < SMALL_HEAD:
-        yield f"d_k is {layer.dim}; under {SMALL_HEAD} a head has little room for a pattern, and kernels run below their speed"
+        yield f"d_k is {layer.dim}; under {SMALL_HEAD} a head has little room, and kernels run below their speed"
     if layer.dim % ALIGNED:
         yield f"d_k is {layer.dim}, no multiple of {ALIGNED}; fast kernels pad it or refuse it"
     if layer.dim > WIDE_HEAD:

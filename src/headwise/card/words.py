@@ -102,7 +102,11 @@ def sharing(layer: Layer) -> str:
         return f"{heads}, {own} (MHA)"
     if layer.sharing == "MQA":
         return f"all {heads} share one key/value head (MQA)"
-    groups = f"in groups of {layer.query // layer.kv}" if layer.query % layer.kv == 0 else "in groups that do not come out even"
+    groups = (
+        f"in groups of {layer.query // layer.kv}"
+        if layer.query % layer.kv == 0
+        else "in groups that do not come out even"
+    )
     return f"{heads} share {several(layer.kv, 'key/value head')} {groups} (GQA)"
 
 
@@ -132,16 +136,21 @@ def _layers(layers: tuple[Layer, ...]) -> Iterator[str]:
         noun = "layer" if all(layer.role == "self" for layer in attending) else "attention layer"
         yield f"{several(len(attending), noun)} of {several(each, 'head')} make {total:,} attentions a pass."
     elif attending:
-        yield f"{several(len(attending), 'layer')} with {min(heads)} to {max(heads)} heads make {total:,} attentions a pass."
+        between = f"{min(heads)} to {max(heads)} heads"
+        yield f"{several(len(attending), 'layer')} with {between} make {total:,} attentions a pass."
     if widths := sorted({(layer.dim, layer.value_dim) for layer in attending}):
-        yield "A head is " + " or ".join(f"{k} wide" if k == v else f"{k} wide (its values {v})" for k, v in widths) + "."
+        yield (
+            "A head is " + " or ".join(f"{k} wide" if k == v else f"{k} wide (its values {v})" for k, v in widths) + "."
+        )
     states = Counter(layer.mixer or layer.kind for layer in layers if layer.sharing == "none")
     for kind, count in states.items():
         if attending or kind:
-            yield f"{several(count, 'layer')} without softmax attention ({kind}): a state that does not grow with the context, if any."
+            without = f"{several(count, 'layer')} without softmax attention ({kind})"
+            yield f"{without}: what they keep does not grow with the context."
     windows = Counter(layer.window for layer in attending if layer.window and layer.role == "self")
     for window, count in windows.items():
-        yield f"{count} of {several(len(attending), 'layer')} see {window:,} tokens at most, so their cache stops growing there."
+        which = f"{count} of {several(len(attending), 'layer')}"
+        yield f"{which} see {window:,} tokens at most, so their cache stops growing there."
     if shared := sum(layer.shares for layer in layers):
         yield f"The last {shared} layers read the keys and values of earlier ones and keep none."
 
@@ -155,17 +164,17 @@ def _parameters(card: Card) -> Iterator[str]:
     said = ", ".join(f"{name} {number:,}" for name, number in shares if number)
     yield f"{counts.total:,} parameters ({big(counts.total)}): {said}."
     if counts.idle:
-        main = card.main.numbers
+        sent, experts = (card.main.numbers.get(key) for key in ("experts_per_token", "experts"))
         yield (
-            f"A token meets {counts.active:,} of them: it is sent to {main.get('experts_per_token')} of {main.get('experts')} "
-            "experts. Experts belong to the feed-forward part; attention has none."
+            f"A token meets {counts.active:,} of them: it is sent to {sent} of {experts} experts. "
+            "Experts belong to the feed-forward part; attention has none."
         )
     layer = next((layer for layer in card.attention.layers if layer.sharing in ("MHA", "GQA")), None)
     if layer and layer.query % 2 == layer.kv % 2 == 0:
         grouped = f" (on {layer.kv // 2} key/value heads)" if layer.sharing == "GQA" else ""
         yield (
-            f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{grouped} would take the same matrices "
-            f"as {layer.query} of {layer.dim}. Layers are not heads: each layer has its own."
+            f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{grouped} would take the same "
+            f"matrices as {layer.query} of {layer.dim}. Layers are not heads: each layer has its own."
         )
     if card.stored and card.stored.total != counts.total:
         yield f"The weights beside the config hold {card.stored.total:,} numbers."

@@ -1,26 +1,17 @@
-"""`headwise card` and `headwise diff`: a model's heads, parameters and costs, from its config alone."""
+"""`headwise card` and `headwise diff`, as Typer has them; what they print is in cards.py."""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
+from ..errors import UnsupportedError
+from .cards import show_card, show_design, show_diff
 
-    from ..card import Card, Diff, Option
-    from ..card.values import Layer
-
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-DRAWN = 48  # heads drawn in a row
-WIDE = 100
-
-Context = Annotated[int | None, typer.Option(min=1, max=2**40, help="Tokens to reckon with; the model's own by default.")]
+Context = Annotated[
+    int | None, typer.Option(min=1, max=2**40, help="Tokens to reckon with; the model's own by default.")
+]
 Dtype = Annotated[str, typer.Option(help="Of the cache: fp32, bf16, fp16, fp8, int8, int4.")]
 Batch = Annotated[int, typer.Option(min=1, max=10**6, help="Sequences at once.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
@@ -29,12 +20,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 def card(
     model: Annotated[
         str | None,
-        typer.Argument(help="config.json, folder, .safetensors, .gguf, a famous name (bert-base, llama3-8b) or a hub id."),
+        typer.Argument(
+            help="config.json, folder, .safetensors, .gguf, a famous name (bert-base, llama3-8b) or a hub id."
+        ),
     ] = None,
     context: Context = None,
     dtype: Dtype = "bf16",
     batch: Batch = 1,
-    memory: Annotated[str | None, typer.Option(help="Say which context fits into so much: 16G, 80G.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Say which context's cache fits into so much: 16G, 80G.")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer.")] = False,
     as_json: AsJson = False,
     design: Annotated[bool, typer.Option("--design", help="List head counts for a --width instead.")] = False,
@@ -42,27 +35,16 @@ def card(
     params: Annotated[str | None, typer.Option(help="With --design: 300M, 7B.")] = None,
 ) -> None:
     """Say what a model card means: heads, KV heads, parameters to the last one, cache, FLOPs."""
-    from ..errors import UnsupportedError
-
     if design:
-        _design(width, params, as_json)
+        show_design(width, params, as_json=as_json)
         return
     if model is None:
-        raise UnsupportedError("name a model: a config.json, a folder, a .safetensors, a .gguf, bert-base, or owner/name")
+        raise UnsupportedError(
+            "name a model: a config.json, a folder, a .safetensors, a .gguf, bert-base, or owner/name"
+        )
     if width is not None or params is not None:
         raise UnsupportedError("--width and --params belong to --design; leave them out or add it")
-    from ..card.reading import read
-
-    found = read(model)
-    chosen = context or found.main.numbers.get("context") or 4096
-    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch)
-    if as_json:
-        _print_json(_plain(found, chosen, dtype, batch, layers) | ({"longest_context": fits} if memory else {}))
-        return
-    _print(_drawing(found, chosen, dtype, batch, layers))
-    if memory is not None:
-        tokens = "any context" if fits is None else f"{fits:,} tokens"
-        typer.echo(f"Into {memory} of memory for the cache alone fit {tokens}.")
+    show_card(model, context=context, dtype=dtype, batch=batch, memory=memory, layers=layers, as_json=as_json)
 
 
 def diff(
@@ -74,166 +56,4 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Say in words what changes from one model to another."""
-    from ..card.compare import diff as compare
-
-    found = compare(a, b, context=context, dtype=dtype, batch=batch)
-    if as_json:
-        _print_json(found.to_json())
-    else:
-        _print(_sides(found))
-
-
-def amount(text: str, units: dict[str, int]) -> int:
-    """ "300M" or "1.5G" as a number."""
-    from ..errors import UnsupportedError
-
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([a-zA-Z]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if not found or found[2].lower() not in units:
-        raise UnsupportedError(f"{text[:40]!r} is no amount; write 300M, 7B or 16G")
-    return int(float(found[1]) * units[found[2].lower()])
-
-
-def _print_json(plain: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(plain, indent=2))
-
-
-def _print(drawing: RenderableType) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(drawing)
-
-
-def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool) -> dict[str, Any]:
-    cache = {"context": context, "dtype": dtype, "batch": batch, **found.cache(context, dtype, batch).to_json()}
-    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context).to_json()}
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number in (0, len(columns) - 1) else "right")
-    return table
-
-
-def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    words = found.explain(context, dtype, batch)
-    said, _, sources = words.partition("\n\nWhere the numbers come from:")
-    title, _, body = said.partition("\n\n")
-    blocks: list[RenderableType] = [Text(title, style="bold"), Text()]
-    layer = next((layer for layer in found.attention.layers if layer.sharing != "none"), None)
-    if layer is not None:
-        blocks += [heads_drawing(layer), Text()]
-    blocks += [_numbers(found), Text(), Text(body)]
-    if layers:
-        blocks += [Text(), _every_layer(found)]
-    del sources  # the table has them, number by number
-    return Group(*blocks)
-
-
-def heads_drawing(layer: Layer) -> Text:
-    """Query heads above the keys and values they read: ┌┬┬┐ over one KV head."""
-    from rich.text import Text
-
-    if layer.sharing == "MLA":
-        shown = min(layer.query, DRAWN)
-        more = f" … {layer.query} in all" if shown < layer.query else ""
-        return Text(f"queries  {'●' * shown}{more}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers a token")
-    group = max(layer.query // layer.kv, 1)
-    groups = max(min(layer.kv, DRAWN // (group + 1)), 1)
-    shown = min(group, DRAWN)
-    bar = "│" if shown == 1 else "└" + "┬".join("─" * part for part in _halves(shown - 2)) + "┘" if shown > 2 else "└┘"
-    heads = " ".join(["●" * shown] * groups)
-    bars = " ".join([bar] * groups)
-    keys = " ".join(["■".center(shown)] * groups)
-    more = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
-    keys_more = f" … {layer.kv} in all" if more else ""
-    return Text.assemble(
-        ("queries  ", "dim"), (heads, "cyan"), more, "\n", ("         ", "dim"), (bars, "dim"), "\n",
-        ("keys     ", "dim"), (keys.rstrip() if not keys_more else keys, "green"), keys_more,
-    )  # fmt: skip
-
-
-def _halves(width: int) -> tuple[int, int]:
-    """A bar of dashes with one sign in its middle."""
-    left = max(width - 1, 0) // 2
-    return left, max(width - 1 - left, 0)
-
-
-def _numbers(found: Card) -> Table:
-    from ..card.words import SHOWN
-
-    several = len(found.parts) > 1
-    table = _table(*(("tower",) if several else ()), "number", "", "source")
-    for part in found.parts:
-        for name, title in SHOWN.items():
-            number, source = part.numbers.get(name), part.sources.get(name)
-            if number is not None and source is not None:
-                table.add_row(*((part.name,) if several else ()), title, f"{number:,}", str(source))
-    table.add_row(*(("",) if several else ()), "class", "", f"{found.class_name or '?'} ({found.class_source})")
-    return table
-
-
-def _every_layer(found: Card) -> Table:
-    table = _table("tower", "layer", "query", "KV", "d_k", "d_v", "window", "attention")
-    for part in found.parts:
-        for layer in part.layers:
-            numbers = [layer.query, layer.kv, layer.dim, layer.value_dim]
-            shown = [f"{number:,}" if number else "" for number in numbers]
-            kind = f"{layer.kind}{' cross' if layer.role == 'cross' else ''} {layer.sharing if layer.sharing != 'none' else layer.mixer}"
-            table.add_row(part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", kind.strip())
-    return table
-
-
-def _sides(found: Diff) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    from ..card.words import size
-
-    table = _table("", *found.names, "")
-    for what, first, second in found.rows:
-        shown = [_shown(value, size) if what.startswith("cache") else _shown(value) for value in (first, second)]
-        table.add_row(what, *shown, "")
-    return Group(table, Text(), Text("\n".join(found.sentences))) if found.rows else Text("\n".join(found.sentences))
-
-
-def _shown(value: Any, form: Any = None) -> str:
-    if value is None:
-        return "–"
-    return form(value) if form else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _design(width: int | None, params: str | None, as_json: bool) -> None:
-    from ..card.designs import design
-    from ..errors import UnsupportedError
-
-    if width is None:
-        raise UnsupportedError("--design needs a --width, such as --width 1024 (and --params 300M)")
-    options = design(width, None if params is None else amount(params, UNITS))
-    if as_json:
-        _print_json([option.to_json() for option in options])
-    else:
-        _print(_options(width, options))
-
-
-def _options(width: int, options: list[Option]) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
-
-    from ..card.designs import CONTEXT
-    from ..card.words import big, size
-
-    table = _table("heads", "KV heads", "d_k", "cache a token", f"at {CONTEXT:,}", "parameters", "")
-    for option in options:
-        bad = option.verdict.startswith("avoid")
-        row = (str(option.heads), str(option.kv), str(option.dim), size(option.cache_token), size(option.cache))
-        table.add_row(*row, big(option.parameters), option.verdict, style="dim" if bad else "")
-    title = f"width {width:,}, {options[0].layers} layers; embeddings not counted, cache in bf16"
-    return Group(Text(title, style="bold"), table)
+    show_diff(a, b, context=context, dtype=dtype, batch=batch, as_json=as_json)
