@@ -26,7 +26,7 @@ NOISE = re.compile(
     r"|beta|gamma|capping|multiplier|scal(e|ing)|rescale|noise|^codevector|^num_negatives|coef|^summary|generation|suppress"
 )
 KEPT = re.compile(
-    r"token_type|dropout_free|use_.*token|token_bias|register_token|per_tok|layer_scale|num_global_tokens|prefix_dense"
+    r"token_type|resampler|rope_head_dim|no_rope|dropout_free|use_.*token|token_bias|register_token|per_tok|layer_scale|num_global_tokens|prefix_dense"
     r"|mask_token|mlp_freq|sampl(e|ing)_rate.*dim|activation_function|hidden_act|feed_forward_proj|partial_rot|out_token"
     r"|proj_codevector|ffn_dim_multiplier|with_box|scale_embedding"
 )
@@ -93,7 +93,7 @@ def _kept(config: PreTrainedConfig) -> dict[str, Any]:
         elif isinstance(value, dict) or (NOISE.search(key) and not KEPT.search(key)):
             continue
         elif isinstance(value, list):
-            if len(short := _period(value)) <= 48 and not any(isinstance(x, dict | list) for x in short):
+            if len(short := _period(value)) <= 200 and not any(isinstance(x, dict | list) for x in short):
                 kept[key] = short
         elif key != "model_type":
             kept[key] = value

@@ -134,7 +134,8 @@ def _head_dim(own: Stack) -> None:
     own.numbers["latent"] = None
     own.sources.pop("latent", None)
     if own.read("head_dim", names.HEAD_DIM, least=1) is None and query and width:
-        own.derive("head_dim", max(width // query, 1), f"width / query heads: {width} / {query}")
+        wide = width * names.TIMES_WIDTH.get(node.model_type, 1)
+        own.derive("head_dim", max(wide // query, 1), f"width / query heads: {wide} / {query}")
     own.read("value_dim", ("v_head_dim",), least=1)
 
 

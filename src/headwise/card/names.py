@@ -6,7 +6,7 @@ HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
     "num_encoder_attention_heads", "encoder_num_attention_heads", "decoder_attention_heads",
     "decoder_num_attention_heads",
-    "num_self_attention_heads", "num_query_heads", "num_attention_heads_per_stage",
+    "num_self_attention_heads", "num_query_heads", "num_attention_heads_per_stage", "resampler_n_heads",
 )  # fmt: skip
 KV_HEADS = (
     "num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "num_attention_groups", "n_kv_heads",
@@ -30,7 +30,7 @@ WIDTH = (
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "num_transformer_layers", "encoder_layers",
     "num_encoder_layers", "encoder_num_hidden_layers", "decoder_layers", "num_decoder_layers", "depth", "num_blocks",
-    "num_encoder_blocks",
+    "num_encoder_blocks", "resampler_depth",
 )  # fmt: skip
 FFN = (
     "intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim", "dff",
@@ -103,3 +103,6 @@ ATTENTIONS_A_LAYER = {"longcat_flash": 2}
 
 # Where a usual name means something else: there hidden_size is the width that leaves the tower.
 OWN_WIDTH = {"qwen2_vl_vision": ("embed_dim",)}
+
+# Attention over a concatenation: heads divide so many times the width.
+TIMES_WIDTH = {"zamba": 2, "zamba2": 2}

@@ -18,11 +18,14 @@ def layer_words(node: Node, depth: int) -> list[str] | None:
         if node.has(key) and (given := _words(node.raw[key])):
             return stretched(given, depth)
     for key, rule in SHORTHANDS:
-        if node.value(key) is not None and (made := rule(node, depth)):
+        if node.has(key) and (made := rule(node, depth)):
             return made
     for key in names.LAYER_LISTS:
         if assumed := _words(node.assumed.get(key)):
             return stretched(assumed, depth)
+    for key, rule in SHORTHANDS:
+        if node.value(key) is not None and (made := rule(node, depth)):
+            return made
     return None
 
 
@@ -46,6 +49,12 @@ def _pattern(node: Node, depth: int) -> list[str]:
     if isinstance(pattern, str) and pattern:  # EXAONE: "LLLG"
         return ["full_attention" if pattern[i % len(pattern)] == "G" else "sliding_attention" for i in range(depth)]
     return _every(node, depth, "sliding_window_pattern", "full_attention", "sliding_attention")
+
+
+def _global_every(node: Node, depth: int) -> list[str]:
+    """ModernBERT counts from the first layer, others from the last of each run."""
+    at = 0 if node.model_type.startswith("modernbert") else -1
+    return _every(node, depth, "global_attn_every_n_layers", "global", "local", at=at)
 
 
 def _neo(node: Node, depth: int) -> list[str]:
@@ -95,7 +104,7 @@ SHORTHANDS: tuple[tuple[str, Callable[[Node, int], list[str]]], ...] = (
         "_sliding_window_pattern",
         lambda n, d: _every(n, d, "_sliding_window_pattern", "full_attention", "sliding_attention"),
     ),
-    ("global_attn_every_n_layers", lambda n, d: _every(n, d, "global_attn_every_n_layers", "global", "local", at=0)),
+    ("global_attn_every_n_layers", _global_every),
     (
         "full_attention_interval",
         lambda n, d: _every(n, d, "full_attention_interval", "full_attention", "linear_attention"),
