@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import cost
@@ -86,15 +86,20 @@ class Card:
 
 
 def from_config(
-    raw: dict[str, Any], name: str = "", *, weights: Tensors | None = None, counted: Counts | None = None
+    raw: dict[str, Any],
+    name: str = "",
+    *,
+    weights: Tensors | None = None,
+    counted: Counts | None = None,
+    written: dict[str, str] | None = None,
 ) -> Card:
     """A card of a config; weights check it, counts of a file that has them (GGUF) stand instead of a sum by facts."""
-    root = Node(raw)
+    root = Node(raw, written=written)
     towers = list(parts(root))
     chosen, chosen_by = class_name(root)
     parameters, found = count(root, towers)
     if counted is not None:
-        parameters, found = counted, [part for part, _ in towers]
+        parameters, found = counted, [replace(part, parameters=counted) for part, _ in towers]
     ties = tied(Sizes(root, {}, None, {})) if root.value("tie_word_embeddings") is not None else None
     card = Card(
         name, root.model_type or "unknown", chosen, chosen_by, tuple(found), parameters, tied=ties,
@@ -103,7 +108,7 @@ def from_config(
     said = warnings(card.parts, root)
     if weights:
         said += [f"config and weights differ: {words}" for words in _contradictions(card, weights)]
-    return _with(card, warnings=tuple(said))
+    return replace(card, warnings=tuple(said))
 
 
 def _stored(weights: Tensors | None) -> Counts | None:
@@ -118,12 +123,6 @@ def _contradictions(card: Card, weights: Tensors) -> Iterable[str]:
     from . import checking
 
     return checking.contradictions(card.main, card.tied is not False, weights)
-
-
-def _with(card: Card, **changes: Any) -> Card:
-    from dataclasses import replace
-
-    return replace(card, **changes)
 
 
 def from_tensors(tensors: Tensors, name: str) -> Card:

@@ -12,7 +12,7 @@ from .values import Counts, Layer, Part, Source
 # The first pattern that a tensor's name matches says what it serves.
 GROUPS = (
     ("norms", re.compile(r"norm|(^|\.)ln_|layrnorm|\bln\d?\b|LayerNorm")),
-    ("embeddings", re.compile(r"embed|wte|wpe|token_types|cls_token|position|shared\.weight")),
+    ("embeddings", re.compile(r"embed|embd|wte|wpe|token_types|cls_token|position|shared\.weight")),
     (
         "attention",
         re.compile(r"attn|attention|self_att|q_proj|k_proj|v_proj|o_proj|SelfAttention|EncDecAttention|Wqkv|ssm|mamba"),
@@ -60,6 +60,9 @@ WORDS = (
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
+NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks that old checkpoints carry: nothing that is learned
+
+
 def group(name: str) -> str:
     if any(name == head or name.endswith("." + head) for head in HEADS) and not LAYER.search(name):
         return "other"
@@ -70,6 +73,8 @@ def counts(tensors: Tensors) -> Counts:
     """Parameters as they stand in the file, by what their names say they serve."""
     sums: dict[str, int] = {}
     for name, tensor in tensors.items():
+        if tensor.dtype in NO_NUMBERS:
+            continue
         sums[group(name)] = sums.get(group(name), 0) + tensor.size
     return Counts(**sums)
 

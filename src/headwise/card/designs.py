@@ -91,7 +91,7 @@ def _verdict(heads: Heads) -> str:
     if heads.dim < 32:
         return "avoid: too narrow"
     if heads.dim > 256:
-        return "avoid: wider than fast kernels take"
+        return "avoid: too wide"
     if heads.dim % 8:
         return "avoid: no multiple of 8"
     if heads.dim not in USUAL:

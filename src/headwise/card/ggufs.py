@@ -44,6 +44,15 @@ KEYS = {
 }
 
 
+ENCODERS = ("bert", "t5encoder", "embedding")  # architectures that write nothing, by a part of their name
+
+
+def written(said: dict[str, Any]) -> dict[str, str]:
+    """Under which key of the file each name of a config stands."""
+    arch = said.get("general.architecture")
+    return {ours: f"{arch}.{key}" for key, ours in KEYS.items() if f"{arch}.{key}" in said}
+
+
 class Reader:
     """Reads numbers and texts, and refuses to go past the end."""
 
@@ -125,7 +134,9 @@ def config(said: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
     arch = said.get("general.architecture")
     if not isinstance(arch, str) or not arch:
         raise CheckpointError(f"{name} has no general.architecture; it holds no language model that can be read")
-    found: dict[str, Any] = {"model_type": f"gguf:{arch}", "architectures": [f"{arch} (GGUF)"]}
+    found: dict[str, Any] = {"model_type": f"gguf:{arch}"}
+    if any(word in arch for word in ENCODERS):
+        found["architectures"] = ["EncoderModel"]
     for key, ours in KEYS.items():
         value = said.get(f"{arch}.{key}")
         if value is not None and not (key.endswith("sliding_window") and value == 0):

@@ -47,8 +47,15 @@ def known(model_type: str) -> bool:
 class Node:
     """A config inside a file, by its path; keys that it lacks are looked up in the defaults of its model type."""
 
-    def __init__(self, raw: dict[str, Any], path: str = "", assumed: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        raw: dict[str, Any],
+        path: str = "",
+        assumed: dict[str, Any] | None = None,
+        written: dict[str, str] | None = None,
+    ) -> None:
         self.raw, self.path = raw, path
+        self.written = written or {}  # a key's name in the file, where that is another (GGUF)
         own = raw.get("model_type", (assumed or {}).get("model_type"))
         if own is not None and not isinstance(own, str):
             raise CheckpointError(f"{self.place('model_type')} must be a name, got {shown(own)}")
@@ -57,6 +64,7 @@ class Node:
         self.map: dict[str, str] = self.assumed.get("_map", {})
 
     def place(self, key: str) -> str:
+        key = self.written.get(key, key)
         return f"{self.path}.{key}" if self.path else key
 
     def has(self, key: str) -> bool:

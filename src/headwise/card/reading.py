@@ -82,7 +82,8 @@ def _file(path: Path) -> Card:
         from . import checking, ggufs
 
         said, tensors = ggufs.read(path)
-        return from_config(ggufs.config(said, tensors, path.name), path.name, counted=checking.counts(tensors))
+        plain = ggufs.config(said, tensors, path.name)
+        return from_config(plain, path.name, counted=checking.counts(tensors), written=ggufs.written(said))
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return _weights(path)
     return from_config(load_json(path), path.name)

@@ -60,7 +60,7 @@ def explain(card: Card, context: int | None = None, dtype: str = "bf16", batch: 
     """One paragraph a question: the heads, the layers, the parameters, the cache, the work, the sources."""
     chosen = context or card.main.numbers.get("context") or 4096
     blocks = [
-        [f"{card.name or card.model_type}: {card.class_name or 'no class named'} (model type {card.model_type})"],
+        [title(card)],
         list(_heads(card, dtype)),
         list(_layers(card.attention.layers)),
         list(_parameters(card)),
@@ -71,6 +71,11 @@ def explain(card: Card, context: int | None = None, dtype: str = "bf16", batch: 
         list(_sources(card)),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def title(card: Card) -> str:
+    what = f"{card.class_name} (model type {card.model_type})" if card.class_name else f"model type {card.model_type}"
+    return f"{card.name}: {what}" if card.name else what
 
 
 def _kinds(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
@@ -222,7 +227,8 @@ def tower(part: Part) -> str:
 
 def _sources(card: Card) -> Iterator[str]:
     yield "Where the numbers come from:"
-    yield f"  class {card.class_name or '?'}: {card.class_source}"
+    if card.class_name:
+        yield f"  class {card.class_name}: {card.class_source}"
     for part in card.parts:
         prefix = f"{part.name}: " if len(card.parts) > 1 else ""
         for name, title in SHOWN.items():

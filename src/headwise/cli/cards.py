@@ -169,7 +169,8 @@ def _numbers(found: Card) -> Table:
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
                 table.add_row(*((part.name,) if several else ()), title, f"{number:,}", str(source))
-    table.add_row(*(("",) if several else ()), "class", "", f"{found.class_name or '?'} ({found.class_source})")
+    if found.class_name:
+        table.add_row(*(("",) if several else ()), "class", "", f"{found.class_name} ({found.class_source})")
     return table
 
 
@@ -213,7 +214,7 @@ def _options(width: int, options: list[Option]) -> RenderableType:
     from ..card.designs import CONTEXT
     from ..card.words import big, size
 
-    table = _table("heads", "KV heads", "d_k", "cache a token", f"at {CONTEXT:,}", "parameters", "")
+    table = _table("heads", "KV", "d_k", "cache a token", f"at {CONTEXT:,}", "parameters", "")
     for option in options:
         bad = option.verdict.startswith("avoid")
         row = (str(option.heads), str(option.kv), str(option.dim), size(option.cache_token), size(option.cache))
