@@ -214,7 +214,7 @@ def _options(width: int, options: list[Option]) -> RenderableType:
     from ..card.designs import CONTEXT
     from ..card.words import big, size
 
-    table = _table("heads", "KV", "d_k", "cache a token", f"at {CONTEXT:,}", "parameters", "")
+    table = _table("heads", "KV", "d_k", "a token", f"at {CONTEXT:,}", "parameters", "")
     for option in options:
         bad = option.verdict.startswith("avoid")
         row = (str(option.heads), str(option.kv), str(option.dim), size(option.cache_token), size(option.cache))
