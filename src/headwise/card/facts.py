@@ -103,6 +103,7 @@ DECODERS: dict[str, Facts] = {
     "glm": Facts(qkv_bias=BIAS),
     "glm4": Facts(qkv_bias=BIAS, norms=4),
     "glm4_moe": GLM4_MOE,
+    "glm4v_moe_text": GLM4_MOE,
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE.but(
         experts=Experts(always=True, width=lambda s: s.f, shared=lambda s: s("shared_intermediate_size"))
@@ -123,6 +124,7 @@ DECODERS: dict[str, Facts] = {
         qkv_bias="use_qkv_bias", norm="layer", norms=lambda s: 2 - s("use_parallel_residual"), qk_norm="heads",
         qk_if="qk_layernorm",
     ),
+    "jais2": Facts(gated=False, qkv_bias=BIAS, out_bias=BIAS, ffn_bias="mlp_bias", norm="layer"),
     "nemotron": Facts(gated=False, qkv_bias=BIAS, out_bias=BIAS, ffn_bias="mlp_bias", norm="layer"),
     "starcoder2": Facts(gated=False, qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", norm="layer"),
     "persimmon": Facts(
@@ -150,6 +152,10 @@ DECODERS: dict[str, Facts] = {
         qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", head_bias="use_bias",
         experts=Experts(shared=lambda s: s.sh * s.fe, more=lambda s: s.e),
     ),
+    "exaone_moe": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=DEEPSEEK),
+    "mellum": QWEN3.but(experts=Experts()),
+    "minicpm3": Facts(attention=mla, ffn_bias="mlp_bias"),
+    "mistral4": Facts(attention=mla, experts=DEEPSEEK),
     "dots1": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=DEEPSEEK),
     "hunyuan_v1_moe": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=Experts(always=True,
     width=lambda s: s.f, shared=lambda s: s.f)),

@@ -111,6 +111,7 @@ HYBRIDS: dict[str, Facts] = {
         once={"embeddings": per_layer_once, "other": lambda s: 2 * (s("altup_num_inputs") - 1) * s.w * s.w},
     ),
     "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "gemma4_vision": GEMMA4_VISION,
     "gemma4": Facts(
         towers={"text_config": "Model", "vision_config": "Model?", "audio_config": "Model?"}, heads="joint",

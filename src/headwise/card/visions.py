@@ -185,6 +185,7 @@ JOINT: dict[str, Facts] = {
     "llava_onevision": LLAVA.but(once={"other": lambda s: two_layers(s) + text_w(s)}),
     "paligemma": LLAVA.but(once={"other": lambda s: lin(s.below["vision"].w, s("projection_dim"))}),
     "gemma3": LLAVA.but(once={"other": lambda s: s.below["vision"].w * (text_w(s) + 1)}),
+    "deepseek_vl": LLAVA,
     "mistral3": LLAVA.but(once={"other": pixtral_merge}),
     "idefics3": LLAVA.but(once={"other": connector}),
     "smolvlm": LLAVA.but(once={"other": connector}),
