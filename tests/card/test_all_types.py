@@ -209,6 +209,26 @@ def test_kinds_of_raw_configs(config: dict[str, Any], want: str) -> None:
     assert kinds(**config) == want
 
 
+def test_nemotron_nas_has_a_dict_a_layer() -> None:
+    blocks = [
+        {"attention": {"n_heads_in_group": 4}},
+        {"attention": {"no_op": True}},
+        {"attention": {"n_heads_in_group": 12}},
+    ]
+    config = {"model_type": "nemotron-nas", "hidden_size": 96, "num_attention_heads": 12, "num_hidden_layers": 3}
+    layers = headwise.card.read(config | {"block_configs": blocks}).attention.layers
+    assert [(layer.kv, layer.kind) for layer in layers][::2] == [(3, "full"), (1, "full")]
+    assert (layers[1].kind, layers[1].mixer, layers[1].cached) == ("none", "no_op", 0)
+
+
+def test_windows_over_images() -> None:
+    qwen = headwise.card.read({"model_type": "qwen2_5_vl"})
+    vision = next(part for part in qwen.parts if part.name == "vision")
+    assert {(layer.kind, layer.window) for layer in vision.layers} == {("full", None), ("sliding", 64)}
+    assert [layer.index for layer in vision.layers if layer.kind == "full"] == [7, 15, 23, 31]
+    assert {layer.window for layer in headwise.card.read({"model_type": "swin"}).attention.layers} == {49}
+
+
 def test_mla_has_its_own_widths() -> None:
     layer = headwise.card.read("deepseek-v3").attention.layers[5]
     assert (layer.query, layer.dim, layer.value_dim, layer.latent, layer.sharing) == (128, 192, 128, 576, "MLA")

@@ -193,6 +193,14 @@ def test_gguf_with_heads_that_differ(tmp_path: Path) -> None:
     assert card.main.numbers["vocab"] == 31
 
 
+def test_gguf_windows_by_pattern_or_by_kin(tmp_path: Path) -> None:
+    sizes = {"block_count": 3, "embedding_length": 24, "attention__head_count": 6, "attention__sliding_window": 5}
+    given = write_gguf(tmp_path / "a.gguf", **sizes, attention__sliding_window_pattern=[True, False, True])
+    assert [layer.window for layer in headwise.card.read(given).attention.layers] == [5, None, 5]
+    kin = write_gguf(tmp_path / "b.gguf", "gpt-oss", **sizes)
+    assert [layer.kind for layer in headwise.card.read(kin).attention.layers] == ["sliding", "full", "sliding"]
+
+
 def test_gguf_mla(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "m.gguf", "deepseek2", block_count=2, embedding_length=24, attention__head_count=6,

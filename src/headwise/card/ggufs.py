@@ -5,12 +5,12 @@ Read here in a few lines, since the package gguf maps the whole file and needs n
 
 from __future__ import annotations
 
-import math
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
+from .nodes import defaults
 from .safetensor import Tensor, Tensors
 
 PLAIN = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -44,6 +44,11 @@ KEYS = {
 }
 
 
+# Architectures whose files name a window but not which layers have it: the model type that knows.
+LIKE = {
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gpt-oss": "gpt_oss", "cohere2": "cohere2",
+    "olmo3": "olmo3", "exaone4": "exaone4",
+}  # fmt: skip
 ENCODERS = ("bert", "t5encoder", "embedding")  # architectures that write nothing, by a part of their name
 
 
@@ -148,6 +153,8 @@ def config(said: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{name} names no {arch}.attention.head_count and {arch}.block_count; is it a whole model?"
         )
+    if arch in LIKE and "sliding_window" in found and "sliding_window_pattern" not in found:
+        found["layer_types"] = defaults(LIKE[arch])["layer_types"]
     return _pattern(_mla(found))
 
 
@@ -177,7 +184,3 @@ def _mla(found: dict[str, Any]) -> dict[str, Any]:
             found["v_head_dim"] = value or found.get("v_head_dim")
             found.pop("head_dim", None)
     return found
-
-
-def total(tensors: Tensors) -> int:
-    return sum(math.prod(tensor.shape) for tensor in tensors.values())

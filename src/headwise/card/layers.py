@@ -262,6 +262,7 @@ def _by_layer(own: Stack, i: int) -> dict[str, int | None]:
                 source = Source("read", f"{node.place(key)}[{i}]")
                 found[name] = node._whole(source, listed[i], 1, LARGEST)
                 break
+    found |= _block(own, i)
     table = node.raw.get("per_layer_config")
     own_row = next((table[k] for k in (f"{i:02d}", str(i)) if k in table), None) if isinstance(table, dict) else None
     if isinstance(own_row, dict):
@@ -270,6 +271,20 @@ def _by_layer(own: Stack, i: int) -> dict[str, int | None]:
                 source = Source("read", f"{node.place('per_layer_config')}.{i}.{key}")
                 found[name] = node._whole(source, own_row[key], 1, LARGEST)
     return found
+
+
+def _block(own: Stack, i: int) -> dict[str, int | None]:
+    """Nemotron-NAS gives the size of a layer's groups instead of its KV heads."""
+    blocks, query = own.node.raw.get("block_configs"), own.numbers["query_heads"]
+    attention = blocks[i].get("attention") if isinstance(blocks, list) and _is_dict(blocks, i) else None
+    group = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
+    if not isinstance(group, int) or isinstance(group, bool) or group < 1 or not query:
+        return {}
+    return {"kv": max(query // group, 1)}
+
+
+def _is_dict(blocks: list[Any], i: int) -> bool:
+    return i < len(blocks) and isinstance(blocks[i], dict)
 
 
 def _stages(own: Stack, depth: int) -> list[dict[str, Any]]:
@@ -300,6 +315,8 @@ def _window(own: Stack) -> int | None:
     node = own.node
     if node.model_type.startswith("llama4") or node.has("attention_chunk_size"):
         return own.read("window", ("attention_chunk_size",), least=1)
+    if (patches := _image_window(node)) is not None:
+        return own.derive("window", patches, "a square window of the image, in patches")
     keys = [key for key in names.WINDOW if not (key == "window_size" and node.model_type not in TOKEN_WINDOWS)]
     got, source = node.find(*keys)
     if isinstance(got, bool) or got is None or isinstance(got, list) or got == 0 or got == -1:
@@ -307,6 +324,18 @@ def _window(own: Stack) -> int | None:
     if node.value("use_sliding_window") is False and source is not None and source.what.endswith("sliding_window"):
         return None
     return own.note("window", node._whole(source, got, 1, LARGEST), source)
+
+
+def _image_window(node: Node) -> int | None:
+    """Windows over an image: Qwen-VL gives pixels, Swin and SAM patches along a side."""
+    side, patch = node.value("window_size"), node.value("patch_size")
+    pixels = node.value("fullatt_block_indexes") is not None
+    squares = pixels or node.value("global_attn_indexes") is not None or node.sequence("depths") is not None
+    if not squares or isinstance(side, bool) or not isinstance(side, int) or not 0 < side < 10**6:
+        return None
+    if pixels:
+        side = side // patch if isinstance(patch, int) and 0 < patch <= side else side
+    return side**2
 
 
 TOKEN_WINDOWS = ("gpt_neo",)  # elsewhere window_size is patches of an image, or pixels

@@ -80,7 +80,7 @@ LAYER_KINDS = {
     "chunked_attention": "chunked",
     "linear_attention": "linear", "lightning": "linear", "gated_delta_net": "linear", "kda": "linear",
     "mamba": "none", "mamba2": "none", "m": "none", "conv": "none", "recurrent": "none", "moe": "none", "mlp": "none",
-    "rwkv": "none", "ssm": "none", "-": "none", "e": "none",
+    "rwkv": "none", "no_op": "none", "replace_with_linear": "none", "ssm": "none", "-": "none", "e": "none",
 }  # fmt: skip
 LAYER_LISTS = ("layer_types", "layers_block_type", "attention_layers", "block_types", "attn_layers")
 

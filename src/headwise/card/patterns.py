@@ -17,6 +17,8 @@ def layer_words(node: Node, depth: int) -> list[str] | None:
     for key in names.LAYER_LISTS:
         if node.has(key) and (given := _words(node.raw[key])):
             return stretched(given, depth)
+    if made := _blocks(node, depth):
+        return made
     for key, rule in SHORTHANDS:
         if node.has(key) and (made := rule(node, depth)):
             return made
@@ -27,6 +29,17 @@ def layer_words(node: Node, depth: int) -> list[str] | None:
         if node.value(key) is not None and (made := rule(node, depth)):
             return made
     return None
+
+
+def _blocks(node: Node, depth: int) -> list[str]:
+    """Nemotron-NAS: a dict for each layer, whose attention may be nothing or a plain linear layer."""
+    blocks = node.raw.get("block_configs")
+    if not isinstance(blocks, list) or len(blocks) != depth:
+        return []
+    found = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
+    plain = [attention if isinstance(attention, dict) else {} for attention in found]
+    gone = ("no_op", "replace_with_linear")
+    return [next((word for word in gone if attention.get(word)), "full_attention") for attention in plain]
 
 
 def stretched(given: list[Any], depth: int) -> list[Any]:

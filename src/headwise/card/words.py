@@ -103,7 +103,7 @@ def sharing(layer: Layer) -> str:
     if layer.sharing == "MLA":
         return f"{heads} make their keys and values from one latent of {layer.latent} numbers a token (MLA)"
     if layer.sharing == "MHA":
-        own = "each with key/value heads of its own" if layer.query > 1 else "with its own keys and values"
+        own = "each with its own keys and values" if layer.query > 1 else "with its own keys and values"
         return f"{heads}, {own} (MHA)"
     if layer.sharing == "MQA":
         return f"all {heads} share one key/value head (MQA)"

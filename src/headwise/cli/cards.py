@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+LEFT = ("", "tower", "number", "source", "attention")  # columns of words; the others hold numbers
 DRAWN = 48  # heads drawn in a row
 
 
@@ -105,8 +106,8 @@ def _table(*columns: str) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number in (0, len(columns) - 1) else "right")
+    for column in columns:
+        table.add_column(column.strip(), justify="left" if column in LEFT else "right")
     return table
 
 
@@ -163,7 +164,7 @@ def _numbers(found: Card) -> Table:
     from ..card.words import SHOWN
 
     several = len(found.parts) > 1
-    table = _table(*(("tower",) if several else ()), "number", "", "source")
+    table = _table(*(("tower",) if several else ()), "number", " ", "source")
     for part in found.parts:
         for name, title in SHOWN.items():
             number, source = part.numbers.get(name), part.sources.get(name)
