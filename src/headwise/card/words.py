@@ -181,6 +181,8 @@ def _parameters(card: Card) -> Iterator[str]:
             f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{grouped} would take the same "
             f"matrices as {layer.query} of {layer.dim}. Layers are not heads: each layer has its own."
         )
+    elif layer:
+        yield "Heads do not add parameters: into how many the projections are cut changes no matrix."
     if card.stored and card.stored.total != counts.total:
         yield f"The weights beside the config hold {card.stored.total:,} numbers."
 
