@@ -79,11 +79,17 @@ def counts(tensors: Tensors) -> Counts:
     return Counts(**sums)
 
 
-def _first(tensors: Tensors, endings: tuple[str, ...], layer: int | None = None) -> tuple[str, Tensor] | None:
+def by_layer(tensors: Tensors) -> dict[int | None, Tensors]:
+    """The tensors of each layer, and under None those of no layer: a large model has a hundred thousand."""
+    found: dict[int | None, Tensors] = {}
     for name, tensor in tensors.items():
-        found = LAYER.search(name)
-        if layer is not None and (found is None or int(found[1]) != layer):
-            continue
+        match = LAYER.search(name)
+        found.setdefault(int(match[1]) if match else None, {})[name] = tensor
+    return found
+
+
+def _first(tensors: Tensors, endings: tuple[str, ...]) -> tuple[str, Tensor] | None:
+    for name, tensor in tensors.items():
         if name.endswith(endings) and len(tensor.shape) == 2 and "encoder_attn" not in name and "vision" not in name:
             return name, tensor
     return None
@@ -92,13 +98,14 @@ def _first(tensors: Tensors, endings: tuple[str, ...], layer: int | None = None)
 def contradictions(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
     """What the weights say otherwise than the config, one sentence each."""
     yield from _layers(part, tensors)
+    layers = by_layer(tensors)
     for layer in {layer.index: layer for layer in part.layers if layer.role == "self"}.values():
-        problems = list(_projections(layer, tensors))
+        problems = list(_projections(layer, layers.get(layer.index, {})))
         if problems:
             yield from problems
             break  # one layer says it; the others say the same
-    yield from _words(part, tied, tensors)
-    yield from _gate(part, tensors)
+    yield from _words(part, tied, layers.get(None, {}))
+    yield from _gate(part, layers.get(0, {}))
 
 
 def _layers(part: Part, tensors: Tensors) -> Iterator[str]:
@@ -111,7 +118,7 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
     if layer.latent or layer.sharing == "none":
         return
     sizes = {"query": (layer.query, layer.dim), "key": (layer.kv, layer.dim), "value": (layer.kv, layer.value_dim)}
-    fused = _first(tensors, PROJECTIONS["fused"], layer.index)
+    fused = _first(tensors, PROJECTIONS["fused"])
     if fused:
         rows, want = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
         if rows != want:
@@ -119,7 +126,7 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
             yield f"{fused[0]} has {rows} rows; {said} make {want}"
         return
     for name, (heads, dim) in sizes.items():
-        found = _first(tensors, PROJECTIONS[name], layer.index)
+        found = _first(tensors, PROJECTIONS[name])
         if found and found[1].shape[0] != heads * dim:
             fits = f"; {found[1].shape[0] // heads} a head would fit" if found[1].shape[0] % heads == 0 else ""
             yield f"{found[0]} has {found[1].shape[0]} rows; {heads} heads with head_dim {dim} make {heads * dim}{fits}"
@@ -141,7 +148,7 @@ def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
     facts = FACTS.get(part.model_type)
     if facts is None or not isinstance(facts.gated, bool) or facts.ffn is not None:
         return
-    gate, up = _first(tensors, GATES, 0), _first(tensors, UPS, 0)
+    gate, up = _first(tensors, GATES), _first(tensors, UPS)
     if facts.gated and up and not gate:
         yield f"{part.model_type} has a gated feed-forward part, and the weights have {up[0]} without a gate"
     if not facts.gated and gate:
@@ -171,7 +178,8 @@ def sizes(tensors: Tensors) -> tuple[dict[str, int | None], dict[str, Source]]:
     if words := _first(tensors, WORDS):
         note("vocab", words[1].shape[0], f"rows of {words[0]}")
         note("width", words[1].shape[1], f"columns of {words[0]}")
-    query, key = _first(tensors, PROJECTIONS["query"], 0), _first(tensors, PROJECTIONS["key"], 0)
+    first = by_layer(tensors).get(0, {})
+    query, key = _first(first, PROJECTIONS["query"]), _first(first, PROJECTIONS["key"])
     if query and key and key[1].shape[0] and query[1].shape[0] % key[1].shape[0] == 0:
         note("group", query[1].shape[0] // key[1].shape[0], f"rows of {query[0]} / rows of {key[0]}")
     return numbers, sources

@@ -345,6 +345,7 @@ def _cross(own: Stack, depth: int) -> list[str]:
     """For each layer: "" (self-attention alone), "also" or "instead"."""
     listed = own.node.value("cross_attention_layers")
     if isinstance(listed, list):
-        return ["instead" if i in listed else "" for i in range(depth)]
+        chosen = patterns.numbered(listed)
+        return ["instead" if i in chosen else "" for i in range(depth)]
     also = own.side == "decoder" or own.node.flag("add_cross_attention")
     return ["also" if also else ""] * depth

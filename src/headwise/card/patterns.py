@@ -42,6 +42,11 @@ def _blocks(node: Node, depth: int) -> list[str]:
     return [next((word for word in gone if attention.get(word)), "full_attention") for attention in plain]
 
 
+def numbered(got: Any) -> set[int]:
+    """The numbers of layers that a list names; a file may name millions."""
+    return {i for i in got if isinstance(i, int)} if isinstance(got, list) else set()
+
+
 def stretched(given: list[Any], depth: int) -> list[Any]:
     """A list repeated or cut to the number of layers."""
     return [given[i % len(given)] for i in range(depth)]
@@ -83,7 +88,7 @@ def _neo(node: Node, depth: int) -> list[str]:
 def _indices(key: str, hit: str, miss: str) -> Callable[[Node, int], list[str]]:
     def rule(node: Node, depth: int) -> list[str]:
         got = node.value(key)
-        chosen = {i for i in got if isinstance(i, int)} if isinstance(got, list) else set()
+        chosen = numbered(got)
         return [hit if i in chosen else miss for i in range(depth)] if isinstance(got, list) else []
 
     return rule
@@ -144,7 +149,8 @@ def sparse_layers(node: Node, depth: int) -> list[bool]:
         return [word not in ("dense", "mlp") for word in stretched(words, depth)]
     listed = node.value("moe_layers")
     if isinstance(listed, list):
-        return [i in listed for i in range(depth)]
+        chosen = numbered(listed)
+        return [i in chosen for i in range(depth)]
     made = [True] * depth
     for rule in (_first_dense, _sparse_step, _interval, _period, _listed_dense):
         made = [a and b for a, b in zip(made, rule(node, depth), strict=True)]
@@ -187,5 +193,5 @@ def _period(node: Node, depth: int) -> list[bool]:
 
 
 def _listed_dense(node: Node, depth: int) -> list[bool]:
-    dense = node.value("mlp_only_layers")
-    return [i not in dense for i in range(depth)] if isinstance(dense, list) else [True] * depth
+    dense = numbered(node.value("mlp_only_layers"))
+    return [i not in dense for i in range(depth)]

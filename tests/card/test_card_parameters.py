@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builds import built, classes, small, variants
+from card_builds import built, classes, small, variants
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
