@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,14 @@ class EagerReading:
     offset: int
     comparable: bool
     recipe: Recipe | None = None  # of the mask
+
+    def exact(self) -> EagerReading:
+        """The same in 32 bits: eager functions round their scores, which 16 bits do not bear."""
+        given = self.given
+        if given.query.dtype not in (torch.float16, torch.bfloat16):
+            return self
+        wide = given._replace(query=given.query.float(), key=given.key.float(), value=given.value.float())
+        return replace(self, given=wide)
 
     @property
     def q(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import contract
 from ..errors import HeadwiseError, ShapeError, UnsupportedError
 from . import anatomy
 from .anatomy import Key, Site
+from .chosen import head_numbers
 
 VALUES = ("zero", "mean")
 
@@ -114,7 +114,7 @@ class MaskedHeads:
         by_module: dict[int, dict[int, Change]] = {}
         for change in self._changes:
             by_module.setdefault(id(change.site.module), {})[change.site.turn] = change
-        touched = {id(self._owner[at]): self._owner[at] for at in by_module}
+        touched = {id(self._owner[at]): self._owner[at] for at in by_module} | {id(self.model): self.model}
         for owner in touched.values():
             self._hooks.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._hooks.append(owner.register_forward_hook(self._end))
@@ -135,7 +135,7 @@ class MaskedHeads:
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
-            if its is owner:
+            if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
@@ -227,14 +227,7 @@ def _change(model: nn.Module, site: Site, wanted: Any, value: Any) -> Change:
         if tuple(wanted.shape) != (count,):
             raise ShapeError(f"gates of {site} have shape {tuple(wanted.shape)}; ({count},) is expected, one a head")
         return Change(site, count, [], gates=lambda: wanted)
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
-        wanted = [wanted]
-    if isinstance(wanted, (str, bytes)) or not isinstance(wanted, Iterable):
-        raise HeadwiseError(f"the heads of {site} must be a list of numbers, got {wanted!r}")
-    try:
-        chosen = contract.pick("head", wanted, count)
-    except HeadwiseError as error:
-        raise HeadwiseError(f"{site}: {error}") from None
+    chosen = head_numbers(site, wanted, count)
     return Change(site, count, sorted(set(chosen)), value=value)
 
 

@@ -213,7 +213,8 @@ def agrees(reading: Any, other: Any, real: Tensor | None) -> bool:
         if apart.numel() == 0:
             return True
         largest = float(ours.float().abs().amax())
-        return float(apart.amax()) <= CLOSE.get(other.dtype, 1e-2) * max(largest, 1e-6)
+        close = max(CLOSE.get(x.dtype, 1e-2) for x in (ours, other))
+        return float(apart.amax()) <= close * max(largest, 1e-6)
 
 
 def _mask(mask: Any, keys: int) -> Tensor:

@@ -16,7 +16,7 @@ from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
 from . import anatomy, registry
 from .anatomy import Key, Site
-from .chosen import Chosen, asked, chosen_of, links_of
+from .chosen import Chosen, asked, chosen_of, classes_of, links_of, rows_of
 from .eager import EagerReading
 from .implementation import NAME
 from .layers import Layer, Links, Rows
@@ -45,7 +45,7 @@ def watch(
     query. classes {name: (B, T) bool}: keys whose share of the weight is wanted; with several kinds of attention
     {kind: {name: ...}}.
     """
-    return Watch(model, weights, outputs, None if rows is None else list(rows), links, classes or {}, exact)
+    return Watch(model, weights, outputs, rows, links, classes, exact)
 
 
 class Scene(NamedTuple):
@@ -66,9 +66,9 @@ class Watch:
         model: nn.Module,
         weights: Chosen,
         outputs: Chosen,
-        rows: list[int] | None,
+        rows: Iterable[int] | None,
         links: int,
-        classes: dict[str, Any],
+        classes: dict[str, Any] | None,
         exact: bool,
     ) -> None:
         self.model = model
@@ -81,19 +81,15 @@ class Watch:
         self._weights, self._outputs = (chosen_of(model, self._sites, x) for x in (weights, outputs))
         mixing = {id(site.module): site for site in self._sites if id(site.module) in self._outputs}
         self._mixers = [(site.module, anatomy.w_o(model, site)[1]) for site in mixing.values()]
-        self._rows, self._links = rows, links_of(links)
-        kinds = {site.kind for site in self._sites}
-        self._classes = classes if classes and set(classes) <= kinds else dict.fromkeys(kinds, classes)
-        if classes and len(kinds) > 1 and not set(classes) <= kinds:
-            raise HeadwiseError(
-                f"with {len(kinds)} kinds of attention give classes by kind: {', '.join(sorted(kinds))}"
-            )
+        self._rows, self._links = rows_of(rows), links_of(links)
+        self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
         self._hooks: list[Any] = []
         self._turn: dict[int, int] = {}
         self._padding: dict[int, Tensor | None] = {}  # by owner
         self._last: dict[int, tuple[Tensor | None, bool]] = {}  # by owner: its newest real queries, and if it decodes
         self._trusted: dict[Any, bool] = {}  # readings that were checked: True, or False where eager must serve
+        self._waiting: set[int] = set()  # modules that were called and have not attended yet
         self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
 
@@ -138,6 +134,9 @@ class Watch:
             self._hooks.pop().remove()
         self._padding.clear()
         self._last.clear()
+        waiting, self._waiting = sorted(self._waiting), set()
+        if error is None and waiting:
+            raise self._missed(waiting[0])
         if error is None and self._ran and not self._seen:
             raise UnsupportedError(
                 f"{type(self.model).__name__} ran, but none of its attention layers asked transformers' registry for "
@@ -157,15 +156,27 @@ class Watch:
         self._ran = True
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
-            if its is owner:
+            if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
         registry.here.end()
+        missed = [at for at in self._waiting if self._owner[at] is owner]
+        self._waiting.difference_update(missed)
+        if missed and output is not None:
+            raise self._missed(missed[0])
+
+    def _missed(self, at: int) -> UnsupportedError:
+        site = next(site for site in self._sites if id(site.module) == at)
+        return UnsupportedError(
+            f"{type(site.module).__name__} (at {site.name}) did not ask transformers' registry for an attention "
+            "function when it was called, as compiled code does; its heads cannot be watched"
+        )
 
     def _called(self, module: nn.Module, args: Any) -> None:
         if not anatomy.in_backward():  # not a checkpoint that is run again in backward
             self._turn[id(module)] = self._turn.get(id(module), -1) + 1
+            self._waiting.add(id(module))
 
     def _mixed(self, module: nn.Module, linear: nn.Module, args: tuple[Any, ...]) -> None:
         """What W_O is given are the heads' outputs, with all that a model does to them before (gates, norms)."""
@@ -186,6 +197,7 @@ class Watch:
         self, given: Given, function: registry.Function, eager: registry.Function, inmost: bool
     ) -> tuple[Tensor, Any]:
         """Answer an attention call with the model's output, and keep what was asked for."""
+        self._waiting.discard(id(given.module))
         scene = self._scene(given)
         if isinstance(given.mask, LazyMask) and (
             given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")
@@ -239,7 +251,7 @@ class Watch:
         """
         given, form = own.given, (_form(own.given), out is None)
         if form not in self._trusted:
-            self._trusted[form] = agrees(reading, own if out is None or given.dropout else out, real)
+            self._trusted[form] = agrees(reading, own.exact() if out is None or given.dropout else out, real)
         if self._trusted[form]:
             return reading
         if isinstance(given.mask, LazyMask):
