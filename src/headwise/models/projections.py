@@ -59,6 +59,7 @@ EXCEPTIONS = (
     ("blip", "qkv", None),
     ("fsmt.", "q_proj", None),
     ("Longformer", "query", None),
+    ("LEDEncoderSelf", "query", None),
     ("LongT5Local", "q", None),
     ("LongT5TransientGlobal", "q", None),
     ("PegasusXGlobalLocal", "q_proj", None),

@@ -1,0 +1,48 @@
+"""Every family that the tests know: cut out exactly, or refused in words; never wrong, never a crash later on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_surgery import CLOSE, even, masked, uneven
+from tiny import error
+
+import headwise
+from headwise import UnsupportedError
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # the families and what they are called with
+from batches import inputs
+from families import FAMILIES, OFF, build
+
+# Why heads of these are not cut out.
+REFUSED = {
+    "over all heads at once": ("olmo2", "olmo3", "olmoe", "minimax_m2", "bitnet"),
+    "in a way that is bound to their number": (
+        "diffllama", "blip-2", "codegen", "fsmt", "led", "longformer", "longt5", "pegasus_x",
+    ),
+    "is not known": (
+        "deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "mistral_large4_text", "nystromformer", "lilt", "convbert",
+    ),
+    "not a plain linear layer": ("ibert",),
+    "was not found": ("xlnet",),
+    "multi_head_attention_forward": ("wavlm",),
+}  # fmt: skip
+WHY = {name: words for words, names in REFUSED.items() for name in names}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OFF], ids=lambda family: family.name)
+def test_cut_out_exactly_or_refused_in_words(family: object) -> None:
+    model, given = build(family), inputs(family)
+    for which in (even, uneven):
+        if family.name in WHY:
+            with pytest.raises(UnsupportedError, match=WHY[family.name]):
+                headwise.prune_heads(model, which(model))
+            continue
+        heads = {key: numbers for key, numbers in which(model).items() if numbers}
+        want = masked(model, heads, given)
+        with torch.no_grad():
+            assert error(headwise.prune_heads(model, heads)(**given), want) < CLOSE
+            assert error(model(**given), want) > 3 * CLOSE  # Zamba's heads hardly show; all others are far above
