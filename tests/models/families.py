@@ -407,9 +407,9 @@ BY_NAME = {family.name: family for family in [*FAMILIES, *OFF]}
 # One of each mechanism; tests that say the same of the others are among the long ones.
 CORE = {
     "bert", "albert", "albert-groups", "distilbert", "modernbert", "esm", "mobilebert", "markuplm", "llama", "mistral",
-    "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode-mqa", "gpt_neox", "opt", "olmo3", "gpt_oss", "mixtral",
-    "llama4_text", "deepseek_v3", "deepseek_v32", "hy_v4", "diffllama", "jamba", "zamba", "qwen3_next", "bart", "t5",
-    "whisper", "vit", "swin", "wav2vec2", "clip", "llava", "paligemma", "blip-2", "qwen2_vl", "qwen2_5_vl",
+    "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode-mqa", "gpt_neox", "opt", "olmo3", "gpt_oss",
+    "mixtral", "llama4_text", "deepseek_v3", "deepseek_v32", "hy_v4", "diffllama", "jamba", "zamba", "qwen3_next",
+    "bart", "t5", "whisper", "vit", "swin", "wav2vec2", "clip", "llava", "paligemma", "blip-2", "qwen2_vl", "qwen2_5_vl",
 }  # fmt: skip
 
 
