@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import register_pytree_node
 from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
-from .kernel import native, ops
+from .kernel import cuda, native, ops
 from .sight import Sight, check_tensor, sight_of
 from .stats import HeadStats
 
@@ -37,18 +38,24 @@ class Call:
     gates: Tensor | None = None
     dropout: float = 0.0
 
-    def why_not_native(self, q: Tensor) -> str | None:
-        """Why PyTorch computes this call instead of the native kernel, or None."""
+    @property
+    def kernel(self) -> ModuleType:
+        """The one-pass kernel of these tensors' device: native or cuda, which are called alike."""
+        return cuda if cuda.serves(self.sight.device) else native
+
+    def why_not_kernel(self, q: Tensor) -> str | None:
+        """Why PyTorch computes this call instead of the one-pass kernel, or None."""
         sight = self.sight
-        if native.choice().why_not is not None:
-            return native.choice().why_not
-        if not sight.readable and not (torch.compiler.is_compiling() and q.device.type == "cpu"):
-            return "the native kernel takes plain CPU tensors"
+        why: str | None = self.kernel.why_not(q, sight)
+        if why is not None:
+            return why
         if self.dropout:
-            return "the native kernel has no dropout"
+            return f"the {self.kernel.NAME} kernel has no dropout"
+        if sight.readable and torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func transforms PyTorch's own operators"
         if learns(sight.mask, sight.slopes):
             return "the mask wants a gradient"
-        return native.why_not(q, sight)
+        return None
 
     def why_rows(self) -> str | None:
         """Why this call goes by blocks of rows instead of PyTorch's fused kernel, or None."""
@@ -86,7 +93,7 @@ def call_of(
         check_tensor("gates", gates, q)
         contract.check_per_head("gates", gates.shape, who.size, batched=True)
     call = Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
-    if who.mask is not None and call.why_not_native(q) is not None:
+    if who.mask is not None and call.why_not_kernel(q) is not None:
         return replace(call, sight=who.without_padding())
     return call
 
@@ -197,7 +204,7 @@ def statistics(
     v = k[..., :1]  # one column stands in for the values
     call = call_of(q, k, v, **how)
     _check_counted(q, call.sight.size, queries, classes)
-    if len(classes or {}) <= native.MOST_CLASSES and call.why_not_native(q) is None:
+    if len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
         with torch.no_grad():
             return observe(q, k, v, call, queries, classes, cross)[1]
     with torch.no_grad(), as_given(q):
@@ -209,16 +216,16 @@ def statistics(
 def one_pass(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> bool:
     """Whether head_stats takes output and statistics from one native pass."""
     call = call_of(*autocast(q, k, v), **how)
-    return call.why_not_native(q) is None and not learns(q, k, v, call.sinks, call.gates)
+    return call.why_not_kernel(q) is None and not learns(q, k, v, call.sinks, call.gates)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
     q, k, v = autocast(q, k, v)
     call = call_of(q, k, v, **how)
-    instead = call.why_not_native(q)
+    instead = call.why_not_kernel(q)
     if instead is None:
-        return f"native: {native.explain(call.sight)}"
+        return f"{call.kernel.NAME}: {call.kernel.explain(call.sight)}"
     why = call.why_rows()
     way = f"rows: {why}; blocks of query rows in PyTorch" if why else f"fused: {fused.explain(call.sight)}"
     return f"{way} ({instead})"
@@ -226,13 +233,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """attend, for a call that was checked."""
-    if call.why_not_native(q) is None:
+    if call.why_not_kernel(q) is None:
         given = q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates
         traced = torch.compiler.is_compiling()
         if not learns(q, k, v, call.sinks, call.gates):
-            return ops.run(*given)[0] if traced else native.run(*given)
+            out: Tensor = ops.run(*given)[0] if traced else call.kernel.run(*given)
+            return out
         if not traced:  # in a graph, PyTorch's own operators have gradients that a compiler knows
-            return gated(Native.apply(q, k, v, call.sinks, call), call)
+            return gated(OnePass.apply(q, k, v, call.sinks, call), call)
     with as_given(q):
         return gated(_output(q, k, v, call), call)
 
@@ -247,13 +255,14 @@ def learns(*xs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)
 
 
-class Native(torch.autograd.Function):
-    """The native kernel's output without gates, for inputs that want gradients; backward computes the weights again."""
+class OnePass(torch.autograd.Function):
+    """The one-pass kernel's output without gates, where gradients are wanted; backward computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        out = native.run(q, k, v, call.sight, call.scale, call.softcap, sinks, extra=native.Extra(lse=lse))
+        kernel = call.kernel
+        out: Tensor = kernel.run(q, k, v, call.sight, call.scale, call.softcap, sinks, extra=kernel.Extra(lse=lse))
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.call = call
         return out
@@ -323,11 +332,12 @@ def observe(
     """head_stats, for a call that was checked."""
     _check_counted(q, call.sight.size, queries, classes)
     wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
-    if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_native(q) is None:
-        way = ops if torch.compiler.is_compiling() else native
-        return way.head_stats(
+    if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
+        way = ops if torch.compiler.is_compiling() else call.kernel
+        found: tuple[Tensor, HeadStats] = way.head_stats(
             q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates, queries, classes or {}, cross
         )
+        return found
     apart = wants_gradient or call.dropout > 0
     with torch.no_grad(), as_given(q):
         once, stats = measure.head_stats(
@@ -352,7 +362,8 @@ def links(
     found = native.Links.empty(q, count)
     learning = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
     fits = 0 < count <= native.MOST_LINKS and len(classes or {}) <= native.MOST_CLASSES
-    if fits and not learning and not torch.compiler.is_compiling() and call.why_not_native(q) is None:
+    fits = fits and call.kernel is native and call.why_not_kernel(q) is None
+    if fits and not learning and not torch.compiler.is_compiling():
         given = call.sight, call.scale, call.softcap, call.sinks, call.gates
         return *native.head_stats(q, k, v, *given, queries, classes or {}, cross, found), found
     found.weight.zero_()

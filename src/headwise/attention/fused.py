@@ -208,6 +208,8 @@ def _grouped_mask(mask: Tensor | None, heads: int, kv_heads: int, rows: int) -> 
 def has_backward(sight: Sight, scale: float) -> bool:
     """Whether PyTorch's kernel has this call's gradient by itself: dense, or its own triangle, without groups."""
     size = sight.size
+    if sight.device.type != "cpu":  # there, the kernel's own backward wants more than the output
+        return False
     if size.group != 1 or size.dim != size.value_dim or sight.slopes is not None or sight.mask is not None:
         return False
     if scale <= 0 or not (size.batch and size.queries and size.keys) or not sight.uniform or sight.end != size.keys:

@@ -315,7 +315,7 @@ def _mask(mask: Tensor | None, q: Tensor, size: Sizes) -> Tensor | None:
             )
         if readable(mask):
             _warn_if_meant_as_bool(mask)
-    return mask[(None,) * (4 - mask.dim())]
+    return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
 def _pads(mask: Tensor, size: Sizes) -> bool:

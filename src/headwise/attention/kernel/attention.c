@@ -23,13 +23,7 @@
 #include "call.h"
 #include "vectors.h"
 
-#ifndef STRIPS
-#define STRIPS 8
-#endif
-#ifndef KEY_BLOCK
-#define KEY_BLOCK 256
-#endif
-enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = STRIPS * TILE_ROWS, PART_KEYS = 1024, FEW_ROWS = 12 };
+enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12 };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -89,18 +83,19 @@ INLINE vf load_kind(const int kind, const char *x, int64_t i) {
     return kind == BF16 ? load_bf16((const uint16_t *)x + i) : load_f16((const uint16_t *)x + i);
 }
 
+/* n numbers side by side into y, times a factor: whole vectors, the last of which may overlap the one before. */
+INLINE void read_vectors(const int kind, float *y, const char *x, int64_t n, float factor) {
+    for (int64_t i = 0; i + W <= n; i += W) store(y + i, load_kind(kind, x, i) * factor);
+    if (n % W) store(y + n - W, load_kind(kind, x, n - W) * factor);
+}
+
 /* n numbers of any kind and stride into y, times a factor. */
 static void read_row(float *y, const char *x, int64_t kind, int64_t stride, int64_t n, float factor) {
-    int64_t i = 0;
-    if (stride == 1) {
-        if (kind == F32)
-            for (; i + W <= n; i += W) store(y + i, load_kind(F32, x, i) * factor);
-        else if (kind == BF16)
-            for (; i + W <= n; i += W) store(y + i, load_kind(BF16, x, i) * factor);
-        else
-            for (; i + W <= n; i += W) store(y + i, load_kind(F16, x, i) * factor);
-    }
-    for (int64_t size = width_of(kind); i < n; i++) y[i] = number(x + i * stride * size, kind) * factor;
+    if (stride != 1 || n < W)
+        for (int64_t i = 0, size = width_of(kind); i < n; i++) y[i] = number(x + i * stride * size, kind) * factor;
+    else if (kind == F32) read_vectors(F32, y, x, n, factor);
+    else if (kind == BF16) read_vectors(BF16, y, x, n, factor);
+    else read_vectors(F16, y, x, n, factor);
 }
 
 /* n numbers times a factor, in any kind; rows of the output lie whole. */
@@ -113,29 +108,32 @@ static void write_row(char *y, const float *x, int64_t kind, int64_t n, float fa
         for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = to_f16(x[i] * factor);
 }
 
-/* Keys (count x dim) into panels [count / PANEL][dim][PANEL]; the last panel is filled up with zeros. */
+/* W keys from x on, row by row, into columns of a panel: W numbers of each at a time, turned. Of fewer keys the last
+   stands for the others, and the last numbers of a key may be taken twice. */
+INLINE void pack_columns(const int kind, float *y, const char *x, int64_t row, int64_t dim, int64_t count) {
+    for (int64_t i = 0; i < dim; i += W) {
+        int64_t from = least(i, dim - W);
+        vf part[W];
+        UNROLL for (int r = 0; r < W; r++) part[r] = load_kind(kind, x + least(r, count - 1) * row, from);
+        transpose(part);
+        UNROLL for (int r = 0; r < W; r++) store(y + (from + r) * PANEL, part[r]);
+    }
+}
+
+/* Keys (count x dim) into panels [count / PANEL][dim][PANEL]. What fills up the last panel is never used. */
 static void pack_keys(float *y, const char *x, const Call *call, int64_t count) {
-    int64_t dim = call->dim, size = width_of(call->kind), row = call->k_stride[2] * size, step = call->k_stride[3];
-    int plain = call->kind == F32 && step == 1;
-    for (int64_t j = 0; j < up(count, PANEL); j += W) {
+    int64_t kind = call->kind, dim = call->dim, size = width_of(kind), row = call->k_stride[2] * size;
+    for (int64_t j = 0; j < count; j += W) {
         float *to = y + j / PANEL * PANEL * dim + j % PANEL;
-        for (int64_t i = 0; i < dim; i += W) {
-            vf part[W];
-            if (plain && i + W <= dim && j + W <= count) {
-                UNROLL for (int r = 0; r < W; r++) part[r] = load((const float *)(x + (j + r) * row) + i);
-            } else {
-                float laid[W][W] = {{0}};
-                for (int64_t r = 0; r < W && j + r < count; r++)
-                    read_row(laid[r], x + (j + r) * row + i * step * size, call->kind, step, least(W, dim - i), 1);
-                UNROLL for (int r = 0; r < W; r++) part[r] = load(laid[r]);
-            }
-            transpose(part);
-            if (i + W <= dim) {
-                UNROLL for (int r = 0; r < W; r++) store(to + (i + r) * PANEL, part[r]);
-            } else {
-                for (int64_t r = 0; i + r < dim; r++) store(to + (i + r) * PANEL, part[r]);
-            }
-        }
+        const char *from = x + j * row;
+        int64_t some = least(W, count - j);
+        if (call->k_stride[3] != 1 || dim < W) {
+            for (int64_t i = 0; i < dim; i++)
+                for (int64_t r = 0; r < some; r++)
+                    to[i * PANEL + r] = number(from + r * row + i * call->k_stride[3] * size, kind);
+        } else if (kind == F32) pack_columns(F32, to, from, row, dim, some);
+        else if (kind == BF16) pack_columns(BF16, to, from, row, dim, some);
+        else pack_columns(F16, to, from, row, dim, some);
     }
 }
 
@@ -169,6 +167,8 @@ INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, co
     float rest[4];
     for (; j + 4 <= count; j += 4, x += 4 * row) {
         int r = 0;
+        for (int64_t i = 8; i < 12; i++) /* a little ahead; past the end it does no harm */
+            for (int64_t d = 0; d < dim * (kind == F32 ? 4 : 2); d += 64) __builtin_prefetch(x + i * row + d);
         for (; r + 4 <= rows; r += 4) {
             dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
             dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
@@ -375,23 +375,19 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
         other = larger(other, load(s + j + W));
     }
     if (j < n) top = larger(top, load(s + j));
-    float now = largest(larger(top, other)), m = row->m;
-    if (now > m) {
-        float f = m == -INFINITY ? 0.0f : exp2f(m - now);
-        if (m != -INFINITY) {
-            for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
-            row->l *= f;
-            if (wanted) {
-                row->w = f * row->w + (m - now) * row->l;
-                row->d *= f;
-                for (int i = 0; i < 4; i++) row->at[i] *= f;
-                for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
-            }
-        }
-        row->m = m = now;
-    }
+    float now = largest(larger(top, other)), old = row->m, m = now > old ? now : old;
+    row->m = m;
     if (m == -INFINITY) m = 0;
-    vf l = row->l, w = row->w, d = row->d, away = count_up() + (float)(from - row->place);
+    /* f is 1 more often than not, but nobody could foretell when */
+    vf fall = larger(all(LOWEST), all(old - m)), f = power_of_two(fall);
+    for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
+    vf l = row->l * f, w = row->w, d = row->d, away = count_up() + (float)(from - row->place);
+    if (wanted) {
+        w = f * w + fall * l;
+        d *= f;
+        for (int i = 0; i < 4; i++) row->at[i] *= f[0];
+        for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
+    }
     for (j = 0; j < n; j += W) {
         vf t = larger(all(LOWEST), load(s + j) - m), e = power_of_two(t);
         store(s + j, e);
@@ -478,10 +474,16 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         }
         if (!shows) return;
     }
-    if (few(call, p))
-        dot(rows, it->q + first * dim, it->k + (from + start) * call->k_stride[2] * width_of(call->kind), call, it->s + start, line, stop - start);
-    else for (int64_t j = start; j < stop; j += PANEL)
-        multiply(rows, least(TILE_VECTORS, (stop - j + W - 1) / W), it->q + first * dim, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
+    const float *q = it->q + first * dim;
+    if (few(call, p)) {
+        const char *k = it->k + (from + start) * call->k_stride[2] * width_of(call->kind);
+        dot(rows, q, k, call, it->s + start, line, stop - start);
+    } else {
+        for (int64_t j = start; j < stop; j += PANEL) {
+            int vectors = least(TILE_VECTORS, (stop - j + W - 1) / W);
+            multiply(rows, vectors, q, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
+        }
+    }
 
     const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
     int adjusts = call->mask || call->softcap > 0 || call->slopes;
@@ -498,7 +500,8 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         for (int64_t j = start; j < head; j++) s[j] = 0;
         for (int64_t j = tail; j < stop; j++) s[j] = 0;
         if (adjusts) {
-            adjust(it, row + r, s + head, call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL, tail - head, from + head);
+            const float *bias = call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL;
+            adjust(it, row + r, s + head, bias, tail - head, from + head);
             for (int64_t j = b; j < tail; j++) s[j] = -INFINITY; /* softcap made a number of it */
             for (int64_t j = head; j < a; j++) s[j] = -INFINITY;
         }
@@ -519,9 +522,17 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
             mix_odd(it, row + r, it->s + r * line, it->o + (first + r) * width, low, high, from);
         return;
     }
-    for (int64_t x = 0; x < width; x += PANEL)
-        multiply(rows, least(TILE_VECTORS, (width - x) / W), it->s + low - from, line,
-                 it->values + (low - from) * it->value_row + x, it->value_row, it->o + first * width + x, width, high - low, 1);
+    /* values that are read only once come from far away: a few at a time, the next ones on their way meanwhile */
+    int64_t step = p->row_blocks == 1 ? 32 : high - low;
+    for (int64_t j = low; j < high; j += step) {
+        const float *values = it->values + (j - from) * it->value_row;
+        int64_t count = least(step, high - j);
+        for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, high - j); i++)
+            for (int64_t x = 0; x < width; x += 16) __builtin_prefetch(values + i * it->value_row + x);
+        for (int64_t x = 0; x < width; x += PANEL)
+            multiply(rows, least(TILE_VECTORS, (width - x) / W), it->s + j - from, line, values + x, it->value_row,
+                     it->o + first * width + x, width, count, 1);
+    }
 }
 
 /* ---- the end of a row ---- */
@@ -576,16 +587,17 @@ static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t h
         call->link_key[row * call->link_count + i] = x->best[i];
     }
     if (!call->sums || !x->sees || (call->asked && !call->asked[batch * call->queries + query])) return;
+    float share = 1 / total;
     sums[COUNT] += 1;
-    sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 / total;
-    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) / total;
-    sums[DISTANCE] += x->d / total;
-    sums[FIRST] += x->at[0] / total;
-    sums[PREVIOUS] += x->at[1] / total;
-    sums[NEXT] += x->at[2] / total;
-    sums[SELF] += x->at[3] / total;
-    sums[SINK] += sunk / total;
-    for (int64_t i = 0; i < call->class_count; i++) sums[CLASS + i] += x->c[i] / total;
+    sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 * share;
+    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) * share;
+    sums[DISTANCE] += x->d * share;
+    sums[FIRST] += x->at[0] * share;
+    sums[PREVIOUS] += x->at[1] * share;
+    sums[NEXT] += x->at[2] * share;
+    sums[SELF] += x->at[3] * share;
+    sums[SINK] += sunk * share;
+    for (int64_t i = 0; i < call->class_count; i++) sums[CLASS + i] += x->c[i] * share;
 }
 
 static void merge_links(Kept *x, const Kept *y, int64_t count) {
@@ -615,7 +627,7 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
             if (call->link_count) merge_links(x, y, call->link_count);
             x->sees |= y->sees;
             float f = lower_to(call, x, top), g = lower_to(call, y, top);
-            for (int64_t d = 0; d < call->value_dim; d++) o[d] = (f == 1 ? o[d] : o[d] * f) + (g == 1 ? more[d] : more[d] * g);
+            for (int64_t d = 0; d < call->value_dim; d++) o[d] = o[d] * f + more[d] * g;
             x->m = top;
             x->l += y->l;
             if (!call->sums) continue;
@@ -640,11 +652,15 @@ static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
     row->best = it->best + at * call->link_count;
     memset(row->c, 0, call->class_count * sizeof(vf));
     for (int i = 0; i < call->link_count; i++) row->links[i] = -INFINITY, row->best[i] = -1;
-    row->head = it->kv_head * group + r % group;
-    row->query = r / group;
+    row->query = group == 1 ? r : r / group;
+    row->head = it->kv_head * group + r - row->query * group;
     row->place = row->query + (call->offsets ? call->offsets[it->batch] : call->offset);
     row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
     row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
+    if (it->plan->low) {
+        row->low = most(row->low, it->plan->low[it->batch]);
+        row->high = least(row->high, it->plan->high[it->batch]);
+    }
 }
 
 /* The first key that exists for a sequence: that the mask shows to some row that counts. Past all where there is none. */
@@ -660,6 +676,21 @@ static int64_t first_key(const Call *call, int64_t batch) {
             if (!stride[2] || !first) break;
         }
     return first;
+}
+
+/* Where a mask that is the same for all rows, such as padding, shows its first key and its last. */
+static void span(const Call *call, int64_t batch, int64_t *low, int64_t *high) {
+    int64_t size = width_of(call->mask_kind), step = call->mask_stride[3] * size, end = end_of(call, batch);
+    const char *x = call->mask + batch * call->mask_stride[0] * size;
+    for (*low = 0; *low < end && !shows(x + *low * step, call->mask_kind);) ++*low;
+    for (*high = end; *high > *low && !shows(x + (*high - 1) * step, call->mask_kind);) --*high;
+}
+
+/* Rows of the output lie far apart, and a cache that waits for each of them would cost more than the sums. */
+static void prefetch_output(const Call *call, int64_t batch, const Row *row) {
+    const int64_t *stride = call->out_stride, size = width_of(call->kind);
+    const char *x = call->out + (batch * stride[0] + row->head * stride[1] + row->query * stride[2]) * size;
+    for (int64_t i = 0; i < call->value_dim * size; i += 64) __builtin_prefetch(x + i, 1);
 }
 
 static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
@@ -693,12 +724,13 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     }
 
     float scale = call->softcap > 0 ? call->scale / call->softcap : call->scale * 1.4426950408889634;
-    int64_t low = call->keys, high = 0;
+    int64_t low = call->keys, high = 0, all_low = 0, all_high = call->keys; /* seen by some row, and by all of them */
     for (int64_t r = 0; r < it.rows; r++) {
         Row *row = it.row + r;
         begin_row(call, &it, r, from_row + r);
         int64_t at = it.batch * call->q_stride[0] + row->head * call->q_stride[1] + row->query * call->q_stride[2];
         read_row(it.q + r * call->dim, call->q + at * size, call->kind, call->q_stride[3], call->dim, scale);
+        all_low = most(all_low, row->low), all_high = least(all_high, row->high);
         if (row->low < row->high) low = least(low, row->low), high = most(high, row->high);
     }
     memset(it.o, 0, 4 * it.rows * p->width);
@@ -706,7 +738,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     high = least(high, (part + 1) * p->split * p->key_block);
     for (int64_t b = low / p->key_block; b * p->key_block < high; b++) {
         int64_t from = b * p->key_block, to = least(from + p->key_block, call->keys);
-        int hides = call->mask || call->left >= 0 || call->right >= 0 || call->ends || call->end < call->keys;
+        int hides = call->mask || all_low > from || all_high < to;
         const float *keys = fetch(&it, b, to - from, hides);
         to = least(to, high);
         for (int64_t r = 0; r < it.rows; r += TILE_ROWS) strip(&it, r, least(TILE_ROWS, it.rows - r), keys, from, to);
@@ -714,11 +746,12 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
 
     float *out = p->parts > 1 ? p->part + number * p->part_floats : NULL;
     for (int64_t r = 0; r < it.rows; r++) {
+        if (r + 4 < it.rows) prefetch_output(call, it.batch, it.row + r + 4);
         Kept one, *kept_row = out ? (Kept *)out + r : &one;
         keep(call, it.row + r, kept_row);
         if (!out)
             finish(call, kept_row, it.o + r * p->width, it.batch, it.row[r].head, it.row[r].query,
-                   p->item_sums + (number * group + it.row[r].head % group) * SUMS);
+                   p->item_sums + (number * group + it.row[r].head - it.kv_head * group) * SUMS);
     }
     if (out) memcpy(out + p->block_rows * KEPT_FLOATS, it.o, 4 * it.rows * p->width);
 }
@@ -727,4 +760,4 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
 #define NAMED(isa) JOIN(headwise_, isa)
 #define TEXT(x) #x
 #define QUOTED(x) TEXT(x)
-const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge, first_key};
+const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge, first_key, span};

@@ -58,6 +58,7 @@ typedef struct {
     double *item_sums;   /* (items, group, SUMS) */
     float *part;         /* (items, part_floats) where parts > 1 */
     int64_t *first;      /* (batch,): the first key that exists; NULL: key 0 */
+    int64_t *low, *high; /* (batch,): outside of these the mask hides all keys from all rows; NULL: unknown */
 } Plan;
 
 /* Working memory of one thread. */
@@ -74,6 +75,7 @@ typedef struct {
     void (*item)(const Call *, const Plan *, int64_t item, Room *);
     void (*merge)(const Call *, const Plan *, int64_t group); /* of a row block, when all its parts are done */
     int64_t (*first_key)(const Call *, int64_t batch);
+    void (*span)(const Call *, int64_t batch, int64_t *low, int64_t *high);
 } Path;
 
 extern const Path headwise_avx512, headwise_avx2, headwise_neon, headwise_plain;

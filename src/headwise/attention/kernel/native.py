@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,10 @@ from torch import Tensor
 from ..sight import Sight
 from ..stats import SHARE, HeadStats
 
+NAME = "native"
 FOLDER = Path(__file__).parent
 FORCE = "HEADWISE_KERNEL"  # an instruction set by name, or "off"
+THREADS = "HEADWISE_THREADS"  # "own": never PyTorch's
 REBUILD = "reinstall headwise (in a clone: python hatch_build.py)"
 WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"}
 
@@ -26,6 +29,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
 FIELDS = struct.Struct("=40q2d13q")  # Call in call.h
 MOST_CLASSES, MOST_LINKS = 8, 16
+FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
 SUMS = ("entropy", "confidence", "first", "distance", "previous", "next", "self", "sink", "count")
 POSITIONS = ("distance", "previous", "next", "self")
 
@@ -51,10 +55,25 @@ def library() -> Library | str:
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
     if code.headwise_source().decode() != _source_hash():
         return f"the native kernel is stale, its source has changed: {REBUILD}"
+    borrow_threads(code)
     paths: list[str] = []
     while name := code.headwise_path(len(paths)):
         paths.append(name.decode())
     return Library(code, paths)
+
+
+def borrow_threads(code: ctypes.CDLL, whose: str | None = None) -> None:
+    """Work in PyTorch's threads where it has GNU OpenMP's, in our own ("own") elsewhere and in forked children.
+
+    PyTorch's spin for milliseconds after each of its operators, on the very cores that ours would need.
+    """
+    parallel = None
+    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+        with suppress(OSError, AttributeError):  # only the copy that is loaded already
+            parallel = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+    if (whose or os.environ.get(THREADS)) == "own":
+        parallel = None
+    code.headwise_borrow(parallel)
 
 
 def _source_hash() -> str:
@@ -93,7 +112,11 @@ def choice() -> Choice:
 
 
 def why_not(q: Tensor, sight: Sight) -> str | None:
-    """Why the kernel cannot take a call on plain CPU tensors, or None."""
+    """Why the kernel cannot take a call, or None."""
+    if choice().why_not is not None:
+        return choice().why_not
+    if not sight.readable and not (torch.compiler.is_compiling() and q.device.type == "cpu"):
+        return "the native kernel takes plain CPU tensors"
     if q.dtype not in KINDS:
         return "the native kernel computes in float32"
     if sight.mask is not None and sight.mask.dtype not in MASK_KINDS:
@@ -148,6 +171,8 @@ def run(
 ) -> Tensor:
     """Attention of every head, (B, H, Tq, Dv), laid out so that joining the heads costs nothing."""
     size, mask, offset, end = sight.size, sight.mask, sight.offset, sight.end
+    if q.is_neg() or k.is_neg() or v.is_neg():  # views that PyTorch negates as it reads them
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     out = q.new_empty(size.batch, size.queries, size.heads, size.value_dim).transpose(1, 2)
     slopes = sight.slopes
     if not (sinks is gates is slopes is None):
@@ -162,8 +187,9 @@ def run(
         size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        -1 if sight.left is None else sight.left, -1 if sight.right is None else sight.right,
-        offset if offsets is None else 0, end if ends is None else 0, _at(offsets), _at(ends),
+        -1 if sight.left is None else min(sight.left, FAR), -1 if sight.right is None else min(sight.right, FAR),
+        0 if isinstance(offset, Tensor) else max(-FAR, min(offset, FAR)), 0 if isinstance(end, Tensor) else end,
+        _at(offsets), _at(ends),
         _at(mask), 0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         scale, softcap or 0.0,
         _at(sinks), _at(slopes), _at(gates), 0 if gates is None or gates.dim() == 1 else size.heads,
@@ -188,7 +214,7 @@ def _floats(x: Tensor | None) -> Tensor | None:
 
 def _whole(x: int | Tensor) -> Tensor | None:
     """(B,) numbers of a sequence each, or None where one serves all."""
-    return x.to(torch.int64).contiguous() if isinstance(x, Tensor) else None
+    return x.to(torch.int64).clamp(-FAR, FAR).contiguous() if isinstance(x, Tensor) else None
 
 
 def head_stats(

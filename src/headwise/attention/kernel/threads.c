@@ -32,8 +32,12 @@ typedef struct {
     const Plan *plan;
     Stretch *stretch;
     int count;
-    atomic_int failed;
+    atomic_int joined, failed;
 } Job;
+
+/* Runs a function in several threads at once and waits for them: GOMP_parallel's form. */
+typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+static _Atomic(Parallel *) borrowed; /* PyTorch's own threads, which would else spin beside ours for milliseconds */
 
 static struct {
     pthread_mutex_t lock;
@@ -63,6 +67,7 @@ static void after_fork(void) {
     pool.job = NULL;
     pool.started = 0;
     atomic_store(&pool.working, 0);
+    atomic_store(&borrowed, NULL); /* theirs do not outlive a fork */
 }
 
 static void begin(void) {
@@ -153,6 +158,8 @@ static void run_together(Job *job) {
     pthread_mutex_unlock(&pool.lock);
 }
 
+static void join(void *job) { work(job, atomic_fetch_add(&((Job *)job)->joined, 1)); }
+
 static int threads_for(const Call *call, const Plan *plan) {
     double work = (double)call->batch * call->heads * call->queries * call->keys * (call->dim + call->value_dim);
     double worth = work / 500e3; /* multiply-adds that pay for waking a thread */
@@ -197,6 +204,9 @@ EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(in
 
 EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
 
+/* Borrow threads from this process's GOMP_parallel; NULL: use our own. */
+EXPORT void headwise_borrow(Parallel *parallel) { atomic_store(&borrowed, parallel); }
+
 /* Run a call on the path of that index. Gives 0, 1 where there is no such path, 2 where memory ran out. */
 EXPORT int headwise_run(const Call *call, int index) {
     const Path *path = path_at(index);
@@ -205,7 +215,7 @@ EXPORT int headwise_run(const Call *call, int index) {
     Plan plan;
     path->plan(call, &plan);
     int64_t group = call->heads / call->kv_heads, failed = 0;
-    int64_t sums = plan.items * group * SUMS * sizeof(double), parts = 0;
+    int64_t sums = call->sums ? plan.items * group * SUMS * sizeof(double) : 0, parts = 0;
     if (plan.parts > 1) parts = plan.items * plan.part_floats * sizeof(float);
     plan.item_sums = calloc(1, sums + 1);
     plan.part = malloc(parts + 1);
@@ -213,9 +223,16 @@ EXPORT int headwise_run(const Call *call, int index) {
     int marks = call->sums && call->mask;
     if (marks && (plan.first = malloc((call->batch + 1) * sizeof(int64_t))))
         for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
+    plan.low = plan.high = NULL;
+    int shared = plan.items && call->mask && !call->mask_stride[1] && !call->mask_stride[2];
+    if (shared && (plan.low = malloc(2 * call->batch * sizeof(int64_t)))) {
+        plan.high = plan.low + call->batch;
+        for (int64_t b = 0; b < call->batch; b++) path->span(call, b, plan.low + b, plan.high + b);
+    }
     if (plan.item_sums && plan.part && (plan.first || !marks)) {
         Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};
-        int alone = job.count == 1 || pthread_mutex_trylock(&busy);
+        Parallel *parallel = atomic_load(&borrowed);
+        int alone = job.count == 1 || (!parallel && pthread_mutex_trylock(&busy));
         if (alone) job.count = 1;
         Stretch stretch[MOST_THREADS];
         job.stretch = stretch;
@@ -225,6 +242,8 @@ EXPORT int headwise_run(const Call *call, int index) {
         }
         if (alone) {
             work(&job, 0);
+        } else if (parallel) {
+            parallel(join, &job, job.count, 0);
         } else {
             run_together(&job);
             pthread_mutex_unlock(&busy);
@@ -238,5 +257,6 @@ EXPORT int headwise_run(const Call *call, int index) {
     free(plan.item_sums);
     free(plan.part);
     free(plan.first);
+    free(plan.low);
     return failed ? 2 : 0;
 }

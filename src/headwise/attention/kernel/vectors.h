@@ -12,11 +12,7 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA avx512
-#ifndef TR
-#define TR 12
-#define TV 2
-#endif
-enum { W = 16, TILE_ROWS = TR, TILE_VECTORS = TV };
+enum { W = 16, TILE_ROWS = 12, TILE_VECTORS = 2 };
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define ISA avx2
