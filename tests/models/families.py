@@ -409,7 +409,8 @@ CORE = {
     "bert", "albert", "albert-groups", "distilbert", "modernbert", "esm", "mobilebert", "markuplm", "llama", "mistral",
     "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode-mqa", "gpt_neox", "opt", "olmo3", "gpt_oss",
     "mixtral", "llama4_text", "deepseek_v3", "deepseek_v32", "hy_v4", "diffllama", "jamba", "zamba", "qwen3_next",
-    "bart", "t5", "whisper", "vit", "swin", "wav2vec2", "clip", "llava", "paligemma", "blip-2", "qwen2_vl", "qwen2_5_vl",
+    "bart", "t5", "whisper", "vit", "swin", "wav2vec2", "clip", "llava", "paligemma", "blip-2",
+    "qwen2_vl", "qwen2_5_vl",
 }  # fmt: skip
 
 
