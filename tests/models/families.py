@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from batches import SOURCE
 from torch import Tensor, nn
@@ -401,6 +403,20 @@ OFF = [
 ]
 FAMILIES = [*ENCODERS, *DECODERS, *SEQ2SEQ, *VISION, *SOUND, *TOWERS]
 BY_NAME = {family.name: family for family in [*FAMILIES, *OFF]}
+
+# One of each mechanism; tests that say the same of the others are among the long ones.
+CORE = {
+    "bert", "albert", "albert-groups", "distilbert", "modernbert", "esm", "mobilebert", "markuplm", "llama", "mistral",
+    "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode-mqa", "gpt_neox", "opt", "olmo3", "gpt_oss",
+    "mixtral", "llama4_text", "deepseek_v3", "deepseek_v32", "hy_v4", "diffllama", "jamba", "zamba", "qwen3_next",
+    "bart", "t5", "whisper", "vit", "swin", "wav2vec2", "clip", "llava", "paligemma", "blip-2",
+    "qwen2_vl", "qwen2_5_vl",
+}  # fmt: skip
+
+
+def core_first(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: those outside of CORE are marked `full`."""
+    return [name if name in CORE else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 # What stands between the attention function and W_O, so that W_O is given something else than the heads' outputs.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import counted, inputs
-from families import BY_NAME, FAMILIES, SPARSE, Family, build
+from families import BY_NAME, FAMILIES, SPARSE, Family, build, core_first
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -48,7 +48,7 @@ def real_part(family: Family, given: dict[str, Tensor], model: Any, out: Tensor)
     return out if real is None or out.shape[:2] != real.shape else out * real[..., None]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", core_first(NAMES))
 def test_outputs(name: str) -> None:
     family = BY_NAME[name]
     for side in ("right", "left", None) if family.inputs == "text" else ("right", None):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from batches import counted, inputs
-from families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build
+from families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build, core_first
 from torch import Tensor, nn
 from truth import Call, assert_same, recorded, statistics
 
 import headwise
-from headwise.models import anatomy, masks
+from headwise.models import anatomy, masks, reading
 
 torch.set_num_threads(1)
 NAMES = [family.name for family in FAMILIES]
@@ -95,7 +95,7 @@ def test_a_padded_batch_gives_what_eager_gives(name: str, implementation: str) -
 
 
 @pytest.mark.parametrize("side", ["left", None])
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.inputs == "text"])
+@pytest.mark.parametrize("name", core_first(family.name for family in FAMILIES if family.inputs == "text"))
 def test_left_padding_and_none(name: str, side: str | None) -> None:
     family = BY_NAME[name]
     given = inputs(family, side, seed=3)
@@ -104,9 +104,11 @@ def test_left_padding_and_none(name: str, side: str | None) -> None:
     assert_true(family, given, model, seen)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_masks_that_are_never_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "LARGE", 0)
+@pytest.mark.parametrize("name", core_first(NAMES))
+@pytest.mark.parametrize("large", ["masks that are never made", "output and statistics in one pass"])
+def test_what_large_inputs_take(name: str, large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways of long inputs, on short ones: the same output but for rounding, and the same statistics."""
+    monkeypatch.setattr(*((masks, "LARGE", 0) if large.startswith("masks") else (reading, "ONE_PASS", 0)))
     family = BY_NAME[name]
     given = inputs(family, "left" if family.inputs == "text" else "right", seed=5)
     model = build(family)
@@ -121,7 +123,7 @@ def test_masks_that_are_never_made(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert_true(family, given, model, seen)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", core_first(NAMES))
 def test_outputs_are_what_w_o_is_given(name: str) -> None:
     family = BY_NAME[name]
     given = inputs(family, "right")

@@ -365,6 +365,13 @@ static void keep_links(Row *row, const float *s, int64_t n, int64_t from, int co
     }
 }
 
+/* |x| for x from -KEY_BLOCK on. Distances within a block are read from it; beyond its reach they differ by a constant. */
+static float away_from_zero[2 * KEY_BLOCK + W];
+
+__attribute__((constructor)) static void fill_table(void) {
+    for (int x = 0; x < 2 * KEY_BLOCK + W; x++) away_from_zero[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
+}
+
 /* Scores become e, and what is kept of the row moves on. s: n scores (whole vectors) from key `from` on. */
 INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from, float *o, int64_t width,
                    const float *classes, int64_t class_count, int64_t keys) {
@@ -381,9 +388,11 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
     /* f is 1 more often than not, but nobody could foretell when */
     vf fall = larger(all(LOWEST), all(old - m)), f = power_of_two(fall);
     for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
-    vf l = row->l * f, w = row->w, d = row->d, away = count_up() + (float)(from - row->place);
+    vf before = row->l * f, l = before, w = row->w, d = row->d;
+    int64_t step = from - row->place, near = step > 0 ? 0 : step < -KEY_BLOCK ? -KEY_BLOCK : step;
+    const float *away = away_from_zero + KEY_BLOCK + near;
     if (wanted) {
-        w = f * w + fall * l;
+        w = f * w + fall * before;
         d *= f;
         for (int i = 0; i < 4; i++) row->at[i] *= f[0];
         for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
@@ -394,14 +403,13 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
         l += e;
         if (wanted) {
             w += e * t;
-            d += e * magnitude(away);
-            away += (float)W;
+            d += e * load(away + j);
         }
     }
     row->l = l;
     if (!wanted) return;
     row->w = w;
-    row->d = d;
+    row->d = d + (float)(step < near ? near - step : step - near) * (l - before);
     for (int64_t i = 0; i < class_count; i++) {
         const float *member = classes + i * keys + from;
         vf c = row->c[i];
