@@ -1,0 +1,18 @@
+// A page by itself: the data stands in it, the state in the address after "#".
+import { render } from "./view.js";
+
+/** Read the page's own data and show it. */
+export function mount() {
+  const el = /** @type {HTMLElement} */ (document.getElementById("headwise"));
+  el.replaceChildren();
+  const held = document.getElementById("headwise-data")?.textContent ?? "";
+  render({
+    el,
+    model: {
+      get: (name) => (name === "data" ? held : name === "state" ? location.hash.slice(1) : undefined),
+      set: (name, value) => {
+        if (name === "state") history.replaceState(null, "", `#${value}`);
+      },
+    },
+  });
+}
