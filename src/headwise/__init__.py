@@ -39,6 +39,7 @@ _WHERE = {
     "register": "models.implementation",
     "shape": "shapes",
     "tokenizer": "models.load",
+    "view": "ui.widget",
     "watch": "models.watch",
     "weights": "attention.core",
 }
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from .models.watch import watch as watch
     from .shapes import Shape as Shape
     from .shapes import shape as shape
+    from .ui.widget import view as view
 
 
 def __getattr__(name: str) -> Any:

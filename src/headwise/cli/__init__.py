@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import HeadwiseError
-from . import bench, inspect, trace
+from . import bench, inspect, serve, trace
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("inspect")(inspect.inspect)
+app.command("serve")(serve.serve)
 app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)
 

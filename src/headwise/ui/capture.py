@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class Seen:
     layer: Layer
     reading: Reading | EagerReading
     outputs: np.ndarray  # (H, Tq, Dv): each head's, before W_O
-    w_o: tuple[np.ndarray, np.ndarray | None] | None  # (H * Dv, width) and its bias, where it was found
+    w_o: tuple[Tensor, Tensor | None] | None  # (H * Dv, width) and its bias, where it was found
     source: int = 0  # number of the text that its queries come from
     target: int = 0  # and of its keys'
 
@@ -132,20 +132,28 @@ def run(
     target: str | None = None,
     off: Any = None,
     truncate: bool = False,
+    name: str | None = None,
+    most: int | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Pass:
     """Run a model on a text and keep what each head did.
 
     target: what the decoder of an encoder-decoder model is given; without it the encoder alone is run.
     off: heads whose output is replaced by zeros, {layer: [heads]} as `mask_heads` takes them.
+    most: tokens that are allowed; stop: asked at every layer, True ends the pass by Stopped.
     """
     texts = [inspection._clean(one) for one in ((text,) if target is None else (text, target))]
-    name, model, tokenizer = inspection._pair(model, tokenizer)
+    own, model, tokenizer = inspection._pair(model, tokenizer)
+    name = name or own
     both = target is not None and getattr(model.config, "is_encoder_decoder", False)
     if target is not None and not both:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
     body, notes = (model, ()) if both else inspection._text_model(name, model)
     encoded = [inspection.encode(one, name, body, tokenizer, truncate, weights=False) for one in texts]
     read = tuple(_text(one, code, tokenizer) for one, (code, _) in zip(texts, encoded, strict=True))
+    for text_read in read:
+        if most is not None and len(text_read.ids) > most:
+            raise HeadwiseError(f"the text has {len(text_read.ids):,} tokens, {most:,} are allowed here")
     inputs = {"input_ids": torch.tensor([read[0].ids], device=body.device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if both:
@@ -153,6 +161,7 @@ def run(
     masked = _masked(body, off)
     seen = Capture(body, _classes(body, read, both))
     with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(_stopping(body, stop))
         plain = body(**inputs) if masked else None
         for change in masked:
             stack.enter_context(change)
@@ -162,6 +171,27 @@ def run(
     layers = [_seen(body, seen, layer, gone.get((layer.kind, layer.index), []), both) for layer in seen.layers]
     cut = [note for _, more in encoded for note in more]
     return Pass(name, texts[0], read, layers, gone, (*notes, *cut), output, plain)
+
+
+class Stopped(Exception):
+    """Nobody waits for this pass any more."""
+
+
+@contextmanager
+def _stopping(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
+    """While this lasts, every attention layer asks first whether to go on."""
+
+    def ask(module: Any, args: Any) -> None:
+        if stop is not None and stop():
+            raise Stopped
+
+    modules = {id(site.module): site.module for site in anatomy.sites(model)}
+    hooks = [module.register_forward_pre_hook(ask) for module in modules.values()] if stop is not None else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _masked(model: Any, off: Any) -> list[Any]:
@@ -204,17 +234,17 @@ def _seen(model: Any, seen: Capture, layer: Layer, off: list[int], both: bool) -
     return Seen(layer, reading, outputs, _w_o(model, site, outputs), source, target)
 
 
-def _w_o(model: Any, site: Any, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None] | None:
+def _w_o(model: Any, site: Any, outputs: np.ndarray) -> tuple[Tensor, Tensor | None] | None:
     try:
         _, linear = anatomy.w_o(model, site)
     except UnsupportedError:
         return None
     weight = linear.get_parameter("weight").detach().float().cpu()
-    array: np.ndarray = (weight if type(linear).__name__ == "Conv1D" else weight.T).numpy()
-    bias = getattr(linear, "bias", None)
-    if array.shape[0] != outputs.shape[0] * outputs.shape[2]:
+    matrix = weight if type(linear).__name__ == "Conv1D" else weight.T
+    if matrix.shape[0] != outputs.shape[0] * outputs.shape[2]:
         return None
-    return array, None if bias is None else bias.detach().float().cpu().numpy()
+    bias = getattr(linear, "bias", None)
+    return matrix, None if bias is None else bias.detach().float().cpu()
 
 
 def statistics(seen: Seen) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from .. import errors
 from ..models.inspected import PRONOUNS, STATISTICS, Inspection
@@ -39,9 +40,13 @@ def data(
 
 
 def run(
-    one: Pass, *, heads: Sequence[str] = (), scores: Mapping[str, Mapping[str, Any]] | None = None
+    one: Pass,
+    *,
+    heads: Sequence[str] = (),
+    scores: Mapping[str, Mapping[str, Any]] | None = None,
+    live: bool = False,
 ) -> dict[str, Any]:
-    """One pass."""
+    """One pass. live: whether the numbers behind other heads than the first can be asked for later."""
     shapes = [_shape(seen) for seen in one.layers]
     size = pack.Size(
         sum(h * q for h, q, _ in shapes), sum(h * q * k for h, q, k in shapes), max(max(q, k) for _, q, k in shapes)
@@ -53,7 +58,7 @@ def run(
         weights.append(pack.packed(told.passing(seen.blocks()), shape, size))
         equal.append(told.statistics())
     stats = [capture.statistics(seen) for seen in one.layers]
-    chosen = [_named(one, head) for head in heads]
+    chosen = [named(one, head) for head in heads]
     shown = _standouts(one, stats, equal)
     follow = _follow(one, size)
     order = list(dict.fromkeys([*chosen, *([tuple(follow["head"])] if follow else []), *_best(shown)]))
@@ -72,8 +77,8 @@ def run(
         "follow": follow,
         "chosen": [list(at) for at in chosen],
         "weights": weights,
-        "steps": _steps(one, order, STEPS[size.form]),
-        "output": _outputs(one, order),
+        "steps": _steps(one, order[:1] if live else order, STEPS[size.form], whole=not live),
+        "output": _outputs(one, order[:1] if live else order),
     }
 
 
@@ -83,7 +88,7 @@ def _shape(seen: Seen) -> tuple[int, int, int]:
     return heads, queries, reading.k.shape[2] if isinstance(reading, Reading) else reading.given.key.shape[2]
 
 
-def _named(one: Pass, head: str) -> tuple[int, int]:
+def named(one: Pass, head: str) -> tuple[int, int]:
     """ "3.1" -> (row among all layers, head); in a model of several kinds, "cross 3.1"."""
     kind, _, name = head.strip().rpartition(" ")
     layer, _, number = name.partition(".")
@@ -276,12 +281,14 @@ def _follow(one: Pass, size: pack.Size) -> dict[str, Any] | None:
     return {"word": place, "to": best.target, "head": [best.layer, best.head], "why": why.partition(";")[0]}
 
 
-def _steps(one: Pass, order: Sequence[tuple[int, int]], limit: int) -> list[dict[str, Any] | None]:
-    """q, k and v of each layer: of all heads where they are small, else of the first in order that fit."""
+def _steps(
+    one: Pass, order: Sequence[tuple[int, int]], limit: int, *, whole: bool
+) -> list[dict[str, Any] | None]:
+    """q, k and v of each layer: if whole, of all heads where they are small; else of the first in order that fit."""
     readings = [seen.reading if isinstance(seen.reading, Reading) else None for seen in one.layers]
-    whole = sum(4 * (r.q[0].numel() + r.k[0].numel() + r.v[0].numel()) for r in readings if r is not None)
+    total = sum(4 * (r.q[0].numel() + r.k[0].numel() + r.v[0].numel()) for r in readings if r is not None)
     kept: dict[int, list[int]] = {}
-    if whole <= limit:
+    if whole and total <= limit:
         kept = {row: list(range(r.q.shape[1])) for row, r in enumerate(readings) if r is not None}
     else:
         left = float(limit)
@@ -340,39 +347,38 @@ def _outputs(one: Pass, order: Sequence[tuple[int, int]]) -> list[dict[str, Any]
     """What each head adds to the output of its layer by W_O, for every token: norms, and some heads' own vectors."""
     small = sum(seen.outputs.shape[0] * seen.outputs.shape[1] for seen in one.layers) * 4 <= NORMS
     left = float(PARTS)
-    found: list[dict[str, Any] | None] = []
-    for row, seen in enumerate(one.layers):
-        if seen.w_o is None:
-            found.append(None)
-            continue
-        wanted = []
-        for at, head in order:
-            cost = 4 * seen.outputs.shape[1] * seen.layer.heads.width
-            if at == row and left >= cost:
-                left -= cost
-                wanted.append(head)
-        found.append(output(seen, wanted, along=small))
-    return found
+    wanted: dict[int, list[int]] = {}
+    for row, head in order:
+        left -= 4 * one.layers[row].outputs.shape[1] * one.layers[row].layer.heads.width
+        if left >= 0:
+            wanted.setdefault(row, []).append(head)
+    return [
+        None if seen.w_o is None else output(seen, wanted.get(row, []), along=small)
+        for row, seen in enumerate(one.layers)
+    ]
 
 
-def output(seen: Seen, heads: Sequence[int], *, along: bool = True, rows: Sequence[int] | None = None) -> dict[str, Any]:
+def output(seen: Seen, heads: Sequence[int], *, along: bool = True) -> dict[str, Any]:
     """Norms (H, T) of the heads' parts, the norm (T,) of their sum with the bias, and how much of each lies along it."""
     assert seen.w_o is not None
     matrix, bias = seen.w_o
-    outputs = seen.outputs if rows is None else seen.outputs[:, list(rows)]
+    outputs = torch.from_numpy(seen.outputs)
     count, tokens, width = outputs.shape
-    each = matrix.reshape(count, width, -1)  # (H, Dv, width of the model)
-    total = outputs.transpose(1, 0, 2).reshape(tokens, -1) @ matrix + (0 if bias is None else bias)
-    size = np.linalg.norm(total, axis=-1)
-    square = np.einsum("htd,hde,hte->ht", outputs, each @ each.transpose(0, 2, 1), outputs, optimize=True)
+    each = matrix.unflatten(0, (count, width))  # (H, Dv, width of the model)
+    total = outputs.transpose(0, 1).flatten(1) @ matrix + (0 if bias is None else bias)  # (T, width of the model)
+    size = total.norm(dim=-1)
+    if tokens <= width:
+        norms = (outputs @ each).norm(dim=-1)
+    else:  # the same by the products of W_O's rows, which are fewer than tokens
+        norms = ((outputs @ (each @ each.transpose(1, 2))) * outputs).sum(-1).clamp(min=0).sqrt()
     found: dict[str, Any] = {
-        "norms": pack.f32(np.sqrt(np.maximum(square, 0))),
-        "total": pack.f32(size),
-        "bias": None if bias is None else _number(np.linalg.norm(bias)),
+        "norms": pack.f32(norms.numpy()),
+        "total": pack.f32(size.numpy()),
+        "bias": None if bias is None else _number(float(bias.norm())),
         "heads": list(heads),
-        "parts": pack.f32(np.stack([outputs[h] @ each[h] for h in heads])) if heads else "",
+        "parts": pack.f32((outputs[list(heads)] @ each[list(heads)]).numpy()) if heads else "",
     }
     if along:
-        dots = np.einsum("htd,hde,te->ht", outputs, each, total, optimize=True)
-        found["along"] = pack.f32(dots / np.maximum(size, 1e-30))
+        dots = (outputs * (total @ each.transpose(1, 2))).sum(-1)
+        found["along"] = pack.f32((dots / size.clamp(min=1e-30)).numpy())
     return found

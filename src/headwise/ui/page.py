@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import HeadwiseError
 
 # in this order, so that everything is defined before it is used
-MODULES = ("colour", "core", "dom", "heat", "links", "map", "head", "view")
+MODULES = ("colour", "core", "dom", "heat", "links", "map", "head", "steps", "compare", "live", "view")
 IMPORT = re.compile(r"^import\s[^;]*?from\s\"\./[a-z]+\.js\";\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const))", re.MULTILINE)
 
@@ -50,15 +50,17 @@ def embedded(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no UTF-8, but it is JSON
 
 
-def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'") -> str:
-    """The whole HTML. host: the script that stands between the page and the module; connect: where it may ask."""
+def page(
+    data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'"
+) -> tuple[str, str]:
+    """The whole HTML, and the policy in it. host: the script between the page and the module; connect: where it asks."""
     script = f"{module()}\n{_source(host)}\nmount();\n"
     css = style() + "\nbody { margin: 0; }\n"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(css)}'; connect-src {connect}; "
         "img-src 'none'; base-uri 'none'; form-action 'none'"
     )
-    return f"""<!doctype html>
+    whole = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -77,6 +79,7 @@ def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str
 </body>
 </html>
 """
+    return whole, policy
 
 
 def _hash(text: str) -> str:
@@ -90,7 +93,7 @@ def save(data: Any, path: str | Path, *, title: str = "headwise") -> None:
     try:
         handle, made = tempfile.mkstemp(dir=path.parent, suffix=".html")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(page(data, title=title))
+            out.write(page(data, title=title)[0])
         os.chmod(made, 0o666 & ~_umask())
         os.replace(made, path)
     except OSError as error:

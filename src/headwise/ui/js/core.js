@@ -80,6 +80,7 @@ export class Run {
     this.recent = new Recent(48);
     this.rows = new Recent(6000); // exact rows of long inputs
     /** @type {Map<string, any>} steps that a server sent later */ this.more = new Map();
+    /** @type {Set<string> | undefined} heads whose steps were asked for */ this.asked = undefined;
     /** @type {Set<string>} */ this.off = new Set(json.off.map((/** @type {Head} */ at) => at.join(".")));
   }
 

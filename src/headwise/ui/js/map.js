@@ -194,7 +194,7 @@ export class MapView {
       state.paint === "value" && h("div", { class: "hw-card" }, h("h3", { text: state.stat }), h("p", { text: about }),
         legend(colours, format(low, 2), format(high, 2), equal === null || equal > high ? null : { at: (equal - low) / (high - low), text: `equal attention: ${format(equal, 3)}` }),
         equal !== null && h("p", { class: "soft", text: `A head that looked at everything equally would have ${format(equal, 2)}${equal > high ? ", more than any here" : " (the mark)"}.` })),
-      state.paint === THUMBNAIL && h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: "Each square is one head: a row for each token that looks, a column for each token looked at. Darker is more, by the head's own largest weight." })),
+      state.paint === THUMBNAIL && h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: `Each square is one head: a row for each token that looks, a column for each token looked at. ${app.theme === "dark" ? "Brighter" : "Darker"} is more, by the head's own largest weight.` })),
       this._ranking(run, table),
       h("div", { class: "hw-card" }, h("h3", { text: "Heads that stand out on this text" }),
         names.length ? null : h("p", { class: "soft", text: "None does here, or the text is too short to tell." }),

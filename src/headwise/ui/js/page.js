@@ -11,7 +11,12 @@ export function mount() {
     model: {
       get: (name) => (name === "data" ? held : name === "state" ? location.hash.slice(1) : undefined),
       set: (name, value) => {
-        if (name === "state") history.replaceState(null, "", `#${value}`);
+        if (name !== "state") return;
+        try {
+          history.replaceState(null, "", `#${value}`);
+        } catch {
+          // a page inside a notebook's frame has no address of its own
+        }
       },
     },
   });

@@ -2,25 +2,32 @@
 import { PALETTES, category, oklch } from "./colour.js";
 import { Run } from "./core.js";
 import { Tip, choice, h, keepFocus, several, visible } from "./dom.js";
+import { CompareView } from "./compare.js";
 import { HeadView } from "./head.js";
+import { Bar } from "./live.js";
 import { MapView, measures } from "./map.js";
+import { StepsView } from "./steps.js";
 
 /**
  * @typedef {{ get(name: string): any, set?(name: string, value: any): void, on?(event: string, act: (...args: any[]) => void): void,
  *   off?(event: string, act: (...args: any[]) => void): void, save_changes?(): void, ask?(request: any, signal?: AbortSignal): Promise<any> }} Model
  */
 
-const VIEWS = /** @type {[string, string][]} */ ([["map", "Map"], ["head", "Head"]]);
+const VIEWS = /** @type {[string, string][]} */ ([["map", "Map"], ["head", "Head"], ["steps", "Steps"], ["compare", "Compare"]]);
 const UNDOS = 200;
 const START = {
   view: "map", heads: [[0, 0]], token: /** @type {number | null} */ (null), key: /** @type {number | null} */ (null), unit: "words", stat: "entropy",
   order: "model", paint: "value", palette: "sea", theme: "auto", bare: false, reduce: "max",
+  // what is asked of a model behind the page; the second is what the first is compared with
+  text: /** @type {string | null} */ (null), model: /** @type {string | null} */ (null), off: "",
+  text2: /** @type {string | null} */ (null), model2: /** @type {string | null} */ (null), off2: "",
 };
+const ASKED = ["text", "model", "off"];
 
-/** What can be shared: the state as a short text. @param {any} state @param {Run} run @param {any} [more] */
-export function write(state, run, more = {}) {
+/** What can be shared: the state as a short text. @param {any} state @param {Run} run */
+export function write(state, run) {
   const parts = new URLSearchParams();
-  for (const [name, value] of Object.entries({ ...state, ...more })) {
+  for (const [name, value] of Object.entries(state)) {
     if (name === "heads") parts.set("heads", value.map((/** @type {any} */ at) => run.label(at)).join(","));
     else if (value !== null && value !== undefined && value !== /** @type {any} */ (START)[name]) parts.set(name, String(value));
   }
@@ -63,22 +70,123 @@ export class App {
     this.tip = new Tip(this.root);
     this.dark = window.matchMedia("(prefers-color-scheme: dark)");
     this.state = { ...START };
-    this.views = /** @type {Record<string, any>} */ ({ map: new MapView(this), head: new HeadView(this) });
+    this.views = /** @type {Record<string, any>} */ ({ map: new MapView(this), head: new HeadView(this), steps: new StepsView(this), compare: new CompareView(this) });
+    this.runs = /** @type {any[]} */ ([]);
   }
 
   /** @param {any} data @param {string} [shared] a state that was shared */
   load(data, shared = "") {
-    if (!data || data.headwise !== 1 || !data.runs?.length) throw new Error(data?.headwise ? `this view shows data of form 1, got ${data.headwise}` : "there is nothing to show");
+    if (!data || data.headwise !== 1) throw new Error(data?.headwise ? `this view shows data of form 1, got ${data.headwise}` : "there is nothing to show");
     this.live = data.live;
-    this.runs = data.runs.map((/** @type {any} */ json) => new Run(json));
-    const run = this.runs[0];
+    this.bar = this.live ? new Bar(this) : null;
+    if (this.live) this._ask = this.model.ask ?? messages(this.model);
+    if (!data.runs.length) return this._begin(shared);
+    this._show(data.runs, shared);
+    if (this.live) Object.assign(this.state, { text: this.run.json.text, model: this.run.json.name });
+    return this.update();
+  }
+
+  /** Nothing is here yet: ask for what the address says. @param {string} shared */
+  _begin(shared) {
+    const asked = new URLSearchParams(shared);
+    const known = (/** @type {string | null} */ name) => (name !== null && this.live.models.includes(name) ? name : null);
+    Object.assign(this.state, { text: asked.get("text") || this.live.text, model: known(asked.get("model")) ?? this.live.models[0], off: asked.get("off") ?? "" });
+    if (asked.get("text2")) Object.assign(this.state, { text2: asked.get("text2"), model2: known(asked.get("model2")) ?? this.state.model, off2: asked.get("off2") ?? "" });
+    this.shared = shared;
+    this._waiting();
+    this.request();
+  }
+
+  /** @param {any[]} runs @param {string} shared */
+  _show(runs, shared) {
+    this.runs = runs.map((json) => new Run(json));
+    const { run } = this;
     const { follow, chosen } = run.json;
     const first = chosen[0] ?? follow?.head ?? [0, 0];
     const token = follow && (!chosen.length || String(chosen[0]) === String(follow.head)) ? run.texts[0].of.indexOf(follow.word) : null;
     const key = follow && token !== null ? run.texts[0].of.indexOf(follow.to) : null;
-    Object.assign(this.state, { heads: chosen.length > 1 ? chosen.slice(0, 8) : [first], token, key, view: chosen.length ? "head" : "map" }, readState(shared, run));
+    Object.assign(this.state, { heads: chosen.length > 1 ? chosen.slice(0, 8) : [first], token, key, view: this.runs[1] ? "compare" : chosen.length ? "head" : "map" }, readState(shared, run));
     this._mend();
-    this.update();
+  }
+
+  // --- with a model behind the page ---
+
+  /** Ask for the passes that the state names; a newer question ends an older one. */
+  async request() {
+    this.asking?.abort();
+    const asking = (this.asking = new AbortController());
+    this.failed = "";
+    this.busy = "running the model …";
+    this.bar?.update();
+    const { text, model, off, text2, model2, off2 } = this.state;
+    try {
+      const wanted = [{ text, model, off }, ...(text2 === null ? [] : [{ text: text2, model: model2, off: off2 }])];
+      const runs = [];
+      for (const one of wanted) runs.push(await this._answer({ ask: "run", ...one }, asking.signal));
+      if (asking.signal.aborted) return;
+      this.busy = "";
+      const first = !this.runs.length;
+      if (first) this._show(runs, this.shared ?? "");
+      else this.runs = runs.map((json) => new Run(json));
+      this._mend();
+      if (!first && this.state.token === null && this.state.text !== this.told) this._follow();
+      this.told = this.state.text;
+      this.update();
+    } catch (error) {
+      if (asking.signal.aborted) return;
+      this.busy = "";
+      this.failed = error instanceof Error ? error.message : String(error);
+      if (this.runs.length) this.bar?.update();
+      else this._waiting();
+    }
+  }
+
+  /** The word that is worth following in a new text. */
+  _follow() {
+    const { follow } = this.run.json;
+    if (!follow) return;
+    Object.assign(this.state, { token: this.run.texts[0].of.indexOf(follow.word), key: this.run.texts[0].of.indexOf(follow.to) });
+  }
+
+  /** @param {any} request @param {AbortSignal} [signal] */
+  async _answer(request, signal) {
+    if (!this._ask) throw new Error("there is no model behind this view");
+    const answer = await this._ask(request, signal);
+    if (answer.error) throw new Error(answer.error);
+    return answer;
+  }
+
+  /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./core.js").Head} at */
+  async learn(run, at) {
+    const key = at.join(".");
+    run.asked ??= new Set();
+    if (run.asked.has(key)) return;
+    run.asked.add(key);
+    try {
+      const asked = { text: run.json.text, model: run.json.name, off: run.json.off.map((/** @type {any} */ one) => run.label(one)).join(",") };
+      const found = await this._answer({ ask: "steps", ...asked, head: run.label(at) });
+      if (!found.steps) return;
+      run.learn(at, found.steps);
+      if (this.runs.includes(run)) this.update();
+    } catch (error) {
+      this.failed = error instanceof Error ? error.message : String(error);
+      this.bar?.update();
+    }
+  }
+
+  /** Switch a head off, or on again. @param {import("./core.js").Head} at */
+  switchHead(at) {
+    const label = this.run.label(at);
+    const labels = this.state.off ? this.state.off.split(",") : [];
+    this.set({ off: (labels.includes(label) ? labels.filter((one) => one !== label) : [...labels, label]).join(",") });
+  }
+
+  /** Before the first pass is there. */
+  _waiting() {
+    this.root.dataset.theme = this.theme;
+    this.bar?.update();
+    this.head.replaceChildren(h("div", { class: "hw-title" }, h("div", { class: "hw-brand" }, h("b", { text: "headwise" }))), this.bar?.el ?? "");
+    this.body.replaceChildren(this.failed ? "" : h("p", { class: "soft", role: "status", text: "Loading the model …" }));
   }
 
   get run() {
@@ -113,17 +221,25 @@ export class App {
   set(patch, remember = true) {
     if (Object.entries(patch).every(([name, value]) => JSON.stringify(/** @type {any} */ (this.state)[name]) === JSON.stringify(value))) return;
     if (remember) this.past = [...this.past.slice(-UNDOS), { ...this.state }];
-    this.state = { ...this.state, ...patch };
-    this._mend();
-    this.update();
+    this._change({ ...this.state, ...patch });
+  }
+
+  /** @param {any} state */
+  _change(state) {
+    const before = this.state;
+    this.state = state;
+    const asks = this.live && [...ASKED, ...ASKED.map((name) => `${name}2`)].some((name) => before[name] !== state[name]);
+    if (this.runs.length) {
+      this._mend();
+      this.update();
+    }
+    if (asks) this.request();
   }
 
   undo() {
     const before = this.past.pop();
     if (!before) return;
-    this.state = before;
-    this._mend();
-    this.update();
+    this._change(before);
     this.say("undone");
   }
 
@@ -135,7 +251,7 @@ export class App {
     if (state.token !== null && !(state.token < run.text(state.heads[0][0], "from").pieces.length)) state.token = null;
     if (state.key !== null && !(state.key < run.text(state.heads[0][0], "to").pieces.length)) state.key = null;
     if (!(state.stat in measures(run))) state.stat = Object.keys(measures(run))[0];
-    if (!this.views[state.view]) state.view = "map";
+    if (state.view === "compare" && !this.runs[1] && !this.live) state.view = "map";
   }
 
   /** A head was clicked: it alone, or with Shift laid over the others. @param {import("./core.js").Head} at @param {MouseEvent} event @param {string} view */
@@ -165,6 +281,7 @@ export class App {
     else if (this.state.view !== "map" && event.key in ARROWS) this.step(...ARROWS[event.key]);
     else if (/^[1-4]$/.test(event.key) && this._views()[Number(event.key) - 1]) this.set({ view: this._views()[Number(event.key) - 1][0] });
     else if (event.key === "Escape") this.set({ token: null });
+    else if (event.key === "x" && this.live) this.switchHead(this.state.heads[0]);
     else return;
     event.preventDefault();
   }
@@ -175,7 +292,7 @@ export class App {
   }
 
   _views() {
-    return VIEWS.filter(([name]) => this.views[name]);
+    return VIEWS.filter(([name]) => name !== "compare" || this.runs[1] || this.live);
   }
 
   update() {
@@ -193,6 +310,7 @@ export class App {
 
   _header() {
     const { run, state } = this;
+    this.bar?.update();
     const text = run.json.text;
     const layers = run.layers.length;
     const heads = run.layers.reduce((/** @type {number} */ sum, /** @type {any} */ layer) => sum + layer.heads, 0);
@@ -203,7 +321,7 @@ export class App {
           h("button", { type: "button", class: "hw-small", text: "↶ undo", disabled: !this.past.length, data: { key: "undo" }, title: "Ctrl Z", on: { click: () => this.undo() } }),
           choice("palette", PALETTES.map((name) => [name, name]), state.palette, (palette) => this.set({ palette }), { class: "hw-choice quiet" }),
           h("button", { type: "button", class: "hw-small", text: this.theme === "dark" ? "☀ light" : "☾ dark", data: { key: "theme" }, on: { click: () => this.set({ theme: this.theme === "dark" ? "light" : "dark" }) } }))),
-      h("h1", { dir: "auto", class: text.length > 160 ? "long" : "", text: visible(text, 220) }),
+      this.bar ? this.bar.el : h("h1", { dir: "auto", class: text.length > 160 ? "long" : "", text: visible(text, 220) }),
       h("nav", { class: "hw-tabs", role: "tablist", "aria-label": "views" }, ...this._views().map(([name, label], n) => h("button", {
         type: "button", role: "tab", "aria-selected": name === state.view, tabindex: name === state.view ? 0 : -1, text: label, title: `key ${n + 1}`, data: { key: `tab:${name}` },
         on: {
@@ -228,6 +346,20 @@ export class App {
 
 const ARROWS = /** @type {Record<string, [number, number]>} */ ({ ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] });
 
+/** A notebook answers by messages: each carries the number of its question. @param {any} model @returns {(request: any) => Promise<any>} */
+export function messages(model) {
+  /** @type {Map<number, (answer: any) => void>} */ const open = new Map();
+  let last = 0;
+  model.on?.("msg:custom", (/** @type {any} */ message) => {
+    open.get(message?.number)?.(message.answer);
+    open.delete(message?.number);
+  });
+  return (request) => new Promise((answer) => {
+    open.set(++last, answer);
+    model.send({ number: last, request });
+  });
+}
+
 /** Show a view in an element. @param {{ model: Model, el: HTMLElement }} host */
 export function render({ model, el }) {
   const app = new App(model, el);
@@ -239,13 +371,14 @@ export function render({ model, el }) {
       app.body.replaceChildren(h("p", { class: "hw-error", role: "alert", text: `This cannot be shown: ${error instanceof Error ? error.message : error}` }));
     }
   };
-  const retheme = () => app.runs && app.update();
+  const retheme = () => app.runs.length && app.update();
   app.dark.addEventListener("change", retheme);
   model.on?.("change:data", show);
   show();
   return () => {
     app.dark.removeEventListener("change", retheme);
     model.off?.("change:data", show);
+    app.asking?.abort();
     app.root.remove();
   };
 }
