@@ -22,7 +22,7 @@ from ..models.reading import Reading
 from ..models.watch import Watch
 from ..models.words import Words, words
 
-BLOCK = 1 << 24  # weights that are held at once, of all heads of a layer together
+BLOCK = 1 << 23  # weights that are held at once, of all heads of a layer together
 Off = Mapping[tuple[str, int], Sequence[int]]
 
 

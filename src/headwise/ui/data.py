@@ -16,8 +16,8 @@ from .capture import Pass, Seen, Text
 
 FORMAT = 1
 STEPS = {"f32": 1 << 20, "u8": 1 << 19, "links": 1 << 18}  # bytes of q, k and v, by how the weights are stored
-NORMS = 1 << 21  # heads x tokens whose part of the output is told twice, as a norm and along the sum
-PARTS = 1 << 18  # bytes of what W_O makes of some heads' outputs
+NORMS = 1 << 17  # heads x tokens whose part of the output is told twice, as a norm and along the sum
+PARTS = {"f32": 1 << 18, "u8": 1 << 17, "links": 1 << 15}  # bytes of what W_O makes of some heads' outputs
 VISIBLE = 1 << 16  # entries of a mask that is shown
 SIGNIFICANT = 6
 
@@ -61,7 +61,7 @@ def run(
     chosen = [named(one, head) for head in heads]
     shown = _standouts(one, stats, equal)
     follow = _follow(one, size)
-    order = list(dict.fromkeys([*chosen, *([tuple(follow["head"])] if follow else []), *_best(shown)]))
+    order = list(dict.fromkeys([*chosen, *([tuple(follow["head"])] if follow else []), *_best(shown), (0, 0)]))
     return {
         "name": one.name,
         "text": one.text,
@@ -78,7 +78,7 @@ def run(
         "chosen": [list(at) for at in chosen],
         "weights": weights,
         "steps": _steps(one, order[:1] if live else order, STEPS[size.form], whole=not live),
-        "output": _outputs(one, order[:1] if live else order),
+        "output": _outputs(one, order[:1] if live else order, PARTS[size.form]),
     }
 
 
@@ -297,7 +297,7 @@ def _steps(
             if reading is None:
                 continue
             left -= 4 * (reading.q[0, 0].numel() + reading.k[0, 0].numel() + reading.v[0, 0].numel())
-            if left >= 0:
+            if left >= 0 or not kept:  # the head that is shown first has its steps, whatever they take
                 kept.setdefault(row, []).append(head)
     return [steps(seen, kept[row]) if row in kept else None for row, seen in enumerate(one.layers)]
 
@@ -343,10 +343,10 @@ def _bias(reading: Reading) -> tuple[dict[str, Any] | None, bool]:
     return {"shape": list(added.shape), "data": pack.f32(added)}, True
 
 
-def _outputs(one: Pass, order: Sequence[tuple[int, int]]) -> list[dict[str, Any] | None]:
+def _outputs(one: Pass, order: Sequence[tuple[int, int]], limit: int) -> list[dict[str, Any] | None]:
     """What each head adds to the output of its layer by W_O, for every token: norms, and some heads' own vectors."""
-    small = sum(seen.outputs.shape[0] * seen.outputs.shape[1] for seen in one.layers) * 4 <= NORMS
-    left = float(PARTS)
+    small = sum(seen.outputs.shape[0] * seen.outputs.shape[1] for seen in one.layers) <= NORMS
+    left = float(limit)
     wanted: dict[int, list[int]] = {}
     for row, head in order:
         left -= 4 * one.layers[row].outputs.shape[1] * one.layers[row].layer.heads.width

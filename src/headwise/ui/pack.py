@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 EXACT = 1 << 20  # bytes of all layers' weights as float32; up to here they are stored as they are
 BYTES = 2 << 20  # weights of all layers; up to here one byte for each
@@ -94,8 +95,6 @@ def packed(blocks: Iterator[tuple[int, np.ndarray]], shape: tuple[int, int, int]
 
 def strongest(block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(H, rows, Tk) -> the k strongest keys of each row and their weights, strongest first: (H, rows, k) each."""
-    import torch
-
     top = torch.from_numpy(block).topk(k, -1)  # partial selection in C++, on both cores
     return top.indices.numpy(), top.values.numpy()
 
@@ -112,9 +111,12 @@ class Reduced:
 
     def add(self, first: int, block: np.ndarray) -> None:
         """(H, rows, Tk), whose first row has this number."""
-        starts = np.arange(0, self.shape[2], self.cell)
-        most = np.maximum.reduceat(block, starts, axis=2)  # (H, rows, columns)
-        sums = np.add.reduceat(block, starts, axis=2)
+        squares = torch.from_numpy(block)
+        rest = self.columns * self.cell - self.shape[2]
+        if rest:
+            squares = torch.nn.functional.pad(squares, (0, rest))  # weights are never below 0, so this changes neither
+        squares = squares.unflatten(-1, (self.columns, self.cell))
+        most, sums = squares.amax(-1).numpy(), squares.sum(-1).numpy()  # (H, rows, columns)
         row, last = first, first + block.shape[1]
         while row < last:
             place = row // self.cell

@@ -196,6 +196,7 @@ def _bound(host: str, port: int) -> Any:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
+        made.listen()  # from here on a browser waits instead of being refused
     except OSError as error:
         made.close()
         raise HeadwiseError(

@@ -27,7 +27,10 @@ export function mount() {
   render({
     el,
     model: {
-      get: (name) => (name === "data" ? document.getElementById("headwise-data")?.textContent : name === "state" ? location.hash.slice(1) : undefined),
+      get: (name) => (name === "data" ? document.getElementById("headwise-data")?.textContent : name === "state" ? location.hash.slice(1) : name === "page"),
+      on: (name, act) => {
+        if (name === "change:state") window.addEventListener("hashchange", act);
+      },
       set: (name, value) => {
         if (name === "state") history.replaceState(null, "", `#${value}`);
       },

@@ -1,6 +1,6 @@
 // Two passes beside each other, and what changed: another text, another model, or the same with some heads off.
 import { pick, ramp } from "./colour.js";
-import { choice, format, h, select, visible, weightText } from "./dom.js";
+import { cellText, choice, format, h, select, visible, weightText } from "./dom.js";
 import { source } from "./head.js";
 import { Heat, legend, picture } from "./heat.js";
 import { extent, grid, measures, ordered, values, walk } from "./map.js";
@@ -72,7 +72,7 @@ export class CompareView {
       name, chosen: state.heads, order: (row) => ordered(run.layers[row], [], "model"), choose: (at, event) => app.choose(at, event, "compare"),
       cell: (at) => {
         const x = table[at[0]][at[1]];
-        return { colour: x === null ? null : colour(x), text: x === null ? "" : x.toFixed(2).replace("-", "−") };
+        return { colour: x === null ? null : colour(x), text: x === null ? "" : cellText(x) };
       },
       notes: (at) => [`head ${run.label(at)}`, ["first", format(tables[0][at[0]]?.[at[1]], 4)], ["second", format(tables[1][at[0]]?.[at[1]], 4)]],
     });
@@ -139,7 +139,7 @@ export class CompareView {
     return {
       rows: names[0].from.length, columns: names[0].to.length, rowName: name("from"), columnName: name("to"), label: `difference of head ${a.label(at)}`,
       picture: () => ({ cell: a.long ? x.cell : 1, image: picture(x.rows, x.columns, (n) => colour(apart[n])) }),
-      exact: (/** @type {number} */ i, /** @type {number} */ j) => (a.long ? null : [colour(apart[i * x.columns + j]), apart[i * x.columns + j]]),
+      exact: (/** @type {number} */ i) => (/** @type {number} */ j) => (a.long ? null : [colour(apart[i * x.columns + j]), apart[i * x.columns + j]]),
     };
   }
 

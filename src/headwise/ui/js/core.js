@@ -239,6 +239,22 @@ export class Run {
     return this.rows.get(key, () => attention(step, i).weights);
   }
 
+  /** A row that is there already. @param {Head} at @param {number} i @returns {Float32Array | undefined} */
+  ready(at, i) {
+    return this.rows.kept.get(`${at.join(".")}.${i}`);
+  }
+
+  /** Make rows ready, for a few milliseconds. @param {Head} at @param {number} first @param {number} last @returns {boolean} whether all are */
+  prepare(at, first, last) {
+    const end = performance.now() + 6;
+    for (let i = first; i < last; i++) {
+      if (this.ready(at, i)) continue;
+      if (performance.now() > end) return false;
+      if (!this.exactRow(at, i)) return true; // there are none to be had
+    }
+    return true;
+  }
+
   /** What each head adds to a token of the layer's output. @param {number} row @param {number} i */
   output(row, i) {
     const stored = this.more.get(`o${row}.${i}`) ?? this.json.output[row];

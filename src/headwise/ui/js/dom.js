@@ -57,6 +57,11 @@ export function format(x, digits = 3) {
   return text.replace("-", "−");
 }
 
+/** A number with two places for a small cell. @param {number} x */
+export function cellText(x) {
+  return (Math.abs(x) < 0.005 ? 0 : x).toFixed(2).replace("-", "−");
+}
+
 /** A weight in words, with what is not known about it. @param {import("./core.js").Weight} weight */
 export function weightText({ value, error, atMost }) {
   if (atMost) return `at most ${format(value, 4)} (not among the strongest links that this page holds)`;
@@ -143,7 +148,7 @@ export function choice(label, options, value, choose, props = {}) {
 /** @param {string} label @param {[string, string][]} options @param {string} value @param {(value: string) => void} choose */
 export function select(label, options, value, choose) {
   return h("label", { class: "hw-field" }, h("span", { text: label }),
-    h("select", { data: { key: `select:${label}` }, on: { change: (/** @type {any} */ event) => choose(event.target.value) } },
+    h("select", { "aria-label": label, data: { key: `select:${label}` }, on: { change: (/** @type {any} */ event) => choose(event.target.value) } },
       ...options.map(([each, text]) => h("option", { value: each, text, selected: each === value }))));
 }
 

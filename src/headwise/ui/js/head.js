@@ -3,7 +3,7 @@ import { category, css, oklch, pick, ramp } from "./colour.js";
 import { choice, format, h, several, toggle, visible, weightText } from "./dom.js";
 import { Heat, legend, picture } from "./heat.js";
 import { LinksView } from "./links.js";
-import { extent, grid, ordered, values, walk } from "./map.js";
+import { extent, grid, ordered, values } from "./map.js";
 
 /** The small map beside a head, to go to another. @param {any} app @param {any} run */
 export function navigator(app, run) {
@@ -21,7 +21,15 @@ export function navigator(app, run) {
       keydown: (/** @type {Event} */ event) => event.stopPropagation(),
     },
   });
-  return h("aside", { class: "hw-nav", on: { keydown: (/** @type {KeyboardEvent} */ event) => walk(/** @type {HTMLElement} */ (event.currentTarget), event) } },
+  const go = (/** @type {KeyboardEvent} */ event) => {
+    const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!by || !(/** @type {HTMLElement} */ (event.target).classList.contains("cell"))) return;
+    event.preventDefault();
+    event.stopPropagation();
+    app.step(...by);
+    app.root.querySelector(".hw-nav .cell.chosen")?.focus(); // the focus goes along
+  };
+  return h("aside", { class: "hw-nav", on: { keydown: go } },
     h("label", { class: "hw-slider" }, h("span", { text: `layer ${layer.index}` }), slider),
     grid(app, run, {
       small: true, name: `choose a head; colour is ${state.stat}`, chosen: state.heads, order: (one) => ordered(run.layers[one], [], "model"),
@@ -105,21 +113,25 @@ export function source(app, run, heads, unit) {
       cell: run.long ? maps[0].cell : 1,
       image: picture(maps[0].rows, maps[0].columns, (n) => colour(maps.map((one) => one.values[n] / (one.top || 1)))),
     }),
-    exact: (/** @type {number} */ i, /** @type {number} */ j) => {
-      const found = own.map((at, n) => cellOf(run, at, unit, maps[n], i, j));
-      if (found.every((w) => w === null)) return null;
-      return [colour(found.map((w, n) => (w ?? 0) / (tops[n] || 1))), found.length === 1 ? found[0] : Math.max(...found.map((w) => w ?? 0))];
+    prepare: (/** @type {number} */ first, /** @type {number} */ last) => own.every((at) => !run.long || run.prepare(at, first, last)),
+    exact: (/** @type {number} */ i) => {
+      const rows = own.map((at, n) => cells(run, at, maps[n], i));
+      return (/** @type {number} */ j) => {
+        const found = rows.map((row) => row(j));
+        if (found.every((w) => w === null)) return null;
+        return [colour(found.map((w, n) => (w ?? 0) / (tops[n] || 1))), found.length === 1 ? found[0] : Math.max(...found.map((w) => w ?? 0))];
+      };
     },
   };
 }
 
-/** @param {any} run @param {import("./core.js").Head} at @param {any} unit @param {any} map @param {number} i @param {number} j @returns {number | null} */
-function cellOf(run, at, unit, map, i, j) {
-  if (!run.long) return map.values[i * map.columns + j];
-  const row = run.exactRow(at, i);
-  if (row) return row[j];
-  const found = run.links(at, i).find((/** @type {any} */ link) => link.key === j);
-  return found ? found.weight : null;
+/** The weights of one row that are known exactly and at once. @param {any} run @param {import("./core.js").Head} at @param {any} map @param {number} i @returns {(j: number) => number | null} */
+function cells(run, at, map, i) {
+  if (!run.long) return (j) => map.values[i * map.columns + j];
+  const row = run.ready(at, i);
+  if (row) return (j) => row[j];
+  const links = new Map(run.links(at, i).map((/** @type {any} */ link) => [link.key, link.weight]));
+  return (j) => links.get(j) ?? null;
 }
 
 /** Shares of several heads -> one colour: a palette for one, mixed categories for more. @param {any} app @param {number} count @returns {(shares: number[]) => import("./colour.js").Rgb} */

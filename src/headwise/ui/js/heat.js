@@ -9,7 +9,8 @@ import { h, sharp, visible } from "./dom.js";
  * @property {(i: number) => string} rowName
  * @property {(j: number) => string} columnName
  * @property {() => {image: HTMLCanvasElement, cell: number}} picture one pixel for each cell tokens square
- * @property {(i: number, j: number) => [import("./colour.js").Rgb, number | null] | null} exact colour and number of one cell, where known
+ * @property {(i: number) => (j: number) => [import("./colour.js").Rgb, number | null] | null} exact of a row: colour and number of one cell, where known
+ * @property {(first: number, last: number) => boolean} [prepare] make some rows ready, for a few milliseconds; whether all are
  * @property {string} label
  */
 
@@ -41,6 +42,7 @@ export class Heat {
       h("button", { type: "button", class: "hw-small", text, title: label, "aria-label": label, on: { click: act } });
     this.el = h("div", { class: "hw-heat-box" }, this.canvas,
       h("div", { class: "hw-zoom" }, button("+", "zoom in", () => this.zoom(1.6)), button("−", "zoom out", () => this.zoom(1 / 1.6)), button("⤢", "show all", () => this.fit())));
+    this.canvas.hwHeat = this; // for those who want to know what is where
     /** @type {Source | null} */ this.source = null;
     this.view = { x: 0, y: 0, size: 0 }; // the token at the corner, and pixels a token
     /** @type {[number, number] | null} */ this.at = null;
@@ -127,7 +129,11 @@ export class Heat {
     pen.drawImage(image, left - view.x * size, top - view.y * size, image.width * cell * size, image.height * cell * size);
     const box = { first: Math.floor(view.y), last: Math.min(source.rows, Math.ceil(view.y + height / size)), left: Math.floor(view.x), right: Math.min(source.columns, Math.ceil(view.x + width / size)) };
     const few = (box.last - box.first) * (box.right - box.left) <= FINE;
-    if (few && (cell > 1 || size >= NUMBERS)) this._cells(pen, source, box, cell > 1);
+    if (few && (cell > 1 || size >= NUMBERS)) {
+      const ready = source.prepare ? source.prepare(box.first, box.last) : true;
+      this._cells(pen, source, box, cell > 1);
+      if (!ready) this.draw(); // the rest in the next frame: zooming stays smooth
+    }
     if (size >= 9) this._grid(pen, box, theme.ground);
     pen.restore();
     this._names(pen, source, box, theme);
@@ -143,8 +149,9 @@ export class Heat {
     pen.textBaseline = "middle";
     pen.font = `${Math.min(12, size * 0.32)}px system-ui, sans-serif`;
     for (let i = box.first; i < box.last; i++) {
+      const row = source.exact(i);
       for (let j = box.left; j < box.right; j++) {
-        const found = source.exact(i, j);
+        const found = row(j);
         if (!found) continue;
         const [px, py] = [left + (j - x) * size, top + (i - y) * size];
         if (paint) {

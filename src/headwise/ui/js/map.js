@@ -1,6 +1,6 @@
 // All heads of a model as a grid, a layer a row: coloured by a statistic, by kind, or drawn small.
 import { category, css, inkOn, pick, ramp } from "./colour.js";
-import { choice, format, h, select, several, toggle } from "./dom.js";
+import { cellText, choice, format, h, select, several, toggle } from "./dom.js";
 import { legend, picture } from "./heat.js";
 
 const THUMBNAIL = "thumbnail";
@@ -73,7 +73,8 @@ export function grid(app, run, how) {
     const grouped = !sorted && run.layers[rows[0]].kv < run.layers[rows[0]].heads;
     return h("section", { class: "hw-kind" },
       all.length > 1 && h("h3", { text: `${kind} attention` }),
-      h("div", { class: `hw-grid${how.small ? " small" : ""}${grouped ? " grouped" : ""}${how.thumbnails ? " thumbnails" : ""}`, role: "grid", "aria-label": `${how.name}, ${kind} attention`, style: { "--hw-heads": most } },
+      h("div", { class: `hw-grid${how.small ? " small" : ""}${grouped ? " grouped" : ""}${how.thumbnails ? " thumbnails" : ""}`, role: "grid", "aria-label": `${how.name}, ${kind} attention`, style: { "--hw-heads": most, "--hw-layers": rows.length } },
+        !how.small && grouped && kvHeader(run.layers[rows[0]]),
         !how.small && header(run, rows, most, sorted, grouped),
         ...rows.map((row) => gridRow(app, run, row, how, sorted, grouped))));
   });
@@ -88,6 +89,13 @@ function header(run, rows, most, sorted, grouped) {
     ? [h("span", { class: "wide", text: "each layer's heads, highest first" })]
     : Array.from({ length: most }, (_, head) => h("span", { class: grouped && head % size === 0 && head ? "group" : "", text: String(head) }));
   return h("div", { class: "row head", "aria-hidden": "true" }, h("span", { class: "layer", text: "layer" }), ...cells);
+}
+
+/** Which query heads share keys and values. @param {any} layer */
+function kvHeader(layer) {
+  const size = layer.heads / layer.kv;
+  return h("div", { class: "row head kv", "aria-hidden": "true" }, h("span", { class: "layer" }),
+    ...Array.from({ length: layer.kv }, (_, pair) => h("span", { class: `pair${pair ? " group" : ""}`, style: { "--hw-span": size }, text: `KV ${pair}`, title: `query heads ${pair * size} to ${(pair + 1) * size - 1} share key/value head ${pair}` })));
 }
 
 /** @param {any} app @param {any} run @param {number} row @param {any} how @param {boolean} sorted @param {boolean} grouped */
@@ -162,7 +170,7 @@ export class MapView {
         const [first] = by.get(at.join(".")) ?? [];
         return { colour: first ? category(names.indexOf(first.kind), app.theme) : null, text: first ? format(first.score, 2) : "" };
       }
-      return { colour: value === null ? null : pick(colours, (value - low) / (high - low)), text: value === null ? "" : value.toFixed(2) };
+      return { colour: value === null ? null : pick(colours, (value - low) / (high - low)), text: value === null ? "" : cellText(value) };
     };
     const shown = grid(app, run, {
       cell, name: state.paint === KINDS ? "heads by kind" : `heads by ${state.stat}`, chosen: state.heads, thumbnails: state.paint === THUMBNAIL,

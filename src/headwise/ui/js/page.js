@@ -9,7 +9,10 @@ export function mount() {
   render({
     el,
     model: {
-      get: (name) => (name === "data" ? held : name === "state" ? location.hash.slice(1) : undefined),
+      get: (name) => (name === "data" ? held : name === "state" ? location.hash.slice(1) : name === "page"),
+      on: (name, act) => {
+        if (name === "change:state") window.addEventListener("hashchange", act);
+      },
       set: (name, value) => {
         if (name !== "state") return;
         try {

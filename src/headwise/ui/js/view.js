@@ -44,8 +44,8 @@ export function readState(text, run) {
       if (heads.length) found.heads = heads.slice(0, 8);
     } else if (name === "token" || name === "key") found[name] = whole(value);
     else if (name === "bare") found.bare = value === "true";
-    else if (name in ALLOWED && ALLOWED[name].includes(value)) found[name] = value;
-    else if (name === "stat" && value in measures(run)) found.stat = value;
+    else if (Object.hasOwn(ALLOWED, name) && ALLOWED[name].includes(value)) found[name] = value;
+    else if (name === "stat" && Object.hasOwn(measures(run), value)) found.stat = value;
   }
   return found;
 }
@@ -236,6 +236,14 @@ export class App {
     if (asks) this.request();
   }
 
+  /** The address, or the notebook, says what to show. @param {string} shared */
+  adopt(shared) {
+    if (!this.runs.length || shared === write(this.state, this.run)) return;
+    const asked = new URLSearchParams(shared);
+    const questions = this.live ? Object.fromEntries([...asked].filter(([name]) => ASKED.includes(name.replace(/2$/, "")))) : {};
+    this.set({ ...readState(shared, this.run), ...questions });
+  }
+
   undo() {
     const before = this.past.pop();
     if (!before) return;
@@ -250,7 +258,7 @@ export class App {
     if (!state.heads.length) state.heads = [[0, 0]];
     if (state.token !== null && !(state.token < run.text(state.heads[0][0], "from").pieces.length)) state.token = null;
     if (state.key !== null && !(state.key < run.text(state.heads[0][0], "to").pieces.length)) state.key = null;
-    if (!(state.stat in measures(run))) state.stat = Object.keys(measures(run))[0];
+    if (!Object.hasOwn(measures(run), state.stat)) state.stat = Object.keys(measures(run))[0];
     if (state.view === "compare" && !this.runs[1] && !this.live) state.view = "map";
   }
 
@@ -274,11 +282,12 @@ export class App {
 
   /** @param {KeyboardEvent} event */
   _key(event) {
+    if (!this.runs.length) return;
     const target = /** @type {HTMLElement} */ (event.target);
     if (target.matches("input, textarea, select")) return;
     if ((event.ctrlKey || event.metaKey) && event.key === "z") this.undo();
     else if (event.ctrlKey || event.metaKey || event.altKey) return;
-    else if (this.state.view !== "map" && event.key in ARROWS) this.step(...ARROWS[event.key]);
+    else if (this.state.view !== "map" && Object.hasOwn(ARROWS, event.key)) this.step(...ARROWS[event.key]);
     else if (/^[1-4]$/.test(event.key) && this._views()[Number(event.key) - 1]) this.set({ view: this._views()[Number(event.key) - 1][0] });
     else if (event.key === "Escape") this.set({ token: null });
     else if (event.key === "x" && this.live) this.switchHead(this.state.heads[0]);
@@ -373,11 +382,18 @@ export function render({ model, el }) {
   };
   const retheme = () => app.runs.length && app.update();
   app.dark.addEventListener("change", retheme);
+  // a page of its own hears keys also while nothing in it has the focus; a notebook has keys of its own
+  const keys = (/** @type {KeyboardEvent} */ event) => event.target === document.body && app._key(event);
+  if (model.get("page")) document.addEventListener("keydown", keys);
+  const adopt = () => app.adopt(model.get("state") || "");
   model.on?.("change:data", show);
+  model.on?.("change:state", adopt);
   show();
   return () => {
     app.dark.removeEventListener("change", retheme);
+    document.removeEventListener("keydown", keys);
     model.off?.("change:data", show);
+    model.off?.("change:state", adopt);
     app.asking?.abort();
     app.root.remove();
   };
