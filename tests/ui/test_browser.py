@@ -54,7 +54,8 @@ def cell(shown: Any, i: int, j: int) -> tuple[float, float]:
     found = shown.evaluate(
         """([i, j]) => {
           const canvas = document.querySelector(".hw-heat");
-          const heat = canvas.hwHeat, box = canvas.getBoundingClientRect(), { left, top } = heat.space, { x, y, size } = heat.view;
+          const heat = canvas.hwHeat, box = canvas.getBoundingClientRect();
+          const { left, top } = heat.space, { x, y, size } = heat.view;
           return [box.left + left + (j - x + 0.5) * size, box.top + top + (i - y + 0.5) * size];
         }""",
         [i, j],
@@ -257,10 +258,14 @@ def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.
     apart = shown.locator(".hw-heat").nth(2)
     apart.focus()
     shown.keyboard.press("ArrowDown")
-    assert "first" in shown.locator(".hw-voice").inner_text() and "difference" in shown.locator(".hw-voice").inner_text()
+    assert (
+        "first" in shown.locator(".hw-voice").inner_text() and "difference" in shown.locator(".hw-voice").inner_text()
+    )
 
 
-def test_compare_with_and_without_heads_and_other_models(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_compare_with_and_without_heads_and_other_models(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]
+) -> None:
     tiny = capture.run(ANIMAL, small.sharp(small.MODELS["gpt2"]()), tokenizer=small.byte_level())
     page.save(data.data([run(off={3: [1]}), run()]), tmp_path / "off.html")
     shown = tab().open(tmp_path / "off.html")
@@ -282,7 +287,9 @@ def long(monkeypatch: pytest.MonkeyPatch, run: Callable[..., capture.Pass]) -> c
     return run()
 
 
-def test_long_texts_tell_what_they_know(tab: Any, tmp_path: Path, long: capture.Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_tell_what_they_know(
+    tab: Any, tmp_path: Path, long: capture.Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(data.STEPS, "links", 10)
     page.save(data.data(long, heads=["0.2"]), tmp_path / "a.html")
     one = tab()
@@ -352,7 +359,9 @@ def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
         shown = one.open(sentence, f"view={view}")
         shown.reload()
         nameless = shown.locator("button, select, input, canvas[tabindex], textarea").evaluate_all(
-            "all => all.filter((el) => !(el.textContent.trim() || el.getAttribute('aria-label') || el.labels?.length)).map((el) => el.outerHTML.slice(0, 200))"
+            """all => all
+              .filter((el) => !(el.textContent.trim() || el.getAttribute("aria-label") || el.labels?.length))
+              .map((el) => el.outerHTML.slice(0, 200))"""
         )
         assert nameless == []
 

@@ -49,7 +49,16 @@ def test_every_part_is_in_the_module() -> None:
 @pytest.mark.parametrize("path", sorted(JS.glob("*.js")), ids=lambda path: path.name)
 def test_nothing_in_it_makes_markup_of_text(path: Path) -> None:
     source = path.read_text()
-    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "http:", "https:"):
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "http:",
+        "https:",
+    ):
         assert way not in source
 
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -28,6 +29,12 @@ def service(minilm: tuple[Any, Any]) -> Service:
     return Service({"minilm": minilm, "tiny": lm}, longest=500, tokens=40)
 
 
+def apart(work: Coroutine[Any, Any, Any]) -> Any:
+    """In a thread of its own: the browser's driver has a loop running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/api", **how: Any) -> list[httpx.Response]:
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
@@ -36,7 +43,7 @@ def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/ap
                 return [await client.get(path, **how)]
             return list(await asyncio.gather(*(client.post(path, json=one, **how) for one in requests)))
 
-    return asyncio.run(all_of_them())
+    return apart(all_of_them())
 
 
 # --- who may ask ---
@@ -51,7 +58,9 @@ def test_this_machine_may(host: str, service: Service) -> None:
     assert page.headers["x-content-type-options"] == "nosniff" and page.headers["cache-control"] == "no-store"
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:7447", "127.0.0.1.evil.example", "192.168.0.9", "localhost.evil"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7447", "127.0.0.1.evil.example", "192.168.0.9", "localhost.evil"]
+)
 def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> None:
     app = server.application(service)
     for response in (*ask(app, host=host, path="/"), *ask(app, {"ask": "run", "text": "x"}, host=host)):
@@ -75,7 +84,17 @@ def test_other_machines_need_the_token(service: Service) -> None:
     assert [one.status_code for one in ask(app, {"ask": "run", "text": "x"})] == [403]
 
 
-@pytest.mark.parametrize(("host", "is_local"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False), ("example.org", False)])
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
 def test_local(host: str, is_local: bool) -> None:
     assert server.local(host) is is_local
 
@@ -89,7 +108,11 @@ def test_local(host: str, is_local: bool) -> None:
         ({"ask": "run", "text": ""}, 422, "the text is empty"),
         ({"ask": "run", "text": "x" * 501}, 422, "the text has 501 characters, 500 are allowed here"),
         ({"ask": "run", "text": "animal " * 45}, 422, "tokens, 40 are allowed here"),
-        ({"ask": "run", "text": "x", "model": "/etc/passwd"}, 422, "no model of that name here; there are minilm, tiny"),
+        (
+            {"ask": "run", "text": "x", "model": "/etc/passwd"},
+            422,
+            "no model of that name here; there are minilm, tiny",
+        ),
         ({"ask": "run", "text": "x", "model": "../minilm"}, 422, "no model of that name"),
         ({"ask": "run", "text": "x", "off": "9.1"}, 422, "no self layer 9"),
         ({"ask": "run", "text": "x", "off": "x"}, 422, "a head is written layer.head"),
@@ -107,13 +130,17 @@ def test_what_is_refused(request_: Any, status: int, words: str, service: Servic
 
 def test_what_is_no_json(service: Service) -> None:
     app = server.application(service)
-    for content, kind, status in ((b"{", "application/json", 400), (b"{}", "text/plain", 415), (b"[" * 99999, "application/json", 400)):
+    for content, kind, status in (
+        (b"{", "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b"[" * 99999, "application/json", 400),
+    ):
 
         async def post(content: bytes = content, kind: str = kind) -> httpx.Response:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
                 return await client.post("/api", content=content, headers={"Content-Type": kind})
 
-        assert asyncio.run(post()).status_code == status
+        assert apart(post()).status_code == status
     assert [one.status_code for one in ask(app, path="/etc/passwd")] == [404]
     assert [one.status_code for one in ask(app, path="/api")] == [405]
 
@@ -257,7 +284,9 @@ def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Servi
     shown.wait_for_selector("[data-effect]")
     asked = {"ask": "run", "text": "She sat by the river bank.", "model": "minilm", "off": "2.3"}
     distance = service.answer(asked)["effect"]["distance"]
-    assert float(shown.locator("[data-effect]").get_attribute("data-effect").replace("−", "-")) == pytest.approx(distance, rel=0.06, abs=6e-5)
+    assert float(shown.locator("[data-effect]").get_attribute("data-effect").replace("−", "-")) == pytest.approx(
+        distance, rel=0.06, abs=6e-5
+    )
     assert "off=2.3" in shown.url
     shown.get_by_role("button", name="compare with all heads on").click()
     shown.wait_for_selector(".hw-compare .hw-grid")

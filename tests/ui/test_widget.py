@@ -23,7 +23,9 @@ def _loaded_once(minilm: tuple[Any, Any]) -> Iterator[None]:
     own = inspection._pair
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            inspection, "_pair", lambda model, tokenizer: ("minilm", *minilm) if model in (None, "minilm") else own(model, tokenizer)
+            inspection,
+            "_pair",
+            lambda model, tokenizer: ("minilm", *minilm) if model in (None, "minilm") else own(model, tokenizer),
         )
         yield
 
@@ -40,7 +42,9 @@ def test_in_a_notebook() -> None:
     json.dumps(shown.get_state(["data", "state"])["data"])
     sent: list[Any] = []
     shown.send = sent.append
-    shown._asked(shown, {"number": 7, "request": {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"}}, [])
+    shown._asked(
+        shown, {"number": 7, "request": {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"}}, []
+    )
     shown._asked(shown, {"number": 8, "request": {"ask": "run", "text": ""}}, [])
     shown._asked(shown, "nonsense", [])
     assert [one["number"] for one in sent] == [7, 8]
@@ -76,14 +80,23 @@ def test_the_module_under_anywidget_s_contract(tab: Any, tmp_path: Path) -> None
         save_changes() {},
         on(name, act) { (listeners[name] ??= []).push(act); },
         off() {},
-        async send(message) { const answer = await window.answer(message.request); listeners["msg:custom"].forEach((act) => act({ number: message.number, answer })); },
+        async send({ number, request }) {
+          const answer = await window.answer(request);
+          listeners["msg:custom"].forEach((act) => act({ number, answer }));
+        },
       };
-      window.tell = (name, value) => { window.model.values[name] = value; listeners[`change:${name}`].forEach((act) => act()); };
+      window.tell = (name, value) => {
+        window.model.values[name] = value;
+        listeners[`change:${name}`].forEach((act) => act());
+      };
       window.end = view.render({ model: window.model, el: document.getElementById("out") });
     """
     module = page.module().replace("export default { render };", "const view = { render };")
     script = module + host.replace("DATA", page.embedded(shown.data))
-    (tmp_path / "a.html").write_text(f'<!doctype html><meta charset="utf-8"><style>{page.style()}</style><div id="out"></div><script type="module">{script}</script>')
+    (tmp_path / "a.html").write_text(
+        f'<!doctype html><meta charset="utf-8"><style>{page.style()}</style>'
+        f'<div id="out"></div><script type="module">{script}</script>'
+    )
     one = tab()
     one.page.expose_function("answer", lambda request: service.answer(request))
     view = one.open(tmp_path / "a.html")
@@ -134,10 +147,12 @@ def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytes
         ("--html a.html --head 9.9", "there is no layer 9"),
     ],
 )
-def test_mistakes(args: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(
+    args: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", ANIMAL, *args.split()]) == 2
-    out, err = capsys.readouterr()
+    err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 

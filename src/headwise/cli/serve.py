@@ -24,8 +24,6 @@ def serve(
     from ..ui.server import serve as run
     from ..ui.service import Service
 
-    service = Service(
-        list(dict.fromkeys(model or ["minilm"])), text=text or SENTENCE, longest=longest, seconds=seconds
-    )
+    service = Service(list(dict.fromkeys(model or ["minilm"])), text=text or SENTENCE, longest=longest, seconds=seconds)
     service.load(service.names[0])  # what is wrong with it is told here, not in the browser
     run(service, host=host, port=port, tell=lambda address: typer.echo(f"open {address} (Ctrl C ends it)"))

@@ -66,7 +66,9 @@ def run(
         "name": one.name,
         "text": one.text,
         "notes": list(one.notes),
-        "off": [[row, head] for row, seen in enumerate(one.layers) for head in one.off.get((seen.kind, seen.index), [])],
+        "off": [
+            [row, head] for row, seen in enumerate(one.layers) for head in one.off.get((seen.kind, seen.index), [])
+        ],
         "texts": [_text(text) for text in one.texts],
         "layers": [_layer(seen) for seen in one.layers],
         "statistics": {name: STATISTICS[name] for name in STATISTICS if any(name in row for row in stats)},
@@ -281,9 +283,7 @@ def _follow(one: Pass, size: pack.Size) -> dict[str, Any] | None:
     return {"word": place, "to": best.target, "head": [best.layer, best.head], "why": why.partition(";")[0]}
 
 
-def _steps(
-    one: Pass, order: Sequence[tuple[int, int]], limit: int, *, whole: bool
-) -> list[dict[str, Any] | None]:
+def _steps(one: Pass, order: Sequence[tuple[int, int]], limit: int, *, whole: bool) -> list[dict[str, Any] | None]:
     """q, k and v of each layer: if whole, of all heads where they are small; else of the first in order that fit."""
     readings = [seen.reading if isinstance(seen.reading, Reading) else None for seen in one.layers]
     total = sum(4 * (r.q[0].numel() + r.k[0].numel() + r.v[0].numel()) for r in readings if r is not None)
@@ -359,7 +359,7 @@ def _outputs(one: Pass, order: Sequence[tuple[int, int]], limit: int) -> list[di
 
 
 def output(seen: Seen, heads: Sequence[int], *, along: bool = True) -> dict[str, Any]:
-    """Norms (H, T) of the heads' parts, the norm (T,) of their sum with the bias, and how much of each lies along it."""
+    """Norms (H, T) of the heads' parts, the norm (T,) of their sum with the bias, how much of each lies along it."""
     assert seen.w_o is not None
     matrix, bias = seen.w_o
     outputs = torch.from_numpy(seen.outputs)

@@ -23,7 +23,8 @@ SIDE = 128
 
 
 def b64(array: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)).decode()
+    plain = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(plain.tobytes()).decode()
 
 
 def f32(array: Any) -> str:

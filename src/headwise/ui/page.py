@@ -50,10 +50,8 @@ def embedded(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no UTF-8, but it is JSON
 
 
-def page(
-    data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'"
-) -> tuple[str, str]:
-    """The whole HTML, and the policy in it. host: the script between the page and the module; connect: where it asks."""
+def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'") -> tuple[str, str]:
+    """The whole HTML and the policy in it. host: the script between the page and the module; connect: where it asks."""
     script = f"{module()}\n{_source(host)}\nmount();\n"
     css = style() + "\nbody { margin: 0; }\n"
     policy = (

@@ -207,4 +207,3 @@ def _bound(host: str, port: int) -> Any:
 
 def _missing(error: ImportError) -> HeadwiseError:
     return HeadwiseError(f"the server needs {error.name}; get it with: pip install 'headwise[serve]'")
-

@@ -34,7 +34,7 @@ class Service:
         seconds: float = SECONDS,
     ) -> None:
         self.names = list(models)
-        self._loaded = {name: pair for name, pair in models.items()} if isinstance(models, Mapping) else {}
+        self._loaded = dict(models) if isinstance(models, Mapping) else {}
         self._passes: OrderedDict[tuple[str, str, str], Pass] = OrderedDict()
         self.text, self.longest, self.tokens, self.seconds = text, longest, tokens, seconds
 

@@ -98,7 +98,7 @@ def _widget() -> Any:
     except ImportError:
         return None
 
-    class View(anywidget.AnyWidget):  # type: ignore[misc]
+    class View(anywidget.AnyWidget):
         """The view in a notebook; `.state` is what it shows, `.save(path)` writes it as a page."""
 
         _esm = page.module()
