@@ -7,6 +7,7 @@ import ipaddress
 import json
 import secrets
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HeadwiseError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 20  # bytes of a request
 QUEUE = 16  # requests that may wait for the model
+SENTENCE = 400  # characters
 POLL = 0.05  # seconds between looks whether a client is still there
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -45,7 +47,10 @@ class Desk:
     """One model pass at a time: the others wait in line, and those who left are not served."""
 
     def __init__(self, service: Service) -> None:
+        import torch
+
         self.service = service
+        self.threads = torch.get_num_threads()
         self.turn = asyncio.Lock()
         self.waiting = 0
 
@@ -59,10 +64,20 @@ class Desk:
             async with self.turn:
                 if gone.is_set():
                     raise Stopped
-                return await asyncio.to_thread(self.service.answer, asked, gone.is_set)
+                return await asyncio.to_thread(self._answer, asked, gone.is_set)
         finally:
             self.waiting -= 1
             watcher.cancel()
+
+
+    def _answer(self, asked: Any, stop: Callable[[], bool]) -> dict[str, Any]:
+        import torch
+
+        text = asked.get("text") if isinstance(asked, dict) else None
+        # a sentence is so little work that threads wait for each other longer than they compute
+        short = isinstance(text, str) and len(text) <= SENTENCE
+        torch.set_num_threads(1 if short else self.threads)
+        return self.service.answer(asked, stop)
 
 
 class Busy(Exception):
