@@ -86,16 +86,31 @@ def test_rounding_is_no_difference() -> None:
 # --- cases ---
 
 
+STATISTICS = {
+    "stats": 1.05,
+    "stats-causal": 1.2,
+    "stats-512": 1.1,
+    "stats-512-causal": 1.7,
+    "stats-4096": 1.03,
+    "stats-4096-causal": 1.1,
+    "stats-fp16": 2.2,
+}
+
+
 def test_the_goals_are_those_that_were_set() -> None:
     assert {(case.name, peer): goal for case in cases.CASES.values() for peer, goal in case.goals.items()} == {
         ("dense", "sdpa"): 0.97,
         ("causal", "sdpa is_causal"): 1.1,
-        ("decode", "sdpa enable_gqa"): 2.5,
-        ("window", "sdpa with mask"): 8.0,
+        ("decode", "sdpa enable_gqa"): 3.8,
+        ("window", "sdpa with mask"): 14.0,
+        ("stats-decode", "sdpa enable_gqa"): 3.8,
+        ("stats-window", "sdpa with mask"): 14.0,
+        ("backward", "sdpa"): 1.0,
         ("module", "nn.MultiheadAttention"): 1.3,
         ("module", "textbook"): 1.7,
         ("training", "nn.MultiheadAttention"): 1.0,
-        ("stats", "sdpa without statistics"): 0.5,
+        **{(name, cases.SDPA): goal for name, goal in STATISTICS.items()},
+        **dict.fromkeys(((name, cases.ATTEND) for name in STATISTICS), 0.95),
     }
 
 
@@ -241,9 +256,9 @@ def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
     assert titles(cases=("dense",)) == 1
     assert titles(cases=("dense",), sweep=True) == 1 + 40
     assert titles(cases=("memory",)) == 6
-    assert titles(sweep=False) == 8 + 6
-    assert titles() == 8 + 40 + 6
-    assert titles(quick=True) == 8 + 10 + 6
+    assert titles(sweep=False) == len(suite.CASES) + 6
+    assert titles() == len(suite.CASES) + 40 + 6
+    assert titles(quick=True) == len(suite.CASES) + 10 + 6
 
 
 def test_a_wrong_result_is_an_error_not_a_time(
@@ -355,7 +370,7 @@ def test_the_command_draws_a_table(
     assert main("bench --cases module --cases decode --rounds 1 --explain".split()) == 0
     out, _ = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= columns
-    for words in ("nn.MultiheadAttention", "≥ 1.3", "≥ 1.7", "≥ 2.5", "limit: sgemm", f"torch {torch.__version__}"):
+    for words in ("nn.MultiheadAttention", "≥ 1.3", "≥ 1.7", "≥ 3.8", "limit: sgemm", f"torch {torch.__version__}"):
         assert words in out
     assert out.count("\n" + cases.CASES["module"].title + ": ") == 1  # the path
 

@@ -30,6 +30,7 @@ _WHERE = {
     "TransformerBlock": "attention.stack",
     "UnsupportedError": "errors",
     "attend": "attention.core",
+    "card": "card",
     "explain": "attention.core",
     "head_stats": "attention.core",
     "inspect": "models.inspection",
@@ -44,9 +45,12 @@ _WHERE = {
     "weights": "attention.core",
 }
 
+_MODULES = ("card", "reference")  # public names that are modules themselves
+
 __all__ = ["__version__", *_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
+    from . import card as card
     from .attention import reference as reference
     from .attention.cache import KVCache as KVCache
     from .attention.cache import MemoryCache as MemoryCache
@@ -86,7 +90,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'headwise' has no attribute {name!r}")
     module = importlib.import_module(f".{_WHERE[name]}", __name__)
-    value = module if name == "reference" else getattr(module, name)
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

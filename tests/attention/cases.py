@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headwise import reference
 from headwise.attention import core, fused, measure, rows, sight
+from headwise.attention.kernel import cuda, native
 
 SIGHT = ("mask", "causal", "window", "lengths", "offset")
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -195,12 +196,22 @@ PATHS = {
     "unreadable, many blocks": (_unreadable, _never_fused, _small_rows),
 }
 READABLE = [name for name in PATHS if not name.startswith("unreadable")]
+TRITON = "triton, many blocks"  # in a process where Triton interprets its kernels: in_interpreter.py
+NATIVE = native.library().paths if isinstance(native.library(), native.Library) else []
+
+
+def _small_programs(patch: pytest.MonkeyPatch) -> None:
+    usual = cuda.blocks
+    patch.setattr(cuda, "blocks", lambda *given: usual(*given)._replace(rows=16, keys=16))
 
 
 @contextmanager
 def forced(path: str) -> Iterator[None]:
-    """Calls inside take this one of PATHS."""
+    """Calls inside take this one of PATHS, in PyTorch alone, or the native kernel in this one of NATIVE, or TRITON."""
     with pytest.MonkeyPatch.context() as patch:
-        for change in PATHS[path]:
+        kernel = None if path == TRITON else path if path in NATIVE else "off"
+        patch.setattr(native, "_chosen", native.Choice.of(kernel))
+        patch.setattr(cuda, "interpreting", path == TRITON)
+        for change in (_small_programs,) if path == TRITON else PATHS.get(path, ()):
             change(patch)
         yield

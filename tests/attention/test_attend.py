@@ -197,10 +197,11 @@ def test_large_sizes_take_their_path_and_equal_the_specification(name):
     (batch, heads, kv, queries, keys), how, path = LARGE[name]
     call = at_random(3, batch, heads, kv, queries, keys)
     call.how.update(how)
-    check_attend(call, torch.float32)
-    check_weights(call, {"rows": slice(0, queries, 97)}, torch.float32)
     given = call.tensors(torch.float32)
-    assert path in explain(given.q, given.k, given.v, **given.how)
+    with forced("as it comes"):
+        check_attend(call, torch.float32)
+        check_weights(call, {"rows": slice(0, queries, 97)}, torch.float32)
+        assert path in explain(given.q, given.k, given.v, **given.how)
 
 
 @given(call=calls())

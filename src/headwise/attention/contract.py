@@ -34,28 +34,37 @@ class Sizes:
 def sizes(q: Any, k: Any, v: Any = None) -> Sizes:
     """The sizes of a call, or a ShapeError that says which of them do not fit."""
     v = k if v is None else v
+    asked, keyed, valued = q.shape, k.shape, v.shape
+    if len(asked) == len(keyed) == len(valued) == 4:
+        (batch, heads, queries, dim), (_, kv_heads, keys, _), value_dim = asked, keyed, valued[3]
+        fits = keyed == (batch, kv_heads, keys, dim) and valued[:3] == (batch, kv_heads, keys)
+        if fits and dim and value_dim and heads and kv_heads and heads % kv_heads == 0:
+            return Sizes(batch, heads, kv_heads, queries, keys, dim, value_dim)
+    raise _misfit(q, k, v)
+
+
+def _misfit(q: Any, k: Any, v: Any) -> ShapeError:
+    """Which of the sizes do not fit."""
     for name, x, form in (("q", q, "(B, Hq, Tq, D)"), ("k", k, "(B, Hkv, Tk, D)"), ("v", v, "(B, Hkv, Tk, Dv)")):
         if len(x.shape) != 4:
-            raise ShapeError(f"{name} must be {form}, got {shown(x.shape)}")
-    (batch, heads, queries, dim), (_, kv_heads, keys, _) = q.shape, k.shape
+            return ShapeError(f"{name} must be {form}, got {shown(x.shape)}")
+    (batch, heads, _, dim), (_, kv_heads, keys, _) = q.shape, k.shape
     if k.shape[0] != batch or v.shape[0] != batch:
         got = f"{batch}, {k.shape[0]} and {v.shape[0]}"
-        raise ShapeError(f"q, k and v have batches of {got}; expand the smaller ones to the same size")
+        return ShapeError(f"q, k and v have batches of {got}; expand the smaller ones to the same size")
     if k.shape[3] != dim:
-        raise ShapeError(
+        return ShapeError(
             f"q has heads of width {dim} and k of width {k.shape[3]}; their dot product needs the same width"
         )
     if tuple(v.shape[1:3]) != (kv_heads, keys):
-        raise ShapeError(
+        return ShapeError(
             f"k has {kv_heads} heads x {keys} keys and v has {v.shape[1]} heads x {v.shape[2]}; each key needs a value"
         )
     if not (heads and kv_heads and dim and v.shape[3]):
-        raise ShapeError(f"heads and their width must be at least 1, got q {shown(q.shape)}, v {shown(v.shape)}")
-    if heads % kv_heads:
-        raise ShapeError(
-            f"{kv_heads} key/value heads do not divide {heads} query heads; each must serve as many as any other"
-        )
-    return Sizes(batch, heads, kv_heads, queries, keys, dim, v.shape[3])
+        return ShapeError(f"heads and their width must be at least 1, got q {shown(q.shape)}, v {shown(v.shape)}")
+    return ShapeError(
+        f"{kv_heads} key/value heads do not divide {heads} query heads; each must serve as many as any other"
+    )
 
 
 def shown(shape: Sequence[int]) -> str:

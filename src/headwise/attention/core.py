@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import register_pytree_node
 from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
+from .kernel import cuda, native, ops
 from .sight import Sight, check_tensor, sight_of
 from .stats import HeadStats
 
@@ -36,8 +38,27 @@ class Call:
     gates: Tensor | None = None
     dropout: float = 0.0
 
+    @property
+    def kernel(self) -> ModuleType:
+        """The one-pass kernel of these tensors' device: native or cuda, which are called alike."""
+        return cuda if cuda.serves(self.sight.device) else native
+
+    def why_not_kernel(self, q: Tensor) -> str | None:
+        """Why PyTorch computes this call instead of the one-pass kernel, or None."""
+        sight = self.sight
+        why: str | None = self.kernel.why_not(q, sight)
+        if why is not None:
+            return why
+        if self.dropout:
+            return f"the {self.kernel.NAME} kernel has no dropout"
+        if sight.readable and torch._C._functorch.peek_interpreter_stack() is not None:
+            return "torch.func transforms PyTorch's own operators"
+        if learns(sight.mask, sight.slopes):
+            return "the mask wants a gradient"
+        return None
+
     def why_rows(self) -> str | None:
-        """Why this call goes by blocks of rows instead of the fused kernel, or None."""
+        """Why this call goes by blocks of rows instead of PyTorch's fused kernel, or None."""
         mask = self.sight.mask
         if self.softcap is not None:
             return "softcap comes between the scores and the mask"
@@ -65,14 +86,16 @@ def call_of(
     """Check all that a call was given."""
     who = sight_of(q, k, v, **sight)
     contract.check_numbers(scale, softcap, dropout)
-    for name, x in (("sinks", sinks), ("gates", gates)):
-        if x is not None:
-            check_tensor(name, x, q)
     if sinks is not None:
+        check_tensor("sinks", sinks, q)
         contract.check_per_head("sinks", sinks.shape, who.size)
     if gates is not None:
+        check_tensor("gates", gates, q)
         contract.check_per_head("gates", gates.shape, who.size, batched=True)
-    return Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
+    call = Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
+    if who.mask is not None and call.why_not_kernel(q) is not None:
+        return replace(call, sight=who.without_padding())
+    return call
 
 
 def attend(
@@ -178,27 +201,89 @@ def statistics(
 ) -> HeadStats:
     """head_stats without values and output: what the heads do with weights that someone else applies."""
     q, k = autocast(q, k)
-    call = call_of(q, k, **how)
-    _check_counted(q, call.sight.size, queries, classes or {})
+    v = k[..., :1]  # one column stands in for the values
+    call = call_of(q, k, v, **how)
+    _check_counted(q, call.sight.size, queries, classes)
+    if len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
+        with torch.no_grad():
+            return observe(q, k, v, call, queries, classes, cross)[1]
     with torch.no_grad(), as_given(q):
         return measure.head_stats(
             q, k, None, call.sight, call.scale, call.softcap, call.sinks, queries, classes or {}, cross
         )[1]
 
 
+def one_pass(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> bool:
+    """Whether head_stats takes output and statistics from one native pass."""
+    call = call_of(*autocast(q, k, v), **how)
+    return call.why_not_kernel(q) is None and not learns(q, k, v, call.sinks, call.gates)
+
+
 def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
     q, k, v = autocast(q, k, v)
     call = call_of(q, k, v, **how)
+    instead = call.why_not_kernel(q)
+    if instead is None:
+        return f"{call.kernel.NAME}: {call.kernel.explain(call.sight)}"
     why = call.why_rows()
-    return f"rows: {why}; blocks of query rows in PyTorch" if why else f"fused: {fused.explain(call.sight)}"
+    way = f"rows: {why}; blocks of query rows in PyTorch" if why else f"fused: {fused.explain(call.sight)}"
+    return f"{way} ({instead})"
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """attend, for a call that was checked."""
+    if call.why_not_kernel(q) is None:
+        given = q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates
+        traced = torch.compiler.is_compiling()
+        if not learns(q, k, v, call.sinks, call.gates):
+            out: Tensor = ops.run(*given)[0] if traced else call.kernel.run(*given)
+            return out
+        if not traced:  # in a graph, PyTorch's own operators have gradients that a compiler knows
+            return gated(OnePass.apply(q, k, v, call.sinks, call), call)
     with as_given(q):
-        out = _output(q, k, v, call)
-        return out if call.gates is None else out * call.gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
+        return gated(_output(q, k, v, call), call)
+
+
+def gated(out: Tensor, call: Call) -> Tensor:
+    """Each head's output (B, H, Tq, Dv) times its gate."""
+    return out if call.gates is None else out * call.gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
+
+
+def learns(*xs: Tensor | None) -> bool:
+    """Whether any of these wants a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)
+
+
+class OnePass(torch.autograd.Function):
+    """The one-pass kernel's output without gates, where gradients are wanted; backward computes the weights again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        kernel = call.kernel
+        out: Tensor = kernel.run(q, k, v, call.sight, call.scale, call.softcap, sinks, extra=kernel.Extra(lse=lse))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        call: Call = ctx.call
+        again = torch.is_grad_enabled()  # a second derivative is wanted
+        with as_given(q):
+            fits = call.why_rows() is None and fused.has_backward(call.sight, call.scale)
+            if fits and not again and by_rows.finite(out):
+                return *fused.backward(slope, q, k, v, out, lse, call.sight, call.scale), None, None
+            with torch.enable_grad():
+                given: tuple[Any, ...] = (q, k, v, sinks)
+                if not again:
+                    given = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in given)
+                out = _output(given[0], given[1], given[2], replace(call, sinks=given[3]))
+                wanted = [x for x in given if x is not None and x.requires_grad]
+                found = iter(torch.autograd.grad(out, wanted, slope, create_graph=again, allow_unused=True))
+        return *(next(found) if x is not None and x.requires_grad else None for x in given), None
 
 
 def _output(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -245,10 +330,14 @@ def observe(
     cross: bool = False,
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
-    _check_counted(q, call.sight.size, queries, classes or {})
-    wants_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, call.sight.mask, call.sinks, call.gates)
-    )
+    _check_counted(q, call.sight.size, queries, classes)
+    wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
+    if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
+        way = ops if torch.compiler.is_compiling() else call.kernel
+        found: tuple[Tensor, HeadStats] = way.head_stats(
+            q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates, queries, classes or {}, cross
+        )
+        return found
     apart = wants_gradient or call.dropout > 0
     with torch.no_grad(), as_given(q):
         once, stats = measure.head_stats(
@@ -256,17 +345,47 @@ def observe(
         )
     if once is None:
         return run(q, k, v, call), stats
-    gates = call.gates
-    return (once if gates is None else once * gates.to(once.dtype).view(-1, once.shape[1], 1, 1)), stats
+    return gated(once, call), stats
 
 
-def _check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor]) -> None:
-    for name, x in {"queries": queries, **classes}.items():
-        if x is not None:
-            check_tensor(name, x, q)
+def links(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    count: int,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+) -> tuple[Tensor, HeadStats, native.Links]:
+    """observe, and with it the `count` largest weights of every row and their keys."""
+    found = native.Links.empty(q, count)
+    learning = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
+    fits = 0 < count <= native.MOST_LINKS and len(classes or {}) <= native.MOST_CLASSES
+    fits = fits and call.kernel is native and call.why_not_kernel(q) is None
+    if fits and not learning and not torch.compiler.is_compiling():
+        given = call.sight, call.scale, call.softcap, call.sinks, call.gates
+        return *native.head_stats(q, k, v, *given, queries, classes or {}, cross, found), found
+    found.weight.zero_()
+    found.key.fill_(-1)
+    keys = min(count, call.sight.size.keys)
+    for first in range(0, call.sight.size.queries, by_rows.ROWS):
+        rows = range(first, min(first + by_rows.ROWS, call.sight.size.queries))
+        with torch.no_grad():
+            weight, key = look(q, k, call, rows).float().topk(keys)
+        found.weight[:, :, rows.start : rows.stop, :keys] = weight
+        found.key[:, :, rows.start : rows.stop, :keys] = key.masked_fill(weight == 0, -1)
+    return *observe(q, k, v, call, queries, classes, cross), found
+
+
+def _check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor] | None) -> None:
     if queries is not None:
+        check_tensor("queries", queries, q)
         contract.check_queries(queries, size, queries.dtype == torch.bool)
-    contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
+    if classes:
+        for name, x in classes.items():
+            check_tensor(name, x, q)
+        contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
 
 
 def autocast(*xs: Tensor) -> tuple[Tensor, ...]:

@@ -203,3 +203,27 @@ def _grouped_mask(mask: Tensor | None, heads: int, kv_heads: int, rows: int) -> 
         return mask
     alike = mask.shape[1] == 1  # then the mask of one group serves all
     return grouped(mask.expand(-1, heads // kv_heads if alike else heads, rows, -1), 1 if alike else kv_heads)
+
+
+def has_backward(sight: Sight, scale: float) -> bool:
+    """Whether PyTorch's kernel has this call's gradient by itself: dense, or its own triangle, without groups."""
+    size = sight.size
+    if sight.device.type != "cpu":  # there, the kernel's own backward wants more than the output
+        return False
+    if size.group != 1 or size.dim != size.value_dim or sight.slopes is not None or sight.mask is not None:
+        return False
+    if scale <= 0 or not (size.batch and size.queries and size.keys) or not sight.uniform or sight.end != size.keys:
+        return False
+    if not sight.banded:
+        return True
+    return sight.left is None and sight.right == 0 and size.queries == size.keys and bool(sight.offset == 0)
+
+
+def backward(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v by PyTorch's kernel, from the output and each row's log-sum-exp (B, H, Tq)."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        slope, q, k, v, out, lse, 0.0, sight.banded, scale=scale
+    )
+    return found[0], found[1], found[2]

@@ -17,13 +17,17 @@ from .contract import Sizes, Window
 
 STEP = 256  # rows of a mask looked at together
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def readable(*tensors: Tensor | None) -> bool:
     """Whether looking at a value costs nothing: not while a graph is traced, not on another device."""
     if torch.compiler.is_compiling():
         return False
-    return all(x is None or (x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)) for x in tensors)
+    for x in tensors:  # noqa: SIM110  # a generator costs a microsecond in every call
+        if x is not None and not (x.is_cpu and type(x) in PLAIN):
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,13 @@ class Sight:
             slopes=None if self.slopes is None else self.slopes[heads],
         )
 
+    def without_padding(self) -> Sight:
+        """The same, with lengths instead of a mask that says no more: keys that do not exist cost PyTorch nothing."""
+        given = isinstance(self.end, Tensor) or self.end != self.size.keys
+        if self.mask is None or given or not _pads(self.mask, self.size):
+            return self
+        return replace(self, mask=None, end=_one(self.mask.sum(-1).flatten().expand(self.size.batch)))
+
     def _leaves_some_unseen(self) -> bool:
         """Whether there can be keys outside every query's band or length. Blocks leave them out; one call cannot."""
         if isinstance(self.offset, Tensor) or isinstance(self.end, Tensor) or self.left is not None:
@@ -246,16 +257,14 @@ def sight_of(
     slopes: Tensor | None = None,
 ) -> Sight:
     """Check what a call was given and say who may look where."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None:
-            check_tensor(name, x)
+    check_tensor("q", q)
+    check_tensor("k", k)
+    if v is not None:
+        check_tensor("v", v)
     size = contract.sizes(q, k, v)
     check_alike(q, k, v)
     left, right = contract.band(causal, window)
     mask = _mask(mask, q, size)
-    if lengths is None and mask is not None and _pads(mask, size):
-        lengths = mask.sum(-1).flatten().expand(size.batch)  # keys that do not exist cost nothing; a mask does
-        mask = None
     return Sight(
         size=size,
         device=q.device,
@@ -306,7 +315,7 @@ def _mask(mask: Tensor | None, q: Tensor, size: Sizes) -> Tensor | None:
             )
         if readable(mask):
             _warn_if_meant_as_bool(mask)
-    return mask[(None,) * (4 - mask.dim())]
+    return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
 def _pads(mask: Tensor, size: Sizes) -> bool:

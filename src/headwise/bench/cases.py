@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headwise
 
 from . import peers
-from .harness import Contestant
+from .harness import ATOL, Contestant
 from .limits import Limit, multiplying, reading
 
 
@@ -27,6 +27,7 @@ class Entry:
     path: str
     limit: Limit
     missing: dict[str, str] = field(default_factory=dict)
+    atol: float = ATOL  # up to which outputs are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,12 @@ def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
     )
 
 
-def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int) -> Entry:
+def _ours(measured: int) -> Callable[..., Tensor]:
+    """attend, or head_stats without what it measured."""
+    return (lambda *xs, **how: headwise.head_stats(*xs, **how)[0]) if measured else headwise.attend
+
+
+def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, measured: int = 0) -> Entry:
     q, k, v = _qkv(heads, tokens, dim, kv_heads=kv_heads, queries=1)
     others: dict[str, Contestant] = {
         "sdpa enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
@@ -111,17 +117,17 @@ def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int) ->
             q, peers.repeated(k, heads), peers.repeated(v, heads)
         ),
     }
-    return Entry(lambda: headwise.attend(q, k, v), others, headwise.explain(q, k, v), reading(k, v))
+    return Entry(partial(_ours(measured), q, k, v), others, headwise.explain(q, k, v), reading(k, v))
 
 
-def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int) -> Entry:
+def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, measured: int = 0) -> Entry:
     q, k, v = _qkv(heads, tokens, dim)
     back = window - 1  # the query's own key is one of the window's
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-back)
     flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= back)))
     others: dict[str, Contestant] = {"sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)}
     return Entry(
-        lambda: headwise.attend(q, k, v, causal=True, window=(back, 0)),
+        partial(_ours(measured), q, k, v, causal=True, window=(back, 0)),
         others | flex,
         headwise.explain(q, k, v, causal=True, window=(back, 0)),
         multiplying(_attention_flops(q, k) * mask.sum().item() / mask.numel()),
@@ -129,15 +135,38 @@ def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int) -> E
     )
 
 
-def _stats(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
-    q, k, v = _qkv(heads, tokens, dim)
+def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, bits: int = 32) -> Entry:
+    """head_stats against sdpa and our own attend, neither of which computes any. causal: 0 or 1."""
+    q, k, v = (x.to({32: torch.float32, 16: torch.float16}[bits]) for x in _qkv(heads, tokens, dim))
+    how: dict[str, Any] = {"causal": True} if causal else {}
     others: dict[str, Contestant] = {
-        "sdpa without statistics": lambda: F.scaled_dot_product_attention(q, k, v),
-        "textbook with statistics": lambda: peers.textbook_stats(q, k, v),
+        SDPA: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal)),
+        ATTEND: lambda: headwise.attend(q, k, v, **how),
     }
+    if tokens <= 2048 and bits == 32 and not causal:
+        others["textbook with statistics"] = lambda: peers.textbook_stats(q, k, v)
     return Entry(
-        lambda: headwise.head_stats(q, k, v)[0], others, headwise.explain(q, k, v), multiplying(_attention_flops(q, k))
+        lambda: headwise.head_stats(q, k, v, **how)[0],
+        others,
+        headwise.explain(q, k, v, **how),
+        multiplying(_attention_flops(q, k) / (1 + causal)),
+        atol=ATOL if bits == 32 else 2e-3,
     )
+
+
+def _backward(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+    inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim)]
+    towards = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+
+    def learn(attention: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        """The output and the gradients of q, k and v."""
+        with torch.enable_grad():
+            out = attention(*inputs)
+            return out.detach(), *torch.autograd.grad(out, inputs, towards)
+
+    others: dict[str, Contestant] = {"sdpa": partial(learn, F.scaled_dot_product_attention)}
+    flops = 3.5 * _attention_flops(inputs[0], inputs[1])  # backward multiplies five times, forward twice
+    return Entry(partial(learn, headwise.attend), others, headwise.explain(*inputs), multiplying(flops))
 
 
 def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> Entry:
@@ -187,6 +216,7 @@ def _layer_flops(x: Tensor) -> float:
     return 4 * 2 * x.numel() * width + 4 * x.numel() * tokens
 
 
+SDPA, ATTEND = "sdpa without statistics", "attend without statistics"
 _HEADS = {"heads": 12, "dim": 64}
 _TINY = {"heads": 2, "tokens": 37, "dim": 16}
 _LAYER = {"batch": 8, "tokens": 512, "width": 768, "heads": 12}
@@ -210,7 +240,7 @@ CASES = {
             _decode,
             {"heads": 32, "kv_heads": 4, "tokens": 8192, "dim": 128},
             {**_TINY, "kv_heads": 1},
-            {"sdpa enable_gqa": 2.5},
+            {"sdpa enable_gqa": 3.8},
         ),
         Case(
             "window",
@@ -218,7 +248,7 @@ CASES = {
             _window,
             {"heads": 8, "tokens": 8192, "dim": 64, "window": 512},
             {**_TINY, "window": 7},
-            {"sdpa with mask": 8.0},
+            {"sdpa with mask": 14.0},
         ),
         Case(
             "module",
@@ -237,12 +267,47 @@ CASES = {
             {"nn.MultiheadAttention": 1.0},
         ),
         Case(
-            "stats",
-            "head_stats, 12 heads, T 2048, D 64",
-            _stats,
-            {**_HEADS, "tokens": 2048},
+            "stats-decode",
+            "head_stats, decode, 32 query / 4 KV heads, 8,192 keys, D 128",
+            _decode,
+            {"heads": 32, "kv_heads": 4, "tokens": 8192, "dim": 128, "measured": 1},
+            {**_TINY, "kv_heads": 1, "measured": 1},
+            {"sdpa enable_gqa": 3.8},
+        ),
+        Case(
+            "stats-window",
+            "head_stats, causal window 512 over 8,192 tokens, 8 heads, D 64",
+            _window,
+            {"heads": 8, "tokens": 8192, "dim": 64, "window": 512, "measured": 1},
+            {**_TINY, "window": 7, "measured": 1},
+            {"sdpa with mask": 14.0},
+        ),
+        Case(
+            "backward",
+            "attend forward + backward, 12 heads, T 1024, D 64",
+            _backward,
+            {**_HEADS, "tokens": 1024},
             _TINY,
-            {"sdpa without statistics": 0.5},
+            {"sdpa": 1.0},
+        ),
+        *(
+            Case(
+                f"stats{name}",
+                f"head_stats, {title}, {sizes['heads']} heads, T {sizes['tokens']}, D {sizes['dim']}",
+                _stats,
+                sizes,
+                {**_TINY, **{word: sizes[word] for word in ("causal", "bits") if word in sizes}},
+                {SDPA: goal, ATTEND: 0.95},  # statistics cost at most 5 %
+            )
+            for name, title, sizes, goal in (
+                ("", "dense", {**_HEADS, "tokens": 2048}, 1.05),
+                ("-causal", "causal", {**_HEADS, "tokens": 2048, "causal": 1}, 1.2),
+                ("-512", "dense", {**_HEADS, "tokens": 512}, 1.1),
+                ("-512-causal", "causal", {**_HEADS, "tokens": 512, "causal": 1}, 1.7),
+                ("-4096", "dense", {"heads": 8, "tokens": 4096, "dim": 128}, 1.03),
+                ("-4096-causal", "causal", {"heads": 8, "tokens": 4096, "dim": 128, "causal": 1}, 1.1),
+                ("-fp16", "fp16", {**_HEADS, "tokens": 512, "bits": 16}, 2.2),
+            )
         ),
     )
 }

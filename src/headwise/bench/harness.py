@@ -45,7 +45,7 @@ def race(
     return best
 
 
-def verify(ours: Contestant, peers: Mapping[str, Contestant]) -> None:
+def verify(ours: Contestant, peers: Mapping[str, Contestant], atol: float = ATOL) -> None:
     """Raise Mismatch unless every peer gives what ours gives."""
     expected = _tensors(ours())
     for name, run in peers.items():
@@ -53,7 +53,7 @@ def verify(ours: Contestant, peers: Mapping[str, Contestant]) -> None:
         if len(got) != len(expected) or any(a.shape != b.shape for a, b in zip(got, expected, strict=True)):
             raise Mismatch(f"{name} gives shapes {_shapes(got)}, headwise {_shapes(expected)}")
         for a, b in zip(got, expected, strict=True):
-            if not torch.allclose(a, b, rtol=RTOL, atol=ATOL):
+            if not torch.allclose(a, b, rtol=RTOL, atol=atol):
                 raise Mismatch(f"{name} and headwise differ by {(a - b).abs().max().item():.2g}")
 
 

@@ -117,7 +117,80 @@ def _watch(quick: bool, *, tokens: int, layers: int) -> Entry:
     )
 
 
+def _registered(quick: bool, *, tokens: int, window: int) -> Entry:
+    """A pass of a Llama-like model (windowed where window is not 0) with sdpa and with our attention."""
+    headwise.register()
+    ours, theirs = (llama(tokens, window or None, name) for name in ("headwise", "sdpa"))
+    given = inputs(tokens)
+    seen = min(window or tokens, tokens)
+    flops = 4 * (2 * tokens * (256 * 256 * 2.5 + 3 * 256 * 512) + 4 * 256 * tokens * seen / (1 if window else 2))
+    return Entry(
+        lambda: ours(**given)[0],
+        {"the same with sdpa": lambda: theirs(**given)[0]},
+        "headwise.register",
+        multiplying(flops),
+    )
+
+
+def _decoding(quick: bool, *, context: int, layers: int) -> Entry:
+    """One token more after a context, SmolLM2-135M's shape."""
+    headwise.register()
+    ours, theirs = (_next_token(context, layers, name) for name in ("headwise", "sdpa"))
+    return Entry(ours, {"the same with sdpa": theirs}, "headwise.register", multiplying(2 * 134e6 * layers / 30))
+
+
+def _next_token(context: int, layers: int, implementation: str) -> Callable[[], Tensor]:
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49_152 if layers > 5 else 997, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    model: Any = _made(LlamaForCausalLM, config, implementation)
+    cache = DynamicCache(config=config)
+    model(**inputs(context), past_key_values=cache, logits_to_keep=1)
+
+    def step() -> Tensor:
+        logits: Tensor = model(torch.tensor([[7]]), past_key_values=cache).logits
+        cache.crop(-1)
+        return logits
+
+    return step
+
+
 CASES = {
+    "registered": Case(
+        "registered",
+        'attn_implementation="headwise", Llama-like, 2,048 tokens',
+        _registered,
+        {"tokens": 2048, "window": 0},
+        {"tokens": 67, "window": 0},
+        {"the same with sdpa": 0.97},
+    ),
+    "registered-window": Case(
+        "registered-window",
+        "the same with a window of 512 over 4,096 tokens",
+        _registered,
+        {"tokens": 4096, "window": 512},
+        {"tokens": 67, "window": 13},
+        {"the same with sdpa": 0.97},
+    ),
+    "generate-100": Case(
+        "generate-100",
+        "the next token after 100, SmolLM2-135M's shape",
+        _decoding,
+        {"context": 100, "layers": 30},
+        {"context": 17, "layers": 2},
+        {"the same with sdpa": 0.97},
+    ),
+    "generate-4000": Case(
+        "generate-4000",
+        "the next token after 4,000, SmolLM2-135M's shape",
+        _decoding,
+        {"context": 4000, "layers": 30},
+        {"context": 67, "layers": 2},
+        {"the same with sdpa": 0.97},
+    ),
     "watch": Case(
         "watch",
         "watched forward, BERT-base shape, 2,048 tokens",
@@ -125,7 +198,7 @@ CASES = {
         {"tokens": 2048, "layers": 12},
         {"tokens": 67, "layers": 2},
         {"the same unwatched, sdpa": 1 / 1.7, "eager with output_attentions": 3.0},
-    )
+    ),
 }
 
 

@@ -200,7 +200,7 @@ def _later(function: Callable[..., Result], *args: Any) -> Callable[[], Result]:
 def _case(case: Case, options: Options) -> CaseResult:
     entry = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
     try:
-        verify(entry.ours, entry.peers)
+        verify(entry.ours, entry.peers, entry.atol)
     except Mismatch as error:
         return CaseResult(case.name, case.title, entry.path, error=str(error))
     times = race({"ours": entry.ours, **entry.peers, LIMIT: entry.limit.run}, rounds=options.count)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import HeadwiseError, UnsupportedError
@@ -17,13 +18,14 @@ Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a 
 # Names of the module that holds W_O, in the attention module or, for BERT's relatives, in its sibling "output".
 W_O = (
     "o_proj", "out_proj", "c_proj", "o", "dense", "out_lin", "Wo", "wo", "proj", "projection", "projection_layer",
-    "linear_out", "output_projection", "to_out", "to_out.0", "attn_out", "out", "proj_out", "output.dense",
+    "linear_out", "output_projection", "to_out", "to_out.0", "attn_out", "out", "proj_out", "output.dense", "output",
 )  # fmt: skip
 QUERY_HEADS = (
     "num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "num_head", "attn_heads",
     "encoder_attention_heads",
 )  # fmt: skip
 HEAD_DIM = ("v_head_dim", "value_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+ATTENDS = ("softmax(", "softmax.apply(", "scaled_dot_product_attention(", "multi_head_attention_forward(")
 CROSS = ("cross", "encoder_attn", "encdec", "encoder_decoder_attention", "enc_attn")
 
 
@@ -105,9 +107,14 @@ def check_registered(model: nn.Module, all_sites: list[Site]) -> None:
         raise UnsupportedError(f"{name}: no attention layer was found in {type(model).__name__}; nothing to watch")
     off = [site for site in all_sites if not site.registered]
     if off:
+        around = owners(model, all_sites)
+        odd = {id(around[id(site.module)]) for site in off} | {id(model)}
+        parts = [around[id(site.module)] for site in all_sites if id(around[id(site.module)]) not in odd]
+        part = next((path for path, module in model.named_modules() if parts and module is parts[0]), None)
         raise UnsupportedError(
             f"{name} cannot be watched: {type(off[0].module).__name__} (at {off[0].name}) computes its attention "
-            "itself instead of through transformers' attention registry; headwise.mask_heads still works on it"
+            "itself instead of through transformers' attention registry; "
+            + (f"a part of it can, headwise.watch(model.{part})" if part else "headwise.mask_heads still works on it")
         )
     for site in all_sites:
         config = getattr(site.module, "config", None)
@@ -120,6 +127,11 @@ def check_registered(model: nn.Module, all_sites: list[Site]) -> None:
 
 def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     """The path and module of the projection that mixes a site's heads."""
+    if "multi_head_attention_forward(" in _whole_source(_class(site.module)):
+        raise UnsupportedError(
+            f"{type(site.module).__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
+            "instead of calling it; nothing can be put before it"
+        )
     parent = site.name.rpartition(".")[0]
     for base in (site.name, parent):
         for name in W_O:
@@ -131,6 +143,11 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
         f"W_O of {type(site.module).__name__} (at {site.name}) was not found; no linear layer has one of the names "
         f"{', '.join(W_O[:6])}, ..."
     )
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running: a module that is called then is a checkpoint's, run once more."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def input_width(linear: nn.Module) -> int | None:
@@ -242,6 +259,12 @@ def _attends(kind: Any) -> bool:
     """Whether the class itself, in any method, takes a softmax over scores."""
     if "forward" not in kind.__dict__ and not any("forward" in base.__dict__ for base in kind.__mro__[1:-2]):
         return False
+    return any(mark in _whole_source(kind).lower() for mark in ATTENDS)
+
+
+@functools.cache
+def _whole_source(kind: Any) -> str:
+    """All methods of a class, its bases' too."""
     sources = []
     for base in kind.__mro__:
         if base.__module__.startswith(("torch.", "builtins")):
@@ -250,8 +273,7 @@ def _attends(kind: Any) -> bool:
             sources.append(inspect.getsource(base))
         except (OSError, TypeError):
             continue
-    text = "\n".join(sources)
-    return "softmax(" in text or "scaled_dot_product_attention(" in text
+    return "\n".join(sources)
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
@@ -281,20 +303,23 @@ def _towers(stacks: list[str]) -> dict[str, str]:
 
 def _numbered(kind: str, members: list[_Place]) -> Iterator[Site]:
     """Sites with layer numbers: the model's own, or counted where a layer holds several or a module serves many."""
-    own = [place.number for place in members]
+    order = _schedule(members)
+    own = [place.number for place in order]
     counted = len(set(own)) < len(own)
     uses: dict[int, int] = {}
-    index = 0
-    for place in members:
-        config = getattr(place.module, "config", None)
-        repeats = getattr(config, "num_hidden_layers", 1) if hasattr(config, "num_hidden_groups") else len(members)
-        again = range(repeats // len(members)) if repeats > len(members) else range(1)
-        for _ in again:
-            turn = uses.get(id(place.module), 0)
-            uses[id(place.module)] = turn + 1
-            number = index if counted or len(again) > 1 else place.number
-            yield Site(place.module, place.name, kind, number, turn, place.registered)
-            index += 1
+    for index, place in enumerate(order):
+        turn = uses.get(id(place.module), 0)
+        uses[id(place.module)] = turn + 1
+        yield Site(place.module, place.name, kind, index if counted else place.number, turn, place.registered)
+
+
+def _schedule(members: list[_Place]) -> list[_Place]:
+    """The order of calls in a pass: that of the modules, but for ALBERT, whose few groups each serve many layers."""
+    config = getattr(members[0].module, "config", None)
+    groups, layers = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
+    if not groups or not layers:
+        return members
+    return [place for i in range(layers) for place in members if place.number == i * groups // layers]
 
 
 def _at(model: nn.Module, path: str) -> nn.Module | None:

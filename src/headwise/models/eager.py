@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..attention import measure
 from ..attention.stats import HeadStats
 from ..errors import UnsupportedError
-from .masks import LazyMask
+from .masks import LazyMask, Recipe
 from .reading import ROWS, Given
 
 
@@ -24,6 +24,15 @@ class EagerReading:
     eager: Callable[..., tuple[Tensor, Any]]
     offset: int
     comparable: bool
+    recipe: Recipe | None = None  # of the mask
+
+    def exact(self) -> EagerReading:
+        """The same in 32 bits: eager functions round their scores, which 16 bits do not bear."""
+        given = self.given
+        if given.query.dtype not in (torch.float16, torch.bfloat16):
+            return self
+        wide = given._replace(query=given.query.float(), key=given.key.float(), value=given.value.float())
+        return replace(self, given=wide)
 
     @property
     def q(self) -> Tensor:
@@ -45,10 +54,12 @@ class EagerReading:
     def _mask(self, rows: slice) -> Tensor | None:
         """The mask of some rows as eager functions take it: added to the scores."""
         given, keys = self.given, self.given.key.shape[2]
-        if isinstance(given.mask, LazyMask):
-            mask = given.mask.recipe.rows(rows.start, rows.stop)
+        if self.recipe is not None and (isinstance(given.mask, LazyMask) or not isinstance(given.mask, Tensor)):
+            mask = self.recipe.rows(rows.start, rows.stop)
         elif given.mask is not None:
             mask = given.mask if given.mask.shape[2] == 1 else given.mask[:, :, rows]
+            if given.implementation == "eager":
+                return mask  # whatever it is, that is what the model adds
         elif given.implementation != "eager" and given.causal:
             i = torch.arange(rows.start, rows.stop, device=given.query.device)[:, None]
             mask = (torch.arange(keys, device=given.query.device) <= i)[None, None]

@@ -57,11 +57,12 @@ def mask(**given: Any) -> Tensor | None:
 
     if torch.compiler.is_compiling():
         return sdpa_mask(**given)
-    recipe = Recipe(sdpa_mask, given)
+    recipe = Recipe.of(sdpa_mask, given)
     if recipe.band() is None or recipe.queries == 1:
         return sdpa_mask(**given)
-    if recipe.needs_no_mask(sdpa=True):
+    if recipe.band() == (None, 0) and recipe.needs_no_mask(sdpa=True):
         return None
+    # not None where nothing is hidden: to modules that do not say is_causal=False, that would mean causal
     return LazyMask(recipe, torch.bool)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,12 +95,8 @@ class Inspection:
     words: Words
     layers: tuple[int, ...]  # the model's own numbers
     weights: tuple[np.ndarray, ...]  # of each layer: (H, W, W) between words
-    stats: dict[str, np.ndarray] = field(
-        repr=False
-    )  # name -> (L, H) over the model's tokens; NaN where a layer has fewer
-    equal: dict[str, np.ndarray] = field(
-        repr=False
-    )  # name -> (L,): what equal attention to all that is seen would have
+    stats: dict[str, np.ndarray]  # name -> (L, H) over the model's tokens; NaN where a layer has fewer
+    equal: dict[str, np.ndarray]  # name -> (L,): what equal attention to all that is seen would have
     causal: bool
     tokens: int
     notes: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..attention.stats import HeadStats
@@ -29,12 +30,21 @@ class Rows:
 
     def __getitem__(self, at: Any) -> Tensor:
         batch, head, *rest = at if isinstance(at, tuple) else (at,)
-        if not isinstance(head, int) or head not in self.heads:
+        if head not in self.heads:
             raise HeadwiseError(f"head {head!r} was not kept; heads {', '.join(map(str, self.heads))} were")
         return self.tensor[(batch, self.heads.index(head), *rest)]
 
     def __repr__(self) -> str:
         return f"Rows(heads={self.heads}, shape={tuple(self.tensor.shape)})"
+
+
+@dataclass
+class Run:
+    """A batch of sequences, from its first call to its last decoding step."""
+
+    all: HeadStats
+    prefill: HeadStats | None
+    decode: HeadStats | None
 
 
 @dataclass
@@ -45,18 +55,32 @@ class Layer:
     index: int  # the model's own layer number
     name: str  # the module's path
     heads: Heads
-    prefill: HeadStats | None = None  # of queries that follow no cached key
-    decode: HeadStats | None = None  # of queries that do
     all_weights: list[Any] = field(default_factory=list)  # one a call
     all_outputs: list[Any] = field(default_factory=list)
     all_links: list[Links] = field(default_factory=list)
-    _all: HeadStats | None = None
+    links_asked: int = 0  # how many were to be kept
+    _runs: list[Run] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.kind, self.index
 
     @property
     def stats(self) -> HeadStats:
         """Of all queries that were seen."""
-        assert self._all is not None  # a layer is made by its first call
-        return self._all
+        every = _joined([run.all for run in self._runs])
+        assert every is not None  # a layer is made by its first call
+        return every
+
+    @property
+    def prefill(self) -> HeadStats | None:
+        """Of queries that follow no cached key."""
+        return _joined([run.prefill for run in self._runs])
+
+    @property
+    def decode(self) -> HeadStats | None:
+        """Of queries that follow a cached key."""
+        return _joined([run.decode for run in self._runs])
 
     @property
     def weights(self) -> Any:
@@ -79,31 +103,40 @@ class Layer:
             )
         return Links(kept.keys[..., :k], kept.weights[..., :k])
 
-    links_asked: int = 0
-
     def add(self, new: HeadStats, decoding: bool) -> None:
         """One more call. What a decoding step adds belongs to the sequences of the call before it."""
-        self._all = _joined(self._all, new, decoding)
-        if decoding:
-            self.decode = _joined(self.decode, new, True)
-        else:
-            self.prefill = _joined(self.prefill, new, False)
+        if not decoding or not self._runs or self._runs[-1].all.count.shape != new.count.shape:
+            self._runs.append(Run(new, None, new) if decoding else Run(new, new, None))
+            return
+        run = self._runs[-1]
+        run.all = _continued(run.all, new)
+        run.decode = new if run.decode is None else _continued(run.decode, new)
 
     def __repr__(self) -> str:
         return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"
 
     def to_json(self) -> dict[str, Any]:
-        parts = {"stats": self._all, "prefill": self.prefill, "decode": self.decode}
+        parts = {"stats": self.stats, "prefill": self.prefill, "decode": self.decode}
         return {
             "kind": self.kind, "index": self.index, "name": self.name, "heads": self.heads.to_json(),
             **{name: None if stats is None else stats.to_json() for name, stats in parts.items()},
         }  # fmt: skip
 
 
-def _joined(old: HeadStats | None, new: HeadStats, same: bool) -> HeadStats:
-    if old is None:
-        return new
-    return old.continued(new) if same and old.count.shape == new.count.shape else old + new
+def _joined(parts: list[HeadStats | None]) -> HeadStats | None:
+    """The sequences of all runs, side by side."""
+    there = [part for part in parts if part is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    names = [name for name in there[0] if all(name in part for part in there)]
+    sums = {name: torch.cat([part.sums[name] for part in there]) for name in names}
+    return HeadStats(sums, torch.cat([part.count for part in there]))
+
+
+def _continued(old: HeadStats, new: HeadStats) -> HeadStats:
+    """More queries of the same sequences. A statistic that one of the calls could not tell is gone from both."""
+    sums = {name: old.sums[name] + new.sums[name] for name in old if name in new}
+    return HeadStats(sums, old.count + new.count)
 
 
 def _last(kept: list[Any], what: str, how: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import contract
-from ..errors import HeadwiseError, ShapeError
+from ..errors import HeadwiseError, ShapeError, UnsupportedError
 from . import anatomy
 from .anatomy import Key, Site
+from .chosen import head_numbers
 
 VALUES = ("zero", "mean")
 
@@ -73,12 +73,19 @@ class Change:
                 ) from None
         if self.value == "zero":
             return torch.zeros_like(chosen)
+        return self._mean(chosen, real).expand(chosen.shape)
+
+    def _mean(self, chosen: Tensor, real: Tensor | None) -> Tensor:
+        """Of all real tokens so far, with these: (chosen, width)."""
         tokens = chosen.flatten(0, -3)  # (tokens, chosen, width)
         if real is not None and real.numel() == len(tokens):
             tokens = tokens[real.flatten()]
-        self.total = tokens.sum(0) if self.total is None else self.total.detach() + tokens.sum(0)
+        new = tokens.sum(0, dtype=torch.float32)
+        if anatomy.in_backward():  # a checkpoint runs again what has been counted
+            return (self.total.detach() - new.detach() + new) / max(self.tokens, 1) if self.total is not None else new
+        self.total = new if self.total is None else self.total.detach() + new
         self.tokens += len(tokens)
-        return (self.total / max(self.tokens, 1)).expand(chosen.shape)
+        return self.total / max(self.tokens, 1)
 
 
 class MaskedHeads:
@@ -93,6 +100,7 @@ class MaskedHeads:
         self._owner = anatomy.owners(model, self._sites)
         self._hooks: list[Any] = []
         self._turn: dict[int, int] = {}
+        self._changed: set[int] = set()  # modules whose W_O was called since they were
         self._padding: dict[int, Tensor | None] = {}
 
     @property
@@ -106,9 +114,10 @@ class MaskedHeads:
         by_module: dict[int, dict[int, Change]] = {}
         for change in self._changes:
             by_module.setdefault(id(change.site.module), {})[change.site.turn] = change
-        touched = {id(self._owner[at]): self._owner[at] for at in by_module}
+        touched = {id(self._owner[at]): self._owner[at] for at in by_module} | {id(self.model): self.model}
         for owner in touched.values():
             self._hooks.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._hooks.append(owner.register_forward_hook(self._end))
         for changes in by_module.values():
             module = next(iter(changes.values())).site.module
             _, linear = anatomy.w_o(self.model, next(iter(changes.values())).site)
@@ -126,16 +135,34 @@ class MaskedHeads:
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
-            if its is owner:
+            if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
+    def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
+        """A model that reads W_O's weight without calling W_O would go on as if nothing were masked."""
+        for at in self._turn.keys() - self._changed:
+            if self._owner[at] is owner:
+                site = next(site for site in self._sites if id(site.module) == at)
+                raise UnsupportedError(
+                    f"{type(site.module).__name__} (at {site.name}) does not call its W_O; its heads cannot be masked"
+                )
+
     def _called(self, module: nn.Module, args: Any) -> None:
+        if anatomy.in_backward():
+            if not _once(self._sites, module):
+                raise UnsupportedError(
+                    f"{type(module).__name__} serves several layers, and a checkpoint that runs it again does not tell "
+                    "which; mask its heads without gradient checkpointing"
+                )
+            return
         self._turn[id(module)] = self._turn.get(id(module), -1) + 1
+        self._changed.discard(id(module))
 
     def _hook(self, module: nn.Module, changes: dict[int, Change]) -> Any:
         only = changes[0] if len(changes) == 1 and 0 in changes and _once(self._sites, module) else None
 
         def change_input(linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            self._changed.add(id(module))
             change = only or changes.get(self._turn.get(id(module), 0))
             if change is None:
                 return None
@@ -164,13 +191,13 @@ def _changes(model: nn.Module, sites: list[Site], heads: Any, value: Any) -> lis
                 f"{type(model).__name__} has {', '.join(kinds)} attention; "
                 "give gates as {kind: (layers, heads) tensor}"
             )
-        heads = {kinds[0]: heads}
+        return _gated(model, sites, heads)
     if not isinstance(heads, Mapping):
         raise HeadwiseError(f"heads must be {{layer: [heads]}} or gates (layers, heads), got {type(heads).__name__}")
     kinds_named = {site.kind for site in sites}
     changes = []
     for key, wanted in heads.items():
-        if isinstance(key, str) and key in kinds_named and isinstance(wanted, Tensor) and wanted.dim() == 2:
+        if isinstance(key, str) and key in kinds_named and isinstance(wanted, Tensor):
             changes += _gated(model, [site for site in sites if site.kind == key], wanted)
         else:
             site = anatomy.find(model, sites, key)
@@ -180,7 +207,7 @@ def _changes(model: nn.Module, sites: list[Site], heads: Any, value: Any) -> lis
 
 def _gated(model: nn.Module, sites: list[Site], gates: Tensor) -> list[Change]:
     counts = [_count(model, site) for site in sites]
-    if gates.shape[0] != len(sites) or gates.shape[1] < max(counts):
+    if tuple(gates.shape) != (len(sites), max(counts)):
         raise ShapeError(
             f"gates have shape {tuple(gates.shape)}; ({len(sites)}, {max(counts)}) is expected, layers and heads"
         )
@@ -200,14 +227,7 @@ def _change(model: nn.Module, site: Site, wanted: Any, value: Any) -> Change:
         if tuple(wanted.shape) != (count,):
             raise ShapeError(f"gates of {site} have shape {tuple(wanted.shape)}; ({count},) is expected, one a head")
         return Change(site, count, [], gates=lambda: wanted)
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
-        wanted = [wanted]
-    if isinstance(wanted, (str, bytes)) or not isinstance(wanted, Iterable):
-        raise HeadwiseError(f"the heads of {site} must be a list of numbers, got {wanted!r}")
-    try:
-        chosen = contract.pick("head", wanted, count)
-    except HeadwiseError as error:
-        raise HeadwiseError(f"{site}: {error}") from None
+    chosen = head_numbers(site, wanted, count)
     return Change(site, count, sorted(set(chosen)), value=value)
 
 

@@ -24,6 +24,12 @@ class Recipe:
     make: Callable[..., Tensor | None]  # transformers' own function for the model's implementation
     given: dict[str, Any]  # its keyword arguments
 
+    @classmethod
+    def of(cls, make: Callable[..., Tensor | None], given: dict[str, Any]) -> Recipe:
+        """A cache of fixed size hands out the counter that it goes on counting with, so offsets are read at once."""
+        offsets = {name: int(given[name]) for name in ("q_offset", "kv_offset") if given.get(name) is not None}
+        return cls(make, given | offsets)
+
     @property
     def queries(self) -> int:
         return int(self.given["q_length"])
@@ -42,9 +48,14 @@ class Recipe:
         return int(self.given.get("q_offset", 0))
 
     @property
+    def first_key(self) -> int:
+        """The position of key 0 in the whole sequence: a sliding cache has dropped those before."""
+        return int(self.given.get("kv_offset", 0))
+
+    @property
     def offset(self) -> int:
         """At which key query 0 stands: caches of fixed size and sliding ones have their own first key."""
-        return self.first_query - int(self.given.get("kv_offset", 0))
+        return self.first_query - self.first_key
 
     @property
     def padding(self) -> Tensor | None:
@@ -57,9 +68,13 @@ class Recipe:
         """(B, Tk): the padding of these keys."""
         if self.padding is None:
             return None
-        first = int(self.given.get("kv_offset", 0))
-        shown = self.padding[:, first : first + self.keys]
+        shown = self.padding[:, self.first_key : self.first_key + self.keys]
         return torch.nn.functional.pad(shown, (0, self.keys - shown.shape[1]))
+
+    def first_token(self, keys: int) -> Tensor:
+        """(B or 1, Tk), True at a sequence's first token, whatever a window, a chunk or a cache has left of it."""
+        first = torch.zeros(1, dtype=torch.long) if self.padding is None else self.padding.long().argmax(1)
+        return torch.arange(keys, device=first.device) + self.first_key == first[:, None]
 
     def queries_real(self, queries: int) -> Tensor | None:
         """(B, Tq): which queries are tokens and not padding."""
@@ -83,6 +98,13 @@ class Recipe:
         made = self.make(**given)
         assert made is not None
         return made
+
+    @property
+    def kernel_hides(self) -> bool:
+        """Whether no mask means that the function itself hides what the rule says, as flash attention does."""
+        from transformers.masking_utils import eager_mask, sdpa_mask
+
+        return self.make not in (eager_mask, sdpa_mask)
 
     def needs_no_mask(self, sdpa: bool) -> bool:
         """Whether transformers itself makes no mask: nothing is hidden, or just what sdpa's own causal form hides."""

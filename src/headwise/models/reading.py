@@ -14,7 +14,9 @@ from ..attention.stats import HeadStats
 from ..errors import UnsupportedError
 from .masks import LazyMask, Recipe
 
+ONE_PASS = 1 << 18  # scores a head, from which one pass for output and statistics is worth another rounding
 ROWS = 256  # of a mask that is made piece by piece
+HIDDEN = -1e4  # what older models add to hide a key: beside any other key, its weight is 0 in every precision
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
@@ -99,6 +101,27 @@ class Reading:
                 done.update(zip(wanted, found.unbind(2), strict=True))
         return torch.stack([done[i] for i in (sorted(done) if rows is None else rows)], 2)
 
+    def in_one_pass(self) -> bool:
+        """Whether output and statistics come from one pass over the scores, and there are enough to gain by it."""
+        large = self.q.shape[2] * self.k.shape[2] >= ONE_PASS
+        return large and self.recipe is None and core.one_pass(self.q, self.k, self.v, **self.how)
+
+    def observe(
+        self, real: Tensor | None, classes: dict[str, Tensor], dropout: float = 0.0
+    ) -> tuple[Tensor, HeadStats]:
+        """attend and stats together: (B, H, Tq, Dv) and what the heads did."""
+        outs, total = [], None
+        for block in self.blocks():
+            queries = None if real is None else real[:, block.rows]
+            out, new = core.head_stats(
+                self.q[:, :, block.rows], self.k, self.v, queries=queries, classes=classes,
+                cross=not self.comparable, dropout=dropout, **block.how,
+            )  # fmt: skip
+            outs.append(out)
+            total = new if total is None else total.continued(new)
+        assert total is not None  # there is at least one block
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), total
+
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         """Exact statistics of every head, without the output."""
         total: HeadStats | None = None
@@ -137,24 +160,27 @@ def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) 
         raise UnsupportedError(f"{type(given.module).__name__} attends on shapes {shapes}; 4 axes are expected")
     queries, keys = q.shape[2], k.shape[2]
     band: tuple[int | None, int | None] = (None, None)
-    mask = None
+    mask, piecewise = None, None
     stands = recipe or near
     offset = keys - queries if stands is None else stands.offset
-    lazy = given.mask.recipe if isinstance(given.mask, LazyMask) else None
-    if given.mask is None:
-        if given.implementation != "eager" and given.causal:
-            band, offset = (None, 0), 0  # counted from the first key on: what a cache holds past it is not there yet
-            k, v, keys = k[:, :, :queries], v[:, :, :queries], min(keys, queries)
-    elif recipe is not None and recipe.band() is not None and recipe.keys >= keys:
+    if given.mask is None and near is not None and near.kernel_hides:
+        recipe = near
+    if recipe is not None and recipe.keys >= keys and recipe.band() is not None:
         band = recipe.band() or band
         shown = recipe.keys_shown
         mask = None if shown is None or bool(shown.all()) else shown[:, None, None, :keys]
-    elif lazy is None:
+    elif given.mask is None:
+        if given.implementation != "eager" and given.causal:
+            band, offset = (None, 0), 0  # counted from the first key on: what a cache holds past it is not there yet
+            k, v, keys = k[:, :, :queries], v[:, :, :queries], min(keys, queries)
+    elif recipe is not None and (isinstance(given.mask, LazyMask) or not isinstance(given.mask, Tensor)):
+        piecewise = recipe
+    else:
         mask = _mask(given.mask, keys)
     bias = given.more.get("position_bias")
     if bias is not None:
-        if lazy is not None and mask is None and (recipe is None or recipe.band() is None):
-            mask, lazy = lazy.rows(0, queries)[..., :keys], None
+        if piecewise is not None:
+            mask, piecewise = piecewise.rows(0, queries)[..., :keys], None
         mask = _with_bias(bias[..., :keys], mask)
     how = {
         "mask": mask,
@@ -165,25 +191,30 @@ def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) 
         "softcap": given.more.get("softcap"),
         "sinks": given.more.get("s_aux"),
     }
-    piecewise = lazy if lazy is not None and lazy.band() is None else None
-    known = stands is not None or queries == keys or bool(getattr(given.module, "is_causal", False))
+    known = stands is not None or queries == keys  # else keys may have been put before or behind, as by compressors
     return Reading(q, k, v, how, not cross and known, piecewise)
 
 
-def agrees(reading: Any, out: Tensor, real: Tensor | None) -> bool:
-    """Whether a few rows of a model's own output (B, Tq, H, Dv) are what the reading gives."""
+def agrees(reading: Any, other: Any, real: Tensor | None) -> bool:
+    """Whether a few rows are the same as those of a model's own output (B, Tq, H, Dv), or of another reading."""
     queries = reading.q.shape[2]
-    out = out.detach().reshape(out.shape[0], queries, reading.q.shape[1], -1).transpose(1, 2)
     rows = sorted({0, queries // 3, queries // 2, queries - 1})
     with torch.no_grad():
         ours = reading.attend_rows(rows)
-        apart = (ours - out[:, :, rows]).float().abs()
+        if isinstance(other, Tensor):
+            other = other.detach().reshape(other.shape[0], queries, reading.q.shape[1], -1).transpose(1, 2)[:, :, rows]
+        else:
+            other = other.attend_rows(rows)
+        apart = (ours - other).float().abs()
+        blind = (ours == 0).all(-1, keepdim=True)  # it may look nowhere; models then look everywhere, or give NaN
+        apart = torch.where(blind | (ours.isnan() & other.isnan()), 0, apart)
         if real is not None:
             apart = apart * real[:, None, rows, None]  # what padding looks at is nobody's concern
         if apart.numel() == 0:
             return True
         largest = float(ours.float().abs().amax())
-        return float(apart.amax()) <= CLOSE.get(out.dtype, 1e-2) * max(largest, 1e-6)
+        close = max(CLOSE.get(x.dtype, 1e-2) for x in (ours, other))
+        return float(apart.amax()) <= close * max(largest, 1e-6)
 
 
 def _mask(mask: Any, keys: int) -> Tensor:
@@ -198,6 +229,8 @@ def _mask(mask: Any, keys: int) -> Tensor:
     if not mask.is_floating_point():
         return mask.bool()
     hidden = mask <= torch.finfo(mask.dtype).min / 2  # transformers writes the smallest number for -inf
+    low = mask <= HIDDEN
+    hidden |= low & ~low.all(-1, keepdim=True)
     if not bool((mask.masked_fill(hidden, 0) != 0).any()):
         return ~hidden
     return mask.masked_fill(hidden, -torch.inf)

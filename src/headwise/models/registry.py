@@ -10,23 +10,24 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .masks import LARGE, LazyMask, Recipe
+from . import masks
+from .anatomy import in_backward
+from .masks import LazyMask, Recipe
 from .reading import Given
 
 Function = Callable[..., tuple[Tensor, Any]]
-KEPT = 16  # masks of a pass that are remembered
+KEPT = 16  # masks made before a pass, as generate does, that are remembered
 
 
 class Watcher(Protocol):
-    def see(self, given: Given, function: Function, eager: Function) -> tuple[Tensor, Any]:
-        """Answer a call with the output that function gives."""
+    def see(self, given: Given, function: Function, eager: Function, inmost: bool) -> tuple[Tensor, Any]:
+        """Answer a call with the output that function gives; unless inmost, function is another watcher's."""
 
 
 _lock = threading.RLock()
@@ -34,10 +35,30 @@ _watchers: dict[int, list[Watcher]] = {}  # by id of the attention module
 _installed: list[Callable[[], None]] = []  # what takes it out again
 
 
+class Noted(NamedTuple):
+    """A mask that was made."""
+
+    mask: Any  # a weak reference, or None where transformers made no mask
+    recipe: Recipe
+    depth: int  # of the watched models that were running then
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.masks: deque[tuple[Any, Recipe]] = deque(maxlen=KEPT)
+        self.masks: list[Noted] = []
         self.depth = 0  # of watched models that are running
+
+    def begin(self) -> None:
+        self.depth += 1
+
+    def end(self) -> None:
+        """The masks of a pass that is over, and those made for it before, say nothing about the next one."""
+        self.depth = max(0, self.depth - 1)
+        self.masks = [noted for noted in self.masks if noted.depth <= self.depth] if self.depth else []
+
+    def clear(self) -> None:
+        self.depth = 0
+        self.masks = []
 
 
 here = _Thread()
@@ -63,24 +84,33 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
         if not _watchers:
             while _installed:
                 _installed.pop()()
-            here.masks.clear()
+            here.clear()
 
 
 def recipe_of(mask: Any) -> Recipe | None:
     """How this very mask was made, where it came from transformers' mask functions."""
     if isinstance(mask, LazyMask):
         return mask.recipe
-    for made, recipe in reversed(here.masks):
-        if mask is not None and made is not None and made() is mask:
+    for noted in reversed(here.masks):
+        if mask is not None and noted.mask is not None and noted.mask() is mask:
+            return noted.recipe
+    return None
+
+
+def newest(queries: int, keys: int, made: bool) -> Recipe | None:
+    """The newest recipe of this pass for so many queries and keys, which made a mask or found that none is needed."""
+    for noted in reversed(here.masks):
+        recipe = noted.recipe
+        if (noted.mask is not None) == made and recipe.queries == queries and recipe.keys == keys:
             return recipe
     return None
 
 
-def newest(queries: int, keys: int | None = None) -> Recipe | None:
-    """The newest recipe for so many queries (and keys)."""
-    for _, recipe in reversed(here.masks):
-        if recipe.queries == queries and (keys is None or recipe.keys == keys):
-            return recipe
+def first_query(queries: int) -> int | None:
+    """Where in their sequences so many queries of this pass begin, if any mask was made for them."""
+    for noted in reversed(here.masks):
+        if noted.recipe.queries == queries:
+            return noted.recipe.first_query
     return None
 
 
@@ -126,7 +156,7 @@ def _call(
     **more: Any,
 ) -> tuple[Tensor, Any]:
     watchers = _watchers.get(id(module), ())
-    if not watchers or (torch._C._current_graph_task_id() != -1):  # in backward: a checkpoint that is run again
+    if not watchers or in_backward():
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
         return function(module, query, key, value, attention_mask, *rest, **more)
     more = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | more
@@ -136,22 +166,24 @@ def _call(
         return function(given.module, given.query, given.key, given.value, given.mask, **given.more)
 
     for watcher in watchers:
-        inner = functools.partial(_seen, watcher, inner, eager)
+        inner = functools.partial(_seen, watcher, inner, eager, watcher is watchers[0])
     return inner(given)
 
 
-def _seen(watcher: Watcher, function: Function, eager: Function, given: Given) -> tuple[Tensor, Any]:
-    return watcher.see(given, function, eager)
+def _seen(watcher: Watcher, function: Function, eager: Function, inmost: bool, given: Given) -> tuple[Tensor, Any]:
+    return watcher.see(given, function, eager, inmost)
 
 
 def _mask(make: Callable[..., Tensor | None], *args: Any, **given: Any) -> Tensor | None:
     """A mask of transformers, noted; without storage where it would be large and a watched model asks for it."""
     if args or "q_length" not in given or "kv_length" not in given:  # not a call as transformers makes them
         return make(*args, **given)
-    recipe = Recipe(make, given)
-    large = recipe.batch * recipe.queries * recipe.keys > LARGE
+    recipe = Recipe.of(make, given)
+    large = recipe.batch * recipe.queries * recipe.keys > masks.LARGE
     mask = _large(make, recipe) if large and here.depth else make(**given)
-    here.masks.append((None if mask is None else weakref.ref(mask), recipe))
+    here.masks.append(Noted(None if mask is None else weakref.ref(mask), recipe, here.depth))
+    if not here.depth:
+        here.masks = here.masks[-KEPT:]
     return mask
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import contract
+from ..attention.stats import SHARE, HeadStats
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
 from . import anatomy, registry
 from .anatomy import Key, Site
+from .chosen import Chosen, asked, chosen_of, classes_of, links_of, rows_of
 from .eager import EagerReading
+from .implementation import NAME
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
 from .reading import Given, Reading, agrees, read
 
-Chosen = bool | Key | Iterable[Key] | dict[Key, Any] | None
+FIRST = "\0first"  # a class of our own, beside the user's
 
 
 def watch(
@@ -30,15 +34,28 @@ def watch(
     rows: Iterable[int] | None = None,
     links: int = 0,
     classes: dict[str, Any] | None = None,
+    exact: bool = False,
 ) -> Watch:
     """See what every head of a model does: `with headwise.watch(model) as seen: model(**inputs)`, then `seen.layers`.
 
-    The model runs as before and its output does not change. weights and outputs keep whole rows of weights, or each
-    head's output before W_O: True for all, a layer, several layers, or {layer: heads}; rows keeps only these queries'
-    weights. links=k keeps the k strongest keys of every query. classes {name: (B, T) bool}: keys whose share of the
-    weight is wanted; with several kinds of attention {kind: {name: ...}}.
+    The model runs as before and its output does not change: to the bit where its own attention function runs, which
+    exact=True insists on; long inputs get output and statistics from one pass, the same to rounding.
+    weights and outputs keep whole rows of weights, or each head's output before W_O: True for all, a layer, several
+    layers, or {layer: heads}; rows keeps only these queries' weights. links=k keeps the k strongest keys of every
+    query. classes {name: (B, T) bool}: keys whose share of the weight is wanted; with several kinds of attention
+    {kind: {name: ...}}.
     """
-    return Watch(model, weights, outputs, None if rows is None else list(rows), links, classes or {})
+    return Watch(model, weights, outputs, rows, links, classes, exact)
+
+
+class Scene(NamedTuple):
+    """Around one attention call: whose it is, how its mask was made, and which of its queries count."""
+
+    site: Site
+    recipe: Recipe | None  # of its very mask
+    near: Recipe | None  # of a mask of its size in the same pass
+    real: Tensor | None  # (B, Tq), None for all
+    cross: bool
 
 
 class Watch:
@@ -49,30 +66,31 @@ class Watch:
         model: nn.Module,
         weights: Chosen,
         outputs: Chosen,
-        rows: list[int] | None,
+        rows: Iterable[int] | None,
         links: int,
-        classes: dict[str, Any],
+        classes: dict[str, Any] | None,
+        exact: bool,
     ) -> None:
         self.model = model
+        self._exact = exact
         self._sites = anatomy.sites(model)
         anatomy.check_registered(model, self._sites)
         self._site = {(id(site.module), site.turn): site for site in self._sites}
         self._modules = list({id(site.module): site.module for site in self._sites}.values())
         self._owner = anatomy.owners(model, self._sites)
-        self._weights, self._outputs = (_chosen(model, self._sites, x) for x in (weights, outputs))
-        self._rows, self._links = rows, contract_links(links)
-        kinds = {site.kind for site in self._sites}
-        self._classes = classes if classes and set(classes) <= kinds else dict.fromkeys(kinds, classes)
-        if classes and len(kinds) > 1 and not set(classes) <= kinds:
-            raise HeadwiseError(
-                f"with {len(kinds)} kinds of attention give classes by kind: {', '.join(sorted(kinds))}"
-            )
+        self._weights, self._outputs = (chosen_of(model, self._sites, x) for x in (weights, outputs))
+        mixing = {id(site.module): site for site in self._sites if id(site.module) in self._outputs}
+        self._mixers = [(site.module, anatomy.w_o(model, site)[1]) for site in mixing.values()]
+        self._rows, self._links = rows_of(rows), links_of(links)
+        self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
         self._hooks: list[Any] = []
         self._turn: dict[int, int] = {}
         self._padding: dict[int, Tensor | None] = {}  # by owner
         self._last: dict[int, tuple[Tensor | None, bool]] = {}  # by owner: its newest real queries, and if it decodes
         self._trusted: dict[Any, bool] = {}  # readings that were checked: True, or False where eager must serve
+        self._waiting: set[int] = set()  # modules that were called and have not attended yet
+        self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
 
     @property
@@ -84,8 +102,8 @@ class Watch:
     @property
     def unseen(self) -> list[str]:
         """Paths of attention modules that were never called."""
-        called = {id(module) for module, _ in ((site.module, 0) for site in self._sites)} & {at[0] for at in self._seen}
-        return [site.name for site in self._sites if id(site.module) not in called]
+        called = {module for module, _ in self._seen}
+        return list(dict.fromkeys(site.name for site in self._sites if id(site.module) not in called))
 
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
@@ -103,6 +121,8 @@ class Watch:
             self._hooks.append(owner.register_forward_hook(self._end, always_call=True))
         for module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(self._called))
+        for module, linear in self._mixers:
+            self._hooks.append(linear.register_forward_pre_hook(functools.partial(self._mixed, module)))
         registry.add(self._modules, self)
         return self
 
@@ -114,6 +134,9 @@ class Watch:
             self._hooks.pop().remove()
         self._padding.clear()
         self._last.clear()
+        waiting, self._waiting = sorted(self._waiting), set()
+        if error is None and waiting:
+            raise self._missed(waiting[0])
         if error is None and self._ran and not self._seen:
             raise UnsupportedError(
                 f"{type(self.model).__name__} ran, but none of its attention layers asked transformers' registry for "
@@ -129,75 +152,113 @@ class Watch:
     # hooks
 
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        registry.here.depth += 1
+        registry.here.begin()
         self._ran = True
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
-            if its is owner:
+            if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
-        registry.here.depth -= 1
+        registry.here.end()
+        missed = [at for at in self._waiting if self._owner[at] is owner]
+        self._waiting.difference_update(missed)
+        if missed and output is not None:
+            raise self._missed(missed[0])
+
+    def _missed(self, at: int) -> UnsupportedError:
+        site = next(site for site in self._sites if id(site.module) == at)
+        return UnsupportedError(
+            f"{type(site.module).__name__} (at {site.name}) did not ask transformers' registry for an attention "
+            "function when it was called, as compiled code does; its heads cannot be watched"
+        )
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not a checkpoint that is run again in backward
+        if not anatomy.in_backward():  # not a checkpoint that is run again in backward
             self._turn[id(module)] = self._turn.get(id(module), -1) + 1
+            self._waiting.add(id(module))
+
+    def _mixed(self, module: nn.Module, linear: nn.Module, args: tuple[Any, ...]) -> None:
+        """What W_O is given are the heads' outputs, with all that a model does to them before (gates, norms)."""
+        if anatomy.in_backward():
+            return
+        at = id(module), self._turn.get(id(module), 0)
+        heads = None if at not in self._seen else asked(self._outputs, self._site[at])
+        if heads is not None:
+            layer = self._seen[at]
+            x = args[0].detach()
+            x = x[None] if x.dim() == 2 else x
+            each = x.flatten(1, -2).unflatten(-1, (layer.heads.query, -1)).transpose(1, 2)
+            layer.all_outputs.append(each if heads is True else Rows(each[:, heads], heads, None))
 
     # what the registry calls
 
-    def see(self, given: Given, function: registry.Function, eager: registry.Function) -> tuple[Tensor, Any]:
-        """Answer an attention call with the model's own output, and keep what was asked for."""
+    def see(
+        self, given: Given, function: registry.Function, eager: registry.Function, inmost: bool
+    ) -> tuple[Tensor, Any]:
+        """Answer an attention call with the model's output, and keep what was asked for."""
+        self._waiting.discard(id(given.module))
+        scene = self._scene(given)
+        if isinstance(given.mask, LazyMask) and (
+            given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")
+        ):
+            given = given._replace(mask=given.mask.recipe.whole())
+        reading = read(given, scene.recipe, scene.near, scene.cross)
+        own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
+        new = self._is_new(given)
+        if inmost and new and self._at_once(given, reading):
+            right = self._right(reading, own, None, scene.real)
+            if right is reading:
+                dropout = given.dropout if given.module.training else 0.0
+                shares = self._shares(scene.site.kind, reading, scene.recipe or scene.near)
+                out, stats = reading.observe(scene.real, shares, dropout)
+                with torch.no_grad():
+                    self._keep(scene, given, reading, stats)
+                return out.transpose(1, 2).contiguous(), None
+        out, rest = function(given)
+        if new:
+            with torch.no_grad():
+                self._keep(scene, given, self._right(reading, own, out, scene.real))
+        return out, rest
+
+    def _is_new(self, given: Given) -> bool:
+        """False where a module attends again with the same queries and keys: other values only."""
+        looks = weakref.ref(given.query), weakref.ref(given.key)
+        before, self._looks[id(given.module)] = self._looks.get(id(given.module)), looks
+        return before is None or before[0]() is not given.query or before[1]() is not given.key
+
+    def _at_once(self, given: Given, reading: Reading) -> bool:
+        """Whether our own pass gives the output too: where a mask was never made, or where that is faster."""
+        if isinstance(given.mask, LazyMask):
+            return True
+        plain = given.implementation in ("sdpa", NAME) and not given.more.get("output_attentions")
+        return plain and not self._exact and not given.dropout and reading.in_one_pass()
+
+    def _scene(self, given: Given) -> Scene:
         turn = self._turn.get(id(given.module), 0)
         site = self._site.get((id(given.module), turn)) or self._repeated(given.module, turn)
         recipe = registry.recipe_of(given.mask)
-        near = registry.newest(given.query.shape[2], given.key.shape[2]) if given.mask is not None else None
+        near = registry.newest(given.query.shape[2], given.key.shape[2], made=given.mask is not None)
         cross = site.kind.endswith("cross")
-        real = self._real(given, site, recipe or near, cross)
-        if isinstance(given.mask, LazyMask) and given.more.get("output_attentions"):
-            given = given._replace(mask=given.mask.recipe.whole())
-        reading, out, rest = self._run(given, function, eager, recipe, near, real, cross)
-        with torch.no_grad():
-            self._keep(site, turn, given, reading, out, real, recipe or near, cross)
-        return out, rest
+        return Scene(site, recipe, near, self._real(given, recipe or near, cross), cross)
 
-    def _run(
-        self,
-        given: Given,
-        function: registry.Function,
-        eager: registry.Function,
-        recipe: Recipe | None,
-        near: Recipe | None,
-        real: Tensor | None,
-        cross: bool,
-    ) -> tuple[Reading | EagerReading, Tensor, Any]:
-        """The output, and a reading of the call that is known to give the same."""
-        reading = read(given, recipe, near, cross)
-        own = EagerReading(given, eager, reading.how["offset"], reading.comparable)
-        if isinstance(given.mask, LazyMask):
-            out, rest = (
-                reading.attend(given.dropout if given.module.training else 0.0).transpose(1, 2).contiguous(),
-                None,
-            )
-            self._trust(given, own, out, real)
-            return reading, out, rest
-        out, rest = function(given)
-        return (reading if self._trust(given, reading, out, real) else self._own(own, out, real)), out, rest
+    def _right(
+        self, reading: Reading, own: EagerReading, out: Tensor | None, real: Tensor | None
+    ) -> Reading | EagerReading:
+        """The reading that gives the output there is, on a few rows; looked at once for each form of a call.
 
-    def _trust(self, given: Given, reading: Reading | EagerReading, out: Tensor, real: Tensor | None) -> bool:
-        """Whether a reading gives the output that there is, on a few rows; looked at once for each form of a call."""
-        if given.dropout:
-            return True  # nothing to compare with
-        names = tuple(sorted(name for name, x in given.more.items() if x is not None))
-        form = (id(given.module), given.implementation, type(given.mask), names, given.query.shape[2] > 1)
+        Where there is none yet, or dropout went over it, the model's eager function is what to compare with.
+        """
+        given, form = own.given, (_form(own.given), out is None)
         if form not in self._trusted:
-            self._trusted[form] = agrees(reading, out, real)
-            if not self._trusted[form] and isinstance(given.mask, LazyMask):
-                raise self._odd(given)
-        return self._trusted[form]
-
-    def _own(self, own: EagerReading, out: Tensor, real: Tensor | None) -> EagerReading:
-        if not own.given.dropout and not agrees(own, out, real):
-            raise self._odd(own.given)
+            self._trusted[form] = agrees(reading, own.exact() if out is None or given.dropout else out, real)
+        if self._trusted[form]:
+            return reading
+        if isinstance(given.mask, LazyMask):
+            raise self._odd(given)
+        unknown = given.implementation != "eager" if given.dropout else out is not None and not agrees(own, out, real)
+        if unknown:
+            raise self._odd(given)
         return own
 
     def _odd(self, given: Given) -> UnsupportedError:
@@ -208,47 +269,38 @@ class Watch:
         )
 
     def _keep(
-        self,
-        site: Site,
-        turn: int,
-        given: Given,
-        reading: Reading | EagerReading,
-        out: Tensor,
-        real: Tensor | None,
-        where: Recipe | None,
-        cross: bool,
+        self, scene: Scene, given: Given, reading: Reading | EagerReading, stats: HeadStats | None = None
     ) -> None:
-        layer = self._seen.get((id(given.module), turn)) or self._new(site, turn, given, out)
-        decoding = self._decodes(given, reading, where, cross)
-        if not cross:
-            self._last[id(self._owner[id(given.module)])] = real, decoding
-        shares = self._shares(site.kind, reading, where)
-        layer.add(reading.stats(real, shares), decoding)
-        heads = self._weights.get(id(site.module), {}).get(turn)
+        site, where = scene.site, scene.recipe or scene.near
+        layer = self._seen.get((id(given.module), site.turn)) or self._new(site, given)
+        decoding = self._decodes(given, where, scene.cross)
+        if not scene.cross:
+            self._last[id(self._owner[id(given.module)])] = scene.real, decoding
+        if stats is None:
+            stats = reading.stats(scene.real, self._shares(site.kind, reading, where))
+        layer.add(_named(stats), decoding)
+        heads = asked(self._weights, site)
         if heads is not None:
-            layer.all_weights.append(self._some(reading, heads))
-        heads = self._outputs.get(id(site.module), {}).get(turn)
-        if heads is not None:
-            each = out.detach().reshape(*out.shape[:2], given.query.shape[1], -1).transpose(1, 2)
-            layer.all_outputs.append(each if heads is True else Rows(each[:, heads], heads, None))
+            layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))
         if self._links:
             layer.links_asked = self._links
             layer.all_links.append(Links(*reading.links(self._links)))
 
-    def _some(self, reading: Reading | EagerReading, heads: Any) -> Any:
+    def _some(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
         queries = reading.q.shape[2]
         rows = None if self._rows is None else [i % queries for i in self._rows if -queries <= i < queries]
         kept = reading.weights(rows, None if heads is True else heads)
+        kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[-1]))  # a cache may hold more keys than exist yet
         return kept if heads is True else Rows(kept, heads, rows)
 
-    def _new(self, site: Site, turn: int, given: Given, out: Tensor) -> Layer:
+    def _new(self, site: Site, given: Given) -> Layer:
         query, kv = given.query.shape[1], given.key.shape[1]
         try:
             width = _output_width(anatomy.w_o(self.model, site)[1])
         except UnsupportedError:
             width = query * given.value.shape[3]
         heads = Heads(width, query, kv, given.query.shape[3], given.value.shape[3])
-        layer = self._seen[id(given.module), turn] = Layer(site.kind, site.index, site.name, heads)
+        layer = self._seen[id(given.module), site.turn] = Layer(site.kind, site.index, site.name, heads)
         return layer
 
     def _repeated(self, module: nn.Module, turn: int) -> Site:
@@ -260,15 +312,15 @@ class Watch:
         self._site[id(module), turn] = site
         return site
 
-    def _decodes(self, given: Given, reading: Reading | EagerReading, where: Recipe | None, cross: bool) -> bool:
+    def _decodes(self, given: Given, where: Recipe | None, cross: bool) -> bool:
         if cross:
             return self._last.get(id(self._owner[id(given.module)]), (None, False))[1]
-        if where is not None and where.first_query > 0:
-            return True
-        offset = reading.offset if isinstance(reading, EagerReading) else reading.how["offset"]
-        return reading.comparable and offset > 0
+        if where is not None:
+            return where.first_query > 0
+        begins = registry.first_query(given.query.shape[2])
+        return begins > 0 if begins is not None else given.query.shape[2] < given.key.shape[2]
 
-    def _real(self, given: Given, site: Site, where: Recipe | None, cross: bool) -> Tensor | None:
+    def _real(self, given: Given, where: Recipe | None, cross: bool) -> Tensor | None:
         """(B, Tq): which queries are tokens; None for all."""
         batch, queries = given.query.shape[0], given.query.shape[2]
         owner = id(self._owner[id(given.module)])
@@ -278,11 +330,7 @@ class Watch:
         elif where is not None:
             found = where.queries_real(queries)
         own = self._padding.get(owner)
-        if (
-            found is None
-            and own is not None
-            and (own.shape[1] == queries or (own.shape[1] > queries and given.mask is not None))
-        ):
+        if found is None and own is not None and own.shape[1] in (queries, given.key.shape[2]):
             found = own[:, -queries:]
         if found is None or tuple(found.shape) != (batch, queries) or bool(found.all()):
             return None
@@ -291,50 +339,33 @@ class Watch:
     def _shares(self, kind: str, reading: Reading | EagerReading, where: Recipe | None) -> dict[str, Tensor]:
         """The user's classes for the keys at hand: those of a cache come with time, or have gone."""
         keys = reading.k.shape[2] if isinstance(reading, Reading) else reading.given.key.shape[2]
-        first = 0 if where is None else int(where.given.get("kv_offset", 0))
+        first = 0 if where is None else where.first_key
         shares = {}
         for name, marked in self._classes.get(kind, {}).items():
             cut = torch.as_tensor(marked, device=reading.q.device)[:, first : first + keys]
             shares[name] = torch.nn.functional.pad(cut, (0, keys - cut.shape[1]))
+        if where is not None and (first or isinstance(reading, EagerReading) or reading.recipe is not None):
+            # then what this call may look at does not tell which token came first
+            shares[FIRST] = where.first_token(keys).to(reading.q.device).expand(reading.q.shape[0], -1)
         return shares
 
 
-def contract_links(links: int) -> int:
-    if isinstance(links, bool) or not isinstance(links, int) or links < 0:
-        raise HeadwiseError(f"links must be a number of keys of at least 0, got {links!r}")
-    return links
+def _form(given: Given) -> Any:
+    """What two calls share that are read alike."""
+    names = tuple(sorted(name for name, x in given.more.items() if x is not None))
+    mask = given.mask
+    look = (mask.dtype, *(size > 1 for size in mask.shape)) if isinstance(mask, Tensor) else None
+    known = registry.recipe_of(mask) is not None
+    return (
+        id(given.module), given.implementation, type(mask), look, known, names, given.query.shape[2] > 1,
+        given.query.shape[2] == given.key.shape[2],
+    )  # fmt: skip
 
 
-def _chosen(model: nn.Module, sites: list[Site], wanted: Chosen) -> dict[int, dict[int, Any]]:
-    """What to keep: by id of the module and its turn, True for all heads or a list of them."""
-    if wanted is None or wanted is False:
-        return {}
-    if wanted is True:
-        pairs: list[tuple[Site, Any]] = [(site, True) for site in sites]
-    elif isinstance(wanted, dict):
-        pairs = [(anatomy.find(model, sites, key), heads) for key, heads in wanted.items()]
-    else:
-        lone = isinstance(wanted, (int, str)) or (
-            isinstance(wanted, tuple) and len(wanted) == 2 and isinstance(wanted[0], str)
-        )
-        keys: Any = [wanted] if lone else wanted
-        pairs = [(anatomy.find(model, sites, key), True) for key in keys]
-    chosen: dict[int, dict[int, Any]] = {}
-    for site, heads in pairs:
-        chosen.setdefault(id(site.module), {})[site.turn] = _heads(model, site, heads)
-    return chosen
-
-
-def _heads(model: nn.Module, site: Site, heads: Any) -> Any:
-    if heads is True:
-        return True
-    wanted = [heads] if isinstance(heads, int) and not isinstance(heads, bool) else list(heads)
-    try:
-        linear = anatomy.w_o(model, site)[1]
-        count = anatomy.query_heads(model, site, anatomy.input_width(linear) or 0)
-    except UnsupportedError:
-        return wanted  # then the first call tells
-    return contract.pick("head", wanted, count)
+def _named(stats: HeadStats) -> HeadStats:
+    if SHARE + FIRST in stats:
+        stats.sums["first"] = stats.sums.pop(SHARE + FIRST)
+    return stats
 
 
 def _output_width(linear: nn.Module) -> int:

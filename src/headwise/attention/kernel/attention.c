@@ -1,0 +1,771 @@
+/* Attention and exact statistics of every row of weights, in one pass over the keys.
+
+   The scores of a row come block by block. In units of log2, s = (q . k) scale log2(e) + bias, and m is the largest
+   so far. Kept for every row, over the keys seen so far, with t = s - m and e = 2^t:
+
+       l = sum e        w = sum e t        d = sum e |i - j|        c = sum e over a class of keys        o = sum e v
+
+   When a block raises m to m', every kept sum is brought down by f = 2^(m - m'): l := f l, d, c and o alike, and since
+   t' = t + (m - m'),  w := f (w + (m - m') l).  At the end, with L = l + the sink's part:
+
+       weight      a = e / L                          output      sum a v = o / L
+       entropy     -sum a ln a = (l ln L - w ln 2) / L
+       confidence  1 / L, the largest e being 2^0     distance    d / L         share of a class    c / L
+
+   A key that a row may not look at has e = 0 whatever lies there. Two parts of the keys are merged as two blocks are.
+
+   Memory: an item is a block of rows. Its scaled queries lie row by row; keys are packed once a head into panels of
+   TILE_ROWS x PANEL tiles ([dim][PANEL], so that a multiply-add takes whole vectors of keys); values are used as they
+   lie where that is possible. A strip of TILE_ROWS rows meets a block of keys: scores, softmax and o += e v, all of it
+   in the nearest cache. */
+#include <stdlib.h>
+
+#include "call.h"
+#include "vectors.h"
+
+enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12 };
+static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
+
+/* ---- multiplying ---- */
+
+/* c (rows x vectors * W) = or += a (rows x n) b (n x vectors * W): the accumulators stay in registers. */
+INLINE void tile(const int rows, const int vectors, const float *restrict a, int64_t a_row, const float *restrict b,
+                 int64_t b_row, float *restrict c, int64_t c_row, int64_t n, int add) {
+    vf sum[TILE_ROWS][TILE_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
+        sum[r][x] = add ? load(c + r * c_row + x * W) : all(0);
+    for (int64_t i = 0; i < n; i++, b += b_row) {
+        vf right[TILE_VECTORS];
+        UNROLL for (int x = 0; x < vectors; x++) right[x] = load(b + x * W);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf left = all(a[r * a_row + i]);
+            UNROLL for (int x = 0; x < vectors; x++) sum[r][x] += left * right[x];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
+        store(c + r * c_row + x * W, sum[r][x]);
+}
+
+#define WIDTHS(rows) \
+    switch (vectors) { \
+        case 1: tile(rows, 1, a, a_row, b, b_row, c, c_row, n, add); break; \
+        case 2: tile(rows, 2, a, a_row, b, b_row, c, c_row, n, add); break; \
+        case 3: if (TILE_VECTORS >= 3) tile(rows, TILE_VECTORS >= 3 ? 3 : 1, a, a_row, b, b_row, c, c_row, n, add); break; \
+        default: if (TILE_VECTORS >= 4) tile(rows, TILE_VECTORS, a, a_row, b, b_row, c, c_row, n, add); \
+    } \
+    break;
+#define HEIGHT(r) case r: if (r <= TILE_ROWS) { WIDTHS(r <= TILE_ROWS ? r : 1) } break;
+
+/* A tile of up to TILE_ROWS rows and TILE_VECTORS vectors. */
+static void multiply(int rows, int vectors, const float *a, int64_t a_row, const float *b, int64_t b_row, float *c,
+                     int64_t c_row, int64_t n, int add) {
+    switch (rows) {
+        HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
+        HEIGHT(7) HEIGHT(8) HEIGHT(9) HEIGHT(10) HEIGHT(11) HEIGHT(12)
+    }
+}
+
+/* ---- reading and writing ---- */
+
+static int64_t width_of(int64_t kind) { return kind == F32 ? 4 : kind == BOOL ? 1 : 2; }
+
+INLINE float number(const char *x, int64_t kind) {
+    if (kind == F32) return *(const float *)x;
+    return kind == BF16 ? from_bf16(*(const uint16_t *)x) : from_f16(*(const uint16_t *)x);
+}
+
+INLINE vf load_kind(const int kind, const char *x, int64_t i) {
+    if (kind == F32) return load((const float *)x + i);
+    return kind == BF16 ? load_bf16((const uint16_t *)x + i) : load_f16((const uint16_t *)x + i);
+}
+
+/* n numbers side by side into y, times a factor: whole vectors, the last of which may overlap the one before. */
+INLINE void read_vectors(const int kind, float *y, const char *x, int64_t n, float factor) {
+    for (int64_t i = 0; i + W <= n; i += W) store(y + i, load_kind(kind, x, i) * factor);
+    if (n % W) store(y + n - W, load_kind(kind, x, n - W) * factor);
+}
+
+/* n numbers of any kind and stride into y, times a factor. */
+static void read_row(float *y, const char *x, int64_t kind, int64_t stride, int64_t n, float factor) {
+    if (stride != 1 || n < W)
+        for (int64_t i = 0, size = width_of(kind); i < n; i++) y[i] = number(x + i * stride * size, kind) * factor;
+    else if (kind == F32) read_vectors(F32, y, x, n, factor);
+    else if (kind == BF16) read_vectors(BF16, y, x, n, factor);
+    else read_vectors(F16, y, x, n, factor);
+}
+
+/* n numbers times a factor, in any kind; rows of the output lie whole. */
+static void write_row(char *y, const float *x, int64_t kind, int64_t n, float factor) {
+    if (kind == F32)
+        for (int64_t i = 0; i < n; i++) ((float *)y)[i] = x[i] * factor;
+    else if (kind == BF16)
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = to_bf16(x[i] * factor);
+    else
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)y)[i] = to_f16(x[i] * factor);
+}
+
+/* W keys from x on, row by row, into columns of a panel: W numbers of each at a time, turned. Of fewer keys the last
+   stands for the others, and the last numbers of a key may be taken twice. */
+INLINE void pack_columns(const int kind, float *y, const char *x, int64_t row, int64_t dim, int64_t count) {
+    for (int64_t i = 0; i < dim; i += W) {
+        int64_t from = least(i, dim - W);
+        vf part[W];
+        UNROLL for (int r = 0; r < W; r++) part[r] = load_kind(kind, x + least(r, count - 1) * row, from);
+        transpose(part);
+        UNROLL for (int r = 0; r < W; r++) store(y + (from + r) * PANEL, part[r]);
+    }
+}
+
+/* Keys (count x dim) into panels [count / PANEL][dim][PANEL]. What fills up the last panel is never used. */
+static void pack_keys(float *y, const char *x, const Call *call, int64_t count) {
+    int64_t kind = call->kind, dim = call->dim, size = width_of(kind), row = call->k_stride[2] * size;
+    for (int64_t j = 0; j < count; j += W) {
+        float *to = y + j / PANEL * PANEL * dim + j % PANEL;
+        const char *from = x + j * row;
+        int64_t some = least(W, count - j);
+        if (call->k_stride[3] != 1 || dim < W) {
+            for (int64_t i = 0; i < dim; i++)
+                for (int64_t r = 0; r < some; r++)
+                    to[i * PANEL + r] = number(from + r * row + i * call->k_stride[3] * size, kind);
+        } else if (kind == F32) pack_columns(F32, to, from, row, dim, some);
+        else if (kind == BF16) pack_columns(BF16, to, from, row, dim, some);
+        else pack_columns(F16, to, from, row, dim, some);
+    }
+}
+
+/* s (rows x keys) = q . k, the keys as they lie: x row by row. The loop takes whole vectors, the rest goes by number. */
+INLINE void dots(const int kind, const int rows, const int keys, const float *q, const char *x, int64_t row, int64_t dim,
+                 float *s, int64_t line) {
+    const int64_t size = kind == F32 ? 4 : 2;
+    vf sums[8] = {{0}};
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) {
+        vf key[4];
+        UNROLL for (int j = 0; j < keys; j++) key[j] = load_kind(kind, x + j * row, i);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf left = load(q + r * dim + i);
+            UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
+        }
+    }
+    UNROLL for (int first = 0; first < rows * keys; first += 4) {
+        vf four = sum_of_four(sums + first);
+        UNROLL for (int n = 0; n < 4; n++) s[(first + n) / keys * line + (first + n) % keys] = four[n * (W / 4)];
+    }
+    for (; i < dim; i++)
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < keys; j++) s[r * line + j] += q[r * dim + i] * number(x + j * row + i * size, kind);
+}
+
+/* s (rows x count) = q . k for a few rows: packing the keys would cost more than it saves. */
+INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, const Call *call, float *s, int64_t line,
+                     int64_t count) {
+    int64_t dim = call->dim, row = call->k_stride[2] * (kind == F32 ? 4 : 2), j = 0;
+    float rest[4];
+    for (; j + 4 <= count; j += 4, x += 4 * row) {
+        int r = 0;
+        for (int64_t i = 8; i < 12; i++) /* a little ahead; past the end it does no harm */
+            for (int64_t d = 0; d < dim * (kind == F32 ? 4 : 2); d += 64) __builtin_prefetch(x + i * row + d);
+        for (; r + 4 <= rows; r += 4) {
+            dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
+            dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
+        }
+        for (; r < rows; r++) dots(kind, 1, 4, q + r * dim, x, row, dim, s + r * line + j, line);
+    }
+    for (; j < count; j++, x += row) /* the same key four times */
+        for (int r = 0; r < rows; r++) {
+            dots(kind, 1, 4, q + r * dim, x, 0, dim, rest, 4);
+            s[r * line + j] = rest[0];
+        }
+}
+
+static void dot(int rows, const float *q, const char *x, const Call *call, float *s, int64_t line, int64_t count) {
+    if (call->kind == F32) dot_kind(F32, rows, q, x, call, s, line, count);
+    else if (call->kind == BF16) dot_kind(BF16, rows, q, x, call, s, line, count);
+    else dot_kind(F16, rows, q, x, call, s, line, count);
+}
+
+static void pack_values(float *y, int64_t width, const char *x, const Call *call, int64_t count) {
+    int64_t row = call->v_stride[2] * width_of(call->kind);
+    for (int64_t j = 0; j < count; j++, y += width) {
+        read_row(y, x + j * row, call->kind, call->v_stride[3], call->value_dim, 1);
+        for (int64_t i = call->value_dim; i < width; i++) y[i] = 0;
+    }
+}
+
+/* ---- an item ---- */
+
+/* What is kept of a row while its keys go by: see above. The sums are vectors, added up at the end. */
+typedef struct {
+    vf l, w, d;
+    float m;
+    float at[4];  /* e at the first, previous, next and own key */
+    int32_t sees; /* whether it may look anywhere */
+    vf *c;        /* (class_count) */
+    float *links; /* (link_count) largest scores, the largest first, */
+    int32_t *best; /* and their keys */
+    int64_t head, query, place; /* of the call; where it stands among the keys */
+    int64_t low, high;          /* the keys that band and length let it see */
+} Row;
+
+/* The same for one row when its keys are done. */
+typedef struct {
+    float m, l, w, d, at[4], c[MOST_CLASSES], links[MOST_LINKS];
+    int32_t sees, best[MOST_LINKS];
+} Kept;
+
+enum { KEPT_FLOATS = sizeof(Kept) / 4 };
+
+typedef struct {
+    const Call *call;
+    const Plan *plan;
+    int64_t batch, kv_head, rows, first_key;
+    const char *k, *v;       /* of this sequence and KV head */
+    const float *values;     /* of the block at hand, */
+    int64_t value_row;       /* one to the next */
+    int odd;                 /* whether there are NaN or infinities among them */
+    Row *row;
+    float *q, *o, *s, *bias; /* (rows, dim), (rows, width), (TILE_ROWS, key_block) twice */
+    float *keys, *packed;    /* key blocks in panels; value blocks */
+    vf *classes;             /* (rows, class_count) */
+    float *links;            /* (rows, link_count) */
+    int32_t *best;
+    uint8_t *key_state, *value_state; /* a block: 1 packed or looked at, 2 also odd */
+} Item;
+
+static int in_place(const Call *call, int64_t strips) {
+    const int64_t *stride = call->v_stride;
+    int aligned = (uintptr_t)call->v % (4 * W) == 0 && !(stride[0] % W || stride[1] % W || stride[2] % W);
+    /* rows far apart compete for the same lines of the nearest cache when they are used again and again */
+    return call->kind == F32 && stride[3] == 1 && call->value_dim % W == 0 && aligned &&
+           (strips == 1 || stride[2] == call->value_dim);
+}
+
+static void plan(const Call *call, Plan *p) {
+    int64_t group = call->heads / call->kv_heads;
+    p->rows = group * call->queries;
+    p->block_rows = least(BLOCK_ROWS, most(1, p->rows));
+    p->row_blocks = (p->rows + p->block_rows - 1) / p->block_rows;
+    p->key_block = least(KEY_BLOCK, up(most(1, call->keys), PANEL));
+    p->key_blocks = (call->keys + p->key_block - 1) / p->key_block;
+    p->parts = 1;
+    p->split = most(1, p->key_blocks);
+    if (p->row_blocks == 1 && call->keys >= 2 * PART_KEYS) { /* never by the number of threads: the sums would change */
+        p->split = PART_KEYS / p->key_block;
+        p->parts = (p->key_blocks + p->split - 1) / p->split;
+    }
+    p->items = call->batch * call->kv_heads * p->row_blocks * p->parts;
+    p->width = up(call->value_dim, W);
+    p->part_floats = p->block_rows * (KEPT_FLOATS + p->width);
+    int64_t strips = (p->block_rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = strips * TILE_ROWS;
+    int64_t packed = in_place(call, p->row_blocks > 1 ? 8 : strips) ? 0 : kept * p->key_block * p->width;
+    int64_t each = sizeof(Row) + call->class_count * sizeof(vf) + call->link_count * 8; /* bytes of a row */
+    p->room = 64 * 12 + rows * each + 2 * up(p->key_blocks, 64) +
+              4 * (rows * (call->dim + p->width) + 2 * TILE_ROWS * p->key_block + kept * p->key_block * call->dim + packed);
+}
+
+static int few(const Call *call, const Plan *p) { return p->rows <= FEW_ROWS && call->k_stride[3] == 1; }
+
+static void *take(char **from, int64_t bytes) {
+    void *x = *from;
+    *from += up(bytes, 64);
+    return x;
+}
+
+/* Lengths out of a graph were never looked at. */
+static int64_t end_of(const Call *call, int64_t batch) {
+    return most(0, least(call->ends ? call->ends[batch] : call->end, call->keys));
+}
+
+static int shows(const char *x, int64_t kind) { return kind == BOOL ? *x != 0 : number(x, kind) != -INFINITY; }
+
+static int may_see(const Item *it, const Row *row, int64_t j) {
+    const Call *call = it->call;
+    if (j < row->low || j >= row->high) return 0;
+    if (!call->mask) return 1;
+    const int64_t *stride = call->mask_stride;
+    int64_t at = it->batch * stride[0] + row->head * stride[1] + row->query * stride[2] + j * stride[3];
+    const char *x = call->mask + at * width_of(call->mask_kind);
+    return shows(x, call->mask_kind);
+}
+
+static int all_finite(const float *x, int64_t row, int64_t rows, int64_t n) {
+    vf zero = all(0); /* 0 * x is 0, or NaN */
+    for (int64_t j = 0; j < rows; j++, x += row)
+        for (int64_t i = 0; i < n; i += W) zero += load(x + i) * 0.0f;
+    return sum(zero) == 0;
+}
+
+/* The keys of a block in panels, and its values; packed once for all row blocks of a head. */
+static const float *fetch(Item *it, int64_t block, int64_t count, int hides) {
+    const Call *call = it->call;
+    const Plan *p = it->plan;
+    int64_t size = width_of(call->kind), from = block * p->key_block, slot = p->row_blocks > 1 ? block : 0;
+    int64_t strips = p->row_blocks > 1 ? 8 : (p->block_rows + TILE_ROWS - 1) / TILE_ROWS;
+    float *keys = it->keys + slot * p->key_block * call->dim;
+    const char *v = it->v + from * call->v_stride[2] * size;
+    int here = in_place(call, strips);
+    float *values = here ? (float *)v : it->packed + slot * p->key_block * p->width;
+    it->value_row = here ? call->v_stride[2] : p->width;
+    if (!it->key_state[block]) {
+        if (!few(call, p)) pack_keys(keys, it->k + from * call->k_stride[2] * size, call, count);
+        if (!here) pack_values(values, p->width, v, call, count);
+        it->key_state[block] = 1;
+    }
+    if (hides && !it->value_state[block])
+        it->value_state[block] = all_finite(values, it->value_row, count, p->width) ? 1 : 2;
+    it->odd = hides && it->value_state[block] == 2;
+    it->values = values;
+    return keys;
+}
+
+/* What the mask adds to a row's scores on keys from to from + n - 1, in units of log2; -inf where it hides. Gives
+   whether it shows any of them. */
+static int mask_row(float *y, const Item *it, const Row *row, int64_t from, int64_t n) {
+    const Call *call = it->call;
+    const int64_t *stride = call->mask_stride, kind = call->mask_kind, step = stride[3];
+    int64_t at = it->batch * stride[0] + row->head * stride[1] + row->query * stride[2] + from * step, j = 0;
+    vi shows = {0};
+    if (kind == BOOL) {
+        const char *x = call->mask + at;
+        if (step == 1)
+            for (int64_t i = 0; i < n; i++) y[i] = x[i] ? 0.0f : -INFINITY;
+        else
+            for (int64_t i = 0; i < n; i++) y[i] = x[i * step] ? 0.0f : -INFINITY;
+    } else {
+        read_row(y, call->mask + at * width_of(kind), kind, step, n, 1);
+    }
+    for (j = n; j % W; j++) y[j] = -INFINITY; /* up to whole vectors; nobody sees these */
+    for (j = 0; j < n; j += W) {
+        vf x = load(y + j), size = magnitude(x), most = all(0x1.fffffep127f);
+        shows |= x != all(-INFINITY);
+        /* the lowest number that is not -inf still hides nothing */
+        vf held = larger(-most, -larger(-most, -(x * LOG2E)));
+        if (kind != BOOL) store(y + j, either(size <= most, held, x));
+    }
+    return any(shows);
+}
+
+/* Keep the link_count largest scores of a row, the largest first; of equals, the first. */
+static void keep_links(Row *row, const float *s, int64_t n, int64_t from, int count) {
+    for (int64_t j = 0; j < n; j += W) {
+        if (!any(load(s + j) > all(row->links[count - 1]))) continue;
+        for (int64_t i = j; i < j + W; i++) {
+            int at = count;
+            while (at > 0 && s[i] > row->links[at - 1]) at--;
+            if (at == count) continue;
+            for (int x = count - 1; x > at; x--) row->links[x] = row->links[x - 1], row->best[x] = row->best[x - 1];
+            row->links[at] = s[i];
+            row->best[at] = from + i;
+        }
+    }
+}
+
+/* |x| for x from -KEY_BLOCK on. Distances within a block are read from it; beyond its reach they differ by a constant. */
+static float away_from_zero[2 * KEY_BLOCK + W];
+
+__attribute__((constructor)) static void fill_table(void) {
+    for (int x = 0; x < 2 * KEY_BLOCK + W; x++) away_from_zero[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
+}
+
+/* Scores become e, and what is kept of the row moves on. s: n scores (whole vectors) from key `from` on. */
+INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from, float *o, int64_t width,
+                   const float *classes, int64_t class_count, int64_t keys) {
+    vf top = all(-INFINITY), other = top;
+    int64_t j = 0;
+    for (; j + 2 * W <= n; j += 2 * W) {
+        top = larger(top, load(s + j));
+        other = larger(other, load(s + j + W));
+    }
+    if (j < n) top = larger(top, load(s + j));
+    float now = largest(larger(top, other)), old = row->m, m = now > old ? now : old;
+    row->m = m;
+    if (m == -INFINITY) m = 0;
+    /* f is 1 more often than not, but nobody could foretell when */
+    vf fall = larger(all(LOWEST), all(old - m)), f = power_of_two(fall);
+    for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
+    vf before = row->l * f, l = before, w = row->w, d = row->d;
+    int64_t step = from - row->place, near = step > 0 ? 0 : step < -KEY_BLOCK ? -KEY_BLOCK : step;
+    const float *away = away_from_zero + KEY_BLOCK + near;
+    if (wanted) {
+        w = f * w + fall * before;
+        d *= f;
+        for (int i = 0; i < 4; i++) row->at[i] *= f[0];
+        for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
+    }
+    for (j = 0; j < n; j += W) {
+        vf t = larger(all(LOWEST), load(s + j) - m), e = power_of_two(t);
+        store(s + j, e);
+        l += e;
+        if (wanted) {
+            w += e * t;
+            d += e * load(away + j);
+        }
+    }
+    row->l = l;
+    if (!wanted) return;
+    row->w = w;
+    row->d = d + (float)(step < near ? near - step : step - near) * (l - before);
+    for (int64_t i = 0; i < class_count; i++) {
+        const float *member = classes + i * keys + from;
+        vf c = row->c[i];
+        int64_t whole = least(n, (keys - from) / W * W);
+        for (j = 0; j < whole; j += W) c += load(s + j) * load(member + j);
+        for (; j < n && from + j < keys; j++) c[0] += s[j] * member[j];
+        row->c[i] = c;
+    }
+}
+
+/* e at the first key, and at the ones around where the row stands; s begins at key `from`. */
+INLINE void pick(Row *row, const float *s, int64_t low, int64_t high, int64_t from, int64_t first) {
+    const int64_t spots[4] = {first, row->place - 1, row->place + 1, row->place};
+    if (spots[0] >= low && spots[0] < high) row->at[0] += s[spots[0] - from];
+    if (spots[2] < low || spots[1] >= high) return;
+    for (int i = 1; i < 4; i++)
+        if (spots[i] >= low && spots[i] < high) row->at[i] += s[spots[i] - from];
+}
+
+/* Softcap, what a mask adds, ALiBi: all that comes between the product and the softmax. s: n scores from key `from`. */
+static void adjust(const Item *it, const Row *row, float *s, const float *bias, int64_t n, int64_t from) {
+    const Call *call = it->call;
+    if (call->softcap > 0) {
+        float cap = call->softcap * LOG2E;
+        for (int64_t j = 0; j < n; j += W) store(s + j, hyperbolic_tangent(load(s + j)) * cap);
+    }
+    if (call->slopes) {
+        float slope = call->slopes[row->head] * LOG2E;
+        vf away = count_up() + (float)(from - row->place);
+        for (int64_t j = 0; j < n; j += W, away += (float)W) store(s + j, load(s + j) - slope * magnitude(away));
+    }
+    if (bias)
+        for (int64_t j = 0; j < n; j += W) {
+            vf more = load(bias + j), hidden = all(-INFINITY);
+            store(s + j, either(more == hidden, hidden, load(s + j) + more));
+        }
+}
+
+/* Values with NaN or infinities among them, key by key: they reach the rows that may look there, and no others. */
+static void mix_odd(Item *it, Row *row, const float *s, float *o, int64_t low, int64_t high, int64_t from) {
+    for (int64_t j = low; j < high; j++)
+        if (may_see(it, row, j))
+            for (int64_t i = 0; i < it->plan->width; i++) o[i] += s[j - from] * it->values[(j - from) * it->value_row + i];
+}
+
+/* A strip of rows meets the keys from `from` to `to` - 1 of a block. */
+static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t from, int64_t to) {
+    const Call *call = it->call;
+    const Plan *p = it->plan;
+    int64_t dim = call->dim, width = p->width, line = p->key_block, low = to, high = from;
+    Row *row = it->row + first;
+    for (int r = 0; r < rows; r++) {
+        if (row[r].low >= row[r].high) continue;
+        low = least(low, most(row[r].low, from));
+        high = most(high, least(row[r].high, to));
+    }
+    if (low >= high) return;
+
+    int64_t start = (low - from) / PANEL * PANEL, stop = high - from; /* of s; whole panels are multiplied */
+    int shared = call->mask && !call->mask_stride[1] && !call->mask_stride[2], shows = !call->mask;
+    int shown[TILE_ROWS];
+    if (call->mask) {
+        for (int r = 0; r < rows; r++) {
+            if (r && shared) {
+                shown[r] = shown[0];
+                continue;
+            }
+            shown[r] = mask_row(it->bias + r * line + start, it, row + r, from + start, stop - start);
+            shows |= shown[r];
+        }
+        if (!shows) return;
+    }
+    const float *q = it->q + first * dim;
+    if (few(call, p)) {
+        const char *k = it->k + (from + start) * call->k_stride[2] * width_of(call->kind);
+        dot(rows, q, k, call, it->s + start, line, stop - start);
+    } else {
+        for (int64_t j = start; j < stop; j += PANEL) {
+            int vectors = least(TILE_VECTORS, (stop - j + W - 1) / W);
+            multiply(rows, vectors, q, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
+        }
+    }
+
+    const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
+    int adjusts = call->mask || call->softcap > 0 || call->slopes;
+    for (int r = 0; r < rows; r++) {
+        float *s = it->s + r * line, *o = it->o + (first + r) * width;
+        int64_t a = most(row[r].low, from) - from, b = least(row[r].high, to) - from; /* what this row sees */
+        if (a >= b || (call->mask && !shown[r])) {
+            memset(s + start, 0, 4 * (stop - start));
+            continue;
+        }
+        int64_t head = a / W * W, tail = up(b, W);
+        for (int64_t j = head; j < a; j++) s[j] = -INFINITY;
+        for (int64_t j = b; j < tail; j++) s[j] = -INFINITY;
+        for (int64_t j = start; j < head; j++) s[j] = 0;
+        for (int64_t j = tail; j < stop; j++) s[j] = 0;
+        if (adjusts) {
+            const float *bias = call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL;
+            adjust(it, row + r, s + head, bias, tail - head, from + head);
+            for (int64_t j = b; j < tail; j++) s[j] = -INFINITY; /* softcap made a number of it */
+            for (int64_t j = head; j < a; j++) s[j] = -INFINITY;
+        }
+        if (!row[r].sees) {
+            row[r].sees = !call->mask;
+            for (int64_t j = from + a; j < from + b && !row[r].sees; j++) row[r].sees = may_see(it, row + r, j);
+        }
+        if (call->link_count) keep_links(row + r, s + head, tail - head, from + head, call->link_count);
+        if (call->sums) {
+            soften(1, row + r, s + head, tail - head, from + head, o, width, classes, call->class_count, call->keys);
+            pick(row + r, s, from + a, from + b, from, it->first_key);
+        } else {
+            soften(0, row + r, s + head, tail - head, from + head, o, width, NULL, 0, 0);
+        }
+    }
+    if (it->odd) {
+        for (int r = 0; r < rows; r++)
+            mix_odd(it, row + r, it->s + r * line, it->o + (first + r) * width, low, high, from);
+        return;
+    }
+    /* values that are read only once come from far away: a few at a time, the next ones on their way meanwhile */
+    int64_t step = p->row_blocks == 1 ? 32 : high - low;
+    for (int64_t j = low; j < high; j += step) {
+        const float *values = it->values + (j - from) * it->value_row;
+        int64_t count = least(step, high - j);
+        for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, high - j); i++)
+            for (int64_t x = 0; x < width; x += 16) __builtin_prefetch(values + i * it->value_row + x);
+        for (int64_t x = 0; x < width; x += PANEL)
+            multiply(rows, least(TILE_VECTORS, (width - x) / W), it->s + j - from, line, values + x, it->value_row,
+                     it->o + first * width + x, width, count, 1);
+    }
+}
+
+/* ---- the end of a row ---- */
+
+static void keep(const Call *call, const Row *row, Kept *kept) {
+    kept->m = row->m;
+    kept->l = sum(row->l);
+    kept->sees = row->sees;
+    if (call->link_count) {
+        memcpy(kept->links, row->links, 4 * call->link_count);
+        memcpy(kept->best, row->best, 4 * call->link_count);
+    }
+    if (!call->sums) return;
+    kept->w = sum(row->w);
+    kept->d = sum(row->d);
+    memcpy(kept->at, row->at, sizeof kept->at);
+    for (int64_t i = 0; i < call->class_count; i++) kept->c[i] = sum(row->c[i]);
+}
+
+/* Bring what was kept relative to m down to a higher top. Gives the factor. */
+static float lower_to(const Call *call, Kept *x, float top) {
+    if (x->m == top) return 1;
+    float f = x->m == -INFINITY ? 0 : exp2f(x->m - top);
+    if (call->sums) {
+        x->w = f == 0 ? 0 : f * (x->w + (x->m - top) * x->l);
+        x->d *= f;
+        for (int i = 0; i < 4; i++) x->at[i] *= f;
+        for (int64_t i = 0; i < call->class_count; i++) x->c[i] *= f;
+    }
+    x->l *= f;
+    return f;
+}
+
+/* The output and the statistics of a row out of what was kept; o (width) is used up. */
+static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t head, int64_t query, double *sums) {
+    float peak = x->m, sink = call->sinks ? call->sinks[head] * LOG2E : -INFINITY;
+    float top = sink > peak ? sink : peak, f = 1;
+    if (top == -INFINITY) top = 0;
+    if (peak != -INFINITY) f = lower_to(call, x, top);
+    float sunk = call->sinks ? exp2f(sink - top) : 0, total = x->l + sunk;
+    if (total == 0) total = 1;
+    float gate = call->gates ? call->gates[batch * call->gates_stride + head] : 1;
+    const int64_t *stride = call->out_stride;
+    int64_t at = batch * stride[0] + head * stride[1] + query * stride[2];
+    if (!x->sees) memset(o, 0, 4 * call->value_dim);
+    write_row(call->out + at * width_of(call->kind), o, call->kind, call->value_dim, f / total * gate);
+
+    int64_t row = (batch * call->heads + head) * call->queries + query;
+    if (call->lse) call->lse[row] = (top + log2f(x->l + sunk)) * LN2;
+    for (int64_t i = 0; i < call->link_count; i++) {
+        call->link_weight[row * call->link_count + i] = x->best[i] < 0 ? 0 : exp2f(x->links[i] - top) / total;
+        call->link_key[row * call->link_count + i] = x->best[i];
+    }
+    if (!call->sums || !x->sees || (call->asked && !call->asked[batch * call->queries + query])) return;
+    float share = 1 / total;
+    sums[COUNT] += 1;
+    sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 * share;
+    sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) * share;
+    sums[DISTANCE] += x->d * share;
+    sums[FIRST] += x->at[0] * share;
+    sums[PREVIOUS] += x->at[1] * share;
+    sums[NEXT] += x->at[2] * share;
+    sums[SELF] += x->at[3] * share;
+    sums[SINK] += sunk * share;
+    for (int64_t i = 0; i < call->class_count; i++) sums[CLASS + i] += x->c[i] * share;
+}
+
+static void merge_links(Kept *x, const Kept *y, int64_t count) {
+    float links[MOST_LINKS];
+    int32_t best[MOST_LINKS];
+    for (int64_t i = 0, a = 0, b = 0; i < count; i++) {
+        int mine = x->links[a] >= y->links[b] || y->best[b] < 0;
+        links[i] = mine ? x->links[a] : y->links[b];
+        best[i] = mine ? x->best[a++] : y->best[b++];
+    }
+    memcpy(x->links, links, 4 * count);
+    memcpy(x->best, best, 4 * count);
+}
+
+/* All parts of the keys of KV head `group` (of all sequences'): the first part takes the others in, one by one. */
+static void merge(const Call *call, const Plan *p, int64_t group) {
+    int64_t heads = call->heads / call->kv_heads, batch = group / call->kv_heads;
+    for (int64_t r = 0; r < p->rows; r++) {
+        float *part = p->part + group * p->parts * p->part_floats;
+        Kept *x = (Kept *)part + r;
+        float *o = part + p->block_rows * KEPT_FLOATS + r * p->width;
+        for (int64_t i = 1; i < p->parts; i++) {
+            part += p->part_floats;
+            Kept *y = (Kept *)part + r;
+            const float *more = part + p->block_rows * KEPT_FLOATS + r * p->width;
+            float top = y->m > x->m ? y->m : x->m;
+            if (call->link_count) merge_links(x, y, call->link_count);
+            x->sees |= y->sees;
+            float f = lower_to(call, x, top), g = lower_to(call, y, top);
+            for (int64_t d = 0; d < call->value_dim; d++) o[d] = o[d] * f + more[d] * g;
+            x->m = top;
+            x->l += y->l;
+            if (!call->sums) continue;
+            x->w += y->w, x->d += y->d;
+            for (int d = 0; d < 4; d++) x->at[d] += y->at[d];
+            for (int64_t d = 0; d < call->class_count; d++) x->c[d] += y->c[d];
+        }
+        finish(call, x, o, batch, group % call->kv_heads * heads + r % heads, r / heads,
+               p->item_sums + (group * p->parts * heads + r % heads) * SUMS);
+    }
+}
+
+/* ---- all of it ---- */
+
+static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
+    Row *row = it->row + at;
+    int64_t group = call->heads / call->kv_heads, end = end_of(call, it->batch);
+    memset(row, 0, sizeof *row);
+    row->m = -INFINITY;
+    row->c = it->classes + at * call->class_count;
+    row->links = it->links + at * call->link_count;
+    row->best = it->best + at * call->link_count;
+    memset(row->c, 0, call->class_count * sizeof(vf));
+    for (int i = 0; i < call->link_count; i++) row->links[i] = -INFINITY, row->best[i] = -1;
+    row->query = group == 1 ? r : r / group;
+    row->head = it->kv_head * group + r - row->query * group;
+    row->place = row->query + (call->offsets ? call->offsets[it->batch] : call->offset);
+    row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
+    row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
+    if (it->plan->low) {
+        row->low = most(row->low, it->plan->low[it->batch]);
+        row->high = least(row->high, it->plan->high[it->batch]);
+    }
+}
+
+/* The first key that exists for a sequence: that the mask shows to some row that counts. Past all where there is none. */
+static int64_t first_key(const Call *call, int64_t batch) {
+    int64_t first = end_of(call, batch), size = width_of(call->mask_kind);
+    const int64_t *stride = call->mask_stride;
+    for (int64_t h = 0; h < (stride[1] ? call->heads : 1); h++)
+        for (int64_t i = 0; i < call->queries; i++) {
+            if (call->asked && !call->asked[batch * call->queries + i]) continue;
+            const char *x = call->mask + (batch * stride[0] + h * stride[1] + i * stride[2]) * size;
+            for (int64_t j = 0; j < first; j++)
+                if (shows(x + j * stride[3] * size, call->mask_kind)) first = j;
+            if (!stride[2] || !first) break;
+        }
+    return first;
+}
+
+/* Where a mask that is the same for all rows, such as padding, shows its first key and its last. */
+static void span(const Call *call, int64_t batch, int64_t *low, int64_t *high) {
+    int64_t size = width_of(call->mask_kind), step = call->mask_stride[3] * size, end = end_of(call, batch);
+    const char *x = call->mask + batch * call->mask_stride[0] * size;
+    for (*low = 0; *low < end && !shows(x + *low * step, call->mask_kind);) ++*low;
+    for (*high = end; *high > *low && !shows(x + (*high - 1) * step, call->mask_kind);) --*high;
+}
+
+/* Rows of the output lie far apart, and a cache that waits for each of them would cost more than the sums. */
+static void prefetch_output(const Call *call, int64_t batch, const Row *row) {
+    const int64_t *stride = call->out_stride, size = width_of(call->kind);
+    const char *x = call->out + (batch * stride[0] + row->head * stride[1] + row->query * stride[2]) * size;
+    for (int64_t i = 0; i < call->value_dim * size; i += 64) __builtin_prefetch(x + i, 1);
+}
+
+static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
+    int64_t part = number % p->parts, block = number / p->parts % p->row_blocks;
+    int64_t head = number / p->parts / p->row_blocks, group = call->heads / call->kv_heads;
+    int64_t from_row = block * p->block_rows, size = width_of(call->kind);
+    Item it = {.call = call, .plan = p, .batch = head / call->kv_heads, .kv_head = head % call->kv_heads};
+    it.rows = least(p->block_rows, p->rows - from_row);
+    it.first_key = p->first ? p->first[it.batch] : 0;
+    it.k = call->k + (it.batch * call->k_stride[0] + it.kv_head * call->k_stride[1]) * size;
+    it.v = call->v + (it.batch * call->v_stride[0] + it.kv_head * call->v_stride[1]) * size;
+
+    int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = up(p->block_rows, TILE_ROWS);
+    char *memory = room->memory + (64 - (uintptr_t)room->memory % 64) % 64;
+    it.row = take(&memory, rows * sizeof(Row));
+    it.classes = take(&memory, rows * call->class_count * sizeof(vf));
+    it.links = take(&memory, rows * call->link_count * 4);
+    it.best = take(&memory, rows * call->link_count * 4);
+    it.key_state = take(&memory, p->key_blocks);
+    it.value_state = take(&memory, p->key_blocks);
+    it.q = take(&memory, 4 * rows * call->dim);
+    it.o = take(&memory, 4 * rows * p->width);
+    it.s = take(&memory, 4 * TILE_ROWS * p->key_block);
+    it.bias = take(&memory, 4 * TILE_ROWS * p->key_block);
+    it.keys = take(&memory, 4 * kept * p->key_block * call->dim);
+    it.packed = (float *)memory;
+    if (room->head != head || p->row_blocks == 1) {
+        memset(it.key_state, 0, p->key_blocks);
+        memset(it.value_state, 0, p->key_blocks);
+        room->head = head;
+    }
+
+    float scale = call->softcap > 0 ? call->scale / call->softcap : call->scale * 1.4426950408889634;
+    int64_t low = call->keys, high = 0, all_low = 0, all_high = call->keys; /* seen by some row, and by all of them */
+    for (int64_t r = 0; r < it.rows; r++) {
+        Row *row = it.row + r;
+        begin_row(call, &it, r, from_row + r);
+        int64_t at = it.batch * call->q_stride[0] + row->head * call->q_stride[1] + row->query * call->q_stride[2];
+        read_row(it.q + r * call->dim, call->q + at * size, call->kind, call->q_stride[3], call->dim, scale);
+        all_low = most(all_low, row->low), all_high = least(all_high, row->high);
+        if (row->low < row->high) low = least(low, row->low), high = most(high, row->high);
+    }
+    memset(it.o, 0, 4 * it.rows * p->width);
+    low = most(low, part * p->split * p->key_block);
+    high = least(high, (part + 1) * p->split * p->key_block);
+    for (int64_t b = low / p->key_block; b * p->key_block < high; b++) {
+        int64_t from = b * p->key_block, to = least(from + p->key_block, call->keys);
+        int hides = call->mask || all_low > from || all_high < to;
+        const float *keys = fetch(&it, b, to - from, hides);
+        to = least(to, high);
+        for (int64_t r = 0; r < it.rows; r += TILE_ROWS) strip(&it, r, least(TILE_ROWS, it.rows - r), keys, from, to);
+    }
+
+    float *out = p->parts > 1 ? p->part + number * p->part_floats : NULL;
+    for (int64_t r = 0; r < it.rows; r++) {
+        if (r + 4 < it.rows) prefetch_output(call, it.batch, it.row + r + 4);
+        Kept one, *kept_row = out ? (Kept *)out + r : &one;
+        keep(call, it.row + r, kept_row);
+        if (!out)
+            finish(call, kept_row, it.o + r * p->width, it.batch, it.row[r].head, it.row[r].query,
+                   p->item_sums + (number * group + it.row[r].head - it.kv_head * group) * SUMS);
+    }
+    if (out) memcpy(out + p->block_rows * KEPT_FLOATS, it.o, 4 * it.rows * p->width);
+}
+
+#define JOIN(a, b) a##b
+#define NAMED(isa) JOIN(headwise_, isa)
+#define TEXT(x) #x
+#define QUOTED(x) TEXT(x)
+const Path NAMED(ISA) = {QUOTED(ISA), plan, item, merge, first_key, span};

@@ -1,0 +1,262 @@
+/* The threads, the choice of an instruction set, and the one function that Python calls. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "call.h"
+
+#ifndef HEADWISE_SOURCE
+#define HEADWISE_SOURCE "" /* hash of the sources, so that a binary older than they are is noticed */
+#endif
+
+enum { MOST_THREADS = 256, KEEP = 8 << 20 /* bytes of working memory that outlive a call */, SPINS = 200 };
+
+#define EXPORT __attribute__((visibility("default")))
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() ((void)0)
+#endif
+
+/* A thread begins with items of its own stretch, neighbours of one head; when they are done it takes others'. */
+typedef struct {
+    atomic_llong next;
+    int64_t stop;
+    char apart[48]; /* a cache line each */
+} Stretch;
+
+typedef struct {
+    const Path *path;
+    const Call *call;
+    const Plan *plan;
+    Stretch *stretch;
+    int count;
+    atomic_int joined, failed;
+} Job;
+
+/* Runs a function in several threads at once and waits for them: GOMP_parallel's form. */
+typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+static _Atomic(Parallel *) borrowed; /* PyTorch's own threads, which would else spin beside ours for milliseconds */
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+    Job *job;
+    atomic_long turn;     /* counts jobs */
+    atomic_int working;   /* workers inside of the job */
+    int wanted, started;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
+
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job the pool has */
+static pthread_key_t room_key;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void free_room(void *x) {
+    Room *room = x;
+    free(room->memory);
+    free(room);
+}
+
+/* In a child of fork there are no workers, and whoever held a lock is gone. */
+static void after_fork(void) {
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_mutex_init(&busy, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.job = NULL;
+    pool.started = 0;
+    atomic_store(&pool.working, 0);
+    atomic_store(&borrowed, NULL); /* theirs do not outlive a fork */
+}
+
+static void begin(void) {
+    pthread_key_create(&room_key, free_room);
+    pthread_atfork(NULL, NULL, after_fork);
+}
+
+static Room *room_of(int64_t bytes) {
+    Room *room = pthread_getspecific(room_key);
+    if (!room) {
+        room = calloc(1, sizeof *room);
+        if (!room) return NULL;
+        pthread_setspecific(room_key, room);
+    }
+    if (room->size < bytes) {
+        free(room->memory);
+        room->memory = malloc(bytes);
+        room->size = room->memory ? bytes : 0;
+    }
+    room->head = -1;
+    return room->memory ? room : NULL;
+}
+
+static void work(Job *job, int me) {
+    Room *room = room_of(job->plan->room);
+    if (!room) {
+        atomic_store(&job->failed, 1);
+        return;
+    }
+    for (int i = 0; i < job->count; i++) {
+        Stretch *stretch = job->stretch + (me + i) % job->count;
+        for (int64_t next; (next = atomic_fetch_add(&stretch->next, 1)) < stretch->stop;)
+            job->path->item(job->call, job->plan, next, room);
+    }
+    if (room->size > KEEP) {
+        free(room->memory);
+        room->memory = NULL;
+        room->size = 0;
+    }
+}
+
+static void *worker(void *number) {
+    int me = (int)(intptr_t)number;
+    long seen = 0;
+    for (;;) {
+        for (int i = 0; i < SPINS && atomic_load(&pool.turn) == seen; i++) PAUSE();
+        pthread_mutex_lock(&pool.lock);
+        while (!pool.job || atomic_load(&pool.turn) == seen || me >= pool.wanted) {
+            if (!pool.job) seen = atomic_load(&pool.turn);
+            pthread_cond_wait(&pool.wake, &pool.lock);
+        }
+        seen = atomic_load(&pool.turn);
+        Job *job = pool.job;
+        atomic_fetch_add(&pool.working, 1);
+        pthread_mutex_unlock(&pool.lock);
+        work(job, me);
+        pthread_mutex_lock(&pool.lock);
+        atomic_fetch_sub(&pool.working, 1);
+        pthread_cond_signal(&pool.done);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    return NULL;
+}
+
+static void start_workers(int count) {
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    for (pthread_t thread; pool.started < count; pool.started++)
+        if (pthread_create(&thread, &attributes, worker, (void *)(intptr_t)(pool.started + 1))) break;
+    pthread_attr_destroy(&attributes);
+}
+
+/* The caller works, too; workers that have not woken by the end are not waited for. */
+static void run_together(Job *job) {
+    pthread_mutex_lock(&pool.lock);
+    start_workers(job->count - 1);
+    pool.job = job;
+    pool.wanted = job->count;
+    atomic_fetch_add(&pool.turn, 1);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    work(job, 0);
+    for (int i = 0; i < SPINS && atomic_load(&pool.working); i++) PAUSE();
+    pthread_mutex_lock(&pool.lock);
+    pool.job = NULL;
+    while (atomic_load(&pool.working)) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void join(void *job) { work(job, atomic_fetch_add(&((Job *)job)->joined, 1)); }
+
+static int threads_for(const Call *call, const Plan *plan) {
+    double work = (double)call->batch * call->heads * call->queries * call->keys * (call->dim + call->value_dim);
+    double worth = work / 500e3; /* multiply-adds that pay for waking a thread */
+    int64_t count = call->threads;
+    if (count > plan->items) count = plan->items;
+    if (count > MOST_THREADS) count = MOST_THREADS;
+    if (count > worth) count = (int64_t)worth;
+    return count < 1 ? 1 : (int)count;
+}
+
+static void add_up(const Call *call, const Plan *plan) {
+    int64_t group = call->heads / call->kv_heads, each = plan->row_blocks * plan->parts;
+    for (int64_t head = 0; head < call->batch * call->kv_heads; head++)
+        for (int64_t g = 0; g < group; g++) {
+            const double *from = plan->item_sums + (head * each * group + g) * SUMS;
+            for (int64_t x = 0; x < CLASS + call->class_count; x++) {
+                double total = 0;
+                for (int64_t i = 0; i < each; i++) total += from[i * group * SUMS + x];
+                call->sums[x * call->batch * call->heads + head * group + g] = total;
+            }
+        }
+}
+
+/* Which instruction sets this binary has and this processor can run, the fastest first. */
+static const Path *path_at(int index) {
+    const Path *paths[4];
+    int count = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        paths[count++] = &headwise_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths[count++] = &headwise_avx2;
+#elif defined(__aarch64__)
+    paths[count++] = &headwise_neon;
+#endif
+    paths[count++] = &headwise_plain;
+    return index >= 0 && index < count ? paths[index] : NULL;
+}
+
+EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(index)->name : NULL; }
+
+EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
+
+/* Borrow threads from this process's GOMP_parallel; NULL: use our own. */
+EXPORT void headwise_borrow(Parallel *parallel) { atomic_store(&borrowed, parallel); }
+
+/* Run a call on the path of that index. Gives 0, 1 where there is no such path, 2 where memory ran out. */
+EXPORT int headwise_run(const Call *call, int index) {
+    const Path *path = path_at(index);
+    if (!path) return 1;
+    pthread_once(&once, begin);
+    Plan plan;
+    path->plan(call, &plan);
+    int64_t group = call->heads / call->kv_heads, failed = 0;
+    int64_t sums = call->sums ? plan.items * group * SUMS * sizeof(double) : 0, parts = 0;
+    if (plan.parts > 1) parts = plan.items * plan.part_floats * sizeof(float);
+    plan.item_sums = calloc(1, sums + 1);
+    plan.part = malloc(parts + 1);
+    plan.first = NULL;
+    int marks = call->sums && call->mask;
+    if (marks && (plan.first = malloc((call->batch + 1) * sizeof(int64_t))))
+        for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
+    plan.low = plan.high = NULL;
+    int shared = plan.items && call->mask && !call->mask_stride[1] && !call->mask_stride[2];
+    if (shared && (plan.low = malloc(2 * call->batch * sizeof(int64_t)))) {
+        plan.high = plan.low + call->batch;
+        for (int64_t b = 0; b < call->batch; b++) path->span(call, b, plan.low + b, plan.high + b);
+    }
+    if (plan.item_sums && plan.part && (plan.first || !marks)) {
+        Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};
+        Parallel *parallel = atomic_load(&borrowed);
+        int alone = job.count == 1 || (!parallel && pthread_mutex_trylock(&busy));
+        if (alone) job.count = 1;
+        Stretch stretch[MOST_THREADS];
+        job.stretch = stretch;
+        for (int i = 0; i < job.count; i++) {
+            atomic_init(&stretch[i].next, plan.items * i / job.count);
+            stretch[i].stop = plan.items * (i + 1) / job.count;
+        }
+        if (alone) {
+            work(&job, 0);
+        } else if (parallel) {
+            parallel(join, &job, job.count, 0);
+        } else {
+            run_together(&job);
+            pthread_mutex_unlock(&busy);
+        }
+        failed = atomic_load(&job.failed);
+        for (int64_t i = 0; plan.parts > 1 && !failed && i < call->batch * call->kv_heads; i++) path->merge(call, &plan, i);
+        if (call->sums && !failed) add_up(call, &plan);
+    } else {
+        failed = 1;
+    }
+    free(plan.item_sums);
+    free(plan.part);
+    free(plan.first);
+    free(plan.low);
+    return failed ? 2 : 0;
+}

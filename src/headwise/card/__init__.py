@@ -1,0 +1,38 @@
+"""Model cards: heads, parameters, cache and costs from a config or a header, without torch or transformers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cards import Card as Card
+    from .compare import Diff as Diff
+    from .compare import diff as diff
+    from .designs import Option as Option
+    from .designs import design as design
+    from .reading import read as read
+
+# Loaded when first asked for: a command that reads one card needs neither the comparison nor the design help.
+_WHERE = {
+    "Card": "cards",
+    "Diff": "compare",
+    "Option": "designs",
+    "design": "designs",
+    "diff": "compare",
+    "read": "reading",
+}
+
+__all__ = ["Card", "Diff", "Option", "design", "diff", "read"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'headwise.card' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,137 @@
+"""What a card costs to run: the cache of keys and values in bytes, the context that fits, and FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import ShapeError, UnsupportedError
+from .values import Counts, Layer, Part, Unknown
+
+BITS = {
+    "float32": 32, "fp32": 32, "f32": 32, "bfloat16": 16, "bf16": 16, "float16": 16, "fp16": 16, "f16": 16, "half": 16,
+    "fp8": 8, "float8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8, "q8": 8, "fp4": 4, "int4": 4, "q4": 4,
+}  # fmt: skip
+FAR = 2**60  # a context nobody asks for
+CONVENTION = (
+    "a multiply-add is 2 FLOPs; linear layers: 2 x the parameters a token meets (attention, active FFN, output layer); "
+    "attention: scores and weighted values over the pairs that may look, half the square where causal; no softmax"
+)
+
+
+def bits(dtype: str) -> int:
+    if dtype not in BITS:
+        raise UnsupportedError(f"dtype {dtype!r} is not known; known are {', '.join(BITS)}")
+    return BITS[dtype]
+
+
+def check_count(name: str, got: Any, least: int = 1) -> int:
+    if isinstance(got, bool) or not isinstance(got, int) or not least <= got <= FAR:
+        raise ShapeError(f"{name} must be a whole number from {least} to 2^60, got {str(got)[:40]}")
+    return got
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The cache in bytes.
+
+    ideal: each layer keeps what it can still see, MLA its latent. reserved: every layer the whole context,
+    as engines do
+    that do not trim windows. expanded: reserved, and MLA's keys and values written out head by head.
+    """
+
+    ideal: int
+    reserved: int
+    expanded: int
+    per_token: int  # one token more, while no window is full, batch 1
+    by_kind: dict[str, int]  # the ideal, by "full", "sliding", "chunked", "cross"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source: int | None = None) -> Cache:
+    """source: tokens of the encoder that cross-attention keeps; the context unless given."""
+    check_count("context", context, 0)
+    check_count("batch", batch)
+    size, by_kind = bits(dtype), dict[str, int]()
+    reserved = expanded = token = 0
+    for layer in layers:
+        if not layer.cached or not (layer.causal or layer.role == "cross"):
+            continue
+        length = context if layer.role == "self" or source is None else check_count("source", source, 0)
+        kind = layer.kind if layer.role == "self" else "cross"
+        kept = min(length, layer.window) if layer.window else length
+        by_kind[kind] = by_kind.get(kind, 0) + layer.cached * kept
+        reserved += layer.cached * length
+        expanded += layer.kv * (layer.dim + layer.value_dim) * length
+        token += layer.cached if layer.role == "self" else 0
+    in_bytes = {kind: -(-numbers * batch * size // 8) for kind, numbers in by_kind.items()}
+    whole = [-(-numbers * batch * size // 8) for numbers in (reserved, expanded)]
+    return Cache(sum(in_bytes.values()), whole[0], whole[1], -(-token * size // 8), in_bytes)
+
+
+def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int) -> int | None:
+    """The longest context whose ideal cache fits into so many bytes; None where it does not grow without end."""
+    check_count("memory", memory, 0)
+    if cache(layers, FAR, dtype, 1).ideal <= memory // max(batch, 1):
+        return None
+    low, high = 0, FAR
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cache(layers, middle, dtype, batch).ideal <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """FLOPs of one sequence: prefill of the context, one decode step behind it. linear: None where parameters are."""
+
+    prefill_attention: int
+    prefill_linear: int | None
+    decode_attention: int
+    decode_linear: int | None
+    convention: str = CONVENTION
+
+    @property
+    def prefill(self) -> int | None:
+        return None if self.prefill_linear is None else self.prefill_linear + self.prefill_attention
+
+    @property
+    def decode(self) -> int | None:
+        return None if self.decode_linear is None else self.decode_linear + self.decode_attention
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"prefill": self.prefill, "decode": self.decode}
+
+
+def pairs(layer: Layer, context: int) -> int:
+    """Query-key pairs that may look, over a whole context."""
+    if layer.role == "cross" or not layer.causal:
+        return context * (min(context, layer.window) if layer.window else context)
+    if layer.window is None or layer.window >= context:
+        return context * (context + 1) // 2
+    full = layer.window
+    if layer.kind == "chunked":
+        chunks, rest = divmod(context, full)
+        return chunks * full * (full + 1) // 2 + rest * (rest + 1) // 2
+    return full * (full + 1) // 2 + (context - full) * full
+
+
+def flops(part: Part, parameters: Counts | Unknown, context: int) -> Flops:
+    """Of the stack that the context runs through."""
+    check_count("context", context)
+    layers = [layer for layer in part.layers if layer.sharing != "none"]
+    a_pair = [2 * layer.query * (layer.dim + layer.value_dim) for layer in layers]
+    prefill = sum(cost * pairs(layer, context) for cost, layer in zip(a_pair, layers, strict=True))
+    seen = [min(context, layer.window) if layer.window else context for layer in layers]
+    decode = sum(cost * count for cost, count in zip(a_pair, seen, strict=True))
+    linear = None
+    if isinstance(parameters, Counts):
+        head = (part.numbers.get("vocab") or 0) * part.width if any(layer.causal for layer in layers) else 0
+        linear = 2 * (parameters.attention + parameters.ffn - parameters.idle + head)
+    return Flops(prefill, linear and linear * context, decode, linear)

@@ -1,0 +1,139 @@
+"""From whatever names a model to a card: a config.json, a folder, a dict, safetensors, GGUF, a name, a hub id."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, HeadwiseError, UnsupportedError
+from .cards import Card, from_config, from_tensors
+
+if TYPE_CHECKING:
+    from .safetensor import Tensors
+
+LARGEST_JSON = 64 * 2**20
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def read(source: Any) -> Card:
+    """The card of a model: a path, a folder, a dict as json.load gives it, or the name of a famous shape.
+
+    A hub id ("owner/name") is asked for its config.json only where no such path exists; it needs huggingface_hub.
+    """
+    if isinstance(source, dict):
+        return from_config(source, "config")
+    if not isinstance(source, str | Path):
+        raise UnsupportedError(f"a card is read from a path, a dict or a famous name, got {type(source).__name__}")
+    name = str(source)
+    path = Path(source).expanduser()
+    try:
+        if path.is_dir():
+            return _folder(path)
+        if path.exists():
+            return _file(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, HeadwiseError):
+            raise
+        raise CheckpointError(f"{name[:120]!r} cannot be read: {str(error)[:120]}") from None
+    from .famous import FAMOUS
+
+    if name in FAMOUS:
+        return from_config(FAMOUS[name], name)
+    if isinstance(source, str) and HUB_ID.fullmatch(source):
+        return from_config(load_json(_from_hub(source)), source)
+    raise CheckpointError(
+        f"{name[:120]!r} is neither a file or folder that exists, nor a hub id (owner/name), nor one of the famous: "
+        f"{', '.join(FAMOUS)}"
+    )
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object."""
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise CheckpointError(
+            f"{path.name} has {size:,} bytes; a config has at most {LARGEST_JSON:,}. Is it a config.json?"
+        )
+    text = path.read_bytes()
+    if not text.strip():
+        raise CheckpointError(f"{path.name} is empty; expected a JSON object, as a config.json is")
+    try:
+        plain = json.loads(text)
+    except RecursionError:
+        raise CheckpointError(f"{path.name} nests too deep to be a config.json") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON: {str(error)[:100]}; expected a config.json") from None
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{path.name} holds a JSON {_kind(plain)}; expected an object, as a config.json is")
+    return plain
+
+
+def _kind(plain: Any) -> str:
+    names: dict[type, str] = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(plain), "null")
+
+
+def _file(path: Path) -> Card:
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is no regular file; give a config.json, a .safetensors or a .gguf")
+    if path.suffix == ".gguf" or _starts(path, b"GGUF"):
+        from . import checking, ggufs
+
+        said, tensors = ggufs.read(path)
+        plain = ggufs.config(said, tensors, path.name)
+        return from_config(plain, path.name, counted=checking.counts(tensors), written=ggufs.written(said))
+    if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
+        return _weights(path)
+    return from_config(load_json(path), path.name)
+
+
+def _starts(path: Path, magic: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
+def _weights(path: Path) -> Card:
+    """Weights alone say no head count; a config.json beside them does."""
+    from . import safetensor
+
+    tensors: Tensors = safetensor.header(path) if path.suffix == ".safetensors" else safetensor.sharded(path)
+    config = path.with_name("config.json")
+    if config.is_file():
+        return from_config(load_json(config), path.parent.name or path.name, weights=tensors)
+    return from_tensors(tensors, path.name)
+
+
+def _folder(path: Path) -> Card:
+    from . import safetensor
+
+    name = path.resolve().name
+    config, tensors = path / "config.json", safetensor.of_folder(path)
+    if config.is_file():
+        return from_config(load_json(config), name, weights=tensors)
+    if tensors is not None:
+        return from_tensors(tensors, name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return _file(files[0])
+    raise CheckpointError(
+        f"{name} has neither a config.json nor safetensors nor one GGUF file; give the folder of a model"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    """config.json of a hub model; the user named it, so the network may be asked."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise UnsupportedError(
+            f"{name} looks like a hub id; `pip install huggingface_hub` to read cards from there"
+        ) from None
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # network, permissions, missing repository: each library version has its own classes
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name} could not be had from the hub ({reason}); give the path of a config.json instead"
+        ) from None

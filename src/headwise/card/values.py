@@ -1,0 +1,168 @@
+"""The plain values a card is made of: where a number comes from, a layer's heads, a tower, a count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..heads import Heads
+
+GROUPS = ("attention", "ffn", "embeddings", "norms", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a number comes from: "read" (which key), "derived" (how) or "defaulted" (from where)."""
+
+    how: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One attention of one layer, as the file has it: the heads need not fit together.
+
+    kind: "full", "sliding", "chunked", "linear" (a state instead of a cache) or "none" (no attention: Mamba,
+    convolution,
+    feed-forward alone). role: "self" or "cross". latent: MLA's cached numbers a token, instead of heads x dim.
+    """
+
+    index: int
+    width: int
+    query: int = 0
+    kv: int = 0
+    dim: int = 0  # of queries and keys
+    value_dim: int = 0
+    kind: str = "full"
+    window: int | None = None  # tokens a query sees, itself included; None: all
+    role: str = "self"
+    latent: int = 0
+    mixer: str = ""  # what stands where there is no attention, in the config's word
+    shares: bool = False  # reads the keys and values of an earlier layer: it has no cache of its own
+    causal: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        """The same as `Heads`; a `ShapeError` where there are none or they do not fit together."""
+        return Heads(self.width, self.query, self.kv, self.dim, self.value_dim)
+
+    @property
+    def sharing(self) -> str:
+        """ "MHA", "GQA", "MQA", "MLA" or "none"."""
+        if self.kind in ("linear", "none") or not self.query:
+            return "none"
+        if self.latent:
+            return "MLA"
+        if self.kv == self.query:
+            return "MHA"
+        return "MQA" if self.kv == 1 else "GQA"
+
+    @property
+    def cached(self) -> int:
+        """Numbers kept for each token: keys and values, or MLA's latent."""
+        if self.sharing == "none" or self.shares:
+            return 0
+        return self.latent or self.kv * (self.dim + self.value_dim)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"sharing": self.sharing}
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Every attention of a stack, one entry a layer (two for a decoder layer that also attends to an encoder)."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def kind(self) -> str:
+        """ "MHA", "GQA", "MQA", "MLA", "mixed" or "none"."""
+        kinds = {layer.sharing for layer in self.layers} - {"none"}
+        return next(iter(kinds)) if len(kinds) == 1 else "mixed" if kinds else "none"
+
+    @property
+    def attentions(self) -> int:
+        """Attention patterns a pass: query heads summed over the layers."""
+        return sum(layer.query for layer in self.layers if layer.sharing != "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Parameters by what they serve. `active`: those one token meets (all but the experts it is not sent to)."""
+
+    attention: int = 0
+    ffn: int = 0
+    embeddings: int = 0
+    norms: int = 0
+    other: int = 0
+    idle: int = 0  # of the routed experts that a token does not meet
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.ffn + self.embeddings + self.norms + self.other
+
+    @property
+    def active(self) -> int:
+        return self.total - self.idle
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, more = asdict(self), asdict(other)
+        return Counts(**{name: mine[name] + more[name] for name in mine})
+
+    def to_json(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("total", "active", *GROUPS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """In place of a count that would be a guess. Every number of it is None."""
+
+    why: str
+    attention: None = None
+    ffn: None = None
+    embeddings: None = None
+    norms: None = None
+    other: None = None
+    total: None = None
+    active: None = None
+
+    def __str__(self) -> str:
+        return self.why
+
+    def to_json(self) -> dict[str, Any]:
+        return {"unknown": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tower: its config's place and model type, its layers, and where each of its numbers comes from."""
+
+    name: str  # "text", "vision", "encoder", ...
+    path: str  # of its config inside the file: "", "vision_config", ...
+    model_type: str
+    numbers: dict[str, int | None] = field(default_factory=dict)
+    attention: Attention = Attention(())
+    sources: dict[str, Source] = field(default_factory=dict)
+    parameters: Counts | Unknown = Unknown("not counted")
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        return self.attention.layers
+
+    @property
+    def depth(self) -> int:
+        return self.numbers.get("layers") or 0
+
+    @property
+    def width(self) -> int:
+        return self.numbers.get("width") or 0
+
+    def to_json(self, *, layers: bool = True) -> dict[str, Any]:
+        plain: dict[str, Any] = {"name": self.name, "path": self.path, "model_type": self.model_type}
+        plain |= {"numbers": self.numbers, "sources": {name: str(source) for name, source in self.sources.items()}}
+        plain |= {"attention": self.attention.kind, "parameters": self.parameters.to_json()}
+        return plain | ({"layers": [layer.to_json() for layer in self.layers]} if layers else {})

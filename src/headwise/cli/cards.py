@@ -1,0 +1,224 @@
+"""What `headwise card` and `headwise diff` print: tables, and how the heads share keys and values. No Typer here."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..card import Card, Diff, Option
+    from ..card.values import Layer
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+LEFT = ("", "tower", "number", "source", "attention")  # columns of words; the others hold numbers
+DRAWN = 48  # heads drawn in a row
+
+
+def show_card(
+    model: str,
+    *,
+    context: int | None = None,
+    dtype: str = "bf16",
+    batch: int = 1,
+    memory: str | None = None,
+    layers: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Read a card and print it."""
+    from ..card.reading import read
+
+    found = read(model)
+    chosen = context or found.main.numbers.get("context") or 4096
+    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch)
+    if as_json:
+        _print_json(_plain(found, chosen, dtype, batch, layers) | ({"longest_context": fits} if memory else {}))
+        return
+    _print(_drawing(found, chosen, dtype, batch, layers))
+    if memory is not None:
+        tokens = "any context" if fits is None else f"{fits:,} tokens"
+        _print(
+            f"Into {memory} of memory for the cache alone fits a context of {tokens}.".replace(
+                "a context of any", "any"
+            )
+        )
+
+
+def show_diff(
+    a: str, b: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
+) -> None:
+    """Compare two cards and print what differs."""
+    from ..card.compare import diff
+
+    found = diff(a, b, context=context, dtype=dtype, batch=batch)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _print(_sides(found))
+
+
+def show_design(width: int | None, params: str | None, *, as_json: bool) -> None:
+    """Print head counts for a width."""
+    from ..card.designs import design
+
+    if width is None:
+        raise UnsupportedError("--design needs a --width, such as --width 1024 (and --params 300M)")
+    options = design(width, None if params is None else amount(params, UNITS))
+    if as_json:
+        _print_json([option.to_json() for option in options])
+    else:
+        _print(_options(width, options))
+
+
+def amount(text: str, units: dict[str, int]) -> int:
+    """ "300M" or "1.5G" as a number."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([a-zA-Z]?)(?:i?b)?", text.strip(), re.IGNORECASE)
+    if not found or found[2].lower() not in units:
+        raise UnsupportedError(f"{text[:40]!r} is no amount; write 300M, 7B or 16G")
+    return int(float(found[1]) * units[found[2].lower()])
+
+
+def _print_json(plain: Any) -> None:
+    import json
+
+    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+
+
+def _print(drawing: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, emoji=False).print(drawing)  # a name may hold "[bold]"
+
+
+def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool) -> dict[str, Any]:
+    cache = {"context": context, "dtype": dtype, "batch": batch, **found.cache(context, dtype, batch).to_json()}
+    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context).to_json()}
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
+    for column in columns:
+        table.add_column(column.strip(), justify="left" if column in LEFT else "right")
+    return table
+
+
+def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    words = found.explain(context, dtype, batch)
+    said, _, sources = words.partition("\n\nWhere the numbers come from:")
+    title, _, body = said.partition("\n\n")
+    blocks: list[RenderableType] = [Text(title, style="bold"), Text()]
+    layer = next((layer for layer in found.attention.layers if layer.sharing != "none"), None)
+    if layer is not None:
+        blocks += [heads_drawing(layer), Text()]
+    blocks += [_numbers(found), Text(), Text(body)]
+    if layers:
+        blocks += [Text(), _every_layer(found)]
+    del sources  # the table has them, number by number
+    return Group(*blocks)
+
+
+def heads_drawing(layer: Layer) -> Text:
+    """Query heads above the keys and values they read: ┌┬┬┐ over one KV head."""
+    from rich.text import Text
+
+    if layer.sharing == "MLA":
+        shown = min(layer.query, DRAWN)
+        more = f" … {layer.query} in all" if shown < layer.query else ""
+        return Text(
+            f"queries  {'●' * shown}{more}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers a token"
+        )
+    group = max(layer.query // layer.kv, 1)
+    groups = max(min(layer.kv, DRAWN // (group + 1)), 1)
+    shown = min(group, DRAWN)
+    bar = "│" if shown == 1 else "└" + "┬".join("─" * part for part in _halves(shown - 2)) + "┘" if shown > 2 else "└┘"
+    heads = " ".join(["●" * shown] * groups)
+    bars = " ".join([bar] * groups)
+    keys = " ".join(["■".center(shown)] * groups)
+    more = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
+    keys_more = f" … {layer.kv} in all" if more else ""
+    return Text.assemble(
+        ("queries  ", "dim"), (heads, "cyan"), more, "\n", ("         ", "dim"), (bars, "dim"), "\n",
+        ("keys     ", "dim"), (keys.rstrip() if not keys_more else keys, "green"), keys_more,
+    )  # fmt: skip
+
+
+def _halves(width: int) -> tuple[int, int]:
+    """A bar of dashes with one sign in its middle."""
+    left = max(width - 1, 0) // 2
+    return left, max(width - 1 - left, 0)
+
+
+def _numbers(found: Card) -> Table:
+    from ..card.words import SHOWN
+
+    several = len(found.parts) > 1
+    table = _table(*(("tower",) if several else ()), "number", " ", "source")
+    for part in found.parts:
+        for name, title in SHOWN.items():
+            number, source = part.numbers.get(name), part.sources.get(name)
+            if number is not None and source is not None:
+                table.add_row(*((part.name,) if several else ()), title, f"{number:,}", str(source))
+    if found.class_name:
+        table.add_row(*(("",) if several else ()), "class", "", f"{found.class_name} ({found.class_source})")
+    return table
+
+
+def _every_layer(found: Card) -> Table:
+    table = _table("tower", "layer", "query", "KV", "d_k", "d_v", "window", "attention")
+    for part in found.parts:
+        for layer in part.layers:
+            numbers = [layer.query, layer.kv, layer.dim, layer.value_dim]
+            shown = [f"{number:,}" if number else "" for number in numbers]
+            role = "cross" if layer.role == "cross" else layer.kind
+            kind = f"{role} {layer.sharing if layer.sharing != 'none' else layer.mixer}"
+            table.add_row(
+                part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", kind.strip()
+            )
+    return table
+
+
+def _sides(found: Diff) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from ..card.words import size
+
+    table = _table("", *found.names, "")
+    for what, first, second in found.rows:
+        shown = [_shown(value, size) if what.startswith("cache") else _shown(value) for value in (first, second)]
+        table.add_row(what, *shown, "")
+    return Group(table, Text(), Text("\n".join(found.sentences))) if found.rows else Text("\n".join(found.sentences))
+
+
+def _shown(value: Any, form: Any = None) -> str:
+    if value is None:
+        return "–"
+    return form(value) if form else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _options(width: int, options: list[Option]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from ..card.designs import CONTEXT
+    from ..card.words import big, size
+
+    table = _table("heads", "KV", "d_k", "a token", f"at {CONTEXT:,}", "parameters", "")
+    for option in options:
+        bad = option.verdict.startswith("avoid")
+        row = (str(option.heads), str(option.kv), str(option.dim), size(option.cache_token), size(option.cache))
+        table.add_row(*row, big(option.parameters), option.verdict, style="dim" if bad else "")
+    title = f"width {width:,}, {options[0].layers} layers; embeddings not counted, cache in bf16"
+    return Group(Text(title, style="bold"), table)

@@ -1,0 +1,525 @@
+"""The native kernel equals the specification in every instruction set, size and layout, and behaves in a process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import FEW, LAYOUTS, MANY, NATIVE, Call, array, at_random, calls, forced, measured, spoiled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_attend import CLOSE, LARGE, check_attend
+from test_rules import BESIDE, DARK, UNSEEN, gradients
+from test_stats import LARGE as LARGE_STATS
+from test_stats import check as check_stats
+
+from headwise import attend, explain, head_stats, reference
+from headwise.attention import core
+from headwise.attention.kernel import native
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones"),
+    pytest.mark.skipif(not NATIVE, reason="the native kernel was not built"),
+]
+each_path = pytest.mark.parametrize("path", NATIVE)
+
+
+@st.composite
+def long_calls(draw: st.DrawFn) -> Call:
+    """Calls of several blocks of rows and keys."""
+    call = draw(calls())
+    keys, queries = draw(st.integers(200, 700)), draw(st.integers(1, 150))
+    batch, heads, kv = call.q.shape[0], call.q.shape[1], call.k.shape[1]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    dim, value_dim = draw(st.sampled_from([(16, 16), (33, 7), (64, 40)]))
+    shapes = (batch, heads, queries, dim), (batch, kv, keys, dim), (batch, kv, keys, value_dim)
+    q, k, v = (rng.normal(size=shape) for shape in shapes)
+    how = dict(call.how)
+    if "mask" in how:
+        mask = rng.random((draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])), queries, keys)) < 0.3
+        mask[..., : keys // 2] = draw(st.booleans())
+        how["mask"] = mask if draw(st.booleans()) else np.where(mask, rng.normal(size=mask.shape), -np.inf)
+    if "lengths" in how:
+        how["lengths"] = rng.integers(0, keys + 1, size=batch)
+    if "offset" in how:
+        how["offset"] = rng.integers(-20, keys, size=batch)
+    if "window" in how:
+        how["window"] = (draw(st.integers(0, keys)), draw(st.none() | st.integers(0, keys)))
+    return Call(q, k, v, how)
+
+
+@each_path
+@given(call=calls() | spoiled())
+@FEW
+def test_attend_equals_the_specification(path, call):
+    with forced(path):
+        check_attend(call, torch.float32)
+
+
+@each_path
+@given(call=long_calls())
+@settings(FEW, max_examples=40)
+def test_so_do_long_calls(path, call):
+    with forced(path):
+        check_attend(call, torch.float32)
+        check_stats(call, torch.float32)
+
+
+@pytest.mark.full
+@each_path
+@given(call=calls() | spoiled() | long_calls())
+@MANY
+def test_a_long_campaign(path, call):
+    with forced(path):
+        check_attend(call, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@each_path
+@given(call=calls())
+@FEW
+def test_16_bit_numbers_are_as_close_as_they_can_be(path, dtype, call):
+    with forced(path):
+        check_attend(call, dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@each_path
+@given(call=calls(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
+@settings(FEW, max_examples=50)
+def test_neither_layout_nor_what_nobody_looks_at_matters(path, dtype, layout, call, odd):
+    with forced(path):
+        check_attend(call.spoil_unseen(odd), dtype, layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_path
+@given(call=measured())
+@FEW
+def test_head_stats_equal_the_specification(path, dtype, call):
+    with forced(path):
+        check_stats(call, dtype)
+        check_stats(call.spoil_unseen(np.nan), dtype)
+
+
+@pytest.mark.parametrize("name", LARGE)
+@each_path
+def test_large_sizes_equal_the_specification(path, name):
+    sizes, how, _ = LARGE[name]
+    call = at_random(3, *sizes)
+    call.how.update(how)
+    given = call.tensors(torch.float32)
+    with forced(path):
+        check_attend(call, torch.float32)
+        assert explain(given.q, given.k, given.v, **given.how).startswith("native: one pass in")
+
+
+@pytest.mark.parametrize("name", [*LARGE_STATS, "split keys"])
+@each_path
+def test_statistics_of_large_sizes_equal_the_specification(path, name):
+    sizes, how = {**LARGE_STATS, "split keys": ((2, 6, 2, 3, 5000), {"lengths": np.array([4999, 1500])})}[name]
+    call = at_random(5, *sizes)
+    call.how.update(how)
+    call.stats["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
+    with forced(path):
+        check_stats(call, torch.float32)
+
+
+@each_path
+@pytest.mark.parametrize("keys", [300, 5000])
+@pytest.mark.parametrize("place", ["query", "key", "value"])
+def test_nan_reaches_those_who_look_and_nobody_else(path, keys, place):
+    call = at_random(queries=5, keys=keys)
+    {"query": call.q[0, 3, 2], "key": call.k[0, 1, -2], "value": call.v[0, 1, -2]}[place][:] = np.nan
+    for how in ({"causal": True}, {"lengths": np.array([keys - 2, keys])}, {"mask": np.arange(keys) < keys - 2}, {}):
+        with forced(path):
+            check_attend(replace(call, how=how), torch.float32)
+
+
+@each_path
+@pytest.mark.parametrize("beside", [name for name in BESIDE if name != "dropout"])
+@pytest.mark.parametrize("name", DARK)
+def test_a_query_that_may_look_nowhere_gets_zeros_even_as_nan(path, name, beside):
+    how, dark = DARK[name]
+    how = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in how.items()}
+    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    call = at_random().tensors(torch.float32)
+    call.q[dark] = torch.nan
+    with forced(path):
+        for out in (
+            attend(call.q, call.k, call.v, **how, **BESIDE[beside]),
+            head_stats(call.q, call.k, call.v, **how, **BESIDE[beside])[0],
+        ):
+            assert not out[dark].any() and out.isfinite().all()
+
+
+@each_path
+@given(call=calls())
+@FEW
+def test_gradients_are_those_of_the_specification_in_torch(path, call):
+    exact, given = call.tensors(), call.tensors(torch.float32)
+    with forced("one block of rows"):
+        want = gradients(attend, (exact.q, exact.k, exact.v), **exact.how)
+    with forced(path):
+        got = gradients(attend, (given.q, given.k, given.v), **given.how)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(array(a), array(b), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_gradients_do_not_notice_nan_that_nobody_sees(name):
+    call = replace(at_random(), how=array(UNSEEN[name])).spoil_unseen(np.nan).tensors(torch.float32)
+    xs = call.q, call.k, call.v
+    with forced(NATIVE[0]):
+        got, want = (gradients(attend, x, **call.how) for x in (xs, [x.nan_to_num(0.0) for x in xs]))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@each_path
+@pytest.mark.parametrize("how", [{}, {"causal": True}], ids=["dense", "causal"])
+def test_gradients_of_large_calls(path, how):
+    call = at_random(batch=2, heads=3, kv=3, queries=300, keys=300).tensors(torch.float32)
+    call = replace(call, v=call.k.flip(2) + 1)  # as wide as the keys, for PyTorch's own backward
+    with forced("one block of rows"):
+        want = gradients(attend, (call.q, call.k, call.v), **how)
+    with forced(path):
+        got = gradients(attend, (call.q, call.k, call.v), **how)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def second(xs, how):
+    q, k, v = (x.clone().requires_grad_() for x in xs)
+    (slope,) = torch.autograd.grad(attend(q, k, v, **how).square().sum(), q, create_graph=True)
+    return torch.autograd.grad(slope.square().sum(), (q, k, v))
+
+
+def test_second_derivatives():
+    call, how = at_random().tensors(torch.float32), {"softcap": 2.0, "causal": True}
+    with forced("one block of rows"):
+        want = second((call.q, call.k, call.v), how)
+    with forced(NATIVE[0]):
+        got = second((call.q, call.k, call.v), how)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@each_path
+@given(call=calls() | long_calls(), count=st.integers(1, 16))
+@settings(FEW, max_examples=60)
+def test_links_are_the_largest_weights_of_every_row(path, call, count):
+    given = call.rounded(torch.float32)
+    call, a = given.tensors(torch.float32), reference.weights(given.q, given.k, **given.looks)
+    for way in (path, "as it comes"):
+        with forced(way):
+            checked = core.call_of(call.q, call.k, call.v, **call.how)
+            out, stats, found = core.links(call.q, call.k, call.v, checked, count)
+            _, same = head_stats(call.q, call.k, call.v, **call.how)
+        assert out.shape[:3] == found.weight.shape[:3] and stats == same
+        largest = -np.sort(-a, -1)[..., :count]
+        np.testing.assert_allclose(found.weight[..., : largest.shape[-1]], largest, rtol=1e-4, atol=1e-5)
+        assert not found.weight[..., largest.shape[-1] :].any() and (found.key[..., largest.shape[-1] :] == -1).all()
+        if largest.size:
+            there = np.take_along_axis(a, np.maximum(array(found.key[..., : largest.shape[-1]]), 0).astype(int), -1)
+            np.testing.assert_allclose(np.where(found.key[..., : largest.shape[-1]] < 0, 0, there), largest, 1e-4, 1e-5)
+
+
+# ---- graphs
+
+
+GRAPHS = {
+    "plain": {},
+    "causal, a mask": {"causal": True, "mask": torch.arange(35).view(5, 7) % 4 > 0},
+    "a window, lengths": {"window": (2, 1), "lengths": torch.tensor([3, 6])},
+    "offsets, softcap": {"causal": True, "offset": torch.tensor([-1, 2]), "softcap": 2.0},
+    "sinks, gates": {"sinks": torch.linspace(-1, 1, 6), "gates": torch.linspace(0, 1, 6)},
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_compiled_calls_are_one_node(name):
+    call, how = at_random().tensors(torch.float32), GRAPHS[name]
+    rare = {"rare": torch.arange(14).view(2, 7) % 3 == 0}
+    torch.compiler.reset()
+    fast = torch.compile(lambda q, k, v: head_stats(q, k, v, classes=rare, **how), fullgraph=True, backend="aot_eager")
+    with forced(NATIVE[0]), torch.no_grad():
+        (out, stats), (want, expected) = (
+            f(call.q, call.k, call.v) for f in (fast, partial(head_stats, classes=rare, **how))
+        )
+        assert out.equal(want) and stats == expected
+        plain = torch.compile(lambda q, k, v: attend(q, k, v, **how), fullgraph=True, backend="aot_eager")
+        assert plain(call.q, call.k, call.v).equal(want)
+    given = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    with forced(NATIVE[0]):  # with gradients, a graph of PyTorch's operators
+        torch.autograd.grad(plain(*given).sum(), given)
+
+
+class Exported(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attend(q, k, v, window=(3, 0))
+
+
+def test_an_exported_graph_takes_any_length():
+    call = at_random(queries=11, keys=11).tensors(torch.float32)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    with forced(NATIVE[0]), torch.no_grad():
+        graph = torch.export.export(Exported(), (call.q, call.k, call.v), dynamic_shapes=[{2: tokens}] * 3)
+        assert "headwise.attend" in str(graph.graph)
+        for length in (7, 300):
+            more = at_random(queries=length, keys=length).tensors(torch.float32)
+            want = attend(more.q, more.k, more.v, window=(3, 0))
+            assert graph.module()(more.q, more.k, more.v).equal(want)
+
+
+def test_the_operator_passes_pytorchs_own_checks():
+    call = at_random().tensors(torch.float32)
+    mask = torch.rand(1, 1, 5, 7) < 0.5
+    given = (call.q, call.k, call.v, mask, *[None] * 7, -1, 0, 0, 7, 0.5, 0.0)
+    for sums in (True, False):
+        torch.library.opcheck(torch.ops.headwise.attend.default, (*given, sums))
+
+
+def test_autocast_and_inference_mode():
+    call = at_random(keys=20).tensors(torch.float32)
+    with forced(NATIVE[0]):
+        want = attend(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16())
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            out = attend(call.q, call.k, call.v)
+    assert out.dtype == torch.bfloat16 and out.equal(want)
+
+
+def test_transforms_of_torch_func_go_through_pytorch():
+    call = at_random().tensors(torch.float32)
+    with forced(NATIVE[0]):
+        got = torch.func.grad(lambda q: attend(q, call.k, call.v, causal=True).square().sum())(call.q)
+    q = call.q.clone().requires_grad_()
+    want = torch.autograd.grad(attend(q, call.k, call.v, causal=True).square().sum(), q)[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@each_path
+@pytest.mark.parametrize("how", [{"window": (2**60, 2**60)}, {"causal": True, "offset": 2**62}])
+def test_windows_and_offsets_of_any_size(path, how):
+    with forced(path):
+        check_attend(replace(at_random(), how=how), torch.float32)
+
+
+def test_negated_views():
+    call, z = at_random().tensors(torch.float32), torch.randn(2, 2, 7, 4, dtype=torch.complex64)
+    k = z.conj().imag
+    assert k.is_neg()
+    with forced(NATIVE[0]):
+        assert attend(call.q, k, call.v).equal(attend(call.q, k.clone(), call.v))
+
+
+# ---- the C tests: plain loops in double precision, tensors that end at pages which may not be touched
+
+ROOT = Path(__file__).parents[2]
+DRIVERS = {  # compiler, flags, what runs it
+    "as it is": ("cc", "", ""),
+    "ASan and UBSan": ("cc", "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all", ""),
+    "TSan": ("cc", "-g -O1 -fsanitize=thread", ""),
+    "NEON": ("aarch64-linux-gnu-gcc", "-static", "qemu-aarch64"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "as it is" else pytest.param(name, marks=pytest.mark.full) for name in DRIVERS]
+)
+def test_the_drivers_random_calls(name, tmp_path):
+    cc, flags, runner = DRIVERS[name]
+    missing = [tool for tool in (cc, runner) if tool and not shutil.which(tool)]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    build = [sys.executable, str(ROOT / "hatch_build.py"), "driver", str(tmp_path / "driver"), *flags.split()]
+    made = subprocess.run(build, capture_output=True, text=True, check=False, env={**os.environ, "CC": cc})
+    if "fsanitize" in flags and made.returncode:
+        pytest.skip(f"{cc} has no sanitizers here: {made.stderr[-200:]}")
+    assert made.returncode == 0, made.stderr
+    run = [*runner.split(), str(tmp_path / "driver"), "60"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("0 wrong\n"), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+# ---- threads and processes
+
+
+@pytest.fixture(params=["own", "PyTorch's"])
+def _threads(request):
+    count = torch.get_num_threads()
+    native.borrow_threads(native.library().code, request.param)
+    yield
+    torch.set_num_threads(count)
+    native.borrow_threads(native.library().code)
+
+
+THREADED = {
+    "many heads": ((2, 6, 3, 300, 300), {"causal": True}),
+    "one head": ((1, 1, 1, 700, 700), {}),
+    "split keys": ((1, 4, 2, 2, 9000), {}),
+}
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("name", THREADED)
+def test_the_number_of_threads_changes_no_bit(name):
+    sizes, how = THREADED[name]
+    call = at_random(1, *sizes).tensors(torch.float32)
+    with forced(NATIVE[0]):
+        results = []
+        for threads in (1, 2, 3, 2, 1):
+            torch.set_num_threads(threads)
+            results.append(head_stats(call.q, call.k, call.v, **how))
+    for out, stats in results[1:]:
+        assert out.equal(results[0][0]) and stats == results[0][1]
+
+
+@pytest.mark.usefixtures("_threads")
+def test_several_python_threads_may_call_at_once():
+    call = at_random(2, 2, 6, 3, 200, 600).tensors(torch.float32)
+    with forced(NATIVE[0]):
+        want, wrong = attend(call.q, call.k, call.v), []
+
+        def many() -> None:
+            wrong.extend(i for i in range(30) if not attend(call.q, call.k, call.v).equal(want))
+
+        threads = [threading.Thread(target=many) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+RUN = """
+import os, sys, torch, headwise
+from headwise.attention.kernel import native
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 1, 4, 500, 64)
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN + code], capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("whose", ["own", ""])
+def test_a_forked_child_has_threads_of_its_own(whose):
+    code = """
+torch.set_num_threads(3)
+def again():  # bytes: PyTorch's own comparison would wait in the child for threads that are gone
+    return headwise.attend(q, k, v).numpy().tobytes()
+want = again()
+child = os.fork()
+if child == 0:
+    os._exit(0 if all(again() == want for _ in range(5)) else 1)
+assert again() == want
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run(code, HEADWISE_THREADS=whose) == "0"
+
+
+def test_subnormal_numbers_are_left_alone():
+    """-ffast-math at link time would flush them in the whole process."""
+    code = """
+headwise.attend(q, k, v)
+tiny = torch.tensor([1e-40])
+import numpy
+print((tiny * 0.5 > 0).item(), float(numpy.float32(1e-40) * numpy.float32(0.5)) > 0)
+"""
+    assert run(code) == "True True"
+
+
+@pytest.mark.parametrize("wanted", ["off", "plain", "nonsense"])
+def test_an_environment_variable_chooses(wanted):
+    said = run("print(headwise.explain(q, k, v))", HEADWISE_KERNEL=wanted)
+    words = {"off": "(HEADWISE_KERNEL=off)", "plain": "native: one pass in plain C", "nonsense": "is none of"}
+    assert words[wanted] in said
+
+
+AGAIN = """
+native.library.cache_clear()
+native._chosen = native.Choice.of(None)
+print(headwise.explain(q, k, v))
+"""
+
+
+def test_a_binary_older_than_its_source_is_not_used():
+    said = run(f"native._source_hash = lambda: 'other'\n{AGAIN}", HEADWISE_KERNEL="")
+    assert said.startswith("fused") and "stale" in said and "reinstall" in said
+
+
+def test_without_a_binary_pytorch_computes(tmp_path):
+    said = run(f"native.FOLDER = native.Path({str(tmp_path)!r})\n{AGAIN}", HEADWISE_KERNEL="")
+    assert said.startswith("fused") and "was not built" in said
+
+
+LEAK = """
+import random, resource
+def call():
+    batch, kv, group, dim = (random.randint(1, 3) for _ in range(4))
+    queries, keys = random.randint(0, 40), random.randint(0, 90)
+    q = torch.randn(batch, kv * group, queries, 16 * dim)
+    k, v = torch.randn(2, batch, kv, keys, 16 * dim)
+    headwise.head_stats(q, k, v, causal=random.random() < 0.5)
+for _ in range(500):
+    call()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else {count}):
+    call()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.full)])
+def test_random_calls_do_not_leak(count):
+    assert int(run(LEAK.replace("{count}", str(count)))) < 8 << 10  # KiB
+
+
+def test_numbers_of_a_call_fit_the_struct():
+    """Every field of Call in call.h is 8 bytes wide; Python packs as many."""
+    text = (native.FOLDER / "call.h").read_text()
+    body = text[text.index("typedef struct {") : text.index("} Call;")]
+    import re
+
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
+    fields = [name for line in body.split(";") for name in line.split("{")[-1].split(",") if name.strip()]
+    count = sum(int(m.group(1)) if (m := re.search(r"\[(\d+)\]", name)) else 1 for name in fields)
+    assert count * 8 == native.FIELDS.size
+
+
+def test_the_statistics_stand_where_the_source_puts_them():
+    text = (native.FOLDER / "call.h").read_text()
+    names = text[text.index("enum { ENTROPY") + 7 : text.index(", CLASS,")].lower().split(", ")
+    assert tuple(names) == native.SUMS
+
+
+def test_closeness_is_that_of_single_precision():
+    """Against float64: far closer than the tolerances above ask for."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 2, 400, 64)).astype(np.float32) for _ in range(3))
+    want, stats = reference.head_stats(q, k, v, causal=True)
+    for path in NATIVE:
+        with forced(path):
+            out, got = head_stats(*map(torch.from_numpy, (q, k, v)), causal=True)
+        assert abs(array(out) - want).max() < 3e-6
+        for name in stats.names:
+            np.testing.assert_allclose(got[name], stats[name], rtol=2e-6, atol=1e-7, err_msg=name)
+    assert CLOSE[torch.float32]["atol"] > 3e-6

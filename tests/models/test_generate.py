@@ -1,0 +1,192 @@
+"""watch inside generate, with every kind of cache: prefill and decoding apart, against eager's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from batches import BATCH, LENGTH, inputs
+from families import BY_NAME, SINKS, build
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
+from truth import Call, added, assert_same, recorded, statistics
+
+import headwise
+
+torch.set_num_threads(1)
+NEW = 7
+HOW = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+def generate(model: Any, given: dict[str, Tensor], **how: Any) -> Tensor:
+    with torch.no_grad():
+        return model.generate(**given, **{**HOW, **how})
+
+
+def calls_by_path(model: Any, given: dict[str, Tensor], **how: Any) -> tuple[Tensor, dict[str, list[Call]]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    by_path: dict[str, list[Call]] = {}
+    with recorded() as calls:
+        tokens = generate(model, given, **how)
+    for call in calls:
+        by_path.setdefault(paths[id(call.module)], []).append(call)
+    return tokens, by_path
+
+
+def true_parts(calls: list[Call], mask: Tensor, window: int | None, sinks: bool) -> Iterator[dict[str, Any]]:
+    """True statistics of each call on one layer; window: what its cache keeps."""
+    seen = 0
+    started = mask.argmax(1)
+    for call in calls:
+        # a sliding cache that is asked for one more holds the last window - 1 tokens and that one
+        gone = 0 if window is None else max(0, seen - window + 1)
+        real = mask if seen == 0 else None
+        yield statistics(call.weights, real, first=started - gone, offset=seen - gone, sinks=sinks)
+        seen += call.queries
+
+
+FULL = ("llama", "gpt2", "qwen3", "opt", "deepseek_v3", "gpt_neox", "jamba", "biogpt")
+SLIDING = ("mistral", "gemma3_text", "gpt_oss", "gemma2", "olmo3")  # caches that forget
+CACHES = [
+    *((name, None) for name in FULL),
+    *((name, "static") for name in ("llama", "gpt2", "qwen3")),
+    *((name, cache) for name in SLIDING for cache in (None, "static")),
+    ("llama4_text", None),
+    ("llama4_text", "static"),
+]
+
+
+def window_of(model: Any, layer: int) -> int | None:
+    """What the cache of a layer keeps, by the model's config."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type == "llama4_text":
+        return config.attention_chunk_size if kinds[layer] == "chunked_attention" else None
+    if kinds is None:
+        return getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    return config.sliding_window if kinds[layer] == "sliding_attention" else None
+
+
+@pytest.mark.parametrize("side", ["left", None])
+@pytest.mark.parametrize(("name", "cache"), CACHES)
+def test_caches(name: str, cache: str | None, side: str | None) -> None:
+    family = BY_NAME[name]
+    given = inputs(family, side, seed=2)
+    mask = given.get("attention_mask", torch.ones(BATCH, LENGTH, dtype=torch.long))
+    how = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    model, other = (build(family, kind, auto=AutoModelForCausalLM) for kind in ("sdpa", "eager"))
+    plain = generate(model, given, **how)
+    with headwise.watch(model) as seen:
+        tokens = generate(model, given, **how)
+    assert torch.equal(plain, tokens)
+    other_tokens, calls = calls_by_path(other, given, **how)
+    assert torch.equal(tokens, other_tokens)
+    assert {layer.name for layer in seen.layers} == set(calls)
+    for layer in seen.layers:
+        sinks = family.type in SINKS
+        prefill, *decode = true_parts(calls[layer.name], mask, window_of(model, layer.index), sinks)
+        assert_same(layer.prefill, prefill, rtol=1e-3, atol=3e-3)
+        assert_same(layer.decode, added(decode), rtol=1e-3, atol=3e-3)
+        assert_same(layer.stats, added([prefill, *decode]), rtol=1e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper", "m2m_100"])
+def test_an_encoder_runs_once_and_its_decoder_looks_back_at_it(name: str) -> None:
+    from transformers import AutoModelForSpeechSeq2Seq
+
+    family = BY_NAME[name]
+    auto = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+    given = {key: x for key, x in inputs(family, "right").items() if not key.startswith("decoder")}
+    model, other = (build(family, kind, auto=auto) for kind in ("sdpa", "eager"))
+    plain = generate(model, given)
+    with headwise.watch(model) as seen:
+        tokens = generate(model, given)
+    assert torch.equal(plain, tokens)
+    other_tokens, calls = calls_by_path(other, given)
+    assert torch.equal(tokens, other_tokens)
+    source = given.get("attention_mask")
+    for layer in seen.layers:
+        made = calls[layer.name]
+        if layer.kind == "encoder":
+            assert layer.decode is None and len(made) == 1
+            assert_same(layer.stats, statistics(made[0].weights, source, exists=source), rtol=1e-3, atol=3e-3)
+            continue
+        if layer.kind == "cross":
+            parts = [statistics(call.weights, exists=source, cross=True) for call in made]
+        else:
+            parts = [statistics(call.weights, offset=at) for at, call in enumerate(made)]
+        assert_same(layer.prefill, parts[0], rtol=1e-3, atol=3e-3)
+        assert_same(layer.decode, added(parts[1:]), rtol=1e-3, atol=3e-3)
+
+
+def test_beams() -> None:
+    family = BY_NAME["llama"]
+    given = inputs(family, "left")
+    model, other = (build(family, kind, auto=AutoModelForCausalLM) for kind in ("sdpa", "eager"))
+    with headwise.watch(model) as seen:
+        tokens = generate(model, given, num_beams=5)
+    other_tokens, calls = calls_by_path(other, given, num_beams=5)
+    assert torch.equal(tokens, other_tokens)
+    for layer in seen.layers:
+        first = given["attention_mask"].argmax(1).repeat_interleave(5)  # after the prefill, five beams a sequence
+        steps = [call.weights for call in calls[layer.name][1:]]
+        expected = added([statistics(step, offset=step.shape[-1] - 1, first=first) for step in steps])
+        for statistic in ("entropy", "previous", "distance"):
+            mean = expected[statistic].sum(0) / expected["count"].sum(0)
+            torch.testing.assert_close(layer.decode[statistic], torch.from_numpy(mean), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "llama4_text"])
+def test_a_prefill_in_pieces_adds_up_to_the_whole(name: str, cache: str) -> None:
+    family = BY_NAME[name]
+    given = inputs(family, "left", seed=4)
+    model = build(family)
+    classes = {"odd": given["input_ids"] % 2 == 1}
+    with torch.no_grad(), headwise.watch(model, classes=classes) as whole:
+        model(**given)
+    past: Any = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=17)
+    with torch.no_grad(), headwise.watch(model, classes=classes) as pieces:
+        for first, last in ((0, 6), (6, 7), (7, LENGTH)):
+            mask = given["attention_mask"][:, :last]
+            position = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, first:last]
+            model(given["input_ids"][:, first:last], mask, position_ids=position, past_key_values=past)
+    for piece, all_at_once in zip(pieces.layers, whole.layers, strict=True):
+        expected = all_at_once.stats.numpy()
+        assert_same(piece.stats, {**expected.sums, "count": expected.count}, rtol=1e-3, atol=3e-3)
+        assert piece.decode is not None and int(piece.prefill.count.sum()) < int(piece.stats.count.sum())
+
+
+def test_two_runs_stand_side_by_side() -> None:
+    family = BY_NAME["llama"]
+    model = build(family, auto=AutoModelForCausalLM)
+    once, twice = (inputs(family, None, seed=seed) for seed in (1, 2))
+    with headwise.watch(model) as seen:
+        generate(model, once)
+        generate(model, twice)
+    apart = []
+    for given in (once, twice):
+        with headwise.watch(model) as alone:
+            generate(model, given)
+        apart.append(alone)
+    for layer, a, b in zip(seen.layers, apart[0].layers, apart[1].layers, strict=True):
+        for part in ("stats", "prefill", "decode"):
+            assert getattr(layer, part) == getattr(a, part) + getattr(b, part)
+            assert getattr(layer, part).count.shape == (2 * BATCH, 6)
+
+
+def test_weights_of_a_static_cache_are_eagers() -> None:
+    family = BY_NAME["llama"]
+    given = inputs(family, "left")
+    model, other = (build(family, kind, auto=AutoModelForCausalLM) for kind in ("sdpa", "eager"))
+    how = {"cache_implementation": "static", "disable_compile": True}
+    with headwise.watch(model, weights={2: [1, 4]}) as seen:
+        generate(model, given, **how)
+    _, calls = calls_by_path(other, given, **how)
+    kept = seen[2].all_weights
+    assert len(kept) == NEW
+    for rows, call in zip(kept, calls[seen[2].name], strict=True):
+        real = given["attention_mask"][:, None, :, None] if call.queries > 1 else torch.ones(1, 1, 1, 1)
+        torch.testing.assert_close(rows.tensor * real, call.weights[:, [1, 4]] * real, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,374 @@
+"""mask_heads against zeroing columns of W_O by hand, for every family, on the registry and off it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from batches import BATCH, LENGTH, inputs
+from families import BY_NAME, FAMILIES, OFF, build
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import headwise
+from headwise.errors import HeadwiseError, ShapeError, UnsupportedError
+from headwise.models import anatomy
+
+torch.set_num_threads(1)
+REFUSED = {  # whose W_O cannot be told
+    "xlnet": "W_O of XLNetRelativeAttention",
+    "convbert": "has 2 heads of 15, but its W_O reads 60",
+    "wavlm": "WavLMAttention .* multi_head_attention_forward",
+}
+NAMES = [family.name for family in [*FAMILIES, *OFF] if family.type not in REFUSED]
+
+
+def run(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model(**given)[0]
+
+
+def columns(model: nn.Module, site: anatomy.Site) -> tuple[Tensor, int]:
+    """W_O's weight as (inputs, outputs), and how many heads feed it."""
+    linear = anatomy.w_o(model, site)[1]
+    width = anatomy.input_width(linear)
+    weight = linear.weight if type(linear).__name__ == "Conv1D" else linear.weight.T
+    return weight, anatomy.query_heads(model, site, width)
+
+
+@contextmanager
+def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
+    """The same by hand: the rows of W_O that read these heads are zero."""
+    by_key = {site.key: site for site in anatomy.sites(model)}
+    kept = []
+    for key, chosen in heads.items():
+        weight, count = columns(model, by_key[key])
+        kept.append((weight, weight.detach().clone()))
+        with torch.no_grad():
+            weight.unflatten(0, (count, -1))[chosen] = 0
+    yield
+    for weight, before in reversed(kept):
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+def some_heads(model: nn.Module) -> dict[Any, list[int]]:
+    """A few heads of the first and last layer of each kind, and of all layers where they share a module."""
+    sites = anatomy.sites(model)
+    shared = len({id(site.module) for site in sites}) < len(sites)
+    kinds = {site.kind: [other for other in sites if other.kind == site.kind] for site in sites}
+    chosen = (
+        sites
+        if shared
+        else [site for same in kinds.values() for site in {same[0].index: same[0], same[-1].index: same[-1]}.values()]
+    )
+    return {site.key: [0, columns(model, site)[1] - 1] for site in chosen}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_heads_are_zeroed_columns(name: str) -> None:
+    family = BY_NAME[name]
+    model, given = build(family), inputs(family, "right")
+    heads = some_heads(model)
+    plain = run(model, given)
+    with headwise.mask_heads(model, heads) as masked:
+        ours = run(model, given)
+    with zeroed(model, heads):
+        by_hand = run(model, given)
+    assert masked.heads == heads
+    assert not torch.equal(plain, ours)
+    torch.testing.assert_close(ours, by_hand, rtol=1e-3, atol=1e-3)
+    assert torch.equal(run(model, given), plain)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_w_o_that_cannot_be_told_is_refused_by_name(name: str) -> None:
+    model = build(BY_NAME[name])
+    with pytest.raises(UnsupportedError, match=REFUSED[name]):
+        headwise.mask_heads(model, {0: [0]})
+
+
+def test_a_w_o_that_is_never_called_is_refused() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out_proj = nn.Linear(6, 6)
+            self.num_heads = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(torch.softmax(x, -1), self.out_proj.weight)
+
+    model = nn.Sequential(Attention())
+    with headwise.mask_heads(model, {0: [1]}), pytest.raises(UnsupportedError, match="does not call its W_O"):
+        model(torch.ones(2, 3, 6))
+    model(torch.ones(2, 3, 6))
+
+
+def test_one_turn_of_a_shared_module() -> None:
+    """ALBERT's one module is four layers: masking one of them is not masking all."""
+    family = BY_NAME["albert"]
+    model, given = build(family), inputs(family, "right")
+    alone = []
+    for layer in range(4):
+        with headwise.mask_heads(model, {layer: [1]}):
+            alone.append(run(model, given))
+    assert all(not torch.allclose(a, b, atol=1e-3) for i, a in enumerate(alone) for b in alone[:i])
+    states: list[Tensor] = []
+    with headwise.mask_heads(model, {2: [1]}), torch.no_grad():
+        states = list(model(**given, output_hidden_states=True).hidden_states)
+    with torch.no_grad():
+        plain = model(**given, output_hidden_states=True).hidden_states
+    same = [torch.equal(a, b) for a, b in zip(states, plain, strict=True)]
+    assert same == [True, True, True, False, False]
+
+
+class Gates:
+    """Gates of a model with one kind of attention."""
+
+    def __init__(self, name: str = "llama") -> None:
+        self.family = BY_NAME[name]
+        self.model, self.given = build(self.family), inputs(self.family, "right")
+        sites = anatomy.sites(self.model)
+        self.shape = (len(sites), columns(self.model, sites[0])[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "bloom", "deepseek_v3", "albert"])
+def test_gates(name: str) -> None:
+    at = Gates(name)
+    plain = run(at.model, at.given)
+    with headwise.mask_heads(at.model, torch.ones(at.shape)):
+        assert torch.equal(run(at.model, at.given), plain)
+    with headwise.mask_heads(at.model, torch.zeros(at.shape)):
+        none = run(at.model, at.given)
+    with headwise.mask_heads(at.model, {layer: range(at.shape[1]) for layer in range(at.shape[0])}):
+        torch.testing.assert_close(run(at.model, at.given), none)
+    gates = torch.ones(at.shape)
+    gates[-1, 2] = 0
+    with headwise.mask_heads(at.model, gates):
+        one = run(at.model, at.given)
+    with headwise.mask_heads(at.model, {at.shape[0] - 1: [2]}):
+        torch.testing.assert_close(run(at.model, at.given), one)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "falcon-grouped"])
+def test_gradients_of_gates_are_finite_differences(name: str) -> None:
+    at = Gates(name)
+    model = at.model.double()
+    real = at.given["attention_mask"][..., None]
+    gates = (torch.rand(at.shape, dtype=torch.float64) + 0.5).requires_grad_()
+    weight = torch.randn(BATCH, LENGTH, 60, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        with headwise.mask_heads(model, gates):
+            return (model(**at.given)[0] * weight * real).sum()
+
+    loss().backward()
+    for layer, head in ((0, 1), (at.shape[0] - 1, 3)):
+        ends = []
+        for step in (3e-3, -3e-3):
+            with torch.no_grad():
+                gates[layer, head] += step
+                ends.append(float(loss()))
+                gates[layer, head] -= step
+        assert float(gates.grad[layer, head]) == pytest.approx((ends[0] - ends[1]) / 6e-3, rel=1e-2, abs=1e-3)
+
+
+def test_gates_of_several_kinds() -> None:
+    family = BY_NAME["bart"]
+    model, given = build(family), inputs(family, "right")
+    gates = {"cross": torch.ones(2, 4), ("decoder", 1): torch.tensor([1.0, 0.0, 1.0, 1.0])}
+    gates["cross"][0, 3] = 0
+    with headwise.mask_heads(model, gates):
+        ours = run(model, given)
+    with headwise.mask_heads(model, {("cross", 0): [3], ("decoder", 1): [1]}):
+        torch.testing.assert_close(run(model, given), ours)
+
+
+def test_module_paths_are_keys() -> None:
+    family = BY_NAME["bart"]
+    model, given = build(family), inputs(family, "right")
+    with headwise.mask_heads(model, {("cross", 1): [2]}):
+        ours = run(model, given)
+    for path in ("decoder.layers.1.encoder_attn", "layers.1.encoder_attn"):
+        with headwise.mask_heads(model, {path: 2}):
+            assert torch.equal(run(model, given), ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "bloom"])
+def test_the_mean_is_over_real_tokens_so_far(name: str) -> None:
+    family = BY_NAME[name]
+    model = build(family)
+    site = anatomy.sites(model)[1]
+    linear = anatomy.w_o(model, site)[1]
+    before, after = [], []
+    batches = [inputs(family, side, seed) for side, seed in (("right", 1), ("left", 2))]
+    with linear_inputs(linear, before):
+        for given in batches:
+            run(model, given)
+    with headwise.mask_heads(model, {1: [2, 0]}, value="mean"), linear_inputs(linear, after):
+        for given in batches:
+            run(model, given)
+    _, count = columns(model, site)
+    tokens: list[Tensor] = []
+    for given, x, y in zip(batches, before, after, strict=True):
+        each, changed = (z.unflatten(-1, (count, -1)) for z in (x, y))
+        tokens.append(each[given["attention_mask"].bool()])
+        mean = torch.cat(tokens).mean(0)
+        for head in (0, 2):
+            torch.testing.assert_close(changed[:, :, head], mean[head].expand(changed[:, :, head].shape))
+        torch.testing.assert_close(changed[:, :, [1, 3, 4]], each[:, :, [1, 3, 4]])
+
+
+@contextmanager
+def linear_inputs(linear: nn.Module, into: list[Tensor]) -> Iterator[None]:
+    hook = linear.register_forward_pre_hook(lambda _, args: into.append(args[0]))
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "qwen3_next", "bitnet", "deepseek_v3"])
+def test_patching_with_another_inputs_outputs(name: str) -> None:
+    """All heads of the last layer from another input, and what enters W_O is that input's."""
+    family = BY_NAME[name]
+    model = build(family)
+    here, there = (inputs(family, None, seed) for seed in (1, 2))
+    with torch.no_grad(), headwise.watch(model, outputs=True) as seen:
+        model(**there)
+    last = seen.layers[-1]
+    linear = anatomy.w_o(model, anatomy.find(model, anatomy.sites(model), last.key))[1]
+    own: list[Tensor] = []
+    theirs: list[Tensor] = []
+    with linear_inputs(linear, theirs):
+        run(model, there)
+    every = list(range(last.heads.query))
+    with headwise.mask_heads(model, {last.index: every}, value=last.outputs), linear_inputs(linear, own):
+        run(model, here)
+    torch.testing.assert_close(own[0], theirs[0], rtol=0, atol=0)
+    chosen = last.outputs[:, [3, 1]]  # as many as are masked, in ascending order of heads
+    own.clear()
+    with (
+        headwise.mask_heads(model, {last.index: [1, 3]}, value={last.index: chosen.flip(1)}),
+        linear_inputs(linear, own),
+    ):
+        run(model, here)
+    each = own[0].unflatten(-1, (last.heads.query, -1))
+    torch.testing.assert_close(each[:, :, [1, 3]].transpose(1, 2), last.outputs[:, [1, 3]], rtol=0, atol=0)
+
+
+def test_a_vector_in_the_place_of_a_head() -> None:
+    at = Gates()
+    vector = torch.arange(10.0)
+    linear = anatomy.w_o(at.model, anatomy.sites(at.model)[0])[1]
+    got: list[Tensor] = []
+    with headwise.mask_heads(at.model, {0: [4]}, value=vector), linear_inputs(linear, got):
+        run(at.model, at.given)
+    assert torch.equal(got[0].unflatten(-1, (6, -1))[:, :, 4], vector.expand(BATCH, LENGTH, 10))
+
+
+def test_inside_generate() -> None:
+    family = BY_NAME["mistral"]
+    model, given = build(family, auto=AutoModelForCausalLM), inputs(family, "left")
+    heads = {("self", 1): [0, 3], ("self", 3): [5]}
+    how = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**given, **how)
+    with headwise.mask_heads(model, heads):
+        ours = model.generate(**given, **how)
+    with zeroed(model, heads):
+        by_hand = model.generate(**given, **how)
+    assert torch.equal(ours, by_hand) and not torch.equal(ours, plain)
+    assert torch.equal(model.generate(**given, **how), plain)
+
+
+def test_nested_and_put_back_also_after_an_exception() -> None:
+    at = Gates("bert")
+    plain = run(at.model, at.given)
+    with headwise.mask_heads(at.model, {0: [1], 2: [3]}):
+        both = run(at.model, at.given)
+    with headwise.mask_heads(at.model, {0: [1]}):
+        with headwise.mask_heads(at.model, {2: [3]}):
+            torch.testing.assert_close(run(at.model, at.given), both)
+        with headwise.mask_heads(at.model, {0: [1]}):
+            alone = run(at.model, at.given)
+        assert torch.equal(run(at.model, at.given), alone)
+    with pytest.raises(ZeroDivisionError), headwise.mask_heads(at.model, {0: [1]}):
+        1 / 0  # noqa: B018
+    assert torch.equal(run(at.model, at.given), plain)
+    assert not any(hooks(module) for module in at.model.modules())
+
+
+def hooks(module: nn.Module) -> int:
+    return len(module._forward_pre_hooks) + len(module._forward_hooks) + len(module._backward_hooks)
+
+
+@pytest.mark.parametrize("value", ["zero", "mean"])
+def test_gradient_checkpointing_changes_nothing(value: str) -> None:
+    at = Gates()
+    gradients = []
+    for checkpointing in (False, True):
+        model = build(at.family).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with headwise.mask_heads(model, {0: [1], 3: [2]}, value=value):
+            model(**at.given)[0].square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_shared_module_under_checkpointing_is_refused() -> None:
+    family = BY_NAME["albert"]
+    model, given = build(family).train(), inputs(family, None)
+    layer = model.encoder.albert_layer_groups[0]
+    embedded = torch.randn(BATCH, LENGTH, 60, requires_grad=True)
+    with headwise.mask_heads(model, {1: [0]}):
+        model(**given)
+        out = torch.utils.checkpoint.checkpoint(lambda x: layer(x)[0], embedded, use_reentrant=False)
+        with pytest.raises(UnsupportedError, match="serves several layers"):
+            out.sum().backward()
+
+
+BAD = [
+    ({9: [0]}, "zero", "no self layer 9 in LlamaModel; its layers are 0 to 3"),
+    ({0: [6]}, "zero", "self layer 0: head 6 does not exist; there are 6, 0 to 5"),
+    ({("cross", 0): [0]}, "zero", "no 'cross' attention in LlamaModel; it has self"),
+    ({"layers.0.mlp": [0]}, "zero", "no attention at 'layers.0.mlp'; there are layers.0.self_attn"),
+    ({0.5: [0]}, "zero", "a layer is a number, \\(kind, number\\) or a module's path, got 0.5"),
+    ({0: "1"}, "zero", "heads of self layer 0 must be a list of numbers, got '1'"),
+    ({0: None}, "zero", "heads of self layer 0 must be a list of numbers, got None"),
+    ([0], "zero", "heads must be {layer: \\[heads\\]} or gates \\(layers, heads\\), got list"),
+    (torch.ones(4, 5), "zero", "gates have shape \\(4, 5\\); \\(4, 6\\) is expected"),
+    (torch.ones(4, 7), "zero", "gates have shape \\(4, 7\\); \\(4, 6\\) is expected"),
+    (torch.ones(3, 6), "zero", "gates have shape \\(3, 6\\); \\(4, 6\\) is expected"),
+    (torch.ones(6), "zero", "gates have shape \\(6,\\); \\(4, 6\\) is expected"),
+    ({1: torch.ones(5)}, "zero", "gates of self layer 1 have shape \\(5,\\); \\(6,\\) is expected"),
+    ({1: [0]}, "median", "value must be .zero., .mean., a tensor or {layer: tensor}, got 'median'"),
+    ({1: [0]}, {2: torch.zeros(10)}, "no value for self layer 1; values were given for 2"),
+]
+
+
+@pytest.mark.parametrize(("heads", "value", "message"), BAD)
+def test_bad_input(heads: Any, value: Any, message: str) -> None:
+    with pytest.raises(HeadwiseError, match=message) as caught:
+        headwise.mask_heads(build(BY_NAME["llama"]), heads, value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_value_of_the_wrong_shape_is_named_when_it_meets_the_model() -> None:
+    at = Gates()
+    with (
+        headwise.mask_heads(at.model, {1: [0]}, torch.zeros(7)),
+        pytest.raises(ShapeError, match="value for self layer 1 has shape \\(7,\\)"),
+    ):
+        run(at.model, at.given)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(HeadwiseError, match="a model is expected, got str"):
+        headwise.mask_heads("bert", {0: [0]})
+    with pytest.raises(HeadwiseError, match="no attention layer was found in Linear"):
+        headwise.mask_heads(nn.Linear(2, 2), {0: [0]})
+    with pytest.raises(HeadwiseError, match="layer 0 is ambiguous: BartModel has encoder, decoder, cross attention"):
+        headwise.mask_heads(build(BY_NAME["bart"]), {0: [0]})

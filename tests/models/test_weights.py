@@ -1,0 +1,288 @@
+"""What watch keeps on request: weights, rows, links, outputs and classes; how layers are named; bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import BATCH, LENGTH, SOURCE, inputs
+from families import BY_NAME, build
+from torch import Tensor, nn
+from truth import assert_same, recorded, statistics
+
+import headwise
+from headwise.errors import HeadwiseError, UnsupportedError
+from headwise.models import reading
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def bert() -> tuple[nn.Module, dict[str, Tensor], list[Tensor]]:
+    """A model, its input and what eager's output_attentions says."""
+    family = BY_NAME["bert"]
+    given = inputs(family, "right")
+    with torch.no_grad():
+        attentions = build(family, "eager")(**given, output_attentions=True).attentions
+    return build(family), given, list(attentions)
+
+
+def watched(model: nn.Module, given: dict[str, Tensor], **how: Any) -> Any:
+    with torch.no_grad(), headwise.watch(model, **how) as seen:
+        model(**given)
+    return seen
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_layers_weights_are_eagers_attentions(bert: Any) -> None:
+    model, given, attentions = bert
+    seen = watched(model, given, weights=True)
+    for layer, eager in zip(seen.layers, attentions, strict=True):
+        close(layer.weights, eager)
+        close(seen.layers[layer.index].weights[0, 4], eager[0, 4])
+
+
+def test_chosen_layers_heads_and_rows(bert: Any) -> None:
+    model, given, attentions = bert
+    seen = watched(model, given, weights={2: [4, 1], 3: 0}, rows=[5, -1, 0])
+    for layer in seen.layers[:2]:
+        with pytest.raises(HeadwiseError, match="no weights were kept; watch with weights=True"):
+            layer.weights  # noqa: B018
+    kept = seen[2].weights
+    assert tuple(kept.tensor.shape) == (BATCH, 2, 3, LENGTH) and kept.heads == [4, 1] and kept.rows == [5, 12, 0]
+    close(kept[1, 4], attentions[2][1, 4, [5, 12, 0]])
+    close(kept[:, 1], attentions[2][:, 1, [5, 12, 0]])
+    close(kept[0, 1, 0], attentions[2][0, 1, 5])
+    close(seen[3].weights[2, 0], attentions[3][2, 0, [5, 12, 0]])
+    with pytest.raises(HeadwiseError, match="head 2 was not kept; heads 4, 1 were"):
+        kept[0, 2]
+    assert "heads=[4, 1]" in repr(kept)
+
+
+@pytest.mark.parametrize("wanted", [2, [2], ("self", 2), [("self", 2)], "encoder.layer.2.attention.self", {2: True}])
+def test_ways_to_name_a_layer(bert: Any, wanted: Any) -> None:
+    model, given, attentions = bert
+    seen = watched(model, given, weights=wanted, rows=range(2, 7))
+    close(seen[2].weights, attentions[2][:, :, 2:7])
+    assert seen[2] is seen["self", 2] is seen["encoder.layer.2.attention.self"] is seen["layer.2.attention.self"]
+    assert [bool(layer.all_weights) for layer in seen.layers] == [False, False, True, False]
+
+
+def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, attentions = bert
+    monkeypatch.setattr(reading, "ROWS", 5)
+    seen = watched(model, given, links=3)
+    for layer, eager in zip(seen.layers, attentions, strict=True):
+        links = layer.links(3)
+        top = eager.topk(3, -1)
+        close(links.weights, top.values)
+        close(eager.gather(-1, links.keys), links.weights)
+        assert torch.equal(layer.links(1).keys, links.keys[..., :1])
+        with pytest.raises(
+            HeadwiseError, match="3 links of each query were kept, got links\\(4\\); watch with links=4"
+        ):
+            layer.links(4)
+        with pytest.raises(HeadwiseError, match="no weights were kept"):
+            layer.weights  # noqa: B018
+    with pytest.raises(HeadwiseError, match="no links were kept; watch with links=2"):
+        watched(model, given)[0].links(2)
+    assert watched(model, given, links=50)[0].links(50).keys.shape[-1] == LENGTH  # there are no more keys
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "gemma3_text"])
+def test_links_of_masks_that_are_made_by_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise.models import masks
+
+    monkeypatch.setattr(masks, "LARGE", 0)
+    monkeypatch.setattr(reading, "ROWS", 4)
+    family = BY_NAME[name]
+    given = inputs(family, None)
+    with torch.no_grad(), recorded() as calls:
+        build(family, "eager")(**given)
+    seen = watched(build(family), given, links=2, weights=True, rows=[11, 3, 7])
+    for layer, call in zip(seen.layers, calls, strict=True):
+        close(layer.links(2).weights, call.weights.topk(2, -1).values)
+        close(layer.weights, call.weights[:, :, [11, 3, 7]])
+
+
+def test_outputs_of_chosen_heads(bert: Any) -> None:
+    model, given, _ = bert
+    every = watched(model, given, outputs=True)[1].outputs
+    assert tuple(every.shape) == (BATCH, 5, LENGTH, 12)
+    some = watched(model, given, outputs={1: [3, 0]})
+    assert torch.equal(some[1].outputs[:, 3], every[:, 3]) and torch.equal(some[1].outputs.tensor, every[:, [3, 0]])
+    with pytest.raises(HeadwiseError, match="no outputs were kept; watch with outputs=True"):
+        some[0].outputs  # noqa: B018
+
+
+def test_classes(bert: Any) -> None:
+    model, given, attentions = bert
+    ids, mask = given["input_ids"], given["attention_mask"]
+    classes = {"odd": ids % 2 == 1, "entropy": ids > 50}  # a name of ours does not get in the way
+    seen = watched(model, given, classes=classes)
+    for layer, eager in zip(seen.layers, attentions, strict=True):
+        expected = statistics(eager, mask, exists=mask, classes=classes)
+        assert_same(layer.stats, expected, rtol=1e-3, atol=1e-3)
+        share = expected["share:odd"].sum(0) / expected["count"].sum(0)
+        np.testing.assert_allclose(layer.stats.share("odd"), share, rtol=1e-3, atol=1e-5)
+
+
+def test_classes_by_kind() -> None:
+    family = BY_NAME["bart"]
+    model, given = build(family), inputs(family, "right")
+    source, target = given["input_ids"] > 50, given["decoder_input_ids"] > 50
+    seen = watched(model, given, classes={"cross": {"high": source}, "decoder": {"high": target}})
+    assert "share:high" in seen["cross", 0].stats and "share:high" not in seen["encoder", 0].stats
+    assert tuple(source.shape) == (BATCH, SOURCE)
+    with pytest.raises(HeadwiseError, match="with 3 kinds of attention give classes by kind: cross, decoder, encoder"):
+        headwise.watch(model, classes={"high": source})
+
+
+def test_kinds_and_numbers() -> None:
+    family = BY_NAME["bart"]
+    model = build(family)
+    seen = watched(model, inputs(family, "right"))
+    assert [layer.key for layer in seen.layers] == [
+        ("encoder", 0), ("encoder", 1), ("encoder", 2), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1),
+    ]  # fmt: skip
+    assert seen["cross", 1].name == "decoder.layers.1.encoder_attn"
+    assert "distance" not in seen["cross", 1].stats and "distance" in seen["decoder", 1].stats
+    assert repr(seen["cross", 1]) == "Layer(cross 1, 4 heads, decoder.layers.1.encoder_attn)"
+    heads = seen["encoder", 0].heads
+    assert (heads.width, heads.query, heads.kv, heads.dim, heads.value_dim) == (60, 5, 5, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("qwen3", (60, 6, 2, 16, 16)),
+        ("deepseek_v3", (60, 6, 6, 18, 14)),
+        ("gpt_bigcode-mqa", (60, 5, 1, 12, 12)),
+        ("gpt2", (60, 5, 5, 12, 12)),
+        ("t5", (60, 5, 5, 7, 7)),
+    ],
+)
+def test_heads(name: str, heads: tuple[int, ...]) -> None:
+    family = BY_NAME[name]
+    layer = watched(build(family), inputs(family, "right")).layers[1]
+    assert (layer.heads.width, layer.heads.query, layer.heads.kv, layer.heads.dim, layer.heads.value_dim) == heads
+
+
+@pytest.mark.parametrize("name", ["jamba", "bamba", "zamba", "qwen3_next", "lfm2"])
+def test_hybrids_keep_the_models_own_numbers(name: str) -> None:
+    family = BY_NAME[name]
+    seen = watched(build(family), inputs(family, "right"))
+    assert tuple(layer.index for layer in seen.layers) == family.layers
+    assert seen[family.layers[1]] is seen.layers[1]
+    missing = next(i for i in range(6) if i not in family.layers)
+    with pytest.raises(HeadwiseError, match=f"no self layer {missing} in .*; its layers are"):
+        seen[missing]
+
+
+def test_albert_counts_its_turns() -> None:
+    family = BY_NAME["albert-groups"]
+    seen = watched(build(family), inputs(family, "right"), weights=5)
+    assert [layer.index for layer in seen.layers] == list(range(8))  # four layers of two
+    names = [layer.name.removeprefix("encoder.albert_layer_groups.") for layer in seen.layers]
+    first, second = (["{0}.albert_layers.0.attention", "{0}.albert_layers.1.attention"] for _ in range(2))
+    assert names == [*(name.format(0) for name in first * 2), *(name.format(1) for name in second * 2)]
+    assert [bool(layer.all_weights) for layer in seen.layers] == [i == 5 for i in range(8)]
+
+
+def test_layers_that_were_not_called_are_named() -> None:
+    family = BY_NAME["llava"]
+    model, given = build(family), inputs(family, "right")
+    text = {"input_ids": given["input_ids"][:, 16:], "attention_mask": given["attention_mask"][:, 16:]}
+    seen = watched(model, text)
+    assert {layer.kind for layer in seen.layers} == {"language_model"}
+    assert len(seen.unseen) == 3 and all(name.startswith("vision_tower.") for name in seen.unseen)
+    with pytest.raises(HeadwiseError, match="vision_tower layer 1 was not called while the model was watched"):
+        seen["vision_tower", 1]
+
+
+def test_statistics_add_up_over_calls(bert: Any) -> None:
+    model, given, _ = bert
+    others = [
+        {"input_ids": torch.randint(4, 90, (batch, length))} for batch, length in ((1, 5), (2, 17), (3, 1), (5, 13))
+    ]
+    with torch.no_grad(), headwise.watch(model) as seen:
+        for batch in [given, *others]:
+            model(**batch)
+    apart = [watched(model, batch) for batch in [given, *others]]
+    for at, layer in enumerate(seen.layers):
+        total = apart[0].layers[at].stats
+        for one in apart[1:]:
+            total = total + one.layers[at].stats
+        assert layer.stats == total == layer.prefill
+        assert layer.decode is None
+    assert seen.to_json()["layers"][1]["stats"] == seen[1].stats.to_json()
+    assert repr(seen) == "Watch(BertModel, 4 layers seen)"
+
+
+def test_memory_grows_with_what_was_asked_for(bert: Any) -> None:
+    model, given, _ = bert
+
+    def kept(**how: Any) -> int:
+        seen = watched(model, given, **how)
+        lists = (
+            layer.all_weights + layer.all_outputs + [x for pair in layer.all_links for x in pair]
+            for layer in seen.layers
+        )
+        tensors = [getattr(x, "tensor", x) for some in lists for x in some]
+        return sum(x.untyped_storage().nbytes() // x.element_size() for x in tensors)
+
+    rows = BATCH * LENGTH
+    assert kept() == 0
+    assert kept(weights={1: [2]}) == rows * LENGTH
+    assert kept(weights={1: [2]}, rows=[3, 4]) == BATCH * 2 * LENGTH
+    assert kept(links=2) == 4 * 5 * rows * 2 * 2  # keys and weights, of four layers with five heads
+    assert kept(outputs={0: [1, 3]}) == rows * 2 * 12
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"weights": 9}, "no self layer 9 in BertModel; its layers are 0 to 3"),
+    ({"weights": {1: [5]}}, "head 5 does not exist; there are 5, 0 to 4"),
+    ({"weights": {1: "a"}}, "heads of self layer 1 must be a list of numbers, got 'a'"),
+    ({"weights": {1: None}}, "heads of self layer 1 must be a list of numbers, got None"),
+    ({"weights": ("cross", 1)}, "no 'cross' attention in BertModel; it has self"),
+    ({"outputs": "encoder.layer.0.output"}, "no attention at 'encoder.layer.0.output'; there are"),
+    ({"weights": 1.5}, "a layer is a number, \\(kind, number\\) or a module's path, got 1.5"),
+    ({"links": -1}, "links must be a number of keys of at least 0, got -1"),
+    ({"links": True}, "links must be a number of keys of at least 0, got True"),
+    ({"rows": 3}, "rows must be numbers of queries, got 3"),
+    ({"rows": ["a"]}, "rows must be numbers of queries, got \\['a'\\]"),
+    ({"classes": [1]}, "classes must be {name: \\(B, T\\) bool}, got list"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), BAD)
+def test_bad_input(bert: Any, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(HeadwiseError, match=message) as caught:
+        headwise.watch(bert[0], **how)
+    assert "\n" not in str(caught.value)
+
+
+def test_classes_of_the_wrong_shape_are_named(bert: Any) -> None:
+    model, given, _ = bert
+    with pytest.raises(HeadwiseError, match="odd"):
+        watched(model, given, classes={"odd": torch.ones(BATCH + 1, LENGTH, dtype=torch.bool)})
+
+
+def test_a_model_that_ran_without_its_attention_says_so() -> None:
+    family = BY_NAME["bert"]
+    model = build(family)
+
+    class Other(nn.Module):
+        def forward(self, hidden: Tensor, *args: Any, **more: Any) -> tuple[Tensor, None]:
+            return hidden, None
+
+    watching = headwise.watch(model)
+    for layer in model.encoder.layer:
+        layer.attention = Other()
+    with pytest.raises(UnsupportedError, match="BertModel ran, but none of its attention layers asked"), watching:
+        model(**inputs(family, None))

@@ -1,0 +1,210 @@
+"""Every model type of transformers that can be built small: its statistics are right, or it is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from truth import Call, assert_same, recorded, statistics
+
+import headwise
+from headwise.errors import UnsupportedError
+
+torch.set_num_threads(1)
+SECONDS = 60  # for one type
+# Types whose eager function hands out other weights than those behind its output: sinks are left out of them.
+OTHER_WEIGHTS = {"granite_swa", "granitemoe_swa"}
+
+
+class Wrong(Exception):
+    """Something that must not be."""
+
+
+@contextmanager
+def in_time() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def verdict(model_type: str) -> tuple[str, str]:
+    """How it goes with one type: right, refused, cannot be built, cannot be run; and why. Wrong raises."""
+    why = "too large"
+    for kind, config in zoo.small_models(model_type):
+        if kind is None:
+            why = config
+            continue
+        try:
+            model = zoo.build(kind, config, "eager")
+        except Exception as error:  # as many kinds of failure as there are models
+            why = f"{type(error).__name__}: {error}"
+            continue
+        refused = _refusal(model)
+        if refused:
+            return "refused", refused
+        given = _runs(model)
+        if given is not None:
+            return "right", _check(model_type, kind, config, given)
+        why = "inputs"
+    return ("cannot be run" if why == "inputs" else "cannot be built"), why
+
+
+def _refusal(model: nn.Module) -> str | None:
+    try:
+        headwise.watch(model)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _runs(model: Any) -> dict[str, Tensor] | None:
+    for given in zoo.made_up(model):
+        try:
+            with torch.no_grad():
+                model(**given)
+        except TimeoutError:
+            raise
+        except Exception:  # the next form may fit
+            continue
+        return given
+    return None
+
+
+def _check(model_type: str, kind: Any, config: Any, given: dict[str, Tensor]) -> str:
+    """All statistics under every implementation, plain and padded."""
+    models = {name: zoo.build(kind, config, name) for name in ("eager", *(["sdpa"] if kind._supports_sdpa else []))}
+    cases = [given]
+    if "input_ids" in given and "attention_mask" in inspect.signature(models["eager"].forward).parameters:
+        mask = torch.ones(zoo.BATCH, zoo.LENGTH, dtype=torch.long)
+        mask[1, 9:] = mask[2, 5:] = 0
+        cases.append({**given, "attention_mask": mask})
+    layers = 0
+    for case in cases:
+        try:
+            with torch.no_grad(), recorded() as calls:
+                torch.manual_seed(5)
+                models["eager"](**case)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            continue  # it takes no such mask
+        for model in models.values():
+            layers += _compare(model_type, model, case, models["eager"], calls)
+    return f"{layers} layers"
+
+
+def _compare(model_type: str, model: Any, case: dict[str, Tensor], eager: nn.Module, calls: list[Call]) -> int:
+    outs = []
+    with torch.no_grad():
+        for watching in (None, headwise.watch(model, weights=True)):
+            torch.manual_seed(5)
+            if watching is None:
+                outs.append(_tensors(model(**case)))
+                continue
+            with watching as seen:
+                outs.append(_tensors(model(**case)))
+    if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*outs, strict=True)):
+        raise Wrong("the output changed")
+    paths = {id(module): path for path, module in eager.named_modules()}
+    true: dict[str, list[Call]] = {}
+    for call in calls:
+        true.setdefault(paths[id(call.module)], []).append(call)
+    if {layer.name for layer in seen.layers} != set(true):
+        raise Wrong(f"layers {set(true) ^ {layer.name for layer in seen.layers}}")
+    if not _same_function(model, eager, case):
+        return 0  # transformers itself computes something else under sdpa than under eager
+    for name, made in true.items():
+        same = [layer for layer in seen.layers if layer.name == name]
+        groups = [made] if len(same) == 1 else [[call] for call in made]
+        for layer, own in zip(same, groups, strict=False):
+            _compare_layer(model_type, layer, own[: len(layer.all_weights)], case.get("attention_mask"))
+    return len(seen.layers)
+
+
+def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor | None) -> None:
+    parts = []
+    for kept, call in zip(layer.all_weights, calls, strict=True):
+        weights = call.weights
+        if not torch.isfinite(weights).all():
+            return  # the model's own numbers are NaN
+        ours = mask is not None and weights.shape[0] == zoo.BATCH
+        real = mask if ours and weights.shape[2] == zoo.LENGTH else None
+        exists = mask if ours and weights.shape[3] == zoo.LENGTH else None
+        if model_type not in OTHER_WEIGHTS:
+            rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
+            if not torch.allclose(kept * rows, weights * rows, rtol=5e-3, atol=5e-3):
+                raise Wrong(f"weights of {layer.name} are off by {float(((kept - weights) * rows).abs().max()):.3g}")
+        stats = layer.stats
+        parts.append(
+            statistics(
+                kept if model_type in OTHER_WEIGHTS else weights, real,
+                exists=exists, cross="distance" not in stats, sinks="sink" in stats,
+            )
+        )  # fmt: skip
+    expected = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    try:
+        assert_same(layer.stats, expected, rtol=1e-2, atol=3e-2)
+    except AssertionError as error:
+        raise Wrong(f"statistics of {layer.name}: {error}") from None
+
+
+def _same_function(model: Any, eager: Any, case: dict[str, Tensor]) -> bool:
+    """Whether both give the same output at tokens."""
+    if model is eager:
+        return True
+    outs = []
+    for one in (model, eager):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            outs.append(_tensors(one(**case))[0].float())
+    a, b = outs
+    mask = case.get("attention_mask")
+    if mask is not None and a.shape[:2] == mask.shape:
+        a, b = a[mask.bool()], b[mask.bool()]
+    return bool((a - b).abs().max() <= 1e-2 * b.abs().max() + 1e-6)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    x = x.to_tuple() if hasattr(x, "to_tuple") else x
+    return [y for part in x for y in _tensors(part)] if isinstance(x, (list, tuple)) else []
+
+
+@pytest.mark.full
+def test_every_model_type_is_right_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, list[str]] = {}
+    wrong = {}
+    warnings.simplefilter("ignore")
+    for model_type in zoo.TYPES:
+        try:
+            with in_time():
+                outcome, why = verdict(model_type)
+        except TimeoutError:
+            outcome, why = "cannot be run", "not in time"
+        except Exception as error:
+            outcome, why = "wrong", f"{type(error).__name__}: {error}"
+            wrong[model_type] = why
+        found.setdefault(outcome, []).append(model_type)
+        with capsys.disabled():
+            print(f"{outcome:16} {model_type:32} {' '.join(why.split())[:150]}", flush=True)  # noqa: T201
+    with capsys.disabled():
+        print(dict(Counter({outcome: len(types) for outcome, types in found.items()})))  # noqa: T201
+    assert not wrong
+    assert len(found["right"]) >= 250
+    assert len(found["refused"]) >= 100
