@@ -45,6 +45,7 @@ _WHERE = {
     "save": "models.saving",
     "shape": "shapes",
     "tokenizer": "models.load",
+    "view": "ui.widget",
     "watch": "models.watch",
     "weights": "attention.core",
 }
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
     from .prune.plan import plan as plan
     from .shapes import Shape as Shape
     from .shapes import shape as shape
+    from .ui.widget import view as view
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,10 @@ def inspect(
     examples: Annotated[bool, typer.Option("--examples", help="Every sentence that comes along.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
     png: Annotated[Path | None, typer.Option(help="Write a picture: all heads, or the matrix of --head.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="The same picture as SVG.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the interactive view as one page, for texts of any length.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
@@ -49,18 +53,41 @@ def inspect(
     if examples:
         return _list()
     text, follow = _chosen(text, example, tuple(token or ()))
+    if html:
+        _write_page(html, text, against, model, head, truncate)
+        if not (png or svg or as_json):
+            return None
     found = _inspected(text, model, against=against, token=follow, pieces=pieces, truncate=truncate)
     _check(found, stat, head)
-    if png:
-        from ..ui.figure import save
-
-        save(found, png, head=head, statistic=stat)
-        typer.echo(f"wrote {png}", err=True)
+    for picture in (png, svg):
+        if picture:
+            _picture(found, picture, ".png" if picture is png else ".svg", head, stat)
     if as_json:
         typer.echo(json.dumps(found.to_json(head), indent=2, ensure_ascii=False))
-    elif not png:
+    elif not (png or svg or html):
         _print(found, stat=stat, head=head, ranked=bool(token))
     return None
+
+
+def _write_page(path: Path, text: str, against: str | None, model: str, head: str | None, truncate: bool) -> None:
+    from ..models import inspection
+    from ..ui import capture, page
+    from ..ui.data import data
+
+    name, loaded, tokenizer = inspection._pair(model, None)
+    texts = [text] if against is None else [text, against]
+    passes = [capture.run(one, loaded, tokenizer=tokenizer, truncate=truncate, name=name) for one in texts]
+    page.save(data(passes, heads=[head] if head else ()), path, title=text if len(text) <= 60 else text[:59] + "…")
+    typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
+
+
+def _picture(found: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
+    from ..ui.figure import save
+
+    if ending == ".svg" and path.suffix.lower() != ending:
+        raise HeadwiseError(f"--svg writes {ending}, got {str(path)!r}; name it so")
+    save(found, path, head=head, statistic=stat)
+    typer.echo(f"wrote {path}", err=True)
 
 
 def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def inspect(
     body, notes = _text_model(name, model)
 
     def look(at: str) -> Inspection:
-        encoded, cut = _encode(at, name, body, tokenizer, truncate)
+        encoded, cut = encode(at, name, body, tokenizer, truncate)
         found = _observe(body, encoded, words(at, encoded, tokenizer), words(at, encoded, tokenizer, pieces=pieces))
         more = () if pieces or "offset_mapping" in encoded else ("this tokenizer knows no offsets: pieces, not words",)
         return Inspection(text=at, model=name, notes=(*notes, *cut, *more), follow=follow, **found)
@@ -86,14 +87,19 @@ def _text_model(name: str, model: Any) -> tuple[Any, tuple[str, ...]]:
     return model, notes
 
 
-def _encode(text: str, name: str, model: Any, tokenizer: Any, truncate: bool) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer's encoding of a text that fits the model, and what to say about it."""
+def encode(
+    text: str, name: str, model: Any, tokenizer: Any, truncate: bool, *, weights: bool = True
+) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer's encoding of a text that fits the model, and what to say about it.
+
+    weights: whether every head's matrix is to be held at once, which allows fewer tokens.
+    """
     how = {"return_offsets_mapping": bool(tokenizer.is_fast), "return_special_tokens_mask": True, "verbose": False}
     encoded = tokenizer(text, truncation=False, **how)
     count = len(encoded["input_ids"])
     if all(encoded["special_tokens_mask"]):
         raise HeadwiseError(f"the tokenizer of {name} makes no token of {text!r}; give another text")
-    limit, why = _longest(model)
+    limit, why = _longest(model, weights)
     if count <= limit:
         return encoded, ()
     if not truncate:
@@ -103,11 +109,11 @@ def _encode(text: str, name: str, model: Any, tokenizer: Any, truncate: bool) ->
     return tokenizer(text, truncation=True, max_length=limit, **how), (f"cut to {limit:,} of {count:,} tokens",)
 
 
-def _longest(model: Any) -> tuple[int, str]:
+def _longest(model: Any, weights: bool) -> tuple[int, str]:
     """The most tokens that a model has positions for and whose weights fit in memory, and which of the two it is."""
     config = model.config.get_text_config()
     heads = (getattr(config, "num_attention_heads", None) or 1) * (getattr(config, "num_hidden_layers", None) or 1)
-    fit = math.isqrt(WEIGHTS_LIMIT // (4 * heads))
+    fit = math.isqrt(WEIGHTS_LIMIT // (4 * heads)) if weights else sys.maxsize
     limits = [(fit, f"the weights of {heads} heads on more would take over {WEIGHTS_LIMIT >> 30} GiB")]
     if positions := getattr(config, "max_position_embeddings", None):
         limits.append((positions - _unused_positions(model), "its positions"))

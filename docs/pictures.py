@@ -1,0 +1,45 @@
+"""The README's pictures, taken from the page itself in Chromium: `make pictures`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+import headwise
+from headwise.ui import capture, data, page
+
+DOCS = Path(__file__).parent
+LARGEST = 300_000  # bytes
+PICTURES = {  # name: what of the page, the state it shows, and the window's size
+    "map": ("body", "paint=thumbnail", (1180, 900)),
+    "head": ("body", "view=head&heads=3.1&token=10", (1240, 860)),
+}
+
+
+def main() -> None:
+    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        raise SystemExit("Chromium is missing; get it with: apt-get install -y chromium")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as tool:
+        file = Path(folder) / "page.html"
+        seen = capture.run(model=headwise.load(), tokenizer=headwise.tokenizer(), name="minilm")
+        page.save(data.data(seen), file)
+        browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        for name, (part, state, (width, height)) in PICTURES.items():
+            tab = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=1.5)
+            tab.goto(f"{file.as_uri()}#{state}")
+            tab.wait_for_selector(".hw-tabs")
+            tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            made = DOCS / f"{name}.new.png"
+            tab.locator(part).screenshot(path=made)
+            assert made.stat().st_size < LARGEST, f"{name}.png has {made.stat().st_size} bytes"
+            made.replace(DOCS / f"{name}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

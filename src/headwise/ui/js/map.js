@@ -1,0 +1,238 @@
+// All heads of a model as a grid, a layer a row: coloured by a statistic, by kind, or drawn small.
+import { category, css, inkOn, pick, ramp } from "./colour.js";
+import { cellText, choice, format, h, select, several, toggle } from "./dom.js";
+import { legend, picture } from "./heat.js";
+
+const THUMBNAIL = "thumbnail";
+const KINDS = "kind";
+
+/** Everything that heads can be coloured by: statistics of the text, and scores that came along. @param {any} run @returns {Record<string, string>} */
+export function measures(run) {
+  return { ...run.json.statistics, ...Object.fromEntries(Object.keys(run.json.scores).map((name) => [name, "score that came along"])) };
+}
+
+/** @param {any} run @param {string} stat @returns {(number | null)[][]} a row a layer */
+export function values(run, stat) {
+  const table = run.json.stats[stat] ?? run.json.scores[stat];
+  return run.layers.map((/** @type {any} */ layer, /** @type {number} */ row) => table?.[row] ?? Array(layer.heads).fill(null));
+}
+
+/** Lowest and highest of a table, from 0 where nothing is negative. @param {(number | null)[][][]} tables @returns {[number, number]} */
+export function extent(...tables) {
+  const all = tables.flat(2).filter((x) => x !== null);
+  return all.length ? [Math.min(0, ...all), Math.max(...all, 1e-9)] : [0, 1];
+}
+
+/** The heads of each kind that stand out. @param {any} run @returns {Map<string, any[]>} by "row.head" */
+export function roles(run) {
+  const found = new Map();
+  for (const one of run.json.standouts) {
+    const key = one.head.join(".");
+    found.set(key, [...(found.get(key) ?? []), one]);
+  }
+  return found;
+}
+
+/** Layers of one kind of attention beside each other. @param {any} run @returns {[string, number[]][]} */
+export function kinds(run) {
+  const found = new Map();
+  run.layers.forEach((/** @type {any} */ layer, /** @type {number} */ row) => found.set(layer.kind, [...(found.get(layer.kind) ?? []), row]));
+  return [...found];
+}
+
+/** The order in which the heads of a layer are drawn. @param {any} layer @param {(number | null)[]} row @param {string} order */
+export function ordered(layer, row, order) {
+  const heads = Array.from({ length: layer.heads }, (_, head) => head);
+  return order === "value" ? heads.sort((a, b) => (row[b] ?? -Infinity) - (row[a] ?? -Infinity)) : heads;
+}
+
+/** What one head's cell says when asked. @param {any} app @param {any} run @param {import("./core.js").Head} at @returns {any[]} */
+export function headNotes(app, run, at) {
+  const [row, head] = at;
+  const layer = run.layers[row];
+  const notes = /** @type {any[]} */ ([`head ${run.label(at)}${layer.kv < layer.heads ? `, reads KV head ${Math.floor(head / (layer.heads / layer.kv))}` : ""}${run.off.has(at.join(".")) ? " (switched off)" : ""}`]);
+  for (const name of Object.keys(measures(run))) {
+    const value = values(run, name)[row][head];
+    if (value !== null) notes.push([name, format(value, 4)]);
+  }
+  for (const one of roles(run).get(at.join(".")) ?? []) notes.push(`${one.kind}: ${one.criterion}`);
+  const small = run.thumbnail(at);
+  const colours = ramp(app.state.palette, app.theme);
+  const image = picture(small.rows, small.columns, (n) => pick(colours, small.values[n] / (small.top || 1)));
+  image.className = "hw-thumb-large";
+  notes.push(image);
+  return notes;
+}
+
+/** The grid of heads. @param {any} app @param {any} run
+ * @param {{cell: (at: import("./core.js").Head) => {colour: import("./colour.js").Rgb | null, text: string}, order: (row: number) => number[], small?: boolean, choose: (at: import("./core.js").Head, event: MouseEvent) => void, chosen: import("./core.js").Head[], name: string, notes?: (at: import("./core.js").Head) => any[], thumbnails?: boolean}} how */
+export function grid(app, run, how) {
+  const most = Math.max(...run.layers.map((/** @type {any} */ layer) => layer.heads));
+  const boxes = kinds(run).map(([kind, rows], _, all) => {
+    const sorted = rows.some((row) => how.order(row).some((head, place) => head !== place));
+    const grouped = !sorted && run.layers[rows[0]].kv < run.layers[rows[0]].heads;
+    return h("section", { class: "hw-kind" },
+      all.length > 1 && h("h3", { text: `${kind} attention` }),
+      h("div", { class: `hw-grid${how.small ? " small" : ""}${grouped ? " grouped" : ""}${how.thumbnails ? " thumbnails" : ""}`, role: "grid", "aria-label": `${how.name}, ${kind} attention`, style: { "--hw-heads": most, "--hw-layers": rows.length } },
+        !how.small && grouped && kvHeader(run.layers[rows[0]]),
+        !how.small && header(run, rows, most, sorted, grouped),
+        ...rows.map((row) => gridRow(app, run, row, how, sorted, grouped))));
+  });
+  return h("div", { class: "hw-grids" }, ...boxes);
+}
+
+/** @param {any} run @param {number[]} rows @param {number} most @param {boolean} sorted @param {boolean} grouped */
+function header(run, rows, most, sorted, grouped) {
+  const layer = run.layers[rows[0]];
+  const size = layer.heads / layer.kv;
+  const cells = sorted
+    ? [h("span", { class: "wide", text: "each layer's heads, highest first" })]
+    : Array.from({ length: most }, (_, head) => h("span", { class: grouped && head % size === 0 && head ? "group" : "", text: String(head) }));
+  return h("div", { class: "row head", "aria-hidden": "true" }, h("span", { class: "layer", text: "layer" }), ...cells);
+}
+
+/** Which query heads share keys and values. @param {any} layer */
+function kvHeader(layer) {
+  const size = layer.heads / layer.kv;
+  return h("div", { class: "row head kv", "aria-hidden": "true" }, h("span", { class: "layer" }),
+    ...Array.from({ length: layer.kv }, (_, pair) => h("span", { class: `pair${pair ? " group" : ""}`, style: { "--hw-span": size }, text: `KV ${pair}`, title: `query heads ${pair * size} to ${(pair + 1) * size - 1} share key/value head ${pair}` })));
+}
+
+/** @param {any} app @param {any} run @param {number} row @param {any} how @param {boolean} sorted @param {boolean} grouped */
+function gridRow(app, run, row, how, sorted, grouped) {
+  const layer = run.layers[row];
+  const size = layer.heads / layer.kv;
+  return h("div", { class: "row", role: "row" }, h("span", { class: "layer", role: "rowheader", text: String(layer.index) }),
+    ...how.order(row).map((/** @type {number} */ head) => {
+      /** @type {import("./core.js").Head} */ const at = [row, head];
+      const { colour, text } = how.cell(at);
+      const place = how.chosen.findIndex((/** @type {any} */ one) => one[0] === row && one[1] === head);
+      const off = run.off.has(at.join("."));
+      const cell = h("button", {
+        type: "button", role: "gridcell", tabindex: place === 0 ? 0 : -1, "aria-selected": place >= 0,
+        class: `cell${grouped && head % size === 0 && head ? " group" : ""}${place >= 0 ? " chosen" : ""}${off ? " off" : ""}${colour ? "" : " none"}`,
+        "aria-label": `head ${run.label(at)}${text ? `: ${text}` : ""}${off ? ", switched off" : ""}`,
+        data: { key: `head:${at.join(".")}`, head: run.label(at) },
+        style: colour && !how.thumbnails ? { "background-color": css(colour), color: inkOn(colour) } : {},
+        on: {
+          click: (/** @type {MouseEvent} */ event) => how.choose(at, event),
+          pointermove: (/** @type {PointerEvent} */ event) => app.tip.show(event, (how.notes ?? ((one) => headNotes(app, run, one)))(at)),
+          pointerleave: () => app.tip.hide(),
+        },
+      });
+      if (how.thumbnails) cell.append(thumbnail(app, run, at));
+      else if (!how.small) cell.append(...(sorted ? [h("small", { text: String(head) })] : []), h("span", { text }));
+      if (place > 0 || (place === 0 && how.chosen.length > 1)) cell.style.setProperty("--hw-ring", css(category(place, app.theme)));
+      return cell;
+    }));
+}
+
+/** @param {any} app @param {any} run @param {import("./core.js").Head} at */
+function thumbnail(app, run, at) {
+  const small = run.thumbnail(at);
+  const colours = ramp(app.state.palette, app.theme);
+  return picture(small.rows, small.columns, (n) => pick(colours, small.values[n] / (small.top || 1)));
+}
+
+/** Arrow keys walk over the grid. @param {HTMLElement} box @param {KeyboardEvent} event */
+export function walk(box, event) {
+  const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  const active = event.target;
+  if (!by || !(active instanceof HTMLElement) || !active.classList.contains("cell")) return false;
+  const rows = [...box.querySelectorAll(".row:not(.head)")].map((row) => /** @type {HTMLElement[]} */ ([...row.querySelectorAll(".cell")]));
+  const row = rows.findIndex((cells) => cells.includes(active));
+  const next = rows[row + by[0]];
+  const place = rows[row].indexOf(active) + by[1];
+  (next?.[Math.min(place, next.length - 1)] ?? active).focus();
+  event.preventDefault();
+  event.stopPropagation();
+  return true;
+}
+
+export class MapView {
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    this.el = h("div", { class: "hw-map", on: { keydown: (/** @type {KeyboardEvent} */ event) => walk(this.el, event) } });
+  }
+
+  update() {
+    const { app } = this;
+    const { run, state } = app;
+    const table = values(run, state.stat);
+    const [low, high] = extent(table);
+    const colours = ramp(state.palette, app.theme);
+    const by = roles(run);
+    const names = [...new Set(run.json.standouts.map((/** @type {any} */ one) => one.kind))];
+    const cell = (/** @type {import("./core.js").Head} */ at) => {
+      const value = table[at[0]][at[1]];
+      if (state.paint === KINDS) {
+        const [first] = by.get(at.join(".")) ?? [];
+        return { colour: first ? category(names.indexOf(first.kind), app.theme) : null, text: first ? format(first.score, 2) : "" };
+      }
+      return { colour: value === null ? null : pick(colours, (value - low) / (high - low)), text: value === null ? "" : cellText(value) };
+    };
+    const shown = grid(app, run, {
+      cell, name: state.paint === KINDS ? "heads by kind" : `heads by ${state.stat}`, chosen: state.heads, thumbnails: state.paint === THUMBNAIL,
+      order: (row) => ordered(run.layers[row], table[row], state.order),
+      choose: (at, event) => app.choose(at, event, "head"),
+    });
+    this.el.replaceChildren(h("div", { class: "hw-main" }, this._controls(run), shown), this._side(run, table, low, high, colours, names));
+    if (!this.el.querySelector('.cell[tabindex="0"]')) this.el.querySelector(".cell")?.setAttribute("tabindex", "0");
+  }
+
+  /** @param {any} run */
+  _controls(run) {
+    const { app } = this;
+    const { state } = app;
+    return h("div", { class: "hw-controls" },
+      choice("colour by", [["value", "statistic"], [KINDS, "kind"], [THUMBNAIL, "where it looks"]], state.paint, (paint) => app.set({ paint })),
+      state.paint === "value" && select("statistic", Object.keys(measures(run)).map((name) => [name, name]), state.stat, (stat) => app.set({ stat })),
+      toggle("highest first", state.order === "value", (on) => app.set({ order: on ? "value" : "model" })));
+  }
+
+  /** @param {any} run @param {(number | null)[][]} table @param {number} low @param {number} high @param {Uint8Array} colours @param {string[]} names */
+  _side(run, table, low, high, colours, names) {
+    const { app } = this;
+    const { state } = app;
+    const equals = (run.json.equal[state.stat] ?? []).filter((/** @type {any} */ x) => x !== null);
+    const equal = equals.length ? equals.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / equals.length : null;
+    const about = measures(run)[state.stat];
+    return h("aside", { class: "hw-side" },
+      state.paint === "value" && h("div", { class: "hw-card" }, h("h3", { text: state.stat }), h("p", { text: about }),
+        legend(colours, format(low, 2), format(high, 2), equal === null || equal > high ? null : { at: (equal - low) / (high - low), text: `equal attention: ${format(equal, 3)}` }),
+        equal !== null && h("p", { class: "soft", text: `A head that looked at everything equally would have ${format(equal, 2)}${equal > high ? ", more than any here" : " (the mark)"}.` })),
+      state.paint === THUMBNAIL && h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: `Each square is one head: a row for each token that looks, a column for each token looked at. ${app.theme === "dark" ? "Brighter" : "Darker"} is more, by the head's own largest weight.` })),
+      this._ranking(run, table),
+      h("div", { class: "hw-card" }, h("h3", { text: "Heads that stand out on this text" }),
+        names.length ? null : h("p", { class: "soft", text: "None does here, or the text is too short to tell." }),
+        ...names.map((kind, number) => this._kind(run, kind, number))));
+  }
+
+  /** @param {any} run @param {(number | null)[][]} table */
+  _ranking(run, table) {
+    const { state } = this.app;
+    if (state.paint !== "value") return null;
+    const all = table.flatMap((row, layer) => row.map((value, head) => ({ at: [layer, head], value }))).filter((one) => one.value !== null);
+    const top = all.sort((a, b) => /** @type {number} */ (b.value) - /** @type {number} */ (a.value)).slice(0, 6);
+    return h("div", { class: "hw-card" }, h("h3", { text: `Highest ${state.stat}` }), h("div", { class: "hw-chips" },
+      ...top.map(({ at, value }) => this._chip(run, at, `${format(value, 2)}`))));
+  }
+
+  /** @param {any} run @param {any} at @param {string} text */
+  _chip(run, at, text) {
+    return h("button", { type: "button", class: "hw-chip", data: { key: `chip:${at.join(".")}:${text}` }, on: { click: (/** @type {MouseEvent} */ event) => this.app.choose(at, event, "head") } },
+      h("b", { text: run.label(at) }), h("span", { text }));
+  }
+
+  /** @param {any} run @param {string} kind @param {number} number */
+  _kind(run, kind, number) {
+    const members = run.json.standouts.filter((/** @type {any} */ one) => one.kind === kind);
+    const colour = this.app.state.paint === KINDS ? { "--hw-dot": css(category(number, this.app.theme)) } : {};
+    return h("div", { class: "hw-standout" },
+      h("h4", { class: this.app.state.paint === KINDS ? "dot" : "", style: colour, text: kind }),
+      h("p", { class: "soft", text: members[0].criterion }),
+      h("div", { class: "hw-chips" }, ...members.slice(0, 6).map((/** @type {any} */ one) => this._chip(run, one.head, format(one.score, 2))),
+        members.length > 6 && h("span", { class: "soft", text: `and ${several(members.length - 6, "more head")}`.replace("more heads", "more") })));
+  }
+}

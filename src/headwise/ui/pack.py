@@ -1,0 +1,143 @@
+"""Arrays made small for a page: whole weights where they are few, the strongest links and a reduced matrix else.
+
+Everything is little-endian and base64. A weight in one byte is stored as its square root, top * (byte / 255)^2, so
+that small weights keep their digits; the page tells how far a number may be off.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+EXACT = 1 << 20  # bytes of all layers' weights as float32; up to here they are stored as they are
+BYTES = 2 << 20  # weights of all layers; up to here one byte for each
+LINKS = 12 << 20  # bytes of the strongest links of long inputs
+MOST_LINKS = 8  # of each query
+SIDES = ((300, 43), (1000, 64))  # up to so many tokens: a reduced matrix of at most so many cells a side
+SIDE = 128
+
+
+def b64(array: np.ndarray) -> str:
+    plain = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(plain.tobytes()).decode()
+
+
+def f32(array: Any) -> str:
+    return b64(np.asarray(array, np.float32))
+
+
+def roots(weights: np.ndarray) -> tuple[list[float], np.ndarray]:
+    """(H, ...) -> each head's largest weight, and a byte for each weight: the root of its share of that."""
+    flat = weights.reshape(len(weights), -1)
+    top = flat.max(1, initial=0.0).astype(np.float32)
+    share = np.sqrt(flat / np.maximum(top, np.float32(1e-30))[:, None])
+    return [float(x) for x in top], np.rint(share * 255).astype(np.uint8).reshape(weights.shape)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much there is to store."""
+
+    rows: int  # of all heads of all layers
+    weights: int
+    longest: int  # tokens of the longest side
+
+    @property
+    def form(self) -> str:
+        if self.weights * 4 <= EXACT:
+            return "f32"
+        return "u8" if self.weights <= BYTES else "links"
+
+    @property
+    def links(self) -> int:
+        """Links of each query: fewer where there are very many queries."""
+        return max(1, min(MOST_LINKS, LINKS // max(1, self.rows * (2 + self.number().itemsize))))
+
+    def number(self) -> np.dtype[Any]:
+        """What the number of a token takes."""
+        return np.dtype("<u1" if self.longest <= 1 << 8 else "<u2" if self.longest <= 1 << 16 else "<u4")
+
+    @property
+    def cell(self) -> int:
+        """Tokens a side of one cell of the reduced matrix."""
+        side = next((most for tokens, most in SIDES if self.longest <= tokens), SIDE)
+        return -(-self.longest // side)
+
+
+def packed(blocks: Iterator[tuple[int, np.ndarray]], shape: tuple[int, int, int], size: Size) -> dict[str, Any]:
+    """One layer's weights, shape (H, Tq, Tk), from blocks of rows."""
+    if size.form != "links":
+        whole = np.concatenate([block for _, block in blocks], 1)
+        if size.form == "f32":
+            return {"form": "f32", "data": f32(whole)}
+        top, coded = roots(whole)
+        return {"form": "u8", "top": top, "data": b64(coded)}
+    keys, strengths, reduced = [], [], Reduced(shape, size.cell)
+    for first, block in blocks:
+        places, weights = strongest(block, min(size.links, shape[2]))
+        keys.append(places)
+        strengths.append(weights)
+        reduced.add(first, block)
+    linked = np.concatenate(strengths, 1)
+    return {
+        "form": "links",
+        "k": linked.shape[-1],
+        "number": size.number().itemsize,
+        "keys": b64(np.concatenate(keys, 1).astype(size.number())),
+        "weights": b64(np.rint(linked * 65535).astype("<u2")),
+        "reduced": reduced.to_json(),
+    }
+
+
+def strongest(block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(H, rows, Tk) -> the k strongest keys of each row and their weights, strongest first: (H, rows, k) each."""
+    top = torch.from_numpy(block).topk(k, -1)  # partial selection in C++, on both cores
+    return top.indices.numpy(), top.values.numpy()
+
+
+class Reduced:
+    """The largest and the mean weight of squares of tokens, gathered row block by row block."""
+
+    def __init__(self, shape: tuple[int, int, int], cell: int) -> None:
+        heads, queries, keys = shape
+        self.shape, self.cell = shape, cell
+        self.rows, self.columns = -(-queries // cell), -(-keys // cell)
+        self.most = np.zeros((heads, self.rows, self.columns), np.float32)
+        self.sums = np.zeros((heads, self.rows, self.columns), np.float64)
+
+    def add(self, first: int, block: np.ndarray) -> None:
+        """(H, rows, Tk), whose first row has this number."""
+        squares = torch.from_numpy(block)
+        rest = self.columns * self.cell - self.shape[2]
+        if rest:
+            squares = torch.nn.functional.pad(squares, (0, rest))  # weights are never below 0, so this changes neither
+        squares = squares.unflatten(-1, (self.columns, self.cell))
+        most, sums = squares.amax(-1).numpy(), squares.sum(-1).numpy()  # (H, rows, columns)
+        row, last = first, first + block.shape[1]
+        while row < last:
+            place = row // self.cell
+            end = min((place + 1) * self.cell, last)
+            part = slice(row - first, end - first)
+            np.maximum(self.most[:, place], most[:, part].max(1), out=self.most[:, place])
+            self.sums[:, place] += sums[:, part].sum(1)
+            row = end
+
+    @property
+    def mean(self) -> np.ndarray:
+        """(H, rows, columns), over the tokens that a cell has: fewer at the end."""
+        _, queries, keys = self.shape
+        high = np.diff(np.append(np.arange(0, queries, self.cell), queries))
+        wide = np.diff(np.append(np.arange(0, keys, self.cell), keys))
+        return (self.sums / (high[:, None] * wide)).astype(np.float32)
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"cell": self.cell, "rows": self.rows, "columns": self.columns}
+        for name, values in (("max", self.most), ("mean", self.mean)):
+            top, coded = roots(values)
+            found[name] = {"top": top, "data": b64(coded)}
+        return found

@@ -1,0 +1,107 @@
+"""A model behind the view: what the server and the notebook answer to the questions that the page asks."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import HeadwiseError
+from ..models import anatomy, inspection
+from . import capture, data
+from .capture import Pass, Stopped
+from .effect import effect
+
+KEPT = 8  # passes: two to compare, and some to come back to
+LONGEST = 40_000  # characters of a text
+TOKENS = 8_192
+SECONDS = 60.0
+LABEL = re.compile(r"(?:([\w.]{1,80}) )?(\d{1,6})\.(\d{1,6})")
+
+
+class Service:
+    """Answers questions about a few models, whose names are fixed: a request can name no other, and no path."""
+
+    def __init__(
+        self,
+        models: Sequence[str] | Mapping[str, tuple[Any, Any]],
+        *,
+        text: str = inspection.SENTENCE,
+        longest: int = LONGEST,
+        tokens: int = TOKENS,
+        seconds: float = SECONDS,
+    ) -> None:
+        self.names = list(models)
+        self._loaded = dict(models) if isinstance(models, Mapping) else {}
+        self._passes: OrderedDict[tuple[str, str, str], Pass] = OrderedDict()
+        self.text, self.longest, self.tokens, self.seconds = text, longest, tokens, seconds
+
+    @property
+    def live(self) -> dict[str, Any]:
+        """What the page is told about it."""
+        return {"models": self.names, "text": self.text, "longest": self.longest}
+
+    def load(self, name: str) -> tuple[Any, Any]:
+        if name not in self.names:
+            raise HeadwiseError(f"there is no model of that name here; there are {', '.join(self.names)}")
+        if name not in self._loaded:
+            _, model, tokenizer = inspection._pair(name, None)
+            self._loaded[name] = model, tokenizer
+        return self._loaded[name]
+
+    def answer(self, request: Any, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """A run, or the steps of one head. stop: asked now and then; True ends the work by Stopped."""
+        if not isinstance(request, dict):
+            raise HeadwiseError("a request is an object")
+        asked = {name: request.get(name) or "" for name in ("ask", "text", "model", "off", "head")}
+        if not all(isinstance(value, str) for value in asked.values()):
+            raise HeadwiseError("ask, text, model, off and head are texts")
+        if len(asked["text"]) > self.longest:
+            raise HeadwiseError(f"the text has {len(asked['text']):,} characters, {self.longest:,} are allowed here")
+        seen = self._pass(asked["model"] or self.names[0], asked["text"], asked["off"][:10_000], stop)
+        if asked["ask"] == "run":
+            return self._run(seen, stop)
+        if asked["ask"] == "steps":
+            row, head = data.named(seen, asked["head"])
+            return {"steps": data.steps(seen.layers[row], [head])}
+        raise HeadwiseError("ask for run or steps")
+
+    def _run(self, seen: Pass, stop: Callable[[], bool]) -> dict[str, Any]:
+        model, tokenizer = self.load(seen.name)
+        if stop():
+            raise Stopped
+        return {**data.run(seen, live=True), "effect": effect(seen, model, tokenizer)}
+
+    def _pass(self, name: str, text: str, off: str, stop: Callable[[], bool]) -> Pass:
+        key = name, text, off
+        if key not in self._passes:
+            model, tokenizer = self.load(name)
+            ends = time.monotonic() + self.seconds
+
+            def ended() -> bool:
+                if time.monotonic() > ends:
+                    raise HeadwiseError(f"this took more than {self.seconds:g} seconds and was stopped")
+                return stop()
+
+            self._passes[key] = capture.run(
+                text, model, tokenizer=tokenizer, off=heads_off(model, off), stop=ended, most=self.tokens, name=name
+            )
+        self._passes.move_to_end(key)
+        while len(self._passes) > KEPT:
+            self._passes.popitem(last=False)
+        return self._passes[key]
+
+
+def heads_off(model: Any, labels: str) -> dict[tuple[str, int], list[int]]:
+    """ "3.1,5.11", or "cross 3.1" where there are several kinds -> as mask_heads takes them."""
+    body = inspection._text_model("the model", model)[0]
+    kinds = list(dict.fromkeys(site.kind for site in anatomy.sites(body)))
+    found: dict[tuple[str, int], list[int]] = {}
+    for label in filter(None, (part.strip() for part in labels.split(","))):
+        parts = LABEL.fullmatch(label)
+        if not parts:
+            raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {label[:40]!r}")
+        found.setdefault((parts[1] or kinds[0], int(parts[2])), []).append(int(parts[3]))
+    return {key: sorted(set(heads)) for key, heads in found.items()}

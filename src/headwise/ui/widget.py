@@ -1,0 +1,127 @@
+"""`headwise.view`: the view in a notebook, or as a page where there is none."""
+
+from __future__ import annotations
+
+import functools
+import html
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import HeadwiseError
+from ..models import inspection
+from . import capture, page
+from .capture import Pass, Stopped
+from .data import data
+from .service import Service
+
+HEIGHT = 820  # pixels of a page inside a notebook
+
+
+def view(
+    text: str | Pass | Sequence[Pass] = inspection.SENTENCE,
+    model: Any = None,
+    *,
+    tokenizer: Any = None,
+    against: str | None = None,
+    target: str | None = None,
+    off: Any = None,
+    heads: str | Sequence[str] = (),
+    scores: Mapping[str, Mapping[str, Any]] | None = None,
+    truncate: bool = False,
+) -> Any:
+    """The interactive view: a Jupyter widget where anywidget is installed, else a `Page`; both have `.save(path)`.
+
+    against: a second text beside the first; off: {layer: [heads]} to switch off, beside the same with all heads.
+    heads: "3.1" or several, shown first; scores: {name: {kind: (layers, heads)}} to colour the map by, as importance
+    gives them; target: what the decoder of an encoder-decoder model is given.
+    """
+    service = None
+    if isinstance(text, str):
+        name, model, tokenizer = inspection._pair(model, tokenizer)
+        how: dict[str, Any] = {"tokenizer": tokenizer, "target": target, "truncate": truncate, "name": name}
+        passes = [capture.run(text, model, off=off, **how)]
+        if off:
+            passes.append(capture.run(text, model, **how))
+        if against is not None:
+            passes = [passes[0], capture.run(against, model, off=off, **how)]
+        service = Service({name: (model, tokenizer)}) if target is None else None
+    else:
+        passes = [text] if isinstance(text, Pass) else list(text)
+    if not 1 <= len(passes) <= 2:
+        raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(passes)}")
+    chosen = (heads,) if isinstance(heads, str) else tuple(heads)
+    kind = _widget()
+    live = service.live if service is not None and kind is not None else None
+    value = data(passes, heads=chosen, scores=scores, live=live)
+    return Page(value, passes[0].text) if kind is None else kind(value, service)
+
+
+class Page:
+    """The view as a page: shown inside a notebook, or written by `.save(path)`."""
+
+    def __init__(self, value: dict[str, Any], title: str = "headwise") -> None:
+        self.data, self.title = value, title
+
+    def save(self, path: str | Path) -> Path:
+        page.save(self.data, path, title=_short(self.title))
+        return Path(path)
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """A file of its own, to open in a browser."""
+        return self.save(Path(tempfile.mkdtemp(prefix="headwise-")) / "view.html")
+
+    def _repr_html_(self) -> str:
+        # a frame without this notebook's origin: what stands in it cannot reach the notebook
+        shown = html.escape(page.page(self.data, title=_short(self.title))[0], quote=True)
+        return (
+            f'<iframe sandbox="allow-scripts" srcdoc="{shown}" style="width:100%;height:{HEIGHT}px;border:0" '
+            'title="headwise"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Page({_short(self.title)!r}); open {self.path}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+@functools.cache
+def _widget() -> Any:
+    """The widget's class, or None where anywidget is not installed."""
+    try:
+        import anywidget
+        import traitlets
+    except ImportError:
+        return None
+
+    class View(anywidget.AnyWidget):
+        """The view in a notebook; `.state` is what it shows, `.save(path)` writes it as a page."""
+
+        _esm = page.module()
+        _css = page.style()
+        data = traitlets.Dict().tag(sync=True)
+        state = traitlets.Unicode("").tag(sync=True)
+
+        def __init__(self, value: dict[str, Any], service: Service | None) -> None:
+            super().__init__(data=value)
+            self._service = service
+            self.on_msg(self._asked)
+
+        def _asked(self, widget: Any, content: Any, buffers: Any) -> None:
+            """A question from the page; the answer carries its number."""
+            if not isinstance(content, dict) or self._service is None:
+                return
+            try:
+                answer = self._service.answer(content.get("request"))
+            except (HeadwiseError, Stopped) as error:
+                answer = {"error": " ".join(str(error).split())}
+            self.send({"number": content.get("number"), "answer": answer})
+
+        def save(self, path: str | Path) -> Path:
+            return Page({**self.data, "live": None}, self.data["runs"][0]["text"]).save(path)
+
+    return View

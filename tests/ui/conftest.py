@@ -1,0 +1,94 @@
+"""A real browser, a real small model, and pages that note every error and every request."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))  # small.py
+
+import headwise
+from headwise.ui import capture
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+ARGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
+ANIMAL = "The animal didn't cross the street because it was too tired."
+WIDE = "The animal didn't cross the street because it was too wide."
+
+
+@pytest.fixture(scope="session")
+def minilm() -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    return headwise.load(), headwise.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def run(minilm: tuple[Any, Any]) -> Callable[..., capture.Pass]:
+    """A pass of the default model, by its name."""
+
+    def one(text: str = ANIMAL, **how: Any) -> capture.Pass:
+        return capture.run(text, minilm[0], tokenizer=minilm[1], name="minilm", **how)
+
+    return one
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if found is None:
+        pytest.fail("Chromium is missing; get it with: apt-get install -y chromium (or set CHROMIUM to its path)")
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=found, args=ARGS)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page in a context of its own; at its end it must have had no error, and asked nobody but its own server."""
+
+    def __init__(self, browser: Any, **how: Any) -> None:
+        how.setdefault("viewport", {"width": 1400, "height": 900})
+        self.context = browser.new_context(**how)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(8000)
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type != "log" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()))
+
+    def open(self, where: str | Path, state: str = "") -> Any:
+        url = where.as_uri() if isinstance(where, Path) else where
+        self.page.goto(url + (f"#{state}" if state else ""))
+        self.page.wait_for_selector(".hw-tabs")
+        return self.page
+
+    def frame(self) -> None:
+        """Until what was asked for is drawn."""
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+@pytest.fixture
+def tab(chromium: Any) -> Iterator[Callable[..., Tab]]:
+    made: list[Tab] = []
+
+    def new(**how: Any) -> Tab:
+        made.append(Tab(chromium, **how))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.context.close()
+        assert one.errors == []
+        for url in one.asked:
+            assert url.startswith(("file:", "http://127.0.0.1:")), url

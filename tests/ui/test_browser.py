@@ -1,0 +1,385 @@
+"""The page in a real browser: each view, hover, click and keys; the numbers on the screen are Python's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import transformers
+
+import headwise
+from headwise.ui import capture, data, pack, page
+
+ANIMAL = "The animal didn't cross the street because it was too tired."
+WIDE = "The animal didn't cross the street because it was too wide."
+NASTY = [
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    "x" * 10_000,
+    "👩‍👩‍👧🏽",
+    "שלום",
+    "\u202eevil\u202c",
+    "\u2028",
+    "\x00\x07",
+    " \t\n",
+    "日本語",
+    "${alert(3)}",
+    "&lt;b&gt;",
+]
+
+
+@pytest.fixture(scope="module")
+def told(minilm: tuple[Any, Any]) -> Any:
+    return headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
+
+
+@pytest.fixture(scope="module")
+def sentence(run: Callable[..., capture.Pass], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "sentence.html"
+    page.save(data.data(run()), path)
+    return path
+
+
+def tip(shown: Any) -> str:
+    shown.wait_for_selector(".hw-tip:not([hidden])")
+    return str(shown.locator(".hw-tip").inner_text())
+
+
+def cell(shown: Any, i: int, j: int) -> tuple[float, float]:
+    """Where a cell of the matrix is on the screen."""
+    found = shown.evaluate(
+        """([i, j]) => {
+          const canvas = document.querySelector(".hw-heat");
+          const heat = canvas.hwHeat, box = canvas.getBoundingClientRect();
+          const { left, top } = heat.space, { x, y, size } = heat.view;
+          return [box.left + left + (j - x + 0.5) * size, box.top + top + (i - y + 0.5) * size];
+        }""",
+        [i, j],
+    )
+    return found[0], found[1]
+
+
+def hover(shown: Any, i: int, j: int) -> str:
+    shown.locator(".hw-heat").first.scroll_into_view_if_needed()
+    shown.mouse.move(*cell(shown, i, j))
+    return tip(shown)
+
+
+# --- the map ---
+
+
+def test_map_has_every_statistic_of_every_head(tab: Any, sentence: Path, told: Any) -> None:
+    shown = tab().open(sentence)
+    assert shown.locator("h1").inner_text() == ANIMAL
+    for name in told.stats:
+        shown.get_by_label("statistic", exact=True).select_option(name)
+        numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
+        assert numbers == pytest.approx(told.table(name).flatten(), abs=0.0051), name
+    shown.locator(".cell[data-head='0.2']").hover()
+    said = tip(shown)
+    assert "head 0.2" in said and f"previous\n{told.table('previous')[0, 2]:.4f}" in said
+    assert "previous token: ≥ 0.50" in said
+
+
+def test_map_sorted_by_kind_and_as_thumbnails(tab: Any, sentence: Path, told: Any) -> None:
+    shown = tab().open(sentence)
+    shown.get_by_label("highest first").check()
+    first = shown.locator(".hw-map .row:not(.head)").first.locator(".cell")
+    order = [int(name.split(".")[1]) for name in first.evaluate_all("cells => cells.map((c) => c.dataset.head)")]
+    assert order == list((-told.table("entropy")[0]).argsort())
+    shown.get_by_role("radio", name="kind").click()
+    coloured = shown.locator(".hw-map .cell:not(.none)").evaluate_all("cells => cells.map((c) => c.dataset.head)")
+    assert set(coloured) == {one.name for kind in told.kinds for one in told.standouts(kind)}
+    shown.get_by_role("radio", name="where it looks").click()
+    assert shown.locator(".hw-map .cell canvas").count() == 72
+
+
+def test_click_on_a_head_opens_it_and_keys_walk(tab: Any, sentence: Path) -> None:
+    shown = tab().open(sentence)
+    shown.locator(".hw-map .cell[data-head='4.5']").focus()
+    shown.keyboard.press("ArrowDown")
+    shown.keyboard.press("ArrowRight")
+    assert shown.evaluate("document.activeElement.dataset.head") == "5.6"
+    shown.keyboard.press("Enter")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 5.6"
+    shown.locator("body").press("ArrowUp")
+    shown.locator("body").press("ArrowLeft")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 4.5"
+    assert "heads=4.5" in shown.url
+    shown.keyboard.press("Control+z")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 4.6"
+    shown.get_by_label("layer", exact=True).fill("0")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 0.6"
+
+
+# --- one head ---
+
+
+def test_weights_on_hover_are_python_s(tab: Any, sentence: Path, told: Any, minilm: tuple[Any, Any]) -> None:
+    one = tab()
+    shown = one.open(sentence, "view=head&heads=3.1")
+    one.frame()
+    it, animal = told.find("it"), told.find("animal")
+    assert hover(shown, it, animal) == f"it → animal\nhead 3.1\n{told.matrix('3.1')[it, animal]:.4f}"
+    assert hover(shown, 3, 0).endswith(f"{told.matrix('3.1')[3, 0]:.4f}")  # a word of three pieces
+    shown.get_by_role("radio", name="pieces").click()
+    one.frame()
+    pieces = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True).matrix("3.1")
+    assert hover(shown, 10, 2).endswith(f"{pieces[10, 2]:.4f}")
+
+
+def test_hover_and_click_on_tokens(tab: Any, sentence: Path, told: Any) -> None:
+    shown = tab().open(sentence, "view=head&heads=3.1")
+    shown.locator(".hw-tokens.from .hw-token", has_text="cross").hover()
+    said = tip(shown)
+    assert said.startswith("cross looks at\n→ street\n" + f"{told.matrix('3.1')[4, 6]:.4f}")
+    shown.locator(".hw-tokens.to .hw-token", has_text="animal").hover()
+    assert tip(shown).startswith("animal is looked at by\n← it\n" + f"{told.matrix('3.1')[8, 2]:.4f}")
+    shown.locator(".hw-tokens.from .hw-token", has_text="cross").click()
+    assert shown.locator(".hw-sentence .chosen").inner_text() == "cross"
+    assert "token=6" in shown.url
+    shown.locator("body").press("Escape")
+    assert shown.locator(".hw-sentence .chosen").count() == 0
+
+
+def test_several_heads_in_colours(tab: Any, sentence: Path, told: Any) -> None:
+    one = tab()
+    shown = one.open(sentence, "view=head&heads=3.1")
+    shown.locator(".hw-nav .cell[data-head='5.11']").click(modifiers=["Shift"])
+    assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 3.1", "head 5.11"]
+    one.frame()
+    said = hover(shown, 8, 2)
+    assert f"head 3.1\n{told.matrix('3.1')[8, 2]:.4f}\nhead 5.11\n{told.matrix('5.11')[8, 2]:.4f}" in said
+    shown.get_by_label("remove head 3.1").click()
+    assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 5.11"]
+
+
+def test_matrix_by_keys_is_said_aloud(tab: Any, sentence: Path, told: Any) -> None:
+    one = tab()
+    shown = one.open(sentence, "view=head&heads=3.1")
+    shown.locator(".hw-heat").focus()
+    for key in ["ArrowDown"] + ["ArrowRight"] * 2:
+        shown.keyboard.press(key)
+    assert shown.locator(".hw-voice").inner_text().startswith("[CLS] → animal, head 3.1 ")
+    shown.keyboard.press("ArrowDown")
+    assert shown.locator(".hw-voice").inner_text() == f"The → animal, head 3.1 {told.matrix('3.1')[1, 2]:.4f}"
+    before = shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size")
+    shown.keyboard.press("+")
+    assert shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size") > before
+    shown.keyboard.press("0")
+    one.frame()
+    assert shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size") == pytest.approx(before)
+
+
+# --- steps ---
+
+
+def test_steps_have_the_model_s_numbers(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
+    seen = run().layers[3]
+    q, k = seen.reading.q[0, 1, 10], seen.reading.k[0, 1, 2]
+    weights = seen.rows([10], [1])[0, 0]
+    shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
+    assert shown.locator(".hw-lead").inner_text().startswith(f"How it comes to look at animal by {weights[2]:.3f}")
+    assert f"Σ = {float(q @ k):.2f}" in shown.locator("#hw-step-1").inner_text()
+    assert f"= {float(q @ k) / 32**0.5:.3f}" in shown.locator("#hw-step-2").inner_text()
+    assert shown.locator(".hw-weight").inner_text() == f"{weights[2]:.4f}"
+    told = [float(text) for text in shown.locator(".hw-table td.weight").all_inner_texts()]
+    assert told == pytest.approx(weights, abs=6e-5)
+    assert f"‖o‖ = {(seen.outputs[1, 10] ** 2).sum() ** 0.5:.3f}" in shown.locator("#hw-step-4").inner_text()
+    matrix = seen.w_o[0].numpy().reshape(12, 32, -1)
+    norms = [((seen.outputs[h, 10] @ matrix[h]) ** 2).sum() ** 0.5 for h in range(12)]
+    bars = [float(bar) for bar in shown.locator(".hw-column").evaluate_all("all => all.map((b) => b.dataset.norm)")]
+    assert bars == pytest.approx(norms, abs=6e-4)
+
+
+def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
+    shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
+    shown.locator(".hw-table button", has_text="street").click()
+    assert "look at street" in shown.locator(".hw-lead").inner_text()
+    shown.locator(".hw-column").nth(7).click()
+    assert shown.locator(".hw-chosen b").inner_text() == "head 3.7"
+    assert shown.locator(".hw-strip").count() > 5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
+    model, tokenizer = small.sharp(small.MODELS[kind]()), small.TOKENIZERS[kind]()
+    seen = capture.run("The animal was too tired.", model, tokenizer=tokenizer)
+    page.save(data.data(seen), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "heads=1.2")
+    groups = shown.locator(".hw-map .cell.group").count()
+    assert groups == (2 if kind == "llama" else 0)
+    shown.locator("body").press("3")
+    shown.get_by_label("looks", exact=True).select_option("2")
+    keys = len(seen.texts[0].pieces)
+    assert f"hides {keys - 3} keys of {keys}" in shown.locator("#hw-step-2").inner_text()
+    told = [float(text.replace("−", "-")) for text in shown.locator(".hw-table td.weight").all_inner_texts()]
+    assert told[:keys] == pytest.approx(seen.layers[1].rows([2], [2])[0, 0][: len(told)], abs=6e-5)
+
+
+def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path) -> None:
+    config = transformers.BartConfig(
+        vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
+        decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
+    )  # fmt: skip
+    model = small.sharp(transformers.BartForConditionalGeneration(config))
+    one = capture.run("The animal was tired.", model, tokenizer=small.byte_level(), target="It was too wide and tired.")
+    page.save(data.data(one), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html")
+    assert shown.locator(".hw-map .hw-kind h3").all_inner_texts() == [
+        "encoder attention", "decoder attention", "cross attention",
+    ]  # fmt: skip
+    shown.locator(".hw-map .cell[data-head='cross 0.4']").click()
+    assert shown.locator(".hw-tokens.from .hw-token").count() == len(one.texts[1].words.names)
+    assert shown.locator(".hw-tokens.to .hw-token").count() == len(one.texts[0].words.names)
+    shown.locator("body").press("3")
+    assert shown.locator(".hw-table tbody tr").count() == len(one.texts[0].pieces)
+
+
+# --- two passes ---
+
+
+def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+    page.save(data.data([run(), run(WIDE)], heads=["3.1"]), tmp_path / "a.html")
+    one = tab()
+    shown = one.open(tmp_path / "a.html")
+    assert shown.get_by_role("tab", selected=True).inner_text() == "Compare"
+    both = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
+    grid = shown.get_by_role("grid", name="difference in entropy").locator(".cell")
+    numbers = [float(text.replace("−", "-")) for text in grid.all_inner_texts()]
+    assert numbers == pytest.approx(both.difference("entropy").flatten(), abs=0.0051)
+    moved = abs(both.first.matrix("3.1") - both.second.matrix("3.1")).sum() / 2 / 14
+    assert f"{100 * moved:.1f} % of its weight moved" in shown.locator(".hw-compare-head").inner_text()
+    one.frame()
+    apart = shown.locator(".hw-heat").nth(2)
+    apart.focus()
+    shown.keyboard.press("ArrowDown")
+    assert (
+        "first" in shown.locator(".hw-voice").inner_text() and "difference" in shown.locator(".hw-voice").inner_text()
+    )
+
+
+def test_compare_with_and_without_heads_and_other_models(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]
+) -> None:
+    tiny = capture.run(ANIMAL, small.sharp(small.MODELS["gpt2"]()), tokenizer=small.byte_level())
+    page.save(data.data([run(off={3: [1]}), run()]), tmp_path / "off.html")
+    shown = tab().open(tmp_path / "off.html")
+    assert "minilm without 3.1" in shown.locator(".hw-compare").inner_text()
+    page.save(data.data([run(), tiny]), tmp_path / "two.html")
+    shown = tab().open(tmp_path / "two.html")
+    assert "not the same layers and heads" in shown.locator(".hw-compare").inner_text()
+
+
+# --- long texts ---
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch, run: Callable[..., capture.Pass]) -> capture.Pass:
+    """A sentence stored as if it were long."""
+    monkeypatch.setattr(pack, "EXACT", 0)
+    monkeypatch.setattr(pack, "BYTES", 0)
+    monkeypatch.setattr(pack, "SIDES", ((300, 4),))
+    return run()
+
+
+def test_long_texts_tell_what_they_know(
+    tab: Any, tmp_path: Path, long: capture.Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(data.STEPS, "links", 10)
+    page.save(data.data(long, heads=["0.2"]), tmp_path / "a.html")
+    one = tab()
+    shown = one.open(tmp_path / "a.html", "view=head&heads=3.1")
+    one.frame()
+    row = long.layers[3].rows([10], [1])[0, 0]
+    assert f"{row[2]:.4f}" in hover(shown, 10, 2)
+    weakest = int(row.argmin())
+    said = re.search(r"at most (\d\.\d+(?:e−\d)?)", hover(shown, 10, weakest))
+    assert said and float(said[1].replace("−", "-")) >= row[weakest]
+    shown.locator(".hw-nav .cell[data-head='0.2']").click()  # this one has its q and k in the page
+    one.frame()
+    exact = long.layers[0].rows([10], [2])[0, 0]
+    assert f"{exact[9]:.4f}" in hover(shown, 10, 9) and "at most" not in hover(shown, 10, 3)
+    shown.get_by_role("radio", name="its mean").click()
+    shown.locator("body").press("3")
+    assert shown.locator(".hw-weight").count() == 1
+    shown.locator(".hw-nav .cell[data-head='5.5']").click()
+    assert "head 5.5 is not among them" in shown.locator(".hw-steps").inner_text()
+
+
+# --- manners ---
+
+
+def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+    value = data.data(run())
+    text = value["runs"][0]["texts"][0]
+    text["pieces"][1 : 1 + len(NASTY)] = NASTY
+    text["words"][1 : 1 + len(NASTY)] = NASTY
+    value["runs"][0].update(text=" ".join(NASTY), name="<script>alert(4)</script>", notes=["<b>note</b>"])
+    page.save(value, tmp_path / "a.html", title="</title><img src=x onerror=alert(5)>")
+    one = tab()
+    for view in ("map", "head", "steps"):
+        shown = one.open(tmp_path / "a.html", f"view={view}&heads=3.1&token=2")
+        shown.reload()
+        assert shown.locator(".headwise img, .headwise script, .headwise b >> text=note").count() == 0
+    shown = one.open(tmp_path / "a.html", "view=head&heads=3.1")
+    names = shown.locator(".hw-tokens.from .hw-token").all_inner_texts()
+    assert names[1] == NASTY[0] and names[2] == NASTY[1] and len(names[3]) == 61
+    assert names[6] == "⟨202E⟩evil⟨202C⟩" and names[8] == "␀␇" and names[4] == NASTY[3]
+    width = shown.evaluate("document.documentElement.scrollWidth")
+    assert width <= 1400
+
+
+@pytest.mark.parametrize("view", ["map", "head", "steps"])
+def test_a_narrow_window_does_not_scroll_sideways(view: str, tab: Any, sentence: Path) -> None:
+    one = tab(viewport={"width": 360, "height": 700})
+    shown = one.open(sentence, f"view={view}")
+    one.frame()
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_dark_and_light(tab: Any, sentence: Path) -> None:
+    shown = tab(color_scheme="dark").open(sentence)
+    ground = "getComputedStyle(document.querySelector('.headwise')).backgroundColor"
+    dark = shown.evaluate(ground)
+    shown.get_by_role("button", name="light").click()
+    assert shown.evaluate(ground) != dark
+    assert "theme=light" in shown.url
+    shown.get_by_role("button", name="undo").click()
+    assert shown.evaluate(ground) == dark
+
+
+def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
+    one = tab()
+    for view in ("map", "head", "steps"):
+        shown = one.open(sentence, f"view={view}")
+        shown.reload()
+        nameless = shown.locator("button, select, input, canvas[tabindex], textarea").evaluate_all(
+            """all => all
+              .filter((el) => !(el.textContent.trim() || el.getAttribute("aria-label") || el.labels?.length))
+              .map((el) => el.outerHTML.slice(0, 200))"""
+        )
+        assert nameless == []
+
+
+def test_focus_stays_where_it_was(tab: Any, sentence: Path) -> None:
+    shown = tab().open(sentence)
+    shown.get_by_label("highest first").focus()
+    shown.keyboard.press("Space")
+    assert shown.evaluate("document.activeElement.dataset.key") == "toggle:highest first"
+
+
+def test_data_that_cannot_be_shown(tab: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(page.page({"headwise": 7, "runs": []})[0])
+    one = tab()
+    one.page.goto((tmp_path / "a.html").as_uri())
+    assert one.page.get_by_role("alert").inner_text() == "This cannot be shown: this view shows data of form 1, got 7"
+
+
+def test_a_state_with_nonsense_in_it(tab: Any, sentence: Path) -> None:
+    shown = tab().open(sentence, "view=head&heads=99.99&token=1000000&stat=constructor&palette=%3Cscript%3E&unit=x")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 3.1"

@@ -1,0 +1,251 @@
+"""What the page is given: the same numbers as Python's, small, and nothing of size T x T x heads for long texts."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+import transformers
+
+import headwise
+from headwise.models import inspection
+from headwise.ui import capture, data, pack, page
+
+ANIMAL = inspection.SENTENCE
+
+
+def decoded(text: str, kind: str = "<f4") -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+def tiny(kind: str, text: str = "The animal was too tired.", **how: Any) -> capture.Pass:
+    return capture.run(text, small.sharp(small.MODELS[kind]()), tokenizer=small.TOKENIZERS[kind](), **how)
+
+
+def test_numbers_are_those_of_inspect(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+    one = run()
+    found = data.data(one)["runs"][0]
+    told = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
+    for name, table in told.stats.items():
+        assert np.array(found["stats"][name]) == pytest.approx(table, abs=2e-5), name
+        assert np.array(found["equal"][name]) == pytest.approx(told.equal[name], abs=2e-5), name
+    for row, weights in enumerate(told.weights):
+        stored = decoded(found["weights"][row]["data"]).reshape(weights.shape)
+        assert stored == pytest.approx(weights, abs=1e-6)
+    assert [(one["kind"], *one["head"]) for one in found["standouts"]] == [
+        (kind.name, each.layer, each.head) for kind in told.kinds for each in told.standouts(kind)
+    ]
+    assert found["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
+    assert found["texts"][0]["words"][8] == "it" and found["texts"][0]["words"][2] == "animal"
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_equal_attention_and_kinds_on_other_models(kind: str) -> None:
+    model, tokenizer = small.sharp(small.MODELS[kind]()), small.TOKENIZERS[kind]()
+    text = "The animal didn't cross the street."
+    found = data.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
+    told = headwise.inspect(text, model, tokenizer=tokenizer)
+    for name, row in told.equal.items():
+        assert np.array(found["equal"][name]) == pytest.approx(row, abs=2e-5)
+    layer = found["layers"][0]
+    assert (layer["heads"], layer["kv"]) == {"bert": (5, 5), "gpt2": (3, 3), "llama": (6, 2)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
+def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
+    one = tiny(kind)
+    model = small.sharp(small.MODELS[kind]())
+    found = data.data(one)["runs"][0]
+    for row, seen in enumerate(one.layers):
+        step, layer = found["steps"][row], found["layers"][row]
+        tokens = len(one.texts[0].pieces)
+        q = decoded(step["q"]).reshape(layer["heads"], tokens, -1)
+        k = decoded(step["k"]).reshape(layer["kv"], tokens, -1).repeat(layer["heads"] // layer["kv"], 0)
+        scores = q @ k.transpose(0, 2, 1) * step["scale"]
+        if step["causal"]:
+            scores = np.where(np.tril(np.ones((tokens, tokens), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        assert weights == pytest.approx(seen.rows(list(range(tokens))), abs=1e-5)
+    # the norm of the sum of all parts is what W_O gave in the model
+    got: list[torch.Tensor] = []
+    linear = headwise.models.anatomy.w_o(model, headwise.models.anatomy.sites(model)[1])[1]
+    hook = linear.register_forward_hook(lambda module, args, out: got.append(out))
+    with torch.no_grad():
+        model(torch.tensor([one.texts[0].ids]))
+    hook.remove()
+    assert decoded(found["output"][1]["total"]) == pytest.approx(got[0][0].norm(dim=-1).numpy(), rel=1e-4)
+    parts = decoded(found["output"][0]["parts"]).reshape(len(found["output"][0]["heads"]), tokens, -1)
+    norms = decoded(found["output"][0]["norms"]).reshape(-1, tokens)[found["output"][0]["heads"]]
+    assert np.linalg.norm(parts, axis=-1) == pytest.approx(norms, rel=1e-4)
+
+
+def test_norms_are_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tiny("bert").layers[0]
+    few = decoded(data.output(seen, [])["norms"])
+    outputs = seen.outputs
+    seen.outputs = np.concatenate([outputs] * 4, 1)  # more tokens than a head is wide
+    assert seen.outputs.shape[1] > seen.outputs.shape[2]
+    many = decoded(data.output(seen, [])["norms"]).reshape(len(outputs), -1)[:, : outputs.shape[1]]
+    assert many == pytest.approx(few.reshape(len(outputs), -1), rel=1e-3, abs=1e-5)
+
+
+def test_encoder_decoder_and_cross_attention_apart() -> None:
+    config = transformers.BartConfig(
+        vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
+        decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
+    )  # fmt: skip
+    model = small.sharp(transformers.BartForConditionalGeneration(config))
+    one = capture.run("The animal was tired.", model, tokenizer=small.byte_level(), target="It was too wide and tired.")
+    found = data.data(one, heads=["cross 0.4"])["runs"][0]
+    kinds = [(layer["kind"], layer["heads"], layer["from"], layer["to"]) for layer in found["layers"]]
+    assert kinds == [("encoder", 3, 0, 0), ("encoder", 3, 0, 0), ("decoder", 5, 1, 1), ("cross", 5, 1, 0)]
+    assert found["stats"]["previous"][3] is None and found["stats"]["entropy"][3] is not None
+    shape = 5, len(one.texts[1].pieces), len(one.texts[0].pieces)
+    assert decoded(found["weights"][3]["data"]).reshape(shape).sum(-1) == pytest.approx(1, abs=1e-5)
+    assert found["chosen"] == [[3, 4]]
+
+
+def test_heads_that_are_off_add_nothing(run: Callable[..., capture.Pass]) -> None:
+    one = run(off={3: [1, 7]})
+    found = data.data(one)["runs"][0]
+    assert found["off"] == [[3, 1], [3, 7]]
+    norms = decoded(found["output"][3]["norms"]).reshape(12, -1)
+    assert (norms[[1, 7]] == 0).all() and (norms[0] > 0).all()
+    assert one.against is not None and not torch.equal(one.output.last_hidden_state, one.against.last_hidden_state)
+
+
+def test_scores_stand_beside_the_layers(run: Callable[..., capture.Pass]) -> None:
+    table = np.arange(72.0).reshape(6, 12)
+    found = data.data(run(), scores={"importance": {"self": table}})["runs"][0]
+    assert found["scores"]["importance"] == table.tolist()
+    with pytest.raises(headwise.ShapeError, match=r"\(layers, heads\), got \(2, 12\)"):
+        data.data(run(), scores={"importance": {"self": table[:2]}})
+
+
+# --- how weights are stored ---
+
+
+def weights_of(heads: int, queries: int, keys: int) -> np.ndarray:
+    made = np.random.default_rng(3).random((heads, queries, keys), np.float32) ** 8
+    return made / made.sum(-1, keepdims=True)
+
+
+def in_blocks(weights: np.ndarray, step: int) -> Any:
+    return ((first, weights[:, first : first + step]) for first in range(0, weights.shape[1], step))
+
+
+def test_a_byte_is_no_further_off_than_it_is_said_to_be() -> None:
+    weights = weights_of(3, 17, 23)
+    top, coded = pack.roots(weights)
+    back = np.array(top)[:, None, None] * (coded / 255.0) ** 2
+    step = np.array(top)[:, None, None] * (((coded + 0.5) / 255.0) ** 2 - (coded / 255.0) ** 2)
+    assert (abs(back - weights) <= step + 1e-7).all()
+
+
+@pytest.mark.parametrize("step", [1, 5, 7, 64])
+def test_reduced_matrices_by_blocks_equal_those_of_the_whole(step: int) -> None:
+    weights = weights_of(2, 41, 37)
+    reduced = pack.Reduced(weights.shape, 6)
+    for first, block in in_blocks(weights, step):
+        reduced.add(first, block)
+    for i in range(7):
+        for j in range(7):
+            square = weights[:, 6 * i : 6 * i + 6, 6 * j : 6 * j + 6]
+            assert reduced.most[:, i, j] == pytest.approx(square.max((1, 2)))
+            assert reduced.mean[:, i, j] == pytest.approx(square.mean((1, 2)), rel=1e-5)
+
+
+def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "EXACT", 0)
+    monkeypatch.setattr(pack, "BYTES", 0)
+    weights = weights_of(2, 41, 37)
+    size = pack.Size(rows=82, weights=weights.size, longest=41)
+    stored = pack.packed(in_blocks(weights, 10), weights.shape, size)
+    keys = decoded(stored["keys"], "<u1").reshape(2, 41, 8)
+    assert (keys == np.argsort(-weights, -1)[..., :8]).all()
+    assert decoded(stored["weights"], "<u2").reshape(2, 41, 8) / 65535 == pytest.approx(
+        np.take_along_axis(weights, keys.astype(int), -1), abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("longest", "form", "kind", "links"),
+    [(16, "f32", "u1", 8), (100, "u8", "u1", 8), (257, "links", "u2", 8), (70_000, "links", "u4", 1)],
+)
+def test_forms_by_size(longest: int, form: str, kind: str, links: int) -> None:
+    size = pack.Size(rows=144 * longest, weights=144 * longest**2, longest=longest)
+    assert (size.form, size.number(), size.links) == (form, np.dtype(kind), links)
+
+
+def bert_base_sized(tokens: int) -> capture.Pass:
+    """144 heads over so many tokens, each head narrow to save time: what is stored does not depend on it."""
+    config = small.bert(
+        hidden_size=96, num_hidden_layers=12, num_attention_heads=12, max_position_embeddings=tokens, vocab_size=101
+    )
+    text = " ".join(["animal", "street", "tired", "because"] * (tokens // 4))[: 8 * tokens]
+    return capture.run(text, small.sharp(transformers.BertModel(config)), tokenizer=small.word_piece(), truncate=True)
+
+
+def test_144_heads_of_256_tokens_take_less_than_3_megabytes() -> None:
+    one = bert_base_sized(256)
+    assert len(one.texts[0].pieces) == 256
+    whole, _ = page.page(data.data(one))
+    assert len(whole.encode()) < 3e6
+
+
+@pytest.mark.full
+def test_144_heads_of_2048_tokens_take_less_than_25_megabytes() -> None:
+    one = bert_base_sized(2048)
+    assert len(one.texts[0].pieces) == 2048
+    whole, _ = page.page(data.data(one))
+    assert len(whole.encode()) < 25e6
+
+
+def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
+    json.dumps(data.data(run()), allow_nan=False)
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("9.1", "there is no layer 9; minilm has layers 0, 1, 2"),
+        ("3.12", "there is no head 3.12; layer 3 has heads 0 to 11"),
+        ("x", "a head is written layer.head, such as 3.1, got 'x'"),
+    ],
+)
+def test_heads_that_do_not_exist(head: str, words: str, run: Callable[..., capture.Pass]) -> None:
+    with pytest.raises(headwise.HeadwiseError, match=words):
+        data.data(run(), heads=[head])
+
+
+def test_a_target_needs_a_decoder(run: Callable[..., capture.Pass]) -> None:
+    with pytest.raises(headwise.HeadwiseError, match="minilm has no decoder beside its encoder"):
+        run(target="x")
+
+
+def test_too_many_tokens(run: Callable[..., capture.Pass]) -> None:
+    with pytest.raises(headwise.HeadwiseError, match="16 tokens, 15 are allowed here"):
+        run(most=15)
+
+
+def test_a_stopped_pass_leaves_nothing_behind(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+    calls: list[int] = []
+
+    def stop() -> bool:
+        calls.append(1)
+        return len(calls) == 3
+
+    with pytest.raises(capture.Stopped):
+        run(stop=stop)
+    assert len(calls) == 3
+    assert not any(module._forward_pre_hooks for module in minilm[0].modules())

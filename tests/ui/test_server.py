@@ -1,0 +1,331 @@
+"""The server: who may ask, what may be asked, one pass at a time, and the view with a model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import small
+import torch
+
+import headwise
+from headwise.ui import capture, data, server
+from headwise.ui.service import Service, heads_off
+
+ANIMAL = "The animal didn't cross the street because it was too tired."
+LM = "The animal was too"
+
+
+@pytest.fixture(scope="module")
+def service(minilm: tuple[Any, Any]) -> Service:
+    lm = small.sharp(small.MODELS["gpt2"]()), small.byte_level()
+    return Service({"minilm": minilm, "tiny": lm}, longest=500, tokens=40)
+
+
+def apart(work: Coroutine[Any, Any, Any]) -> Any:
+    """In a thread of its own: the browser's driver has a loop running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
+def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/api", **how: Any) -> list[httpx.Response]:
+    async def all_of_them() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+            if not requests:
+                return [await client.get(path, **how)]
+            return list(await asyncio.gather(*(client.post(path, json=one, **how) for one in requests)))
+
+    return apart(all_of_them())
+
+
+# --- who may ask ---
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:7447", "localhost:1", "[::1]:7447", "127.0.0.1"])
+def test_this_machine_may(host: str, service: Service) -> None:
+    [page] = ask(server.application(service), host=host, path="/")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "frame-ancestors 'none'" in policy
+    assert page.headers["x-content-type-options"] == "nosniff" and page.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7447", "127.0.0.1.evil.example", "192.168.0.9", "localhost.evil"]
+)
+def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> None:
+    app = server.application(service)
+    for response in (*ask(app, host=host, path="/"), *ask(app, {"ask": "run", "text": "x"}, host=host)):
+        assert (response.status_code, response.text) == (403, "this address is served to this machine alone")
+
+
+def test_another_site_may_not(service: Service) -> None:
+    app = server.application(service)
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        [answer] = ask(app, {"ask": "run", "text": "x"}, headers={"Origin": origin})
+        assert answer.status_code == 403
+    [answer] = ask(app, {"ask": "run", "text": "animal"}, headers={"Origin": "http://127.0.0.1:7447"})
+    assert answer.status_code == 200
+
+
+def test_other_machines_need_the_token(service: Service) -> None:
+    app = server.application(service, token="sëcret")
+    assert [one.status_code for one in ask(app, host="192.168.0.9:7447", path="/")] == [403]
+    assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=wrong")] == [403]
+    assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=s%C3%ABcret")] == [200]
+    assert [one.status_code for one in ask(app, {"ask": "run", "text": "x"})] == [403]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_local(host: str, is_local: bool) -> None:
+    assert server.local(host) is is_local
+
+
+# --- what may be asked ---
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "words"),
+    [
+        ({"ask": "run", "text": ""}, 422, "the text is empty"),
+        ({"ask": "run", "text": "x" * 501}, 422, "the text has 501 characters, 500 are allowed here"),
+        ({"ask": "run", "text": "animal " * 45}, 422, "tokens, 40 are allowed here"),
+        (
+            {"ask": "run", "text": "x", "model": "/etc/passwd"},
+            422,
+            "no model of that name here; there are minilm, tiny",
+        ),
+        ({"ask": "run", "text": "x", "model": "../minilm"}, 422, "no model of that name"),
+        ({"ask": "run", "text": "x", "off": "9.1"}, 422, "no self layer 9"),
+        ({"ask": "run", "text": "x", "off": "x"}, 422, "a head is written layer.head"),
+        ({"ask": "read", "text": "x"}, 422, "ask for run or steps"),
+        ({"ask": "steps", "text": "x", "head": "77.1"}, 422, "there is no layer 77"),
+        ({"ask": ["run"], "text": "x"}, 422, "are texts"),
+        (["run"], 422, "a request is an object"),
+        ({"ask": "run", "text": "x", "pad": "y" * (1 << 20)}, 413, "1,048,576 bytes"),
+    ],
+)
+def test_what_is_refused(request_: Any, status: int, words: str, service: Service) -> None:
+    [answer] = ask(server.application(service), request_)
+    assert answer.status_code == status and words in answer.json()["error"]
+
+
+def test_what_is_no_json(service: Service) -> None:
+    app = server.application(service)
+    for content, kind, status in (
+        (b"{", "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b"[" * 99999, "application/json", 400),
+    ):
+
+        async def post(content: bytes = content, kind: str = kind) -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                return await client.post("/api", content=content, headers={"Content-Type": kind})
+
+        assert apart(post()).status_code == status
+    assert [one.status_code for one in ask(app, path="/etc/passwd")] == [404]
+    assert [one.status_code for one in ask(app, path="/api")] == [405]
+
+
+def test_a_run_is_what_python_has(service: Service, run: Callable[..., capture.Pass]) -> None:
+    [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm"})
+    found, own = answer.json(), json.loads(json.dumps(data.run(run(), live=True)))
+    assert found.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
+    assert found == own
+    [steps] = ask(server.application(service), {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"})
+    assert steps.json()["steps"] == json.loads(json.dumps(data.steps(run().layers[5], [11])))
+
+
+def test_heads_off_move_the_embedding(service: Service, minilm: tuple[Any, Any]) -> None:
+    [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm", "off": "3.1,5.11"})
+    model, tokenizer = minilm
+    inputs = tokenizer(ANIMAL, return_tensors="pt")
+    with torch.no_grad():
+        before = model(**inputs).last_hidden_state[0]
+        with headwise.mask_heads(model, {3: [1], 5: [11]}):
+            after = model(**inputs).last_hidden_state[0]
+    apart = 1 - torch.cosine_similarity(before.mean(0), after.mean(0), 0)
+    assert answer.json()["effect"]["distance"] == pytest.approx(float(apart), abs=1e-6) and float(apart) > 1e-4
+
+
+def test_heads_off_change_the_next_token(service: Service) -> None:
+    [answer] = ask(server.application(service), {"ask": "run", "text": LM, "model": "tiny", "off": "1.0"})
+    model, tokenizer = service.load("tiny")
+    ids = torch.tensor([tokenizer(LM)["input_ids"]])
+    with torch.no_grad():
+        before = model(ids).logits[0, -1].softmax(-1)
+        with headwise.mask_heads(model, {1: [0]}):
+            after = model(ids).logits[0, -1].softmax(-1)
+    effect = answer.json()["effect"]
+    best = int(torch.maximum(before, after).argmax())
+    assert effect["what"] == "Next token"
+    assert effect["tokens"][0]["before"] == pytest.approx(float(before[best]), abs=1e-5)
+    assert effect["tokens"][0]["after"] == pytest.approx(float(after[best]), abs=1e-5)
+    assert effect["divergence"] == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-3)
+
+
+def test_labels_of_heads() -> None:
+    model = small.MODELS["gpt2"]()
+    assert heads_off(model, "1.2, 1.0,0.1,1.2") == {("self", 1): [0, 2], ("self", 0): [1]}
+    assert heads_off(model, "") == {}
+
+
+# --- one at a time ---
+
+
+def test_one_pass_at_a_time_and_a_full_line(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUEUE", 3)
+    running: list[int] = []
+    most: list[int] = []
+
+    def slow(request: Any, stop: Any) -> dict[str, Any]:
+        running.append(1)
+        most.append(len(running))
+        threading.Event().wait(0.02)
+        running.pop()
+        return {"done": request["text"]}
+
+    monkeypatch.setattr(service, "answer", slow)
+    answers = ask(server.application(service), *({"ask": "run", "text": str(n)} for n in range(5)))
+    assert [one.status_code for one in answers] == [200, 200, 200, 503, 503]
+    assert max(most) == 1 and "3 requests wait already" in answers[-1].json()["error"]
+
+
+def test_a_pass_that_takes_too_long(minilm: tuple[Any, Any]) -> None:
+    service = Service({"minilm": minilm}, seconds=0.0)
+    with pytest.raises(headwise.HeadwiseError, match="more than 0 seconds and was stopped"):
+        service.answer({"ask": "run", "text": "animal"})
+
+
+def test_who_leaves_stops_the_work(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(request: Any, stop: Callable[[], bool]) -> dict[str, Any]:
+        begun.set()
+        while not stop():
+            threading.Event().wait(0.005)
+        ended.set()
+        raise capture.Stopped
+
+    monkeypatch.setattr(service, "answer", endless)
+    with served(service) as url:
+        client = socket.create_connection(("127.0.0.1", int(url.split(":")[2].strip("/"))))
+        body = b'{"ask": "run"}'
+        client.sendall(
+            b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )  # fmt: skip
+        assert begun.wait(10)
+        client.close()
+        assert ended.wait(10)
+
+
+def test_only_the_newest_passes_are_kept(minilm: tuple[Any, Any]) -> None:
+    service = Service({"minilm": minilm})
+    for n in range(10):
+        service.answer({"ask": "steps", "text": f"animal {n}", "head": "0.0"})
+    assert [key[1] for key in service._passes] == [f"animal {n}" for n in range(2, 10)]
+
+
+# --- the view with a model behind it ---
+
+
+class served:
+    """A real server on a free port."""
+
+    def __init__(self, service: Service, token: str | None = None) -> None:
+        import uvicorn
+
+        self.socket = server._bound("127.0.0.1", 0)
+        self.server = uvicorn.Server(uvicorn.Config(server.application(service, token=token), log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        return f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
+
+    def __exit__(self, *error: Any) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def url(service: Service) -> Iterator[str]:
+    with served(service) as address:
+        yield address
+
+
+def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Service) -> None:
+    shown = tab().open(url)
+    assert shown.locator(".hw-brand").inner_text().startswith("headwise\nminilm")
+    shown.locator("textarea").fill("She sat by the river bank.")
+    shown.keyboard.press("Enter")
+    shown.locator(".hw-brand", has_text="9 tokens").wait_for()
+    shown.locator(".hw-map .cell[data-head='2.3']").click()
+    shown.get_by_role("button", name="switch off").click()
+    shown.wait_for_selector("[data-effect]")
+    asked = {"ask": "run", "text": "She sat by the river bank.", "model": "minilm", "off": "2.3"}
+    distance = service.answer(asked)["effect"]["distance"]
+    assert float(shown.locator("[data-effect]").get_attribute("data-effect").replace("−", "-")) == pytest.approx(
+        distance, rel=0.06, abs=6e-5
+    )
+    assert "off=2.3" in shown.url
+    shown.get_by_role("button", name="compare with all heads on").click()
+    shown.wait_for_selector(".hw-compare .hw-grid")
+    assert "minilm without 2.3" in shown.locator(".hw-compare").inner_text()
+    for _ in range(2):
+        shown.keyboard.press("Control+z")
+    shown.locator("[data-effect]").wait_for(state="detached")
+
+
+def test_a_shared_address_opens_the_same(tab: Any, url: str) -> None:
+    shown = tab().open(url, "view=steps&model=tiny&text=The+animal+was+too&off=1.0&heads=1.2&token=2")
+    shown.wait_for_selector(".hw-weight")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 1.2"
+    assert "Next token: changed by" in shown.locator(".hw-effect").inner_text()
+    shown.locator(".hw-nav .cell[data-head='0.1']").click()  # its numbers are asked for now
+    shown.wait_for_selector(".hw-weight")
+    assert shown.locator(".hw-chosen b").inner_text() == "head 0.1"
+
+
+def test_mistakes_are_told_and_the_view_stays(tab: Any, url: str) -> None:
+    one = tab()
+    shown = one.open(url)
+    shown.locator("textarea").fill(" ")
+    shown.keyboard.press("Enter")
+    assert shown.get_by_role("alert").inner_text() == "the text is empty; give a sentence"
+    assert shown.locator(".hw-map .cell").count() == 72
+    one.errors.clear()  # the browser notes every answer that is not 200
+
+
+def test_with_a_token(tab: Any, service: Service) -> None:
+    with served(service, token="abc") as url:
+        shown = tab().open(url + "?token=abc")
+        assert shown.locator(".hw-map .cell").count() == 72
+
+
+def test_an_address_in_use() -> None:
+    taken = server._bound("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    taken.listen()
+    with pytest.raises(headwise.HeadwiseError, match=f"127.0.0.1 port {port} cannot be served: Address already in use"):
+        server._bound("127.0.0.1", port)
+    taken.close()

@@ -1,0 +1,163 @@
+"""headwise.view: a widget where anywidget is, a page where it is not; the command's pages and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwise
+from headwise.cli import main
+from headwise.models import inspection
+from headwise.ui import capture, page, widget
+
+ANIMAL = "The animal didn't cross the street because it was too tired."
+
+
+@pytest.fixture(autouse=True)
+def _loaded_once(minilm: tuple[Any, Any]) -> Iterator[None]:
+    own = inspection._pair
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            inspection,
+            "_pair",
+            lambda model, tokenizer: ("minilm", *minilm) if model in (None, "minilm") else own(model, tokenizer),
+        )
+        yield
+
+
+@pytest.fixture
+def _without_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widget, "_widget", lambda: None)
+
+
+def test_in_a_notebook() -> None:
+    shown = headwise.view(ANIMAL, heads="3.1")
+    assert shown._esm == page.module() and shown._css == page.style()
+    assert shown.data["runs"][0]["chosen"] == [[3, 1]] and shown.data["live"]["models"] == ["minilm"]
+    json.dumps(shown.get_state(["data", "state"])["data"])
+    sent: list[Any] = []
+    shown.send = sent.append
+    shown._asked(
+        shown, {"number": 7, "request": {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"}}, []
+    )
+    shown._asked(shown, {"number": 8, "request": {"ask": "run", "text": ""}}, [])
+    shown._asked(shown, "nonsense", [])
+    assert [one["number"] for one in sent] == [7, 8]
+    assert sent[0]["answer"]["steps"]["heads"] == [11]
+    assert sent[1]["answer"] == {"error": "the text is empty; give a sentence"}
+
+
+@pytest.mark.usefixtures("_without_anywidget")
+def test_without_anywidget_it_is_a_page(tab: Any, tmp_path: Path) -> None:
+    shown = headwise.view(ANIMAL, off={3: [1]})
+    assert [one["off"] for one in shown.data["runs"]] == [[[3, 1]], []] and shown.data["live"] is None
+    assert shown.path.exists() and str(shown.path) in repr(shown)
+    inside = shown._repr_html_()
+    assert inside.startswith('<iframe sandbox="allow-scripts" srcdoc="')
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{inside}</body>")
+    one = tab()
+    one.page.goto((tmp_path / "notebook.html").as_uri())
+    frame = one.page.frame_locator("iframe")
+    frame.locator(".hw-compare .hw-grid").first.wait_for()
+    assert "minilm without 3.1" in frame.locator(".hw-compare").inner_text()
+
+
+def test_the_module_under_anywidget_s_contract(tab: Any, tmp_path: Path) -> None:
+    """As anywidget calls it: render({model, el}), traits by get, questions by send, and an end."""
+    shown = headwise.view(ANIMAL)
+    service = shown._service
+    host = """
+      const listeners = {};
+      window.model = {
+        values: { data: DATA, state: "" },
+        get(name) { return this.values[name]; },
+        set(name, value) { this.values[name] = value; },
+        save_changes() {},
+        on(name, act) { (listeners[name] ??= []).push(act); },
+        off() {},
+        async send({ number, request }) {
+          const answer = await window.answer(request);
+          listeners["msg:custom"].forEach((act) => act({ number, answer }));
+        },
+      };
+      window.tell = (name, value) => {
+        window.model.values[name] = value;
+        listeners[`change:${name}`].forEach((act) => act());
+      };
+      window.end = view.render({ model: window.model, el: document.getElementById("out") });
+    """
+    module = page.module().replace("export default { render };", "const view = { render };")
+    script = module + host.replace("DATA", page.embedded(shown.data))
+    (tmp_path / "a.html").write_text(
+        f'<!doctype html><meta charset="utf-8"><style>{page.style()}</style>'
+        f'<div id="out"></div><script type="module">{script}</script>'
+    )
+    one = tab()
+    one.page.expose_function("answer", lambda request: service.answer(request))
+    view = one.open(tmp_path / "a.html")
+    assert "heads=3.1" in view.evaluate("window.model.values.state")
+    view.evaluate("window.tell('state', 'view=head&heads=5.11')")
+    assert view.locator(".hw-chosen b").inner_text() == "head 5.11"
+    view.get_by_role("button", name="switch off").click()
+    view.wait_for_selector("[data-effect]")
+    view.evaluate("document.activeElement.blur()")
+    view.keyboard.press("x")  # a notebook's own keys are left alone
+    assert view.locator("[data-effect]").count() == 1
+    view.evaluate("window.end()")
+    assert view.locator(".headwise").count() == 0
+
+
+def test_passes_that_are_already_there(run: Callable[..., capture.Pass]) -> None:
+    assert headwise.view(run()).data["live"] is None
+    with pytest.raises(headwise.HeadwiseError, match="one pass or two beside each other, got 3"):
+        headwise.view([run(), run(), run()])
+
+
+# --- the command ---
+
+
+def test_html_by_the_command(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.html"
+    assert main(["inspect", ANIMAL, "--html", str(path), "--head", "5.11"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and re.fullmatch(rf"wrote {path} \(\d\.\d MB\); open it in a browser\n", err)
+    shown = tab().open(path)
+    assert shown.title() == ANIMAL
+    assert shown.locator(".hw-chosen b").inner_text() == "head 5.11"
+
+
+@pytest.mark.parametrize("head", [None, "3.1"])
+def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--head", head] if head else []
+    assert main(["inspect", ANIMAL, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"), *more]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a.svg").read_text()[:2000]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("--svg a.png", "--svg writes .svg, got 'a.png'"),
+        ("--html none/a.html", "'none/a.html' cannot be written: No such file or directory"),
+        ("--html a.html --head 9.9", "there is no layer 9"),
+    ],
+)
+def test_mistakes(
+    args: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", ANIMAL, *args.split()]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_serve_tells_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "70000"]) == 2
+    assert "'--port'" in capsys.readouterr().err
+    assert main(["serve", "--model", "/nowhere/at/all"]) == 2
+    assert capsys.readouterr().err.startswith("headwise: ")
