@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from ..attention import core
+from ..attention.stats import HeadStats
 from ..errors import HeadwiseError, UnsupportedError
 from ..models import anatomy, inspection
+from ..models.anatomy import Site
 from ..models.eager import EagerReading
 from ..models.inspected import STATISTICS
 from ..models.layers import Layer
 from ..models.masking import mask_heads
-from ..models.reading import Reading
-from ..models.watch import Watch
+from ..models.reading import Given, Reading
+from ..models.watch import Scene, Watch
 from ..models.words import Words, words
 
 BLOCK = 1 << 23  # weights that are held at once, of all heads of a layer together
@@ -114,14 +116,22 @@ class Pass:
 class Capture(Watch):
     """A watch that also keeps how each layer was called."""
 
-    def __init__(self, model: Any, classes: dict[str, Any]) -> None:
-        super().__init__(model, None, None, None, 0, classes)
-        self.kept: dict[tuple[str, int], tuple[Reading | EagerReading, Tensor, Any]] = {}
+    def __init__(self, model: Any, outputs: bool, classes: dict[str, Any]) -> None:
+        super().__init__(model, None, outputs, None, 0, classes, False)
+        self.kept: dict[tuple[str, int], tuple[Reading | EagerReading, Site]] = {}
 
-    def _keep(self, site: Any, turn: int, given: Any, reading: Any, out: Tensor, *rest: Any) -> None:
-        super()._keep(site, turn, given, reading, out, *rest)
-        each = out.detach().reshape(*out.shape[:2], given.query.shape[1], -1)[0].transpose(0, 1)  # (H, T, Dv)
-        self.kept[site.key] = reading, each, site
+    def _keep(
+        self, scene: Scene, given: Given, reading: Reading | EagerReading, stats: HeadStats | None = None
+    ) -> None:
+        super()._keep(scene, given, reading, stats)
+        self.kept[scene.site.key] = reading, scene.site
+
+
+def _capture(model: Any, classes: dict[str, Any]) -> Capture:
+    try:
+        return Capture(model, True, classes)
+    except UnsupportedError:  # W_O is not known; where nothing else is wrong, all but the outputs is there
+        return Capture(model, False, classes)
 
 
 def run(
@@ -159,7 +169,7 @@ def run(
     if both:
         inputs["decoder_input_ids"] = torch.tensor([read[1].ids], device=body.device)
     masked = _masked(body, off)
-    seen = Capture(body, _classes(body, read, both))
+    seen = _capture(body, _classes(body, read, both))
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_stopping(body, stop))
         plain = body(**inputs) if masked else None
@@ -227,8 +237,9 @@ def _sides(kind: str) -> tuple[int, int]:
 
 
 def _seen(model: Any, seen: Capture, layer: Layer, off: list[int], both: bool) -> Seen:
-    reading, each, site = seen.kept[layer.kind, layer.index]
-    outputs = each.float().cpu().numpy().copy()
+    reading, site = seen.kept[layer.kind, layer.index]
+    each = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
+    outputs = each[0].float().cpu().numpy().copy()
     outputs[off] = 0  # what W_O was given
     source, target = _sides(layer.kind) if both else (0, 0)
     return Seen(layer, reading, outputs, _w_o(model, site, outputs), source, target)

@@ -69,7 +69,6 @@ class Desk:
             self.waiting -= 1
             watcher.cancel()
 
-
     def _answer(self, asked: Any, stop: Callable[[], bool]) -> dict[str, Any]:
         import torch
 
