@@ -53,7 +53,7 @@ def embedded(value: Any) -> str:
 def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'") -> tuple[str, str]:
     """The whole HTML and the policy in it. host: the script between the page and the module; connect: where it asks."""
     script = f"{module()}\n{_source(host)}\nmount();\n"
-    css = style() + "\nbody { margin: 0; }\n"
+    css = style() + "\nbody { margin: 0; }\n#headwise > .headwise { min-height: 100vh; }\n"
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(css)}'; connect-src {connect}; "
         "img-src 'none'; base-uri 'none'; form-action 'none'"

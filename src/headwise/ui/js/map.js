@@ -174,7 +174,7 @@ export class MapView {
     };
     const shown = grid(app, run, {
       cell, name: state.paint === KINDS ? "heads by kind" : `heads by ${state.stat}`, chosen: state.heads, thumbnails: state.paint === THUMBNAIL,
-      order: (row) => ordered(run.layers[row], table[row], state.order),
+      order: (row) => ordered(run.layers[row], table[row], state.paint === "value" ? state.order : "model"),
       choose: (at, event) => app.choose(at, event, "head"),
     });
     this.el.replaceChildren(h("div", { class: "hw-main" }, this._controls(run), shown), this._side(run, table, low, high, colours, names));
@@ -188,7 +188,7 @@ export class MapView {
     return h("div", { class: "hw-controls" },
       choice("colour by", [["value", "statistic"], [KINDS, "kind"], [THUMBNAIL, "where it looks"]], state.paint, (paint) => app.set({ paint })),
       state.paint === "value" && select("statistic", Object.keys(measures(run)).map((name) => [name, name]), state.stat, (stat) => app.set({ stat })),
-      toggle("highest first", state.order === "value", (on) => app.set({ order: on ? "value" : "model" })));
+      state.paint === "value" && toggle("highest first", state.order === "value", (on) => app.set({ order: on ? "value" : "model" })));
   }
 
   /** @param {any} run @param {(number | null)[][]} table @param {number} low @param {number} high @param {Uint8Array} colours @param {string[]} names */
