@@ -14,6 +14,7 @@ from .masks import LazyMask, Recipe
 from .reading import Given, read
 
 NAME = "headwise"
+SMALL = 1 << 20  # multiply-adds of a decoding step, up to which our own way costs more than it saves
 # Models that hide keys only under these names would look everywhere under a new one.
 BY_NAME = ('_attn_implementation in ("eager", "sdpa")', '_attn_implementation == "sdpa"')
 
@@ -41,6 +42,13 @@ def attention(
         raise UnsupportedError(
             f'{kind.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
         )
+    if _small(module, query, key, attention_mask, more):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, **more
+        )
+        return plain
     reading = read(
         Given(module, query, key, value, attention_mask, more, NAME),
         attention_mask.recipe if isinstance(attention_mask, LazyMask) else None,
@@ -55,15 +63,24 @@ def mask(**given: Any) -> Tensor | None:
     """transformers' mask without its T x T, where nothing else than a band and padding hides keys."""
     from transformers.masking_utils import sdpa_mask
 
-    if torch.compiler.is_compiling():
+    if given["q_length"] == 1 or torch.compiler.is_compiling():
         return sdpa_mask(**given)
     recipe = Recipe.of(sdpa_mask, given)
-    if recipe.band() is None or recipe.queries == 1:
+    if recipe.band() is None:
         return sdpa_mask(**given)
     if recipe.band() == (None, 0) and recipe.needs_no_mask(sdpa=True):
         return None
     # not None where nothing is hidden: to modules that do not say is_causal=False, that would mean causal
     return LazyMask(recipe, torch.bool)
+
+
+def _small(module: nn.Module, query: Tensor, key: Tensor, mask: Any, more: dict[str, Any]) -> bool:
+    """A decoding step on few keys, which transformers' own function does as well, with less around it."""
+    if query.shape[2] != 1 or query.numel() * key.shape[2] > SMALL or isinstance(mask, LazyMask):
+        return False
+    if any(more.get(name) is not None for name in ("softcap", "s_aux")) or more.get("output_attentions"):
+        return False
+    return query.shape[1] == key.shape[1] or hasattr(module, "num_key_value_groups")
 
 
 @functools.lru_cache(maxsize=4096)
