@@ -37,18 +37,10 @@ def attention(
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights if output_attentions asks."""
-    kind: Any = type(module)
-    if depends_on_name(kind):
-        raise UnsupportedError(
-            f'{kind.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
-        )
-    if _small(module, query, key, attention_mask, more):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, **more
-        )
+    if query.shape[2] == 1 and _small(module, query, key, attention_mask, more):
+        plain: tuple[Tensor, None] = _sdpa()(module, query, key, value, attention_mask, dropout, **more)
         return plain
+    _check_name(type(module))
     reading = read(
         Given(module, query, key, value, attention_mask, more, NAME),
         attention_mask.recipe if isinstance(attention_mask, LazyMask) else None,
@@ -76,11 +68,26 @@ def mask(**given: Any) -> Tensor | None:
 
 def _small(module: nn.Module, query: Tensor, key: Tensor, mask: Any, more: dict[str, Any]) -> bool:
     """A decoding step on few keys, which transformers' own function does as well, with less around it."""
-    if query.shape[2] != 1 or query.numel() * key.shape[2] > SMALL or isinstance(mask, LazyMask):
+    if query.numel() * key.shape[2] > SMALL or type(mask) is LazyMask or more.get("output_attentions"):
         return False
-    if any(more.get(name) is not None for name in ("softcap", "s_aux")) or more.get("output_attentions"):
+    if more.get("softcap") is not None or more.get("s_aux") is not None:
         return False
+    _check_name(type(module))
     return query.shape[1] == key.shape[1] or hasattr(module, "num_key_value_groups")
+
+
+@functools.cache
+def _sdpa() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+def _check_name(kind: Any) -> None:
+    if depends_on_name(kind):
+        raise UnsupportedError(
+            f'{kind.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
+        )
 
 
 @functools.lru_cache(maxsize=4096)
