@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -342,8 +343,8 @@ def test_a_failing_write_leaves_the_page_whole(tmp_path: Path, monkeypatch: pyte
     def full(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(table.os, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(HeadwiseError, match="README.md.* cannot be written: disk full$"):
         table.write(sample(), page)
     assert page.read_text() == f"{table.BEGIN}\n{table.END}\n"
     assert list(tmp_path.iterdir()) == [page]

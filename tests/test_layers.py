@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "shapes"),
+    ("heads", "errors", "files", "shapes"),
     ("card",),
     ("attention",),
     ("models",),

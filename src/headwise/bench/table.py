@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import HeadwiseError
+from ..files import written
 from .machine import in_words
 
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
@@ -85,19 +84,8 @@ def write(results: dict[str, Any], page: Path) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise HeadwiseError(f"{page} needs one line {BEGIN} and after it one line {END}; the table goes between them")
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
-    _replace(page, f"{before}{BEGIN}\n{markdown(results)}\n{after}")
-
-
-def _replace(page: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=page.parent, prefix=page.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, page.stat().st_mode)
-        os.replace(name, page)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with written(page) as made:
+        made.write_text(f"{before}{BEGIN}\n{markdown(results)}\n{after}", encoding="utf-8")
 
 
 def _peer_cells(peer: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..attention.pretrained import read_json
 from ..errors import CheckpointError, HeadwiseError
+from ..files import written
 from .scores import Place, Scores
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
@@ -99,14 +100,8 @@ class Plan:
         given = self.to_json()
         rows = ",\n".join("    " + json.dumps(row) for row in given.pop("layers"))
         head = json.dumps(given, indent=2).removesuffix("\n}")
-        target = Path(os.fspath(path))
-        made = target.with_name(f".{target.name}.part")
-        try:
+        with written(path) as made:
             made.write_text(f'{head},\n  "layers": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
-            os.replace(made, target)
-        except OSError as error:
-            made.unlink(missing_ok=True)
-            raise HeadwiseError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import CheckpointError, HeadwiseError
+from ..files import written
 from ..models import anatomy
 from ..models.probing import outputs
 from ..models.projections import row_dim
@@ -136,13 +136,8 @@ def _keep(path: Path, key: str, step: int, losses: list[float], trained: list[An
         state = optimizer.state[parameter]
         tensors |= {f"{i}.weight": parameter.detach().contiguous()}
         tensors |= {f"{i}.{name}": state[name].contiguous() for name in ("exp_avg", "exp_avg_sq") if name in state}
-    made = path.with_name(path.name + ".part")
-    try:
+    with written(path, CheckpointError) as made:
         save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
-        os.replace(made, path)
-    except OSError as error:
-        made.unlink(missing_ok=True)
-        raise CheckpointError(f"recovery cannot be kept at {str(path)!r}: {error.strerror or error}") from error
 
 
 def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any) -> tuple[int, list[float]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import HeadwiseError
+from ..files import written
 
 if TYPE_CHECKING:
     from .session import Report
@@ -148,10 +147,5 @@ def write(report: Report, folder: Path, picture: bool = False) -> None:
 
 def put(path: Path, content: str) -> None:
     """A file written aside and moved into place."""
-    made = path.with_name(f".{path.name}.part")
-    try:
+    with written(path) as made:
         made.write_text(content, encoding="utf-8")
-        os.replace(made, path)
-    except OSError as error:
-        made.unlink(missing_ok=True)
-        raise HeadwiseError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error

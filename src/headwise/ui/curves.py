@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import HeadwiseError
+from ..files import written
 
 if TYPE_CHECKING:
     from ..prune.curve import Curve
@@ -30,10 +30,5 @@ def save_curve(found: Curve, path: Path) -> None:
     axes.set_xlabel("heads removed, %")
     axes.set_ylabel(found.full.name)
     axes.legend(frameon=False)
-    made = path.with_name(f".{path.name}.part")
-    try:
+    with written(path) as made:
         figure.savefig(made, format="png", dpi=150)
-        os.replace(made, path)
-    except OSError as error:
-        made.unlink(missing_ok=True)
-        raise HeadwiseError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error

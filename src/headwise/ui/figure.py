@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import HeadwiseError
+from ..files import written
 from ..models.compared import Comparison
 from ..models.inspected import STATISTICS, Inspection
 
@@ -148,22 +147,5 @@ def _write(figure: Figure, path: Path) -> None:
     kind = path.suffix[1:].lower() or "png"
     if kind not in kinds:
         raise HeadwiseError(f"a picture cannot be {path.suffix!r}; name it .png, .svg or .pdf")
-    made = None
-    try:
-        handle, made = tempfile.mkstemp(dir=path.parent, suffix=f".{kind}")
-        os.close(handle)
+    with written(path) as made:
         figure.savefig(made, format=kind, bbox_inches="tight", pad_inches=0.12)
-        os.chmod(made, 0o666 & ~_umask())
-        os.replace(made, path)
-    except OSError as error:
-        raise HeadwiseError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        if made and os.path.exists(made):
-            os.unlink(made)
-
-
-def _umask() -> int:
-    """What this process takes from the rights of new files; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

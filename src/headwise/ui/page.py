@@ -7,14 +7,12 @@ import functools
 import hashlib
 import html
 import json
-import os
 import re
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeadwiseError
+from ..files import written
 
 # in this order, so that everything is defined before it is used
 MODULES = ("colour", "core", "dom", "heat", "links", "map", "head", "steps", "compare", "live", "view")
@@ -86,23 +84,5 @@ def _hash(text: str) -> str:
 
 def save(data: Any, path: str | Path, *, title: str = "headwise") -> None:
     """Write the page; it appears whole or not at all."""
-    path = Path(path)
-    made = None
-    try:
-        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".html")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(page(data, title=title)[0])
-        os.chmod(made, 0o666 & ~_umask())
-        os.replace(made, path)
-    except OSError as error:
-        raise HeadwiseError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        if made and os.path.exists(made):
-            os.unlink(made)
-
-
-def _umask() -> int:
-    """What this process takes from the rights of new files; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with written(path) as made:
+        made.write_text(page(data, title=title)[0], encoding="utf-8")
