@@ -148,6 +148,21 @@ def test_outputs_are_what_w_o_is_given(name: str) -> None:
             torch.testing.assert_close(layer.outputs * rows, output * rows, rtol=1e-3, atol=2e-3)
 
 
+def test_each_call_is_handed_on() -> None:
+    """each sees every call once, in order, and can have its rows of weights."""
+    family = BY_NAME["bert"]
+    given, model, calls = inputs(family, "right"), build(family, "sdpa"), []
+
+    def each(layer: Any, reading: Any, real: Tensor | None) -> None:
+        calls.append((layer.key, reading.weights([1, 2], None), real))
+
+    _, seen = seen_of(model, given, weights=True, each=each)
+    assert [key for key, _, _ in calls] == [layer.key for layer in seen.layers]
+    for (_, rows, real), layer in zip(calls, seen.layers, strict=True):
+        torch.testing.assert_close(rows, layer.weights[:, :, 1:3])
+        assert torch.equal(real, given["attention_mask"].bool())
+
+
 def test_the_table_is_broad() -> None:
     assert len({family.type for family in FAMILIES}) >= 80
     assert len(NAMES) == len(set(NAMES))

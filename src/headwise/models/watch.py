@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
 from .reading import Given, Reading, agrees, read
 
+Each = Callable[[Layer, Reading | EagerReading, Tensor | None], None]
 FIRST = "\0first"  # a class of our own, beside the user's
 
 
@@ -35,6 +36,7 @@ def watch(
     links: int = 0,
     classes: dict[str, Any] | None = None,
     exact: bool = False,
+    each: Each | None = None,
 ) -> Watch:
     """See what every head of a model does: `with headwise.watch(model) as seen: model(**inputs)`, then `seen.layers`.
 
@@ -43,9 +45,11 @@ def watch(
     weights and outputs keep whole rows of weights, or each head's output before W_O: True for all, a layer, several
     layers, or {layer: heads}; rows keeps only these queries' weights. links=k keeps the k strongest keys of every
     query. classes {name: (B, T) bool}: keys whose share of the weight is wanted; with several kinds of attention
-    {kind: {name: ...}}.
+    {kind: {name: ...}}. each(layer, reading, real) is called after every attention call of a layer: what was seen of
+    the layer so far, the call itself (it gives any row of weights while its tensors live), and which queries (B, Tq)
+    are tokens, None for all.
     """
-    return Watch(model, weights, outputs, rows, links, classes, exact)
+    return Watch(model, weights, outputs, rows, links, classes, exact, each)
 
 
 class Scene(NamedTuple):
@@ -70,9 +74,10 @@ class Watch:
         links: int,
         classes: dict[str, Any] | None,
         exact: bool,
+        each: Each | None = None,
     ) -> None:
         self.model = model
-        self._exact = exact
+        self._exact, self._each = exact, each
         self._sites = anatomy.sites(model)
         anatomy.check_registered(model, self._sites)
         self._site = {(id(site.module), site.turn): site for site in self._sites}
@@ -285,6 +290,8 @@ class Watch:
         if self._links:
             layer.links_asked = self._links
             layer.all_links.append(Links(*reading.links(self._links)))
+        if self._each is not None:
+            self._each(layer, reading, scene.real)
 
     def _some(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
         queries = reading.q.shape[2]

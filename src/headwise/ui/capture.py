@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from ..attention import core
-from ..attention.stats import HeadStats
 from ..errors import HeadwiseError, UnsupportedError
 from ..models import anatomy, inspection
-from ..models.anatomy import Site
 from ..models.eager import EagerReading
 from ..models.inspected import STATISTICS
 from ..models.layers import Layer
 from ..models.masking import mask_heads
-from ..models.reading import Given, Reading
-from ..models.watch import Scene, Watch
+from ..models.reading import Reading
+from ..models.watch import Watch, watch
 from ..models.words import Words, words
 
 BLOCK = 1 << 23  # weights that are held at once, of all heads of a layer together
@@ -113,25 +111,17 @@ class Pass:
         return self.layers[row]
 
 
-class Capture(Watch):
-    """A watch that also keeps how each layer was called."""
-
-    def __init__(self, model: Any, outputs: bool, classes: dict[str, Any]) -> None:
-        super().__init__(model, None, outputs, None, 0, classes, False)
-        self.kept: dict[tuple[str, int], tuple[Reading | EagerReading, Site]] = {}
-
-    def _keep(
-        self, scene: Scene, given: Given, reading: Reading | EagerReading, stats: HeadStats | None = None
-    ) -> None:
-        super()._keep(scene, given, reading, stats)
-        self.kept[scene.site.key] = reading, scene.site
+Kept = dict[tuple[str, int], Reading | EagerReading]  # how each layer was called last
 
 
-def _capture(model: Any, classes: dict[str, Any]) -> Capture:
+def _watch(model: Any, classes: dict[str, Any], kept: Kept) -> Watch:
+    def keep(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
+        kept[layer.key] = reading
+
     try:
-        return Capture(model, True, classes)
+        return watch(model, outputs=True, classes=classes, each=keep)
     except UnsupportedError:  # W_O is not known; where nothing else is wrong, all but the outputs is there
-        return Capture(model, False, classes)
+        return watch(model, classes=classes, each=keep)
 
 
 def run(
@@ -169,7 +159,8 @@ def run(
     if both:
         inputs["decoder_input_ids"] = torch.tensor([read[1].ids], device=body.device)
     masked = _masked(body, off)
-    seen = _capture(body, _classes(body, read, both))
+    kept: Kept = {}
+    seen = _watch(body, _classes(body, read, both), kept)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_stopping(body, stop))
         plain = body(**inputs) if masked else None
@@ -178,7 +169,7 @@ def run(
         stack.enter_context(seen)
         output = body(**inputs)
     gone = masked[0].heads if masked else {}
-    layers = [_seen(body, seen, layer, gone.get((layer.kind, layer.index), []), both) for layer in seen.layers]
+    layers = [_seen(body, kept[layer.key], layer, gone.get(layer.key, []), both) for layer in seen.layers]
     cut = [note for _, more in encoded for note in more]
     return Pass(name, texts[0], read, layers, gone, (*notes, *cut), output, plain)
 
@@ -236,16 +227,16 @@ def _sides(kind: str) -> tuple[int, int]:
     return (1, 1) if "decoder" in kind else (0, 0)
 
 
-def _seen(model: Any, seen: Capture, layer: Layer, off: list[int], both: bool) -> Seen:
-    reading, site = seen.kept[layer.kind, layer.index]
+def _seen(model: Any, reading: Reading | EagerReading, layer: Layer, off: list[int], both: bool) -> Seen:
     each = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
     outputs = each[0].float().cpu().numpy().copy()
     outputs[off] = 0  # what W_O was given
     source, target = _sides(layer.kind) if both else (0, 0)
-    return Seen(layer, reading, outputs, _w_o(model, site, outputs), source, target)
+    return Seen(layer, reading, outputs, _w_o(model, layer, outputs), source, target)
 
 
-def _w_o(model: Any, site: Any, outputs: np.ndarray) -> tuple[Tensor, Tensor | None] | None:
+def _w_o(model: Any, layer: Layer, outputs: np.ndarray) -> tuple[Tensor, Tensor | None] | None:
+    site = next(site for site in anatomy.sites(model) if site.name == layer.name)
     try:
         _, linear = anatomy.w_o(model, site)
     except UnsupportedError:
