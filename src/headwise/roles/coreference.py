@@ -64,20 +64,22 @@ def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
     """Runs of sentences of one document as one text each, up to so many words, with the links of their pronouns."""
     made = []
     for run in _runs(trees, words):
-        text, spans, everything, pronouns = "", [], [], set()
+        text, pronouns = "", set()
+        spans: list[tuple[int, int]] = []
+        everything: list[tuple[int, Mention]] = []
         for tree in run:
             at, before = len(text), len(spans)
             spans += [(start + at, end + at) for start, end in tree.spans]
             text += tree.text + " "
             pronouns |= {before + i for i, word in enumerate(tree.words) if _third_person(word.tag, word.features)}
             everything += [(before, mention) for mention in mentions(tree).found]
-        nouns = {b + m.head for b, m in everything if run_tag(run, b + m.head) != "PRON"}
+        nouns = {b + m.head for b, m in everything if _tag(run, b + m.head) != "PRON"}
         links = tuple(_links([(b + m.head, m.entity) for b, m in everything], pronouns, nouns))
         made.append(Sentence(text.rstrip(), tuple(spans), links, run[0].document))
     return made
 
 
-def run_tag(run: Sequence[Tree], number: int) -> str:
+def _tag(run: Sequence[Tree], number: int) -> str:
     """The tag of a word that is counted over several sentences."""
     for tree in run:
         if number < len(tree.words):

@@ -156,9 +156,9 @@ class Relations:
 
     def frame(self) -> Any:
         """One row a relation, as a pandas DataFrame."""
-        import pandas as pd
+        from importlib import import_module
 
-        return pd.DataFrame([_plain(row) for row in self.rows])
+        return import_module("pandas").DataFrame([_plain(row) for row in self.rows])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -213,7 +213,8 @@ def _plain(row: Relation) -> dict[str, Any]:
 
 def _row(values: dict[str, Any]) -> Relation:
     names = {one.name for one in fields(Relation)}
-    return Relation(**{name: float("nan") if x is None else x for name, x in values.items() if name in names})
+    known: dict[str, Any] = {name: float("nan") if x is None else x for name, x in values.items() if name in names}
+    return Relation(**known)
 
 
 def _cells(row: Relation) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ def sentences_of(links: Gold) -> tuple[list[Sentence], tuple[str, ...]]:
         links = conllu.read(*links)
     if isinstance(links, conllu.Treebank):
         return links.syntax() + (links.coreference() if links.entities else []), links.notes
-    if not any(sentence.links for sentence in links):
+    if not any(getattr(sentence, "links", ()) for sentence in links):
         raise HeadwiseError(f"{len(links)} sentences without a gold link; relations need some with links")
     return list(links), ()
 
@@ -247,7 +247,7 @@ def _row(name: str, choice: Choice, tally: Tally, record: Record, reach: Mapping
     )
 
 
-def _intervals(record: Record, names: Sequence[str], level: float, seed: int) -> dict[str, dict[str, float]]:
+def _intervals(record: Record, names: Sequence[str], level: float, seed: int) -> dict[str, dict[str, Any]]:
     """Bootstrap over sentences: all relations of a drawn sentence come along, so one drawing serves them all."""
     if not names:
         return {}
