@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures tools test test-full sanitize neon bench lint format clean
+.PHONY: help setup demo examples pictures data tools test test-full sanitize neon bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -31,6 +31,9 @@ examples: setup  ## measure docs/examples.md again
 
 pictures: setup tools  ## take the README's pictures of the page again
 	$(BIN)/python docs/pictures.py
+
+data:  ## fetch the annotated text that docs/relations.md is measured on, into build/data
+	$(PYTHON) benchmarks/data.py
 
 # what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
 # path; where they are missing and can be installed, they are
