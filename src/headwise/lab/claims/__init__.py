@@ -9,6 +9,7 @@ from ..claim import Claim
 
 _FILES = {
     3: "c03_one_head",
+    4: "c04_heads_against_size",
 }
 NUMBERS = tuple(_FILES)
 
