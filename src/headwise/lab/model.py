@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.blocks import TransformerBlock
+from ..attention.module import MultiHeadAttention
 from ..attention.stack import Decoder
 from ..errors import HeadwiseError
 from ..heads import Heads
@@ -71,15 +73,19 @@ def build(recipe: Recipe) -> Decoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = Decoder(shape, dropout=recipe.dropout)
-    for block in model.blocks:
-        attention: Any = block.attention
+    for attention in attentions(model):
         if not recipe.mix:
-            attention.W_O = nn.Identity()  # the heads' outputs, side by side, go straight to the residual stream
+            attention.W_O = nn.Identity()  # type: ignore[assignment]  # the heads' outputs, side by side, go straight to the residual stream
         if not recipe.scale:
             attention.W_Q.register_forward_hook(_times(recipe.head_dim**0.5))  # undoes the division by sqrt(d_k)
         if not recipe.look:
             attention.W_Q.register_forward_hook(_times(0.0))
     return model
+
+
+def attentions(model: Decoder) -> list[MultiHeadAttention]:
+    """The attention of every layer."""
+    return [block.attention for block in model.blocks if isinstance(block, TransformerBlock)]
 
 
 def _times(factor: float) -> Any:

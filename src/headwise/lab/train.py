@@ -63,7 +63,8 @@ def fit(
 ) -> list[tuple[int, float, float]]:
     """The loop: these parameters of the model learn the task. Gives the curve of the held-out data."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+    learning = list(parameters)
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     curve = []
     with torch.random.fork_rng(devices=[]):
@@ -71,9 +72,9 @@ def fit(
         for step in range(steps):
             drawn = task.batch(batch, random)
             loss = loss_of(model(drawn.inputs.to(device)), drawn.targets.to(device))
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            nn.utils.clip_grad_norm_(learning, CLIP)
             optimizer.step()
             schedule.step()
             if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
