@@ -169,7 +169,7 @@ def _meet(figures: Figures) -> Verdict:
     because = (
         f"The largest slope of head 0's place by head 1's W_V is {ours['before']:.1g} before W_O and "
         f"{ours['after']:.2g} after it. But with W_O taken out it is {bare['after']:.1g} behind the "
-        f"attention and {bare['end']:.2g} at the end of the block: the norm and the feed-forward layer mix all dimensions too."
+        f"attention and {bare['end']:.2g} at the end of the block: the norm and the feed-forward layer mix all too."
     )
     only = ours["before"] <= NOTHING < ours["after"] and bare["after"] <= NOTHING
     if not only:
