@@ -12,6 +12,7 @@ _FILES = {
     4: "c04_heads_against_size",
     6: "c06_specialise",
     7: "c07_output",
+    8: "c08_removing",
     9: "c09_scale",
     10: "c10_shared_keys",
 }

@@ -20,10 +20,7 @@ from ..train import Trained, fit, held_out
 # the thresholds, written before the full run
 APART = 0.1  # nats between the heads of a layer, on average, from which on they do different things (ln 2 is the most)
 GREW = 3.0  # times as far apart as before training
-SAME_NUMBER = (
-    0.8,
-    1.25,
-)  # heads of one number over starts, against any two heads: within this, the number says nothing
+SAME_NUMBER = 0.8  # of the distance of other heads: from here on, the number of a head says nothing
 MATCHED = 0.5  # of the distance between any two heads: at or below this, matched heads of two starts are the same kind
 IDENTICAL = 1e-6  # of the weights' norm
 
