@@ -123,9 +123,10 @@ def collapse(model: Decoder, layer: int, head: int) -> Decoder:
 
 
 def _collapsed(lab: Lab, trained: Trained) -> Figures:
-    asked = {"seed": trained.recipe.seed, "steps": trained.recipe.steps, "heads": trained.recipe.heads}
     retrain = RETRAIN | {"steps": lab.budget.pick(2, RETRAIN["steps"], RETRAIN["steps"])}
-    return lab.piece("collapsed", asked | retrain, lambda: collapsed(trained, lab, retrain))
+    return lab.piece(
+        "collapsed", {"model": lab.made_of(trained.recipe), **retrain}, lambda: collapsed(trained, lab, retrain)
+    )
 
 
 def collapsed(trained: Trained, lab: Lab, how: dict[str, Any]) -> Figures:

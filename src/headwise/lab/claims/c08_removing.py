@@ -54,8 +54,8 @@ def run(lab: Lab) -> Figures:
 
 
 def _small(lab: Lab, trained: Trained) -> Figures:
-    """{score: damage at every share} of one lab model, ranked on what it was trained on and measured on held-out text."""
-    asked = {"seed": trained.recipe.seed, "steps": trained.recipe.steps, "shares": SHARES, "scores": SCORES}
+    """{score: damage at every share} of one lab model, ranked on text it was trained on, measured on other."""
+    asked = {**lab.made_of(trained.recipe), "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
         measuring = [{"input_ids": batch.inputs} for batch in held_out(task_of(trained.recipe), 4)]
@@ -108,7 +108,7 @@ def damages(lab: Lab, model: Any, scoring: list[Any], measuring: list[Any], seed
 
 def _retrained(lab: Lab, trained: Trained) -> Figures:
     retrain = RETRAIN | {"steps": lab.budget.pick(2, RETRAIN["steps"], RETRAIN["steps"])}
-    asked = {"seed": trained.recipe.seed, "trained": trained.recipe.steps, **retrain}
+    asked = {"model": lab.made_of(trained.recipe), **retrain}
 
     def compute() -> Figures:
         task = task_of(trained.recipe)
@@ -247,8 +247,9 @@ CLAIM = Claim(
 Heads are ranked by `headwise.importance` (michel: the slope of the loss by a gate on each head) and removed in one step
 to each share, without training; at random beside it. The lab's models are claim 4's text models, 2 layers of
 {TEXT_HEADS} heads, from several starts; the real ones are the embedded `minilm` (72 heads) and `smollm2` (270 heads),
-on passages of the novel that the lab's models were not trained on. Heads are never measured on what ranked them. Damage is the loss
-more, as a share of the loss; for minilm, which has no loss of its own, 1 - cosine with the full model's embedding.
+on passages of the novel that the lab's models were not trained on. Heads are never measured on what ranked them.
+Damage is the loss more, as a share of the loss; for minilm, which has no loss of its own, 1 - cosine with the full
+model's embedding.
 The first sentence holds where more than {HALF:.0%} of the heads can go, step by step, before the mean damage passes
 {DAMAGE:.0%}. Then half of the heads of the lab's models are cut out, and both they and the intact models are trained
 for {RETRAIN["steps"]} steps more; brought back is within {DAMAGE:.0%} of the loss in every start.
