@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,8 +61,8 @@ def with_outputs(text: str, name: str) -> str:
     return "".join([*parts, text[end:]])
 
 
-def notebook(texts: dict[str, str]) -> dict[str, Any]:
-    """Pages by name as one notebook (format 4.5)."""
+def notebook(texts: list[str]) -> dict[str, Any]:
+    """Pages as one notebook (format 4.5)."""
     cells: list[dict[str, Any]] = []
 
     def add(kind: str, source: str, **more: Any) -> None:
@@ -70,7 +70,7 @@ def notebook(texts: dict[str, str]) -> dict[str, Any]:
         if lines:
             cells.append({"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}, "source": lines, **more})
 
-    for text in texts.values():
+    for text in texts:
         end = 0
         for block in blocks(text):
             add("markdown", text[end : block.span[0]])
@@ -87,14 +87,16 @@ def as_text(made: dict[str, Any]) -> str:
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
-def main() -> None:
+def main(chosen: tuple[str, ...]) -> None:
+    """Run the pages whose names start with one of these, or all of them, and write the notebook."""
+    texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     with tempfile.TemporaryDirectory() as elsewhere, contextlib.chdir(elsewhere):
-        made = {page: with_outputs(page.read_text(encoding="utf-8"), str(page)) for page in pages()}
-    for page, text in made.items():
-        page.write_text(text, encoding="utf-8")
-    NOTEBOOK.write_text(as_text(notebook({page.name: text for page, text in made.items()})), encoding="utf-8")
+        for page, text in texts.items():
+            if page.name.startswith(chosen or ("",)):
+                texts[page] = with_outputs(text, str(page))
+                page.write_text(texts[page], encoding="utf-8")
+    NOTEBOOK.write_text(as_text(notebook(list(texts.values()))), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("COLUMNS", "80")
-    main()
+    main(tuple(sys.argv[1:]))
