@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures data tools test test-full sanitize neon bench lint format clean
+.PHONY: help setup demo examples pictures guide data tools test test-full sanitize neon bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -29,8 +29,11 @@ examples: setup  ## measure docs/examples.md again
 	$(BIN)/headwise inspect --markdown > docs/examples.md.new
 	mv docs/examples.md.new docs/examples.md
 
-pictures: setup tools  ## take the README's pictures of the page again
+pictures: setup tools  ## take the pictures of the page again
 	$(BIN)/python docs/pictures.py
+
+guide: setup  ## run the guide's pages, write down what they print, make the notebook
+	$(BIN)/python docs/guide/make.py
 
 data:  ## fetch the annotated text that docs/relations.md is measured on, into build/data
 	$(PYTHON) benchmarks/data.py
