@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headwise import HeadwiseError
+
 HERE = Path(__file__).parent
 LIMIT = 150  # seconds; a hang is a failure
 
@@ -48,3 +50,13 @@ def report(checks: dict[str, Callable[..., None]], ranks: Any) -> None:
         except Exception:
             results[name] = f"rank {ranks.rank}: {traceback.format_exc(limit=-6)}"
         (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(results))
+
+
+def says(call: Callable[[], Any], words: str) -> None:
+    """A call that fails, and says these words."""
+    try:
+        call()
+    except HeadwiseError as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError(f"no error that says {words!r}")

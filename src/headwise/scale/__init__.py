@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 _WHERE = {
     "HeadPlan": "plan",
     "Ranks": "ranks",
+    "SequencePlan": "sequence",
+    "collected": "ring",
     "load_state": "state",
+    "placed": "ring",
     "plan": "plan",
+    "positions": "ring",
+    "ring_attend": "ring",
+    "ring_head_stats": "ring",
     "save_state": "state",
     "split_heads": "heads",
     "started": "ranks",
@@ -22,6 +28,12 @@ if TYPE_CHECKING:
     from .plan import HeadPlan as HeadPlan
     from .ranks import Ranks as Ranks
     from .ranks import started as started
+    from .ring import collected as collected
+    from .ring import placed as placed
+    from .ring import positions as positions
+    from .ring import ring_attend as ring_attend
+    from .ring import ring_head_stats as ring_head_stats
+    from .sequence import SequencePlan as SequencePlan
     from .state import load_state as load_state
     from .state import save_state as save_state
 

@@ -156,9 +156,7 @@ class SplitFeedForward(FeedForward):
         return super().forward(copied(x, self.ranks.group))
 
 
-def split_heads(
-    module: Any, mesh: DeviceMesh | None = None, *, timeout: float = TIMEOUT, checked: bool = True
-) -> Any:
+def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float = TIMEOUT, checked: bool = True) -> Any:
     """Let every rank hold and compute some heads of an attention, a block or a whole stack: in place, as
     parallelize_module does; the module comes back.
 
