@@ -18,7 +18,8 @@ REACH = 10  # words, on either side, of a fixed offset
 OFFSETS = [*range(-REACH, 0), *range(1, REACH + 1)]
 RANKS = ("the nearest candidate", "the second nearest candidate", "the first candidate")  # where there are candidates
 SAME = "the nearest same word, else candidate"
-FIXED = [*(f"{offset:+d}" for offset in OFFSETS), *RANKS, SAME]
+EDGES = ("the first word", "the last word")
+FIXED = [*(f"{offset:+d}" for offset in OFFSETS), *EDGES, *RANKS, SAME]
 
 
 class Answers(NamedTuple):
@@ -98,17 +99,24 @@ def marked(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def fixed(batch: Batch, sentences: Sequence[Sentence]) -> Tensor:
-    """(N, FIXED) bool: where answers that know no meaning are right, such as always the word before."""
-    targets, word = batch.targets.cpu(), batch.word.cpu()
-    places = word[:, None] + torch.tensor(OFFSETS)  # (N, offsets)
-    inside = (places >= 0) & (places < targets.shape[1])
+    """(N, FIXED) bool: where answers that know no meaning are right, such as always the word before.
+
+    An offset that leads out of the text takes the word at that edge, as a head must look somewhere too.
+    """
+    targets, word = batch.targets.cpu(), batch.word.cpu()[:, None]
+    numbers = batch.numbers[batch.sentence.cpu()].tolist()
+    last = torch.tensor([len(sentences[number].spans) - 1 for number in numbers])[:, None]
+    offsets = torch.tensor(OFFSETS)
+    places = (word + offsets).clamp(min=0).minimum(last)  # (N, offsets)
+    places = torch.where(places == word, word - offsets.sign(), places)  # at the edge itself: the other neighbour
+    places = torch.cat([places, torch.zeros_like(last), last], 1).clamp(min=0).minimum(last)
     right = torch.zeros(len(batch.links), len(FIXED), dtype=torch.bool)
-    right[:, : len(OFFSETS)] = targets.gather(1, places.clamp(0, targets.shape[1] - 1)) & inside
+    right[:, : places.shape[1]] = targets.gather(1, places)
     for n, link in enumerate(batch.links):
         if link.among:
             near = sorted(link.among, key=lambda i: abs(i - link.word))
-            words = sentences[int(batch.numbers[batch.sentence[n]])].words
+            words = sentences[numbers[n]].words
             same = [i for i in near if words[i].lower() == words[link.word].lower()]
             picks = (near[0], near[min(1, len(near) - 1)], min(link.among), (same or near)[0])
-            right[n, len(OFFSETS) :] = targets[n, list(picks)]
+            right[n, places.shape[1] :] = targets[n, list(picks)]
     return right

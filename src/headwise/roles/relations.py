@@ -48,7 +48,7 @@ class Tally:
 
     def add(self, names: np.ndarray, hits: np.ndarray, weights: np.ndarray, fixed: np.ndarray) -> None:
         """names (N,), hits and weights (N, heads), fixed (N, FIXED)."""
-        for name in np.unique(names):
+        for name in map(str, np.unique(names)):
             at = names == name
             self.links[name] = self.links.get(name, 0) + int(at.sum())
             for sums, new in ((self.hits, hits), (self.weights, weights), (self.fixed, fixed)):

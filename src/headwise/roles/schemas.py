@@ -9,15 +9,14 @@ class Schema(NamedTuple):
     """{a} and {b} stand for the two nouns; the pronoun is a when the first ending follows, b for the second."""
 
     text: str
-    pronoun: str
     a: tuple[str, ...]
     b: tuple[str, ...]
     endings: tuple[tuple[str, str], ...]
 
 
-def _schema(text: str, a: str, b: str, *endings: str, pronoun: str = "it") -> Schema:
+def _schema(text: str, a: str, b: str, *endings: str) -> Schema:
     pairs = tuple((first, second) for first, second in (ending.split("/") for ending in endings))
-    return Schema(text, pronoun, tuple(a.split()), tuple(b.split()), pairs)
+    return Schema(text, tuple(a.split()), tuple(b.split()), pairs)
 
 
 # "^" marks the nouns, the pronoun and, in an ending, the word that decides
@@ -43,12 +42,11 @@ SCHEMAS = (
     _schema("The {a}^a ate the {b}^b because it^p was {end} .", "goat dog bear fox pig", "apple cake bread cheese pie",
             "hungry^d/delicious^d", "greedy^d/fresh^d", "starving^d/sweet^d"),
     _schema("The {a}^a warned the {b}^b because she^p {end} the mountain .", "guide farmer hunter",
-            "tourist visitor guest", "knew^d/underestimated^d", "had explored^d/had misjudged^d", pronoun="she"),
+            "tourist visitor guest", "knew^d/underestimated^d", "had explored^d/had misjudged^d"),
     _schema("The {a}^a paid the {b}^b because he^p had {end} the wool .", "tailor weaver trader",
-            "farmer shepherd dealer", "ordered^d/delivered^d", "bought^d/sold^d", pronoun="he"),
+            "farmer shepherd dealer", "ordered^d/delivered^d", "bought^d/sold^d"),
     _schema("The {a}^a hired the {b}^b because he^p {end} .", "farmer baker merchant", "cook clerk helper",
-            "needed help^d/needed work^d", "was overworked^d/was unemployed^d", pronoun="he"),
+            "needed help^d/needed work^d", "was overworked^d/was unemployed^d"),
     _schema("The {a}^a asked the {b}^b for directions because she^p {end} the town .", "tourist driver stranger",
-            "porter waitress guard", "hardly^d knew/really^d knew", "had just reached^d/had long known^d",
-            pronoun="she"),
+            "porter waitress guard", "hardly^d knew/really^d knew", "had just reached^d/had long known^d"),
 )  # fmt: skip
