@@ -28,7 +28,7 @@ def tokenizer() -> Any:
 
 
 def model() -> Any:
-    """Two layers; in the second, head 0 sends a_i to n_i and back, head 1 looks at the word before, head 2 everywhere."""
+    """Two layers; in the second, head 0 sends a_i to n_i and back, head 1 looks at the word before, 2 everywhere."""
     config = transformers.BertConfig(
         vocab_size=len(SPECIAL + WORDS), hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
         intermediate_size=5, max_position_embeddings=POSITIONS,
