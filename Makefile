@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures browser test test-full sanitize neon bench lint format clean
+.PHONY: help setup demo examples pictures data atlases browser test test-full sanitize neon bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -31,6 +31,14 @@ examples: setup  ## measure docs/examples.md again
 
 pictures: setup browser  ## take the README's pictures of the page again
 	$(BIN)/python docs/pictures.py
+
+data:  ## fetch the texts that reports are measured on into build/data
+	$(PYTHON) tools/data.py
+
+# the two runs may be stopped and started again: each goes on where it was
+atlases: setup data  ## measure the atlases that come along again
+	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
+	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
 
 # the page's tests need a browser and node: where they are missing and can be installed, they are
 browser:
