@@ -92,6 +92,7 @@ def _measured(
         return found
     if not texts.exists():
         raise HeadwiseError(f"texts {str(texts)!r} cannot be read: no such file")
+    from ..models.load import load, tokenizer
     from ..roles.survey import atlas as measure
 
     if out is not None:
@@ -99,10 +100,19 @@ def _measured(
     kept = None if out is None else out / "unfinished.safetensors"
     if kept is not None and kept.exists():
         typer.echo(f"going on where {kept} was left; remove it to begin again", err=True)
+    words = tokenizer(model)  # first, for it tells a wrong name soonest
+    loaded = load(model)
     with _bar() as progress:
-        return measure(
-            model, texts, limit=limit, length=length, field=field, part=part, resume=kept, seed=seed, progress=progress
-        )
+        found = measure(
+            loaded, texts, words, name=model, limit=limit, length=length, field=field, part=part, resume=kept,
+            seed=seed, progress=progress,
+        )  # fmt: skip
+    if out is not None:
+        from ..roles.likeness import likeness
+
+        alike = likeness(loaded, texts, words, field=field, length=length, seed=seed)
+        found.about["likeness"] = {kind: one.to_json() for kind, one in alike.items()}
+    return found
 
 
 def _directory(out: Path) -> None:

@@ -55,7 +55,7 @@ def _data(atlas: Atlas, title: str) -> dict[str, Any]:
     )
     return {
         "title": title, "summary": summary, "layers": atlas.layers, "roles": found["roles"], "scores": found["scores"],
-        "meanings": MEANING, "map": atlas.about.get("map"),
+        "meanings": MEANING, "maps": {kind: one["map"] for kind, one in atlas.about.get("likeness", {}).items()},
         "definitions": {one.name: {"score": one.score, "words": one.words} for one in ROLES if ways & set(one.ways)},
     }  # fmt: skip
 

@@ -61,10 +61,9 @@ function draw() {
   }));
 }
 
-/** The heads as points, near each other where they look alike. */
-function map() {
-  const size = 460, edge = 24, points = data.map;
-  if (!points) return "";
+/** The heads of a kind as points, near each other where they look alike. @param {string} kind @param {any[]} points */
+function map(kind, points) {
+  const size = 460, edge = 24;
   const space = "http://www.w3.org/2000/svg";
   const svg = document.createElementNS(space, "svg");
   svg.setAttribute("viewBox", `0 0 ${size} ${size}`);
@@ -81,7 +80,7 @@ function map() {
     dot.addEventListener("click", () => show(point.kind, data.layers[point.kind].indexOf(point.layer), point.head));
     svg.append(dot);
   }
-  return make("section", {}, make("h2", {}, "Which heads look alike"), svg);
+  return make("section", {}, make("h2", {}, `Which ${kind} heads look alike`), svg);
 }
 
 const table = make("table", { id: "roles" }, make("caption", {}, data.summary), make("tbody", {}, ...Object.entries(data.definitions).map(([name, one]) => {
@@ -93,6 +92,6 @@ const table = make("table", { id: "roles" }, make("caption", {}, data.summary), 
 })));
 root.replaceChildren(
   make("h1", {}, data.title), table,
-  make("p", {}, make("label", { for: "score" }, "Colour by "), score), grids, detail, map(),
+  make("p", {}, make("label", { for: "score" }, "Colour by "), score), grids, detail, ...Object.entries(data.maps).map(([kind, points]) => map(kind, points)),
 );
 draw();
