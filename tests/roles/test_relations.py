@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +333,6 @@ def test_a_real_model_on_a_real_treebank() -> None:
 
 
 def _fetched() -> Path:
-    import runpy
-
-    tools = runpy.run_path(str(DATA.parents[1] / "benchmarks" / "data.py"))
-    return tools["fetch"](next(package for package in tools["PACKAGES"] if package.folder == "ud"))
+    tools = runpy.run_path(str(DATA.parents[1] / "tools" / "data.py"))
+    tools["fetch"]("ud")
+    return DATA / "ud"

@@ -59,6 +59,11 @@ class Observer:
     take: Each | None = None  # instead of the roles on texts, what another probe takes from each call
     _marked: dict[Any, tuple[Any, Marks]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, model: Any) -> Observer:
+        """Of the part of a model that attends."""
+        return cls(body_of(model))
+
     @contextmanager
     def watching(self) -> Iterator[Observer]:
         """The model is in eval mode meanwhile, and as it was afterwards."""
