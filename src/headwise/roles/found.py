@@ -156,9 +156,9 @@ class Relations:
 
     def frame(self) -> Any:
         """One row a relation, as a pandas DataFrame."""
-        from importlib import import_module
+        from .tables import pandas
 
-        return import_module("pandas").DataFrame([_plain(row) for row in self.rows])
+        return pandas().DataFrame([_plain(row) for row in self.rows])
 
     def to_json(self) -> dict[str, Any]:
         return {
