@@ -21,6 +21,7 @@ Head = tuple[str, int, int]  # kind, layer, head
 MARGIN = 0.10  # by which a head must beat the best fixed offset (Voita 2019)
 FOUND, BETTER, NOT_FOUND, TOO_FEW = "found", "above the offset", "not found", "too few links"
 FORMAT = "headwise relations 1"
+DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Relations:
             "heads": [list(head) for head in self.heads],
             "rows": [_plain(row) for row in self.rows],
             "shuffled": [_plain(row) for row in self.shuffled],
-            "scores": {name: [round(float(x), 5) for x in scores] for name, scores in self.scores.items()},
+            "scores": {name: [round(float(x), DIGITS) for x in scores] for name, scores in self.scores.items()},
         }
 
     @classmethod
@@ -205,10 +206,11 @@ class Relations:
 
 def _plain(row: Relation) -> dict[str, Any]:
     """With what is worked out, and None for what is not a number, which JSON has not."""
-    values = asdict(row) | {"gain": row.gain, "verdict": row.verdict}
-    return {
-        name: (None if np.isnan(x) else round(float(x), 5)) if isinstance(x, float) else x for name, x in values.items()
+    values = {
+        name: (None if np.isnan(x) else round(float(x), DIGITS)) if isinstance(x, float) else x
+        for name, x in asdict(row).items()
     }
+    return values | {"gain": round(values["accuracy"] - values["fixed_accuracy"], DIGITS), "verdict": row.verdict}
 
 
 def _row(values: dict[str, Any]) -> Relation:
