@@ -46,7 +46,7 @@ atlases: setup data  ## measure the atlases that come along again
 
 # what is in build/relations already is not measured again
 relations: setup data  ## measure docs/relations.md again
-	for model in minilm smollm2; do for set in ewt gum probe winograd matter; do \
+	for model in minilm smollm2; do for set in ewt gum coreference probe winograd matter; do \
 	  $(BIN)/python docs/relations.py measure $$model $$set || exit 1; done; done
 	$(BIN)/python docs/relations.py page
 

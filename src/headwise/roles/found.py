@@ -206,7 +206,7 @@ class Relations:
 
 def _plain(row: Relation) -> dict[str, Any]:
     """With what is worked out, and None for what is not a number, which JSON has not."""
-    values = {
+    values: dict[str, Any] = {
         name: (None if np.isnan(x) else round(float(x), DIGITS)) if isinstance(x, float) else x
         for name, x in asdict(row).items()
     }
