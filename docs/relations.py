@@ -302,9 +302,9 @@ MATTER = """## Does it matter?
 The heads are masked (their outputs set to zero) and, 20 times, as many random ones of the same layers. "without them"
 has a 95 % interval over texts, "without random ones" the range of 95 % of the drawings. The verdict is by rank: more
 than all 20 drawings happens by chance once in 21 times. Texts: 100 sentences of EWT's test part. Relations: the vectors
-of the words that ask, in the last layer, in 100 sentences of EWT's or 20 passages of GUM's test part. Repeating: 8 times
-50 random tokens, the second time round. Agreement: 100 of our own sentences, the verb of the wrong number against the
-right one. Roles are those of an atlas over 500 sentences of EWT's dev part."""
+of the words that ask, in the last layer, in 100 sentences of EWT's or 20 passages of GUM's test part. Repeating: 8
+times 50 random tokens, the second time round. Agreement: 100 of our own sentences, the verb of the wrong number against
+the right one. Roles are those of an atlas over 500 sentences of EWT's dev part."""
 
 
 if __name__ == "__main__":
