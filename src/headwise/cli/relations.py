@@ -66,7 +66,7 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: boo
     from ..models.load import load, tokenizer
     from ..roles import tasks
     from ..roles.corpus import read
-    from ..roles.matter import matter
+    from ..roles.matter import DRAWS, matter
     from .atlas import _bar
 
     words, loaded = tokenizer(model), load(model)
@@ -74,6 +74,13 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: boo
     given = [tasks.text(loaded, words, some)]
     if tasks.speaks(loaded):
         given.append(tasks.repeat(loaded, words))
-    with _bar():
-        found = [matter(task, heads) for task in given]
+    done = 0
+    with _bar() as bar:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            bar(done, DRAWS * len(given))
+
+        found = [matter(task, heads, progress=progress) for task in given]
     typer.echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))
