@@ -168,6 +168,10 @@ def test_repeating_is_scored_on_the_second_half_alone() -> None:
     hook.remove()
     half = tasks.REPEATED
     assert (seen[0][:, -half:] == seen[0][:, -2 * half : -half]).all()
+    with torch.no_grad():
+        chances = model(input_ids=seen[0]).logits.log_softmax(-1)
+    second = [-float(chances[0, at - 1, seen[0][0, at]]) for at in range(half, 2 * half)]  # nothing comes before
+    assert task.score()[:half] == pytest.approx(second, rel=1e-5)
 
 
 def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:
