@@ -85,7 +85,8 @@ def encoder(counts: np.ndarray | None = None, scrambled: bool = False) -> Any:
                 q[words + at, words + at], k[words + at, words + at] = SHARP, -2 * SHARP
         elif name == "delimiter":
             bias[0] = SHARP
-            k[0, : len(SPECIAL) + len(MARKS)] = SHARP
+            k[0, : len(SPECIAL)] = SHARP
+            k[0, len(SPECIAL) : len(SPECIAL) + len(MARKS)] = 0.95 * SHARP  # or half of it would be on punctuation
         elif name == "rare":
             bias[0] = 10 * SHARP
             assert counts is not None
