@@ -156,9 +156,9 @@ class Atlas:
         for other in others:
             if tally is None or other.tally is None:
                 raise HeadwiseError("merging needs the sums behind an atlas; save it with sums=True")
+            tally = tally.plus(other.tally)
             if other.heads != self.heads:
                 raise HeadwiseError("these are atlases of models pruned differently; they cannot be merged")
-            tally = tally.plus(other.tally)
             probe = probe or other.probe
             if other.about.get("counts") != self.about.get("counts"):
                 notes.append("rare tokens: each part against its own counts")
@@ -307,7 +307,11 @@ def _definition(name: str) -> Definition:
 
 def _measured(sums: Sums, heads: list[int | None]) -> dict[str, np.ndarray]:
     low, high = sums.interval()
-    found = {"scores": sums.means(), "low": low, "high": high, "spread": sums.spread()}
+    # rounded as in a file, or a head at the very border could gain a role by being saved
+    found = {
+        name: table.round(DIGITS)
+        for name, table in (("scores", sums.means()), ("low", low), ("high", high), ("spread", sums.spread()))
+    }
     gone = [head for head, before in enumerate(heads) if before is None]
     for table in found.values():
         table[:, gone] = np.nan  # zeros that even out groups of heads

@@ -38,9 +38,10 @@ def lines(encoder: Encoder, vocabulary: int, seed: int) -> tuple[list[Line], int
         )
     special = set(getattr(encoder.tokenizer, "all_special_ids", ()))
     allowed = np.array([token for token in range(vocabulary) if token not in special])
-    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, length), replace=len(allowed) < SEQUENCES * length)
+    drawing = np.random.default_rng(seed)
     made = []
-    for half in drawn.tolist():
+    for _ in range(SEQUENCES):
+        half = drawing.choice(allowed, length, replace=len(allowed) < length).tolist()
         ids = around.ids[:begin] + half + half + (around.ids[-end:] if end else [])
         marks = [True] * begin + [False] * 2 * length + [True] * end
         made.append(Line(ids, marks, list(range(len(ids))), list(range(len(ids))), False))
