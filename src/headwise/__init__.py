@@ -23,6 +23,7 @@ _WHERE = {
     "MemoryCache": "attention.cache",
     "MultiHeadAttention": "attention.module",
     "Plan": "prune.plan",
+    "Relations": "roles.found",
     "Rotary": "attention.positions",
     "Shape": "shapes",
     "ShapeError": "errors",
@@ -44,6 +45,7 @@ _WHERE = {
     "prune_heads": "models.surgery",
     "reference": "attention.reference",
     "register": "models.implementation",
+    "relations": "roles.relations",
     "save": "models.saving",
     "shape": "shapes",
     "tokenizer": "models.load",
@@ -94,6 +96,8 @@ if TYPE_CHECKING:
     from .prune.plan import Plan as Plan
     from .prune.plan import plan as plan
     from .roles.atlas import Atlas as Atlas
+    from .roles.found import Relations as Relations
+    from .roles.relations import relations as relations
     from .roles.survey import atlas as atlas
     from .shapes import Shape as Shape
     from .shapes import shape as shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,15 +36,33 @@ def atlas(
         list[Path] | None, typer.Option(help="Put atlases of parts together; each an atlas.json with its sums.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="Another atlas.json: what changed since then.")] = None,
+    conllu: Annotated[
+        list[Path] | None, typer.Option(help="CoNLL-U with gold links: which heads follow which relation.")
+    ] = None,
+    report: Annotated[
+        list[Path] | None, typer.Option(help="Other CoNLL-U to report on; else every other document of --conllu.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="The same with the sentences that come along.")] = False,
+    matter: Annotated[
+        str | None, typer.Option(metavar="ROLE", help="Mask a role's heads and as many random ones: what is lost?")
+    ] = None,
     head: Annotated[str | None, typer.Option(metavar="L.H", help="All that was measured of one head.")] = None,
     best: Annotated[int, typer.Option(min=1, help="Heads that are named for each role.")] = 4,
     seed: Annotated[int, typer.Option(help="For the random tokens that are repeated.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the atlas as JSON.")] = False,
 ) -> None:
     """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
+    from .relations import alone, damage, related
+
+    links = related(conllu, report, probe, model, seed)
+    if links is not None and texts is None and not merge:
+        return alone(links, out, as_json)
     found = _merged(merge) if merge else _measured(texts, model, out, limit, length, field, _part(part), seed)
+    found = found if links is None else replace(found, relations=links)
     if out is not None:
         _write(found, out)
+    if matter is not None:
+        return damage(found, matter, model, texts, as_json)
     if against is not None:
         from ..roles.atlas import Atlas
 
@@ -57,6 +76,7 @@ def atlas(
         from ..roles.tables import text
 
         typer.echo(text(found, best))
+    return None
 
 
 def _part(text: str | None) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from .tally import Key, Sums, Tally
 
 if TYPE_CHECKING:
     from .changes import Changes
+    from .found import Relations
 
 FORMAT = 1
 DIGITS = 5
@@ -59,6 +60,7 @@ class Atlas:
     about: dict[str, Any] = field(default_factory=dict)  # corpus, counts, settings
     tally: Tally | None = None  # the sums behind it, for merging; only in memory unless saved with sums=True
     probe: Tally | None = None  # the same for repeated random tokens
+    relations: Relations | None = None  # which heads follow which relation between words, where gold links were given
 
     @classmethod
     def of(cls, tally: Tally, probe: Tally | None, model: str, heads: dict[Key, list[int | None]], about: Any) -> Atlas:
@@ -71,7 +73,7 @@ class Atlas:
             kind: [heads.get((kind, i)) or list(range(tally.sums[kind, i].top.shape[1] - 1)) for i in found]
             for kind, found in layers.items()
         }
-        tables: dict[str, Tables] = {part: {} for part in PARTS}
+        tables: dict[str, Any] = {part: {} for part in PARTS}
         baseline: Tables = {}
         for source in (tally, probe):
             for kind, names in ({} if source is None else source.names).items():
@@ -165,7 +167,8 @@ class Atlas:
             (kind, i): row for kind in self.layers for i, row in zip(self.layers[kind], self.heads[kind], strict=True)
         }
         kept = {key: x for key, x in self.about.items() if key not in ("texts", "tokens", "cut", "replicates", "part")}
-        return Atlas.of(tally, probe, self.model, heads, {**kept, "notes": list(dict.fromkeys(notes))})
+        made = Atlas.of(tally, probe, self.model, heads, {**kept, "notes": list(dict.fromkeys(notes))})
+        return replace(made, relations=self.relations)
 
     def diff(self, other: Atlas) -> Changes:
         """What another atlas has gained and lost beside this one, such as after fine-tuning or pruning."""
@@ -191,7 +194,7 @@ class Atlas:
             "headwise": "atlas", "format": FORMAT, "model": self.model, "about": self.about, "ways": self.ways,
             "layers": self.layers, "heads": self.heads, "unnamed": round(self.unnamed, DIGITS),
             "roles": [dict(zip(Role._fields, (*role[:4], *map(_round, role[4:])), strict=True)) for role in self.roles],
-            "scores": tables,
+            "scores": tables, **({"relations": self.relations.to_json()} if self.relations else {}),
         }  # fmt: skip
 
     @classmethod
@@ -206,7 +209,8 @@ class Atlas:
                 for part in ("score", "low", "high", "spread", "baseline")
             )
             where = (data["model"], data["layers"], data["heads"], data["ways"])
-            return cls(*where, scores, low, high, spread, baseline, data["about"])
+            found = _relations(data["relations"]) if "relations" in data else None
+            return cls(*where, scores, low, high, spread, baseline, data["about"], relations=found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HeadwiseError(f"this atlas is damaged: {type(error).__name__} {error}") from error
 
@@ -287,6 +291,12 @@ class Atlas:
         return text(self)
 
     __repr__ = __str__
+
+
+def _relations(data: Any) -> Relations:
+    from .found import Relations
+
+    return Relations.from_json(data)
 
 
 def _definition(name: str) -> Definition:

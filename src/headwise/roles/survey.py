@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def atlas(
     texts: Any,
     tokenizer: Any = None,
     *,
+    conllu: Any = None,
     name: str | None = None,
     limit: int | None = None,
     length: int = LENGTH,
@@ -50,7 +52,8 @@ def atlas(
     .jsonl with a field), or anything that gives texts, of any size; for encoder-decoders also pairs (source, target),
     else the decoder reads the text itself. part=(i, n) takes every n-th text from the i-th on: the atlases of all parts
     merge into that of the whole. resume: a file that keeps the sums; an interrupted run goes on from there, and the
-    file is gone when all is done. seed: for the random tokens that are repeated.
+    file is gone when all is done. conllu: files with gold links, to see which heads follow which relation between
+    words (`headwise.relations` does that alone). seed: for the random tokens that are repeated.
     """
     _check(length, part, replicates)
     name, model, tokenizer = given(model, tokenizer, name)
@@ -65,7 +68,12 @@ def atlas(
     asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates, **about}
     run = Run(observer, corpus, Path(resume) if resume else None, asked, part, progress, total)
     tally, measured = run.all(vocabulary_of(observer.model, tokenizer), seed, replicates)
-    return Atlas.of(tally, measured, name, _original(model), about)
+    made = Atlas.of(tally, measured, name, _original(model), about)
+    if conllu is None:
+        return made
+    from .relations import relations
+
+    return replace(made, relations=relations(model, conllu, tokenizer=tokenizer, seed=seed))
 
 
 class Run:

@@ -33,6 +33,8 @@ def text(atlas: Atlas, best: int = BEST) -> str:
     lines += ["", f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role."]
     lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
     lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]
+    if atlas.relations is not None:
+        lines += ["", "Relations between words, on gold links that no head was chosen by:", str(atlas.relations)]
     return "\n".join(lines)
 
 
