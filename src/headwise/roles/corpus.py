@@ -236,7 +236,7 @@ class Corpus:
             (i for i in range(len(texts)) if first[i].ids and second[i].ids),
             key=lambda i: (len(first[i].ids), len(second[i].ids)),
         )
-        for some in _chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
+        for some in chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
             source = self.encoder.tokens([first[i] for i in some], self.counts)
             target = self.encoder.tokens([second[i] for i in some], self.counts, shift=True) if paired else None
             names = np.array([identity("\n".join(_both(texts[i]))) for i in some], np.uint64)
@@ -256,7 +256,7 @@ def _both(text: Text) -> tuple[str, ...]:
     return text if isinstance(text, tuple) else (text,)
 
 
-def _chunks(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
+def chunks(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
     """Texts of like length, as many at once as a batch may hold."""
     some: list[int] = []
     for i in order:

@@ -57,6 +57,7 @@ class Observer:
     ways: dict[str, str] = field(default_factory=dict)  # kind -> way of attention, once a pass has shown it
     batch: Batch | None = None
     found: dict[Key, Found] = field(default_factory=dict)
+    output: Any = None  # what the model gave for the batch
     take: Each | None = None  # instead of the roles on texts, what another probe takes from each call
     _marked: list[tuple[Any, Any, Marks]] = field(default_factory=list)
 
@@ -79,7 +80,7 @@ class Observer:
     def run(self, batch: Batch) -> dict[Key, Found]:
         """What every layer did with a batch."""
         self.batch, self.found, self._marked = batch.to(self.model.device), {}, []
-        forward(self.model, self.batch)
+        self.output = forward(self.model, self.batch)
         self._marked = []
         return self.found
 
