@@ -58,7 +58,9 @@ def _small(lab: Lab, trained: Trained) -> Figures:
     asked = {**lab.made_of(trained.recipe), "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
-        measuring = [{"input_ids": batch.inputs} for batch in held_out(task_of(trained.recipe), 4)]
+        measuring = [
+            {"input_ids": batch.inputs} for batch in held_out(task_of(trained.recipe), lab.budget.pick(1, 4, 4))
+        ]
         return damages(
             lab, as_gpt2(trained.model.cpu()), [_known(trained)], measuring, 1, f"start {trained.recipe.seed}"
         )
