@@ -38,7 +38,7 @@ def lines(encoder: Encoder, vocabulary: int, room: int, seed: int) -> tuple[list
         )
     special = set(getattr(encoder.tokenizer, "all_special_ids", ()))
     allowed = np.array([token for token in range(vocabulary) if token not in special])
-    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, length), replace=len(allowed) < length)
+    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, length), replace=len(allowed) < SEQUENCES * length)
     made = []
     for half in drawn.tolist():
         ids = around.ids[:begin] + half + half + (around.ids[-end:] if end else [])
