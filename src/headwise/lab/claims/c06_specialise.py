@@ -33,7 +33,7 @@ SENTENCES = (
     "It is the different random start that forces heads apart: heads that start equal stay equal.",
 )
 LOOKED_AT, ATLAS_TEXTS = 16, 128  # texts
-TWINS: dict[str, Any] = {"steps": 200, "batch": 16, "rate": 3e-3}
+TWINS: dict[str, Any] = {"steps": 100, "batch": 8, "rate": 5e-3}
 STARTS = {  # how two equal heads start, and with how much dropout
     "all equal": (True, 0.0),
     "W_O differs": (False, 0.0),

@@ -33,7 +33,7 @@ SENTENCES = (
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the heads that stay
 SCORES = ("michel", "random")
 REAL = {"minilm": "1 - cosine", "smollm2": "loss"}
-RETRAIN: dict[str, Any] = {"steps": 200, "batch": 16, "rate": 1e-3}
+RETRAIN: dict[str, Any] = {"steps": 200, "batch": 8, "rate": 1e-3}
 PASSAGE = 240  # characters of a text for the real models
 
 
