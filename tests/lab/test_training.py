@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.model import Recipe, as_gpt2, build, task_of
 from headwise.lab.store import DEFAULT, TINY, Lab
 from headwise.lab.tasks import IGNORED, Relations, Text
-from headwise.lab.train import Trained, held_out, loss_of, test, train
+from headwise.lab.train import Trained, held_out, loss_of, quality, train
 
 SMALL = {"task": "relations", "layers": 1, "width": 16, "batch": 7, "steps": 5}
 
@@ -90,7 +90,7 @@ def test_gpt2_of_transformers_gives_the_same() -> None:
     batch = held_out(task_of(recipe), 1, 3)[0]
     with torch.no_grad():
         assert torch.allclose(as_gpt2(model)(batch.inputs).logits, model(batch.inputs), atol=1e-5)
-    loss, right = test(model, task_of(recipe), batches=1, size=3)
+    loss, right = quality(model, task_of(recipe), batches=1)
     assert 0 <= right <= 1 and loss > 0
 
 

@@ -79,7 +79,6 @@ def point(x: float | str, values: list[float]) -> Point:
     return (x, *spread(values))
 
 
-def starts_seen(values: list[float], unit: str = "") -> str:
-    """How sure a mean over random starts is: "5 starts, 0.912 to 0.934"."""
-    low, high = min(values), max(values)
-    return f"{len(values)} random starts, {low:.3g} to {high:.3g}{unit}"
+def starts_seen(values: list[float], unit: str = "", of: str = "random starts") -> str:
+    """How sure a mean over random starts is: "5 random starts, 0.912 to 0.934"."""
+    return f"{len(values)} {of}, {min(values):.3g} to {max(values):.3g}{unit}"

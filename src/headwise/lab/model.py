@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.blocks import TransformerBlock
+from ..attention.module import MultiHeadAttention
 from ..attention.stack import Decoder
 from ..errors import HeadwiseError
 from ..heads import Heads
@@ -33,12 +35,19 @@ class Recipe:
     rate: float = 3e-3
     relations: int = 4  # of the task "relations"
     scale: bool = True  # scores divided by sqrt(d_k)
+    look: bool = True  # False: every head looks at all earlier tokens alike, whatever they are
     mix: bool = True  # with W_O
     dropout: float = 0.0
 
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+
+# what the claims train, so that they share models: the rest of a recipe is the heads and the start
+RELATIONS_RECIPE: dict[str, Any] = {"task": "relations", "layers": 1, "batch": 64, "steps": 600}
+TEXT_RECIPE: dict[str, Any] = {"task": "text", "layers": 2, "batch": 16, "steps": 1500, "rate": 8e-3}
+TEXT_HEADS = 8  # of the text models that are looked into
 
 
 def task_of(recipe: Recipe) -> Relations | Text:
@@ -64,20 +73,24 @@ def build(recipe: Recipe) -> Decoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = Decoder(shape, dropout=recipe.dropout)
-    for block in model.blocks:
-        attention: Any = block.attention
+    for attention in attentions(model):
         if not recipe.mix:
-            attention.W_O = nn.Identity()  # the heads' outputs, side by side, go straight to the residual stream
+            attention.W_O = nn.Identity()  # type: ignore[assignment]  # the heads' outputs, side by side, go straight to the residual stream
         if not recipe.scale:
-            attention.W_Q.register_forward_hook(_unscaled(recipe.head_dim))
+            attention.W_Q.register_forward_hook(_times(recipe.head_dim**0.5))  # undoes the division by sqrt(d_k)
+        if not recipe.look:
+            attention.W_Q.register_forward_hook(_times(0.0))
     return model
 
 
-def _unscaled(head_dim: int) -> Any:
-    """The attention divides by sqrt(d_k); queries that much larger undo it."""
+def attentions(model: Decoder) -> list[MultiHeadAttention]:
+    """The attention of every layer."""
+    return [block.attention for block in model.blocks if isinstance(block, TransformerBlock)]
 
+
+def _times(factor: float) -> Any:
     def hook(linear: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return output * head_dim**0.5
+        return output * factor
 
     return hook
 

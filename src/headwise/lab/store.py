@@ -71,7 +71,7 @@ class Lab:
         from .train import Trained, train
 
         recipe = self.recipe(**options)
-        weights = self._place("model", self._made_of(recipe), ".safetensors")
+        weights = self._place("model", self.made_of(recipe), ".safetensors")
         words = f"{recipe.task}, {recipe.heads} heads, start {recipe.seed}"
         found: list[Trained] = []
 
@@ -83,7 +83,7 @@ class Lab:
                     save_file({name: x.contiguous() for name, x in trained.model.state_dict().items()}, path)
             return trained.curve
 
-        curve = self.piece("model", self._made_of(recipe), run)
+        curve = self.piece("model", self.made_of(recipe), run)
         if found:
             return found[0]
         assert weights is not None
@@ -107,7 +107,8 @@ class Lab:
                 path.write_text(json.dumps({"made_of": made_of, "value": value}) + "\n", encoding="utf-8")
         return value
 
-    def _made_of(self, recipe: Recipe) -> dict[str, Any]:
+    def made_of(self, recipe: Recipe) -> dict[str, Any]:
+        """All that decides what a model is: what a piece made from it is named by."""
         from .tasks import fingerprint
 
         return asdict(recipe) | {"text": fingerprint() if recipe.task == "text" else ""}

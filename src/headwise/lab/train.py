@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from ..attention.stack import Decoder
 from .model import Recipe, build, task_of
 from .tasks import IGNORED, Batch, Relations, Text
 
-LOOKS = 20  # how often a run is tested on held-out data
+LOOKS = 20  # how often a run is tested: on one batch on the way, on all of the held-out data at its end
 TEST_SEED, TEST_BATCHES, TEST_SIZE = 1 << 20, 8, 64  # the same held-out data for every model
 WARM_UP = 0.1  # of the steps, until the learning rate is reached; from there it falls in a straight line
 CLIP = 1.0  # the largest norm of a gradient
@@ -64,7 +63,8 @@ def fit(
 ) -> list[tuple[int, float, float]]:
     """The loop: these parameters of the model learn the task. Gives the curve of the held-out data."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+    learning = list(parameters)
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     curve = []
     with torch.random.fork_rng(devices=[]):
@@ -72,13 +72,13 @@ def fit(
         for step in range(steps):
             drawn = task.batch(batch, random)
             loss = loss_of(model(drawn.inputs.to(device)), drawn.targets.to(device))
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            nn.utils.clip_grad_norm_(learning, CLIP)
             optimizer.step()
             schedule.step()
             if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
-                curve.append((step + 1, *test(model, task)))
+                curve.append((step + 1, *quality(model, task, TEST_BATCHES if step + 1 == steps else 1)))
                 if progress:
                     progress(step + 1, steps)
     return curve
@@ -96,13 +96,13 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test(model: Decoder, task: Relations | Text, **how: Any) -> tuple[float, float]:
-    """Loss and share of right answers on the held-out data."""
+def quality(model: Decoder, task: Relations | Text, batches: int = TEST_BATCHES) -> tuple[float, float]:
+    """Loss and share of right answers on the held-out data, or the first batches of it."""
     training = model.training
     model.eval()
     device = next(model.parameters()).device
     loss = right = count = 0.0
-    for drawn in held_out(task, **how):
+    for drawn in held_out(task, batches):
         logits, targets = model(drawn.inputs.to(device)), drawn.targets.to(device)
         best = logits.unflatten(-1, (targets.shape[-1], -1)).argmax(-1)  # (B, T, answers)
         real = targets != IGNORED

@@ -9,6 +9,12 @@ from ..claim import Claim
 
 _FILES = {
     3: "c03_one_head",
+    4: "c04_heads_against_size",
+    6: "c06_specialise",
+    7: "c07_output",
+    8: "c08_removing",
+    9: "c09_scale",
+    10: "c10_shared_keys",
 }
 NUMBERS = tuple(_FILES)
 

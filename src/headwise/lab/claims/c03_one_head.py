@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..model import RELATIONS_RECIPE
 from ..store import Lab
 from ..tasks import Relations
 
@@ -29,15 +30,14 @@ SENTENCES = (
 )
 RELATIONS = 4
 HEADS = (1, 2, 4, 8)
-RECIPE: dict[str, Any] = {"task": "relations", "layers": 1, "batch": 64, "steps": 600}
-LONGER = RECIPE | {"steps": 4 * RECIPE["steps"]}
+LONGER = RELATIONS_RECIPE | {"steps": 4 * RELATIONS_RECIPE["steps"]}
 TOKENS = 32  # of the exact part
 
 
 def run(lab: Lab) -> Figures:
-    models = {h: [lab.trained(heads=h, seed=seed, **RECIPE) for seed in lab.starts] for h in HEADS}
+    models = {h: [lab.trained(heads=h, seed=seed, **RELATIONS_RECIPE) for seed in lab.starts] for h in HEADS}
     longer = [lab.trained(heads=1, seed=seed, **LONGER) for seed in lab.starts]
-    single = [lab.trained(heads=1, seed=seed, relations=1, **RECIPE) for seed in lab.starts]
+    single = [lab.trained(heads=1, seed=seed, relations=1, **RELATIONS_RECIPE) for seed in lab.starts]
     return {
         "relations": RELATIONS,
         "parameters": {h: sum(p.numel() for p in of_h[0].model.parameters()) for h, of_h in models.items()},
