@@ -122,7 +122,8 @@ def _experts(figures: Figures) -> Verdict:
         f"Mixtral has {once['heads']} heads and {once['experts']} experts in a layer. Twice the experts leave its "
         f"attention at {after['attention']:,} parameters and take the feed-forward part from {before['ffn']:,} to "
         f"{after['ffn']:,}; twice the heads leave both as they were. A router sends each token to "
-        f"{once['experts_a_token']} experts, and {once['idle']:,} parameters stay idle, none of them in attention: every head runs for every token."
+        f"{once['experts_a_token']} experts, and {once['idle']:,} parameters stay idle, none of them in "
+        "attention: every head runs for every token."
     )
     apart = after["attention"] == before["attention"] and after["ffn"] > before["ffn"] and heads == before
     only_theirs = once["idle"] > 0 == figures["every_expert_used"]["idle"]
