@@ -85,7 +85,8 @@ def attention(name: str) -> None:
         check_gradients(whole, split)
     _, weights = split(x, causal=True, need_weights=True)
     torch.testing.assert_close(weights, whole.weights(x, causal=True), **CLOSE)
-    torch.testing.assert_close(split.weights(x, heads=[count - 1, 0], rows=[2]), whole.weights(x, heads=[count - 1, 0], rows=[2]), **CLOSE)  # fmt: skip
+    some: dict[str, Any] = {"heads": [count - 1, 0], "rows": [2]}
+    torch.testing.assert_close(split.weights(x, **some), whole.weights(x, **some), **CLOSE)
     got, want = split.stats(x, causal=True), whole.stats(x, causal=True)
     assert got.names == want.names
     for name in want:

@@ -1,4 +1,4 @@
-"""Sequence over ranks, as every rank runs it: a ring's outputs, gradients and statistics against attend's on the whole."""
+"""Sequence over ranks, as every rank runs it: outputs, gradients and statistics against attend's on the whole."""
 
 from __future__ import annotations
 
