@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures browser test test-full sanitize neon bench lint format clean
+.PHONY: help setup demo examples pictures guide data tools test test-full sanitize neon bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -29,20 +29,29 @@ examples: setup  ## measure docs/examples.md again
 	$(BIN)/headwise inspect --markdown > docs/examples.md.new
 	mv docs/examples.md.new docs/examples.md
 
-pictures: setup browser  ## take the README's pictures of the page again
+pictures: setup tools  ## take the pictures of the page again
 	$(BIN)/python docs/pictures.py
 
-# the page's tests need a browser and node: where they are missing and can be installed, they are
-browser:
-	@if { command -v chromium || command -v chromium-browser || command -v google-chrome || test -n "$$CHROMIUM"; } >/dev/null \
-	  && command -v node >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium nodejs; \
-	else echo "the page's tests need a browser and node: apt-get install -y chromium nodejs" >&2; fi
+guide: setup  ## run the guide's pages, write down what they print, make the notebook
+	$(BIN)/python docs/guide/make.py
 
-test: lint browser  ## lint, types and the tests
+data:  ## fetch the annotated text that docs/relations.md is measured on, into build/data
+	$(PYTHON) benchmarks/data.py
+
+# what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
+# path; where they are missing and can be installed, they are
+TOOLS := chromium nodejs gcc-aarch64-linux-gnu qemu-user
+tools:
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome || test -n "$$CHROMIUM"; } >/dev/null \
+	  && command -v node >/dev/null \
+	  && command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq $(TOOLS); \
+	else echo "some tests need more: apt-get install -y $(TOOLS)" >&2; fi
+
+test: lint tools  ## lint, types and the tests
 	$(BIN)/python -m pytest
 
-test-full: lint browser  ## the long tests as well
+test-full: lint tools  ## the long tests as well
 	$(BIN)/python -m pytest -m 'full or not full'
 
 sanitize:  ## the kernel's C tests under AddressSanitizer, UBSan and ThreadSanitizer

@@ -1,0 +1,28 @@
+"""The claims, a file each: what people say, what is measured, and when which verdict is given."""
+
+from __future__ import annotations
+
+import importlib
+
+from ...errors import HeadwiseError
+from ..claim import Claim
+
+_FILES = {
+    3: "c03_one_head",
+    4: "c04_heads_against_size",
+    6: "c06_specialise",
+    7: "c07_output",
+    8: "c08_removing",
+    9: "c09_scale",
+    10: "c10_shared_keys",
+}
+NUMBERS = tuple(_FILES)
+
+
+def claim(number: int) -> Claim:
+    """The claim of that number; only then is its file, and what it needs, imported."""
+    if number not in _FILES:
+        raise HeadwiseError(f"there is no claim {number}; there are {', '.join(map(str, NUMBERS))}")
+    found = importlib.import_module(f".{_FILES[number]}", __name__).CLAIM
+    assert isinstance(found, Claim)
+    return found
