@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import report, says
+from launch import says
 from torch.distributed.tensor import DTensor
 
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.blocks import FeedForward
-from headwise.scale import load_state, save_state, split_heads, started
+from headwise.scale import load_state, save_state, split_heads
 from headwise.scale.linear import local, piece_of
 from headwise.scale.ranks import RankError, Ranks
 
@@ -246,8 +246,3 @@ def stored() -> dict[str, Any]:
         for x in module.parameters():
             torch.nn.init.normal_(x)
     return {**made, "decoder": Decoder(DECODER)}
-
-
-if __name__ == "__main__":
-    with started(timeout=60) as ranks:
-        report(CHECKS, ranks)

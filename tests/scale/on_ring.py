@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import report, says
+from launch import says
 from torch import Tensor
 
 import headwise
-from headwise.scale import SequencePlan, collected, placed, positions, ring_attend, ring_head_stats, started
+from headwise.scale import SequencePlan, collected, placed, positions, ring_attend, ring_head_stats
 from headwise.scale.ranks import Ranks
 
 BATCH, DIM, VALUE_DIM = 2, 6, 5
@@ -153,8 +153,3 @@ def mistakes_are_told_on_every_rank(ranks: Ranks, folder: Path) -> None:
         "class 'a' must be True/False",
     )
     assert SequencePlan(31, ranks.count).count(ranks.rank) == q.shape[2]
-
-
-if __name__ == "__main__":
-    with started(timeout=20) as ranks:
-        report(CHECKS, ranks)

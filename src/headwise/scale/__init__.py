@@ -10,7 +10,9 @@ _WHERE = {
     "Ranks": "ranks",
     "SequencePlan": "sequence",
     "collected": "ring",
+    "load_split": "models",
     "load_state": "state",
+    "mask_heads": "models",
     "placed": "ring",
     "plan": "plan",
     "positions": "ring",
@@ -19,12 +21,16 @@ _WHERE = {
     "save_state": "state",
     "split_heads": "heads",
     "started": "ranks",
+    "watch": "models",
 }
 
 __all__ = [*_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
     from .heads import split_heads as split_heads
+    from .models import load_split as load_split
+    from .models import mask_heads as mask_heads
+    from .models import watch as watch
     from .plan import HeadPlan as HeadPlan
     from .ranks import Ranks as Ranks
     from .ranks import started as started

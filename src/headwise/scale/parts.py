@@ -80,11 +80,11 @@ def _by_rows(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Put the output of further keys to what there is, in place: each counts by its share of all the weight."""
-    both = torch.logaddexp(lse, more_lse.to(lse.dtype))
-    nothing = both == -torch.inf
-    old, new = ((x - both).masked_fill_(nothing, -torch.inf).exp_()[..., None] for x in (lse, more_lse))
-    out.mul_(old).add_(more * new.to(more.dtype) if more.dtype == out.dtype else more.to(out.dtype) * new)
-    lse.copy_(both)
+    more_lse = more_lse.to(lse.dtype)
+    ahead = more_lse - lse
+    share = ahead.masked_fill_((more_lse == -torch.inf) & (lse == -torch.inf), 0.0).sigmoid_()
+    out.lerp_(more.to(out.dtype), share[..., None])
+    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 @dataclass(frozen=True)
