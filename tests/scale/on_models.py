@@ -32,7 +32,9 @@ def save_models(folder: Path) -> None:
         "odd": transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=3, **size),
         "bert": transformers.BertConfig(num_attention_heads=4, **size),
     }.items():
-        made = transformers.AutoModelForCausalLM.from_config(config) if name != "bert" else transformers.BertModel(config)
+        made = (
+            transformers.AutoModelForCausalLM.from_config(config) if name != "bert" else transformers.BertModel(config)
+        )
         for x in made.parameters():
             torch.nn.init.normal_(x, std=0.2)
         made.save_pretrained(folder / name)
@@ -83,7 +85,9 @@ def masked_heads_are_those_of_the_whole_model(ranks: Ranks, folder: Path) -> Non
 
 @check
 def counts_that_do_not_divide_are_told_first(ranks: Ranks, folder: Path) -> None:
-    says(lambda: scale.load_split(folder / "odd"), f"{ranks.count} ranks do not divide the 6 query and 3 key/value heads")
+    says(
+        lambda: scale.load_split(folder / "odd"), f"{ranks.count} ranks do not divide the 6 query and 3 key/value heads"
+    )
     says(lambda: scale.load_split(folder / "odd"), "1 and 3 do")
     says(lambda: scale.load_split(folder / "bert"), "transformers has no tensor-parallel plan for bert")
 

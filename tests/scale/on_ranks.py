@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import on_corpus
 import on_heads
 import on_models
 import on_ring
@@ -9,7 +10,7 @@ from launch import report
 
 from headwise.scale import started
 
-CHECKS = {**on_heads.CHECKS, **on_ring.CHECKS, **on_models.CHECKS}
+CHECKS = {**on_heads.CHECKS, **on_ring.CHECKS, **on_models.CHECKS, **on_corpus.CHECKS}
 
 if __name__ == "__main__":
     with started(timeout=60) as ranks:

@@ -85,4 +85,6 @@ def test_one_process_alone_needs_no_torchrun() -> None:
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
     run = torchrun(2, str(HERE / "on_absence.py"), str(tmp_path))
-    assert (tmp_path / "told").read_text().startswith("not all ranks came to the meeting within 2 s"), run.stderr[-2000:]
+    assert (tmp_path / "told").read_text().startswith("not all ranks came to the meeting within 2 s"), run.stderr[
+        -2000:
+    ]

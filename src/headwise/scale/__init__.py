@@ -9,13 +9,16 @@ _WHERE = {
     "HeadPlan": "plan",
     "Ranks": "ranks",
     "SequencePlan": "sequence",
+    "atlas": "corpus",
     "collected": "ring",
+    "importance": "corpus",
     "load_split": "models",
     "load_state": "state",
     "mask_heads": "models",
     "placed": "ring",
     "plan": "plan",
     "positions": "ring",
+    "recover": "train",
     "ring_attend": "ring",
     "ring_head_stats": "ring",
     "save_state": "state",
@@ -27,6 +30,8 @@ _WHERE = {
 __all__ = [*_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
+    from .corpus import atlas as atlas
+    from .corpus import importance as importance
     from .heads import split_heads as split_heads
     from .models import load_split as load_split
     from .models import mask_heads as mask_heads
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
     from .sequence import SequencePlan as SequencePlan
     from .state import load_state as load_state
     from .state import save_state as save_state
+    from .train import recover as recover
 
 
 def __getattr__(name: str) -> Any:

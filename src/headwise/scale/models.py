@@ -101,7 +101,9 @@ class SplitWatch(Watch):
         super().__init__(*args, **how)
         self.ranks = ranks
         self._wanted = self._weights, self._outputs  # by numbers of the whole model, which are not those here
-        self._weights, self._outputs = ({at: dict.fromkeys(turns, True) for at, turns in x.items()} for x in self._wanted)
+        self._weights, self._outputs = (
+            {at: dict.fromkeys(turns, True) for at, turns in x.items()} for x in self._wanted
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

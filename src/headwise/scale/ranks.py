@@ -99,6 +99,10 @@ class Ranks:
             raise RankError(f"not all ranks came to {what} within {self.timeout:g} s ({why})") from error
         return [x.cpu().numpy().tobytes() for x in everyone]
 
+    def told(self, text: str) -> str:
+        """What the first rank says, in a few words."""
+        return text if self.count == 1 else _words(self._told("a message", _record(FINE, text))[0])
+
     def gathered(self, x: Tensor) -> list[Tensor]:
         """Everyone's x; all must have the same shape. No gradient."""
         if self.count == 1:
