@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.blocks import FeedForward
-from headwise.scale import load_state, save_state, split_heads
+from headwise.scale import counted, load_state, save_state, split_heads
 from headwise.scale.linear import local, piece_of
 from headwise.scale.ranks import RankError, Ranks
 
@@ -202,6 +202,20 @@ def state_is_saved_for_other_counts(ranks: Ranks, folder: Path) -> None:
             mine = dict(split.named_parameters())[key]
             piece = piece_of(mine)
             assert torch.equal(local(mine), x if piece is None else piece.of(x)), key
+
+
+@check
+def bytes_sent_are_those_of_the_head_plan(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(13)
+    for name in ("divides", "uneven", "grouped", "fewer_kv", "one_kv", "idle"):
+        split = split_heads(MultiHeadAttention(**{**LAYERS[name], "qk_norm": None}), checked=False)
+        x = torch.randn(2, 13, split.plan.heads.width, requires_grad=True)
+        with counted() as forward:
+            out = split(x)
+        with counted() as backward:
+            out.sum().backward()
+        assert forward == {"sums": split.plan.sent(2, 13)}, name
+        assert backward == {"sums": split.plan.sent_backward(ranks.rank, 2, 13, bias=split.W_Q.bias is not None)}, name
 
 
 @check

@@ -11,6 +11,7 @@ _WHERE = {
     "SequencePlan": "sequence",
     "atlas": "corpus",
     "collected": "ring",
+    "counted": "counted",
     "importance": "corpus",
     "load_split": "models",
     "load_state": "state",
@@ -32,6 +33,7 @@ __all__ = [*_WHERE]  # strings, all of them
 if TYPE_CHECKING:
     from .corpus import atlas as atlas
     from .corpus import importance as importance
+    from .counted import counted as counted
     from .heads import split_heads as split_heads
     from .models import load_split as load_split
     from .models import mask_heads as mask_heads
