@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data tools test test-full sanitize neon bench lint format clean
+.PHONY: help setup demo examples pictures guide data atlases tools test test-full sanitize neon bench lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -35,8 +35,14 @@ pictures: setup tools  ## take the pictures of the page again
 guide: setup  ## run the guide's pages, write down what they print, make the notebook
 	$(BIN)/python docs/guide/make.py
 
+# the two runs may be stopped and started again: each goes on where it was
+atlases: setup data  ## measure the atlases that come along again
+	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
+	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
+
 data:  ## fetch the annotated text that docs/relations.md is measured on, into build/data
 	$(PYTHON) benchmarks/data.py
+	$(PYTHON) tools/data.py
 
 # what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
 # path; where they are missing and can be installed, they are

@@ -127,10 +127,10 @@ class Atlas:
 
     def of_head(self, head: str | tuple[Any, ...]) -> list[Role]:
         """The roles of one head: "3.1", "cross 3.1", (3, 1) or ("cross", 3, 1)."""
-        kind, layer, number = self._at(head)
+        kind, layer, number = self.at(head)
         return [role for role in self.roles if (role.kind, role.layer, role.head) == (kind, layer, number)]
 
-    def _at(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
+    def at(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
         if isinstance(head, str):
             kind, _, name = head.strip().rpartition(" ")
             layer, _, number = name.partition(".")

@@ -1,6 +1,6 @@
 """Which pairs of a query and a key count for which role, as columns of zeros and ones.
 
-A batch's weights (B, H, Tq * Tk) times these columns (B, Tq * Tk, R) are the sums of all roles at once: one product, in
+A batch's weights (B, H, Tq * Tk) times these columns (B, R, Tq * Tk) are the sums of all roles at once: one product, in
 which equal attention is one head more. The same columns, read at each query's strongest key, give the argmax shares.
 """
 
@@ -21,7 +21,7 @@ NEVER = 1 << 40  # more often than any token
 class Marks:
     """The columns for some rows of queries, and what equal attention has on the same."""
 
-    pairs: Tensor  # (B, rows, Tk, R)
+    pairs: Tensor  # (B, R, rows, Tk)
     queries: Tensor  # (B, rows) bool: those that count
     counts: Tensor  # (B, R): of queries for which each column has any meaning
     equal: Tensor  # (B, R): sums of equal attention
@@ -38,7 +38,7 @@ def mark(query: Tokens, key: Tokens, visible: Tensor, real: Tensor, first: int, 
     i, j = torch.arange(first, first + rows, device=device)[:, None], torch.arange(keys, device=device)
     own = (i == j) if way != CROSS else torch.zeros(rows, keys, dtype=torch.bool, device=device)
     every = queries.sum(-1)
-    pairs = torch.zeros(*visible.shape, len(marks(way)), device=device)
+    pairs = torch.empty(len(visible), len(marks(way)), rows, keys, device=device)
     counts = torch.zeros(len(visible), len(marks(way)), device=device)
     found = _classes(query, key, visible, here, own, way)
     if way != CROSS:
@@ -46,11 +46,11 @@ def mark(query: Tokens, key: Tokens, visible: Tensor, real: Tensor, first: int, 
         away = (i - j).abs()
         found |= {"local": (away > 0) & (away <= NEAR), "distance": away}
     for column, name in enumerate(marks(way)):
-        pairs[..., column] = found[name] * visible
-        counts[:, column] = pairs[..., column].any(-1).sum(-1) if name in ("rare", "same_word") else every
+        torch.mul(found[name], visible, out=pairs[:, column])
+        counts[:, column] = pairs[:, column].any(-1).sum(-1) if name in ("rare", "same_word") else every
     seen = visible.sum(-1).clamp(min=1)
     equal = visible / seen[..., None]
-    sums = torch.einsum("bqk,bqkr->br", equal, pairs)
+    sums = torch.einsum("bqk,brqk->br", equal, pairs)
     wide = torch.stack([seen.log().sum(-1), (queries / seen).sum(-1), every], -1)
     return Marks(pairs, queries, counts, sums, wide)
 

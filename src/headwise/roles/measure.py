@@ -24,6 +24,7 @@ from .tally import Key, Tally, draws
 
 WEIGHTS = 1 << 23  # weights of a layer that are held at once
 CELLS = 1 << 26  # of marks
+TINY = 1e-37  # 0 ln 0 is 0
 
 
 @dataclass
@@ -57,7 +58,12 @@ class Observer:
     batch: Batch | None = None
     found: dict[Key, Found] = field(default_factory=dict)
     take: Each | None = None  # instead of the roles on texts, what another probe takes from each call
-    _marked: dict[Any, tuple[Any, Marks]] = field(default_factory=dict)
+    _marked: list[tuple[Any, Any, Marks]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any) -> Observer:
+        """Of the part of a model that attends."""
+        return cls(body_of(model))
 
     @contextmanager
     def watching(self) -> Iterator[Observer]:
@@ -72,9 +78,9 @@ class Observer:
 
     def run(self, batch: Batch) -> dict[Key, Found]:
         """What every layer did with a batch."""
-        self.batch, self.found, self._marked = batch.to(self.model.device), {}, {}
+        self.batch, self.found, self._marked = batch.to(self.model.device), {}, []
         forward(self.model, self.batch)
-        self._marked = {}
+        self._marked = []
         return self.found
 
     def tokens(self, kind: str) -> tuple[Tokens, Tokens]:
@@ -137,13 +143,22 @@ class Observer:
         """Layers that see alike share their marks, as long as these are made in one piece."""
         mask = reading.how["mask"] if isinstance(reading, Reading) else reading.given.mask
         how = (reading.how["causal"], reading.how["window"]) if isinstance(reading, Reading) else ("eager", None)
-        at = (id(query), id(key), id(mask), how, way, rows)
-        if at not in self._marked:
-            if len(rows) < reading.q.shape[2]:
-                self._marked.clear()
-            made = mark(query, key, visible(reading, rows, a), query.real[:, rows.start : rows.stop], rows.start, way)
-            self._marked[at] = mask, made  # the mask is held so that its id stays its own
-        return self._marked[at][1]
+        at = (id(query), id(key), how, way, rows)
+        for before, known, made in self._marked:
+            if before == at and _same(mask, known):
+                return made
+        if len(rows) < reading.q.shape[2]:
+            self._marked.clear()
+        made = mark(query, key, visible(reading, rows, a), query.real[:, rows.start : rows.stop], rows.start, way)
+        self._marked.append((at, mask, made))
+        return made
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two masks show the same; layers often get a new one that is like the last."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    return a is b
 
 
 def forward(model: Any, batch: Batch) -> Any:
@@ -171,14 +186,13 @@ def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> T
 def sums(a: Tensor, marked: Marks) -> tuple[Tensor, Tensor]:
     """Weights (B, H, rows, Tk) -> what is summed for every number (B, S, H + 1), and how much it is a sum of (B, S)."""
     batch, heads, rows, keys = a.shape
-    width = marked.pairs.shape[-1]
-    pairs = marked.pairs.view(batch, rows * keys, width)
-    shares = torch.bmm(a.reshape(batch, heads, rows * keys), pairs)  # (B, H, R)
+    pairs = marked.pairs.flatten(2)  # (B, R, rows * Tk)
+    shares = torch.bmm(a.reshape(batch, heads, rows * keys), pairs.transpose(1, 2))  # (B, H, R)
     most, at = a.max(-1)  # (B, H, rows)
-    row = torch.arange(batch * rows, device=a.device).view(batch, 1, rows) * keys
-    strongest = pairs.view(-1, width).index_select(0, (row + at).flatten()).view(batch, heads, rows, width).sum(2)
+    place = (torch.arange(rows, device=a.device) * keys + at).view(batch, 1, -1).expand(-1, pairs.shape[1], -1)
+    strongest = pairs.gather(2, place).view(batch, -1, heads, rows).sum(-1).transpose(1, 2)
     counted = marked.queries[:, None].to(a.dtype)
-    entropy = (-torch.xlogy(a, a).sum(-1) * counted).sum(-1)  # (B, H)
+    entropy = -(a.clamp(min=TINY).log_().mul_(a).sum(-1) * counted).sum(-1)  # (B, H)
     confidence = (most * counted).sum(-1)
     own = torch.cat([shares, strongest, torch.stack([entropy, confidence, entropy], -1)], -1)  # (B, H, S)
     spread, peak, count = marked.wide.unbind(-1)

@@ -26,30 +26,31 @@ SEQUENCES, LENGTH = 4, 50
 NAMES = (*PROBES, *(name + ARGMAX for name in PROBES))
 
 
-def lines(encoder: Encoder, vocabulary: int, room: int, seed: int) -> tuple[list[Line], int, int]:
+def lines(encoder: Encoder, vocabulary: int, seed: int) -> tuple[list[Line], int, int]:
     """The sequences, with what the tokenizer puts around a text; where they begin and how long each half is."""
     [around] = encoder.lines(["a"])
     begin = next((i for i, special in enumerate(around.special) if not special), 0)
     end = next((i for i, special in enumerate(reversed(around.special)) if not special), 0)
-    length = min(LENGTH, (room - begin - end) // 2)
+    length = min(LENGTH, (encoder.length - begin - end) // 2)
     if length < 2:
         raise HeadwiseError(
-            f"the model has room for {room} tokens; repeating random ones takes at least 4 and what goes around"
+            f"there is room for {encoder.length} tokens; repeating random ones takes at least 4 and what goes around"
         )
     special = set(getattr(encoder.tokenizer, "all_special_ids", ()))
     allowed = np.array([token for token in range(vocabulary) if token not in special])
-    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, length), replace=len(allowed) < length)
+    drawing = np.random.default_rng(seed)
     made = []
-    for half in drawn.tolist():
+    for _ in range(SEQUENCES):
+        half = drawing.choice(allowed, length, replace=len(allowed) < length).tolist()
         ids = around.ids[:begin] + half + half + (around.ids[-end:] if end else [])
         marks = [True] * begin + [False] * 2 * length + [True] * end
         made.append(Line(ids, marks, list(range(len(ids))), list(range(len(ids))), False))
     return made, begin, length
 
 
-def probe(observer: Observer, encoder: Encoder, vocabulary: int, room: int, seed: int, replicates: int) -> Tally:
+def probe(observer: Observer, encoder: Encoder, vocabulary: int, seed: int, replicates: int) -> Tally:
     """Induction and duplicate scores of every head; what is resampled here are tokens, not texts."""
-    made, begin, length = lines(encoder, vocabulary, room, seed)
+    made, begin, length = lines(encoder, vocabulary, seed)
     paired = encoder.start is not None
     counts = np.ones(vocabulary, np.int64)
     source = encoder.tokens(made, counts)

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, UnsupportedError
 from ..models import anatomy
-from ..models.inspection import _longest
+from ..models.inspection import longest
 from ..models.load import load
 from ..models.load import tokenizer as load_tokenizer
+from ..models.places import DEFAULT
 from .atlas import Atlas
 from .checkpoint import load_tallies, save_tallies
 from .corpus import Corpus, Encoder, read
-from .measure import Observer, add, body_of
+from .measure import Observer, add
 from .repeated import probe, vocabulary_of
 from .tally import REPLICATES, Key, Tally, identity
 
@@ -52,25 +53,18 @@ def atlas(
     file is gone when all is done. seed: for the random tokens that are repeated.
     """
     _check(length, part, replicates)
-    if model is None or isinstance(model, (str, os.PathLike)):
-        name = name or os.fspath(model or "minilm")
-        tokenizer = tokenizer or load_tokenizer(model or "minilm")
-        model = load(model or "minilm")
-    if tokenizer is None:
-        raise HeadwiseError("a model that is already loaded needs its tokenizer: atlas(model, texts, tokenizer)")
-    name = name or type(model).__name__
+    name, model, tokenizer = given(model, tokenizer, name)
     found, total = read(texts, field, limit)
-    body = body_of(model)
-    room = _room(body, length)
-    encoder = Encoder(tokenizer, room, _start(body))
+    observer = Observer.of(model)
+    encoder = encoder_of(observer.model, tokenizer, length)
     corpus = Corpus.of(found, encoder)
     about = {
-        "corpus": _corpus_name(texts), "length": room, "seed": seed,
+        "corpus": _corpus_name(texts), "length": encoder.length, "seed": seed,
         "counts": f"{identity(corpus.counts.tobytes().hex()):016x}", "part": list(part), "notes": _notes(encoder),
     }  # fmt: skip
     asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates, **about}
-    run = Run(body, corpus, Path(resume) if resume else None, asked, part, progress, total)
-    tally, measured = run.all(vocabulary_of(body, tokenizer), min(room, _longest(body, False)[0]), seed, replicates)
+    run = Run(observer, corpus, Path(resume) if resume else None, asked, part, progress, total)
+    tally, measured = run.all(vocabulary_of(observer.model, tokenizer), seed, replicates)
     return Atlas.of(tally, measured, name, _original(model), about)
 
 
@@ -78,22 +72,22 @@ class Run:
     """One pass over a corpus: what is done, what was asked for, and where it is kept meanwhile."""
 
     def __init__(
-        self, body: Any, corpus: Corpus, file: Path | None, asked: dict[str, Any], part: tuple[int, int],
+        self, observer: Observer, corpus: Corpus, file: Path | None, asked: dict[str, Any], part: tuple[int, int],
         progress: Progress | None, total: int | None,
     ) -> None:  # fmt: skip
-        self.observer, self.corpus, self.file, self.asked, self.part = Observer(body), corpus, file, asked, part
+        self.observer, self.corpus, self.file, self.asked, self.part = observer, corpus, file, asked, part
         self.progress, self.total = progress or (lambda done, total: None), total
         self.tally = Tally()
         self.window, self.batches = 0, 0  # where it stands: a window's first text, and batches done in it
 
-    def all(self, vocabulary: int, room: int, seed: int, replicates: int) -> tuple[Tally, Tally | None]:
+    def all(self, vocabulary: int, seed: int, replicates: int) -> tuple[Tally, Tally | None]:
         self.tally = Tally(replicates=replicates)
         resumed = self.file is not None and self.file.exists()
         if resumed:
             self._resume()
         with self.observer.watching(), interruptible() as stopped:
             # also where it was done before: it shows which way each layer attends
-            measured = probe(self.observer, self.corpus.encoder, vocabulary, room, seed, replicates)
+            measured = probe(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
             kept = time.monotonic()
             for _ in self._steps():
                 if stopped() or (self.file and time.monotonic() - kept > EVERY):
@@ -169,12 +163,23 @@ def _check(length: int, part: tuple[int, int], replicates: int) -> None:
         raise HeadwiseError(f"replicates must be at least 1, got {replicates}")
 
 
-def _room(body: Any, length: int) -> int:
-    """Tokens of a text at most: as asked for, and as many as the model has positions for."""
+def given(model: Any, tokenizer: Any, name: str | None) -> tuple[str, Any, Any]:
+    """A name, a model and its tokenizer, where a model may be given by its name."""
+    if model is None or isinstance(model, (str, os.PathLike)):
+        place = DEFAULT if model is None else model
+        tokenizer = tokenizer or load_tokenizer(place)  # first, for it tells a wrong name soonest
+        return name or os.fspath(place), load(place), tokenizer
+    if tokenizer is None:
+        raise HeadwiseError("a model that is already loaded needs its tokenizer: atlas(model, texts, tokenizer)")
+    return name or type(model).__name__, model, tokenizer
+
+
+def encoder_of(body: Any, tokenizer: Any, length: int) -> Encoder:
+    """The tokenizer with room for as many tokens as asked for and as the model has positions for."""
     wanted = getattr(body, "main_input_name", "input_ids")
     if wanted != "input_ids":
-        raise HeadwiseError(f"{type(body).__name__} takes {wanted}, not text; an atlas needs a text model")
-    return min(length, _longest(body, False)[0])
+        raise UnsupportedError(f"{type(body).__name__} takes {wanted}, not text; an atlas needs a text model")
+    return Encoder(tokenizer, min(length, longest(body, False)[0]), _start(body))
 
 
 def _start(body: Any) -> int | None:

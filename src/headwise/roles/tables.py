@@ -72,7 +72,9 @@ def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> 
         try:
             table.to_parquet(made, index=False)
         except ImportError:
-            raise HeadwiseError("Parquet needs pyarrow; get it with: pip install pyarrow, or use to_csv") from None
+            raise HeadwiseError(
+                "Parquet needs pyarrow; get it with: pip install 'headwise[tables]', or use to_csv"
+            ) from None
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> Any:
@@ -85,7 +87,5 @@ def pandas() -> Any:
     try:
         import pandas
     except ImportError:
-        raise HeadwiseError(
-            "DataFrames need pandas; get it with: pip install pandas, or use rows() and to_csv"
-        ) from None
+        raise HeadwiseError("DataFrames need pandas: pip install 'headwise[tables]', or use to_csv") from None
     return pandas
