@@ -43,10 +43,10 @@ def small_bert() -> Any:
     return made.eval()
 
 
-def batches() -> list[dict[str, Any]]:
+def batches(size: int = 3) -> list[dict[str, Any]]:
     from headwise.prune.texts import batched
 
-    return batched(texts(), headwise.tokenizer("minilm"), batch=3).scoring
+    return batched(texts(), headwise.tokenizer("minilm"), batch=size).scoring
 
 
 @check

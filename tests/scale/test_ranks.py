@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+import on_corpus
 import on_heads
+import on_models
 import on_ranks
 import pytest
 import torch
 from launch import HERE, found, torchrun
 
-from headwise import CheckpointError, MultiHeadAttention
+from headwise import CheckpointError, MultiHeadAttention, importance, tokenizer
+from headwise.roles import corpus
+from headwise.roles.atlas import Atlas
+from headwise.roles.survey import atlas
 from headwise.scale import load_state, save_state, split_heads, started
 
 
@@ -33,6 +40,7 @@ def on_two(folder: Path) -> dict[str, str]:
     for name, module in on_heads.stored().items():
         save_state(module, folder / "one" / f"{name}-1")
     given_states(folder / "one", 1, folder / "two")
+    on_models.save_models(folder / "two")
     return found("on_ranks", 2, folder / "two")
 
 
@@ -40,6 +48,7 @@ def on_two(folder: Path) -> dict[str, str]:
 def on_four(folder: Path, on_two: dict[str, str]) -> dict[str, str]:
     (folder / "four").mkdir()
     given_states(folder / "two", 2, folder / "four")
+    on_models.save_models(folder / "four")
     return found("on_ranks", 4, folder / "four")
 
 
@@ -88,3 +97,27 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: P
     assert (tmp_path / "told").read_text().startswith("not all ranks came to the meeting within 2 s"), run.stderr[
         -2000:
     ]
+
+
+def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = torchrun(2, str(HERE / "on_killed.py"), str(tmp_path), options=("--max-restarts=2",))
+    assert run.returncode == 0, run.stderr[-3000:]
+
+    def did(attempt: int, rank: int) -> dict[str, int]:
+        found: dict[str, int] = json.loads((tmp_path / f"attempt-{attempt}-rank-{rank}.json").read_text())
+        return found
+
+    probes = 1  # of repeated tokens, which each start measures again
+    assert did(0, 1)["measured"] == 2 and did(1, 1)["scored"] == 2  # killed before the third
+    whole = did(2, 1)["measured"]  # in the last attempt there was nothing left of the first
+    assert did(1, 1)["measured"] == whole - (did(0, 1)["measured"] - probes)
+    assert did(1, 1)["scored"] + did(2, 1)["scored"] == 6  # of 12 batches, each once
+    model = on_corpus.small_bert()
+    monkeypatch.setattr(corpus, "PAIRS", 1 << 11)
+    want, got = atlas(model, on_corpus.texts(), tokenizer("minilm")), Atlas.load(tmp_path / "atlas.json")
+    assert got.about["texts"] == want.about["texts"] == 23
+    for name, kinds in want.scores.items():
+        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=1e-5, err_msg=name)
+    scores = importance(model, on_corpus.batches(1))["self"]
+    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), scores, rtol=1e-6)
+    assert not list(tmp_path.glob("**/*.safetensors"))

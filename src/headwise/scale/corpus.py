@@ -91,7 +91,8 @@ def importance(
     if ranks.count == 1 or score in WHOLE or score not in SCORES or unit not in UNITS or len(kept) < 2:
         shown = progress if ranks.first else None
         return importance_of(model, kept, score, loss, unit=unit, seed=seed, progress=shown, **how)
-    asked = f"{score} of {unit}s, seed {seed}, {len(kept)} batches, digest {_digest(kept)}, {_weights(model)}"
+    told = ", ".join(f"{key} {value}" for key, value in sorted(how.items()))
+    asked = f"{score} of {unit}s, seed {seed}, {len(kept)} batches, digest {_digest(kept)}, {_weights(model)}, {told}"
     ranks.agree("what to score", asked)
     with _folder(resume, ranks) as folder, stopping_in_order():
         ledger = Ledger(folder, ranks, hashlib.sha256(asked.encode()).hexdigest()[:16])
