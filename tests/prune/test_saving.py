@@ -219,14 +219,3 @@ def test_a_record_of_another_model_is_told(tmp_path: Path) -> None:
         file.write_text(json.dumps(record | change))
         with pytest.raises(CheckpointError, match=words):
             headwise.load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_torch_export(name: str) -> None:
-    model, given = build(name), inputs(name)
-    pruned = headwise.prune_heads(model, uneven(model))
-    pruned.config.use_cache = False
-    pruned.config.return_dict = False
-    with torch.no_grad():
-        exported = torch.export.export(pruned, (given["input_ids"],), strict=False).module()
-        assert error(exported(given["input_ids"])[0], pruned(given["input_ids"])[0]) < CLOSE
