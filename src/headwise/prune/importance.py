@@ -121,7 +121,7 @@ def _place(model: nn.Module, site: Site, modules: list[int]) -> Place:
         cache += output_width(part.linear) // len(blocks) * sum(role != "q" for role, _ in blocks) // found.kv
     per_query += found.out.get_parameter("weight").numel() // found.query
     return Place(
-        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cache
+        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cache, found.multiple
     )  # fmt: skip
 
 

@@ -211,9 +211,10 @@ def cost(place: Place, gone: set[int], budget: str) -> float:
     groups = [count for count in left if count]
     if budget == "heads":
         return sum(left)
+    count = -(-len(groups) // place.multiple) * place.multiple
     if budget == "cache":
-        return len(groups) * place.cache
-    return len(groups) * (max(groups, default=0) * place.head_parameters + place.kv_parameters)
+        return count * place.cache
+    return count * (max(groups, default=0) * place.head_parameters + place.kv_parameters)
 
 
 def _remove(
@@ -271,7 +272,8 @@ def _notes(places: list[Place], gone: Gone) -> tuple[str, ...]:
         size = place.query // place.kv
         left = [sum(h not in gone[place.key] for h in range(g * size, (g + 1) * size)) for g in range(place.kv)]
         groups = [count for count in left if count]
-        padded.append(sum(max(groups) - count for count in groups) if groups else 0)
+        uneven = sum(max(groups) - count for count in groups) if groups else 0
+        padded.append(uneven + -len(groups) % place.multiple)
     if not sum(padded):
         return ()
     return (
