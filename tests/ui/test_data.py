@@ -125,7 +125,10 @@ def test_scores_stand_beside_the_layers(run: Callable[..., capture.Pass]) -> Non
     table = np.arange(72.0).reshape(6, 12)
     found = data.data(run(), scores={"importance": {"self": table}})["runs"][0]
     assert found["scores"]["importance"] == table.tolist()
-    with pytest.raises(headwise.ShapeError, match=r"\(layers, heads\), got \(2, 12\)"):
+    with pytest.raises(
+        headwise.ShapeError,
+        match=r"importance of self attention must be \(layers, heads\) = \(6, 12\) here, got \(2, 12\)",
+    ):
         data.data(run(), scores={"importance": {"self": table[:2]}})
 
 
@@ -167,7 +170,7 @@ def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "BYTES", 0)
     weights = weights_of(2, 41, 37)
     size = pack.Size(rows=82, weights=weights.size, longest=41)
-    stored = pack.packed(in_blocks(weights, 10), weights.shape, size)
+    stored = pack.linked(in_blocks(weights, 10), weights.shape, size)
     keys = decoded(stored["keys"], "<u1").reshape(2, 41, 8)
     assert (keys == np.argsort(-weights, -1)[..., :8]).all()
     assert decoded(stored["weights"], "<u2").reshape(2, 41, 8) / 65535 == pytest.approx(
