@@ -38,7 +38,7 @@ export function readState(text, run) {
 }
 
 const ALLOWED = /** @type {Record<string, string[]>} */ ({
-  view: ["map", "head", "steps", "compare"], unit: ["words", "pieces"], order: ["model", "value"], paint: ["value", "kind", "thumbnail"],
+  view: ["map", "head", "steps", "compare"], unit: ["words", "pieces"], order: ["model", "value", "ranked", "lowest"], paint: ["value", "kind", "role", "thumbnail"],
   palette: PALETTES, theme: ["auto", "light", "dark"], reduce: ["max", "mean"],
 });
 
@@ -48,5 +48,6 @@ export function mend(state, run) {
   if (!state.heads.length) state.heads = [[0, 0]];
   if (state.token !== null && !(state.token < run.text(state.heads[0][0], "from").pieces.length)) state.token = null;
   if (state.key !== null && !(state.key < run.text(state.heads[0][0], "to").pieces.length)) state.key = null;
+  if (state.paint === "role" && !run.json.roles?.length) state.paint = "kind";
   if (!Object.hasOwn(measures(run), state.stat)) state.stat = Object.keys(measures(run))[0];
 }
