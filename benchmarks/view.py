@@ -80,18 +80,19 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, found
 
 
-def text() -> str:
-    """More than enough words, the same everywhere."""
-    return " ".join(example.text for example in EXAMPLES.values()) * 200
+def text(tokens: int) -> str:
+    """A text of so many tokens, the same everywhere."""
+    whole = " ".join(example.text for example in EXAMPLES.values()) * 50
+    spans = headwise.tokenizer()(whole, truncation=True, max_length=tokens, return_offsets_mapping=True)
+    return whole[: spans["offset_mapping"][-2][1]]  # the last is [SEP]
 
 
 def written_page(tokens: int, path: Path) -> float:
     """Seconds from a text to a file on the disk, BERT-base's shape."""
-    model, tokenizer = bert(tokens, vocab_size=30_522), headwise.tokenizer()
+    model, tokenizer, given = bert(tokens, vocab_size=30_522), headwise.tokenizer(), text(tokens)
 
     def make() -> None:
-        seen = capture.run(text(), model, tokenizer=tokenizer, truncate=True, name="bert-base")
-        page.save(data.data(seen), path)
+        page.save(data.data(capture.run(given, model, tokenizer=tokenizer, name="bert-base")), path)
 
     capture.run(SENTENCES[0], model, tokenizer=tokenizer)  # the first time reads modules and warms up
     return timed(make)[0]
@@ -104,7 +105,7 @@ def bertviz(tokens: int, folder: Path) -> tuple[float, int] | str:
     except ImportError as error:
         return f"BertViz is not installed ({error})"
     model = bert(tokens, "eager", vocab_size=30_522)
-    given = headwise.tokenizer()(text(), truncation=True, max_length=tokens, return_tensors="pt")
+    given = headwise.tokenizer()(text(tokens), return_tensors="pt")
     names = headwise.tokenizer().convert_ids_to_tokens(given["input_ids"][0].tolist())
     path = folder / "bertviz.html"
 

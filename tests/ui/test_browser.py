@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import small
-import transformers
 
 import headwise
 from headwise.ui import capture, data, pack, page
@@ -273,13 +272,9 @@ def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
     assert told[:keys] == pytest.approx(seen.layers[1].rows([2], [2])[0, 0][: len(told)], abs=6e-5)
 
 
-def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path) -> None:
-    config = transformers.BartConfig(
-        vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
-        decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
-    )  # fmt: skip
-    model = small.sharp(transformers.BartForConditionalGeneration(config))
-    one = capture.run("The animal was tired.", model, tokenizer=small.byte_level(), target="It was too wide and tired.")
+def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tuple[Any, Any]) -> None:
+    one = capture.run("The animal was tired.", bart[0], tokenizer=bart[1], target="It was too wide and tired.")
+    assert one.texts[1].ids[0] == bart[0].config.decoder_start_token_id  # what the decoder is given begins with it
     page.save(data.data(one), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
     assert shown.locator(".hw-map .hw-kind h3").all_inner_texts() == [
