@@ -16,15 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, RankError
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others before it gives up
 RECORD, DIGEST = 768, 32  # bytes that a rank tells of itself: a state, a digest, and words for the message
 FINE, FAILED = 0, 1
-
-
-class RankError(HeadwiseError):
-    """Ranks that do not agree, do not answer, or cannot share the work."""
 
 
 @dataclass(frozen=True)
