@@ -84,15 +84,11 @@ def costs(card: Card, ranks: int, tokens: int, batch: int = 1, dtype: str = "bf1
         sent, again = plan.bytes_sent(busiest, a_token), plan.bytes_sent_backward(busiest, a_token, a_gradient)
         gradients = all_reduced(weights * size, ranks)
         found.append(Cost("sequence", ranks, sent, sent + again + gradients, -(-flops // ranks), weights * size))
+    each = -(-batch // ranks)  # with fewer sequences than ranks, these two ways leave some without work
+    alone, note = each * (flops // batch), f"{each} sequence{'s' * (each > 1)} a rank"
     gathered = (ranks - 1) * weights * size // ranks
-    found.append(
-        Cost("weights", ranks, gathered, 3 * gathered, -(-flops // ranks), -(-weights * size // ranks),
-             "a sequence each" if batch >= ranks else f"needs {ranks} sequences"),
-    )  # fmt: skip
-    found.append(
-        Cost("corpus", ranks, 0, all_reduced(weights * size, ranks), -(-flops // ranks), weights * size,
-             "a sequence each" if batch >= ranks else f"needs {ranks} sequences"),
-    )  # fmt: skip
+    found.append(Cost("weights", ranks, gathered, 3 * gathered, alone, -(-weights * size // ranks), note))
+    found.append(Cost("corpus", ranks, 0, all_reduced(weights * size, ranks), alone, weights * size, note))
     return found
 
 
@@ -104,7 +100,7 @@ def crossings(card: Card, dtype: str = "bf16") -> dict[str, Any]:
     bytes_a_token = 4 * width * size  # heads: two sums, each sends nearly twice what it sums
     flops_a_token = 2 * weights
     return {
-        "heads_against_sequence": 4 * width / (0.75 * a_token),
+        "heads_against_sequence": 4 * width / a_token,
         "tokens_heads_against_weights": -(-weights // (4 * width)),
         "ranks_heads_nvlink": flops_a_token / PEAK / (bytes_a_token / NVLINK),
         "ranks_heads_network": flops_a_token / PEAK / (bytes_a_token / NETWORK),
@@ -171,7 +167,7 @@ def paragraphs(card: Card, tokens: int) -> Iterator[str]:
     )
     yield (
         f"- Heads against sequence: at any length, splitting heads sends {found['heads_against_sequence']:.1f} times "
-        "what splitting the sequence does (over many ranks); but that needs all weights of a layer on every rank."
+        "what splitting the sequence does; but that needs all weights of a layer on every rank."
     )
     yield (
         f"- Heads against weights (FSDP): from {found['tokens_heads_against_weights']:,} tokens in a pass, sending a "
