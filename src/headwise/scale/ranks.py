@@ -48,11 +48,12 @@ class Ranks:
         return {}
 
     def among(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of some of these ranks. All ranks must ask, in the same order."""
+        """The process group of some of these ranks, of which this is one; all of them must ask."""
         if ranks not in self._groups:
             every = dist.get_process_group_ranks(self.group)
-            wait = timedelta(seconds=self.timeout)
-            self._groups[ranks] = dist.new_group([every[rank] for rank in ranks], timeout=wait)
+            self._groups[ranks] = dist.new_group(
+                [every[rank] for rank in ranks], timedelta(seconds=self.timeout), use_local_synchronization=True
+            )
         return self._groups[ranks]
 
     def global_rank(self, rank: int) -> int:
