@@ -132,7 +132,7 @@ def the_lab_trains_as_one_process_does(ranks: Ranks, folder: Path) -> None:
     want = train(recipe)
     for how in ("ddp", "fsdp"):
         got = train(recipe, crew=crew(how))
-        np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3)
+        np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3, atol=2e-3)  # a few answers of a thousand may flip
         for (name, a), b in zip(got.model.named_parameters(), want.model.parameters(), strict=True):
             if not name.endswith("W_K.bias"):  # its gradient is 0 but for rounding, which Adam makes as large as any
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name} {m}")
