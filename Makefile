@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations tools test test-full sanitize neon bench lint \
-        format clean
+.PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full sanitize neon bench \
+        lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu
 
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench
+
+lab: setup  ## measure every claim of docs/lab again, the long way; what is done is not done again
+	$(BIN)/headwise lab --all --full
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check .

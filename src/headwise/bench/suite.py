@@ -13,11 +13,11 @@ import torch
 
 from .. import __version__
 from ..errors import HeadwiseError
+from ..harness import Mismatch, race, verify
 from ..machine import describe
 from . import cases as attention
 from . import corpus, memory, models, pruned, sweep
 from .cases import Case
-from .harness import Mismatch, race, verify
 
 ROUNDS, QUICK_ROUNDS = 10, 3
 QUICK_STEP = 4  # every fourth of the sweep

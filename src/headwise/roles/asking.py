@@ -11,9 +11,9 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..models.watch import watch
 from .align import Batch, Lost, batches, encode
+from .found import Head
 from .gold import Sentence
 
-Head = tuple[str, int, int]  # kind, layer, head
 REACH = 10  # words, on either side, of a fixed offset
 OFFSETS = [*range(-REACH, 0), *range(1, REACH + 1)]
 RANKS = ("the nearest candidate", "the second nearest candidate", "the first candidate")  # where there are candidates

@@ -13,8 +13,8 @@ from ..errors import HeadwiseError
 from ..models.inspection import _pair as pair
 from . import asking, conllu, gold
 from .align import Lost
-from .asking import FIXED, Head
-from .found import Relation, Relations
+from .asking import FIXED
+from .found import Head, Relation, Relations
 from .gold import SHUFFLED, Sentence
 
 Gold = str | os.PathLike[str] | conllu.Treebank | Sequence[Any]

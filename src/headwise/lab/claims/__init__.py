@@ -8,13 +8,17 @@ from ...errors import HeadwiseError
 from ..claim import Claim
 
 _FILES = {
+    1: "c01_same_cost",
+    2: "c02_fused",
     3: "c03_one_head",
     4: "c04_heads_against_size",
+    5: "c05_slices",
     6: "c06_specialise",
     7: "c07_output",
     8: "c08_removing",
     9: "c09_scale",
     10: "c10_shared_keys",
+    12: "c12_cards",
 }
 NUMBERS = tuple(_FILES)
 
