@@ -91,6 +91,7 @@ def _beside(mini: Atlas, smol: Atlas) -> list[str]:
         ("how often on the rarest token, best head", "", "two thirds", _best(mini, RARE), _best(smol, RARE)),
         ("induction, best head", "", "", "does not apply", _best(smol, "induction")),
         ("no clean role", "", "", f"{mini.unnamed:.0%}", f"{smol.unnamed:.0%}"),
+        ("only rests: first token, added tokens, punctuation", "", "", f"{mini.resting:.0%}", f"{smol.resting:.0%}"),
     ]  # fmt: skip
     lines = ["| | Clark 2019: BERT-base | Voita 2019: translation | MiniLM | SmolLM2 |", "|---|---|---|---|---|"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), BESIDE]
@@ -174,12 +175,12 @@ baseline. Thresholds come from the literature where it has one, else they are ha
 these models. After a first look at MiniLM the role "first" was kept for decoders alone: in an encoder that token is
 [CLS], a delimiter. A head may have several roles, or none."""
 BESIDE = """
- What the papers report is quoted, not measured here, and their texts are others: Clark et al. looked at pairs of
+What the papers report is quoted, not measured here, and their texts are others: Clark et al. looked at pairs of
 paragraphs of up to 128 tokens, we at single sentences, where added tokens are a larger share of all. Voita's
 rare-token head is told for sentences whose rarest token is not among the 500 most frequent; ours for every token
 but the rarest itself. For induction, GPT-2 small is reported with heads of 0.91 to 0.93."""
 TAIL = """
- With many heads and many roles, some intervals of 95 % are wrong by chance; the thresholds, not the intervals,
+With many heads and many roles, some intervals of 95 % are wrong by chance; the thresholds, not the intervals,
 decide most cases, and a head close to one may gain or lose a role on other texts. A role tells where a head looks,
 not whether the model needs it: [relations.md](relations.md) has what masking does.
 """
