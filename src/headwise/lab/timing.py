@@ -16,7 +16,7 @@ Run = Callable[[], Any]
 
 def seconds(lab: Lab, name: str, made_of: dict[str, Any], contestants: Callable[[], Mapping[str, Run]]) -> list[Any]:
     """[{contestant: seconds a call}], one entry a race; as many races as the budget has random starts."""
-    rounds, shortest = lab.budget.pick((1, 0.0), (2, SHORTEST), (3, SHORTEST))
+    rounds, shortest = lab.budget.pick((1, 0.0), (4, SHORTEST), (8, SHORTEST))
     asked = {**made_of, "rounds": rounds, "races": len(lab.starts), "threads": torch.get_num_threads()}
 
     def run() -> list[Any]:
