@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..models.inspected import Inspection
 
 SENTENCE = 400  # characters
+NONE = "no clean role"
 
 
 def inspect(
@@ -63,7 +64,7 @@ def inspect(
         if picture:
             _picture(found, picture, ".png" if picture is png else ".svg", head, stat)
     if as_json:
-        typer.echo(json.dumps(found.to_json(head), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({**found.to_json(head), **_known(found)}, indent=2, ensure_ascii=False))
     elif not (png or svg or html):
         _print(found, stat=stat, head=head, ranked=bool(token))
     return None
@@ -153,7 +154,39 @@ def _drawing(
         parts.append(drawing.matrix(found, head, width, colour=colour))
     if ranked:
         parts += [Text()] * bool(parts) + [drawing.ranking(found)]
-    return Group(*parts) if parts else drawing.overview(found, width, colour=colour, statistic=stat)
+    if not parts:
+        parts.append(drawing.overview(found, width, colour=colour, statistic=stat))
+    return Group(*parts, *_roles(found, head))
+
+
+def _roles(found: Inspection, head: str | None) -> list[RenderableType]:
+    """What the heads that were named do over a corpus, where an atlas of the model comes along."""
+    from rich.text import Text
+
+    from ..models import drawing
+    from ..roles.shipped import known_roles
+
+    known = known_roles(found.model)
+    if known is None:
+        return []
+    texts, roles = known
+    named: dict[str, list[str]] = {}
+    for at in [found.at(head)] if head is not None else drawing.named(found):
+        named.setdefault(", ".join(roles.get(at, ())) or NONE, []).append(f"{at[0]}.{at[1]}")
+    text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {found.model})")
+    for role, heads in sorted(named.items(), key=lambda one: one[0] == NONE):
+        text.append("\n  ").append(", ".join(heads), "bold cyan").append(f" {role}")
+    return [text]
+
+
+def _known(found: Any) -> dict[str, Any]:
+    """The same for JSON: every head that has a role."""
+    from ..roles.shipped import known_roles
+
+    known = known_roles(getattr(found, "first", found).model)
+    if known is None:
+        return {}
+    return {"roles": {f"{layer}.{head}": roles for (layer, head), roles in sorted(known[1].items())}}
 
 
 def _list() -> None:

@@ -46,7 +46,7 @@ class Recipe:
 
 # what the claims train, so that they share models: the rest of a recipe is the heads and the start
 RELATIONS_RECIPE: dict[str, Any] = {"task": "relations", "layers": 1, "batch": 64, "steps": 600}
-TEXT_RECIPE: dict[str, Any] = {"task": "text", "layers": 2, "batch": 16, "steps": 1500, "rate": 8e-3}
+TEXT_RECIPE: dict[str, Any] = {"task": "text", "layers": 2, "batch": 8, "steps": 1000, "rate": 5e-3}
 TEXT_HEADS = 8  # of the text models that are looked into
 
 

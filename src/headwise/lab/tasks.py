@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,15 @@ class Text:
         """The loss of a model that knows how frequent each letter is, and nothing else."""
         share = torch.bincount(self.train, minlength=self.vocab).double() / len(self.train)
         return float(-(share * share.clamp(min=1e-12).log()).sum())
+
+    def tokenizer(self) -> Any:
+        """A character a token, as transformers has tokenizers, for everything that wants one."""
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        made = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(self.letters)}, unk_token=" "))
+        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        return PreTrainedTokenizerFast(tokenizer_object=made)
 
     def encode(self, text: str) -> list[int]:
         return [self.letters.index(letter) for letter in text if letter in self.letters]

@@ -28,7 +28,7 @@ HABIT = (64, 128)
 
 
 def run(lab: Lab) -> Figures:
-    heads = lab.budget.pick((1, 4, 64), HEADS, HEADS)
+    heads = lab.budget.pick((1, 8, 64), HEADS, HEADS)
     return {"survey": survey(), "tasks": {name: _sweep(lab, recipe, heads) for name, recipe in TASKS.items()}}
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ...attention.stack import Decoder
+from ...roles.survey import atlas
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
 from ..look import patterns, unlike
-from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, attentions, build, task_of
+from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, as_gpt2, attentions, build, task_of
 from ..store import Lab
+from ..tasks import Text
 from ..train import Trained, fit, held_out
 
 # the thresholds, written before the full run
@@ -30,8 +32,8 @@ SENTENCES = (
     "The same kinds of heads come up in every run, only in other places.",
     "It is the different random start that forces heads apart: heads that start equal stay equal.",
 )
-LOOKED_AT = 16  # texts
-TWINS: dict[str, Any] = {"steps": 200, "batch": 16, "rate": 3e-3}
+LOOKED_AT, ATLAS_TEXTS = 16, 128  # texts
+TWINS: dict[str, Any] = {"steps": 100, "batch": 8, "rate": 5e-3}
 STARTS = {  # how two equal heads start, and with how much dropout
     "all equal": (True, 0.0),
     "W_O differs": (False, 0.0),
@@ -50,6 +52,7 @@ def run(lab: Lab) -> Figures:
         "after": [within(seen) for seen in after],
         "between": between(after),
         "heads": [described(trained, ids) for trained in models],
+        "atlas": [_atlas(lab, trained) for trained in models],
         "twins": {name: [_twins(lab, name, seed) for seed in lab.starts] for name in STARTS},
     }
 
@@ -81,7 +84,7 @@ def matched(table: np.ndarray) -> float:
 
 
 def described(trained: Trained, ids: Tensor) -> list[Figures]:
-    """What each head does, in the terms of the atlas: weight on the token before, itself, the first; entropy, reach."""
+    """How much each head looks at the token before, at itself and at the first; how widely, and how far."""
     found = []
     for layer, stats in enumerate(trained.model.stats(ids)):
         columns = {name: stats[name].tolist() for name in ("previous", "self", "first", "entropy", "distance")}
@@ -90,6 +93,21 @@ def described(trained: Trained, ids: Tensor) -> list[Figures]:
             for head in range(trained.recipe.heads)
         ]
     return found
+
+
+def _atlas(lab: Lab, trained: Trained) -> list[tuple[str, str, float]]:
+    """The roles that a start's heads have, by headwise.atlas: head, role, score."""
+    texts_read = lab.budget.pick(8, ATLAS_TEXTS, ATLAS_TEXTS)
+
+    def compute() -> list[tuple[str, str, float]]:
+        task = task_of(trained.recipe)
+        assert isinstance(task, Text)
+        rows = held_out(task, 1, texts_read)[0].inputs.tolist()
+        texts = ["".join(task.letters[i] for i in row) for row in rows]
+        found = atlas(as_gpt2(trained.model.cpu()), texts, task.tokenizer(), name=f"start {trained.recipe.seed}")
+        return [(role.name, role.role, float(role.score)) for role in found.roles]
+
+    return lab.piece("atlas", {"model": lab.made_of(trained.recipe), "texts": texts_read}, compute)
 
 
 def make_twins(model: Decoder, with_output: bool) -> None:
@@ -224,7 +242,14 @@ def tables(figures: Figures) -> list[Table]:
             best = max(heads, key=lambda head: head[name])
             rows.append((str(i), name, best["head"], f"{best[name]:.2f}"))
     twins = [(name, *(f"{x:.2g}" for x in spread_of(each))) for name, each in figures["twins"].items()]
+    kinds = sorted({role for start in figures["atlas"] for _, role, _ in start})
+    roles = [
+        (kind, *(", ".join(head for head, role, _ in start if role == kind) or "—" for start in figures["atlas"]))
+        for kind in kinds
+    ]
+    starts = tuple(f"start {i}" for i in range(len(figures["atlas"])))
     return [
+        Table("The atlas of each start: which heads have a role", ("role", *starts), roles),
         Table(
             "The head with the most weight on the previous token, itself and the first",
             ("start", "on", "head", "weight"),
@@ -244,7 +269,8 @@ CLAIM = Claim(
     SENTENCES,
     f"""
 Claim 4's text model with two layers of {TEXT_HEADS} heads, from several random starts. Two heads are compared by the
-Jensen-Shannon divergence of their weights, query by query, on {LOOKED_AT} held-out texts. They do different things if
+Jensen-Shannon divergence of their weights, query by query, on {LOOKED_AT} held-out texts; `headwise.atlas` names what
+roles they have, on {ATLAS_TEXTS} (a character is a token). They do different things if
 heads of a layer are {APART} nats apart on average and {GREW:g} times as far as before training, in every start. The
 number of a head says nothing about it if heads of one number over two runs are at least {SAME_NUMBER:.0%} as far
 apart as any two. Kinds come back if partners, in the best of all matchings, are at most {MATCHED:.0%} as far apart as

@@ -28,7 +28,7 @@ SENTENCES = (
     "W_O weighs the heads, say 40 % of the first expert, 30 % of the second.",
     "W_O can make up for a head that has collapsed to looking everywhere alike.",
 )
-RETRAIN: dict[str, Any] = {"steps": 200, "batch": 16, "rate": 1e-3}
+RETRAIN: dict[str, Any] = {"steps": 200, "batch": 8, "rate": 1e-3}
 WIDTH, HEADS, TOKENS = 24, 4, 7  # of the exact part
 
 

@@ -33,7 +33,7 @@ SENTENCES = (
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the heads that stay
 SCORES = ("michel", "random")
 REAL = {"minilm": "1 - cosine", "smollm2": "loss"}
-RETRAIN: dict[str, Any] = {"steps": 200, "batch": 16, "rate": 1e-3}
+RETRAIN: dict[str, Any] = {"steps": 200, "batch": 8, "rate": 1e-3}
 PASSAGE = 240  # characters of a text for the real models
 
 
@@ -58,7 +58,9 @@ def _small(lab: Lab, trained: Trained) -> Figures:
     asked = {**lab.made_of(trained.recipe), "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
-        measuring = [{"input_ids": batch.inputs} for batch in held_out(task_of(trained.recipe), 4)]
+        measuring = [
+            {"input_ids": batch.inputs} for batch in held_out(task_of(trained.recipe), lab.budget.pick(1, 4, 4))
+        ]
         return damages(
             lab, as_gpt2(trained.model.cpu()), [_known(trained)], measuring, 1, f"start {trained.recipe.seed}"
         )
