@@ -72,6 +72,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT),
     "gpt_bigcode": ("gpt_bigcode", GPT | {"multi_query": True}),
     "gpt_neox": ("gpt_neox", MHA | {"rotary_pct": 0.4}),
+    "codegen": ("codegen", GPT | {"n_embd": 64, "n_head": 8, "n_ctx": 64, "rotary_dim": 4}),
     "gptj": ("gptj", GPT | {"rotary_dim": 4}),
     "gpt_neo": (
         "gpt_neo",
@@ -87,6 +88,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {"vocab_size": 89, "d_model": 60, "n_layers": 3, "n_heads": 5, "max_seq_len": 64}),
     "gpt_oss": ("gpt_oss", WIDE | EXPERTS | {"sliding_window": 5}),
     "deepseek_v3": ("deepseek_v3", MLA),
+    "deepseek_v32": ("deepseek_v32", MLA | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}),
 }  # fmt: skip
 TWO_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart", SEQ2SEQ),

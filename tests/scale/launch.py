@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headwise import HeadwiseError
 
 HERE = Path(__file__).parent
@@ -22,9 +24,8 @@ def torchrun(ranks: int, *command: str, limit: int = LIMIT, options: tuple[str, 
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
     path = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [*line, *command], env={**os.environ, **quiet, **env}, capture_output=True, text=True, timeout=limit, check=False
-    )  # fmt: skip
+    given = {**os.environ, **quiet, **env}
+    return subprocess.run([*line, *command], env=given, capture_output=True, text=True, timeout=limit, check=False)
 
 
 def found(worker: str, ranks: int, folder: Path, **env: str) -> dict[str, str]:
@@ -54,9 +55,6 @@ def report(checks: dict[str, Callable[..., None]], ranks: Any) -> None:
 
 def says(call: Callable[[], Any], words: str) -> None:
     """A call that fails, and says these words."""
-    try:
+    with pytest.raises(HeadwiseError) as caught:
         call()
-    except HeadwiseError as error:
-        assert words in str(error), str(error)
-    else:
-        raise AssertionError(f"no error that says {words!r}")
+    assert words in str(caught.value)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import report, says
+from launch import says
 from torch.distributed.tensor import DTensor
 
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.blocks import FeedForward
-from headwise.scale import load_state, save_state, split_heads, started
+from headwise.scale import counted, load_state, save_state, split_heads
 from headwise.scale.linear import local, piece_of
 from headwise.scale.ranks import RankError, Ranks
 
@@ -85,7 +85,8 @@ def attention(name: str) -> None:
         check_gradients(whole, split)
     _, weights = split(x, causal=True, need_weights=True)
     torch.testing.assert_close(weights, whole.weights(x, causal=True), **CLOSE)
-    torch.testing.assert_close(split.weights(x, heads=[count - 1, 0], rows=[2]), whole.weights(x, heads=[count - 1, 0], rows=[2]), **CLOSE)  # fmt: skip
+    some: dict[str, Any] = {"heads": [count - 1, 0], "rows": [2]}
+    torch.testing.assert_close(split.weights(x, **some), whole.weights(x, **some), **CLOSE)
     got, want = split.stats(x, causal=True), whole.stats(x, causal=True)
     assert got.names == want.names
     for name in want:
@@ -204,6 +205,20 @@ def state_is_saved_for_other_counts(ranks: Ranks, folder: Path) -> None:
 
 
 @check
+def bytes_sent_are_those_of_the_head_plan(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(13)
+    for name in ("divides", "uneven", "grouped", "fewer_kv", "one_kv", "idle"):
+        split = split_heads(MultiHeadAttention(**{**LAYERS[name], "qk_norm": None}), checked=False)
+        x = torch.randn(2, 13, split.plan.heads.width, requires_grad=True)
+        with counted() as forward:
+            out = split(x)
+        with counted() as backward:
+            out.sum().backward()
+        assert forward == {"sums": split.plan.sent(2, 13)}, name
+        assert backward == {"sums": split.plan.sent_backward(ranks.rank, 2, 13, bias=split.W_Q.bias is not None)}, name
+
+
+@check
 def a_split_module_refuses_what_needs_the_whole(ranks: Ranks, folder: Path) -> None:
     split = split_heads(MultiHeadAttention(15, 5))
     for call, words in (
@@ -245,8 +260,3 @@ def stored() -> dict[str, Any]:
         for x in module.parameters():
             torch.nn.init.normal_(x)
     return {**made, "decoder": Decoder(DECODER)}
-
-
-if __name__ == "__main__":
-    with started(timeout=60) as ranks:
-        report(CHECKS, ranks)

@@ -1,4 +1,4 @@
-"""Sequence over ranks, as every rank runs it: a ring's outputs, gradients and statistics against attend's on the whole."""
+"""Sequence over ranks, as every rank runs it: outputs, gradients and statistics against attend's on the whole."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import report, says
+from launch import says
 from torch import Tensor
 
 import headwise
-from headwise.scale import SequencePlan, collected, placed, positions, ring_attend, ring_head_stats, started
+from headwise.scale import SequencePlan, collected, counted, placed, positions, ring_attend, ring_head_stats
 from headwise.scale.ranks import Ranks
 
 BATCH, DIM, VALUE_DIM = 2, 6, 5
@@ -155,6 +155,20 @@ def mistakes_are_told_on_every_rank(ranks: Ranks, folder: Path) -> None:
     assert SequencePlan(31, ranks.count).count(ranks.rank) == q.shape[2]
 
 
-if __name__ == "__main__":
-    with started(timeout=20) as ranks:
-        report(CHECKS, ranks)
+@check
+def bytes_sent_are_those_of_the_plan(ranks: Ranks, folder: Path) -> None:
+    q, k, v = whole(37, 6, 2, torch.float32, VALUE_DIM)
+    ways: list[tuple[dict[str, Any], SequencePlan]] = [
+        ({"causal": True}, SequencePlan(37, ranks.count, right=0)),
+        ({"causal": True, "window": (5, 0), "zigzag": False}, SequencePlan(37, ranks.count, 5, 0, False)),
+        ({}, SequencePlan(37, ranks.count, zigzag=False)),
+    ]
+    a_token = BATCH * 2 * (DIM + VALUE_DIM) * 4
+    for how, plan in ways:
+        mine = [placed(x, 2, zigzag=plan.zigzag).clone().requires_grad_() for x in (q, k, v)]
+        with counted() as forward:
+            out = ring_attend(*mine, **how)
+        with counted() as backward:
+            out.sum().backward()
+        assert forward["messages"] == forward.data == plan.bytes_sent(ranks.rank, a_token)
+        assert backward["messages"] == backward.data == plan.bytes_sent_backward(ranks.rank, a_token, a_token)

@@ -33,12 +33,12 @@ class Measured:
     padded: bool = False
 
 
-def bert(tokens: int, implementation: str = "sdpa", **sizes: int) -> nn.Module:
+def bert(tokens: int, implementation: str = "sdpa", vocab_size: int = 997, **sizes: int) -> nn.Module:
     """BERT-base's shape with room for many tokens, random weights."""
     from transformers import BertConfig, BertModel
 
     return made(
-        BertModel, BertConfig(max_position_embeddings=max(tokens, 512), vocab_size=997, **sizes), implementation
+        BertModel, BertConfig(max_position_embeddings=max(tokens, 512), vocab_size=vocab_size, **sizes), implementation
     )
 
 

@@ -16,6 +16,7 @@ from .values import Attention, Counts, Part, Source, Unknown
 from .warn import warnings
 
 if TYPE_CHECKING:
+    from .pruned import Pruned
     from .safetensor import Tensors
 
 
@@ -32,6 +33,7 @@ class Card:
     stored: Counts | None = None  # what the weights beside the config hold
     warnings: tuple[str, ...] = ()
     tied: bool | None = None
+    pruned: str = ""  # for a pruned model, how many heads are left, in words
 
     @property
     def main(self) -> Part:
@@ -80,6 +82,7 @@ class Card:
             "parameters": self.parameters.to_json(),
             "stored": self.stored.to_json() if self.stored else None,
             "tied": self.tied,
+            "pruned": self.pruned or None,
             "parts": [part.to_json(layers=layers) for part in self.parts],
             "warnings": list(self.warnings),
         }
@@ -92,20 +95,33 @@ def from_config(
     weights: Tensors | None = None,
     counted: Counts | None = None,
     written: dict[str, str] | None = None,
+    pruned: Pruned | None = None,
 ) -> Card:
-    """A card of a config; weights check it, counts of a file that has them (GGUF) stand instead of a sum by facts."""
+    """A card of a config; weights check it, counts of a file that has them (GGUF) stand instead of a sum by facts.
+
+    A compactly saved pruned model has the full model's config: its heads come from `pruned`, its parameters from the
+    weights.
+    """
     root = Node(raw, written=written)
     towers = list(parts(root))
     chosen, chosen_by = class_name(root)
     parameters, found = count(root, towers)
+    lost: list[str] = []
+    if pruned is not None and pruned.compact:
+        found, lost = pruned.cut([part for part, _ in towers])
+        counted = _stored({name: x for name, x in (weights or {}).items() if name not in pruned.buffers})
+        parameters = Unknown("put the weights beside the config; headwise.json has cut them")
     if counted is not None:
-        parameters, found = counted, [replace(part, parameters=counted) for part, _ in towers]
+        alone = counted if len(found) == 1 else Unknown("counted with the other towers")
+        parameters, found = counted, [replace(part, parameters=alone) for part in found]
     ties = tied(Sizes(root, {}, None, {})) if root.value("tie_word_embeddings") is not None else None
     card = Card(
         name, root.model_type or "unknown", chosen, chosen_by, tuple(found), parameters, tied=ties,
         stored=_stored(weights),
     )  # fmt: skip
-    said = warnings(card.parts, root)
+    if pruned is not None:
+        card = replace(card, pruned=pruned.words(sum(part.attention.attentions for part in card.parts)))
+    said = warnings(card.parts, root) + lost
     if weights:
         said += [f"config and weights differ: {words}" for words in _contradictions(card, weights)]
     return replace(card, warnings=tuple(said))

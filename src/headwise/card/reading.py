@@ -11,6 +11,7 @@ from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from .cards import Card, from_config, from_tensors
 
 if TYPE_CHECKING:
+    from .pruned import Pruned
     from .safetensor import Tensors
 
 LARGEST_JSON = 64 * 2**20
@@ -89,7 +90,18 @@ def _file(path: Path) -> Card:
         return from_config(plain, path.name, counted=checking.counts(tensors), written=ggufs.written(said))
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return _weights(path)
+    if path.name == "config.json" and (path.parent / "headwise.json").is_file():
+        return _folder(path.parent)  # what is left of a pruned model stands beside its config
     return from_config(load_json(path), path.name)
+
+
+def _pruned(file: Path) -> Pruned | None:
+    """What headwise.save wrote beside a file; looked for before anything is imported, since most models are whole."""
+    if not file.with_name("headwise.json").is_file():
+        return None
+    from .pruned import read as read_pruned
+
+    return read_pruned(file.parent)
 
 
 def _starts(path: Path, magic: bytes) -> bool:
@@ -104,7 +116,7 @@ def _weights(path: Path) -> Card:
     tensors: Tensors = safetensor.header(path) if path.suffix == ".safetensors" else safetensor.sharded(path)
     config = path.with_name("config.json")
     if config.is_file():
-        return from_config(load_json(config), path.parent.name or path.name, weights=tensors)
+        return from_config(load_json(config), path.parent.name or path.name, weights=tensors, pruned=_pruned(path))
     return from_tensors(tensors, path.name)
 
 
@@ -114,7 +126,7 @@ def _folder(path: Path) -> Card:
     name = path.resolve().name
     config, tensors = path / "config.json", safetensor.of_folder(path)
     if config.is_file():
-        return from_config(load_json(config), name, weights=tensors)
+        return from_config(load_json(config), name, weights=tensors, pruned=_pruned(config))
     if tensors is not None:
         return from_tensors(tensors, name)
     files = sorted(path.glob("*.gguf"))

@@ -62,7 +62,7 @@ def explain(card: Card, context: int | None = None, dtype: str = "bf16", batch: 
     blocks = [
         [title(card)],
         list(_heads(card, dtype)),
-        list(_layers(card.attention.layers)),
+        [*_layers(card.attention.layers), *([card.pruned] if card.pruned else [])],
         list(_parameters(card)),
         list(_cache(card, chosen, dtype, batch)),
         list(_work(card, chosen)),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from .ranks import Alone, together
 
 if TYPE_CHECKING:
     from ..roles.atlas import Atlas
@@ -54,15 +55,30 @@ def atlas(
     """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
     from .relations import alone, damage, related
 
-    links = related(conllu, report, probe, model, seed)
-    if links is not None and texts is None and not merge:
-        return alone(links, out, as_json)
-    found = _merged(merge) if merge else _measured(texts, model, out, limit, length, field, _part(part), seed)
-    found = found if links is None else replace(found, relations=links)
-    if out is not None:
-        _write(found, out)
-    if matter is not None:
-        return damage(found, matter, model, texts, as_json)
+    with together() as ranks:
+        if ranks.count > 1 and (texts is None or merge or part or conllu or probe or matter):
+            raise HeadwiseError(
+                "torchrun shares texts among its ranks: give --texts, and none of --part, --merge, --conllu, --probe "
+                "and --matter"
+            )
+        links = related(conllu, report, probe, model, seed)
+        if links is not None and texts is None and not merge:
+            return alone(links, out, as_json)
+        if merge:
+            found = _merged(merge)
+        else:
+            found = _measured(texts, model, out, limit, length, field, _part(part), seed, ranks)
+        found = found if links is None else replace(found, relations=links)
+        if out is not None and ranks.first:
+            _write(found, out)
+        if matter is not None:
+            damage(found, matter, model, texts, as_json)
+        elif ranks.first:
+            _show(found, against, head, best, as_json)
+    return None
+
+
+def _show(found: Atlas, against: Path | None, head: str | None, best: int, as_json: bool) -> None:
     if against is not None:
         from ..roles.atlas import Atlas
 
@@ -76,7 +92,6 @@ def atlas(
         from ..roles.tables import text
 
         typer.echo(text(found, best))
-    return None
 
 
 def _part(text: str | None) -> tuple[int, int]:
@@ -99,7 +114,7 @@ def _merged(paths: list[Path]) -> Atlas:
 
 def _measured(
     texts: Path | None, model: str, out: Path | None, limit: int | None, length: int, field: str,
-    part: tuple[int, int], seed: int,
+    part: tuple[int, int], seed: int, ranks: Alone,
 ) -> Atlas:  # fmt: skip
     if texts is None:
         from ..roles.shipped import NAMES, shipped
@@ -113,21 +128,25 @@ def _measured(
     if not texts.exists():
         raise HeadwiseError(f"texts {str(texts)!r} cannot be read: no such file")
     from ..models.load import load, tokenizer
-    from ..roles.survey import atlas as measure
 
     if out is not None:
         _directory(out)
-    kept = None if out is None else out / "unfinished.safetensors"
-    if kept is not None and kept.exists():
+    kept = None if out is None else out / ("unfinished.safetensors" if ranks.count == 1 else "unfinished")
+    if kept is not None and kept.exists() and ranks.first:
         typer.echo(f"going on where {kept} was left; remove it to begin again", err=True)
     words = tokenizer(model)  # first, for it tells a wrong name soonest
     loaded = load(model)
-    with _bar() as progress:
-        found = measure(
-            loaded, texts, words, name=model, limit=limit, length=length, field=field, part=part, resume=kept,
-            seed=seed, progress=progress,
-        )  # fmt: skip
-    if out is not None:
+    how: dict[str, Any] = {"name": model, "limit": limit, "length": length, "field": field, "seed": seed}
+    with _bar(ranks.first) as progress:
+        if ranks.count > 1:
+            from ..scale.corpus import atlas as measure_together
+
+            found = measure_together(loaded, texts, words, resume=kept, progress=progress, **how)
+        else:
+            from ..roles.survey import atlas as measure
+
+            found = measure(loaded, texts, words, part=part, resume=kept, progress=progress, **how)
+    if out is not None and ranks.first:
         from ..roles.likeness import likeness
 
         alike = likeness(loaded, texts, words, field=field, length=length, seed=seed)
@@ -143,14 +162,14 @@ def _directory(out: Path) -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
+def _bar(shown: bool) -> Iterator[Progress]:
     """Texts done, of how many, and the time left, on stderr; gone at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
         task = bars.add_task("texts", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 

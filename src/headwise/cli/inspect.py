@@ -46,6 +46,15 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option(help="Write the interactive view as one page, for texts of any length.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --html: what the decoder of an encoder-decoder model is given.")
+    ] = None,
+    scores: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --html: a JSON file to colour heads by: an atlas, importance, or {name: {kind: [[...]]}}."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
@@ -54,8 +63,10 @@ def inspect(
     if examples:
         return _list()
     text, follow = _chosen(text, example, tuple(token or ()))
+    if (target or scores) and not html:
+        raise HeadwiseError(f"{'--target' if target else '--scores'} is for the page; give --html FILE too")
     if html:
-        _write_page(html, text, against, model, head, truncate)
+        _write_page(html, text, against, model, head, scores or [], target=target, truncate=truncate)
         if not (png or svg or as_json):
             return None
     found = _inspected(text, model, against=against, token=follow, pieces=pieces, truncate=truncate)
@@ -70,15 +81,20 @@ def inspect(
     return None
 
 
-def _write_page(path: Path, text: str, against: str | None, model: str, head: str | None, truncate: bool) -> None:
+def _write_page(
+    path: Path, text: str, against: str | None, model: str, head: str | None, files: list[Path], **how: Any
+) -> None:
     from ..models import inspection
     from ..ui import capture, page
     from ..ui.data import data
+    from ..ui.scores import read
 
+    scores = read(files)
     name, loaded, tokenizer = inspection._pair(model, None)
     texts = [text] if against is None else [text, against]
-    passes = [capture.run(one, loaded, tokenizer=tokenizer, truncate=truncate, name=name) for one in texts]
-    page.save(data(passes, heads=[head] if head else ()), path, title=text if len(text) <= 60 else text[:59] + "…")
+    passes = [capture.run(one, loaded, tokenizer=tokenizer, name=name, **how) for one in texts]
+    value = data(passes, heads=[head] if head else (), scores=scores)
+    page.save(value, path, title=text if len(text) <= 60 else text[:59] + "…")
     typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
 
 

@@ -35,7 +35,7 @@ def related(
     first = sentences_of(files.read(*conllu) if conllu else own.sentences())[0]  # before a model is loaded
     second = sentences_of(files.read(*report))[0] if report else None
     total, done = len(first) + len(second or ()), 0
-    with _bar() as bar:
+    with _bar(True) as bar:
 
         def progress(count: int) -> None:
             nonlocal done
@@ -75,7 +75,7 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: boo
     if tasks.speaks(loaded):
         given.append(tasks.repeat(loaded, words))
     done = 0
-    with _bar() as bar:
+    with _bar(True) as bar:
 
         def progress(count: int) -> None:
             nonlocal done

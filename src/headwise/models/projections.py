@@ -26,6 +26,15 @@ def _grouped(query: int, kv: int) -> list[Block]:
     ]
 
 
+SLICES = 4  # CodeGen's, one for each of four devices of old
+
+
+def _sliced(query: int, kv: int) -> list[Block]:
+    """Each slice's queries, then its values, then its keys: CodeGen's order."""
+    size = query // SLICES
+    return [(role, first + i) for first in range(0, query, size) for role in "qvk" for i in range(size)]
+
+
 # In which order the rows of a linear layer hold its heads: a function of the numbers of query and KV heads.
 LAYOUTS: dict[str, Callable[[int, int], list[Block]]] = {
     "q": lambda query, kv: [("q", i) for i in range(query)],
@@ -34,12 +43,13 @@ LAYOUTS: dict[str, Callable[[int, int], list[Block]]] = {
     "kv": lambda query, kv: [(role, i) for role in "kv" for i in range(kv)],
     "qkv": lambda query, kv: [("q", i) for i in range(query)] + [(role, i) for role in "kv" for i in range(kv)],
     "grouped": _grouped,
+    "sliced": _sliced,
 }
 # Names of linear layers, inside the attention module, and the layout of their rows.
 NAMED = {
     "q": ("q_proj", "query", "q", "q_lin", "query_proj", "q_b_proj", "q_attn", "to_q", "linear_q", "Wq", "wq",
           "q_linear", "project_q", "query_global", "pos_query_proj", "pos_q_proj", "pos_key_proj", "pos_proj",
-          "linear_pos", "w2e_query", "e2w_query", "e2e_query"),
+          "linear_pos", "w2e_query", "e2w_query", "e2e_query", "q_gate_proj"),
     "k": ("k_proj", "key", "k", "k_lin", "key_proj", "to_k", "linear_k", "Wk", "wk", "k_linear", "project_k",
           "key_global"),
     "v": ("v_proj", "value", "v", "v_lin", "value_proj", "to_v", "linear_v", "Wv", "wv", "v_linear", "project_v",
@@ -52,7 +62,8 @@ NAMED = {
 # Where a name means something else in one architecture: (part of the class's full name, name of the layer, layout).
 EXCEPTIONS = (
     ("GPTBigCode", "c_attn", "grouped"),
-    ("codegen.", "qkv_proj", None),  # four slices for four devices of old, each with its own q, v and k
+    ("codegen.", "qkv_proj", "sliced"),
+    ("HYV4", "gate_proj", "q"),
     ("DiffLlama", "q_proj", None),  # a head's output is a difference of two heads'
     ("MiniMaxLightning", "qkv_proj", None),
     # their code takes the width of a head, or of all, from the width of the model
@@ -79,12 +90,15 @@ HEADED = {
     "k_norm.weight": (0, "k"),
     "q_bias": (0, "q"),
     "v_bias": (0, "v"),
+    "softmax_scaling.scale": (0, "q"),
+    "softmax_scaling.bias": (0, "q"),
 }
 # What an attention module may hold besides: whatever is the same for all heads.
 SAME_FOR_ALL = (
     "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "distance_embedding", "gru_rel_pos_linear",
     "continuous_position_bias_mlp.0", "rotary_emb", "inner_attn", "emb_rel_k", "emb_rel_v", "rel_pos_h", "rel_pos_w",
     "LayerNorm",  # ALBERT's, after W_O
+    "indexer",  # DeepSeek's sparse attention: heads of its own choose the keys for all
 )  # fmt: skip
 OVER_ALL_HEADS = "its {} runs over all heads at once, so that removing one is not the same as masking it"
 
@@ -110,6 +124,7 @@ class Projections:
     out_path: str
     parts: list[Part]
     headed: dict[str, tuple[int, str]] = field(default_factory=dict)  # parameters with an entry a head
+    multiple: int = 1  # of which the number of heads must be
 
 
 def projections(model: nn.Module, site: Site) -> Projections:
@@ -129,7 +144,8 @@ def projections(model: nn.Module, site: Site) -> Projections:
         if rows % blocks:
             raise refused(site, f"{part.path} has {rows} rows for {blocks} blocks of heads")
     _check_linear(site, out)
-    found = Projections(site, query, kv, value_dim, out, out_path, parts, dict(_headed(site, query, kv)))
+    multiple = SLICES if any(layout == "sliced" for _, _, layout in named) else 1
+    found = Projections(site, query, kv, value_dim, out, out_path, parts, dict(_headed(site, query, kv)), multiple)
     _check_rest(found)
     return found
 
@@ -181,6 +197,7 @@ def _kv_heads(site: Site, named: list[tuple[str, nn.Module, str]], query: int, v
             "kv": rows / value_dim / 2,
             "qkv": (rows / value_dim - query) / 2,
             "grouped": (rows / value_dim - query) / 2,
+            "sliced": (rows / value_dim - query) / 2,
         }.get(layout)
         if count is not None:
             if count != int(count) or count < 1 or query % int(count):

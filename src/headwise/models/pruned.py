@@ -24,7 +24,7 @@ VERSION = 1
 def record(model: nn.Module, form: str) -> dict[str, Any]:
     """A pruned model's layers as JSON: for each, which of the first model's heads it has."""
     layers = {
-        site.name: {"kind": site.kind, "layer": site.index, **asdict(kept)}
+        site.name: {"kind": site.kind, "layer": site.index, **asdict(_as_zeroed(kept) if form == "zeroed" else kept)}
         for site in anatomy.sites(model)
         if (kept := getattr(site.module, "headwise_kept", None)) is not None
     }
@@ -34,8 +34,19 @@ def record(model: nn.Module, form: str) -> dict[str, Any]:
         "form": form,
         "class": type(model).__name__,
         "arguments": {"add_pooling_layer": False} if without_pooler else {},
+        "buffers": sorted(
+            set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        ),
         "layers": layers,
     }
+
+
+def _as_zeroed(kept: Kept) -> Kept:
+    """The same heads in a model of the first shapes."""
+    if kept.zeroed:
+        return kept
+    here = tuple(i if i in kept.query else None for i in range(kept.query_of))
+    return Kept(here, (), kept.query_of, 0, zeroed=True)
 
 
 def write_record(folder: Path, model: nn.Module, form: str) -> None:

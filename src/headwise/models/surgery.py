@@ -152,7 +152,8 @@ def slots(found: Projections, gone: Iterable[int]) -> tuple[Slots, Slots]:
     query: Slots = []
     for kept in left.values():
         query += [*kept, *[None] * (largest - len(kept))]
-    return query, list(left)
+    more: Slots = [None] * (-len(query) % found.multiple)  # only where every head has keys and values of its own
+    return query + more, [*left, *more]
 
 
 def reshape(found: Projections, query: Slots, kv: Slots) -> None:

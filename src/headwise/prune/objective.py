@@ -128,11 +128,23 @@ def labelled(out: Any, batch: Any, shift: bool) -> Tensor:
 def text_loss(out: Any, batch: Any) -> Tensor:
     """The mean loss of each next token."""
     ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORED)
     if ids.shape[1] < 2:
         raise HeadwiseError("a text of one token has no next token to predict; give longer texts")
-    return _over_tokens(out.logits.float()[:, :-1], labels[:, 1:].to(out.logits.device))
+    labels = ids[:, 1:].masked_fill(~_follows(batch), IGNORED)
+    return _over_tokens(out.logits.float()[:, :-1], labels.to(out.logits.device))
+
+
+def predicted(batch: Any) -> Tensor:
+    """(B,): how many next tokens a text has."""
+    return _follows(batch).sum(1)
+
+
+def _follows(batch: Any) -> Tensor:
+    """(B, T - 1) bool: tokens after a token, wherever the padding is."""
+    ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    return real[:, 1:] & real[:, :-1]
 
 
 def _over_tokens(logits: Tensor, labels: Tensor) -> Tensor:

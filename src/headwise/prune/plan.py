@@ -211,9 +211,10 @@ def cost(place: Place, gone: set[int], budget: str) -> float:
     groups = [count for count in left if count]
     if budget == "heads":
         return sum(left)
+    count = -(-len(groups) // place.multiple) * place.multiple
     if budget == "cache":
-        return len(groups) * place.cache
-    return len(groups) * (max(groups, default=0) * place.head_parameters + place.kv_parameters)
+        return count * place.cache
+    return count * (max(groups, default=0) * place.head_parameters + place.kv_parameters)
 
 
 def _remove(
@@ -271,7 +272,8 @@ def _notes(places: list[Place], gone: Gone) -> tuple[str, ...]:
         size = place.query // place.kv
         left = [sum(h not in gone[place.key] for h in range(g * size, (g + 1) * size)) for g in range(place.kv)]
         groups = [count for count in left if count]
-        padded.append(sum(max(groups) - count for count in groups) if groups else 0)
+        uneven = sum(max(groups) - count for count in groups) if groups else 0
+        padded.append(uneven + -len(groups) % place.multiple)
     if not sum(padded):
         return ()
     return (
@@ -303,17 +305,22 @@ def in_steps(
     *,
     progress: Callable[[int, int], None] | None = None,
     scoring: Mapping[str, Any] | None = None,
+    scored: Callable[..., Scores] | None = None,
     **how: Any,
 ) -> Plan:
-    """A plan made step by step: after each, what is left is scored again without the heads that went."""
+    """A plan made step by step: after each, what is left is scored again without the heads that went.
+
+    scored: what takes the place of `importance`, where several processes share the work.
+    """
     from .importance import importance
 
+    scored = scored or importance
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps must be a whole number of at least 1, got {steps!r}")
     made: Plan | None = None
     for step in range(1, steps + 1):
         gone = made.heads if made else None
-        scores = importance(model, batches, score, masked=gone, **(scoring or {}))
+        scores = scored(model, batches, score, masked=gone, **(scoring or {}))
         made = plan(scores, 1 - (1 - keep) * step / steps, base=gone, **how)
         if progress:
             progress(step, steps)

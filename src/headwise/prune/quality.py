@@ -11,7 +11,7 @@ import torch
 
 from ..models.taps import run
 from .importance import places
-from .objective import Loss, choose
+from .objective import Loss, choose, predicted
 from .scores import INTERVAL, RESAMPLES
 
 
@@ -33,34 +33,56 @@ class Quality:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Each:
+    """The same number text by text, so that two models can be compared on the same texts."""
+
+    name: str
+    values: np.ndarray  # (texts,)
+    weights: np.ndarray  # (texts,): how much each counts, as a long text does in a perplexity
+    lower_is_better: bool = True
+    power: bool = False  # the number is e to the power of the mean
+
+    def summed(self) -> Quality:
+        """The mean over texts, with its interval by bootstrap over them."""
+        count = len(self.values)
+        drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
+        means = (drawn @ (self.values * self.weights)) / (drawn @ self.weights)
+        ends = np.percentile(means, INTERVAL)
+        mean = float(np.average(self.values, weights=self.weights))
+        value, low, high = (math.exp(min(x, 700.0)) if self.power else float(x) for x in (mean, *ends))
+        return Quality(self.name, value, low, high, self.lower_is_better, count)
+
+
 def quality(model: Any, full: Any, batches: list[Any], loss: Loss | None = None) -> Quality:
     """Accuracy with labels of a class, perplexity of a causal model's text, else the distance to the full model."""
+    return text_by_text(model, full, batches, loss).summed()
+
+
+def text_by_text(model: Any, full: Any, batches: list[Any], loss: Loss | None = None) -> Each:
+    """What `quality` is the mean of."""
     objective = choose(model, batches[0], loss)
-    each = []
+    each, weights = [], []
     right = objective.name == "labels"
     with torch.inference_mode():
         for batch in batches:
             out = run(model, batch)
             if right and out.logits.dim() == 2 and out.logits.shape[1] > 1:
-                each.append((out.logits.argmax(-1) == batch["labels"]).double())
-                continue
-            right = False
-            reference = run(full, batch) if objective.relative else None
-            each.append(objective.damage(out, batch, reference).double())
-    values = torch.cat(each).cpu().numpy()
+                found = (out.logits.argmax(-1) == batch["labels"]).double()
+            else:
+                right = False
+                reference = run(full, batch) if objective.relative else None
+                found = objective.damage(out, batch, reference).double()
+                if objective.relative:
+                    found = found.clamp(min=0)  # a distance; rounding takes that of equal outputs below
+            each.append(found)
+            weights.append(predicted(batch) if objective.name == "text" else torch.ones(len(found)))
+    values, counts = torch.cat(each).cpu().numpy(), torch.cat(weights).double().cpu().numpy()
     if right:
-        return _summed("accuracy", values, lower=False)
+        return Each("accuracy", values, counts, lower_is_better=False)
     if objective.name == "text":
-        return _summed("perplexity", values, power=True)
-    return _summed(objective.words, values)
-
-
-def _summed(name: str, values: np.ndarray, lower: bool = True, power: bool = False) -> Quality:
-    count = len(values)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES) / count
-    low, high = np.percentile(drawn @ values, INTERVAL)
-    value, first, last = (math.exp(min(x, 700.0)) if power else float(x) for x in (values.mean(), low, high))
-    return Quality(name, value, first, last, lower, count)
+        return Each("perplexity", values, counts, power=True)
+    return Each(objective.words, values, counts)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Place:
     head_parameters: int = 0  # of a query head: its rows of W_Q and columns of W_O
     kv_parameters: int = 0  # of a KV head: its rows of W_K and W_V
     cache: int = 0  # numbers a token that a KV head leaves in the cache
+    multiple: int = 1  # of which the number of heads must be; zeroed heads make up for it
 
     @property
     def key(self) -> tuple[str, int]:

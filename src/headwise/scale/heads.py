@@ -168,7 +168,7 @@ def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float =
     attentions = [part for part in found if isinstance(part, MultiHeadAttention)]
     if not attentions:
         raise UnsupportedError(
-            f"{type(module).__name__} holds no MultiHeadAttention of headwise's; for transformers' models see load_split"
+            f"{type(module).__name__} holds no MultiHeadAttention of headwise's; transformers' models: load_split"
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")

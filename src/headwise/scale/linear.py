@@ -94,7 +94,7 @@ class RowsHere(nn.Linear):
 
 
 class ColumnsHere(nn.Linear):
-    """Some columns of a linear layer (row-wise parallel): some columns of x give a part of the sum that is the output."""
+    """Some columns of a linear layer (row-wise parallel): some columns of x give one part of a sum, the output."""
 
     group: Any = None
     slots: Tensor | None = None
@@ -145,7 +145,7 @@ class Columns(ParallelStyle):
     slots: Tensor | None = None
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        shape = tuple(module.weight.shape)  # type: ignore[union-attr, arg-type]
+        shape = tuple(module.weight.shape)  # type: ignore[arg-type]
         keep(module, "weight", Piece(1, shape, self.held, self.held, self.even), self.ranks)
         module.__class__ = ColumnsHere
         module.group, module.slots = self.ranks.group, self.slots  # type: ignore[assignment]

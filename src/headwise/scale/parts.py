@@ -80,11 +80,11 @@ def _by_rows(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Put the output of further keys to what there is, in place: each counts by its share of all the weight."""
-    both = torch.logaddexp(lse, more_lse.to(lse.dtype))
-    nothing = both == -torch.inf
-    old, new = ((x - both).masked_fill_(nothing, -torch.inf).exp_()[..., None] for x in (lse, more_lse))
-    out.mul_(old).add_(more * new.to(more.dtype) if more.dtype == out.dtype else more.to(out.dtype) * new)
-    lse.copy_(both)
+    more_lse = more_lse.to(lse.dtype)
+    ahead = more_lse - lse
+    share = ahead.masked_fill_((more_lse == -torch.inf) & (lse == -torch.inf), 0.0).sigmoid_()
+    out.lerp_(more.to(out.dtype), share[..., None])
+    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ def backward(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     sight, group = call.sight, call.sight.size.group
     alone = replace(sight, size=replace(sight.size, kv_heads=sight.size.heads))
     if call.softcap is None and q.dtype == out.dtype == slope.dtype and fused.has_backward(alone, call.scale):
-        wide = (x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))
-        found = fused.backward(slope, q, *wide, out, lse, alone, call.scale)
+        keys, values = (x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))
+        found = fused.backward(slope, q, keys, values, out, lse, alone, call.scale)
         return Slopes(found[0], *(x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in found[1:]))
     return _backward_by_rows(slope, q, k, v, out, lse, call)
 
 
 def _backward_by_rows(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call) -> Slopes:
-    """With p = exp(s - lse): dv = p' do, ds = p (do v' - do . out), dq = ds k, dk = ds' q, a block of rows at a time."""
+    """With p = exp(s - lse): dv = p' do, ds = p (do v' - do . out), dq = ds k, dk = ds' q, block by block of rows."""
     sight, group = call.sight, call.sight.size.group
     k, v = by_rows.clean(sight, k, v)
     dtype = by_rows.inside(q[:0]).dtype

@@ -92,9 +92,18 @@ class HeadPlan:
             tuple(rank for rank, share in enumerate(self.shares) if kv in share.kv) for kv in range(self.heads.kv)
         )
 
-    def summed(self, batch: int, tokens: int) -> int:
-        """Numbers that one all-reduce after W_O sums; backward sums as many at the layer's input."""
-        return batch * tokens * self.heads.width
+    def sent(self, batch: int, tokens: int, size: int = 4) -> int:
+        """Bytes that a rank sends in a forward pass: one sum over the ranks, after W_O."""
+        return all_reduced(batch * tokens * self.heads.width * size, self.ranks)
+
+    def sent_backward(self, rank: int, batch: int, tokens: int, size: int = 4, bias: bool = True) -> int:
+        """And in a backward pass: one sum at the layer's input, and one for each KV head that lives elsewhere too."""
+        heads = self.heads
+        numbers = [dim * heads.width for dim in (heads.dim, heads.value_dim)]
+        numbers += [heads.dim, heads.value_dim] if bias else []
+        shared = [len(self.copies[kv]) for kv in self.shares[rank].kv]
+        copies = sum(all_reduced(count * size, ranks) for ranks in shared for count in numbers)
+        return self.sent(batch, tokens, size) + copies
 
     def to_json(self) -> dict[str, Any]:
         return {

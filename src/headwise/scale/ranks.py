@@ -95,9 +95,15 @@ class Ranks:
                 dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
             dist.all_gather(everyone, mine, group=self.group)
         except (RuntimeError, dist.DistError) as error:
-            why = " ".join(str(error).split())[:300]
-            raise RankError(f"not all ranks came to {what} within {self.timeout:g} s ({why})") from error
+            why = " ".join(str(error).split())
+            late = "" if "closed" in why else f" within {self.timeout:g} s"
+            gone = "; one of them has ended" if "closed" in why else ""
+            raise RankError(f"not all ranks came to {what}{late}{gone} ({why[:200]})") from error
         return [x.cpu().numpy().tobytes() for x in everyone]
+
+    def told(self, text: str) -> str:
+        """What the first rank says, in a few words."""
+        return text if self.count == 1 else _words(self._told("a message", _record(FINE, text))[0])
 
     def gathered(self, x: Tensor) -> list[Tensor]:
         """Everyone's x; all must have the same shape. No gradient."""
@@ -155,12 +161,26 @@ def started(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iterato
     if ours:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        _meet("nccl" if cuda else "gloo", timedelta(seconds=timeout))
     try:
         yield ranks_of(mesh, timeout)
     finally:
         if ours:
             dist.destroy_process_group()
+
+
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Where torchrun has started ranks again, those of before have left their addresses, which lead nowhere.
+
+    On one machine all ranks know which attempt this is, and meet under its number.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
+    under = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=under, rank=rank, world_size=count, timeout=timeout)
 
 
 def ranks_of(mesh: DeviceMesh | None = None, timeout: float = TIMEOUT) -> Ranks:

@@ -7,10 +7,9 @@ what is under way is a small part of what a rank holds, and the next chunks trav
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,11 @@ from ..attention.sight import check_alike
 from ..attention.stats import HeadStats
 from ..errors import ShapeError
 from . import parts
+from .mail import Item, Mail, Parcel, Returns
 from .parts import How
 from .ranks import TIMEOUT, Ranks, ranks_of
 from .sequence import SequencePlan
 
-AHEAD = 2  # items whose keys and values are under way while one is computed with
 SMALL = 1 << 20  # bytes of a message below which more KV heads share one
 
 
@@ -199,19 +198,6 @@ def _gated(out: Tensor, gates: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Item:
-    """Something to compute with: keys of a chunk that are here, or come from another rank, for some KV heads."""
-
-    heads: slice  # of KV
-    query_heads: slice
-    take: int | None  # the chunk that this rank computes with
-    source: int  # whose it is
-    give: int | None  # the chunk that this rank sends meanwhile
-    target: int  # to whom
-    own: bool = False  # nothing travels
-
-
-@dataclass(frozen=True)
 class Ring:
     """A checked call: who is there, who holds and needs what, and how attention goes."""
 
@@ -247,15 +233,15 @@ class Ring:
         """A message to or from another rank of this ring."""
         return dist.P2POp(way, x, self.ranks.global_rank(peer), self.ranks.group, tag)
 
-    def blocks(self, item: Item, parcel: Parcel | None, q: Tensor) -> Iterator[tuple[Any, range, range, Call]]:
-        """The queries here that may look at an item's keys, chunk by chunk: where, which tokens, on which, and how."""
+    def blocks(self, item: Item, parcel: Parcel | None, q: Tensor) -> Iterator[tuple[Any, range, Call]]:
+        """The queries here that may look at an item's keys, chunk by chunk: where, on which tokens, and how."""
         if item.take is None or parcel is None:
             return
         how, key = self.how.heads(item.query_heads), self.plan.chunks[item.take]
         for chunk in self.plan.held(self.ranks.rank):
             if self.plan.sees(chunk, item.take):
                 at, query = (slice(None), item.query_heads, self.local(chunk)), self.plan.chunks[chunk]
-                yield at, query, key, how.call(q[at], parcel.k, parcel.v, query, key)
+                yield at, key, how.call(q[at], parcel.k, parcel.v, query, key)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, classes: dict[str, Tensor] | None = None
@@ -268,7 +254,7 @@ class Ring:
         marks = None if not classes else torch.stack(list(classes.values()), 1).to(k.dtype)  # (B, classes, T)
         first = torch.zeros(q.shape[0], dtype=torch.long, device=q.device)
         for item, parcel in Mail(self, q, k, v, marks):
-            for at, query, key, call in self.blocks(item, parcel, q):
+            for at, key, call in self.blocks(item, parcel, q):
                 assert parcel is not None
                 if kept is None:
                     more, more_lse = parts.attended(q[at], parcel.k, parcel.v, call)
@@ -293,7 +279,7 @@ class Ring:
         returns = Returns(self, dk, dv)
         for item, parcel in Mail(self, q, k, v):
             total = None
-            for at, _, _, call in self.blocks(item, parcel, q):
+            for at, _, call in self.blocks(item, parcel, q):
                 assert parcel is not None
                 found = parts.backward(slope[at], q[at], parcel.k, parcel.v, out[at], lse[at], call)
                 dq[at] += found.q
@@ -330,118 +316,3 @@ class _Ring(torch.autograd.Function):
             weight = (sinks.view(1, -1, 1) - lse).exp()  # (B, H, T)
             of_sinks = -(weight * (slope * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
         return *found, of_sinks, None
-
-
-class Parcel(NamedTuple):
-    """Keys (B, heads, tokens, D), values and marks (B, classes, tokens) of a chunk."""
-
-    k: Tensor
-    v: Tensor
-    marks: Tensor | None
-
-    def packed(self) -> Tensor:
-        """All in one message."""
-        return torch.cat([x.flatten() for x in self if x is not None])
-
-
-class Mail:
-    """Every item with its parcel, from here or from another rank (None: nothing to compute); the next are under way."""
-
-    def __init__(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, marks: Tensor | None = None) -> None:
-        self.ring, self.k, self.v, self.marks = ring, k, v, marks
-        self.items = ring.items(q, k)
-        self.posted: dict[int, tuple[list[Any], Tensor | None, Tensor | None]] = {}
-
-    def __iter__(self) -> Iterator[tuple[Item, Parcel | None]]:
-        for n, item in enumerate(self.items):
-            for later in range(n, min(n + 1 + AHEAD, len(self.items))):
-                self._post(later)
-            works, _, came = self.posted.pop(n)
-            for work in works:
-                work.wait()
-            if came is not None:
-                yield item, _opened(came, self._shapes(item))
-            else:
-                yield item, None if item.take is None else self._mine(item.take, item)
-
-    def _post(self, n: int) -> None:
-        if n in self.posted:
-            return
-        item, sent, came = self.items[n], None, None
-        calls = []
-        if item.give is not None:
-            sent = self._mine(item.give, item).packed()
-            calls.append(self.ring.call(dist.isend, sent, item.target, 2 * n))
-        if item.take is not None and not item.own:
-            came = self.k.new_empty(sum(map(math.prod, self._shapes(item))))
-            calls.append(self.ring.call(dist.irecv, came, item.source, 2 * n))
-        self.posted[n] = (dist.batch_isend_irecv(calls) if calls else [], sent, came)
-
-    def _mine(self, chunk: int, item: Item) -> Parcel:
-        where = self.ring.local(chunk)
-        marks = None if self.marks is None else self.marks[:, :, where]
-        return Parcel(self.k[:, item.heads, where], self.v[:, item.heads, where], marks)
-
-    def _shapes(self, item: Item) -> list[tuple[int, ...]]:
-        assert item.take is not None
-        shapes = _shapes(self.k, self.v, item, len(self.ring.plan.chunks[item.take]))
-        return shapes if self.marks is None else [*shapes, (len(self.k), self.marks.shape[1], shapes[0][2])]
-
-
-class Returns:
-    """Gradients of keys and values, on their way back to the rank that the keys and values came from."""
-
-    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
-        self.ring, self.dk, self.dv = ring, dk, dv
-        self.posted: list[tuple[Item, list[Any], Tensor | None, Tensor | None]] = []
-        self.count = 0
-
-    def take(self, item: Item, found: Parcel | None) -> None:
-        """The gradients of an item's keys and values: added here, or sent, while those of the chunk given come."""
-        n, self.count = self.count, self.count + 1
-        if item.own:
-            if found is not None and item.take is not None:
-                self._add(item, item.take, found)
-            return
-        sent = came = None
-        calls = []
-        if found is not None:
-            sent = found.packed()
-            calls.append(self.ring.call(dist.isend, sent, item.source, 2 * n + 1))
-        if item.give is not None:
-            came = self.dk.new_empty(sum(map(math.prod, self._shapes(item))))
-            calls.append(self.ring.call(dist.irecv, came, item.target, 2 * n + 1))
-        self.posted.append((item, dist.batch_isend_irecv(calls) if calls else [], sent, came))
-        if len(self.posted) > AHEAD:
-            self._settle()
-
-    def finish(self) -> None:
-        """Wait for the last ones."""
-        while self.posted:
-            self._settle()
-
-    def _settle(self) -> None:
-        item, works, _, came = self.posted.pop(0)
-        for work in works:
-            work.wait()
-        if came is not None and item.give is not None:
-            self._add(item, item.give, _opened(came, self._shapes(item)))
-
-    def _add(self, item: Item, chunk: int, found: Parcel) -> None:
-        where = self.ring.local(chunk)
-        self.dk[:, item.heads, where] += found.k
-        self.dv[:, item.heads, where] += found.v
-
-    def _shapes(self, item: Item) -> list[tuple[int, ...]]:
-        assert item.give is not None
-        return _shapes(self.dk, self.dv, item, len(self.ring.plan.chunks[item.give]))
-
-
-def _shapes(k: Tensor, v: Tensor, item: Item, tokens: int) -> list[tuple[int, ...]]:
-    heads = item.heads.stop - item.heads.start
-    return [(len(x), heads, tokens, x.shape[3]) for x in (k, v)]
-
-
-def _opened(message: Tensor, shapes: list[tuple[int, ...]]) -> Parcel:
-    found = [x.view(form) for x, form in zip(message.split([*map(math.prod, shapes)]), shapes, strict=True)]
-    return Parcel(found[0], found[1], found[2] if len(found) > 2 else None)

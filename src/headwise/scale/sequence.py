@@ -64,6 +64,19 @@ class SequencePlan:
         others = (other for other in range(self.ranks) if other != rank)
         return sum(len(self.chunks[chunk]) for other in others for chunk in self.needed(other, rank))
 
+    def taken(self, rank: int) -> int:
+        """Tokens whose keys and values a rank is sent; in a backward pass it returns as many gradients."""
+        others = (other for other in range(self.ranks) if other != rank)
+        return sum(len(self.chunks[chunk]) for other in others for chunk in self.needed(rank, other))
+
+    def bytes_sent(self, rank: int, a_token: int) -> int:
+        """Of a forward pass, where keys and values of a token take so many bytes, over all KV heads and sequences."""
+        return self.sent(rank) * a_token
+
+    def bytes_sent_backward(self, rank: int, a_token: int, a_gradient: int) -> int:
+        """Keys and values once more, and the gradients of those that came."""
+        return self.sent(rank) * a_token + self.taken(rank) * a_gradient
+
     def pairs(self, rank: int) -> int:
         """Pairs of a query and a key that a rank computes: what its time goes by."""
         total = 0

@@ -1,0 +1,68 @@
+"""A pruned model leaves through torch.export and as ONNX, for other lengths too, with the same outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_surgery import CLOSE, uneven
+from tiny import TWO_STACKS, build, error, inputs
+from torch import Tensor, nn
+
+import headwise
+
+
+class Bare(nn.Module):
+    """Tensors in, one tensor out, as exporters like it."""
+
+    def __init__(self, model: Any, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *given: Tensor) -> Tensor:
+        cache = {} if self.model.config.model_type == "bert" else {"use_cache": False}
+        out: Tensor = self.model(**dict(zip(self.names, given, strict=True)), **cache)[0]
+        return out
+
+
+def pruned(name: str, folder: Path) -> tuple[Bare, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A pruned model that was saved and read again, its inputs, and shorter ones."""
+    model = build(name)
+    headwise.save(headwise.prune_heads(model, uneven(model)), folder / "model")
+    keys = ["input_ids", *(["decoder_input_ids"] if name in TWO_STACKS else [])]
+    given = tuple(inputs(name)[key] for key in keys)
+    return Bare(headwise.load(folder / "model"), keys).eval(), given, tuple(x[:, :-2] for x in given)
+
+
+def lengths(given: tuple[Tensor, ...]) -> tuple[tuple[dict[int, Any], ...]]:
+    return (tuple({1: torch.export.Dim(f"length{i}", min=2, max=32)} for i in range(len(given))),)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_torch_export(name: str, tmp_path: Path) -> None:
+    model, given, shorter = pruned(name, tmp_path)
+    with torch.no_grad():
+        exported = torch.export.export(model, given, dynamic_shapes=lengths(given), strict=False).module()
+        for some in (given, shorter):
+            assert error(exported(*some), model(*some)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_onnx(name: str, tmp_path: Path) -> None:
+    from onnxruntime import InferenceSession
+
+    model, given, shorter = pruned(name, tmp_path)
+    if name == "t5":  # with sdpa PyTorch's exporter does not get through, for the full model either
+        model.model.set_attn_implementation("eager")
+    names = [f"given{i}" for i in range(len(given))]
+    program = torch.onnx.export(
+        model, given, dynamo=True, input_names=names, dynamic_shapes=lengths(given), verbose=False
+    )
+    program.save(tmp_path / "model.onnx")
+    session = InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    for some in (given, shorter):
+        (found,) = session.run(None, {name: x.numpy() for name, x in zip(names, some, strict=True)})
+        with torch.no_grad():
+            assert error(torch.tensor(found), model(*some)) < 2e-4
