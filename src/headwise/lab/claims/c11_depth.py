@@ -163,9 +163,9 @@ def _abstract(figures: Figures) -> Verdict:
         deeper, chance = float(np.mean(abstract) - np.mean(syntactic)), by_chance(abstract, syntactic)
         each[model] = HOLDS if deeper >= DEEPER and chance <= CHANCE else NOT if deeper <= 0 else CANNOT_TELL
         parts.append(
-            f"in {model} the heads of {len(abstract)} abstract relations sit at a mean depth of {np.mean(abstract):.2f}, "
-            f"those of {len(syntactic)} syntactic ones at {np.mean(syntactic):.2f}; {chance:.0%} of all ways to deal out "
-            "these labels give as much"
+            f"in {model} the heads of {len(abstract)} abstract relations sit at a mean depth of "
+            f"{np.mean(abstract):.2f}, those of {len(syntactic)} syntactic ones at {np.mean(syntactic):.2f}; "
+            f"{chance:.0%} of all ways to deal out these labels give as much"
         )
     because = "; ".join(parts) + ". What attention weights show is where a word looks, not what a layer makes of it."
     return _together(SENTENCES[2], each, because[0].upper() + because[1:], _sure(figures))
