@@ -27,7 +27,7 @@ RATE = 1e-4
 class Alone:
     """One process that trains. headwise.scale gives the same for several, of which each takes a part of every batch."""
 
-    count = 1
+    rank, count = 0, 1
     first = True  # the one that writes
 
     def wrapped(self, model: Any) -> Any:
