@@ -18,10 +18,11 @@ from headwise import HeadwiseError
 from headwise.cli import main
 from headwise.prune import recover as recovery
 from headwise.prune.curve import curve
+from headwise.prune.importance import SCORES
 from headwise.prune.latency import attention_time, times
+from headwise.prune.page import page
 from headwise.prune.quality import quality, size
 from headwise.prune.recover import recover
-from headwise.prune.report import page
 from headwise.prune.texts import batched, read_labels
 
 WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
@@ -128,6 +129,45 @@ def test_labels_and_recovery(tmp_path: Path, texts: Path, capsys: pytest.Capture
     assert code == 0 and report["quality"]["full"]["name"] == "accuracy"
     assert set(report["quality"]) == {"full", "pruned", "recovered"} and len(report["recovery_losses"]) == 8
     assert not list(tmp_path.glob(".*recovery*"))
+    assert "8 steps of distillation" in (tmp_path / "out" / "pruning.html").read_text()
+
+
+@pytest.mark.parametrize("targets", [False, True])
+def test_an_encoder_decoder_from_texts(
+    targets: bool, tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its decoder is given the texts to be written, else the texts themselves; kinds have budgets of their own."""
+    source = saved(tmp_path / "source", transformers.AutoModelForSeq2SeqLM, "t5")
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", "encoder=0.6,cross=0.8"]
+    if targets:
+        (tmp_path / "written.txt").write_text("\n".join(reversed(texts.read_text().splitlines())) + "\n")
+        args += ["--labels", tmp_path / "written.txt"]
+    code, out, _ = run(capsys, *args, "--recover", 2, "--json")
+    report = json.loads(out)
+    assert code == 0
+    name = "cross-entropy of the labels" if targets else "KL divergence from the full model"
+    assert report["quality"]["full"]["name"] == name and report["quality"]["pruned"]["value"] > 0
+    removed = {kind: sum(len(row["remove"]) for row in report["plan"]["layers"] if row["kind"] == kind)
+               for kind in ("encoder", "decoder", "cross")}  # fmt: skip
+    assert removed == {"encoder": 6, "decoder": 0, "cross": 3}
+    (tmp_path / "written.txt").write_text("one\n")
+    code, _, err = run(capsys, *args[:4], "--out", tmp_path / "b", "--labels", tmp_path / "written.txt")
+    assert code == 2 and "1 labels for 24 texts" in err
+
+
+def test_scores_against_ablation(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "source", transformers.AutoModelForCausalLM, "llama")
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare"]
+    code, out, _ = run(capsys, *args)
+    assert code == 0 and "rank correlation with ablation:" in out and "of 18 heads matter alone" in out
+    report = json.loads((tmp_path / "out" / "pruning.json").read_text())
+    rows = {row["score"]: row["correlation"] for row in report["against_ablation"]["rows"]}
+    assert set(rows) == set(SCORES) - {"ablation", "l0"} and max(rows.values()) < 1
+    assert rows["michel-token"] > rows["magnitude"]
+    assert len(report["scores"]["heads"]) == 18 and report["scores"]["score"] == "michel"
+    written = (tmp_path / "out" / "pruning.html").read_text()
+    assert written.count("×</td>") == 6 and "Scores against ablation" in written
+    assert "## Scores against ablation" in (tmp_path / "out" / "pruning.md").read_text()
 
 
 def test_recovery_comes_nearer_and_keeps_zeros_zero() -> None:
@@ -186,6 +226,24 @@ def test_sizes_and_times() -> None:
     given = inputs("llama")
     taken = times({"full": model, "pruned": pruned}, given, 2)
     assert set(taken) == {"full", "pruned"} and 0 < attention_time(model, given, 2) < 10 * taken["full"]
+
+
+def test_a_perplexity_counts_tokens_wherever_the_padding_is() -> None:
+    model = build("llama", transformers.AutoModelForCausalLM)
+    ids = torch.randint(4, 80, (1, 11), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        nats = []
+        for text in (ids, ids[:, :4]):
+            logits = model(text).logits[0, :-1].log_softmax(-1)
+            nats += [-float(row[token]) for row, token in zip(logits, text[0, 1:], strict=True)]
+    padded = {side: torch.zeros(2, 11, dtype=torch.long) for side in ("left", "right")}
+    masks = {side: torch.zeros(2, 11, dtype=torch.long) for side in padded}
+    for side, rows in padded.items():
+        rows[0], masks[side][0] = ids, 1
+        where = slice(7, 11) if side == "left" else slice(0, 4)
+        rows[1, where], masks[side][1, where] = ids[0, :4], 1
+        found = quality(model, model, [{"input_ids": rows, "attention_mask": masks[side]}])
+        assert found.value == pytest.approx(np.exp(np.mean(nats)), rel=1e-3), side
 
 
 def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,8 @@ def test_other_files_come_along_but_no_pickles(tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
     headwise.save(headwise.prune_heads(headwise.load(source), {0: [1]}), tmp_path / "model")
     assert (tmp_path / "model" / "tokenizer.json").exists()
+    rights = {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir() if file.is_file()}
+    assert len(rights) == 1, "the weights can be read by whoever can read the rest"
     assert (tmp_path / "model" / "1_Pooling" / "config.json").exists()
     assert not (tmp_path / "model" / "pytorch_model.bin").exists()
 

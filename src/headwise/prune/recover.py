@@ -20,7 +20,7 @@ from ..models.projections import row_dim
 from ..models.surgery import head_count
 from ..models.taps import run
 
-EVERY = 50  # steps between checkpoints
+EVERY = 25  # steps between checkpoints
 RATE = 1e-4
 
 
@@ -96,10 +96,11 @@ def distilled(out: Any, target: Any, batch: Any) -> Tensor:
     else:
         a, b = (next(outputs(x)).float() for x in (out, target))
         each = F.mse_loss(a, b, reduction="none").mean(-1) / b.square().mean()
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if mask is None or mask.shape != each.shape:
-        return each.mean()
-    return (each * mask).sum() / mask.sum()
+    for name in ("decoder_attention_mask", "attention_mask"):
+        mask = batch.get(name) if isinstance(batch, dict) else None
+        if mask is not None and mask.shape == each.shape:
+            return (each * mask).sum() / mask.sum()
+    return each.mean()
 
 
 def _zeros(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

@@ -13,11 +13,13 @@ import torch
 from ..errors import HeadwiseError
 from ..models.saving import Saved, save
 from ..models.surgery import prune_heads
+from .against import Against, against_ablation
 from .importance import importance
 from .latency import attention_time, times
 from .plan import Plan, in_steps, plan
 from .quality import Quality, Size, quality, size
 from .recover import recover
+from .scores import Scores
 from .texts import Texts
 
 Progress = Callable[[str, int, int], None]  # what is going on, steps done, steps in all
@@ -40,6 +42,7 @@ class Asked:
     batch: int = 16
     length: int = 128
     seed: int = 0
+    compare: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Report:
     measured: int
     saved: Saved | None = None
     losses: list[float] = field(default_factory=list)
+    scores: Scores | None = None  # by which the heads were chosen
+    against: Against | None = None
 
     def verdict(self) -> list[str]:
         """Whether it is faster, in plain words."""
@@ -81,7 +86,10 @@ class Report:
             if found.ratio > 0.97:
                 lines.append(f"not faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after")
             else:
-                lines.append(f"at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after ({found.ratio:.2f})")
+                lines.append(
+                    f"faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after "
+                    f"({found.ratio:.2f} of the time)"
+                )
         return lines
 
 
@@ -89,8 +97,13 @@ def pruned_and_measured(
     model: Any, name: str, texts: Texts, asked: Asked, out: Path, *, given: Plan | None, progress: Progress
 ) -> tuple[Any, Report]:
     """The pruned model and the report; nothing is written but the checkpoint of a recovery."""
-    made = given or _planned(model, texts, asked, progress)
+    made, scores = (given, None) if given else _planned(model, texts, asked, progress)
     made.check(model)
+    against = None
+    if asked.compare:
+        against = against_ablation(
+            model, texts.scoring, seed=asked.seed, progress=lambda done, total: progress("ablation", done, total)
+        )
     smaller = prune_heads(
         model,
         made,
@@ -113,28 +126,30 @@ def pruned_and_measured(
         found["recovered"] = quality(smaller, model, texts.measuring)
     latency, share = _latency(model, smaller, texts, asked, progress)
     report = Report(
-        name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured, None, losses
-    )
+        name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured,
+        losses=losses, scores=scores, against=against,
+    )  # fmt: skip
     return smaller, report
 
 
-def _planned(model: Any, texts: Texts, asked: Asked, progress: Progress) -> Plan:
+def _planned(model: Any, texts: Texts, asked: Asked, progress: Progress) -> tuple[Plan, Scores | None]:
     how: dict[str, Any] = {"per": asked.per, "unit": asked.unit, "allow_empty": asked.allow_empty}
     if asked.steps > 1:
         if asked.budget == "latency" or isinstance(asked.keep, dict):
             raise HeadwiseError(
                 "steps are for one share of heads, parameters or cache; not latency, not shares by kind"
             )
-        return in_steps(
+        stepwise = in_steps(
             model, texts.scoring, asked.keep, asked.score, asked.steps, budget=asked.budget, **how,
             scoring={"seed": asked.seed}, progress=lambda done, total: progress("scoring in steps", done, total),
         )  # fmt: skip
+        return stepwise, None  # there were several scores, each of what was left
     scores = importance(
         model, texts.scoring, asked.score, seed=asked.seed,
         progress=lambda done, total: progress(f"scoring by {asked.score}", done, total),
     )  # fmt: skip
     inputs = sample(model, asked.batch, asked.length) if asked.budget == "latency" else None
-    return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how)
+    return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how), scores
 
 
 def sample(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
