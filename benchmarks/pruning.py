@@ -286,7 +286,7 @@ def times(folder: Path) -> None:
 
     taken: dict[str, list[float]] = {"forward": [], "michel": []}
     forward()
-    for _ in range(3):
+    for _ in range(2):
         for name, call in (("forward", forward), ("michel", lambda: run.scores("michel"))):
             started = time.perf_counter()
             call()
