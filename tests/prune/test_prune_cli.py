@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from test_surgery import CLOSE
@@ -163,7 +164,12 @@ def test_scores_against_ablation(tmp_path: Path, texts: Path, capsys: pytest.Cap
     report = json.loads((tmp_path / "out" / "pruning.json").read_text())
     rows = {row["score"]: row["correlation"] for row in report["against_ablation"]["rows"]}
     assert set(rows) == set(SCORES) - {"ablation", "l0"} and max(rows.values()) < 1
-    assert rows["michel-token"] > rows["magnitude"]
+    lines = texts.read_text().splitlines()
+    given = batched(lines, headwise.tokenizer(source), batch=6, length=16).scoring
+    model = headwise.load(source)
+    truth, output = (headwise.importance(model, given, score) for score in ("ablation", "output"))
+    assert rows["output"] == pytest.approx(truth.correlation(output))
+    assert report["against_ablation"]["alone"] == truth.significant()
     assert len(report["scores"]["heads"]) == 18 and report["scores"]["score"] == "michel"
     written = (tmp_path / "out" / "pruning.html").read_text()
     assert written.count("×</td>") == 6 and "Scores against ablation" in written
@@ -208,6 +214,30 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
     file.write_bytes(b"broken")
     with pytest.raises(HeadwiseError, match="is broken"):
         recover(again, model, given, 12, checkpoint=file)
+
+
+def test_a_disk_that_fills_up_in_recovery_is_one_line_and_what_was_kept_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "EVERY", 2)
+    model, given, file = build("bert"), [inputs("bert")], tmp_path / "kept.safetensors"
+    write, done = safetensors.torch.save_file, []
+
+    def fills_up(*args: Any) -> None:
+        if done:
+            raise safetensors.SafetensorError("I/O error: No space left on device")
+        done.append(write(*args))
+
+    monkeypatch.setattr("safetensors.torch.save_file", fills_up)
+    with pytest.raises(HeadwiseError, match=r"recovery stopped at step 4: .* cannot be written \(.*No space left"):
+        recover(headwise.prune_heads(model, {0: [1]}), model, given, 6, checkpoint=file)
+    assert [found.name for found in tmp_path.iterdir()] == ["kept.safetensors"]
+    monkeypatch.undo()
+    losses = recover(again := headwise.prune_heads(model, {0: [1]}), model, given, 6, checkpoint=file)
+    whole = recover(other := headwise.prune_heads(model, {0: [1]}), model, given, 6)
+    assert losses == pytest.approx(whole, rel=1e-5)
+    for one, two in zip(again.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_a_curve_falls_and_starts_at_the_full_model() -> None:
@@ -288,6 +318,10 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
     (tmp_path / "full" / "mine.txt").write_text("x")
     (tmp_path / "few.txt").write_text("one\ntwo\n")
     (tmp_path / "plan.json").write_text("{}")
+    headwise.plan({"self": np.ones((3, 7))}, 0.5).save(tmp_path / "other.json")
+    whole = headwise.plan({"self": np.arange(15.0).reshape(3, 5)}, 0.5, allow_empty=True)
+    whole.save(tmp_path / "empty.json")
+    assert whole.heads[0] == [0, 1, 2, 3, 4]
     usual = ["--model", source, "--texts", texts, "--out", tmp_path / "out"]
     for args, words in [
         ([], "give --texts"),
@@ -298,6 +332,8 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual, "--keep", "middle=0.5"], "no 'middle' attention here"),
         ([*usual, "--score", "best"], "there is no score 'best'"),
         ([*usual, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
+        ([*usual, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
+        ([*usual, "--plan", tmp_path / "empty.json"], "all 5 heads of self layer 0 would go; keep one, or say"),
         ([*usual, "--recover", "-3"], "--recover must be a number of steps"),
         ([*usual, "--steps", "0"], "--steps must be at least 1"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),

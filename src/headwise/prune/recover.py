@@ -130,6 +130,7 @@ def _key(model: nn.Module, batches: list[Any], steps: int, rate: float) -> str:
 
 
 def _keep(path: Path, key: str, step: int, losses: list[float], trained: list[Any], optimizer: Any) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -138,7 +139,13 @@ def _keep(path: Path, key: str, step: int, losses: list[float], trained: list[An
         tensors |= {f"{i}.weight": parameter.detach().contiguous()}
         tensors |= {f"{i}.{name}": state[name].contiguous() for name in ("exp_avg", "exp_avg_sq") if name in state}
     with written(path, CheckpointError) as made:
-        save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
+        try:
+            save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
+        except SafetensorError as error:  # how safetensors tells of a full disk
+            raise CheckpointError(
+                f"recovery stopped at step {step}: {str(path)!r} cannot be written ({error}); with more room, the same "
+                "command goes on from what was kept before"
+            ) from error
 
 
 def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any) -> tuple[int, list[float]]:
