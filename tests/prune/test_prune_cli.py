@@ -288,6 +288,7 @@ def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pyte
     monkeypatch.setattr(latency, "times", counted)
     scores = headwise.importance(model, [given], "output")
     made = headwise.plan(scores, 0.9, budget="latency", model=model, inputs=given)
+    assert made.budget == "latency" and made.keep == 0.9 and "of the full model's time" in str(made)
     full = counted({"x": model}, None)["x"]
     assert 0.8 * full < counted({"x": headwise.prune_heads(model, made)}, None)["x"] <= 0.9 * full
     with pytest.raises(
