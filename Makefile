@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures browser test test-full sanitize neon bench lint format clean
+.PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full sanitize neon bench \
+        lint format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -29,20 +30,40 @@ examples: setup  ## measure docs/examples.md again
 	$(BIN)/headwise inspect --markdown > docs/examples.md.new
 	mv docs/examples.md.new docs/examples.md
 
-pictures: setup browser  ## take the README's pictures of the page again
+pictures: setup tools  ## take the pictures of the page again
 	$(BIN)/python docs/pictures.py
 
-# the page's tests need a browser and node: where they are missing and can be installed, they are
-browser:
-	@if { command -v chromium || command -v chromium-browser || command -v google-chrome || test -n "$$CHROMIUM"; } >/dev/null \
-	  && command -v node >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium nodejs; \
-	else echo "the page's tests need a browser and node: apt-get install -y chromium nodejs" >&2; fi
+guide: setup  ## run the guide's pages, write down what they print, make the notebook
+	$(BIN)/python docs/guide/make.py
 
-test: lint browser  ## lint, types and the tests
+data:  ## fetch the texts and the annotation that reports are measured on into build/data
+	$(PYTHON) tools/data.py
+
+# the two runs may be stopped and started again: each goes on where it was
+atlases: setup data  ## measure the atlases that come along again
+	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
+	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
+
+# what is in build/relations already is not measured again
+relations: setup data  ## measure docs/relations.md again
+	for model in minilm smollm2; do for set in ewt gum coreference probe winograd matter; do \
+	  $(BIN)/python docs/relations.py measure $$model $$set || exit 1; done; done
+	$(BIN)/python docs/relations.py page
+
+# what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
+# path; where they are missing and can be installed, they are
+TOOLS := chromium nodejs gcc-aarch64-linux-gnu qemu-user
+tools:
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome || test -n "$$CHROMIUM"; } >/dev/null \
+	  && command -v node >/dev/null \
+	  && command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq $(TOOLS); \
+	else echo "some tests need more: apt-get install -y $(TOOLS)" >&2; fi
+
+test: lint tools  ## lint, types and the tests
 	$(BIN)/python -m pytest
 
-test-full: lint browser  ## the long tests as well
+test-full: lint tools  ## the long tests as well
 	$(BIN)/python -m pytest -m 'full or not full'
 
 sanitize:  ## the kernel's C tests under AddressSanitizer, UBSan and ThreadSanitizer
@@ -57,6 +78,9 @@ neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu
 
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench
+
+lab: setup  ## measure every claim of docs/lab again, the long way; what is done is not done again
+	$(BIN)/headwise lab --all --full
 
 lint: setup  ## check style and types
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The README's pictures, taken from the page itself in Chromium: `make pictures`."""
+"""The pictures of the README and the guide, taken from the page itself in Chromium: `make pictures`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from headwise.ui import capture, data, page
 
 DOCS = Path(__file__).parent
 LARGEST = 300_000  # bytes
-PICTURES = {  # name: what of the page, the state it shows, and the window's size
-    "map": ("body", "paint=thumbnail", (1180, 900)),
-    "head": ("body", "view=head&heads=3.1&token=10", (1240, 860)),
+PICTURES = {  # name: what of the page, the state it shows, the window's size, and pixels for each of the page's
+    "map": ("body", "paint=thumbnail", (1180, 900), 1.5),
+    "head": ("body", "view=head&heads=3.1&token=10", (1240, 860), 1.5),
+    "steps": ("body", "view=steps&heads=3.1&token=10", (1180, 900), 1.0),
+    "rest": ("body", "view=head&heads=4.5&token=10", (1240, 860), 1.5),
 }
 
 
@@ -29,8 +31,8 @@ def main() -> None:
         seen = capture.run(model=headwise.load(), tokenizer=headwise.tokenizer(), name="minilm")
         page.save(data.data(seen), file)
         browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        for name, (part, state, (width, height)) in PICTURES.items():
-            tab = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=1.5)
+        for name, (part, state, (width, height), scale) in PICTURES.items():
+            tab = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=scale)
             tab.goto(f"{file.as_uri()}#{state}")
             tab.wait_for_selector(".hw-tabs")
             tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -1,1 +1,37 @@
 """Beside this file lie the tools that tests of all folders share; pytest puts its folder on the path."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+# Why a test may be skipped. Any other reason fails the run: a skip must not hide what nobody looks at.
+SKIPS = (
+    "the native kernel was not built",  # no C compiler: PyTorch computes the same, and the tests of that run
+    "(cc|aarch64-linux-gnu-gcc|qemu-aarch64) is not installed",
+    "cc has no sanitizers here",
+    "no fork here",
+    "triton is not installed",  # it exists for Linux on x86-64 only
+)
+
+_unlisted: list[str] = []
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if not any(re.match(known, reason) for known in SKIPS):
+            _unlisted.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in _unlisted:
+        terminalreporter.write_line(f"skipped for a reason that tests/conftest.py does not list: {line}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _unlisted and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

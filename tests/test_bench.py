@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import headwise
-from headwise.bench import cases, harness, limits, machine, memory, models, peers, suite, sweep, table
+from headwise import harness, machine
+from headwise.bench import cases, limits, memory, models, peers, suite, sweep, table
 from headwise.cli import main
 from headwise.errors import HeadwiseError
 

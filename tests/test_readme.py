@@ -1,4 +1,4 @@
-"""What README.md and docs/ say runs: every python block, and every `$ headwise` line with the output shown below it."""
+"""What README.md and docs/ say runs: python blocks and `$ headwise` lines, each with the output shown below it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from guide import guide
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *guide.pages()]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,10 +43,13 @@ def commands(text: str) -> Iterator[Command]:
 
 
 def run_python(page: Path) -> None:
-    """All python blocks of a page, one after the other in one namespace."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for line, block in blocks(page.read_text(encoding="utf-8"), "python"):
-        exec(compile("\n" * line + block, str(page), "exec"), names)
+    """All python blocks of a page, one after the other in one namespace; each prints the text block that follows it.
+
+    A page of the guide shows all that its blocks print.
+    """
+    for block, printed in guide.run(page.read_text(encoding="utf-8"), str(page)):
+        if block.shown is not None or page in guide.pages():
+            assert printed == (block.shown or ""), f"{page.name}:{block.line}: make guide writes down what is printed"
 
 
 def check_command(command: Command, directory: Path) -> None:
@@ -59,7 +63,7 @@ def check_command(command: Command, directory: Path) -> None:
     assert not missing, f"$ {command.line}\nshown but not printed: {missing}\n{done.stdout}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_python(page)
@@ -93,6 +97,13 @@ def test_blocks_of_a_page_share_their_names_and_pages_do_not(tmp_path: Path) -> 
     assert caught.traceback[-1].lineno + 1 == 10  # as in the page
     page.write_text("```python\nx\n```\n")
     with pytest.raises(NameError):
+        run_python(page)
+
+
+def test_a_wrong_output_is_caught(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nprint(2)\n```\n\n```text\n3\n```\n")
+    with pytest.raises(AssertionError, match="page.md:9: make guide writes down"):
         run_python(page)
 
 

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
 _WHERE = {
     "Alibi": "attention.positions",
+    "Atlas": "roles.atlas",
     "CacheError": "errors",
     "CheckpointError": "errors",
     "Decoder": "attention.stack",
@@ -22,6 +23,7 @@ _WHERE = {
     "MemoryCache": "attention.cache",
     "MultiHeadAttention": "attention.module",
     "Plan": "prune.plan",
+    "Relations": "roles.found",
     "Rotary": "attention.positions",
     "Shape": "shapes",
     "ShapeError": "errors",
@@ -30,6 +32,7 @@ _WHERE = {
     "Transformer": "attention.stack",
     "TransformerBlock": "attention.stack",
     "UnsupportedError": "errors",
+    "atlas": "roles.survey",
     "attend": "attention.core",
     "card": "card",
     "explain": "attention.core",
@@ -42,6 +45,7 @@ _WHERE = {
     "prune_heads": "models.surgery",
     "reference": "attention.reference",
     "register": "models.implementation",
+    "relations": "roles.relations",
     "save": "models.saving",
     "shape": "shapes",
     "tokenizer": "models.load",
@@ -91,6 +95,10 @@ if TYPE_CHECKING:
     from .prune.importance import importance as importance
     from .prune.plan import Plan as Plan
     from .prune.plan import plan as plan
+    from .roles.atlas import Atlas as Atlas
+    from .roles.found import Relations as Relations
+    from .roles.relations import relations as relations
+    from .roles.survey import atlas as atlas
     from .shapes import Shape as Shape
     from .shapes import shape as shape
     from .ui.widget import view as view

@@ -289,6 +289,7 @@ def test_broken_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (
+        ("bert-bse", "nor a famous name; did you mean bert-base"),
         ("nowhere.json", "'nowhere.json' is neither a file or folder that exists, nor a hub id"),
         (str(tmp_path), "has neither a config.json nor safetensors nor one GGUF file"),
         ("a\0b", "neither a file or folder"),

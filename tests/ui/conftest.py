@@ -40,6 +40,19 @@ def run(minilm: tuple[Any, Any]) -> Callable[..., capture.Pass]:
 
 
 @pytest.fixture(scope="session")
+def bart() -> tuple[Any, Any]:
+    """A small encoder-decoder, all counts apart."""
+    import small
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
+        decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
+    )  # fmt: skip
+    return small.sharp(transformers.BartForConditionalGeneration(config)), small.byte_level()
+
+
+@pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 

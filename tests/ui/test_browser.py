@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import small
-import transformers
 
 import headwise
 from headwise.ui import capture, data, pack, page
@@ -87,7 +86,13 @@ def test_map_has_every_statistic_of_every_head(tab: Any, sentence: Path, told: A
 
 def test_map_sorted_by_kind_and_as_thumbnails(tab: Any, sentence: Path, told: Any) -> None:
     shown = tab().open(sentence)
-    shown.get_by_label("highest first").check()
+    shown.get_by_label("order", exact=True).select_option("ranked")
+    ranked = shown.locator(".hw-map .cell").evaluate_all("cells => cells.map((c) => c.dataset.head)")
+    best = (-told.table("entropy")).flatten().argsort(kind="stable")
+    assert ranked == [f"{n // 12}.{n % 12}" for n in best]
+    shown.get_by_label("order", exact=True).select_option("lowest")
+    assert shown.locator(".hw-map .cell").first.get_attribute("data-head") == ranked[-1]
+    shown.get_by_label("order", exact=True).select_option("value")
     first = shown.locator(".hw-map .row:not(.head)").first.locator(".cell")
     order = [int(name.split(".")[1]) for name in first.evaluate_all("cells => cells.map((c) => c.dataset.head)")]
     assert order == list((-told.table("entropy")[0]).argsort())
@@ -114,6 +119,35 @@ def test_click_on_a_head_opens_it_and_keys_walk(tab: Any, sentence: Path) -> Non
     assert shown.locator(".hw-chosen b").inner_text() == "head 4.6"
     shown.get_by_label("layer", exact=True).fill("0")
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.6"
+
+
+def test_map_begins_with_a_word_worth_following(tab: Any, sentence: Path, told: Any) -> None:
+    shown = tab().open(sentence)
+    lead = shown.locator(".hw-lead.first")
+    weight = told.matrix("3.1")[told.find("it"), told.find("animal")]
+    assert lead.inner_text().startswith(f"it looks at animal by {weight:.2f} in head 3.1.")
+    lead.get_by_role("button", name="see how it comes about").click()
+    assert shown.get_by_role("tab", selected=True).inner_text() == "Steps"
+    assert shown.locator(".hw-lead").inner_text().startswith("How it comes to look at animal by")
+
+
+def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+    table = [[100.0 * layer + head for head in range(12)] for layer in range(6)]
+    role = {"kind": "self", "layer": 3, "head": 1, "role": "coreference", "score": 0.61, "baseline": 0.05}
+    atlas = {
+        "headwise": "atlas", "model": "minilm", "about": {"texts": 1234}, "roles": [{**role, "low": 0.5, "high": 0.7}],
+        "scores": {"entropy": {"self": {"score": table, "baseline": [7.0] * 6}}},
+    }  # fmt: skip
+    page.save(data.data(run(), scores=atlas), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "stat=entropy (atlas)")
+    numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
+    assert numbers == [x for row in table for x in row]
+    assert "atlas of minilm over 1,234 texts" in shown.locator(".hw-side").inner_text()
+    assert "equally would have 7.00" in shown.locator(".hw-side").inner_text()
+    shown.get_by_role("radio", name="role").click()
+    assert shown.locator(".hw-map .cell:not(.none)").all_inner_texts() == ["coreference\n0.61"]
+    shown.locator(".cell[data-head='3.1']").hover()
+    assert "role: coreference, 0.61 (0.50 to 0.70), equal attention 0.05" in tip(shown)
 
 
 # --- one head ---
@@ -196,6 +230,23 @@ def test_steps_have_the_model_s_numbers(tab: Any, sentence: Path, run: Callable[
     assert bars == pytest.approx(norms, abs=6e-4)
 
 
+def test_entries_and_stations_of_the_steps(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
+    seen = run().layers[3]
+    q, k = seen.reading.q[0, 1, 10], seen.reading.k[0, 1, 2]
+    shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
+    box = shown.locator(".hw-entries").nth(2).bounding_box()
+    shown.mouse.move(box["x"] + box["width"] * 7.5 / 32, box["y"] + 9)
+    said = tip(shown).replace("−", "-")
+    assert f"entry 7\nq\n{q[7]:.4f}\nk\n{k[7]:.4f}\nq × k\n{q[7] * k[7]:.4f}" in said
+    assert f"sum so far\n{float((q * k)[:8].sum()):.4f}" in said
+    stations = shown.locator(".hw-thread button")
+    assert stations.nth(2).inner_text() == f"3 softmax\n{seen.rows([10], [1])[0, 0, 2]:.3f}"
+    stations.nth(5).click()
+    assert shown.locator("#hw-step-6").bounding_box()["y"] < 900
+    shown.locator(".hw-steps .hw-sentence .token", has_text="tired").click()
+    assert "token=13" in shown.url
+
+
 def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
     shown.locator(".hw-table button", has_text="street").click()
@@ -221,13 +272,9 @@ def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
     assert told[:keys] == pytest.approx(seen.layers[1].rows([2], [2])[0, 0][: len(told)], abs=6e-5)
 
 
-def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path) -> None:
-    config = transformers.BartConfig(
-        vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
-        decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
-    )  # fmt: skip
-    model = small.sharp(transformers.BartForConditionalGeneration(config))
-    one = capture.run("The animal was tired.", model, tokenizer=small.byte_level(), target="It was too wide and tired.")
+def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tuple[Any, Any]) -> None:
+    one = capture.run("The animal was tired.", bart[0], tokenizer=bart[1], target="It was too wide and tired.")
+    assert one.texts[1].ids[0] == bart[0].config.decoder_start_token_id  # what the decoder is given begins with it
     page.save(data.data(one), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
     assert shown.locator(".hw-map .hw-kind h3").all_inner_texts() == [
@@ -236,6 +283,8 @@ def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path) -> None:
     shown.locator(".hw-map .cell[data-head='cross 0.4']").click()
     assert shown.locator(".hw-tokens.from .hw-token").count() == len(one.texts[1].words.names)
     assert shown.locator(".hw-tokens.to .hw-token").count() == len(one.texts[0].words.names)
+    assert shown.locator(".hw-two button.token").count() == len(one.texts[1].words.names)
+    assert shown.locator(".hw-two span.token").count() == len(one.texts[0].words.names)
     shown.locator("body").press("3")
     assert shown.locator(".hw-table tbody tr").count() == len(one.texts[0].pieces)
 
@@ -311,7 +360,33 @@ def test_long_texts_tell_what_they_know(
     assert "head 5.5 is not among them" in shown.locator(".hw-steps").inner_text()
 
 
+def test_links_of_a_long_text_can_be_moved_along(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack, "EXACT", 0)
+    monkeypatch.setattr(pack, "BYTES", 0)
+    page.save(data.data(run("The street was wide and the animal tired. " * 23)), tmp_path / "a.html")
+    one = tab()
+    shown = one.open(tmp_path / "a.html", "view=head&heads=3.1&token=101")
+    one.frame()
+    chosen = shown.locator(".hw-tokens.from .chosen")
+    outer, inner = shown.locator(".hw-links").bounding_box(), chosen.bounding_box()
+    assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"]
+    count = len(run("The street was wide and the animal tired. " * 23).texts[0].pieces)
+    assert f"tokens 41 to 160 of {count}" in shown.locator(".hw-pager").inner_text()
+    shown.get_by_role("button", name="later").click()
+    assert f"to {count - 1} of {count}" in shown.locator(".hw-pager").inner_text()
+    assert shown.get_by_role("button", name="later").is_disabled()
+
+
 # --- manners ---
+
+
+def test_right_to_left_text_runs_so(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+    page.save(data.data(run("הכלב לא חצה את הרחוב")), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "view=head&heads=0.2")
+    first, last = shown.locator(".hw-sentence .token").first, shown.locator(".hw-sentence .token").last
+    assert first.inner_text() == "[CLS]" and first.bounding_box()["x"] > last.bounding_box()["x"]
 
 
 def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
@@ -368,9 +443,9 @@ def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
 
 def test_focus_stays_where_it_was(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence)
-    shown.get_by_label("highest first").focus()
-    shown.keyboard.press("Space")
-    assert shown.evaluate("document.activeElement.dataset.key") == "toggle:highest first"
+    shown.get_by_label("order", exact=True).focus()
+    shown.keyboard.press("ArrowDown")
+    assert shown.evaluate("document.activeElement.dataset.key") == "select:order" and "order=value" in shown.url
 
 
 def test_data_that_cannot_be_shown(tab: Any, tmp_path: Path) -> None:

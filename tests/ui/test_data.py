@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import transformers
 
 import headwise
 from headwise.models import inspection
-from headwise.ui import capture, data, pack, page
+from headwise.ui import capture, data, pack, page, scores
 
 ANIMAL = inspection.SENTENCE
 
@@ -125,8 +126,51 @@ def test_scores_stand_beside_the_layers(run: Callable[..., capture.Pass]) -> Non
     table = np.arange(72.0).reshape(6, 12)
     found = data.data(run(), scores={"importance": {"self": table}})["runs"][0]
     assert found["scores"]["importance"] == table.tolist()
-    with pytest.raises(headwise.ShapeError, match=r"\(layers, heads\), got \(2, 12\)"):
+    with pytest.raises(
+        headwise.ShapeError,
+        match=r"importance of self attention must be \(layers, heads\) = \(6, 12\) here, got \(2, 12\)",
+    ):
         data.data(run(), scores={"importance": {"self": table[:2]}})
+
+
+class Importance(dict[str, Any]):
+    name = "michel"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"michel": {"self": np.arange(72.0).reshape(6, 12)}},
+        Importance(self=np.arange(72.0).reshape(6, 12)),
+        {
+            "score": "michel", "unit": "head",
+            "heads": [{"kind": "self", "layer": n // 12, "head": n % 12, "score": float(n)} for n in range(72)],
+        },
+    ],
+)  # fmt: skip
+def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+    found = data.data(run(), scores=given)["runs"][0]
+    assert found["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
+    if "heads" in given:
+        (tmp_path / "a.json").write_text(json.dumps(given))
+        assert scores.read([tmp_path / "a.json"]) == scores.given(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (7, r"scores must be \{name: .* got int"),
+        ({"a": {"self": [[1.0] * 12] * 6}, "b": 7}, "got int for 'b'"),
+        ({"a": {"cross": [[1.0]]}}, "a has cross attention; minilm has self"),
+        ({"a": {"self": [["x"]]}}, "must be .layers, heads. of numbers"),
+        ({"score": "michel", "unit": "kv", "heads": []}, "of kv units; the map shows heads"),
+        ({"score": "michel", "heads": [{"kind": "self"}]}, "not as headwise writes them: KeyError"),
+        ({"headwise": "atlas", "scores": {"a": {"self": [1]}}}, "this atlas is not as headwise writes it"),
+    ],
+)
+def test_scores_that_make_no_sense(given: Any, words: str, run: Callable[..., capture.Pass]) -> None:
+    with pytest.raises(headwise.HeadwiseError, match=words):
+        data.data(run(), scores=given)
 
 
 # --- how weights are stored ---
@@ -167,7 +211,7 @@ def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "BYTES", 0)
     weights = weights_of(2, 41, 37)
     size = pack.Size(rows=82, weights=weights.size, longest=41)
-    stored = pack.packed(in_blocks(weights, 10), weights.shape, size)
+    stored = pack.linked(in_blocks(weights, 10), weights.shape, size)
     keys = decoded(stored["keys"], "<u1").reshape(2, 41, 8)
     assert (keys == np.argsort(-weights, -1)[..., :8]).all()
     assert decoded(stored["weights"], "<u2").reshape(2, 41, 8) / 65535 == pytest.approx(

@@ -21,6 +21,7 @@ from headwise.ui.service import Service, heads_off
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 LM = "The animal was too"
+TABLE = [[3.0, 5.0, 7.0], [11.0, 13.0, 17.0]]
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +295,29 @@ def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Servi
     for _ in range(2):
         shown.keyboard.press("Control+z")
     shown.locator("[data-effect]").wait_for(state="detached")
+
+
+def test_what_a_decoder_is_given(tab: Any, bart: tuple[Any, Any]) -> None:
+    service = Service(
+        {"bart": bart}, text="The animal was tired.", target="It was too", scores={"x": {"encoder": TABLE}}
+    )
+    with served(service) as url:
+        shown = tab().open(url)
+        kinds = shown.locator(".hw-map .hw-kind h3")
+        assert kinds.all_inner_texts() == ["encoder attention", "decoder attention", "cross attention"]
+        assert "Next token" in shown.locator(".hw-effect").inner_text()
+        shown.locator(".hw-map .cell[data-head='cross 0.4']").click()
+        shown.get_by_role("button", name="switch off").click()
+        shown.locator(".hw-effect", has_text="changed by").wait_for()
+        assert "off=cross+0.4" in shown.url
+        field = shown.get_by_label("what the decoder is given").last
+        field.fill("")
+        field.press("Enter")
+        shown.locator(".hw-brand", has_text="2 layers, 6 heads").wait_for()
+        assert "off=" not in shown.url
+        shown.get_by_role("tab", name="Map").click()
+        shown.get_by_label("statistic", exact=True).select_option("x")
+        assert shown.locator(".hw-map .cell").first.inner_text() == "3.00"  # the encoder's, alone as beside a decoder
 
 
 def test_a_shared_address_opens_the_same(tab: Any, url: str) -> None:

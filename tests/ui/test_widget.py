@@ -19,13 +19,16 @@ ANIMAL = "The animal didn't cross the street because it was too tired."
 
 
 @pytest.fixture(autouse=True)
-def _loaded_once(minilm: tuple[Any, Any]) -> Iterator[None]:
+def _loaded_once(minilm: tuple[Any, Any], bart: tuple[Any, Any]) -> Iterator[None]:
     own = inspection._pair
+    known = {None: ("minilm", *minilm), "minilm": ("minilm", *minilm), "bart": ("bart", *bart)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             inspection,
             "_pair",
-            lambda model, tokenizer: ("minilm", *minilm) if model in (None, "minilm") else own(model, tokenizer),
+            lambda model, tokenizer: (
+                known[model] if isinstance(model, str | None) and model in known else own(model, tokenizer)
+            ),
         )
         yield
 
@@ -131,6 +134,17 @@ def test_html_by_the_command(tab: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert shown.locator(".hw-chosen b").inner_text() == "head 5.11"
 
 
+def test_a_decoder_s_text_and_scores_by_the_command(tab: Any, tmp_path: Path) -> None:
+    (tmp_path / "importance.json").write_text(json.dumps({"importance": {"cross": [[1.5, 2.5, 3.5, 5.5, 7.5]]}}))
+    path = tmp_path / "a.html"
+    given = ["--target", "It was too wide.", "--scores", str(tmp_path / "importance.json"), "--html", str(path)]
+    assert main(["inspect", "The animal was tired.", "--model", "bart", *given]) == 0
+    shown = tab().open(path, "stat=importance")
+    cross = shown.get_by_role("grid", name="heads by importance, cross attention")
+    assert cross.locator(".cell").all_inner_texts() == ["1.50", "2.50", "3.50", "5.50", "7.50"]
+    assert shown.get_by_role("grid", name="encoder attention").locator(".cell.none").count() == 6
+
+
 @pytest.mark.parametrize("head", [None, "3.1"])
 def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--head", head] if head else []
@@ -145,6 +159,9 @@ def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytes
         ("--svg a.png", "--svg writes .svg, got 'a.png'"),
         ("--html none/a.html", "'none/a.html' cannot be written: No such file or directory"),
         ("--html a.html --head 9.9", "there is no layer 9"),
+        ("--target x", "--target is for the page; give --html FILE too"),
+        ("--html a.html --target x", "minilm has no decoder beside its encoder; leave the target out"),
+        ("--html a.html --scores none.json", "'none.json' cannot be read: No such file or directory"),
     ],
 )
 def test_mistakes(

@@ -203,7 +203,7 @@ def statistics(
     q, k = autocast(q, k)
     v = k[..., :1]  # one column stands in for the values
     call = call_of(q, k, v, **how)
-    _check_counted(q, call.sight.size, queries, classes)
+    check_counted(q, call.sight.size, queries, classes)
     if len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
         with torch.no_grad():
             return observe(q, k, v, call, queries, classes, cross)[1]
@@ -330,7 +330,7 @@ def observe(
     cross: bool = False,
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
-    _check_counted(q, call.sight.size, queries, classes)
+    check_counted(q, call.sight.size, queries, classes)
     wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
     if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
         way = ops if torch.compiler.is_compiling() else call.kernel
@@ -378,7 +378,8 @@ def links(
     return *observe(q, k, v, call, queries, classes, cross), found
 
 
-def _check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor] | None) -> None:
+def check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor] | None) -> None:
+    """Which queries count and which keys are of a class, as head_stats takes them."""
     if queries is not None:
         check_tensor("queries", queries, q)
         contract.check_queries(queries, size, queries.dtype == torch.bool)

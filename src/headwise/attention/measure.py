@@ -60,13 +60,29 @@ def head_stats(
     cross: bool,
 ) -> tuple[Tensor | None, HeadStats]:
     """The output (None without v) and the statistics. Works in place: not for gradients."""
+    out, kept = rows_of(q, k, v, sight, scale, softcap, sinks, first_key(sight, queries), classes, cross)
+    return out, stats_of(kept, sinks, queries, list(classes), cross)
+
+
+def rows_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    sight: Sight,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    first: Tensor,
+    classes: dict[str, Tensor],
+    cross: bool,
+) -> tuple[Tensor | None, Rows]:
+    """The output (None without v) and what is kept of every query. first (B,): the key whose weight is "first"."""
     size, dtype = sight.size, inside(q).dtype
     k, *rest = clean(sight, k) if v is None else clean(sight, k, v)
     odd = bool(rest) and holds_odd(rest[0], sight)
     # of few queries, reading the keys once more would cost more than it saves
     few = not torch.compiler.is_exporting() and size.queries * size.group < FEW
     tame = sight.readable and sinks is None and not few and finite(k)  # then no score is -inf but a hidden one
-    first = first_key(sight, queries)  # (B,)
     spots = 1 if cross else 1 + len(STEPS)
     # Columns of our own beside the values: a product that is computed anyway then sums e over whatever one likes.
     v = rest[0] if rest else None
@@ -112,7 +128,7 @@ def head_stats(
                 kept.far[here] = near.distance(e, sums[..., :3], batch)
             if out is not None and mixed is not None:
                 out[here] = (mixed / _total(sums[..., 3], most, s_part)[..., None]).to(q.dtype)
-    return out, _stats(kept, sinks, queries, list(classes), cross)
+    return out, kept
 
 
 def _marks(size: Sizes, classes: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,7 +197,7 @@ def _sunk(most: Tensor, sinks: Tensor) -> Tensor:
     return torch.exp(sinks.to(most.dtype).view(1, -1, 1) - ground(most, sinks))
 
 
-def _stats(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: list[str], cross: bool) -> HeadStats:
+def stats_of(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: list[str], cross: bool) -> HeadStats:
     """Weights out of what was kept, and their sums over the queries that count."""
     keys, *shares = kept.on.unbind(-1)
     total = _total(keys, kept.most, sinks)

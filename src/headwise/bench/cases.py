@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import headwise
 
+from ..harness import ATOL, Contestant
 from . import peers
-from .harness import ATOL, Contestant
 from .limits import Limit, multiplying, reading
 
 

@@ -33,12 +33,12 @@ class Measured:
     padded: bool = False
 
 
-def bert(tokens: int, implementation: str = "sdpa", **sizes: int) -> nn.Module:
+def bert(tokens: int, implementation: str = "sdpa", vocab_size: int = 997, **sizes: int) -> nn.Module:
     """BERT-base's shape with room for many tokens, random weights."""
     from transformers import BertConfig, BertModel
 
-    return _made(
-        BertModel, BertConfig(max_position_embeddings=max(tokens, 512), vocab_size=997, **sizes), implementation
+    return made(
+        BertModel, BertConfig(max_position_embeddings=max(tokens, 512), vocab_size=vocab_size, **sizes), implementation
     )
 
 
@@ -51,11 +51,11 @@ def llama(tokens: int, window: int | None = None, implementation: str = "sdpa") 
         "num_key_value_heads": 2, "vocab_size": 997, "max_position_embeddings": tokens,
     }  # fmt: skip
     if window is None:
-        return _made(LlamaModel, LlamaConfig(**sizes), implementation)
-    return _made(MistralModel, MistralConfig(**sizes, sliding_window=window), implementation)
+        return made(LlamaModel, LlamaConfig(**sizes), implementation)
+    return made(MistralModel, MistralConfig(**sizes, sliding_window=window), implementation)
 
 
-def _made(kind: Any, config: Any, implementation: str) -> nn.Module:
+def made(kind: Any, config: Any, implementation: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: nn.Module = kind._from_config(config, attn_implementation=implementation)
@@ -146,7 +146,7 @@ def _next_token(context: int, layers: int, implementation: str) -> Callable[[], 
         hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49_152 if layers > 5 else 997, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
-    model: Any = _made(LlamaForCausalLM, config, implementation)
+    model: Any = made(LlamaForCausalLM, config, implementation)
     cache = DynamicCache(config=config)
     model(**inputs(context), past_key_values=cache, logits_to_keep=1)
 

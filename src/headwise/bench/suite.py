@@ -13,15 +13,15 @@ import torch
 
 from .. import __version__
 from ..errors import HeadwiseError
+from ..harness import Mismatch, race, verify
+from ..machine import describe
 from . import cases as attention
-from . import memory, models, pruned, sweep
+from . import corpus, memory, models, pruned, sweep
 from .cases import Case
-from .harness import Mismatch, race, verify
-from .machine import describe
 
 ROUNDS, QUICK_ROUNDS = 10, 3
 QUICK_STEP = 4  # every fourth of the sweep
-CASES = attention.CASES | models.CASES | pruned.CASES
+CASES = attention.CASES | models.CASES | pruned.CASES | corpus.CASES
 NAMES = (*CASES, "memory")
 LIMIT = "limit"  # its place among the contestants
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headwise
 
-from .harness import Contestant
+from ..harness import Contestant
 from .peers import repeated
 
 COUNT, SEED = 40, 2017

@@ -40,6 +40,11 @@ def defaults(model_type: str) -> dict[str, Any]:
     return json.loads(line) if line else {}
 
 
+def model_types() -> list[str]:
+    """Every model type of the table."""
+    return list(_table())
+
+
 def known(model_type: str) -> bool:
     return names.TWINS.get(model_type, model_type) in _table()
 

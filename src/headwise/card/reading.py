@@ -38,15 +38,18 @@ def read(source: Any) -> Card:
         if isinstance(error, HeadwiseError):
             raise
         raise CheckpointError(f"{name[:120]!r} cannot be read: {str(error)[:120]}") from None
+    import difflib
+
     from .famous import FAMOUS
 
     if name in FAMOUS:
         return from_config(FAMOUS[name], name)
     if isinstance(source, str) and HUB_ID.fullmatch(source):
         return from_config(load_json(_from_hub(source)), source)
+    alike = difflib.get_close_matches(name, FAMOUS, 3)
     raise CheckpointError(
-        f"{name[:120]!r} is neither a file or folder that exists, nor a hub id (owner/name), nor one of the famous: "
-        f"{', '.join(FAMOUS)}"
+        f"{name[:120]!r} is neither a file or folder that exists, nor a hub id (owner/name), nor a famous name; "
+        + (f"did you mean {' or '.join(alike)}?" if alike else f"those are {', '.join(FAMOUS)}")
     )
 
 

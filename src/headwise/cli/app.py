@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, card, inspect, prune, serve, trace
+from . import atlas, bench, card, inspect, lab, prune, serve, trace
 
 # typer carries click inside or beside it, depending on its version; this leads to the base of usage errors in both
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -19,9 +19,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("inspect")(inspect.inspect)
+app.command("atlas")(atlas.atlas)
 app.command("prune")(prune.prune)
 app.command("trace")(trace.trace)
 app.command("serve")(serve.serve)
+app.command("lab")(lab.lab)
 app.command("bench")(bench.bench)
 app.command("card")(card.card)
 app.command("diff")(card.diff)

@@ -77,8 +77,8 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..bench.machine import in_words
     from ..bench.table import notes
+    from ..machine import in_words
 
     blocks: list[list[RenderableType]] = [
         [Text(in_words(results["machine"]), style="dim")],

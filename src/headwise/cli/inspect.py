@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..models.inspected import Inspection
 
 SENTENCE = 400  # characters
+NONE = "no clean role"
 
 
 def inspect(
@@ -45,6 +46,15 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option(help="Write the interactive view as one page, for texts of any length.")
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --html: what the decoder of an encoder-decoder model is given.")
+    ] = None,
+    scores: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --html: a JSON file to colour heads by: an atlas, importance, or {name: {kind: [[...]]}}."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
@@ -53,8 +63,10 @@ def inspect(
     if examples:
         return _list()
     text, follow = _chosen(text, example, tuple(token or ()))
+    if (target or scores) and not html:
+        raise HeadwiseError(f"{'--target' if target else '--scores'} is for the page; give --html FILE too")
     if html:
-        _write_page(html, text, against, model, head, truncate)
+        _write_page(html, text, against, model, head, scores or [], target=target, truncate=truncate)
         if not (png or svg or as_json):
             return None
     found = _inspected(text, model, against=against, token=follow, pieces=pieces, truncate=truncate)
@@ -63,21 +75,26 @@ def inspect(
         if picture:
             _picture(found, picture, ".png" if picture is png else ".svg", head, stat)
     if as_json:
-        typer.echo(json.dumps(found.to_json(head), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({**found.to_json(head), **_known(found)}, indent=2, ensure_ascii=False))
     elif not (png or svg or html):
         _print(found, stat=stat, head=head, ranked=bool(token))
     return None
 
 
-def _write_page(path: Path, text: str, against: str | None, model: str, head: str | None, truncate: bool) -> None:
+def _write_page(
+    path: Path, text: str, against: str | None, model: str, head: str | None, files: list[Path], **how: Any
+) -> None:
     from ..models import inspection
     from ..ui import capture, page
     from ..ui.data import data
+    from ..ui.scores import read
 
+    scores = read(files)
     name, loaded, tokenizer = inspection._pair(model, None)
     texts = [text] if against is None else [text, against]
-    passes = [capture.run(one, loaded, tokenizer=tokenizer, truncate=truncate, name=name) for one in texts]
-    page.save(data(passes, heads=[head] if head else ()), path, title=text if len(text) <= 60 else text[:59] + "…")
+    passes = [capture.run(one, loaded, tokenizer=tokenizer, name=name, **how) for one in texts]
+    value = data(passes, heads=[head] if head else (), scores=scores)
+    page.save(value, path, title=text if len(text) <= 60 else text[:59] + "…")
     typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
 
 
@@ -153,7 +170,39 @@ def _drawing(
         parts.append(drawing.matrix(found, head, width, colour=colour))
     if ranked:
         parts += [Text()] * bool(parts) + [drawing.ranking(found)]
-    return Group(*parts) if parts else drawing.overview(found, width, colour=colour, statistic=stat)
+    if not parts:
+        parts.append(drawing.overview(found, width, colour=colour, statistic=stat))
+    return Group(*parts, *_roles(found, head))
+
+
+def _roles(found: Inspection, head: str | None) -> list[RenderableType]:
+    """What the heads that were named do over a corpus, where an atlas of the model comes along."""
+    from rich.text import Text
+
+    from ..models import drawing
+    from ..roles.shipped import known_roles
+
+    known = known_roles(found.model)
+    if known is None:
+        return []
+    texts, roles = known
+    named: dict[str, list[str]] = {}
+    for at in [found.at(head)] if head is not None else drawing.named(found):
+        named.setdefault(", ".join(roles.get(at, ())) or NONE, []).append(f"{at[0]}.{at[1]}")
+    text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {found.model})")
+    for role, heads in sorted(named.items(), key=lambda one: one[0] == NONE):
+        text.append("\n  ").append(", ".join(heads), "bold cyan").append(f" {role}")
+    return [text]
+
+
+def _known(found: Any) -> dict[str, Any]:
+    """The same for JSON: every head that has a role."""
+    from ..roles.shipped import known_roles
+
+    known = known_roles(getattr(found, "first", found).model)
+    if known is None:
+        return {}
+    return {"roles": {f"{layer}.{head}": roles for (layer, head), roles in sorted(known[1].items())}}
 
 
 def _list() -> None:

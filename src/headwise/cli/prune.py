@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from .ranks import Alone, together
 
 if TYPE_CHECKING:
     from ..prune.session import Progress, Report
@@ -38,6 +39,7 @@ def prune(
     recover: Annotated[int, typer.Option(metavar="STEPS", help="Distil from the full model afterwards.")] = 0,
     curve: Annotated[bool, typer.Option("--curve", help="Quality against heads kept, as PNG and JSON.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Hold every score against ablation; slow.")] = False,
+    over: Annotated[str, typer.Option(help="Under torchrun, how recovery is shared: ddp or fsdp.")] = "ddp",
     batch: Annotated[int, typer.Option(help="Texts at once, in scoring and in timing.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a text at most, and in timing.")] = 128,
     seed: Annotated[int, typer.Option(help="For scores that draw random numbers.")] = 0,
@@ -60,10 +62,27 @@ def prune(
         _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
         compare,
     )  # fmt: skip
-    report = _run(model, texts, labels, asked, out, plan, curve, overwrite)
-    from ..prune.report import to_json
+    with together() as ranks:
+        report = _run(model, texts, labels, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
+    if ranks.first:
+        from ..prune.report import to_json
 
-    typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+        typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+
+
+def _shared(ranks: Alone, out: Path, over: str) -> dict[str, Any]:
+    """How scoring and recovery go where torchrun shares them."""
+    if ranks.count == 1:
+        return {}
+    from functools import partial
+
+    from ..scale.corpus import importance
+    from ..scale.train import WAYS, recover
+
+    if over not in WAYS:
+        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")
+    kept = out.parent / f".{out.name}.scores"
+    return {"scored": partial(importance, resume=kept), "trained": partial(recover, how=over), "first": ranks.first}
 
 
 def _shares(text: str) -> float | dict[str, float]:
@@ -76,8 +95,9 @@ def _shares(text: str) -> float | dict[str, float]:
 
 
 def _run(
-    name: str, texts: Path, labels: Path | None, asked: Any, out: Path, plan: Path | None, curve: bool, overwrite: bool
-) -> Report:
+    name: str, texts: Path, labels: Path | None, asked: Any, out: Path, plan: Path | None, curve: bool, overwrite: bool,
+    shared: dict[str, Any],
+) -> Report:  # fmt: skip
     from ..models.load import load, tokenizer
     from ..prune.importance import SCORES
     from ..prune.plan import Plan
@@ -92,8 +112,13 @@ def _run(
     model = load(name)
     marks = read_labels(labels, len(lines), model.config) if labels else None
     batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
-    with _bars() as progress:
-        smaller, report = pruned_and_measured(model, name, batches, asked, out, given=given, progress=progress)
+    first = shared.get("first", True)
+    with _bars(first) as progress:
+        smaller, report = pruned_and_measured(
+            model, name, batches, asked, out, given=given, progress=progress, **shared
+        )
+        if not first:
+            return report
         report = kept(smaller, report, out, overwrite)
         if curve:
             from ..prune.curve import curve as drawn
@@ -110,13 +135,13 @@ def _run(
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
+def _bars(shown: bool) -> Iterator[Progress]:
     """A progress bar a kind of work, on stderr, gone at the end."""
     from rich.console import Console
     from rich.progress import Progress as Bars
 
     console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,12 @@ def serve(
         list[str] | None, typer.Option(help="A model to choose, as inspect takes it; may be given several times.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="The text to begin with.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="What the decoder of an encoder-decoder model is given to begin with.")
+    ] = None,
+    scores: Annotated[
+        list[Path] | None, typer.Option(help="A JSON file to colour the first model's heads by, as inspect takes it.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="The address to listen on; another machine's browser then needs the token shown.")
     ] = "127.0.0.1",
@@ -21,9 +28,14 @@ def serve(
 ) -> None:
     """Look into a model in the browser: type a sentence, choose a model, switch heads off."""
     from ..models.inspection import SENTENCE
+    from ..ui.scores import read
     from ..ui.server import serve as run
     from ..ui.service import Service
 
-    service = Service(list(dict.fromkeys(model or ["minilm"])), text=text or SENTENCE, longest=longest, seconds=seconds)
-    service.load(service.names[0])  # what is wrong with it is told here, not in the browser
+    names = list(dict.fromkeys(model or ["minilm"]))
+    service = Service(
+        names, text=text or SENTENCE, target=target, scores=read(scores or []), longest=longest, seconds=seconds
+    )
+    # what is wrong with them is told here, not in the browser; and the first who asks does not wait for a cold start
+    service.answer({"ask": "run", "text": service.text, "target": target})
     run(service, host=host, port=port, tell=lambda address: typer.echo(f"open {address} (Ctrl C ends it)"))

@@ -38,6 +38,14 @@ def overview(one: Inspection, width: int, *, colour: bool, statistic: str = "ent
     return Group(title(one), Text(), *followed, _standouts(one), Text(), _table(one, statistic, width, colour))
 
 
+def named(one: Inspection) -> list[tuple[int, int]]:
+    """The heads that the overview names, in its order."""
+    links = [_rows(found, earlier=one.pronoun(place)) for place, _ in one.followed() if (found := _strong(one, place))]
+    shown = [(link.layer, link.head) for rows in links for link in rows]
+    shown += [(head.layer, head.head) for kind in one.kinds for head in one.standouts(kind)[:NAMED]]
+    return list(dict.fromkeys(shown))
+
+
 def title(one: Inspection) -> Text:
     layers, count = len(one.layers), len(list(one.heads))
     even = len(set(map(len, one.weights))) == 1
@@ -59,7 +67,7 @@ def _several(count: int, noun: str) -> str:
 
 def _followed(one: Inspection, place: int, why: str, colour: bool) -> Text:
     word = one.words.names[place]
-    links = [link for link in one.links(place) if link.weight >= FAINT]
+    links = _strong(one, place)
     text = Text.assemble("Where ", (f"“{word}”", "bold"), " looks", (f" ({why})" if why else "", "dim"), "\n")
     if not links:
         strongest = next(iter(one.links(place)), None)
@@ -76,6 +84,10 @@ def _followed(one: Inspection, place: int, why: str, colour: bool) -> Text:
         text.append(f"  {left}  ").append(f"{link.name:<5}", "bold cyan")
         text.append(f" {link.weight:.2f} ").append(heat.bar(link.weight, BAR), "cyan").append("\n")
     return text.append(f"  equal attention sends {_equal_weight(one, place):.2f} to each token{_resting(one)}", "dim")
+
+
+def _strong(one: Inspection, place: int) -> list[Link]:
+    return [link for link in one.links(place) if link.weight >= FAINT]
 
 
 def _resting(one: Inspection) -> str:
@@ -182,7 +194,7 @@ def _table(one: Inspection, statistic: str, width: int, colour: bool) -> Text:
 
 def matrix(one: Inspection, head: str, width: int, *, colour: bool) -> RenderableType:
     """One head's weights: each row a word, each column a word it looks at."""
-    layer, number = one._head(head)
+    layer, number = one.at(head)
     weights = one.matrix(head)
     row = one.layers.index(layer)
     facts = ", ".join(

@@ -111,11 +111,12 @@ class Inspection:
 
     def matrix(self, head: str | tuple[int, int]) -> np.ndarray:
         """Where each word looks in one head, "3.1" or (3, 1): (W, W), a row a word."""
-        layer, number = self._head(head)
+        layer, number = self.at(head)
         found: np.ndarray = self.weights[self.layers.index(layer)][number]
         return found
 
-    def _head(self, head: str | tuple[int, int]) -> tuple[int, int]:
+    def at(self, head: str | tuple[int, int]) -> tuple[int, int]:
+        """A head's layer and number, checked."""
         if isinstance(head, str):
             parts = re.fullmatch(r"\s*(\d{1,6})\.(\d{1,6})\s*", head)
             if not parts:
@@ -284,7 +285,7 @@ class Inspection:
             "equal": {name: _plain(row) for name, row in self.equal.items()},
         }
         if head is not None:
-            layer, number = self._head(head)
+            layer, number = self.at(head)
             found["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
         return found
 

@@ -99,7 +99,7 @@ def encode(
     count = len(encoded["input_ids"])
     if all(encoded["special_tokens_mask"]):
         raise HeadwiseError(f"the tokenizer of {name} makes no token of {text!r}; give another text")
-    limit, why = _longest(model, weights)
+    limit, why = longest(model, weights)
     if count <= limit:
         return encoded, ()
     if not truncate:
@@ -109,7 +109,7 @@ def encode(
     return tokenizer(text, truncation=True, max_length=limit, **how), (f"cut to {limit:,} of {count:,} tokens",)
 
 
-def _longest(model: Any, weights: bool) -> tuple[int, str]:
+def longest(model: Any, weights: bool) -> tuple[int, str]:
     """The most tokens that a model has positions for and whose weights fit in memory, and which of the two it is."""
     config = model.config.get_text_config()
     heads = (getattr(config, "num_attention_heads", None) or 1) * (getattr(config, "num_hidden_layers", None) or 1)

@@ -69,7 +69,8 @@ class Layer:
     def stats(self) -> HeadStats:
         """Of all queries that were seen."""
         every = _joined([run.all for run in self._runs])
-        assert every is not None  # a layer is made by its first call
+        if every is None:
+            raise HeadwiseError("no statistics were kept; watch with stats=True")
         return every
 
     @property

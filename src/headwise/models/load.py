@@ -23,15 +23,16 @@ def load(
     attn_implementation: str | None = None,
     dtype: Any = None,
     trust_remote_code: bool = False,
+    distributed: Any = None,
 ) -> Any:
     """A transformers model in eval mode: of an embedded name, a directory (pruned ones too), a GGUF file or a hub id.
 
     The class is the one the checkpoint was saved from; dtype None keeps the file's. Every weight comes from the file:
     one that is missing, or does not fit the config, is an error. Only safetensors are read, and a model's own code is
-    run only with trust_remote_code=True.
+    run only with trust_remote_code=True. distributed is transformers' DistributedConfig; headwise.scale gives one.
     """
     folder = directory(name, code=trust_remote_code)
-    how = {"attn_implementation": attn_implementation, "dtype": dtype}
+    how = {"attn_implementation": attn_implementation, "dtype": dtype, "distributed_config": distributed}
     how = {key: value for key, value in how.items() if value is not None}
     with _one_line(folder):
         if not (folder / "config.json").exists():

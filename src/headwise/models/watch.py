@@ -36,6 +36,7 @@ def watch(
     links: int = 0,
     classes: dict[str, Any] | None = None,
     exact: bool = False,
+    stats: bool = True,
     each: Each | None = None,
 ) -> Watch:
     """See what every head of a model does: `with headwise.watch(model) as seen: model(**inputs)`, then `seen.layers`.
@@ -47,9 +48,9 @@ def watch(
     query. classes {name: (B, T) bool}: keys whose share of the weight is wanted; with several kinds of attention
     {kind: {name: ...}}. each(layer, reading, real) is called after every attention call of a layer: what was seen of
     the layer so far, the call itself (it gives any row of weights while its tensors live), and which queries (B, Tq)
-    are tokens, None for all.
+    are tokens, None for all. stats=False leaves the statistics out, for those who take their own from each call.
     """
-    return Watch(model, weights, outputs, rows, links, classes, exact, each)
+    return Watch(model, weights, outputs, rows, links, classes, exact, each, stats)
 
 
 class Scene(NamedTuple):
@@ -75,9 +76,10 @@ class Watch:
         classes: dict[str, Any] | None,
         exact: bool,
         each: Each | None = None,
+        stats: bool = True,
     ) -> None:
         self.model = model
-        self._exact, self._each = exact, each
+        self._exact, self._each, self._stats = exact, each, stats
         self._sites = anatomy.sites(model)
         anatomy.check_registered(model, self._sites)
         self._site = {(id(site.module), site.turn): site for site in self._sites}
@@ -237,7 +239,7 @@ class Watch:
         if isinstance(given.mask, LazyMask):
             return True
         plain = given.implementation in ("sdpa", NAME) and not given.more.get("output_attentions")
-        return plain and not self._exact and not given.dropout and reading.in_one_pass()
+        return plain and not self._exact and self._stats and not given.dropout and reading.in_one_pass()
 
     def _scene(self, given: Given) -> Scene:
         turn = self._turn.get(id(given.module), 0)
@@ -281,9 +283,10 @@ class Watch:
         decoding = self._decodes(given, where, scene.cross)
         if not scene.cross:
             self._last[id(self._owner[id(given.module)])] = scene.real, decoding
-        if stats is None:
-            stats = reading.stats(scene.real, self._shares(site.kind, reading, where))
-        layer.add(_named(stats), decoding)
+        if self._stats:
+            if stats is None:
+                stats = reading.stats(scene.real, self._shares(site.kind, reading, where))
+            layer.add(_named(stats), decoding)
         heads = asked(self._weights, site)
         if heads is not None:
             layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))

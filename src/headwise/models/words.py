@@ -81,7 +81,7 @@ def _tight(text: str, start: int, end: int) -> tuple[int, int]:
 
 def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]) -> list[list[int]]:
     """Pieces side by side that share a word of the text; a piece that is a space alone goes with what follows it."""
-    of = _segments(text)
+    of = _segments(text[: max((end for _, end in spans), default=0) + 1])  # a text that was cut is read no further
     groups: list[list[int]] = []
     last: set[int] = set()
     after_space = False

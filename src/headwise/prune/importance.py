@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,11 @@ class Setting:
     random: torch.Generator
     advance: Advance
     options: dict[str, Any]
+    numbers: list[int]  # of the batches in a whole of which they may be a part
+
+    def random_of(self, step: int) -> torch.Generator:
+        """Random numbers of one batch's own, the same whatever other batches there are."""
+        return torch.Generator().manual_seed(self.random.initial_seed() + 1_000_003 * (1 + self.numbers[step]))
 
     def row(self, site: Site) -> int:
         return next(i for i, place in enumerate(self.places) if place.key == site.key)
@@ -54,6 +59,7 @@ def importance(
     masked: Mapping[Any, Any] | None = None,
     seed: int = 0,
     progress: Advance | None = None,
+    numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> Scores:
     """{kind: (layers, heads)}: how much each head matters, with bootstrap intervals over the examples.
@@ -62,6 +68,7 @@ def importance(
     without it the labels serve, else a causal model's own text, else the model's own softmax or embedding.
     score: michel, michel-token, ablation, output, variance, confidence, sink, magnitude, random or l0.
     unit: "head", "kv" (all query heads of a KV head) or "layer". masked: heads that are already off.
+    numbers: which batches of a larger whole these are, where others score the rest; 0, 1, ... by default.
     """
     if score not in SCORES:
         raise HeadwiseError(f"there is no score {score!r}; there are {', '.join(SCORES)}")
@@ -76,8 +83,9 @@ def importance(
     objective = choose(model, kept[0] if kept else {}, loss)
     random = torch.Generator().manual_seed(seed)
     setting = Setting(
-        model, sites, places(model), kept, objective, unit, random, progress or (lambda *_: None), options
-    )
+        model, sites, places(model), kept, objective, unit, random, progress or (lambda *_: None), options,
+        list(range(len(kept)) if numbers is None else numbers),
+    )  # fmt: skip
     function, signed, norm = SCORES[score]
     with ExitStack() as stack:
         if masked:
@@ -162,7 +170,7 @@ def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
 
         with torch.enable_grad(), tapped(setting.model, tap):
             out = run(setting.model, batch)
-            loss = setting.objective.gradient(out, batch, setting.random)
+            loss = setting.objective.gradient(out, batch, setting.random_of(step))
         if not loss.requires_grad:
             raise HeadwiseError("the loss has no gradient; it must be made of the model's output by torch operations")
         loss.sum().backward()

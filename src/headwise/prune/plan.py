@@ -305,17 +305,22 @@ def in_steps(
     *,
     progress: Callable[[int, int], None] | None = None,
     scoring: Mapping[str, Any] | None = None,
+    scored: Callable[..., Scores] | None = None,
     **how: Any,
 ) -> Plan:
-    """A plan made step by step: after each, what is left is scored again without the heads that went."""
+    """A plan made step by step: after each, what is left is scored again without the heads that went.
+
+    scored: what takes the place of `importance`, where several processes share the work.
+    """
     from .importance import importance
 
+    scored = scored or importance
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps must be a whole number of at least 1, got {steps!r}")
     made: Plan | None = None
     for step in range(1, steps + 1):
         gone = made.heads if made else None
-        scores = importance(model, batches, score, masked=gone, **(scoring or {}))
+        scores = scored(model, batches, score, masked=gone, **(scoring or {}))
         made = plan(scores, 1 - (1 - keep) * step / steps, base=gone, **how)
         if progress:
             progress(step, steps)

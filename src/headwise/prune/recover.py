@@ -24,6 +24,36 @@ EVERY = 25  # steps between checkpoints
 RATE = 1e-4
 
 
+class Alone:
+    """One process that trains. headwise.scale gives the same for several, of which each takes a part of every batch."""
+
+    count = 1
+    first = True  # the one that writes
+
+    def wrapped(self, model: Any) -> Any:
+        """The model as it is trained; `model` holds what was learned after `done`."""
+        return model
+
+    def done(self, model: Any) -> None:
+        """What was learned is in `model`, also where it was trained in another form."""
+
+    def part(self, batch: Any) -> tuple[Any, float]:
+        """The examples of a batch that are this process's, and what they count: 0 where it only keeps in step."""
+        return batch, 1.0
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of everyone's x."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """All of a parameter, or of an average of its gradients."""
+        return x.detach()
+
+    def like(self, x: Tensor, whole: Tensor) -> Tensor:
+        """What this process holds of `whole`, as it does of x."""
+        return whole.to(x)
+
+
 def recover(
     pruned: Any,
     full: nn.Module,
@@ -32,32 +62,37 @@ def recover(
     *,
     checkpoint: Path | None = None,
     rate: float = RATE,
+    crew: Alone | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
     """Train a pruned model, in place, to give the full model's outputs; the loss of every step.
 
-    With a checkpoint file an interrupted run goes on where it stopped, and the file goes when it is done.
+    With a checkpoint file an interrupted run goes on where it stopped, and the file goes when it is done. crew: those
+    who share the work, as headwise.scale gives them.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps of recovery must be a whole number of at least 1, got {steps!r}")
-    trained = [parameter for parameter in pruned.parameters() if parameter.is_floating_point()]
-    wanted = [parameter.requires_grad for parameter in trained]
-    for parameter in trained:
+    crew = crew or Alone()
+    wanted = {parameter: parameter.requires_grad for parameter in pruned.parameters() if parameter.is_floating_point()}
+    for parameter in wanted:
         parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
-    zeros = _zeros(pruned)
     key = _key(pruned, batches, steps, rate)
-    first, losses = _resume(checkpoint, key, trained, optimizer)
+    model = crew.wrapped(pruned)
+    trained = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
+    zeros = _zeros(getattr(model, "module", model))
+    first, losses = _resume(checkpoint, key, trained, optimizer, crew)
     step = first
     try:
         for step in range(first, steps):
-            losses.append(_step(pruned, full, batches[step % len(batches)], optimizer, rate * (1 - step / steps)))
+            losses.append(_step(model, full, batches[step % len(batches)], optimizer, rate * (1 - step / steps), crew))
             for weight, keep in zeros:
-                weight.data.mul_(keep)
+                weight.data.mul_(crew.like(weight, keep))
             if progress:
                 progress(step + 1, steps)
             if checkpoint and (step + 1) % EVERY == 0:
-                _keep(checkpoint, key, step + 1, losses, trained, optimizer)
+                _keep(checkpoint, key, step + 1, losses, trained, optimizer, crew)
+        crew.done(pruned)
     except KeyboardInterrupt:
         if checkpoint and step > first:  # the step at hand may be half done: back to the last whole one kept
             raise HeadwiseError(
@@ -66,41 +101,50 @@ def recover(
             ) from None
         raise
     finally:
-        for parameter, want in zip(trained, wanted, strict=True):
+        for parameter, want in wanted.items():
             parameter.requires_grad_(want)
             parameter.grad = None
-    if checkpoint:
+    if checkpoint and crew.first:
         checkpoint.unlink(missing_ok=True)
     return losses
 
 
-def _step(pruned: Any, full: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, rate: float) -> float:
+def _step(
+    pruned: Any, full: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, rate: float, crew: Alone
+) -> float:
     for group in optimizer.param_groups:
         group["lr"] = rate
+    batch, weight = crew.part(batch)
     with torch.no_grad():
         target = run(full, batch)
     with torch.enable_grad():
-        loss = distilled(run(pruned, batch), target, batch)
+        loss = distilled(run(pruned, batch), target, batch, weight, crew.total)
         optimizer.zero_grad()
-        loss.backward()
+        (loss * crew.count).backward()  # a crew averages its gradients
     torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
     optimizer.step()
-    return float(loss.detach())
+    return float(crew.total(loss.detach()))
 
 
-def distilled(out: Any, target: Any, batch: Any) -> Tensor:
-    """KL of the logits, or the squared distance of the last layer against its own size; over real tokens."""
+def distilled(
+    out: Any, target: Any, batch: Any, weight: float = 1.0, total: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor:
+    """KL of the logits, or the squared distance of the last layer against its own size; over real tokens.
+
+    weight: what these examples count; total sums over all who have a part of them, of whose losses this is one.
+    """
     if hasattr(out, "logits"):
         new, old = out.logits.float().log_softmax(-1), target.logits.float().log_softmax(-1)
         each = (old.exp() * (old - new)).sum(-1)
     else:
         a, b = (next(outputs(x)).float() for x in (out, target))
-        each = F.mse_loss(a, b, reduction="none").mean(-1) / b.square().mean()
-    for name in ("decoder_attention_mask", "attention_mask"):
-        mask = batch.get(name) if isinstance(batch, dict) else None
-        if mask is not None and mask.shape == each.shape:
-            return (each * mask).sum() / mask.sum()
-    return each.mean()
+        size = total(weight * b.square().sum()) / total(torch.tensor(weight * b.numel(), device=b.device))
+        each = F.mse_loss(a, b, reduction="none").mean(-1) / size
+    found = (
+        [batch.get(name) for name in ("decoder_attention_mask", "attention_mask")] if isinstance(batch, dict) else []
+    )
+    mask = next((x for x in found if x is not None and x.shape == each.shape), torch.ones_like(each))
+    return weight * (each * mask).sum() / total(weight * mask.sum())
 
 
 def _zeros(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -114,7 +158,7 @@ def _zeros(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         weight, dim = out.get_parameter("weight"), 1 - row_dim(out)
         alive = torch.tensor([float(number is not None) for number in kept.query], device=weight.device)
         columns = alive.repeat_interleave(weight.shape[dim] // head_count(model, site))
-        found.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype)))
+        found.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype).expand(weight.shape)))
     return found
 
 
@@ -129,15 +173,19 @@ def _key(model: nn.Module, batches: list[Any], steps: int, rate: float) -> str:
     return digest.hexdigest()
 
 
-def _keep(path: Path, key: str, step: int, losses: list[float], trained: list[Any], optimizer: Any) -> None:
+def _keep(
+    path: Path, key: str, step: int, losses: list[float], trained: list[Any], optimizer: Any, crew: Alone
+) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     for i, parameter in enumerate(trained):
         state = optimizer.state[parameter]
-        tensors |= {f"{i}.weight": parameter.detach().contiguous()}
-        tensors |= {f"{i}.{name}": state[name].contiguous() for name in ("exp_avg", "exp_avg_sq") if name in state}
+        held = {"weight": parameter, **{name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}}
+        tensors |= {f"{i}.{name}": crew.whole(x).contiguous() for name, x in held.items()}
+    if not crew.first:
+        return
     with written(path, CheckpointError) as made:
         try:
             save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
@@ -148,7 +196,7 @@ def _keep(path: Path, key: str, step: int, losses: list[float], trained: list[An
             ) from error
 
 
-def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any) -> tuple[int, list[float]]:
+def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any, crew: Alone) -> tuple[int, list[float]]:
     """The step to go on from, with weights and optimizer as they were then."""
     if path is None or not path.exists():
         return 0, []
@@ -164,9 +212,10 @@ def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any) -> 
             step = int(about["step"])
             there = set(opened.keys())
             for i, parameter in enumerate(trained):
-                parameter.data.copy_(opened.get_tensor(f"{i}.weight"))
+                parameter.data.copy_(crew.like(parameter, opened.get_tensor(f"{i}.weight")))
                 if f"{i}.exp_avg" in there:  # a pooler that the loss does not see has none
-                    moments = {name: opened.get_tensor(f"{i}.{name}") for name in ("exp_avg", "exp_avg_sq")}
+                    names = ("exp_avg", "exp_avg_sq")
+                    moments = {name: crew.like(parameter, opened.get_tensor(f"{i}.{name}")) for name in names}
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
             return step, list(json.loads(about["losses"]))
     except SafetensorError as error:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeadwiseError
+from ..roles.stability import spearman
 
 RESAMPLES = 1000
 INTERVAL = (2.5, 97.5)
@@ -118,20 +119,6 @@ class Scores(dict[str, np.ndarray]):
                 numbers = " ".join(f"{x:9.3g}" for x in row if not np.isnan(x))
                 lines.append(f"{kind:>8} {place.index:>3}  {numbers}")
         return "\n".join(lines)
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The correlation of ranks, ties sharing their mean rank; NaN where one of them is constant."""
-    x, y = _ranks(a), _ranks(b)
-    x, y = x - x.mean(), y - y.mean()
-    size = float(np.sqrt((x**2).sum() * (y**2).sum()))
-    return float((x * y).sum() / size) if size else float("nan")
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[where]
 
 
 def _normed(row: np.ndarray, norm: bool) -> np.ndarray:

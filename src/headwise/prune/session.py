@@ -94,13 +94,27 @@ class Report:
 
 
 def pruned_and_measured(
-    model: Any, name: str, texts: Texts, asked: Asked, out: Path, *, given: Plan | None, progress: Progress
+    model: Any,
+    name: str,
+    texts: Texts,
+    asked: Asked,
+    out: Path,
+    *,
+    given: Plan | None,
+    progress: Progress,
+    scored: Callable[..., Scores] = importance,
+    trained: Callable[..., list[float]] = recover,
+    first: bool = True,
 ) -> tuple[Any, Report]:
-    """The pruned model and the report; nothing is written but the checkpoint of a recovery."""
-    made, scores = (given, None) if given else _planned(model, texts, asked, progress)
+    """The pruned model and the report; nothing is written but the checkpoint of a recovery.
+
+    scored and trained: how heads are scored and recovery goes, where several processes share both; the first of them
+    measures quality and time, in the report of the others they are not there.
+    """
+    made, scores = (given, None) if given else _planned(model, texts, asked, progress, scored)
     made.check(model)
     against = None
-    if asked.compare:
+    if asked.compare and first:
         against = against_ablation(
             model, texts.scoring, seed=asked.seed, progress=lambda done, total: progress("ablation", done, total)
         )
@@ -112,10 +126,12 @@ def pruned_and_measured(
         batches=texts.scoring if asked.compensate == "mean" else None,
         allow_empty=asked.allow_empty,
     )
-    found = {"full": quality(model, model, texts.measuring), "pruned": quality(smaller, model, texts.measuring)}
+    found = {}
+    if first:
+        found = {"full": quality(model, model, texts.measuring), "pruned": quality(smaller, model, texts.measuring)}
     losses: list[float] = []
     if asked.recover:
-        losses = recover(
+        losses = trained(
             smaller,
             model,
             texts.scoring,
@@ -123,8 +139,9 @@ def pruned_and_measured(
             checkpoint=out.parent / f".{out.name}.recovery.safetensors",
             progress=lambda done, total: progress("recovery", done, total),
         )
-        found["recovered"] = quality(smaller, model, texts.measuring)
-    latency, share = _latency(model, smaller, texts, asked, progress)
+        if first:
+            found["recovered"] = quality(smaller, model, texts.measuring)
+    latency, share = _latency(model, smaller, texts, asked, progress) if first else ([], 0.0)
     report = Report(
         name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured,
         losses=losses, scores=scores, against=against,
@@ -132,7 +149,9 @@ def pruned_and_measured(
     return smaller, report
 
 
-def _planned(model: Any, texts: Texts, asked: Asked, progress: Progress) -> tuple[Plan, Scores | None]:
+def _planned(
+    model: Any, texts: Texts, asked: Asked, progress: Progress, scored: Callable[..., Scores]
+) -> tuple[Plan, Scores | None]:
     how: dict[str, Any] = {"per": asked.per, "unit": asked.unit, "allow_empty": asked.allow_empty}
     if asked.steps > 1:
         if asked.budget == "latency" or isinstance(asked.keep, dict):
@@ -141,10 +160,11 @@ def _planned(model: Any, texts: Texts, asked: Asked, progress: Progress) -> tupl
             )
         stepwise = in_steps(
             model, texts.scoring, asked.keep, asked.score, asked.steps, budget=asked.budget, **how,
-            scoring={"seed": asked.seed}, progress=lambda done, total: progress("scoring in steps", done, total),
+            scoring={"seed": asked.seed}, scored=scored,
+            progress=lambda done, total: progress("scoring in steps", done, total),
         )  # fmt: skip
         return stepwise, None  # there were several scores, each of what was left
-    scores = importance(
+    scores = scored(
         model, texts.scoring, asked.score, seed=asked.seed,
         progress=lambda done, total: progress(f"scoring by {asked.score}", done, total),
     )  # fmt: skip

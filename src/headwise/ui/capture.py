@@ -22,7 +22,7 @@ from ..models.reading import Reading
 from ..models.watch import Watch, watch
 from ..models.words import Words, words
 
-BLOCK = 1 << 23  # weights that are held at once, of all heads of a layer together
+BLOCK = 1 << 20  # weights that are held at once, of all heads of a layer together: what a core has near at hand
 Off = Mapping[tuple[str, int], Sequence[int]]
 
 
@@ -104,6 +104,8 @@ class Pass:
     notes: tuple[str, ...] = ()
     output: Any = None  # the model's own
     against: Any = None  # the same with no head switched off, where one is
+    target: str | None = None  # what the decoder was given
+    pair: bool = False  # whether the model has a decoder beside its encoder
 
     def find(self, row: int) -> Seen:
         if not 0 <= row < len(self.layers):
@@ -145,11 +147,14 @@ def run(
     texts = [inspection._clean(one) for one in ((text,) if target is None else (text, target))]
     own, model, tokenizer = inspection._pair(model, tokenizer)
     name = name or own
-    both = target is not None and getattr(model.config, "is_encoder_decoder", False)
+    pair = bool(getattr(model.config, "is_encoder_decoder", False))
+    both = target is not None and pair
     if target is not None and not both:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
     body, notes = (model, ()) if both else inspection._text_model(name, model)
     encoded = [inspection.encode(one, name, body, tokenizer, truncate, weights=False) for one in texts]
+    if both:
+        encoded[1] = _begun(encoded[1][0], model.config), encoded[1][1]
     read = tuple(_text(one, code, tokenizer) for one, (code, _) in zip(texts, encoded, strict=True))
     for text_read in read:
         if most is not None and len(text_read.ids) > most:
@@ -169,9 +174,23 @@ def run(
         stack.enter_context(seen)
         output = body(**inputs)
     gone = masked[0].heads if masked else {}
-    layers = [_seen(body, kept[layer.key], layer, gone.get(layer.key, []), both) for layer in seen.layers]
+    sites = {site.name: site for site in anatomy.sites(body)}
+    layers = [
+        _seen(kept[layer.key], layer, gone.get(layer.key, []), both, _w_o(body, sites[layer.name]))
+        for layer in seen.layers
+    ]
     cut = [note for _, more in encoded for note in more]
-    return Pass(name, texts[0], read, layers, gone, (*notes, *cut), output, plain)
+    return Pass(name, texts[0], read, layers, gone, (*notes, *cut), output, plain, texts[1] if both else None, pair)
+
+
+def _begun(encoded: Any, config: Any) -> Any:
+    """What a decoder is given while it learns a text: its start token, and the text without its end."""
+    start, end = getattr(config, "decoder_start_token_id", None), getattr(config, "eos_token_id", None)
+    if start is None:
+        return encoded
+    last = -1 if encoded["input_ids"][-1] in (end if isinstance(end, list) else [end]) else None
+    first = {"input_ids": start, "special_tokens_mask": 1, "offset_mapping": (0, 0)}
+    return {name: [value, *encoded[name][:last]] for name, value in first.items() if name in encoded}
 
 
 class Stopped(Exception):
@@ -227,25 +246,26 @@ def _sides(kind: str) -> tuple[int, int]:
     return (1, 1) if "decoder" in kind else (0, 0)
 
 
-def _seen(model: Any, reading: Reading | EagerReading, layer: Layer, off: list[int], both: bool) -> Seen:
+Matrix = tuple[Tensor, Tensor | None]  # W_O (H * Dv, width), and its bias
+
+
+def _seen(reading: Reading | EagerReading, layer: Layer, off: list[int], both: bool, w_o: Matrix | None) -> Seen:
     each = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
     outputs = each[0].float().cpu().numpy().copy()
     outputs[off] = 0  # what W_O was given
     source, target = _sides(layer.kind) if both else (0, 0)
-    return Seen(layer, reading, outputs, _w_o(model, layer, outputs), source, target)
+    fits = w_o is not None and w_o[0].shape[0] == outputs.shape[0] * outputs.shape[2]
+    return Seen(layer, reading, outputs, w_o if fits else None, source, target)
 
 
-def _w_o(model: Any, layer: Layer, outputs: np.ndarray) -> tuple[Tensor, Tensor | None] | None:
-    site = next(site for site in anatomy.sites(model) if site.name == layer.name)
+def _w_o(model: Any, site: anatomy.Site) -> Matrix | None:
     try:
         _, linear = anatomy.w_o(model, site)
     except UnsupportedError:
         return None
     weight = linear.get_parameter("weight").detach().float().cpu()
-    matrix = weight if type(linear).__name__ == "Conv1D" else weight.T
-    if matrix.shape[0] != outputs.shape[0] * outputs.shape[2]:
-        return None
     bias = getattr(linear, "bias", None)
+    matrix = weight if type(linear).__name__ == "Conv1D" else weight.T
     return matrix, None if bias is None else bias.detach().float().cpu()
 
 

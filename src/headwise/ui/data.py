@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..models.inspected import PRONOUNS, STATISTICS, Inspection
 from ..models.reading import Reading
 from . import capture, pack
 from .capture import Pass, Seen, Text
+from .scores import Given, beside, given, roles
 
 FORMAT = 1
 STEPS = {"f32": 1 << 20, "u8": 1 << 19, "links": 1 << 18}  # bytes of q, k and v, by how the weights are stored
@@ -26,16 +28,16 @@ def data(
     passes: Pass | Sequence[Pass],
     *,
     heads: Sequence[str] = (),
-    scores: Mapping[str, Mapping[str, Any]] | None = None,
+    scores: Any = None,
     live: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One or two passes for the view. heads: "3.1", the first is the one that is shown first, and all have their steps.
 
-    scores: {name: {kind: (layers, heads)}}, such as importance or a role's scores, to colour the map by.
+    scores: to colour the map by: {name: {kind: (layers, heads)}}, what importance gave, or an atlas.
     live: what a server or notebook behind the view can do.
     """
     several = [passes] if isinstance(passes, Pass) else list(passes)
-    runs = [run(one, heads=heads, scores=scores or {}) for one in several]
+    runs = [run(one, heads=heads, scores=scores) for one in several]
     return {"headwise": FORMAT, "runs": runs, "live": dict(live) if live else None}
 
 
@@ -43,7 +45,7 @@ def run(
     one: Pass,
     *,
     heads: Sequence[str] = (),
-    scores: Mapping[str, Mapping[str, Any]] | None = None,
+    scores: Any = None,
     live: bool = False,
 ) -> dict[str, Any]:
     """One pass. live: whether the numbers behind other heads than the first can be asked for later."""
@@ -51,20 +53,27 @@ def run(
     size = pack.Size(
         sum(h * q for h, q, _ in shapes), sum(h * q * k for h, q, k in shapes), max(max(q, k) for _, q, k in shapes)
     )
-    equal: list[dict[str, float]] = []
-    weights = []
-    for seen, shape in zip(one.layers, shapes, strict=True):
-        told = Equal(seen, one.texts[seen.target].delimiter)
-        weights.append(pack.packed(told.passing(seen.blocks()), shape, size))
-        equal.append(told.statistics())
+    equals = [Equal(seen, one.texts[seen.target].delimiter) for seen in one.layers]
+    held: list[np.ndarray] = []  # (H, Tq, Tk) of each layer, where they are few
+    if size.form == "links":
+        weights = _linked(one, shapes, size, equals)
+    else:
+        held = [
+            np.concatenate([b for _, b in e.passing(s.blocks())], 1) for e, s in zip(equals, one.layers, strict=True)
+        ]
+        weights = [pack.whole(array, size) for array in held]
+    equal = [told.statistics() for told in equals]
+    more = given(scores)
     stats = [capture.statistics(seen) for seen in one.layers]
     chosen = [named(one, head) for head in heads]
     shown = _standouts(one, stats, equal)
-    follow = _follow(one, size)
+    follow = _follow(one, held)
     order = list(dict.fromkeys([*chosen, *([tuple(follow["head"])] if follow else []), *_best(shown), (0, 0)]))
     return {
         "name": one.name,
         "text": one.text,
+        "target": one.target,
+        "pair": one.pair,
         "notes": list(one.notes),
         "off": [
             [row, head] for row, seen in enumerate(one.layers) for head in one.off.get((seen.kind, seen.index), [])
@@ -73,15 +82,31 @@ def run(
         "layers": [_layer(seen) for seen in one.layers],
         "statistics": {name: STATISTICS[name] for name in STATISTICS if any(name in row for row in stats)},
         "stats": {name: [_row(row.get(name)) for row in stats] for name in STATISTICS},
-        "equal": {name: [_number(row.get(name)) for row in equal] for name in STATISTICS},
-        "scores": {name: _scores(one, by_kind) for name, by_kind in (scores or {}).items()},
+        "equal": {name: [_number(row.get(name)) for row in equal] for name in STATISTICS} | _equal(one, more),
+        "scores": {name: [_row(row) for row in beside(one, name, kinds)] for name, kinds in more.tables.items()},
+        "about": more.about,
         "standouts": shown,
+        "roles": roles(one, more),
         "follow": follow,
         "chosen": [list(at) for at in chosen],
         "weights": weights,
         "steps": _steps(one, order[:1] if live else order, STEPS[size.form], whole=not live),
         "output": _outputs(one, order[:1] if live else order, PARTS[size.form]),
     }
+
+
+def _linked(one: Pass, shapes: Sequence[Any], size: pack.Size, equals: Sequence[Equal]) -> list[dict[str, Any]]:
+    """A thread a layer: several threads on one block would wait for each other again and again."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(
+                pool.map(
+                    lambda e, s, shape: pack.linked(e.passing(s.blocks()), shape, size), equals, one.layers, shapes
+                )
+            )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _shape(seen: Seen) -> tuple[int, int, int]:
@@ -147,23 +172,12 @@ def _number(x: Any) -> float | None:
     return float(f"{float(x):.{SIGNIFICANT}g}")
 
 
-def _scores(one: Pass, by_kind: Mapping[str, Any]) -> list[list[float | None] | None]:
-    """A table of scores a kind, put beside the layers in their order."""
-    place: dict[str, int] = {}
-    found: list[list[float | None] | None] = []
-    for seen in one.layers:
-        at = place[seen.kind] = place.get(seen.kind, -1) + 1
-        table = by_kind.get(seen.kind)
-        if table is None:
-            found.append(None)
-            continue
-        rows = np.asarray(table, float)
-        if rows.ndim != 2 or at >= len(rows) or rows.shape[1] < seen.layer.heads.query:
-            raise errors.ShapeError(
-                f"scores of {seen.kind} attention must be (layers, heads), got {rows.shape} for layer {seen.index} "
-                f"with {seen.layer.heads.query} heads"
-            )
-        found.append(_row(rows[at, : seen.layer.heads.query]))
+def _equal(one: Pass, more: Given) -> dict[str, list[float | None]]:
+    """What equal attention would score, for each layer, where an atlas says it."""
+    found = {}
+    for name, kinds in more.equal.items():
+        left = {kind: list(values) for kind, values in kinds.items()}
+        found[name] = [_number(left[seen.kind].pop(0)) if left.get(seen.kind) else None for seen in one.layers]
     return found
 
 
@@ -179,7 +193,7 @@ class Equal:
 
     def passing(self, blocks: Any) -> Any:
         for first, block in blocks:
-            self._add(first, (block != 0).any(0))
+            self._add(first, block.max(0) > 0)
             yield first, block
 
     def _add(self, first: int, visible: np.ndarray) -> None:
@@ -262,16 +276,16 @@ def _best(standouts: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     return [head for _, _, head in sorted(ranked)]
 
 
-def _follow(one: Pass, size: pack.Size) -> dict[str, Any] | None:
+def _follow(one: Pass, held: Sequence[np.ndarray]) -> dict[str, Any] | None:
     """A word worth following and the head that links it best: a pronoun to an earlier word, else the strongest link."""
     first = [(row, seen) for row, seen in enumerate(one.layers) if seen.kind == one.layers[0].kind]
-    if size.form == "links" or one.layers[0].source != one.layers[0].target:
+    if not held or one.layers[0].source != one.layers[0].target:
         return None
     words = one.texts[one.layers[0].source].words
     judge = Inspection(
         text=one.text, model=one.name, words=words, layers=tuple(row for row, _ in first), stats={}, equal={},
-        weights=tuple(words.merge(np.concatenate([block for _, block in seen.blocks()], 1)) for _, seen in first),
-        causal=_causal(first[0][1]), tokens=size.longest,
+        weights=tuple(words.merge(held[row]) for row, _ in first),
+        causal=_causal(first[0][1]), tokens=len(one.texts[one.layers[0].source].pieces),
     )  # fmt: skip
     [(place, why)] = judge.followed()
     links = judge.links(place) or judge.links(place, near=True)

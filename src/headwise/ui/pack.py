@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 EXACT = 1 << 20  # bytes of all layers' weights as float32; up to here they are stored as they are
 BYTES = 2 << 20  # weights of all layers; up to here one byte for each
@@ -69,34 +70,39 @@ class Size:
         return -(-self.longest // side)
 
 
-def packed(blocks: Iterator[tuple[int, np.ndarray]], shape: tuple[int, int, int], size: Size) -> dict[str, Any]:
-    """One layer's weights, shape (H, Tq, Tk), from blocks of rows."""
-    if size.form != "links":
-        whole = np.concatenate([block for _, block in blocks], 1)
-        if size.form == "f32":
-            return {"form": "f32", "data": f32(whole)}
-        top, coded = roots(whole)
-        return {"form": "u8", "top": top, "data": b64(coded)}
-    keys, strengths, reduced = [], [], Reduced(shape, size.cell)
+def whole(weights: np.ndarray, size: Size) -> dict[str, Any]:
+    """All of one layer's weights (H, Tq, Tk)."""
+    if size.form == "f32":
+        return {"form": "f32", "data": f32(weights)}
+    top, coded = roots(weights)
+    return {"form": "u8", "top": top, "data": b64(coded)}
+
+
+def linked(blocks: Iterator[tuple[int, np.ndarray]], shape: tuple[int, int, int], size: Size) -> dict[str, Any]:
+    """The strongest links of one layer, shape (H, Tq, Tk), and its reduced matrix, from blocks of rows."""
+    heads, queries, count = *shape[:2], min(size.links, shape[2])
+    keys = np.empty((heads, queries, count), size.number())
+    weights = np.empty((heads, queries, count), "<u2")
+    reduced = Reduced(shape, size.cell)
     for first, block in blocks:
-        places, weights = strongest(block, min(size.links, shape[2]))
-        keys.append(places)
-        strengths.append(weights)
+        rows = slice(first, first + block.shape[1])
+        places, strengths = strongest(block, count)
+        keys[:, rows] = places
+        weights[:, rows] = np.rint(strengths * 65535)
         reduced.add(first, block)
-    linked = np.concatenate(strengths, 1)
     return {
         "form": "links",
-        "k": linked.shape[-1],
+        "k": count,
         "number": size.number().itemsize,
-        "keys": b64(np.concatenate(keys, 1).astype(size.number())),
-        "weights": b64(np.rint(linked * 65535).astype("<u2")),
+        "keys": b64(keys),
+        "weights": b64(weights),
         "reduced": reduced.to_json(),
     }
 
 
 def strongest(block: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(H, rows, Tk) -> the k strongest keys of each row and their weights, strongest first: (H, rows, k) each."""
-    top = torch.from_numpy(block).topk(k, -1)  # partial selection in C++, on both cores
+    top = torch.from_numpy(block).topk(k, -1)  # partial selection in C++
     return top.indices.numpy(), top.values.numpy()
 
 
@@ -113,19 +119,19 @@ class Reduced:
     def add(self, first: int, block: np.ndarray) -> None:
         """(H, rows, Tk), whose first row has this number."""
         squares = torch.from_numpy(block)
-        rest = self.columns * self.cell - self.shape[2]
-        if rest:
-            squares = torch.nn.functional.pad(squares, (0, rest))  # weights are never below 0, so this changes neither
-        squares = squares.unflatten(-1, (self.columns, self.cell))
-        most, sums = squares.amax(-1).numpy(), squares.sum(-1).numpy()  # (H, rows, columns)
         row, last = first, first + block.shape[1]
         while row < last:
             place = row // self.cell
             end = min((place + 1) * self.cell, last)
-            part = slice(row - first, end - first)
-            np.maximum(self.most[:, place], most[:, part].max(1), out=self.most[:, place])
-            self.sums[:, place] += sums[:, part].sum(1)
+            part = squares[:, row - first : end - first]  # rows first: whole rows are what a processor adds up fast
+            np.maximum(self.most[:, place], self._wide(part.amax(1)).amax(-1).numpy(), out=self.most[:, place])
+            self.sums[:, place] += self._wide(part.sum(1)).sum(-1).numpy()
             row = end
+
+    def _wide(self, row: Tensor) -> Tensor:
+        """(H, Tk) -> (H, columns, cell). Weights are never below 0, so the zeros at the end change nothing."""
+        rest = self.columns * self.cell - self.shape[2]
+        return torch.nn.functional.pad(row, (0, rest)).unflatten(-1, (self.columns, self.cell))
 
     @property
     def mean(self) -> np.ndarray:

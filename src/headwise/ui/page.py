@@ -15,7 +15,21 @@ from typing import Any
 from ..files import written
 
 # in this order, so that everything is defined before it is used
-MODULES = ("colour", "core", "dom", "heat", "links", "map", "head", "steps", "compare", "live", "view")
+MODULES = (
+    "colour",
+    "core",
+    "dom",
+    "heat",
+    "links",
+    "map",
+    "head",
+    "steps",
+    "compare",
+    "live",
+    "state",
+    "asking",
+    "view",
+)
 IMPORT = re.compile(r"^import\s[^;]*?from\s\"\./[a-z]+\.js\";\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const))", re.MULTILINE)
 

@@ -13,6 +13,7 @@ from ..models import anatomy, inspection
 from . import capture, data
 from .capture import Pass, Stopped
 from .effect import effect
+from .scores import given
 
 KEPT = 8  # passes: two to compare, and some to come back to
 LONGEST = 40_000  # characters of a text
@@ -29,19 +30,23 @@ class Service:
         models: Sequence[str] | Mapping[str, tuple[Any, Any]],
         *,
         text: str = inspection.SENTENCE,
+        target: str | None = None,
+        scores: Any = None,
         longest: int = LONGEST,
         tokens: int = TOKENS,
         seconds: float = SECONDS,
     ) -> None:
+        """target: what decoders beside an encoder are given first; scores: of the first model, to colour its map by."""
         self.names = list(models)
+        self.target, self.scores = target, given(scores)
         self._loaded = dict(models) if isinstance(models, Mapping) else {}
-        self._passes: OrderedDict[tuple[str, str, str], Pass] = OrderedDict()
+        self._passes: OrderedDict[tuple[str, ...], Pass] = OrderedDict()
         self.text, self.longest, self.tokens, self.seconds = text, longest, tokens, seconds
 
     @property
     def live(self) -> dict[str, Any]:
         """What the page is told about it."""
-        return {"models": self.names, "text": self.text, "longest": self.longest}
+        return {"models": self.names, "text": self.text, "target": self.target, "longest": self.longest}
 
     def load(self, name: str) -> tuple[Any, Any]:
         if name not in self.names:
@@ -55,12 +60,13 @@ class Service:
         """A run, or the steps of one head. stop: asked now and then; True ends the work by Stopped."""
         if not isinstance(request, dict):
             raise HeadwiseError("a request is an object")
-        asked = {name: request.get(name) or "" for name in ("ask", "text", "model", "off", "head")}
+        asked = {name: request.get(name) or "" for name in ("ask", "text", "target", "model", "off", "head")}
         if not all(isinstance(value, str) for value in asked.values()):
-            raise HeadwiseError("ask, text, model, off and head are texts")
-        if len(asked["text"]) > self.longest:
-            raise HeadwiseError(f"the text has {len(asked['text']):,} characters, {self.longest:,} are allowed here")
-        seen = self._pass(asked["model"] or self.names[0], asked["text"], asked["off"][:10_000], stop)
+            raise HeadwiseError("ask, text, target, model, off and head are texts")
+        for text in (asked["text"], asked["target"]):
+            if len(text) > self.longest:
+                raise HeadwiseError(f"the text has {len(text):,} characters, {self.longest:,} are allowed here")
+        seen = self._pass(asked["model"] or self.names[0], asked["text"], asked["target"], asked["off"][:10_000], stop)
         if asked["ask"] == "run":
             return self._run(seen, stop)
         if asked["ask"] == "steps":
@@ -72,10 +78,11 @@ class Service:
         model, tokenizer = self.load(seen.name)
         if stop():
             raise Stopped
-        return {**data.run(seen, live=True), "effect": effect(seen, model, tokenizer)}
+        scores = self.scores if seen.name == self.names[0] else None
+        return {**data.run(seen, live=True, scores=scores), "effect": effect(seen, model, tokenizer)}
 
-    def _pass(self, name: str, text: str, off: str, stop: Callable[[], bool]) -> Pass:
-        key = name, text, off
+    def _pass(self, name: str, text: str, target: str, off: str, stop: Callable[[], bool]) -> Pass:
+        key = name, text, target, off
         if key not in self._passes:
             model, tokenizer = self.load(name)
             ends = time.monotonic() + self.seconds
@@ -86,17 +93,18 @@ class Service:
                 return stop()
 
             self._passes[key] = capture.run(
-                text, model, tokenizer=tokenizer, off=heads_off(model, off), stop=ended, most=self.tokens, name=name
-            )
+                text, model, tokenizer=tokenizer, target=target or None, off=heads_off(model, off, whole=bool(target)),
+                stop=ended, most=self.tokens, name=name,
+            )  # fmt: skip
         self._passes.move_to_end(key)
         while len(self._passes) > KEPT:
             self._passes.popitem(last=False)
         return self._passes[key]
 
 
-def heads_off(model: Any, labels: str) -> dict[tuple[str, int], list[int]]:
-    """ "3.1,5.11", or "cross 3.1" where there are several kinds -> as mask_heads takes them."""
-    body = inspection._text_model("the model", model)[0]
+def heads_off(model: Any, labels: str, *, whole: bool = False) -> dict[tuple[str, int], list[int]]:
+    """ "3.1,5.11", or "cross 3.1" where there are several kinds -> as mask_heads takes them; whole: decoder too."""
+    body = model if whole else inspection._text_model("the model", model)[0]
     kinds = list(dict.fromkeys(site.kind for site in anatomy.sites(body)))
     found: dict[tuple[str, int], list[int]] = {}
     for label in filter(None, (part.strip() for part in labels.split(","))):

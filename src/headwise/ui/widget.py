@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ def view(
     target: str | None = None,
     off: Any = None,
     heads: str | Sequence[str] = (),
-    scores: Mapping[str, Mapping[str, Any]] | None = None,
+    scores: Any = None,
     truncate: bool = False,
 ) -> Any:
     """The interactive view: a Jupyter widget where anywidget is installed, else a `Page`; both have `.save(path)`.
 
     against: a second text beside the first; off: {layer: [heads]} to switch off, beside the same with all heads.
-    heads: "3.1" or several, shown first; scores: {name: {kind: (layers, heads)}} to colour the map by, as importance
-    gives them; target: what the decoder of an encoder-decoder model is given.
+    heads: "3.1" or several, shown first; target: what the decoder of an encoder-decoder model is given.
+    scores: to colour the map by: what importance gave, an atlas, or {name: {kind: (layers, heads)}}.
     """
     service = None
     if isinstance(text, str):
@@ -46,7 +46,7 @@ def view(
             passes.append(capture.run(text, model, **how))
         if against is not None:
             passes = [passes[0], capture.run(against, model, off=off, **how)]
-        service = Service({name: (model, tokenizer)}) if target is None else None
+        service = Service({name: (model, tokenizer)}, scores=scores)
     else:
         passes = [text] if isinstance(text, Pass) else list(text)
     if not 1 <= len(passes) <= 2:

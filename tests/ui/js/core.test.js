@@ -5,7 +5,8 @@ import { Recent, Run, attention, merged, rootError } from "../../../src/headwise
 import { cellText, format, several, visible, weightText } from "../../../src/headwise/ui/js/dom.js";
 import { alike, difference } from "../../../src/headwise/ui/js/compare.js";
 import { extent, ordered } from "../../../src/headwise/ui/js/map.js";
-import { messages, readState, write } from "../../../src/headwise/ui/js/view.js";
+import { messages } from "../../../src/headwise/ui/js/asking.js";
+import { readState, write } from "../../../src/headwise/ui/js/state.js";
 
 const f32 = (values) => Buffer.from(new Float32Array(values).buffer).toString("base64");
 const layer = { kind: "self", index: 0, heads: 2, kv: 1, dim: 3, width: 6, from: 0, to: 0 };

@@ -15,6 +15,18 @@ export function difference(a, b) {
   return a.map((row, n) => row.map((x, head) => (x === null || b[n]?.[head] === null || b[n]?.[head] === undefined ? null : /** @type {number} */ (b[n][head]) - x)));
 }
 
+/** A text, the part marked in which it differs from another. @param {string} text @param {string} other @returns {(string | Node)[]} */
+export function marked(text, other) {
+  const [mine, theirs] = [text, other].map((one) => one.split(/(?<=\s)/));
+  let first = 0;
+  while (first < Math.min(mine.length, theirs.length) && mine[first] === theirs[first]) first++;
+  let last = 0;
+  while (last < Math.min(mine.length, theirs.length) - first && mine[mine.length - 1 - last] === theirs[theirs.length - 1 - last]) last++;
+  const part = (/** @type {string[]} */ words) => (words.length ? visible(words.join("").trim(), 120) : "");
+  const changed = part(mine.slice(first, mine.length - last));
+  return [part(mine.slice(0, first)), changed && first ? " " : "", changed ? h("mark", { text: changed }) : "", last ? " " : "", part(mine.slice(mine.length - last))];
+}
+
 /** What a pass is called here. @param {any} run */
 function title(run) {
   const off = run.json.off.length ? ` without ${run.json.off.map((/** @type {any} */ at) => run.label(at)).join(", ")}` : "";
@@ -81,7 +93,7 @@ export class CompareView {
       h("div", { class: "hw-controls" }, select("statistic", Object.keys(measures(a)).map((name) => [name, name]), state.stat, (stat) => app.set({ stat })),
         h("span", { class: "soft", text: measures(a)[state.stat] })),
       h("div", { class: "hw-three" },
-        ...[[a, tables[0]], [b, tables[1]]].map(([run, table], n) => h("section", { class: "hw-panel" }, h("h3", { text: `${n ? "second" : "first"}: ${title(run)}` }), h("p", { dir: "auto", class: "hw-said", text: visible(run.json.text, 160) }), one(run, table, plain, `${n ? "second" : "first"} by ${state.stat}`), legend(colours, format(low, 2), format(high, 2)))),
+        ...[[a, tables[0]], [b, tables[1]]].map(([run, table], n) => h("section", { class: "hw-panel" }, h("h3", { text: `${n ? "second" : "first"}: ${title(run)}` }), h("p", { dir: "auto", class: "hw-said" }, ...marked(run.json.text, (n ? a : b).json.text)), one(run, table, plain, `${n ? "second" : "first"} by ${state.stat}`), legend(colours, format(low, 2), format(high, 2)))),
         h("section", { class: "hw-panel" }, h("h3", { text: "second less first" }),
           apart ? h("p", { class: "hw-said soft", text: this._changed(a, apart) }) : null,
           apart ? one(a, apart, (x) => pick(diverging, 0.5 + x / most / 2), `difference in ${state.stat}`) : h("p", { class: "hw-card", text: "These models have not the same layers and heads, so that their heads cannot be taken from each other one by one." }),

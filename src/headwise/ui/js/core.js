@@ -110,6 +110,11 @@ export class Run {
     return this.texts[this.layers[row][side]];
   }
 
+  /** A text as it was given. @param {Text} text @returns {string} */
+  said(text) {
+    return text === this.texts[0] ? this.json.text : this.json.target ?? "";
+  }
+
   /** @param {number} row @param {"from" | "to"} side @param {Unit} unit @returns {string[]} */
   names(row, side, unit) {
     return this.text(row, side)[unit];

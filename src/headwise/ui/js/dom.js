@@ -42,6 +42,12 @@ export function visible(token, most = SHOWN) {
   return signs.length > most ? signs.slice(0, most).join("") + "…" : seen || "∅";
 }
 
+/** Which way a text runs, by its first letter: its tokens may begin with a mark such as [CLS], which says nothing about it.
+ * @param {string} text @returns {"rtl" | "ltr"} */
+export function direction(text) {
+  return /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u.test(/\p{L}/u.exec(text)?.[0] ?? "") ? "rtl" : "ltr";
+}
+
 /** A token in an element of its own, so that its direction is its own. @param {string} token @param {Props} [props] */
 export function tokenElement(token, props = {}) {
   const shown = visible(token);
@@ -94,6 +100,13 @@ export function keepFocus(root, change) {
   }
 }
 
+/** Scroll a box of its own, and nothing around it, until a child is in sight. @param {HTMLElement} box @param {HTMLElement | null} child */
+export function reveal(box, child) {
+  if (!child) return;
+  const [outer, inner] = [box.getBoundingClientRect(), child.getBoundingClientRect()];
+  if (inner.top < outer.top || inner.bottom > outer.bottom) box.scrollTop += inner.top - outer.top - outer.height / 3;
+}
+
 /** The one floating note of a view. */
 export class Tip {
   /** @param {HTMLElement} root */
@@ -111,6 +124,11 @@ export class Tip {
       return h("div", { text: line });
     }));
     this.el.hidden = false;
+    this.move(at);
+  }
+
+  /** @param {{clientX: number, clientY: number}} at */
+  move(at) {
     const { width, height } = this.el.getBoundingClientRect();
     const x = Math.min(at.clientX + 14, window.innerWidth - width - 8);
     const below = at.clientY + 18 + height < window.innerHeight;

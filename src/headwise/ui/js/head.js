@@ -1,6 +1,6 @@
 // One head, or several in colours: links between tokens, and the matrix.
-import { category, css, oklch, pick, ramp } from "./colour.js";
-import { choice, format, h, several, toggle, visible, weightText } from "./dom.js";
+import { category, css, inkOn, oklch, pick, ramp } from "./colour.js";
+import { choice, direction, format, h, reveal, several, toggle, visible, weightText } from "./dom.js";
 import { Heat, legend, picture } from "./heat.js";
 import { LinksView } from "./links.js";
 import { extent, grid, ordered, values } from "./map.js";
@@ -53,31 +53,41 @@ export function chosen(app, run) {
   }));
 }
 
-/** The text with each token on the colour of its weight from the chosen one; click chooses. @param {any} app @param {any} run */
-export function sentence(app, run) {
+/** The text with each token on the colour of its weight from the chosen one; click chooses. Of two texts, both.
+ * @param {any} app @param {any} run @param {import("./core.js").Unit} [unit] */
+export function sentence(app, run, unit = app.unit) {
   const { state } = app;
-  const at = state.heads[0];
-  const from = run.text(at[0], "from");
-  const to = run.text(at[0], "to");
-  if (from !== to) return null;
-  const unit = app.unit;
-  const names = run.names(at[0], "from", unit);
+  const [row] = state.heads[0];
+  const from = run.text(row, "from");
+  const to = run.text(row, "to");
+  const own = run.names(row, "from", unit);
   const chosenToken = app.token(unit);
-  const row = chosenToken === null ? null : rowOf(run, at, unit, chosenToken);
-  const colours = ramp(state.palette, app.theme);
-  const top = row ? Math.max(...row, 1e-9) : 1;
-  const start = names.length > 500 ? Math.max(0, (chosenToken ?? 0) - 120) : 0;
+  const heads = state.heads.filter((/** @type {any} */ [other]) => run.text(other, "from") === from && run.text(other, "to") === to);
+  const rows = chosenToken === null ? null : heads.map((/** @type {any} */ at) => rowOf(run, at, unit, chosenToken));
+  const tint = tints(app, heads.length);
+  const tops = rows?.map((/** @type {any} */ one) => one.reduce((/** @type {number} */ a, /** @type {number} */ b) => Math.max(a, b), 1e-9));
+  const colour = rows && ((/** @type {number} */ n) => ({ rgb: tint(rows.map((/** @type {any} */ one, /** @type {number} */ m) => (0.85 * one[n]) / tops[m])), said: rows.map((/** @type {any} */ one) => format(one[n], 4)).join(", ") }));
+  const choose = (/** @type {number} */ n) => app.set({ token: n === chosenToken ? null : unit === "words" ? from.of.indexOf(n) : n });
+  if (from === to) return tokenLine(own, { chosen: chosenToken, colour, choose, dir: direction(run.said(from)) });
+  return h("div", { class: "hw-two" },
+    h("span", { class: "soft", text: "looks" }), tokenLine(own, { chosen: chosenToken, colour: null, choose, dir: direction(run.said(from)) }),
+    h("span", { class: "soft", text: "is looked at" }), tokenLine(run.names(row, "to", unit), { chosen: null, colour, choose: null, dir: direction(run.said(to)) }));
+}
+
+/** Tokens in a row, those of a long text around the chosen one. @param {string[]} names
+ * @param {{chosen: number | null, colour: null | ((n: number) => {rgb: import("./colour.js").Rgb, said: string}), choose: null | ((n: number) => void), dir: string}} how */
+function tokenLine(names, { chosen: place, colour, choose, dir }) {
+  const start = names.length > 500 ? Math.max(0, (place ?? 0) - 120) : 0;
   const shown = names.length > 500 ? names.slice(start, start + 300) : names;
-  return h("p", { class: `hw-sentence${shown.length > 60 ? " dense" : ""}`, dir: "auto" },
+  return h("p", { class: `hw-sentence${shown.length > 60 ? " dense" : ""}`, dir },
     start > 0 && h("span", { class: "soft", text: `… ${several(start, "token")} … ` }),
     ...shown.map((name, n) => {
-      const place = start + n;
-      const colour = row ? pick(colours, 0.85 * (row[place] / top)) : null;
-      return h("button", {
-        type: "button", class: `${place === chosenToken ? "chosen" : ""}`, data: { key: `word:${place}` },
-        title: row ? format(row[place], 4) : null, "aria-pressed": place === chosenToken,
-        style: colour ? { "background-color": css(colour), color: row && row[place] / top > 0.55 ? app.colours.ground : app.colours.ink } : {},
-        on: { click: () => app.set({ token: place === chosenToken ? null : unit === "words" ? from.of.indexOf(place) : place }) },
+      const found = colour ? colour(start + n) : null;
+      return h(choose ? "button" : "span", {
+        type: choose ? "button" : null, class: `token${start + n === place ? " chosen" : ""}`, data: { key: `word:${choose ? "" : "to:"}${start + n}` },
+        title: found ? found.said : null, "aria-pressed": choose ? start + n === place : null,
+        style: found ? { "background-color": css(found.rgb), color: inkOn(found.rgb) } : {},
+        on: choose ? { click: () => choose(start + n) } : {},
       }, h("bdi", { text: visible(name, 40) }));
     }),
     start + shown.length < names.length && h("span", { class: "soft", text: ` … ${several(names.length - start - shown.length, "token")} more` }));
@@ -192,7 +202,8 @@ export class HeadView {
       choice("tokens", [["words", "words"], ["pieces", "pieces"]], unit, (value) => app.set({ unit: value }), run.long ? { title: "long texts are shown in pieces", "aria-disabled": true, class: "hw-choice disabled" } : {}),
       toggle("without punctuation and special tokens", state.bare, (bare) => app.set({ bare })),
       run.long && choice("a square shows", [["max", "its largest weight"], ["mean", "its mean"]], state.reduce, (reduce) => app.set({ reduce }))),
-      sentence(app, run) ?? "");
+      sentence(app, run));
+    for (const line of this.top.querySelectorAll(".hw-sentence.dense")) reveal(line, line.querySelector(".chosen"));
     this.links.show(run, state.heads, { unit, pinned: app.token(unit), bare: state.bare });
     this.heat.show(source(app, run, state.heads, unit), true);
     this._legend(run, unit);
@@ -213,7 +224,7 @@ export class HeadView {
         : run.exactRow(at, 0) ? `Zoomed in, every weight is exact; from afar, a square is ${several(stored.reduced.cell, "token")} a side.`
           : `A square is ${several(stored.reduced.cell, "token")} a side. Zoomed in, the ${several(stored.k, "strongest link")} of each token ${stored.k === 1 ? "is" : "are"} exact; of the others this page knows the square's.`;
     this.legend.replaceChildren(
-      state.heads.length === 1 ? legend(colours, "0", format(top, 2)) : "",
+      state.heads.length === 1 ? legend(colours, "0", format(top, 2)) : h("p", { class: "soft", text: "Colours mix where heads look at the same; a number is the largest of theirs." }),
       h("p", { class: "soft", text: `${told} Wheel or + and − zoom, dragging pans.` }));
   }
 

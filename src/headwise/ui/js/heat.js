@@ -24,9 +24,13 @@ export function picture(rows, columns, colour) {
   const image = h("canvas", { width: columns, height: rows });
   const pen = image.getContext("2d");
   const pixels = pen.createImageData(columns, rows);
+  const { data } = pixels;
   for (let n = 0; n < rows * columns; n++) {
-    const [r, g, b] = colour(n);
-    pixels.data.set([r, g, b, 255], n * 4);
+    const rgb = colour(n);
+    data[n * 4] = rgb[0];
+    data[n * 4 + 1] = rgb[1];
+    data[n * 4 + 2] = rgb[2];
+    data[n * 4 + 3] = 255;
   }
   pen.putImageData(pixels, 0, 0);
   return image;

@@ -1,6 +1,6 @@
 // Two columns of tokens and a curve for each weight between them: as thick and as dark as the weight.
 import { category, css } from "./colour.js";
-import { h, sharp, tokenElement, weightText } from "./dom.js";
+import { h, keepFocus, reveal, sharp, tokenElement, weightText } from "./dom.js";
 
 const ROW = 25; // pixels a token
 const FAINT = 0.015; // weights that are not worth a line
@@ -14,7 +14,10 @@ export class LinksView {
     this.canvas = h("canvas", { "aria-hidden": "true" });
     this.left = h("div", { class: "hw-tokens from", role: "listbox", "aria-label": "tokens that look" });
     this.right = h("div", { class: "hw-tokens to", role: "listbox", "aria-label": "tokens looked at" });
-    this.el = h("div", { class: "hw-links" }, this.left, h("div", { class: "hw-curves" }, this.canvas), this.right);
+    this.pager = h("div", { class: "hw-pager" });
+    this.list = h("div", { class: "hw-links" }, this.left, h("div", { class: "hw-curves" }, this.canvas), this.right);
+    this.el = h("div", {}, this.pager, this.list);
+    this.shift = 0; // tokens that a long text's window was moved by
     /** @type {{side: "from" | "to", token: number} | null} */ this.hover = null;
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.el);
@@ -23,6 +26,8 @@ export class LinksView {
   /** @param {any} run @param {import("./core.js").Head[]} heads @param {{unit: import("./core.js").Unit, pinned: number | null, bare: boolean}} how */
   show(run, heads, { unit, pinned, bare }) {
     const [row] = heads[0];
+    if (pinned !== this.pinned || run !== this.run) this.shift = 0;
+    const moved = pinned !== this.pinned;
     this.run = run;
     this.heads = heads.filter(([other]) => run.layers[other].from === run.layers[row].from && run.layers[other].to === run.layers[row].to);
     this.unit = unit;
@@ -31,12 +36,25 @@ export class LinksView {
     this.names = { from: run.names(row, "from", unit), to: run.names(row, "to", unit) };
     this.marks = { from: run.delimiters(row, "from", unit), to: run.delimiters(row, "to", unit) };
     const long = Math.max(this.names.from.length, this.names.to.length) > WINDOW;
-    const start = long ? Math.max(0, Math.min((pinned ?? 0) - WINDOW / 2, this.names.from.length - WINDOW)) : 0;
+    const start = long ? Math.max(0, Math.min((pinned ?? 0) - WINDOW / 2 + this.shift, this.names.from.length - WINDOW)) : 0;
     this.first = { from: long ? start : 0, to: long ? Math.max(0, Math.min(start, this.names.to.length - WINDOW)) : 0 };
+    this._pages(long, start, () => this.show(run, heads, { unit, pinned, bare }));
     this._lines();
     this._tokens("from");
     this._tokens("to");
+    if (moved) reveal(this.list, this.left.querySelector(".chosen"));
     this.draw();
+  }
+
+  /** A long text's window, and how to move it. @param {boolean} long @param {number} start @param {() => void} again */
+  _pages(long, start, again) {
+    const count = this.names.from.length;
+    const button = (/** @type {string} */ text, /** @type {number} */ by, /** @type {boolean} */ end) => h("button", {
+      type: "button", class: "hw-small", text, disabled: end, data: { key: `pager:${by}` },
+      on: { click: () => { this.shift += by; keepFocus(this.el, again); } },
+    });
+    this.pager.hidden = !long;
+    this.pager.replaceChildren(button("◂ earlier", -WINDOW, start === 0), h("span", { class: "soft", text: `tokens ${start} to ${Math.min(count, start + WINDOW) - 1} of ${count}` }), button("later ▸", WINDOW, start + WINDOW >= count));
   }
 
   /** Which links there are, the strongest first. */

@@ -25,15 +25,21 @@ export class Bar {
     return h("div", { class: "hw-entry" }, field, h("button", { type: "button", class: "hw-go", text: "Look", data: { key: `${key}-go` }, on: { click: () => send(field.value) } }));
   }
 
+  /** @param {string} label @param {string} value @param {(text: string) => void} send @param {string} key */
+  _target(label, value, send, key) {
+    return h("label", { class: "hw-target" }, h("span", { class: "soft", text: `${label}${value ? "" : " (empty: the encoder alone is run)"}` }), this._text(label, value, send, key));
+  }
+
   update() {
     const { app } = this;
     const { state, live } = app;
     this.el.replaceChildren(
       this._text("text", state.text ?? "", (text) => app.set({ text, token: null, key: null }), "text"),
+      app.runs[0]?.json.pair ? this._target("what the decoder is given", state.target, (target) => app.set({ target, off: Boolean(target) === Boolean(state.target) ? state.off : "", token: null, key: null }), "target") : "",
       h("div", { class: "hw-controls" },
-        live.models.length > 1 && select("model", live.models.map((/** @type {string} */ name) => [name, name]), state.model, (model) => app.set({ model, off: "", token: null, key: null })),
-        ...this._off(), app.busy && h("span", { class: "hw-busy", role: "status", text: app.busy })),
-      app.failed ? h("p", { class: "hw-error", role: "alert", text: app.failed }) : "",
+        live.models.length > 1 && select("model", live.models.map((/** @type {string} */ name) => [name, name]), state.model, (model) => app.set({ model, off: "", target: "", token: null, key: null })),
+        ...this._off(), app.questions.busy && h("span", { class: "hw-busy", role: "status", text: app.questions.busy })),
+      app.questions.failed ? h("p", { class: "hw-error", role: "alert", text: app.questions.failed }) : "",
       app.runs[0] ? effect(app, app.runs[0].json.effect) : "");
   }
 
@@ -43,18 +49,18 @@ export class Bar {
     if (!labels.length) return app.runs[0] ? [h("span", { class: "soft", text: "Key x switches the chosen head off." })] : [];
     return [h("span", { class: "soft", text: "switched off:" }),
       ...labels.map((label) => h("button", { type: "button", class: "hw-chip", title: "switch on again", data: { key: `on:${label}` }, on: { click: () => app.set({ off: labels.filter((one) => one !== label).join(",") }) } }, h("b", { text: label }), h("span", { text: "✕" }))),
-      h("button", { type: "button", class: "hw-small", text: "compare with all heads on", on: { click: () => app.set({ view: "compare", text2: app.state.text, model2: app.state.model, off2: "" }) } })];
+      h("button", { type: "button", class: "hw-small", text: "compare with all heads on", on: { click: () => app.set({ view: "compare", text2: app.state.text, model2: app.state.model, target2: app.state.target, off2: "" }) } })];
   }
 
   /** What the first is compared with. */
   other() {
     const { app } = this;
     const { state, live } = app;
-    const send = (/** @type {string} */ text2) => app.set({ text2, model2: state.model2 ?? state.model, off2: state.text2 === null ? "" : state.off2 });
+    const send = (/** @type {string} */ text2) => app.set({ text2, model2: state.model2 ?? state.model, target2: state.text2 === null ? state.target : state.target2, off2: state.text2 === null ? "" : state.off2 });
     return h("div", { class: "hw-live" }, h("h3", { text: "Compare with" }),
       this._text("second text", state.text2 ?? state.text ?? "", send, "text2"),
       h("div", { class: "hw-controls" },
-        live.models.length > 1 && select("second model", live.models.map((/** @type {string} */ name) => [name, name]), state.model2 ?? state.model, (model2) => app.set({ model2, text2: state.text2 ?? state.text, off2: "" }))));
+        live.models.length > 1 && select("second model", live.models.map((/** @type {string} */ name) => [name, name]), state.model2 ?? state.model, (model2) => app.set({ model2, text2: state.text2 ?? state.text, target2: "", off2: "" }))));
   }
 }
 

@@ -1,14 +1,16 @@
 // All heads of a model as a grid, a layer a row: coloured by a statistic, by kind, or drawn small.
 import { category, css, inkOn, pick, ramp } from "./colour.js";
-import { cellText, choice, format, h, select, several, toggle } from "./dom.js";
+import { cellText, choice, format, h, select, several, tokenElement } from "./dom.js";
 import { legend, picture } from "./heat.js";
 
 const THUMBNAIL = "thumbnail";
-const KINDS = "kind";
+const KINDS = "kind"; // what stands out on this text
+const ROLES = "role"; // what an atlas says
+const ORDERS = /** @type {[string, string][]} */ ([["model", "as in the model"], ["value", "each layer, highest first"], ["ranked", "all heads, highest first"], ["lowest", "all heads, lowest first"]]);
 
 /** Everything that heads can be coloured by: statistics of the text, and scores that came along. @param {any} run @returns {Record<string, string>} */
 export function measures(run) {
-  return { ...run.json.statistics, ...Object.fromEntries(Object.keys(run.json.scores).map((name) => [name, "score that came along"])) };
+  return { ...run.json.statistics, ...Object.fromEntries(Object.keys(run.json.scores).map((name) => [name, run.json.about?.[name] ?? "a score that came along"])) };
 }
 
 /** @param {any} run @param {string} stat @returns {(number | null)[][]} a row a layer */
@@ -23,10 +25,10 @@ export function extent(...tables) {
   return all.length ? [Math.min(0, ...all), Math.max(...all, 1e-9)] : [0, 1];
 }
 
-/** The heads of each kind that stand out. @param {any} run @returns {Map<string, any[]>} by "row.head" */
-export function roles(run) {
+/** The heads of each kind that stand out, or have a role. @param {any[]} listed @returns {Map<string, any[]>} by "row.head" */
+export function byHead(listed) {
   const found = new Map();
-  for (const one of run.json.standouts) {
+  for (const one of listed) {
     const key = one.head.join(".");
     found.set(key, [...(found.get(key) ?? []), one]);
   }
@@ -46,6 +48,13 @@ export function ordered(layer, row, order) {
   return order === "value" ? heads.sort((a, b) => (row[b] ?? -Infinity) - (row[a] ?? -Infinity)) : heads;
 }
 
+/** All heads by their value. @param {(number | null)[][]} table @param {boolean} lowest first @returns {import("./core.js").Head[]} */
+export function ranked(table, lowest) {
+  const all = table.flatMap((values, row) => values.map((value, head) => ({ at: /** @type {import("./core.js").Head} */ ([row, head]), value }))).filter((one) => one.value !== null);
+  const sign = lowest ? 1 : -1;
+  return all.sort((a, b) => sign * (/** @type {number} */ (a.value) - /** @type {number} */ (b.value))).map((one) => one.at);
+}
+
 /** What one head's cell says when asked. @param {any} app @param {any} run @param {import("./core.js").Head} at @returns {any[]} */
 export function headNotes(app, run, at) {
   const [row, head] = at;
@@ -55,7 +64,8 @@ export function headNotes(app, run, at) {
     const value = values(run, name)[row][head];
     if (value !== null) notes.push([name, format(value, 4)]);
   }
-  for (const one of roles(run).get(at.join(".")) ?? []) notes.push(`${one.kind}: ${one.criterion}`);
+  for (const one of byHead(run.json.standouts).get(at.join(".")) ?? []) notes.push(`${one.kind}: ${one.criterion}`);
+  for (const one of byHead(run.json.roles ?? []).get(at.join(".")) ?? []) notes.push(`role: ${one.kind}, ${one.criterion}`);
   const small = run.thumbnail(at);
   const colours = ramp(app.state.palette, app.theme);
   const image = picture(small.rows, small.columns, (n) => pick(colours, small.values[n] / (small.top || 1)));
@@ -65,9 +75,11 @@ export function headNotes(app, run, at) {
 }
 
 /** The grid of heads. @param {any} app @param {any} run
- * @param {{cell: (at: import("./core.js").Head) => {colour: import("./colour.js").Rgb | null, text: string}, order: (row: number) => number[], small?: boolean, choose: (at: import("./core.js").Head, event: MouseEvent) => void, chosen: import("./core.js").Head[], name: string, notes?: (at: import("./core.js").Head) => any[], thumbnails?: boolean}} how */
+ * @param {{cell: (at: import("./core.js").Head) => {colour: import("./colour.js").Rgb | null, text: string}, order: (row: number) => number[], small?: boolean, choose: (at: import("./core.js").Head, event: MouseEvent) => void, chosen: import("./core.js").Head[], name: string, notes?: (at: import("./core.js").Head) => any[], thumbnails?: boolean, ranked?: import("./core.js").Head[] | null}} how */
 export function grid(app, run, how) {
   const most = Math.max(...run.layers.map((/** @type {any} */ layer) => layer.heads));
+  if (how.ranked) return h("div", { class: "hw-grids" }, h("div", { class: "hw-grid ranked", role: "grid", "aria-label": how.name, style: { "--hw-heads": most, "--hw-layers": 6 } },
+    h("div", { class: "row", role: "row" }, ...how.ranked.map((at) => gridCell(app, run, at, how, run.label(at), false)))));
   const boxes = kinds(run).map(([kind, rows], _, all) => {
     const sorted = rows.some((row) => how.order(row).some((head, place) => head !== place));
     const grouped = !sorted && run.layers[rows[0]].kv < run.layers[rows[0]].heads;
@@ -103,28 +115,31 @@ function gridRow(app, run, row, how, sorted, grouped) {
   const layer = run.layers[row];
   const size = layer.heads / layer.kv;
   return h("div", { class: "row", role: "row" }, h("span", { class: "layer", role: "rowheader", text: String(layer.index) }),
-    ...how.order(row).map((/** @type {number} */ head) => {
-      /** @type {import("./core.js").Head} */ const at = [row, head];
-      const { colour, text } = how.cell(at);
-      const place = how.chosen.findIndex((/** @type {any} */ one) => one[0] === row && one[1] === head);
-      const off = run.off.has(at.join("."));
-      const cell = h("button", {
-        type: "button", role: "gridcell", tabindex: place === 0 ? 0 : -1, "aria-selected": place >= 0,
-        class: `cell${grouped && head % size === 0 && head ? " group" : ""}${place >= 0 ? " chosen" : ""}${off ? " off" : ""}${colour ? "" : " none"}`,
-        "aria-label": `head ${run.label(at)}${text ? `: ${text}` : ""}${off ? ", switched off" : ""}`,
-        data: { key: `head:${at.join(".")}`, head: run.label(at) },
-        style: colour && !how.thumbnails ? { "background-color": css(colour), color: inkOn(colour) } : {},
-        on: {
-          click: (/** @type {MouseEvent} */ event) => how.choose(at, event),
-          pointermove: (/** @type {PointerEvent} */ event) => app.tip.show(event, (how.notes ?? ((one) => headNotes(app, run, one)))(at)),
-          pointerleave: () => app.tip.hide(),
-        },
-      });
-      if (how.thumbnails) cell.append(thumbnail(app, run, at));
-      else if (!how.small) cell.append(...(sorted ? [h("small", { text: String(head) })] : []), h("span", { text }));
-      if (place > 0 || (place === 0 && how.chosen.length > 1)) cell.style.setProperty("--hw-ring", css(category(place, app.theme)));
-      return cell;
-    }));
+    ...how.order(row).map((/** @type {number} */ head) => gridCell(app, run, [row, head], how, sorted ? String(head) : "", grouped && head % size === 0 && head > 0)));
+}
+
+/** @param {any} app @param {any} run @param {import("./core.js").Head} at @param {any} how @param {string} name @param {boolean} apart whether a KV group begins here */
+function gridCell(app, run, at, how, name, apart) {
+  const { colour, text, said } = how.cell(at);
+  const place = how.chosen.findIndex((/** @type {any} */ one) => one[0] === at[0] && one[1] === at[1]);
+  const off = run.off.has(at.join("."));
+  const cell = h("button", {
+    type: "button", role: "gridcell", tabindex: place === 0 ? 0 : -1, "aria-selected": place >= 0,
+    class: `cell${apart ? " group" : ""}${place >= 0 ? " chosen" : ""}${off ? " off" : ""}${colour ? "" : " none"}`,
+    "aria-label": `head ${run.label(at)}${said ? `: ${said}` : ""}${text ? `: ${text}` : ""}${off ? ", switched off" : ""}`,
+    data: { key: `head:${at.join(".")}`, head: run.label(at) },
+    style: colour && !how.thumbnails ? { "background-color": css(colour), color: inkOn(colour) } : {},
+    on: {
+      click: (/** @type {MouseEvent} */ event) => how.choose(at, event),
+      pointerenter: (/** @type {PointerEvent} */ event) => app.tip.show(event, (how.notes ?? ((/** @type {any} */ one) => headNotes(app, run, one)))(at)),
+      pointermove: (/** @type {PointerEvent} */ event) => app.tip.move(event),
+      pointerleave: () => app.tip.hide(),
+    },
+  });
+  if (how.thumbnails) cell.append(thumbnail(app, run, at));
+  else if (!how.small) cell.append(...[said || name].filter(Boolean).map((one) => h("small", { text: one })), h("span", { text }));
+  if (place > 0 || (place === 0 && how.chosen.length > 1)) cell.style.setProperty("--hw-ring", css(category(place, app.theme)));
+  return cell;
 }
 
 /** @param {any} app @param {any} run @param {import("./core.js").Head} at */
@@ -162,23 +177,39 @@ export class MapView {
     const table = values(run, state.stat);
     const [low, high] = extent(table);
     const colours = ramp(state.palette, app.theme);
-    const by = roles(run);
-    const names = [...new Set(run.json.standouts.map((/** @type {any} */ one) => one.kind))];
+    const named = state.paint === KINDS || state.paint === ROLES;
+    const listed = state.paint === ROLES ? run.json.roles : run.json.standouts;
+    const by = byHead(listed);
+    const names = [...new Set(listed.map((/** @type {any} */ one) => one.kind))];
     const cell = (/** @type {import("./core.js").Head} */ at) => {
       const value = table[at[0]][at[1]];
-      if (state.paint === KINDS) {
+      if (named) {
         const [first] = by.get(at.join(".")) ?? [];
-        return { colour: first ? category(names.indexOf(first.kind), app.theme) : null, text: first ? format(first.score, 2) : "" };
+        return { colour: first ? category(names.indexOf(first.kind), app.theme) : null, text: first ? format(first.score, 2) : "", said: first?.kind ?? "" };
       }
       return { colour: value === null ? null : pick(colours, (value - low) / (high - low)), text: value === null ? "" : cellText(value) };
     };
     const shown = grid(app, run, {
-      cell, name: state.paint === KINDS ? "heads by kind" : `heads by ${state.stat}`, chosen: state.heads, thumbnails: state.paint === THUMBNAIL,
+      cell, name: named ? `heads by ${state.paint}` : `heads by ${state.stat}`, chosen: state.heads, thumbnails: state.paint === THUMBNAIL,
+      ranked: state.paint === "value" && (state.order === "ranked" || state.order === "lowest") ? ranked(table, state.order === "lowest") : null,
       order: (row) => ordered(run.layers[row], table[row], state.paint === "value" ? state.order : "model"),
       choose: (at, event) => app.choose(at, event, "head"),
     });
-    this.el.replaceChildren(h("div", { class: "hw-main" }, this._controls(run), shown), this._side(run, table, low, high, colours, names));
+    this.el.replaceChildren(h("div", { class: "hw-main" }, this._story(run), this._controls(run), shown), this._side(run, table, low, high, colours, listed));
     if (!this.el.querySelector('.cell[tabindex="0"]')) this.el.querySelector(".cell")?.setAttribute("tabindex", "0");
+  }
+
+  /** What is worth a look first: a word, and the head that links it best. @param {any} run */
+  _story(run) {
+    const { app } = this;
+    const { follow } = run.json;
+    if (!follow) return null;
+    const { words, of } = run.texts[0];
+    const go = (/** @type {string} */ view) => () => app.set({ view, heads: [follow.head], token: of.indexOf(follow.word), key: of.indexOf(follow.to) });
+    return h("p", { class: "hw-lead first" }, tokenElement(words[follow.word], { class: "hw-word" }), " looks at ", tokenElement(words[follow.to], { class: "hw-word key" }),
+      ` by ${format(run.weight(follow.head, "words", follow.word, follow.to).value, 2)} in head ${run.label(follow.head)}. `,
+      h("button", { type: "button", class: "hw-small", text: "see its links", data: { key: "story:head" }, on: { click: go("head") } }), " ",
+      h("button", { type: "button", class: "hw-small", text: "see how it comes about", data: { key: "story:steps" }, on: { click: go("steps") } }));
   }
 
   /** @param {any} run */
@@ -186,15 +217,16 @@ export class MapView {
     const { app } = this;
     const { state } = app;
     return h("div", { class: "hw-controls" },
-      choice("colour by", [["value", "statistic"], [KINDS, "kind"], [THUMBNAIL, "where it looks"]], state.paint, (paint) => app.set({ paint })),
+      choice("colour by", /** @type {[string, string][]} */ ([["value", Object.keys(run.json.scores).length ? "statistic or score" : "statistic"], [KINDS, "kind"], ...(run.json.roles?.length ? [[ROLES, "role"]] : []), [THUMBNAIL, "where it looks"]]), state.paint, (paint) => app.set({ paint })),
       state.paint === "value" && select("statistic", Object.keys(measures(run)).map((name) => [name, name]), state.stat, (stat) => app.set({ stat })),
-      state.paint === "value" && toggle("highest first", state.order === "value", (on) => app.set({ order: on ? "value" : "model" })));
+      state.paint === "value" && select("order", ORDERS, state.order, (order) => app.set({ order })));
   }
 
-  /** @param {any} run @param {(number | null)[][]} table @param {number} low @param {number} high @param {Uint8Array} colours @param {string[]} names */
-  _side(run, table, low, high, colours, names) {
+  /** @param {any} run @param {(number | null)[][]} table @param {number} low @param {number} high @param {Uint8Array} colours @param {any[]} listed */
+  _side(run, table, low, high, colours, listed) {
     const { app } = this;
     const { state } = app;
+    const names = [...new Set(listed.map((one) => one.kind))];
     const equals = (run.json.equal[state.stat] ?? []).filter((/** @type {any} */ x) => x !== null);
     const equal = equals.length ? equals.reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0) / equals.length : null;
     const about = measures(run)[state.stat];
@@ -204,19 +236,18 @@ export class MapView {
         equal !== null && h("p", { class: "soft", text: `A head that looked at everything equally would have ${format(equal, 2)}${equal > high ? ", more than any here" : " (the mark)"}.` })),
       state.paint === THUMBNAIL && h("div", { class: "hw-card" }, h("h3", { text: "where it looks" }), h("p", { text: `Each square is one head: a row for each token that looks, a column for each token looked at. ${app.theme === "dark" ? "Brighter" : "Darker"} is more, by the head's own largest weight.` })),
       this._ranking(run, table),
-      h("div", { class: "hw-card" }, h("h3", { text: "Heads that stand out on this text" }),
+      h("div", { class: "hw-card" }, h("h3", { text: state.paint === ROLES ? "Roles, as the atlas measured them" : "Heads that stand out on this text" }),
         names.length ? null : h("p", { class: "soft", text: "None does here, or the text is too short to tell." }),
-        ...names.map((kind, number) => this._kind(run, kind, number))));
+        ...names.map((kind, number) => this._kind(run, listed.filter((one) => one.kind === kind), number))));
   }
 
   /** @param {any} run @param {(number | null)[][]} table */
   _ranking(run, table) {
     const { state } = this.app;
     if (state.paint !== "value") return null;
-    const all = table.flatMap((row, layer) => row.map((value, head) => ({ at: [layer, head], value }))).filter((one) => one.value !== null);
-    const top = all.sort((a, b) => /** @type {number} */ (b.value) - /** @type {number} */ (a.value)).slice(0, 6);
+    const top = ranked(table, false).slice(0, 6);
     return h("div", { class: "hw-card" }, h("h3", { text: `Highest ${state.stat}` }), h("div", { class: "hw-chips" },
-      ...top.map(({ at, value }) => this._chip(run, at, `${format(value, 2)}`))));
+      ...top.map((at) => this._chip(run, at, format(table[at[0]][at[1]], 2)))));
   }
 
   /** @param {any} run @param {any} at @param {string} text */
@@ -225,13 +256,13 @@ export class MapView {
       h("b", { text: run.label(at) }), h("span", { text }));
   }
 
-  /** @param {any} run @param {string} kind @param {number} number */
-  _kind(run, kind, number) {
-    const members = run.json.standouts.filter((/** @type {any} */ one) => one.kind === kind);
-    const colour = this.app.state.paint === KINDS ? { "--hw-dot": css(category(number, this.app.theme)) } : {};
+  /** @param {any} run @param {any[]} members @param {number} number */
+  _kind(run, members, number) {
+    const { paint } = this.app.state;
+    const dotted = paint === KINDS || paint === ROLES;
     return h("div", { class: "hw-standout" },
-      h("h4", { class: this.app.state.paint === KINDS ? "dot" : "", style: colour, text: kind }),
-      h("p", { class: "soft", text: members[0].criterion }),
+      h("h4", { class: dotted ? "dot" : "", style: dotted ? { "--hw-dot": css(category(number, this.app.theme)) } : {}, text: members[0].kind }),
+      paint !== ROLES && h("p", { class: "soft", text: members[0].criterion }),
       h("div", { class: "hw-chips" }, ...members.slice(0, 6).map((/** @type {any} */ one) => this._chip(run, one.head, format(one.score, 2))),
         members.length > 6 && h("span", { class: "soft", text: `and ${several(members.length - 6, "more head")}`.replace("more heads", "more") })));
   }

@@ -2,7 +2,7 @@
 import { css, pick, ramp } from "./colour.js";
 import { attention } from "./core.js";
 import { format, h, select, several, tokenElement, visible } from "./dom.js";
-import { chosen, navigator } from "./head.js";
+import { chosen, navigator, sentence } from "./head.js";
 
 const KEYS = 24; // keys that are listed
 const STRIPS = 8; // values that are drawn
@@ -36,8 +36,21 @@ export class StepsView {
     const context = { run, at, step, made, i, j, from, to };
     top.append(h("p", { class: "hw-lead" }, "How ", tokenElement(from[i], { class: "hw-word" }), " comes to look at ", tokenElement(to[j], { class: "hw-word key" }),
       ` by ${format(made.weights[j], 3)}, and what it takes from there`),
-    h("div", { class: "hw-controls" }, this._tokens("looks", from, i, (token) => app.set({ token })), this._tokens("at", to, j, (key) => app.set({ key }))));
-    this.main.replaceChildren(top, h("ol", { class: "hw-story" }, this._product(context), this._scale(context), this._softmax(context), this._sum(context), this._together(context), this._output(context)));
+    h("div", { class: "hw-controls" }, this._tokens("looks", from, i, (token) => app.set({ token })), this._tokens("at", to, j, (key) => app.set({ key })), h("span", { class: "soft", text: "or click a token; the rows of step 3 choose the key." })),
+    sentence({ ...shallow(app), state: { ...state, heads: [at] }, token: () => i, colours: app.colours }, run, "pieces"));
+    this.main.replaceChildren(top, this._thread(context), h("ol", { class: "hw-story" }, this._product(context), this._scale(context), this._softmax(context), this._sum(context), this._together(context), this._output(context)));
+  }
+
+  /** The whole way of one number, step by step; a click goes there. @param {any} c */
+  _thread({ run, at, step, made, i, j }) {
+    const found = run.output(at[0], i);
+    const stations = [
+      ["q · k", format(made.products[j], 2)], ["scaled, masked", format(made.scores[j], 2)], ["softmax", format(made.weights[j], 3)],
+      ["Σ a · v", `‖o‖ ${format(Math.hypot(...made.output), 2)}`], ["side by side", `${run.layers[at[0]].heads} × ${step.value}`], ["W_O", found ? `${format(found.norms[at[1]], 2)} of ${format(found.total, 2)}` : "–"],
+    ];
+    return h("nav", { class: "hw-thread", "aria-label": "steps" }, ...stations.map(([name, value], n) => h("button", {
+      type: "button", data: { key: `thread:${n}` }, on: { click: () => this.main.querySelector(`#hw-step-${n + 1}`)?.scrollIntoView({ block: "start" }) },
+    }, h("small", { text: `${n + 1} ${name}` }), h("b", { text: value }))));
   }
 
   /** @param {any} run @param {any} at */
@@ -82,6 +95,39 @@ export class StepsView {
     return h("div", { class: "hw-strip-box" }, canvas, mark && h("i", { class: "hw-mark", style: { left: `${(100 * mark[0]) / numbers.length}%`, width: `${(100 * (mark[1] - mark[0])) / numbers.length}%` } }));
   }
 
+  /** Numbers as bars up and down from zero, rows of them entry under entry; pointing at one marks it in all.
+   * @param {{name: any, values: ArrayLike<number>, value: string, top?: number}[]} rows @param {(n: number) => any[]} notes */
+  bars(rows, notes) {
+    const { app } = this;
+    const colours = ramp("diverging", app.theme);
+    const marks = rows.map(() => h("i", { class: "hw-mark", hidden: true }));
+    const count = rows[0].values.length;
+    return rows.map(({ name, values, value, top }, row) => {
+      const canvas = h("canvas", { width: count * 12, height: 60, class: "hw-entries", role: "img", "aria-label": `${several(count, "number")}: ${Array.from(values, (x) => format(x, 2)).join(" ")}` });
+      const pen = canvas.getContext("2d");
+      const most = top ?? Math.max(...Array.from(values, Math.abs), 1e-9);
+      pen.fillStyle = app.colours.soft;
+      pen.fillRect(0, 29.5, count * 12, 1);
+      Array.from(values).forEach((x, n) => {
+        const tall = (29 * Math.abs(x)) / most;
+        pen.fillStyle = css(pick(colours, x > 0 ? 0.86 : 0.14));
+        pen.fillRect(n * 12 + 1.5, x > 0 ? 30 - tall : 30, 9, tall);
+      });
+      const point = (/** @type {PointerEvent} */ event) => {
+        const n = Math.min(count - 1, Math.max(0, Math.floor((event.offsetX / canvas.clientWidth) * count)));
+        for (const mark of marks) Object.assign(mark.style, { left: `${(100 * n) / count}%`, width: `${100 / count}%` });
+        marks.forEach((mark) => { mark.hidden = false; });
+        app.tip.show(event, notes(n));
+      };
+      canvas.addEventListener("pointermove", point);
+      canvas.addEventListener("pointerleave", () => {
+        marks.forEach((mark) => { mark.hidden = true; });
+        app.tip.hide();
+      });
+      return h("div", { class: "hw-line" }, h("span", { class: "name" }, ...[name].flat()), h("div", { class: "hw-strip-box" }, canvas, marks[row]), h("b", { text: value }));
+    });
+  }
+
   /** @param {any} c */
   _product({ step, made, i, j, from, to }) {
     const q = step.q.subarray(i * step.dim, (i + 1) * step.dim);
@@ -89,11 +135,13 @@ export class StepsView {
     const each = Array.from(q, (/** @type {number} */ x, /** @type {number} */ d) => x * k[d]);
     const order = each.map((_, d) => d).sort((a, b) => Math.abs(each[b]) - Math.abs(each[a])).slice(0, 4);
     const top = Math.max(...Array.from(q, Math.abs), ...Array.from(k, Math.abs));
-    const line = (/** @type {any} */ name, /** @type {any} */ strip, /** @type {string} */ value) => h("div", { class: "hw-line" }, h("span", { class: "name" }, ...[name].flat()), strip, h("b", { text: value }));
+    let total = 0;
+    const sums = each.map((x) => (total += x));
     return this._card(1, "Query times key", "qᵢ · kⱼ = Σ qᵢ[d] · kⱼ[d]", `The query says what “${visible(from[i], 20)}” looks for, the key what “${visible(to[j], 20)}” has to offer: ${several(step.dim, "number")} each, as the attention gets them (with positions already in them, where a model turns them in). Entries of one sign raise the product, entries of opposite signs lower it.`,
-      line(["q of ", tokenElement(from[i])], this.strip(q, `q of ${visible(from[i], 20)}`, { top }), ""),
-      line(["k of ", tokenElement(to[j])], this.strip(k, `k of ${visible(to[j], 20)}`, { top }), ""),
-      line("q × k", this.strip(each, "their products"), `Σ = ${format(made.products[j], 3)}`),
+      ...this.bars([
+        { name: ["q of ", tokenElement(from[i])], values: q, value: "", top }, { name: ["k of ", tokenElement(to[j])], values: k, value: "", top },
+        { name: "q × k", values: each, value: "" }, { name: "added up", values: sums, value: `Σ = ${format(made.products[j], 3)}` },
+      ], (n) => [`entry ${n}`, ["q", format(q[n], 4)], ["k", format(k[n], 4)], ["q × k", format(each[n], 4)], ["sum so far", format(sums[n], 4)]]),
       h("p", { class: "soft", text: `The largest: ${order.map((d) => `entry ${d}: ${format(q[d], 2)} × ${format(k[d], 2)} = ${format(each[d], 2)}`).join("; ")}.` }));
   }
 
@@ -112,7 +160,7 @@ export class StepsView {
     return this._card(2, "Scale and mask", root ? `sᵢⱼ = qᵢ · kⱼ / √${step.dim}` : "sᵢⱼ = scale · qᵢ · kⱼ", why.join(" "),
       h("p", { class: "hw-sum" }, parts[0], h("b", { text: format(score, 3) }), step.softcap ? ` → ${format(capped, 3)}` : "", bias ? ` + ${format(bias, 3)} = ${format(made.scores[j], 3)}` : ""),
       h("div", { class: "hw-mask", role: "img", "aria-label": `${step.keys - hiddenKeys} of ${step.keys} keys may be looked at` },
-        ...Array.from(made.scores).slice(0, 200).map((x, n) => h("i", { class: `${x === -Infinity ? "hidden" : ""}${n === j ? " chosen" : ""}`, title: `${visible(to[n], 24)}: ${format(x, 3)}` }))));
+        ...Array.from(made.scores).slice(0, 200).map((x, n) => h("i", { class: `${x === -Infinity ? "hidden" : ""}${n === j ? " chosen" : ""}`, title: `${visible(to[n], 24)}: ${x === -Infinity ? "hidden" : format(x, 3)}` }))));
   }
 
   /** @param {any} c */
@@ -159,7 +207,8 @@ export class StepsView {
     const known = all.every(Boolean);
     const outputs = known ? all.flatMap((one, other) => (run.off.has(`${row}.${other}`) ? Array(step.value).fill(0) : Array.from(attention(one, i).output))) : null;
     return this._card(5, "Side by side with the other heads", `concat(o⁰, …, o${superscript(layer.heads - 1)})`, `Each of the ${several(layer.heads, "head")} of layer ${layer.index} did the same with its own q, k and v${layer.kv < layer.heads ? ` (here ${several(layer.kv, "KV head")} serve ${step.group} query heads each)` : ""}. Their outputs are laid side by side: ${layer.heads} × ${step.value} = ${layer.heads * step.value} numbers. Head ${head} fills entries ${head * step.value} to ${(head + 1) * step.value - 1}.`,
-      outputs ? h("div", { class: "hw-line wide" }, this.strip(outputs, "all heads side by side", { mark: [head * step.value, (head + 1) * step.value] }))
+      outputs ? h("div", { class: "hw-line wide" }, h("div", {}, this.strip(outputs, "all heads side by side", { mark: [head * step.value, (head + 1) * step.value] }),
+        h("div", { class: "hw-ticks", "aria-hidden": "true" }, ...all.map((_, other) => h("span", { class: other === head ? "chosen" : "", text: layer.heads <= 40 || other === head ? String(other) : "" })))))
         : h("div", { class: "hw-blocks" }, ...all.map((_, other) => h("i", { class: other === head ? "chosen" : "", text: String(other), title: run.label([row, other]) }))));
   }
 
@@ -191,7 +240,7 @@ export class StepsView {
 
 /** @param {any} app everything of it but the state, which the caller gives */
 function shallow(app) {
-  return { theme: app.theme, live: app.live, switchHead: app.switchHead?.bind(app), set: app.set.bind(app) };
+  return { theme: app.theme, live: app.live, unit: "pieces", switchHead: app.switchHead?.bind(app), set: app.set.bind(app) };
 }
 
 /** @param {Float32Array} weights */

@@ -1,11 +1,13 @@
 // The view: one state, several ways to look at it. The contract is anywidget's: export default { render({ model, el }) }.
-import { PALETTES, category, oklch } from "./colour.js";
+import { Questions, messages } from "./asking.js";
+import { category, oklch, PALETTES } from "./colour.js";
+import { CompareView } from "./compare.js";
 import { Run } from "./core.js";
 import { Tip, choice, h, keepFocus, several, visible } from "./dom.js";
-import { CompareView } from "./compare.js";
 import { HeadView } from "./head.js";
 import { Bar } from "./live.js";
-import { MapView, measures } from "./map.js";
+import { MapView } from "./map.js";
+import { ASKED, START, mend, readState, write } from "./state.js";
 import { StepsView } from "./steps.js";
 
 /**
@@ -15,46 +17,6 @@ import { StepsView } from "./steps.js";
 
 const VIEWS = /** @type {[string, string][]} */ ([["map", "Map"], ["head", "Head"], ["steps", "Steps"], ["compare", "Compare"]]);
 const UNDOS = 200;
-const START = {
-  view: "map", heads: [[0, 0]], token: /** @type {number | null} */ (null), key: /** @type {number | null} */ (null), unit: "words", stat: "entropy",
-  order: "model", paint: "value", palette: "sea", theme: "auto", bare: false, reduce: "max",
-  // what is asked of a model behind the page; the second is what the first is compared with
-  text: /** @type {string | null} */ (null), model: /** @type {string | null} */ (null), off: "",
-  text2: /** @type {string | null} */ (null), model2: /** @type {string | null} */ (null), off2: "",
-};
-const ASKED = ["text", "model", "off"];
-
-/** What can be shared: the state as a short text. @param {any} state @param {Run} run */
-export function write(state, run) {
-  const parts = new URLSearchParams();
-  for (const [name, value] of Object.entries(state)) {
-    if (name === "heads") parts.set("heads", value.map((/** @type {any} */ at) => run.label(at)).join(","));
-    else if (value !== null && value !== undefined && value !== /** @type {any} */ (START)[name]) parts.set(name, String(value));
-  }
-  return parts.toString();
-}
-
-/** @param {string} text @param {Run} run @returns {any} what of it makes sense here */
-export function readState(text, run) {
-  const found = /** @type {any} */ ({});
-  const whole = (/** @type {string} */ value) => (/^\d{1,9}$/.test(value) ? Number(value) : null);
-  for (const [name, value] of new URLSearchParams(text)) {
-    if (name === "heads") {
-      const heads = value.split(",").map((label) => run.parse(label)).filter((at) => at !== null);
-      if (heads.length) found.heads = heads.slice(0, 8);
-    } else if (name === "token" || name === "key") found[name] = whole(value);
-    else if (name === "bare") found.bare = value === "true";
-    else if (Object.hasOwn(ALLOWED, name) && ALLOWED[name].includes(value)) found[name] = value;
-    else if (name === "stat" && Object.hasOwn(measures(run), value)) found.stat = value;
-  }
-  return found;
-}
-
-const ALLOWED = /** @type {Record<string, string[]>} */ ({
-  view: ["map", "head", "steps", "compare"], unit: ["words", "pieces"], order: ["model", "value"], paint: ["value", "kind", "thumbnail"],
-  palette: PALETTES, theme: ["auto", "light", "dark"], reduce: ["max", "mean"],
-});
-
 export class App {
   /** @param {Model} model @param {HTMLElement} el */
   constructor(model, el) {
@@ -79,10 +41,10 @@ export class App {
     if (!data || data.headwise !== 1) throw new Error(data?.headwise ? `this view shows data of form 1, got ${data.headwise}` : "there is nothing to show");
     this.live = data.live;
     this.bar = this.live ? new Bar(this) : null;
-    if (this.live) this._ask = this.model.ask ?? messages(this.model);
+    this.questions = this.live ? new Questions(this, this.model.ask ?? messages(this.model)) : null;
     if (!data.runs.length) return this._begin(shared);
-    this._show(data.runs, shared);
-    if (this.live) Object.assign(this.state, { text: this.run.json.text, model: this.run.json.name });
+    this._show(data.runs.map((/** @type {any} */ json) => new Run(json)), shared);
+    if (this.live) Object.assign(this.state, { text: this.run.json.text, model: this.run.json.name, target: this.run.json.target ?? "" });
     return this.update();
   }
 
@@ -90,16 +52,16 @@ export class App {
   _begin(shared) {
     const asked = new URLSearchParams(shared);
     const known = (/** @type {string | null} */ name) => (name !== null && this.live.models.includes(name) ? name : null);
-    Object.assign(this.state, { text: asked.get("text") || this.live.text, model: known(asked.get("model")) ?? this.live.models[0], off: asked.get("off") ?? "" });
-    if (asked.get("text2")) Object.assign(this.state, { text2: asked.get("text2"), model2: known(asked.get("model2")) ?? this.state.model, off2: asked.get("off2") ?? "" });
+    Object.assign(this.state, { text: asked.get("text") || this.live.text, model: known(asked.get("model")) ?? this.live.models[0], off: asked.get("off") ?? "", target: asked.get("target") ?? this.live.target ?? "" });
+    if (asked.get("text2")) Object.assign(this.state, { text2: asked.get("text2"), model2: known(asked.get("model2")) ?? this.state.model, off2: asked.get("off2") ?? "", target2: asked.get("target2") ?? "" });
     this.shared = shared;
-    this._waiting();
-    this.request();
+    this.waiting();
+    this.questions?.request();
   }
 
-  /** @param {any[]} runs @param {string} shared */
+  /** @param {Run[]} runs @param {string} shared */
   _show(runs, shared) {
-    this.runs = runs.map((json) => new Run(json));
+    this.runs = runs;
     const { run } = this;
     const { follow, chosen } = run.json;
     const first = chosen[0] ?? follow?.head ?? [0, 0];
@@ -111,34 +73,15 @@ export class App {
 
   // --- with a model behind the page ---
 
-  /** Ask for the passes that the state names; a newer question ends an older one. */
-  async request() {
-    this.asking?.abort();
-    const asking = (this.asking = new AbortController());
-    this.failed = "";
-    this.busy = "running the model …";
-    this.bar?.update();
-    const { text, model, off, text2, model2, off2 } = this.state;
-    try {
-      const wanted = [{ text, model, off }, ...(text2 === null ? [] : [{ text: text2, model: model2, off: off2 }])];
-      const runs = [];
-      for (const one of wanted) runs.push(await this._answer({ ask: "run", ...one }, asking.signal));
-      if (asking.signal.aborted) return;
-      this.busy = "";
-      const first = !this.runs.length;
-      if (first) this._show(runs, this.shared ?? "");
-      else this.runs = runs.map((json) => new Run(json));
-      this._mend();
-      if (!first && this.state.token === null && this.state.text !== this.told) this._follow();
-      this.told = this.state.text;
-      this.update();
-    } catch (error) {
-      if (asking.signal.aborted) return;
-      this.busy = "";
-      this.failed = error instanceof Error ? error.message : String(error);
-      if (this.runs.length) this.bar?.update();
-      else this._waiting();
-    }
+  /** The answer to what the state asked for. @param {Run[]} runs */
+  arrived(runs) {
+    const first = !this.runs.length;
+    if (first) this._show(runs, this.shared ?? "");
+    else this.runs = runs;
+    this._mend();
+    if (!first && this.state.token === null && this.state.text !== this.told) this._follow();
+    this.told = this.state.text;
+    this.update();
   }
 
   /** The word that is worth following in a new text. */
@@ -148,30 +91,9 @@ export class App {
     Object.assign(this.state, { token: this.run.texts[0].of.indexOf(follow.word), key: this.run.texts[0].of.indexOf(follow.to) });
   }
 
-  /** @param {any} request @param {AbortSignal} [signal] */
-  async _answer(request, signal) {
-    if (!this._ask) throw new Error("there is no model behind this view");
-    const answer = await this._ask(request, signal);
-    if (answer.error) throw new Error(answer.error);
-    return answer;
-  }
-
   /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./core.js").Head} at */
-  async learn(run, at) {
-    const key = at.join(".");
-    run.asked ??= new Set();
-    if (run.asked.has(key)) return;
-    run.asked.add(key);
-    try {
-      const asked = { text: run.json.text, model: run.json.name, off: run.json.off.map((/** @type {any} */ one) => run.label(one)).join(",") };
-      const found = await this._answer({ ask: "steps", ...asked, head: run.label(at) });
-      if (!found.steps) return;
-      run.learn(at, found.steps);
-      if (this.runs.includes(run)) this.update();
-    } catch (error) {
-      this.failed = error instanceof Error ? error.message : String(error);
-      this.bar?.update();
-    }
+  learn(run, at) {
+    return this.questions?.learn(run, at);
   }
 
   /** Switch a head off, or on again. @param {import("./core.js").Head} at */
@@ -182,11 +104,11 @@ export class App {
   }
 
   /** Before the first pass is there. */
-  _waiting() {
+  waiting() {
     this.root.dataset.theme = this.theme;
     this.bar?.update();
     this.head.replaceChildren(h("div", { class: "hw-title" }, h("div", { class: "hw-brand" }, h("b", { text: "headwise" }))), this.bar?.el ?? "");
-    this.body.replaceChildren(this.failed ? "" : h("p", { class: "soft", role: "status", text: "Loading the model …" }));
+    this.body.replaceChildren(this.questions?.failed ? "" : h("p", { class: "soft", role: "status", text: "Loading the model …" }));
   }
 
   get run() {
@@ -228,12 +150,13 @@ export class App {
   _change(state) {
     const before = this.state;
     this.state = state;
-    const asks = this.live && [...ASKED, ...ASKED.map((name) => `${name}2`)].some((name) => before[name] !== state[name]);
-    if (this.runs.length) {
-      this._mend();
-      this.update();
+    if (this.questions && [...ASKED, ...ASKED.map((name) => `${name}2`)].some((name) => before[name] !== state[name])) {
+      this.questions.request();
+      if (before.view === state.view) return; // what is there stays until the answer comes
     }
-    if (asks) this.request();
+    if (!this.runs.length) return;
+    this._mend();
+    this.update();
   }
 
   /** The address, or the notebook, says what to show. @param {string} shared */
@@ -251,15 +174,9 @@ export class App {
     this.say("undone");
   }
 
-  /** Nothing of the state may lie outside of what there is. */
   _mend() {
-    const { state, run } = this;
-    state.heads = state.heads.filter(([row, head]) => run.layers[row] && head < run.layers[row].heads);
-    if (!state.heads.length) state.heads = [[0, 0]];
-    if (state.token !== null && !(state.token < run.text(state.heads[0][0], "from").pieces.length)) state.token = null;
-    if (state.key !== null && !(state.key < run.text(state.heads[0][0], "to").pieces.length)) state.key = null;
-    if (!Object.hasOwn(measures(run), state.stat)) state.stat = Object.keys(measures(run))[0];
-    if (state.view === "compare" && !this.runs[1] && !this.live) state.view = "map";
+    mend(this.state, this.run);
+    if (this.state.view === "compare" && !this.runs[1] && !this.live) this.state.view = "map";
   }
 
   /** A head was clicked: it alone, or with Shift laid over the others. @param {import("./core.js").Head} at @param {MouseEvent} event @param {string} view */
@@ -355,20 +272,6 @@ export class App {
 
 const ARROWS = /** @type {Record<string, [number, number]>} */ ({ ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] });
 
-/** A notebook answers by messages: each carries the number of its question. @param {any} model @returns {(request: any) => Promise<any>} */
-export function messages(model) {
-  /** @type {Map<number, (answer: any) => void>} */ const open = new Map();
-  let last = 0;
-  model.on?.("msg:custom", (/** @type {any} */ message) => {
-    open.get(message?.number)?.(message.answer);
-    open.delete(message?.number);
-  });
-  return (request) => new Promise((answer) => {
-    open.set(++last, answer);
-    model.send({ number: last, request });
-  });
-}
-
 /** Show a view in an element. @param {{ model: Model, el: HTMLElement }} host */
 export function render({ model, el }) {
   const app = new App(model, el);
@@ -394,7 +297,7 @@ export function render({ model, el }) {
     document.removeEventListener("keydown", keys);
     model.off?.("change:data", show);
     model.off?.("change:state", adopt);
-    app.asking?.abort();
+    app.questions?.asking?.abort();
     app.root.remove();
   };
 }

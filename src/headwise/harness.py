@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import HeadwiseError
+from .errors import HeadwiseError
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 Contestant: TypeAlias = Callable[[], Output]

@@ -1,0 +1,102 @@
+"""The guide from its pages: `make guide` runs every python block, writes down what it prints, and makes the notebook.
+
+A python block that prints is followed by a text block with exactly what it printed. In the notebook the python blocks
+are the cells and the text blocks their outputs; everything else is as it stands on the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+NOTEBOOK = HERE / "guide.ipynb"
+CODE = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<shown>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Python code on a page: where its text starts, what it is, what the page says it prints (None: nothing)."""
+
+    line: int  # of the page, before the code's first
+    code: str
+    shown: str | None
+    span: tuple[int, int]  # of the code and the output in the page's text
+
+
+def pages() -> list[Path]:
+    """The index, then the pages by their numbers."""
+    return [HERE / "README.md", *sorted(HERE.glob("[0-9]*.md"))]
+
+
+def blocks(text: str) -> Iterator[Block]:
+    for found in CODE.finditer(text):
+        yield Block(text.count("\n", 0, found.start("code")), found["code"], found["shown"], found.span())
+
+
+def run(text: str, name: str) -> Iterator[tuple[Block, str]]:
+    """Every block of a page and what it prints, run one after the other in one namespace."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(text):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * block.line + block.code, name, "exec"), names)
+        yield block, printed.getvalue()
+
+
+def with_outputs(text: str, name: str) -> str:
+    """The page with what its blocks print now."""
+    parts, end = [], 0
+    for block, printed in run(text, name):
+        output = f"\n\n```text\n{printed}```" if printed else ""
+        parts += [text[end : block.span[0]], f"```python\n{block.code}```{output}"]
+        end = block.span[1]
+    return "".join([*parts, text[end:]])
+
+
+def notebook(texts: list[str]) -> dict[str, Any]:
+    """Pages as one notebook (format 4.5)."""
+    cells: list[dict[str, Any]] = []
+
+    def add(kind: str, source: str, **more: Any) -> None:
+        lines = source.strip("\n").splitlines(keepends=True)
+        if lines:
+            cells.append({"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}, "source": lines, **more})
+
+    for text in texts:
+        end = 0
+        for block in blocks(text):
+            add("markdown", text[end : block.span[0]])
+            shown = (block.shown or "").splitlines(keepends=True)
+            outputs = [{"output_type": "stream", "name": "stdout", "text": shown}] if shown else []
+            add("code", block.code, execution_count=None, outputs=outputs)
+            end = block.span[1]
+        add("markdown", text[end:])
+    python = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {"cells": cells, "metadata": {"kernelspec": python}, "nbformat": 4, "nbformat_minor": 5}
+
+
+def as_text(made: dict[str, Any]) -> str:
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def main(chosen: tuple[str, ...]) -> None:
+    """Run the pages whose names start with one of these, or all of them, and write the notebook."""
+    texts = {page: page.read_text(encoding="utf-8") for page in pages()}
+    with tempfile.TemporaryDirectory() as elsewhere, contextlib.chdir(elsewhere):
+        for page, text in texts.items():
+            if page.name.startswith(chosen or ("",)):
+                texts[page] = with_outputs(text, str(page))
+                page.write_text(texts[page], encoding="utf-8")
+    NOTEBOOK.write_text(as_text(notebook(list(texts.values()))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))

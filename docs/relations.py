@@ -1,0 +1,318 @@
+"""Measure what docs/relations.md tells and write the page: `make data relations`.
+
+python docs/relations.py measure minilm ewt     one model on one set, into build/relations; what is there stays
+python docs/relations.py page                   the page out of what was measured
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import headwise
+from headwise.files import written
+from headwise.roles import conllu, probe, tasks, winograd
+from headwise.roles.coreference import NOUN_ANTECEDENT
+from headwise.roles.found import BETTER, FOUND, NOT_FOUND, Head, Relations
+from headwise.roles.matter import Matter, matter
+from headwise.roles.relations import Choice, relations, reported
+
+ROOT = Path(__file__).parents[1]
+DATA, MADE = ROOT / "build" / "data", ROOT / "build" / "relations"
+MODELS = ("minilm", "smollm2")
+SETS = ("ewt", "gum", "coreference", "probe", "winograd", "matter")
+TEXTS, WINDOWS = 100, 20  # of the test parts that damage is measured on
+# what is masked and what it is measured by, for each model
+EXPERIMENTS = {
+    "minilm": (
+        ("previous", "text"),
+        ("found", "text"),
+        ("ewt: obj > head", "words"),
+        ("ewt: det > head", "words"),
+        (f"coreference: {NOUN_ANTECEDENT}", "words"),
+    ),
+    "smollm2": (
+        ("previous", "text"),
+        ("previous", "repeat"),
+        ("induction", "text"),
+        ("induction", "repeat"),
+        ("found", "text"),
+        ("ewt: head > nsubj", "agreement"),
+        ("ewt: obj > head", "words"),
+        (f"coreference: {NOUN_ANTECEDENT}", "words"),
+    ),
+}
+
+
+def measure(model: str, name: str) -> None:
+    """One model on one set; nothing is done where its file is already."""
+    MADE.mkdir(parents=True, exist_ok=True)
+    path = MADE / f"{model}-{name}.json"
+    if path.exists():
+        return
+    if name in ("ewt", "gum"):
+        dev, test = (conllu.read(DATA / "ud" / f"en_{name}-ud-{part}.conllu") for part in ("dev", "test"))
+        relations(model, dev.syntax(), report=test.syntax()).save(path)
+    elif name == "coreference":
+        dev, test = (conllu.read(DATA / "ud" / f"en_gum-ud-{part}.conllu") for part in ("dev", "test"))
+        relations(model, dev.coreference(), report=test.coreference()).save(path)
+    elif name == "probe":
+        relations(model, probe.sentences()).save(path)
+    elif name == "winograd":
+        with written(path) as file:
+            file.write_text(json.dumps(_winograd(model)), encoding="utf-8")
+    elif name == "matter":
+        _matter(model, path)
+    else:
+        sys.exit(f"there is no set {name!r}; there are {', '.join(SETS)}")
+
+
+def _winograd(model: str) -> list[dict[str, Any]]:
+    """Heads that were chosen on GUM and on our own sentences, on pairs that were never looked at before."""
+    loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
+    sentences = winograd.read(DATA / "winograd" / "task.json").sentences
+    made = []
+    for relation, source, name in (
+        (winograd.PRONOUN, "coreference", NOUN_ANTECEDENT),
+        (winograd.PRONOUN, "probe", "pronoun > antecedent (meaning)"),
+        (winograd.DECIDING, "probe", "deciding word > antecedent"),
+    ):
+        row = _load(model, source)[name]
+        choice = Choice((row.kind, row.layer, row.head), row.fixed)
+        found = reported(loaded, sentences, {relation: choice}, tokenizer=tokenizer)
+        right: dict[str, list[bool]] = {}
+        for number, hit in zip(found.record.sentences, found.record.hits, strict=True):
+            right.setdefault(sentences[number].document, []).append(bool(hit))
+        pairs = [hits for hits in right.values() if len(hits) == 2]
+        result = found.to_json()["rows"][0]
+        made.append(result | {"chosen_on": source, "pairs": len(pairs), "both": sum(map(all, pairs))})
+    return made
+
+
+def _matter(model: str, path: Path) -> None:
+    """Each experiment in a file of its own, so that a run that was stopped goes on; then all in one."""
+    loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
+    trees, stories = (conllu.read(DATA / "ud" / f"en_{name}-ud-test.conllu") for name in ("ewt", "gum"))
+    texts = [tree.text for tree in trees.trees if len(tree.words) > 5][:TEXTS]
+    parts = []
+    for number, (masked, by) in enumerate(EXPERIMENTS[model]):
+        part = MADE / f"{model}-matter-{number}.json"
+        if not part.exists():
+            if by == "words":
+                source, _, relation = masked.partition(": ")
+                sentences = trees.syntax() if source == "ewt" else stories.coreference()
+                limit = TEXTS if source == "ewt" else WINDOWS
+                task = tasks.words(loaded, tokenizer, sentences, relation, limit=limit)
+            elif by == "agreement":
+                task = tasks.agreement(loaded, tokenizer, probe.sentences())
+            elif by == "repeat":
+                task = tasks.repeat(loaded, tokenizer)
+            else:
+                task = tasks.text(loaded, tokenizer, texts)
+            found = matter(task, _heads(model, masked, loaded, tokenizer))
+            print(masked, found, file=sys.stderr)  # noqa: T201
+            with written(part) as file:
+                file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
+        parts.append(json.loads(part.read_text(encoding="utf-8")))
+    with written(path) as file:
+        file.write_text(json.dumps(parts), encoding="utf-8")
+
+
+def _heads(model: str, masked: str, loaded: Any, tokenizer: Any) -> list[Head]:
+    """The heads of a role by an atlas over the dev part; of a relation; or of all relations that were found."""
+    if masked == "found":
+        return list(dict.fromkeys((row.kind, row.layer, row.head) for row in _load(model, "ewt").found))
+    if ": " in masked:
+        source, _, relation = masked.partition(": ")
+        row = _load(model, source)[relation]
+        return [(row.kind, row.layer, row.head)]
+    path = MADE / f"{model}-roles.json"
+    if not path.exists():
+        dev = conllu.read(DATA / "ud" / "en_ewt-ud-dev.conllu")
+        headwise.atlas(loaded, [tree.text for tree in dev.trees][:500], tokenizer=tokenizer).save(path)
+    return [(role.kind, role.layer, role.head) for role in headwise.Atlas.load(path).having(masked)]
+
+
+def _load(model: str, name: str) -> Relations:
+    return Relations.load(MADE / f"{model}-{name}.json")
+
+
+def page() -> str:
+    """docs/relations.md, every number of it from what was measured."""
+    return "\n".join(
+        [
+            INTRODUCTION,
+            "## What was found\n",
+            _overview(),
+            f"\n{BESIDE}\n",
+            _beside(),
+            *(f"\n## {model} on EWT, every relation\n\n{_load(model, 'ewt').markdown()}" for model in MODELS),
+            "\n## GUM: pronouns, and whether the same heads come out\n",
+            *map(_gum, MODELS),
+            f"\n{WINOGRAD}\n",
+            _pairs(),
+            f"\n{OWN}\n",
+            *(f"### {model}\n\n{_load(model, 'probe').markdown()}\n" for model in MODELS),
+            f"\n{MATTER}\n",
+            _damages(),
+            "\n## What was left out\n",
+            *(
+                f"- {model}, {name}: {note}."
+                for model in MODELS
+                for name in ("ewt", "gum")
+                for note in _load(model, name).notes
+            ),
+            f"- Winograd: {winograd.read(DATA / 'winograd' / 'task.json').notes[0]}.",
+            "",
+        ]
+    )
+
+
+def _overview() -> str:
+    lines = [
+        "| model | gold | texts | judged | found | above the offset | not found | shuffled gold |",
+        "|" + "---|" * 8,
+    ]
+    for model in MODELS:
+        for name, title in TITLES.items():
+            one = _load(model, name)
+            counts = [sum(row.verdict == verdict for row in one.rows) for verdict in (FOUND, BETTER, NOT_FOUND)]
+            false = [row for row in one.shuffled if row.enough]
+            found = sum(row.verdict == FOUND for row in false)
+            cells = (model, title, f"{one.sentences:,}", sum(counts), *counts, f"{found} of {len(false)} found")
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def _beside() -> str:
+    """The relations that Clark 2019 gives figures for."""
+    lines = ["| Clark 2019, BERT-base | here | " + " | ".join(MODELS) + " |", "|" + "---|" * (2 + len(MODELS))]
+    for theirs, (name, source) in CLARK.items():
+        cells = []
+        for model in MODELS:
+            rows = [row for row in _load(model, source).rows if row.name == name]
+            cells.append(_short(rows[0]) if rows and rows[0].enough else "looks ahead: cannot be followed")
+        lines.append(f"| {theirs} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _short(row: Any) -> str:
+    return f"{row.accuracy:.1%} ({row.label}; {row.fixed}: {row.fixed_accuracy:.1%}), {row.verdict}"
+
+
+def _gum(model: str) -> str:
+    ewt, gum = _load(model, "ewt"), _load(model, "gum")
+    both = [(row, gum[row.name]) for row in ewt.found if row.name in {one.name for one in gum.found}]
+    same = sum(one.label == other.label for one, other in both)
+    told = (
+        f"{model}: {len(ewt.found)} relations were found on EWT, {len(gum.found)} on GUM, {len(both)} on both; for "
+        f"{same} of these {len(both)} the head that was chosen is the same one."
+    )
+    return f"### {model}\n\n{told}\n\n{_load(model, 'coreference').markdown()}\n"
+
+
+def _pairs() -> str:
+    head = "| model | from | chosen on | head | right | interval | best fixed there | both of a pair | sentences |"
+    lines = [head, "|" + "---|" * 9]
+    for model in MODELS:
+        for row in json.loads((MADE / f"{model}-winograd.json").read_text(encoding="utf-8")):
+            cells = (
+                model, row["name"].split(" > ")[0], TITLES[row["chosen_on"]],
+                f"{row['layer']}.{row['head']}", f"{row['accuracy']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}",
+                f"{row['fixed']}: {row['fixed_accuracy']:.1%}", f"{row['both']} of {row['pairs']}", row["links"],
+            )  # fmt: skip
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def _damages() -> str:
+    head = "| model | masked | heads | measured by | whole | without them | without random ones | verdict |"
+    lines = [head, "|" + "---|" * 8]
+    for model in MODELS:
+        for made in json.loads((MADE / f"{model}-matter.json").read_text(encoding="utf-8")):
+            one = Matter.from_json(made)
+            low, high = one.random_range
+            names = [f"{layer}.{number}" for _, layer, number in one.heads]
+            shown = ", ".join(names) if len(names) <= 4 else f"{len(names)}: {', '.join(names[:3])}, ..."
+            cells = (
+                model, MASKED.get(made["masked"], made["masked"]), shown, one.task, f"{one.whole:.3f}",
+                f"{one.damage:+.3f} ({one.low:+.3f} to {one.high:+.3f})",
+                f"{one.random_mean:+.3f} ({low:+.3f} to {high:+.3f})", one.verdict,
+            )  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TITLES = {"ewt": "EWT, syntax", "gum": "GUM, syntax", "coreference": "GUM, pronouns", "probe": "our own"}
+# what Clark 2019 calls a relation and found for it -> what it is in Universal Dependencies
+CLARK = {
+    "det 94.3 % (7-10)": ("det > head", "ewt"),
+    "the same, from the noun": ("head > det", "ewt"),
+    "dobj 86.8 % (7-9)": ("obj > head", "ewt"),
+    "pobj 76.3 % (8-5)": ("head > case", "ewt"),
+    "auxpass 94.1 % (3-9)": ("aux:pass > head", "ewt"),
+    "the same, from the participle": ("head > aux:pass", "ewt"),
+    "poss 80.5 % (6-5)": ("nmod:poss > head", "ewt"),
+    "the same, from what is owned": ("head > nmod:poss", "ewt"),
+    "prt 99.1 % (5-6)": ("compound:prt > head", "ewt"),
+    "all relations, best head 34.7 % (offset 26.7 %)": ("any > head", "ewt"),
+    "coreference 65 % (5-4; nearest same string 52 %)": (NOUN_ANTECEDENT, "coreference"),
+}
+MASKED = {"previous": "previous-token heads", "induction": "induction heads", "found": "all heads of found relations"}
+
+INTRODUCTION = """# Which heads follow a relation between words
+Written by `make relations`; every number is measured. The gold links are Universal Dependencies' English EWT and GUM
+(GUM also for pronouns), fetched by `make data` and not shipped. `headwise atlas --conllu FILE` does the same with any
+CoNLL-U file, `headwise atlas --probe` with the sentences that come along.
+
+**How.** For each relation and each direction every head is asked: looking from this word, is the strongest weight
+(without the word itself and special tokens) on the right word? Between words, weights to the pieces of a word add up
+and those from them are averaged. The head that is right most often on the treebank's *dev* part is taken and reported
+on its *test* part, so that no head is praised for links it was picked by. Beside it stand: the best answer that knows
+no meaning, picked on *dev* too (a fixed offset such as -1, the word before; the first or last word; for pronouns also
+the nearest candidate and the like); the median of all heads, which is what a random head does; and the same with
+shuffled gold, where each link's target is put where another link of that relation has it: offsets are as good there as
+before, so whatever is "found" in it would be false.
+
+A relation is **found** when the head beats the best fixed answer by 10 points (Voita 2019) and the interval of that
+gain, bootstrapped over sentences at a level shared by all relations that are judged (0.05 for all of them together),
+stays above zero. Fewer than 50 links in either part: not judged. "weight" is the mean weight on the right word:
+accuracy asks where a head looks most, weight how much; a head may be right and yet look mostly at special tokens.
+
+A causal model sees backwards alone. It is asked only about links whose target comes first, and "visible" says which
+share of the relation that is. As smollm2's tokenizer begins with no special token, its sign for a beginning is put
+there, so that idle weight has a place that is not a word.
+"""
+BESIDE = """## Beside the literature
+Clark 2019 measured BERT-base on the Penn Treebank with Stanford Dependencies; relations are matched as well as they can
+be, so the columns are neighbours and no contest: other text, other annotation, another way to pick (Clark's figures are
+for the best head on the data it was picked on; these are not). Voita 2019 found heads of a translation model that beat
+the best offset by 10 points for subjects and objects, both ways, and for little else; the same rule is used here."""
+WINOGRAD = """## Winograd sentences
+Pairs of sentences that differ in a word or two and in what the pronoun means, so a guess is right half the time, and
+for both of a pair a quarter of the time. No head was chosen on them: "chosen on" tells where it was. A head is asked
+which of the two candidates it prefers, from the pronoun and from the word that decides. A causal model reads most of
+these pronouns before what decides: from the pronoun, it can tell only in the few pairs that decide earlier."""
+OWN = """## Our own sentences
+The probe set, one half to choose and the other to report. Sentences of a grammar repeat their patterns, so these
+figures say what heads can do with clean examples and no more; nothing above rests on them."""
+MATTER = """## Does it matter?
+The heads are masked (their outputs set to zero) and, 20 times, as many random ones of the same layers. "without them"
+has a 95 % interval over texts, "without random ones" the range of 95 % of the drawings. The verdict is by rank: more
+than all 20 drawings happens by chance once in 21 times. Texts: 100 sentences of EWT's test part. Relations: the vectors
+of the words that ask, in the last layer, in 100 sentences of EWT's or 20 passages of GUM's test part. Repeating: 8
+times 50 random tokens, the second time round. Agreement: 100 of our own sentences, the verb of the wrong number against
+the right one. Roles are those of an atlas over 500 sentences of EWT's dev part."""
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["measure", model, name]:
+            measure(model, name)
+        case ["page"]:
+            with written(ROOT / "docs" / "relations.md") as made:
+                made.write_text(page(), encoding="utf-8")
+        case _:
+            sys.exit(__doc__)

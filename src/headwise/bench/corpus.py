@@ -1,0 +1,100 @@
+"""A corpus through a model with every role of every head measured, against the same batches through the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cases import Case, Entry
+from .limits import multiplying
+
+WORDS = 997  # of the vocabulary
+
+
+def sentences(count: int) -> Iterator[Any]:
+    """Batches of made-up sentences, 5 to 75 tokens long, as a corpus gives them."""
+    from ..roles.corpus import Batch, Tokens, chunks
+
+    drawn = np.random.default_rng(0)
+    lengths = np.sort(np.clip(drawn.lognormal(3.2, 0.5, count), 5, 75).astype(int))
+    for some in chunks(list(range(count)), lengths.tolist()):
+        shape = len(some), int(lengths[some].max())
+        real = torch.from_numpy(np.arange(shape[1]) < lengths[some][:, None])
+        ids = torch.from_numpy(drawn.integers(5, WORDS, shape))
+        punctuation = torch.from_numpy(drawn.random(shape) < 0.12) & real
+        special = torch.zeros_like(real)
+        special[:, 0] = True
+        word = ids.masked_fill(punctuation | special, -1)
+        place = torch.arange(shape[1]).expand(shape)
+        yield Batch(
+            Tokens(ids, real, special, punctuation, word, place, ids), None, drawn.integers(0, 1 << 62, shape[0]), 0
+        )
+
+
+def _corpus(make: Callable[[int], Any], flops: int, quick: bool, *, texts: int, layers: int) -> Entry:
+    from ..roles.measure import Observer, add, forward
+    from ..roles.tally import Tally
+
+    model, batches = make(layers), list(sentences(texts))
+    tally = Tally()
+
+    def surveyed() -> Tensor:
+        observer = Observer(model)
+        with observer.watching():
+            for batch in batches:
+                add(tally, observer.run(batch), batch)
+        last: Tensor = observer.output[0]
+        return last
+
+    def alone() -> Tensor:
+        with torch.inference_mode():
+            for batch in batches:
+                last: Tensor = forward(model, batch)[0]
+        return last
+
+    tokens = sum(batch.source.ids.numel() for batch in batches)
+    return Entry(
+        surveyed,
+        {"the same batches unwatched, sdpa": alone},
+        "roles: weights of every call times the columns of all roles",
+        multiplying(2 * flops * layers * tokens),
+    )
+
+
+def _encoder(layers: int) -> Any:
+    """MiniLM's shape."""
+    from .models import bert
+
+    return bert(128, hidden_size=384, intermediate_size=1536, num_attention_heads=12, num_hidden_layers=layers)
+
+
+def _decoder(layers: int) -> Any:
+    """SmolLM2-135M's shape, without its vocabulary."""
+    from transformers import LlamaConfig, LlamaModel
+
+    from .models import made
+
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    return made(LlamaModel, LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=WORDS), "sdpa")
+
+
+def _build(make: Callable[[int], Any], flops: int) -> Callable[..., Entry]:
+    return lambda quick, **sizes: _corpus(make, flops, quick, **sizes)
+
+
+GOAL = {"the same batches unwatched, sdpa": 0.6}
+CASES = {
+    "atlas": Case(
+        "atlas", "roles of all heads over 400 sentences, MiniLM's shape", _build(_encoder, 12 * 384**2),
+        {"texts": 400, "layers": 6}, {"texts": 7, "layers": 2}, GOAL,
+    ),
+    "atlas-decoder": Case(
+        "atlas-decoder", "the same, SmolLM2's shape, 200 sentences, 10 of its 30 layers",
+        _build(_decoder, 576 * (576 * 2 + 2 * 192 + 3 * 1536)),
+        {"texts": 200, "layers": 10}, {"texts": 7, "layers": 2}, GOAL,
+    ),
+}  # fmt: skip

@@ -1,0 +1,212 @@
+"""`headwise atlas`: what every head of a model does, measured on a corpus, as a table by role."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import HeadwiseError
+from .ranks import Alone, together
+
+if TYPE_CHECKING:
+    from ..roles.atlas import Atlas
+    from ..roles.survey import Progress
+
+
+def atlas(
+    texts: Annotated[
+        Path | None, typer.Option(help="A file with a text a line, or .jsonl; without it, an atlas that comes along.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
+    ] = "minilm",
+    out: Annotated[
+        Path | None, typer.Option(help="A directory for atlas.json, .csv, .html, .png and the sums; resumed from.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Take so many texts at most.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 512,
+    field: Annotated[str, typer.Option(help="Where the text is in a line of .jsonl.")] = "text",
+    part: Annotated[str | None, typer.Option(metavar="I/N", help="Every N-th text from the I-th on, from 0.")] = None,
+    merge: Annotated[
+        list[Path] | None, typer.Option(help="Put atlases of parts together; each an atlas.json with its sums.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Another atlas.json: what changed since then.")] = None,
+    conllu: Annotated[
+        list[Path] | None, typer.Option(help="CoNLL-U with gold links: which heads follow which relation.")
+    ] = None,
+    report: Annotated[
+        list[Path] | None, typer.Option(help="Other CoNLL-U to report on; else every other document of --conllu.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="The same with the sentences that come along.")] = False,
+    matter: Annotated[
+        str | None, typer.Option(metavar="ROLE", help="Mask a role's heads and as many random ones: what is lost?")
+    ] = None,
+    head: Annotated[str | None, typer.Option(metavar="L.H", help="All that was measured of one head.")] = None,
+    best: Annotated[int, typer.Option(min=1, help="Heads that are named for each role.")] = 4,
+    seed: Annotated[int, typer.Option(help="For the random tokens that are repeated.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the atlas as JSON.")] = False,
+) -> None:
+    """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
+    from .relations import alone, damage, related
+
+    with together() as ranks:
+        if ranks.count > 1 and (texts is None or merge or part or conllu or probe or matter):
+            raise HeadwiseError(
+                "torchrun shares texts among its ranks: give --texts, and none of --part, --merge, --conllu, --probe "
+                "and --matter"
+            )
+        links = related(conllu, report, probe, model, seed)
+        if links is not None and texts is None and not merge:
+            return alone(links, out, as_json)
+        if merge:
+            found = _merged(merge)
+        else:
+            found = _measured(texts, model, out, limit, length, field, _part(part), seed, ranks)
+        found = found if links is None else replace(found, relations=links)
+        if out is not None and ranks.first:
+            _write(found, out)
+        if matter is not None:
+            damage(found, matter, model, texts, as_json)
+        elif ranks.first:
+            _show(found, against, head, best, as_json)
+    return None
+
+
+def _show(found: Atlas, against: Path | None, head: str | None, best: int, as_json: bool) -> None:
+    if against is not None:
+        from ..roles.atlas import Atlas
+
+        changes = Atlas.load(against).diff(found)
+        typer.echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
+    elif head is not None:
+        typer.echo(_head(found, head, as_json))
+    elif as_json:
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        from ..roles.tables import text
+
+        typer.echo(text(found, best))
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 0, 1
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
+        raise HeadwiseError(f"--part is I/N such as 0/4, with I below N, got {text!r}")
+    return int(i), int(n)
+
+
+def _merged(paths: list[Path]) -> Atlas:
+    from ..roles.atlas import Atlas
+
+    if len(paths) < 2:
+        raise HeadwiseError("--merge takes two atlases or more; give it several times")
+    first, *rest = (Atlas.load(path) for path in paths)
+    return first.merge(*rest)
+
+
+def _measured(
+    texts: Path | None, model: str, out: Path | None, limit: int | None, length: int, field: str,
+    part: tuple[int, int], seed: int, ranks: Alone,
+) -> Atlas:  # fmt: skip
+    if texts is None:
+        from ..roles.shipped import NAMES, shipped
+
+        found = shipped(model)
+        if found is None:
+            raise HeadwiseError(
+                f"give --texts, a file with a text a line; atlases come along for {', '.join(NAMES)}, not for {model!r}"
+            )
+        return found
+    if not texts.exists():
+        raise HeadwiseError(f"texts {str(texts)!r} cannot be read: no such file")
+    from ..models.load import load, tokenizer
+
+    if out is not None:
+        _directory(out)
+    kept = None if out is None else out / ("unfinished.safetensors" if ranks.count == 1 else "unfinished")
+    if kept is not None and kept.exists() and ranks.first:
+        typer.echo(f"going on where {kept} was left; remove it to begin again", err=True)
+    words = tokenizer(model)  # first, for it tells a wrong name soonest
+    loaded = load(model)
+    how: dict[str, Any] = {"name": model, "limit": limit, "length": length, "field": field, "seed": seed}
+    with _bar(ranks.first) as progress:
+        if ranks.count > 1:
+            from ..scale.corpus import atlas as measure_together
+
+            found = measure_together(loaded, texts, words, resume=kept, progress=progress, **how)
+        else:
+            from ..roles.survey import atlas as measure
+
+            found = measure(loaded, texts, words, part=part, resume=kept, progress=progress, **how)
+    if out is not None and ranks.first:
+        from ..roles.likeness import likeness
+
+        alike = likeness(loaded, texts, words, field=field, length=length, seed=seed)
+        found.about["likeness"] = {kind: one.to_json() for kind, one in alike.items()}
+    return found
+
+
+def _directory(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"{str(out)!r} cannot be made: {error.strerror or error}") from error
+
+
+@contextmanager
+def _bar(shown: bool) -> Iterator[Progress]:
+    """Texts done, of how many, and the time left, on stderr; gone at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+        task = bars.add_task("texts", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _write(found: Atlas, out: Path) -> None:
+    _directory(out)
+    found.save(out / "atlas.json", sums=found.tally is not None)
+    found.to_csv(out / "atlas.csv")
+    written = ["atlas.json", "atlas.csv"]
+    from ..ui.atlas import save_page
+
+    save_page(found, out / "atlas.html")
+    written.append("atlas.html")
+    try:
+        from ..ui.atlas import save_picture
+
+        save_picture(found, out / "atlas.png")
+        written.append("atlas.png")
+    except HeadwiseError as error:  # no matplotlib: everything else is there
+        typer.echo(f"no picture: {error}", err=True)
+    typer.echo(f"wrote {', '.join(written)} to {out}", err=True)
+
+
+def _head(found: Atlas, head: str, as_json: bool) -> str:
+    kind, layer, number = found.at(head)
+    rows = [row for row in found.rows() if (row["kind"], row["layer"], row["head"]) == (kind, layer, number)]
+    roles = [role.role for role in found.of_head(head)]
+    if as_json:
+        return json.dumps({"kind": kind, "layer": layer, "head": number, "roles": roles, "scores": rows}, indent=2)
+    lines = [f"{found.model} {layer}.{number} ({kind}): {', '.join(roles) or 'no clean role'}"]
+    lines += [
+        f"  {row['score']:<20} {_number(row['value'])} [{_number(row['low'])}–{_number(row['high'])}]  "
+        f"equal attention {_number(row['baseline'])}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _number(x: Any) -> str:
+    return "   -" if x is None else f"{x:.3f}"

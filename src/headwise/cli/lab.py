@@ -1,0 +1,127 @@
+"""`headwise lab`: the claims and their verdicts; one of them run anew, or all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from ..lab.store import Progress
+
+ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
+
+
+def lab(
+    claims: Annotated[list[int] | None, typer.Argument(help="Run these claims, by number; none lists all.")] = None,
+    all_claims: Annotated[bool, typer.Option("--all", help="Run every claim.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The long version: more random starts.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The first random start; the others follow it.")] = 0,
+    device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, ...")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Where JSON, PNG and Markdown go: lab/, or docs/lab/ with --all.")
+    ] = None,
+    work: Annotated[Path | None, typer.Option(help="Where finished pieces are kept; the user's cache.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """What everyone says about multi-head attention, measured: each claim an experiment with a verdict."""
+    if not claims and not all_claims:
+        _list(as_json)
+        return
+    from ..lab.claims import NUMBERS, claim
+    from ..lab.session import measure, write
+    from ..lab.store import DEFAULT, FULL, Lab
+    from ..models.places import cache
+
+    if claims and all_claims:
+        raise HeadwiseError("give numbers of claims or --all, not both")
+    numbers = list(dict.fromkeys(claims or NUMBERS))
+    for number in numbers:
+        claim(number)
+    _check_device(device)
+    records = []
+    with _bars() as progress:
+        work = cache() / "lab" if work is None else work
+        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress)
+        for done, number in enumerate(numbers):
+            progress(f"claim {number}", done, len(numbers))
+            records.append(measure(number, desk))
+            write(records[-1], out or (ALL_OUT if all_claims else ONE_OUT))
+    if as_json:
+        typer.echo(json.dumps(records, indent=2))
+    else:
+        _show(records, out or (ALL_OUT if all_claims else ONE_OUT))
+
+
+def _list(as_json: bool) -> None:
+    from ..lab.claims import NUMBERS, claim
+    from ..lab.session import results
+
+    found = results()
+    if as_json:
+        kept = [{key: x for key, x in record.items() if key != "figures"} for record in found.values()]
+        typer.echo(json.dumps(kept, indent=2))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from ..lab.terminal import sentence, verdicts_of
+
+    console = Console(highlight=False)
+    for number in NUMBERS:
+        record = found.get(number)
+        title = record["title"] if record else claim(number).title
+        console.print(Text(f"{number}. {title}", style="bold"))
+        for verdict in verdicts_of(record) if record else []:
+            console.print(Text("   ").append_text(sentence(verdict)))
+        if record is None:
+            console.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
+    console.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
+
+
+def _show(records: list[dict[str, Any]], out: Path) -> None:
+    from rich.console import Console
+
+    from ..lab.claims import claim
+    from ..lab.terminal import drawn
+
+    console = Console(highlight=False)
+    for record in records:
+        chosen, figures = claim(record["claim"]), record["figures"]
+        console.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
+        console.print()
+    typer.echo(f"written to {out}/", err=True)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise HeadwiseError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """What is being done, on stderr: the newest kinds of work as bars, gone at the end."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+    console = Console(stderr=True)
+    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total, visible=done < total)
+
+        yield show

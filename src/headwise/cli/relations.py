@@ -1,0 +1,86 @@
+"""What `headwise atlas` does with gold links, and with heads that are masked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from ..errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from ..roles.atlas import Atlas
+    from ..roles.found import Relations
+
+TEXTS = 200  # that damage is measured on
+
+
+def related(
+    conllu: list[Path] | None, report: list[Path] | None, probe: bool, model: str, seed: int
+) -> Relations | None:
+    """Which heads follow which relation; None where no gold links were given."""
+    if report and not conllu:
+        raise HeadwiseError("--report needs --conllu, which heads are chosen on")
+    if not conllu and not probe:
+        return None
+    if conllu and probe:
+        raise HeadwiseError("give --conllu or --probe, not both: heads chosen on one would be reported on the other")
+    from ..roles import conllu as files
+    from ..roles import probe as own
+    from ..roles.relations import relations, sentences_of
+    from .atlas import _bar
+
+    first = sentences_of(files.read(*conllu) if conllu else own.sentences())[0]  # before a model is loaded
+    second = sentences_of(files.read(*report))[0] if report else None
+    total, done = len(first) + len(second or ()), 0
+    with _bar(True) as bar:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            bar(done, total)
+
+        return relations(model, first, report=second, seed=seed, progress=progress)
+
+
+def alone(links: Relations, out: Path | None, as_json: bool) -> None:
+    """Relations without an atlas."""
+    if out is not None:
+        from .atlas import _directory
+
+        _directory(out)
+        links.save(out / "relations.json")
+        typer.echo(f"wrote relations.json to {out}", err=True)
+    typer.echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
+
+
+def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: bool) -> None:
+    """What is lost without the heads of a role, beside what is lost without random ones."""
+    if texts is None:
+        raise HeadwiseError("--matter measures what is lost on texts; give --texts as well")
+    heads = [(one.kind, one.layer, one.head) for one in atlas.having(role)]
+    if not heads:
+        raise HeadwiseError(f"no head of {model} has the role {role!r}, so nothing can be masked")
+    from ..models.load import load, tokenizer
+    from ..roles import tasks
+    from ..roles.corpus import read
+    from ..roles.matter import DRAWS, matter
+    from .atlas import _bar
+
+    words, loaded = tokenizer(model), load(model)
+    some = [text for text in read(texts, "text", TEXTS)[0] if isinstance(text, str)]
+    given = [tasks.text(loaded, words, some)]
+    if tasks.speaks(loaded):
+        given.append(tasks.repeat(loaded, words))
+    done = 0
+    with _bar(True) as bar:
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            bar(done, DRAWS * len(given))
+
+        found = [matter(task, heads, progress=progress) for task in given]
+    typer.echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))

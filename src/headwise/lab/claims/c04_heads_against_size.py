@@ -1,0 +1,204 @@
+"""Claim 4: at a fixed width, more heads are smaller heads. Which number is best, and what do published models do?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..model import RELATIONS_RECIPE, TEXT_RECIPE
+from ..store import Lab
+
+# the thresholds, written before the full run
+USELESS = 0.1  # of what attention brings at all; at or below this in every start: useless
+USEFUL = 0.5  # at or above this in every start: not useless
+CLEAR = 1.0  # a head count is better than another if it is so in this share of the starts, each against its twin
+
+SENTENCES = (
+    "Heads of one dimension each (512 heads at width 512) are useless.",
+    "The best number of heads lies in the middle: fewer are worse and more are worse.",
+    "A head size of 64 or 128 is the sweet spot.",
+)
+WIDTH = 64
+HEADS = (1, 2, 4, 8, 16, 32, 64)
+TASKS = {"relations": RELATIONS_RECIPE, "text": TEXT_RECIPE}
+HABIT = (64, 128)
+
+
+def run(lab: Lab) -> Figures:
+    heads = lab.budget.pick((1, 8, 64), HEADS, HEADS)
+    return {"survey": survey(), "tasks": {name: _sweep(lab, recipe, heads) for name, recipe in TASKS.items()}}
+
+
+def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
+    """Loss of every start at every head count, and of models whose heads cannot choose where to look."""
+    models = {h: [lab.trained(heads=h, seed=seed, **recipe) for seed in lab.starts] for h in heads}
+    blind = [lab.trained(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    return {
+        "loss": {h: [trained.loss for trained in of_h] for h, of_h in models.items()},
+        "accuracy": {h: [trained.accuracy for trained in of_h] for h, of_h in models.items()},
+        "blind": [trained.loss for trained in blind],
+        "learned": all(trained.learned for of_h in models.values() for trained in of_h),
+    }
+
+
+def survey() -> Figures:
+    """Head sizes and counts of the published models: the famous by name, and the defaults of every model type."""
+    from ...card import read
+    from ...card.famous import FAMOUS
+    from ...card.nodes import model_types
+
+    famous = {}
+    for name in FAMOUS:
+        layer = read(name).attention.layers[0]
+        famous[name] = {"width": layer.width, "heads": layer.query, "kv": layer.kv, "dim": layer.dim}
+    sizes: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
+    for kind in model_types():
+        layers = [layer for layer in read({"model_type": kind}).attention.layers if layer.dim]
+        if layers:
+            sizes[layers[0].dim] += 1
+            counts[layers[0].query] += 1
+    return {"famous": famous, "sizes": dict(sizes.most_common()), "counts": dict(counts.most_common())}
+
+
+def verdicts(figures: Figures) -> list[Verdict]:
+    return [_one_dimension(figures), _middle(figures), _sweet_spot(figures)]
+
+
+def kept(task: Figures, heads: str) -> list[float]:
+    """How much of what attention brings at all a head count has, start by start: 1 is the best count, 0 blind heads."""
+    best = min(float(np.mean(losses)) for losses in task["loss"].values())
+    blind = float(np.mean(task["blind"]))
+    return [(blind - loss) / (blind - best) for loss in task["loss"][heads]]
+
+
+def _one_dimension(figures: Figures) -> Verdict:
+    shares = {name: kept(task, str(WIDTH)) for name, task in figures["tasks"].items()}
+    words = " and ".join(f"{np.mean(each):.0%} of it on {name}" for name, each in shares.items())
+    because = f"If the best head count has all that choosing where to look brings, {WIDTH} heads of one have {words}."
+    sure = "; ".join(f"{name}: {starts_seen(each)}" for name, each in shares.items())
+    return _by_task(
+        SENTENCES[0], figures, because, sure,
+        yes=[name for name, each in shares.items() if max(each) <= USELESS],
+        no=[name for name, each in shares.items() if min(each) >= USEFUL],
+    )  # fmt: skip
+
+
+def better(task: Figures, one: str, other: str) -> bool:
+    """Whether a head count beats another in enough of the starts; the same start has the same data."""
+    pairs = list(zip(task["loss"][one], task["loss"][other], strict=True))
+    return sum(a < b for a, b in pairs) >= CLEAR * len(pairs)
+
+
+def best_of(task: Figures) -> str:
+    return min(task["loss"], key=lambda heads: float(np.mean(task["loss"][heads])))
+
+
+def _middle(figures: Figures) -> Verdict:
+    yes, no, words = [], [], []
+    for name, task in figures["tasks"].items():
+        ends = (str(min(map(int, task["loss"]))), str(max(map(int, task["loss"]))))
+        best = best_of(task)
+        means = {heads: float(np.mean(task["loss"][heads])) for heads in (ends[0], best, ends[1])}
+        words.append(f"{name}: " + ", ".join(f"{heads} heads {loss:.3f}" for heads, loss in means.items()))
+        if best not in ends and all(better(task, best, end) for end in ends):
+            yes.append(name)
+        elif best in ends or any(all(better(task, end, h) for h in task["loss"] if h not in ends) for end in ends):
+            no.append(name)
+    because = f"Loss with one head, the best number, and one dimension a head. {'; '.join(words)}."
+    sure = f"{len(next(iter(figures['tasks'].values()))['blind'])} random starts, each against its twin"
+    return _by_task(SENTENCES[1], figures, because, sure, yes, no)
+
+
+def _sweet_spot(figures: Figures) -> Verdict:
+    """At width 64 a head of 64 is the only head; whether smaller ones do as well can be told, larger widths cannot."""
+    sizes = {int(dim): count for dim, count in figures["survey"]["sizes"].items()}
+    habit = sum(sizes.get(dim, 0) for dim in HABIT) / sum(sizes.values())
+    tasks = figures["tasks"]
+    best = {name: WIDTH // int(best_of(task)) for name, task in tasks.items()}
+    words = " and ".join(f"{dim} on {name}" for name, dim in best.items())
+    because = (
+        f"{habit:.0%} of {sum(sizes.values())} published model types have heads of 64 or 128, from widths of 512 to "
+        f"16,384: a habit that does work. At width {WIDTH} the best head size was {words}."
+    )
+    sure = f"survey exact; sweep {len(next(iter(tasks.values()))['blind'])} random starts"
+    if not _told(figures):
+        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
+    if all(dim < min(HABIT) and better(tasks[name], str(WIDTH // dim), "1") for name, dim in best.items()):
+        only_if = "the model is wide enough for several such heads; small models do better with smaller ones"
+        return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
+    return Verdict(SENTENCES[2], CANNOT_TELL, because + " Wider models were not trained here.", sure)
+
+
+def _told(figures: Figures) -> bool:
+    return all(task["learned"] for task in figures["tasks"].values())
+
+
+def _by_task(says: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str]) -> Verdict:
+    """Holds on both tasks, on neither, or on one of them."""
+    names = list(figures["tasks"])
+    if not _told(figures):
+        return Verdict(says, CANNOT_TELL, because + " Some of the models learned nothing.", sure)
+    if yes == names:
+        return Verdict(says, HOLDS, because, sure)
+    if no == names:
+        return Verdict(says, NOT, because, sure)
+    if yes and len(yes) + len(no) == len(names):
+        return Verdict(says, ONLY_IF, because, sure, f"the task is like {' or '.join(yes)}; not on {' or '.join(no)}")
+    return Verdict(says, CANNOT_TELL, because, sure)
+
+
+def charts(figures: Figures) -> list[Chart]:
+    made = []
+    for name, task in figures["tasks"].items():
+        series = {"trained": [point(int(heads), losses) for heads, losses in task["loss"].items()]}
+        series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
+        made.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
+    sizes = sorted((int(dim), count) for dim, count in figures["survey"]["sizes"].items())
+    shown = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
+    made.append(Chart("Head sizes of published model types", "d_k", "model types", shown))
+    return made
+
+
+def tables(figures: Figures) -> list[Table]:
+    rows = []
+    for name, task in figures["tasks"].items():
+        for heads, losses in task["loss"].items():
+            right = np.mean(task["accuracy"][heads])
+            range_ = f"{min(losses):.4f} to {max(losses):.4f}"
+            rows.append((name, heads, str(WIDTH // int(heads)), f"{np.mean(losses):.4f}", range_, f"{right:.1%}"))
+        blind = task["blind"]
+        rows.append((name, "cannot choose", "", f"{np.mean(blind):.4f}", f"{min(blind):.4f} to {max(blind):.4f}", ""))
+    famous = [
+        (name, f"{one['width']:,}", str(one["heads"]), str(one["kv"]), str(one["dim"]))
+        for name, one in figures["survey"]["famous"].items()
+    ]
+    return [
+        Table("The sweep", ("task", "heads", "d_k", "loss", "over the starts", "right"), rows),
+        Table("Published models", ("model", "width", "heads", "KV heads", "d_k"), famous),
+    ]
+
+
+CLAIM = Claim(
+    4,
+    "Number of heads against their size",
+    SENTENCES,
+    f"""
+Width {WIDTH}, divided among 1, 2, 4, ... {WIDTH} heads, so that d_k runs from {WIDTH} to 1 and all models have the same
+parameters. Two tasks: fetching four earlier symbols at once (one layer; claim 3's), and the next character of a novel
+(two layers, 64 characters of context). Beside them, models whose heads look at all earlier tokens alike: what is better
+than those is what choosing where to look brings. Heads of one dimension count as useless at or below {USELESS:.0%} of
+that in every start, and as not useless from {USEFUL:.0%} on in every start. The middle is best if the best count beats
+both ends in every start (the same start sees the same data). Whether 64 is special can only be told here for small
+widths: it is refuted as a law if smaller heads beat a single head of 64 in every start on both tasks. The survey reads
+the published shapes and the default config of every model type that transformers knows, by `headwise.card`; a latent
+(MLA) head counts with the size of its query.
+""",
+    run,
+    verdicts,
+    charts,
+    tables,
+)

@@ -1,0 +1,288 @@
+"""Claim 6: heads specialise by themselves, differently from start to start; and what heads that start equal do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...attention.stack import Decoder
+from ...roles.survey import atlas
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..look import patterns, unlike
+from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, as_gpt2, attentions, build, task_of
+from ..store import Lab
+from ..tasks import Text
+from ..train import Trained, fit, held_out
+
+# the thresholds, written before the full run
+APART = 0.1  # nats between the heads of a layer, on average, from which on they do different things (ln 2 is the most)
+GREW = 3.0  # times as far apart as before training
+SAME_NUMBER = 0.8  # of the distance of other heads: from here on, the number of a head says nothing
+MATCHED = 0.5  # of the distance between any two heads: at or below this, matched heads of two starts are the same kind
+IDENTICAL = 1e-6  # of the weights' norm
+
+SENTENCES = (
+    "Heads specialise by themselves: nobody tells them to, and they come to look at different things.",
+    "Which head does what differs from one training run to the next.",
+    "The same kinds of heads come up in every run, only in other places.",
+    "It is the different random start that forces heads apart: heads that start equal stay equal.",
+)
+LOOKED_AT, ATLAS_TEXTS = 16, 128  # texts
+TWINS: dict[str, Any] = {"steps": 100, "batch": 8, "rate": 5e-3}
+STARTS = {  # how two equal heads start, and with how much dropout
+    "all equal": (True, 0.0),
+    "W_O differs": (False, 0.0),
+    "all equal, dropout 0.1": (True, 0.1),
+}
+
+
+def run(lab: Lab) -> Figures:
+    models = [lab.trained(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
+    ids = held_out(task_of(models[0].recipe), 1, LOOKED_AT)[0].inputs.to(lab.device)
+    before = [patterns(build(trained.recipe).to(lab.device), ids) for trained in models]
+    after = [patterns(trained.model, ids) for trained in models]
+    return {
+        "learned": all(trained.learned for trained in models),
+        "before": [within(seen) for seen in before],
+        "after": [within(seen) for seen in after],
+        "between": between(after),
+        "heads": [described(trained, ids) for trained in models],
+        "atlas": [_atlas(lab, trained) for trained in models],
+        "twins": {name: [_twins(lab, name, seed) for seed in lab.starts] for name in STARTS},
+    }
+
+
+def within(seen: Tensor) -> float:
+    """The mean distance between two heads of a layer. seen (layers, heads, B, T, T)."""
+    heads = seen.shape[1]
+    pairs = [unlike(layer, layer)[~torch.eye(heads, dtype=torch.bool)].mean() for layer in seen]
+    return float(torch.stack(pairs).mean())
+
+
+def between(starts: list[Tensor]) -> Figures:
+    """Heads of two starts: any two, those of the same number, and those of the best matching; the mean of all pairs."""
+    found: dict[str, list[float]] = {"any": [], "same number": [], "matched": []}
+    for one, other in itertools.combinations(starts, 2):
+        tables = [unlike(a, b).cpu().numpy() for a, b in zip(one, other, strict=True)]
+        others = ~np.eye(len(tables[0]), dtype=bool)
+        found["any"].append(float(np.mean([table[others].mean() for table in tables])))
+        found["same number"].append(float(np.mean([table.diagonal().mean() for table in tables])))
+        found["matched"].append(float(np.mean([matched(table) for table in tables])))
+    return found
+
+
+def matched(table: np.ndarray) -> float:
+    """The least mean distance over all ways to pair the heads up. table (heads, heads), at most 8 of them."""
+    count = len(table)
+    ways = np.array(list(itertools.permutations(range(count))))
+    return float(table[np.arange(count), ways].mean(1).min())
+
+
+def described(trained: Trained, ids: Tensor) -> list[Figures]:
+    """How much each head looks at the token before, at itself and at the first; how widely, and how far."""
+    found = []
+    for layer, stats in enumerate(trained.model.stats(ids)):
+        columns = {name: stats[name].tolist() for name in ("previous", "self", "first", "entropy", "distance")}
+        found += [
+            {"head": f"{layer}.{head}", **{name: column[head] for name, column in columns.items()}}
+            for head in range(trained.recipe.heads)
+        ]
+    return found
+
+
+def _atlas(lab: Lab, trained: Trained) -> list[tuple[str, str, float]]:
+    """The roles that a start's heads have, by headwise.atlas: head, role, score."""
+    texts_read = lab.budget.pick(8, ATLAS_TEXTS, ATLAS_TEXTS)
+
+    def compute() -> list[tuple[str, str, float]]:
+        task = task_of(trained.recipe)
+        assert isinstance(task, Text)
+        rows = held_out(task, 1, texts_read)[0].inputs.tolist()
+        texts = ["".join(task.letters[i] for i in row) for row in rows]
+        found = atlas(as_gpt2(trained.model.cpu()), texts, task.tokenizer(), name=f"start {trained.recipe.seed}")
+        return [(role.name, role.role, float(role.score)) for role in found.roles]
+
+    return lab.piece("atlas", {"model": lab.made_of(trained.recipe), "texts": texts_read}, compute)
+
+
+def make_twins(model: Decoder, with_output: bool) -> None:
+    """Head 1 of every layer becomes a copy of head 0: queries, keys, values, and its part of W_O if wanted."""
+    dim = model.shape.heads.dim
+    with torch.no_grad():
+        for attention in attentions(model):
+            for linear in (attention.W_Q, attention.W_K, attention.W_V):
+                linear.weight[dim : 2 * dim] = linear.weight[:dim]
+                linear.bias[dim : 2 * dim] = linear.bias[:dim]
+            if with_output:
+                attention.W_O.weight[:, dim : 2 * dim] = attention.W_O.weight[:, :dim]
+
+
+@torch.no_grad()
+def apart(model: Decoder) -> float:
+    """How far the twins' projections are from each other, as a share of their norm: the largest of all."""
+    dim = model.shape.heads.dim
+    shares = []
+    for attention in attentions(model):
+        for linear in (attention.W_Q, attention.W_K, attention.W_V):
+            one, other = linear.weight[:dim], linear.weight[dim : 2 * dim]
+            shares.append(float((one - other).norm() / one.norm()))
+    return max(shares)
+
+
+def _twins(lab: Lab, name: str, seed: int) -> float:
+    with_output, dropout = STARTS[name]
+    steps = lab.budget.pick(3, TWINS["steps"], TWINS["steps"])
+    recipe = Recipe(task="text", heads=TEXT_HEADS, seed=seed, dropout=dropout, **TWINS | {"steps": steps})
+
+    def train() -> float:
+        model, task = build(recipe), task_of(recipe)
+        make_twins(model, with_output)
+        random = torch.Generator().manual_seed(seed)
+        words = f"twins, {name}, start {seed}"
+        fit(model.to(lab.device).train(), task, model.parameters(), random, recipe.steps, recipe.batch, recipe.rate,
+            lambda done, total: lab.progress(words, done, total), seed)  # fmt: skip
+        return apart(model)
+
+    return lab.piece("twins", {"name": name, "seed": seed, **TWINS, "steps": steps}, train)
+
+
+def verdicts(figures: Figures) -> list[Verdict]:
+    return [_specialise(figures), _differs(figures), _kinds(figures), _start(figures)]
+
+
+def _specialise(figures: Figures) -> Verdict:
+    before, after = figures["before"], figures["after"]
+    grew = min(b / max(a, 1e-9) for a, b in zip(before, after, strict=True))
+    because = (
+        f"Two heads of a layer are {np.mean(after):.2f} nats apart after training (Jensen-Shannon; "
+        f"{math.log(2):.2f} is the most) and {np.mean(before):.3f} before."
+    )
+    sure = starts_seen(after, " nats")
+    if not figures["learned"]:
+        return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
+    if min(after) >= APART and grew >= GREW:
+        return Verdict(SENTENCES[0], HOLDS, because, sure)
+    return Verdict(SENTENCES[0], NOT if max(after) < APART else CANNOT_TELL, because, sure)
+
+
+def _differs(figures: Figures) -> Verdict:
+    between = figures["between"]
+    ratio = float(np.mean(between["same number"]) / np.mean(between["any"]))
+    because = (
+        f"Heads of the same number in two runs are {np.mean(between['same number']):.2f} nats apart, heads of "
+        f"different numbers {np.mean(between['any']):.2f}."
+    )
+    sure = starts_seen(between["same number"], " nats", "pairs of runs")
+    if not figures["learned"]:
+        return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
+    return Verdict(SENTENCES[1], HOLDS if ratio >= SAME_NUMBER else NOT, because, sure)
+
+
+def _kinds(figures: Figures) -> Verdict:
+    between = figures["between"]
+    ratios = [a / b for a, b in zip(between["matched"], between["any"], strict=True)]
+    because = (
+        f"With the heads of two runs matched as well as can be, partners are {np.mean(between['matched']):.2f} nats "
+        f"apart, {np.mean(ratios):.0%} of what any two heads are."
+    )
+    sure = f"{len(ratios)} pairs of runs, {min(ratios):.0%} to {max(ratios):.0%}"
+    if not figures["learned"]:
+        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
+    if max(ratios) <= MATCHED:
+        return Verdict(SENTENCES[2], HOLDS, because, sure)
+    return Verdict(SENTENCES[2], NOT if min(ratios) > MATCHED else CANNOT_TELL, because, sure)
+
+
+def _start(figures: Figures) -> Verdict:
+    twins = figures["twins"]
+    words = "; ".join(f"{name}: {np.mean(each):.2g}" for name, each in twins.items())
+    because = (
+        f"How far apart two heads are that started as copies, after {TWINS['steps']} steps, as a share of their "
+        f"weights: {words}. Equal heads have equal gradients, so nothing but a difference elsewhere can part them."
+    )
+    sure = f"{len(twins['all equal'])} random starts; equal gradients follow from the symmetry"
+    stay = max(twins["all equal"]) <= IDENTICAL
+    others = [name for name, each in twins.items() if name != "all equal" and min(each) > IDENTICAL]
+    if not stay:
+        return Verdict(SENTENCES[3], NOT, because, sure)
+    if others:
+        only_if = "their parts of W_O are equal too and there is no dropout; either of these parts them"
+        return Verdict(SENTENCES[3], ONLY_IF, because, sure, only_if)
+    return Verdict(SENTENCES[3], HOLDS, because, sure)
+
+
+def charts(figures: Figures) -> list[Chart]:
+    distance = {
+        "nats": [
+            point("in a layer, before", figures["before"]), point("in a layer, trained", figures["after"]),
+            *(point(f"two runs, {name}", each) for name, each in figures["between"].items()),
+        ]
+    }  # fmt: skip
+    twins = {"weights": [point(name, each) for name, each in figures["twins"].items()]}
+    first = {
+        f"start {i}": [point(head["head"], [head["previous"]]) for head in heads]
+        for i, heads in enumerate(figures["heads"])
+    }
+    return [
+        Chart("How unlike two heads are", "", "Jensen-Shannon divergence (nats)", distance),
+        Chart("Two heads that started as copies", "", "how far apart, share of the weights", twins),
+        Chart("The token before: every head of every start", "head", "weight on it", first),
+    ]
+
+
+def tables(figures: Figures) -> list[Table]:
+    rows = []
+    for i, heads in enumerate(figures["heads"]):
+        for name in ("previous", "self", "first"):
+            best = max(heads, key=lambda head: head[name])
+            rows.append((str(i), name, best["head"], f"{best[name]:.2f}"))
+    twins = [(name, *(f"{x:.2g}" for x in spread_of(each))) for name, each in figures["twins"].items()]
+    kinds = sorted({role for start in figures["atlas"] for _, role, _ in start})
+    roles = [
+        (kind, *(", ".join(head for head, role, _ in start if role == kind) or "—" for start in figures["atlas"]))
+        for kind in kinds
+    ]
+    starts = tuple(f"start {i}" for i in range(len(figures["atlas"])))
+    return [
+        Table("The atlas of each start: which heads have a role", ("role", *starts), roles),
+        Table(
+            "The head with the most weight on the previous token, itself and the first",
+            ("start", "on", "head", "weight"),
+            rows,
+        ),
+        Table("Twins", ("start", "mean distance", "least", "most"), twins),
+    ]
+
+
+def spread_of(each: list[float]) -> tuple[float, float, float]:
+    return float(np.mean(each)), min(each), max(each)
+
+
+CLAIM = Claim(
+    6,
+    "Heads specialise by themselves",
+    SENTENCES,
+    f"""
+Claim 4's text model with two layers of {TEXT_HEADS} heads, from several random starts. Two heads are compared by the
+Jensen-Shannon divergence of their weights, query by query, on {LOOKED_AT} held-out texts; `headwise.atlas` names what
+roles they have, on {ATLAS_TEXTS} (a character is a token). They do different things if
+heads of a layer are {APART} nats apart on average and {GREW:g} times as far as before training, in every start. The
+number of a head says nothing about it if heads of one number over two runs are at least {SAME_NUMBER:.0%} as far
+apart as any two. Kinds come back if partners, in the best of all matchings, are at most {MATCHED:.0%} as far apart as
+any two heads, for every pair of runs. Then two heads of each layer are made equal before training, with or without
+their parts of W_O, with or without dropout, and trained for {TWINS["steps"]} steps; equal means within {IDENTICAL:g} of
+their norm.
+
+A note: Voita et al. 2019, often quoted for heads that specialise in BERT, studied translation models; the study of BERT
+is Clark et al. 2019.
+""",
+    run,
+    verdicts,
+    charts,
+    tables,
+)

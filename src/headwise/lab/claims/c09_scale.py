@@ -1,0 +1,202 @@
+"""Claim 9: what the division by sqrt(d_k) is for, at the start of training and after it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...attention.core import weights
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..model import TEXT_HEADS, TEXT_RECIPE, task_of
+from ..store import Lab
+from ..train import Trained, held_out
+
+# the thresholds, written before the full run
+SATURATED = 0.5  # of the gradient that equal weights would let through; less is saturated
+WORSE = 0.01  # of the loss; more, in every start, is worse
+STILL = 0.5  # of the entropy that the scaled model has; less after training, in every start, is still saturated
+
+SENTENCES = (
+    "Without the division by √d_k, dot products grow with d_k, softmax saturates and its gradients vanish.",
+    "So a model without the division trains worse.",
+    "Without it, heads are still saturated after training.",
+)
+TOKENS, ROWS = 64, 4096
+SIZES = (1, 4, 16, 64, 256)
+AT = 64  # the head size that the first verdict is about
+SMALL_STD, WIDTH = 0.02, 768  # how GPT-2 and BERT start, at their width
+
+
+def run(lab: Lab) -> Figures:
+    starts: dict[str, Figures] = {}
+    for name, size in (("unit variance", 1.0), ("weights of std 0.02", SMALL_STD * math.sqrt(WIDTH))):
+        for scaled in (True, False):
+            words = f"{name}, {'with' if scaled else 'without'} 1/√d_k"
+            starts[words] = {str(d): at_start(d, size, scaled, lab.seed) for d in SIZES}
+    trained = {}
+    for heads in (TEXT_HEADS, 1):
+        for scaled in (True, False):
+            models = [lab.trained(heads=heads, seed=s, scale=scaled, **TEXT_RECIPE) for s in lab.starts]
+            trained[f"{heads} {scaled}"] = {
+                "heads": heads,
+                "d_k": models[0].recipe.head_dim,
+                "scaled": scaled,
+                "loss": [model.loss for model in models],
+                "curves": [[(step, loss) for step, loss, _ in model.curve] for model in models],
+                "learned": all(model.learned for model in models),
+                "entropy": [entropy(model) for model in models],
+            }
+    return {"at_start": starts, "trained": trained}
+
+
+def at_start(dim: int, size: float, scaled: bool, seed: int) -> Figures:
+    """Scores of random queries and keys whose components have this size: how the softmax over 64 keys comes out."""
+    random = torch.Generator().manual_seed(seed)
+    q = size * torch.randn(ROWS // TOKENS, 1, TOKENS, dim, generator=random)
+    k = size * torch.randn(ROWS // TOKENS, 1, TOKENS, dim, generator=random)
+    scale = dim**-0.5 if scaled else 1.0
+    p = weights(q, k, scale=scale).double()
+    return {
+        "score_std": float((q @ k.transpose(2, 3) * scale).std()),
+        "entropy": float((-(p * p.clamp(min=1e-300).log()).sum(-1)).mean()) / math.log(TOKENS),
+        "largest": float(p.max(-1).values.mean()),
+        "gradient": let_through(p) / (1 - 1 / TOKENS),
+    }
+
+
+def let_through(p: Tensor) -> float:
+    """The trace of softmax's Jacobian, diag(p) - p p^T, which is sum p (1 - p): 0 for a row with one weight of 1."""
+    return float((p * (1 - p)).sum(-1).mean())
+
+
+@torch.no_grad()
+def entropy(trained: Trained) -> float:
+    """Mean over heads and queries, as a share of the largest that a causal row can have."""
+    inputs = held_out(task_of(trained.recipe), 1)[0].inputs
+    device = next(trained.model.parameters()).device
+    found = [stats.entropy.mean() for stats in trained.model.stats(inputs.to(device))]
+    most = np.log(np.arange(1, inputs.shape[1] + 1)).mean()
+    return float(torch.stack([torch.as_tensor(x) for x in found]).mean()) / float(most)
+
+
+def verdicts(figures: Figures) -> list[Verdict]:
+    return [_saturates(figures), _trains(figures), _after(figures)]
+
+
+def _saturates(figures: Figures) -> Verdict:
+    of = {name: sizes[str(AT)]["gradient"] for name, sizes in figures["at_start"].items()}
+    unit, small = "unit variance, without 1/√d_k", "weights of std 0.02, without 1/√d_k"
+    because = (
+        f"Of the gradient that equal weights let through, d_k {AT} without the division leaves {of[unit]:.0%} "
+        f"when queries and keys have unit variance ({of[unit.replace('without', 'with')]:.0%} with it), and "
+        f"{of[small]:.0%} with weights of standard deviation 0.02 at width 768, as GPT-2 and BERT start. "
+        "The spread of the scores grows as √d_k in both."
+    )
+    sure = f"{ROWS:,} rows of {TOKENS} keys"
+    if of[unit.replace("without", "with")] < SATURATED:
+        return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
+    if of[unit] >= SATURATED:
+        return Verdict(SENTENCES[0], NOT, because, sure)
+    if of[small] >= SATURATED:
+        only_if = "queries and keys start with unit variance; with the small weights of GPT-2 and BERT they do not"
+        return Verdict(SENTENCES[0], ONLY_IF, because, sure, only_if)
+    return Verdict(SENTENCES[0], HOLDS, because, sure)
+
+
+def _pairs(figures: Figures, key: str) -> dict[int, tuple[list[float], list[float]]]:
+    """{d_k: (with, without)} over the starts."""
+    groups: dict[int, dict[bool, list[float]]] = {}
+    for one in figures["trained"].values():
+        groups.setdefault(one["d_k"], {})[one["scaled"]] = one[key]
+    return {d: (pair[True], pair[False]) for d, pair in groups.items()}
+
+
+def _trains(figures: Figures) -> Verdict:
+    pairs = _pairs(figures, "loss")
+    ratios = {d: [b / a - 1 for a, b in zip(*pair, strict=True)] for d, pair in pairs.items()}
+    words = "; ".join(f"d_k {d}: {np.mean(each):+.1%}" for d, each in ratios.items())
+    because = f"The loss without the division, against the twin with it: {words}."
+    sure = "; ".join(f"d_k {d}: {starts_seen([100 * x for x in each], ' %')}" for d, each in ratios.items())
+    if not all(one["learned"] for one in figures["trained"].values() if one["scaled"]):
+        return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
+    worse = [d for d, each in ratios.items() if min(each) > WORSE]
+    fine = [d for d, each in ratios.items() if max(each) <= WORSE]
+    return _by_size(SENTENCES[1], because, sure, worse, fine, len(ratios))
+
+
+def _after(figures: Figures) -> Verdict:
+    pairs = _pairs(figures, "entropy")
+    ratios = {d: [b / a for a, b in zip(*pair, strict=True)] for d, pair in pairs.items()}
+    words = "; ".join(f"d_k {d}: {np.mean(b):.2f} against {np.mean(a):.2f}" for d, (a, b) in pairs.items())
+    because = f"Entropy after training, as a share of what equal weights have, without and with the division: {words}."
+    sure = "; ".join(f"d_k {d}: ratio in {starts_seen(each)}" for d, each in ratios.items())
+    still = [d for d, each in ratios.items() if max(each) < STILL]
+    fine = [d for d, each in ratios.items() if min(each) >= STILL]
+    return _by_size(SENTENCES[2], because, sure, still, fine, len(ratios))
+
+
+def _by_size(says: str, because: str, sure: str, yes: list[int], no: list[int], count: int) -> Verdict:
+    if len(yes) == count:
+        return Verdict(says, HOLDS, because, sure)
+    if len(no) == count:
+        return Verdict(says, NOT, because, sure)
+    if yes and len(yes) + len(no) == count:
+        sizes = " or ".join(map(str, yes))
+        return Verdict(says, ONLY_IF, because, sure, f"d_k is {sizes} (not at {' or '.join(map(str, no))})")
+    return Verdict(says, CANNOT_TELL, because, sure)
+
+
+def charts(figures: Figures) -> list[Chart]:
+    gradient: dict[str, list[Any]] = {
+        name: [point(int(d), [one["gradient"]]) for d, one in sizes.items()]
+        for name, sizes in figures["at_start"].items()
+    }
+    curves: dict[str, list[Any]] = {}
+    for one in figures["trained"].values():
+        name = f"d_k {one['d_k']}, {'with' if one['scaled'] else 'without'}"
+        steps = [step for step, _ in one["curves"][0]]
+        curves[name] = [point(step, [start[i][1] for start in one["curves"]]) for i, step in enumerate(steps)]
+    return [
+        Chart("At the start", "d_k", "gradient let through (1: equal weights)", gradient, log_x=True),
+        Chart("Training on text", "training step", "loss on held-out data (nats)", curves),
+    ]
+
+
+def tables(figures: Figures) -> list[Table]:
+    rows = [
+        (name, d, f"{one['score_std']:.2f}", f"{one['entropy']:.2f}", f"{one['largest']:.2f}", f"{one['gradient']:.2f}")
+        for name, sizes in figures["at_start"].items()
+        for d, one in sizes.items()
+    ]
+    trained = [
+        (str(one["d_k"]), "yes" if one["scaled"] else "no", f"{np.mean(one['loss']):.4f}",
+         f"{min(one['loss']):.4f} to {max(one['loss']):.4f}", f"{np.mean(one['entropy']):.2f}")
+        for one in figures["trained"].values()
+    ]  # fmt: skip
+    return [
+        Table("At the start", ("queries and keys", "d_k", "std of scores", "entropy", "largest", "gradient"), rows),
+        Table("After training", ("d_k", "1/√d_k", "loss", "over the starts", "entropy"), trained),
+    ]
+
+
+CLAIM = Claim(
+    9,
+    "The division by √d_k",
+    SENTENCES,
+    f"""
+At the start: random queries and keys, {TOKENS} keys a row; once with components of unit variance, the assumption of the
+2017 paper, once with those that weights of standard deviation 0.02 give at width {WIDTH}. Entropy is a share of that of
+equal weights; the gradient is the trace of softmax's Jacobian, a share of the same. Below {SATURATED:.0%} of it, at
+d_k {AT}, counts as saturated. In training: claim 4's text models with heads of 8 and of 64, and their twins whose
+queries are √d_k larger, which undoes the division and nothing else. Worse is more than {WORSE:.0%} of the loss in
+every start; still saturated is less than {STILL:.0%} of the twin's entropy in every start.
+""",
+    run,
+    verdicts,
+    charts,
+    tables,
+)

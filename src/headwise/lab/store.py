@@ -1,0 +1,121 @@
+"""What a claim works with: how much it may compute, from which starts, and the pieces that are already done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import HeadwiseError
+from ..files import written
+
+if TYPE_CHECKING:
+    from .model import Recipe
+    from .train import Trained
+
+VERSION = 1  # raised when training changes, so that older pieces are not taken for new ones
+Progress = Callable[[str, int, int], None]  # what, steps done, steps in all
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much may be computed."""
+
+    name: str
+    starts: int  # random starts of everything that is trained
+    steps: float = 1.0  # the share of its training steps that a model gets
+
+    def pick(self, tiny: T, default: T, full: T) -> T:
+        return {"tiny": tiny, "default": default, "full": full}[self.name]
+
+
+TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 3), Budget("full", 5)
+BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
+
+
+@dataclass
+class Lab:
+    """Finished pieces are kept in `work` by what they were made of, so that claims share models and nothing is
+    trained twice."""
+
+    budget: Budget = DEFAULT
+    seed: int = 0
+    device: str = "cpu"
+    work: Path | None = None
+    progress: Progress = lambda what, done, total: None
+    made: list[str] = field(default_factory=list)  # the pieces that were not there yet
+
+    @property
+    def starts(self) -> list[int]:
+        """The seeds of the random starts."""
+        return list(range(self.seed, self.seed + self.budget.starts))
+
+    def recipe(self, **options: Any) -> Recipe:
+        """A recipe within the budget: its steps are those of the recipe, fewer where the budget is tiny."""
+        from .model import Recipe
+
+        made = Recipe(**options)
+        if self.budget.steps == 1:
+            return made
+        return Recipe(**asdict(made) | {"steps": max(2, round(made.steps * self.budget.steps))})
+
+    def trained(self, **options: Any) -> Trained:
+        """The model of this recipe: from the store, or trained now."""
+        from safetensors.torch import load_file, save_file
+
+        from .model import build, task_of
+        from .train import Trained, train
+
+        recipe = self.recipe(**options)
+        weights = self._place("model", self.made_of(recipe), ".safetensors")
+        words = f"{recipe.task}, {recipe.heads} heads, start {recipe.seed}"
+        found: list[Trained] = []
+
+        def run() -> list[tuple[int, float, float]]:
+            trained = train(recipe, self.device, lambda done, total: self.progress(words, done, total))
+            found.append(trained)
+            if weights:
+                with written(weights) as path:
+                    save_file({name: x.contiguous() for name, x in trained.model.state_dict().items()}, path)
+            return trained.curve
+
+        curve = self.piece("model", self.made_of(recipe), run)
+        if found:
+            return found[0]
+        assert weights is not None
+        model = build(recipe)
+        model.load_state_dict(load_file(weights))
+        rows = [(step, loss, right) for step, loss, right in curve]
+        return Trained(recipe, model.to(self.device).eval(), rows, task_of(recipe).chance())
+
+    def piece(self, name: str, made_of: dict[str, Any], compute: Callable[[], T]) -> T:
+        """What compute() gives, as JSON has it; computed once for the same name and parts."""
+        place = self._place(name, made_of, ".json")
+        if place and place.exists():
+            try:
+                return json.loads(place.read_text(encoding="utf-8"))["value"]
+            except (OSError, ValueError, KeyError) as error:
+                raise HeadwiseError(f"{str(place)!r} cannot be read ({error}); remove it, it is made again") from error
+        value = compute()
+        self.made.append(f"{name} {json.dumps(made_of, sort_keys=True)}")
+        if place:
+            with written(place) as path:
+                path.write_text(json.dumps({"made_of": made_of, "value": value}) + "\n", encoding="utf-8")
+        return value
+
+    def made_of(self, recipe: Recipe) -> dict[str, Any]:
+        """All that decides what a model is: what a piece made from it is named by."""
+        from .tasks import fingerprint
+
+        return asdict(recipe) | {"text": fingerprint() if recipe.task == "text" else ""}
+
+    def _place(self, name: str, made_of: dict[str, Any], suffix: str) -> Path | None:
+        if self.work is None:
+            return None
+        self.work.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([VERSION, self.device, name, made_of], sort_keys=True)
+        return self.work / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{suffix}"

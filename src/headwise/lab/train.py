@@ -1,0 +1,119 @@
+"""Training, in the open: draw a batch, predict, compare, step. This is the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention.stack import Decoder
+from .model import Recipe, build, task_of
+from .tasks import IGNORED, Batch, Relations, Text
+
+LOOKS = 20  # how often a run is tested: on one batch on the way, on all of the held-out data at its end
+TEST_SEED, TEST_BATCHES, TEST_SIZE = 1 << 20, 8, 64  # the same held-out data for every model
+WARM_UP = 0.1  # of the steps, until the learning rate is reached; from there it falls in a straight line
+CLIP = 1.0  # the largest norm of a gradient
+LEARNED = 0.9  # a model whose loss is not below this share of chance has learned nothing
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model after training, and how it came there."""
+
+    recipe: Recipe
+    model: Decoder
+    curve: list[tuple[int, float, float]]  # step, loss on the held-out data, share of right answers there
+    chance: float  # the loss of a model that knows nothing
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1][1]
+
+    @property
+    def accuracy(self) -> float:
+        return self.curve[-1][2]
+
+    @property
+    def learned(self) -> bool:
+        return self.loss < LEARNED * self.chance  # also False where the loss is not a number
+
+
+def train(recipe: Recipe, device: str = "cpu", progress: Callable[[int, int], None] | None = None) -> Trained:
+    """A model by its recipe. The order of the data hangs on the seed too."""
+    task, model = task_of(recipe), build(recipe).to(device)
+    random = torch.Generator().manual_seed(recipe.seed)
+    curve = fit(model, task, model.parameters(), random, recipe.steps, recipe.batch, recipe.rate, progress, recipe.seed)
+    return Trained(recipe, model.eval(), curve, task.chance())
+
+
+def fit(
+    model: Decoder,
+    task: Relations | Text,
+    parameters: Iterable[nn.Parameter],
+    random: torch.Generator,
+    steps: int,
+    batch: int,
+    rate: float,
+    progress: Callable[[int, int], None] | None = None,
+    seed: int = 0,
+) -> list[tuple[int, float, float]]:
+    """The loop: these parameters of the model learn the task. Gives the curve of the held-out data."""
+    device = next(model.parameters()).device
+    learning = list(parameters)
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    curve = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for dropout
+        for step in range(steps):
+            drawn = task.batch(batch, random)
+            loss = loss_of(model(drawn.inputs.to(device)), drawn.targets.to(device))
+            model.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(learning, CLIP)
+            optimizer.step()
+            schedule.step()
+            if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
+                curve.append((step + 1, *quality(model, task, TEST_BATCHES if step + 1 == steps else 1)))
+                if progress:
+                    progress(step + 1, steps)
+    return curve
+
+
+def _rate(step: int, steps: int) -> float:
+    warm = max(1, int(WARM_UP * steps))
+    return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits (B, T, answers * symbols), targets (B, T, answers) -> the mean loss over the answers that exist."""
+    answers = logits.unflatten(-1, (targets.shape[-1], -1))  # (B, T, answers, symbols)
+    return F.cross_entropy(answers.flatten(0, 2), targets.flatten(), ignore_index=IGNORED)
+
+
+@torch.no_grad()
+def quality(model: Decoder, task: Relations | Text, batches: int = TEST_BATCHES) -> tuple[float, float]:
+    """Loss and share of right answers on the held-out data, or the first batches of it."""
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    loss = right = count = 0.0
+    for drawn in held_out(task, batches):
+        logits, targets = model(drawn.inputs.to(device)), drawn.targets.to(device)
+        best = logits.unflatten(-1, (targets.shape[-1], -1)).argmax(-1)  # (B, T, answers)
+        real = targets != IGNORED
+        loss += float(loss_of(logits, targets)) * int(real.sum())
+        right += int((best == targets)[real].sum())
+        count += int(real.sum())
+    model.train(training)
+    return loss / count, right / count
+
+
+def held_out(task: Relations | Text, batches: int = TEST_BATCHES, size: int = TEST_SIZE) -> list[Batch]:
+    """Data that no model was trained on, the same whenever it is asked for."""
+    random = torch.Generator().manual_seed(TEST_SEED)
+    return [task.batch(size, random, held_out=True) for _ in range(batches)]

@@ -1,0 +1,210 @@
+"""One batch through a model: what every head did with every text of it, as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..models import anatomy
+from ..models.eager import EagerReading
+from ..models.layers import Layer
+from ..models.reading import Reading
+from ..models.watch import Each, watch
+from .corpus import Batch, Tokens
+from .definitions import BOTH, CAUSAL, CROSS, columns, marks
+from .marks import Marks, mark
+from .tally import Key, Tally, draws
+
+WEIGHTS = 1 << 23  # weights of a layer that are held at once
+CELLS = 1 << 26  # of marks
+TINY = 1e-37  # 0 ln 0 is 0
+
+
+@dataclass
+class Found:
+    """What a layer's heads did with the texts of one batch. The last head is equal attention."""
+
+    names: tuple[str, ...]
+    way: str
+    top: np.ndarray  # (B, S, H + 1)
+    bottom: np.ndarray  # (B, S)
+
+
+def body_of(model: Any) -> Any:
+    """The part of a model that attends, without a head over the vocabulary, where its layers have the same names."""
+    body = getattr(model, "base_model", model)
+    if body is model:
+        return model
+    try:
+        same = [site.key for site in anatomy.sites(body)] == [site.key for site in anatomy.sites(model)]
+    except UnsupportedError:
+        return model
+    return body if same else model
+
+
+@dataclass
+class Observer:
+    """A model under watch, and what is taken from each of its attention calls."""
+
+    model: Any
+    ways: dict[str, str] = field(default_factory=dict)  # kind -> way of attention, once a pass has shown it
+    batch: Batch | None = None
+    found: dict[Key, Found] = field(default_factory=dict)
+    output: Any = None  # what the model gave for the batch
+    take: Each | None = None  # instead of the roles on texts, what another probe takes from each call
+    _marked: list[tuple[Any, Any, Marks]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any) -> Observer:
+        """Of the part of a model that attends."""
+        return cls(body_of(model))
+
+    @contextmanager
+    def watching(self) -> Iterator[Observer]:
+        """The model is in eval mode meanwhile, and as it was afterwards."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode(), watch(self.model, stats=False, each=self._seen):
+                yield self
+        finally:
+            self.model.train(training)
+
+    def run(self, batch: Batch) -> dict[Key, Found]:
+        """What every layer did with a batch."""
+        self.batch, self.found, self._marked = batch.to(self.model.device), {}, []
+        self.output = forward(self.model, self.batch)
+        self._marked = []
+        return self.found
+
+    def tokens(self, kind: str) -> tuple[Tokens, Tokens]:
+        """What a kind of attention looks from, and at."""
+        assert self.batch is not None
+        source, target = self.batch.source, self.batch.target
+        if target is None:
+            return source, source
+        if kind.endswith("cross"):
+            return target, source
+        return (target, target) if "decoder" in kind else (source, source)
+
+    @property
+    def target(self) -> Tokens | None:
+        return None if self.batch is None else self.batch.target
+
+    def _seen(self, layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
+        (self.take or self._roles)(layer, reading, real)
+
+    def _roles(self, layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
+        query, key = self.tokens(layer.kind)
+        keys = reading.k.shape[2] if isinstance(reading, Reading) else reading.given.key.shape[2]
+        if (reading.q.shape[2], keys) != (query.ids.shape[1], key.ids.shape[1]):
+            raise UnsupportedError(
+                f"{layer.kind} layer {layer.index} attends over {reading.q.shape[2]} x {keys} places, the text has "
+                f"{query.ids.shape[1]} x {key.ids.shape[1]} tokens; what it looks at has no name"
+            )
+        way = self.way(layer, reading)
+        total: tuple[Tensor, Tensor] | None = None
+        for rows in self._blocks(reading, keys, len(marks(way))):
+            a = reading.weights(None if len(rows) == reading.q.shape[2] else list(rows), None)
+            marked = self._marks(query, key, reading, a, rows, way)
+            new = sums(a.float(), marked)
+            total = new if total is None else (total[0] + new[0], total[1] + new[1])
+        assert total is not None
+        top, bottom = (x.double().cpu().numpy() for x in total)
+        self.found[layer.key] = Found(columns(way), way, top, bottom)
+
+    def way(self, layer: Layer, reading: Reading | EagerReading) -> str:
+        """How a kind of layer attends, as its first call shows."""
+        if layer.kind not in self.ways:
+            if layer.kind.endswith("cross") or not reading.comparable:
+                return self.ways.setdefault(layer.kind, CROSS)
+            queries = reading.q.shape[2]
+            shown = visible(reading, range(queries), None)
+            ahead = shown & torch.ones(shown.shape[1:], dtype=torch.bool, device=shown.device).triu(1)
+            self.ways[layer.kind] = BOTH if bool(ahead.any()) else CAUSAL
+        return self.ways[layer.kind]
+
+    def _blocks(self, reading: Reading | EagerReading, keys: int, width: int) -> Iterator[range]:
+        """Rows of queries whose weights and marks are held at once; for usual texts, all of them."""
+        batch, heads, queries = reading.q.shape[:3]
+        size = max(1, min(WEIGHTS // (batch * heads * keys), CELLS // (batch * keys * width)))
+        for first in range(0, queries, size):
+            yield range(first, min(first + size, queries))
+
+    def _marks(
+        self, query: Tokens, key: Tokens, reading: Reading | EagerReading, a: Tensor, rows: range, way: str
+    ) -> Marks:
+        """Layers that see alike share their marks, as long as these are made in one piece."""
+        mask = reading.how["mask"] if isinstance(reading, Reading) else reading.given.mask
+        how = (reading.how["causal"], reading.how["window"]) if isinstance(reading, Reading) else ("eager", None)
+        at = (id(query), id(key), how, way, rows)
+        for before, known, made in self._marked:
+            if before == at and _same(mask, known):
+                return made
+        if len(rows) < reading.q.shape[2]:
+            self._marked.clear()
+        made = mark(query, key, visible(reading, rows, a), query.real[:, rows.start : rows.stop], rows.start, way)
+        self._marked.append((at, mask, made))
+        return made
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two masks show the same; layers often get a new one that is like the last."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    return a is b
+
+
+def forward(model: Any, batch: Batch) -> Any:
+    """Run a model on a batch, without keeping a cache."""
+    given = {"input_ids": batch.source.ids, "attention_mask": batch.source.real.long()}
+    if batch.target is not None:
+        given |= {"decoder_input_ids": batch.target.ids, "decoder_attention_mask": batch.target.real.long()}
+    return model(**given, **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
+
+
+def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> Tensor:
+    """(B, rows, Tk): what each query may look at, in any head."""
+    some = None if len(rows) == reading.q.shape[2] else list(rows)
+    if isinstance(reading, EagerReading):
+        return ((reading.weights(some, None) if a is None else a) > 0).any(1)
+    mask = reading.how["mask"]
+    if mask is not None:
+        mask = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1, keepdim=True)
+    how = dict(reading.how, mask=mask, softcap=None, sinks=None)
+    # scores of zero: equal weights on whatever may be seen
+    q, k = (x.new_zeros(len(x), 1, x.shape[2], 1, dtype=torch.float32) for x in (reading.q, reading.k))
+    return replace(reading, q=q, k=k, v=k, how=how).weights(some, None)[:, 0] > 0
+
+
+def sums(a: Tensor, marked: Marks) -> tuple[Tensor, Tensor]:
+    """Weights (B, H, rows, Tk) -> what is summed for every number (B, S, H + 1), and how much it is a sum of (B, S)."""
+    batch, heads, rows, keys = a.shape
+    pairs = marked.pairs.flatten(2)  # (B, R, rows * Tk)
+    shares = torch.bmm(a.reshape(batch, heads, rows * keys), pairs.transpose(1, 2))  # (B, H, R)
+    most, at = a.max(-1)  # (B, H, rows)
+    place = (torch.arange(rows, device=a.device) * keys + at).view(batch, 1, -1).expand(-1, pairs.shape[1], -1)
+    strongest = pairs.gather(2, place).view(batch, -1, heads, rows).sum(-1).transpose(1, 2)
+    counted = marked.queries[:, None].to(a.dtype)
+    entropy = -(a.clamp(min=TINY).log_().mul_(a).sum(-1) * counted).sum(-1)  # (B, H)
+    confidence = (most * counted).sum(-1)
+    own = torch.cat([shares, strongest, torch.stack([entropy, confidence, entropy], -1)], -1)  # (B, H, S)
+    spread, peak, count = marked.wide.unbind(-1)
+    equal = torch.cat([marked.equal, marked.equal, torch.stack([spread, peak, spread], -1)], -1)  # (B, S)
+    bottom = torch.cat([marked.counts, marked.counts, torch.stack([count, count, spread], -1)], -1)
+    return torch.cat([own, equal[:, None]], 1).transpose(1, 2), bottom
+
+
+def add(tally: Tally, found: dict[Key, Found], batch: Batch) -> None:
+    """A batch into the tally, all layers of it."""
+    weights = draws(batch.identities, tally.replicates)
+    for key, one in found.items():
+        tally.open(key, one.way, one.names, one.top.shape[2] - 1).add(one.top, one.bottom, weights)
+    tally.count(batch.identities, batch.tokens, batch.cut)

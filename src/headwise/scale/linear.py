@@ -1,0 +1,152 @@
+"""Linear layers of which every rank holds a part: some rows and no sum, or some columns and a sum at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .ranks import Ranks, summed
+
+PIECE = "headwise_piece"  # on a parameter: which part of the whole it is
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a whole parameter a rank holds, along one dimension."""
+
+    dim: int
+    whole: tuple[int, ...]
+    held: range
+    owned: range  # what this rank writes to a checkpoint; less than it holds where others hold it too
+    even: bool  # all ranks hold as much, each its own: DTensor can say it
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of the whole that is held."""
+        return whole.narrow(self.dim, self.held.start, len(self.held))
+
+
+def local(x: Any) -> Any:
+    """What of a parameter is here."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def piece_of(x: Tensor) -> Piece | None:
+    """Which part of the whole a parameter is; None: all of it."""
+    found: Piece | None = getattr(x, PIECE, None)
+    return found
+
+
+def keep(module: nn.Module, name: str, piece: Piece, ranks: Ranks) -> None:
+    """Let a module hold only its rank's part of a parameter: a DTensor where it divides, else a plain tensor."""
+    whole = getattr(module, name)
+    if whole is None:
+        return
+    if piece.even:
+        assert ranks.mesh is not None
+        part: Tensor = distribute_tensor(whole.detach(), ranks.mesh, [Shard(piece.dim)], src_data_rank=None)
+    else:
+        part = piece.of(whole.detach()).clone()
+    made = nn.Parameter(part, requires_grad=whole.requires_grad)
+    setattr(made, PIECE, piece)
+    module._parameters[name] = made
+
+
+class _SharedRows(torch.autograd.Function):
+    """Rows of which some are held elsewhere too: forward as they are, backward summed over those who hold them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shared: Any) -> Tensor:
+        ctx.shared = shared
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        slope = slope.clone(memory_format=torch.contiguous_format)
+        for start, stop, group in ctx.shared:  # in the order of the heads, which is the same on all ranks
+            dist.all_reduce(slope[start:stop], group=group)
+        return slope, None
+
+
+class RowsHere(nn.Linear):
+    """Some rows of a linear layer (column-wise parallel): the whole of x gives some columns of the output."""
+
+    slots: Tensor | None = None  # rows as they are used, past the last one for zeros; None: as they are held
+    shared: tuple[tuple[int, int, Any], ...] = ()  # rows from, up to, and the group of those who hold them too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.used(self.weight), self.used(self.bias))
+
+    def used(self, held: Any) -> Any:
+        """A parameter as the output's order wants it."""
+        if held is None:
+            return None
+        rows = local(held)
+        if self.shared and torch.is_grad_enabled() and rows.requires_grad:
+            rows = _SharedRows.apply(rows, self.shared)
+        return spread(rows, self.slots)
+
+
+class ColumnsHere(nn.Linear):
+    """Some columns of a linear layer (row-wise parallel): some columns of x give one part of a sum, the output."""
+
+    group: Any = None
+    slots: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight)
+        weight = weight if self.slots is None else spread(weight.T, self.slots).T
+        out = summed(F.linear(x, weight), self.group)
+        return out if self.bias is None else out + local(self.bias)
+
+
+def spread(rows: Tensor, slots: Tensor | None) -> Tensor:
+    """Rows in another order, repeated, or zeros where a slot is past the last one."""
+    if slots is None:
+        return rows
+    zeros = rows.new_zeros(1, *rows.shape[1:])
+    return torch.cat([rows, zeros]).index_select(0, slots)
+
+
+@dataclass  # parallelize_module sets attributes on it
+class Rows(ParallelStyle):
+    """parallelize_module's style for a linear layer of which each rank keeps some rows."""
+
+    ranks: Ranks
+    held: range
+    owned: range
+    even: bool
+    slots: Tensor | None = None
+    shared: tuple[tuple[int, int, Any], ...] = ()
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        for name in ("weight", "bias"):
+            x = getattr(module, name)
+            if x is not None:
+                keep(module, name, Piece(0, tuple(x.shape), self.held, self.owned, self.even), self.ranks)
+        module.__class__ = RowsHere
+        module.slots, module.shared = self.slots, self.shared  # type: ignore[assignment]
+        return module
+
+
+@dataclass
+class Columns(ParallelStyle):
+    """parallelize_module's style for a linear layer of which each rank keeps some columns; all keep the bias."""
+
+    ranks: Ranks
+    held: range
+    even: bool
+    slots: Tensor | None = None
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        shape = tuple(module.weight.shape)  # type: ignore[arg-type]
+        keep(module, "weight", Piece(1, shape, self.held, self.held, self.even), self.ranks)
+        module.__class__ = ColumnsHere
+        module.group, module.slots = self.ranks.group, self.slots  # type: ignore[assignment]
+        return module

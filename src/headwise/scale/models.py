@@ -1,0 +1,190 @@
+"""transformers' own tensor parallelism with headwise on top: which rank counts work, watch and mask_heads of all heads.
+
+transformers splits the projections by rows without regard to heads, so a count that does not divide them dies inside
+of it, or worse. Here the counts are checked first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..card import read
+from ..errors import HeadwiseError, UnsupportedError
+from ..heads import Heads
+from ..models import anatomy
+from ..models.chosen import asked
+from ..models.layers import Layer, Links, Rows
+from ..models.load import load
+from ..models.masking import Change, MaskedHeads
+from ..models.places import DEFAULT, directory
+from ..models.watch import Watch
+from ..models.watch import watch as watch_one
+from .heads import gathered_stats
+from .plan import HeadPlan, check_ranks
+from .ranks import RankError, Ranks, ranks_of
+
+RANKS = "headwise_ranks"  # on a model that load_split split
+
+
+def rank_counts(layers: list[Heads]) -> list[int]:
+    """The numbers of ranks over which all these layers' query and KV heads divide."""
+    most = min(heads.kv for heads in layers)
+    return [n for n in range(1, most + 1) if all(heads.kv % n == 0 and heads.query % n == 0 for heads in layers)]
+
+
+def check_divides(name: str, layers: list[Heads], ranks: int) -> None:
+    """An error that says which numbers of ranks work, unless this one does."""
+    check_ranks(ranks)
+    work = rank_counts(layers)
+    if ranks in work:
+        return
+    odd = next(heads for heads in layers if heads.kv % ranks or heads.query % ranks)
+    counts = " and ".join(filter(None, [", ".join(map(str, work[:-1])), str(work[-1])]))
+    raise RankError(
+        f"{ranks} ranks do not divide the {odd.query} query and {odd.kv} key/value heads of {name}; "
+        f"{counts} {'do' if len(work) > 1 else 'does'}"
+    )
+
+
+def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, dtype: Any = None) -> Any:
+    """headwise.load of a model that transformers splits over the ranks (tp_plan="auto"); alone, the whole model."""
+    ranks = ranks_of()
+    if ranks.count == 1:
+        return load(name, attn_implementation=attn_implementation, dtype=dtype)
+    folder = directory(name)
+
+    def words() -> str:
+        card = read(folder)
+        config = _config(folder)
+        if not getattr(config, "base_model_tp_plan", None):
+            raise UnsupportedError(
+                f"transformers has no tensor-parallel plan for {config.model_type}; split its corpus, not its heads"
+            )
+        check_divides(str(name), [layer.heads for layer in card.attention.layers if layer.heads], ranks.count)
+        return f"{config.model_type}, digest {_digest(folder)}"
+
+    ranks.agree("the model", words)
+    from transformers.distributed import DistributedConfig
+
+    split = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
+    model = load(name, attn_implementation=attn_implementation, dtype=dtype, distributed=split)
+    setattr(model, RANKS, ranks)
+    return model
+
+
+def watch(model: nn.Module, **how: Any) -> Watch:
+    """headwise.watch of a split model: what was seen of all heads, gathered on every rank when the `with` ends."""
+    ranks: Ranks | None = getattr(model, RANKS, None)
+    if ranks is None:
+        return watch_one(model, **how)
+    rest: dict[str, Any] = dict.fromkeys(("weights", "outputs", "rows", "classes", "each"))
+    return SplitWatch(ranks, model, **{**rest, "links": 0, "exact": False, **how})
+
+
+def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads:
+    """headwise.mask_heads of a split model: heads are named as in the whole one."""
+    ranks: Ranks | None = getattr(model, RANKS, None)
+    return MaskedHeads(model, heads, value) if ranks is None else SplitMaskedHeads(ranks, model, heads, value)
+
+
+class SplitWatch(Watch):
+    """A split model under watch. Inside the `with` it has this rank's heads, after it all of them."""
+
+    def __init__(self, ranks: Ranks, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.ranks = ranks
+        self._wanted = self._weights, self._outputs  # by numbers of the whole model, which are not those here
+        self._weights, self._outputs = (
+            {at: dict.fromkeys(turns, True) for at, turns in x.items()} for x in self._wanted
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, where)
+        if error is not None:
+            return
+        self.ranks.agree("what was watched", "; ".join(map(_seen, self.layers)))
+        for at, layer in self._seen.items():
+            self._gather(layer, self._site[at])
+
+    def _gather(self, layer: Layer, site: anatomy.Site) -> None:
+        linear = anatomy.w_o(self.model, site)[1]
+        whole = anatomy.query_heads(self.model, site, anatomy.input_width(linear) or 0)
+        here = layer.heads
+        if here.query == whole:  # transformers left this layer whole
+            return
+        layer.heads = Heads(here.width, whole, here.kv * self.ranks.count, here.dim, here.value_dim)
+        plan = HeadPlan(layer.heads, self.ranks.count)
+        for run in layer._runs:
+            for name in ("all", "prefill", "decode"):
+                part = getattr(run, name)
+                setattr(run, name, None if part is None else gathered_stats(part, plan, self.ranks))
+        heads = [asked(wanted, site) for wanted in self._wanted]
+        rows = [None if self._rows is None else [i % int(x.shape[2]) for i in self._rows] for x in layer.all_weights]
+        layer.all_weights = [_picked(self._all(x), heads[0], r) for x, r in zip(layer.all_weights, rows, strict=True)]
+        layer.all_outputs = [_picked(self._all(x), heads[1], None) for x in layer.all_outputs]
+        layer.all_links = [Links(self._all(x.keys), self._all(x.weights)) for x in layer.all_links]
+
+    def _all(self, x: Tensor) -> Tensor:
+        """(B, heads here, ...) -> (B, all heads, ...)."""
+        return torch.cat(self.ranks.gathered(x), 1)
+
+
+def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Any:
+    return x if heads is True else Rows(x[:, heads], heads, rows)
+
+
+class SplitMaskedHeads(MaskedHeads):
+    """A split model with some heads changed: each rank changes those that it has."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module, heads: Any, value: Any) -> None:
+        super().__init__(model, heads, value)
+        self._changes = [SplitChange(ranks, model, **vars(change)) for change in self._changes]
+
+
+class SplitChange(Change):
+    """What happens to the heads of one site, by their numbers in the whole model."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module, **whole: Any) -> None:
+        super().__init__(**whole)
+        self.ranks, self.width = ranks, anatomy.input_width(anatomy.w_o(model, self.site)[1])
+
+    def apply(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """This rank's part of W_O's input (..., heads here * width), changed."""
+        if x.shape[-1] == self.width:  # transformers left this layer whole
+            return super().apply(x, real)
+        count = self.count // self.ranks.count
+        here = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
+        each = x.unflatten(-1, (count, -1))
+        room = each.new_zeros(*each.shape[:-2], self.count, each.shape[-1])
+        room[..., here, :] = each
+        return super().apply(room.flatten(-2), real).unflatten(-1, (self.count, -1))[..., here, :].flatten(-2)
+
+
+def _seen(layer: Layer) -> str:
+    sizes = ", ".join("x".join(map(str, run.all.count.shape)) for run in layer._runs)
+    return f"{layer.kind} {layer.index}: {sizes}"
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers fails in many ways on the files of others
+        raise HeadwiseError(f"{str(folder)!r} has no config that transformers reads: {error}") from error
+
+
+def _digest(folder: Path) -> str:
+    """Of what a model is: its config and the sizes of its weight files."""
+    files = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()[:12]

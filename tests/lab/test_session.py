@@ -1,0 +1,97 @@
+"""Claims end to end, at a budget that only tries them out: figures, verdicts, files, resuming, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.cli import main
+from headwise.errors import HeadwiseError
+from headwise.lab import session
+from headwise.lab.claim import ONLY_IF, WORDS, Chart, Table, Verdict
+from headwise.lab.claims import NUMBERS, claim
+from headwise.lab.page import index, page, stem
+from headwise.lab.store import TINY, Lab
+
+DOCS = Path(__file__).parents[2] / "docs" / "lab"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module", params=NUMBERS)
+def measured(request: pytest.FixtureRequest, work: Path) -> dict[str, Any]:
+    return session.measure(request.param, Lab(TINY, seed=3, work=work))
+
+
+def test_a_claim_gives_a_well_formed_result(measured: dict[str, Any], tmp_path: Path) -> None:
+    chosen = claim(measured["claim"])
+    assert [verdict["says"] for verdict in measured["verdicts"]] == list(chosen.sentences)
+    assert all(verdict["because"] and verdict["sure"] for verdict in measured["verdicts"])
+    assert json.loads(json.dumps(measured)) == measured
+    charts, tables = chosen.charts(measured["figures"]), chosen.tables(measured["figures"])
+    assert charts and all(isinstance(chart, Chart) and chart.series for chart in charts)
+    assert all(isinstance(table, Table) and len(row) == len(table.head) for table in tables for row in table.rows)
+    session.write(measured, tmp_path)
+    name = stem(measured["claim"])
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.md", f"{name}.png", "README.md"}
+    assert session.results([tmp_path]) == {measured["claim"]: measured}
+
+
+def test_what_is_done_is_not_done_again(measured: dict[str, Any], work: Path) -> None:
+    again = Lab(TINY, seed=3, work=work)
+    record = session.measure(measured["claim"], again)
+    assert again.made == []
+    assert record["figures"] == measured["figures"] and record["verdicts"] == measured["verdicts"]
+
+
+@pytest.mark.parametrize("number", sorted(session.results([DOCS])))
+def test_the_pages_in_the_docs_are_what_their_figures_give(number: int) -> None:
+    record, chosen = session.results([DOCS])[number], claim(number)
+    assert record["verdicts"] == [asdict(verdict) for verdict in session.judged(chosen, record["figures"])]
+    assert (DOCS / f"{stem(number)}.md").read_text(encoding="utf-8") == page(chosen, record)
+    assert (DOCS / f"{stem(number)}.png").stat().st_size > 10_000
+    assert "headwise lab" in page(chosen, record)
+
+
+def test_the_index_in_the_docs_is_what_the_results_give() -> None:
+    records = list(session.results([DOCS]).values())
+    assert not records or (DOCS / "README.md").read_text(encoding="utf-8") == index(records)
+
+
+def test_the_list_has_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{number}. " in shown for number in NUMBERS)
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["lab", "99"]) == 2
+    assert "there is no claim 99; there are " in capsys.readouterr().err
+    assert main(["lab", "3", "--all"]) == 2
+    assert "numbers of claims or --all, not both" in capsys.readouterr().err
+    assert main(["lab", "3", "--device", "nowhere"]) == 2
+    assert "device 'nowhere' cannot be used here" in capsys.readouterr().err
+
+
+def test_a_broken_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "claim03.json").write_text("{}")
+    with pytest.raises(HeadwiseError, match=r"claim03.json' is no result of the lab .*; run its claim again"):
+        session.results([tmp_path])
+
+
+def test_figures_are_tidied() -> None:
+    given = {1: (0.12345678, float("nan")), "deep": [{"x": 2}], "yes": True}
+    assert session.tidy(given) == {"1": [0.123457, None], "deep": [{"x": 2}], "yes": True}
+
+
+def test_a_condition_belongs_to_only_if() -> None:
+    for word in WORDS:
+        with pytest.raises(AssertionError):
+            Verdict("it is so", word, "seen", "exact", only_if="" if word == ONLY_IF else "it rains")

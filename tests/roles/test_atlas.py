@@ -1,0 +1,203 @@
+"""The value itself: it opens without torch, prints, becomes tables, compares; which heads look alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from handmade import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
+
+import headwise
+from headwise.roles.likeness import Likeness, likeness
+from headwise.roles.shipped import NAMES, shipped
+from headwise.roles.stability import stability
+
+
+@pytest.fixture(scope="module")
+def found() -> headwise.Atlas:
+    return headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(53), tokenizer(), name="built by hand")
+
+
+def test_a_saved_atlas_opens_without_torch(found: headwise.Atlas, tmp_path: Path) -> None:
+    found.save(tmp_path / "a.json", sums=True)
+    script = """
+import sys
+for name in ("torch", "transformers", "pandas", "matplotlib", "rich", "typer"):
+    sys.modules[name] = None
+import headwise
+atlas = headwise.Atlas.load(sys.argv[1])
+print(len(atlas.roles), atlas.scores["previous"]["self"].shape, atlas.tally is not None)
+atlas.to_csv(sys.argv[2])
+print(atlas)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a.json"), str(tmp_path / "a.csv")],
+        capture_output=True, text=True, env=dict(os.environ), check=False,
+    )  # fmt: skip
+    assert run.stderr == ""
+    first, *rest = run.stdout.splitlines()
+    assert first == f"{len(found.roles)} (1, {len(HEADS)}) True"
+    assert "\n".join(rest) == str(found)
+    lines = (tmp_path / "a.csv").read_text().splitlines()
+    assert lines[0] == "kind,layer,head,original,score,value,low,high,spread,baseline"
+    assert len(lines) == 1 + len(found.scores) * len(HEADS)
+
+
+def test_what_is_saved_is_what_is_loaded(found: headwise.Atlas, tmp_path: Path) -> None:
+    found.save(tmp_path / "a.json")
+    again = headwise.Atlas.load(tmp_path / "a.json")
+    assert [role[:4] for role in again.roles] == [role[:4] for role in found.roles]
+    assert again.to_json() == found.to_json()
+    assert again.tally is None
+    with pytest.raises(headwise.HeadwiseError, match="merging needs the sums behind an atlas; save it with sums=True"):
+        again.merge(found)
+    with pytest.raises(headwise.HeadwiseError, match="opened without its sums; they cannot be saved"):
+        again.save(tmp_path / "b.json", sums=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "this is no atlas"),
+        ("[1]", "this is no atlas"),
+        ("{", "is no atlas: it is not JSON"),
+        ('{"headwise": "atlas", "format": 9}', "this atlas has format 9; this version reads 1"),
+        ('{"headwise": "atlas", "format": 1, "scores": 3}', "this atlas is damaged"),
+    ],
+)
+def test_a_file_that_is_no_atlas(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(headwise.HeadwiseError, match=message):
+        headwise.Atlas.load(tmp_path / "a.json")
+    with pytest.raises(headwise.HeadwiseError, match="cannot be read: No such file"):
+        headwise.Atlas.load(tmp_path / "b.json")
+
+
+def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
+    shown = str(found)
+    assert shown.startswith("built by hand: 7 heads (1 layers, both ways); 53 texts")
+    assert "previous        1  0.0 0.9" in shown
+    assert "none; nearest is" in shown  # a role that no head has
+    assert "0% of the 7 heads have no clean role." in shown
+
+
+def test_rows_name_every_head_once(found: headwise.Atlas) -> None:
+    assert len(found) == len(list(found)) == 7
+    assert found.of_head("0.3") == found.of_head((0, 3)) == found.of_head(("self", 0, 3)) == found.of_head("self 0.3")
+    with pytest.raises(headwise.HeadwiseError, match="there is no head"):
+        found.of_head("0.7")
+    with pytest.raises(headwise.HeadwiseError, match="a head is written layer.head, such as 3.1, got 'x'"):
+        found.of_head("x")
+    with pytest.raises(headwise.HeadwiseError, match="there is no role 'nosy'; there are previous"):
+        found.having("nosy")
+
+
+def test_frames_and_parquet(found: headwise.Atlas, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is in the test extra")
+    frame = found.frame()
+    assert frame.loc[("self", 0, 0), "previous"] == pytest.approx(found.scores["previous"]["self"][0, 0], abs=1e-4)
+    assert len(frame) == 7 and set(frame.columns) == set(found.scores)
+    assert list(found.roles_frame()["role"]) == [role.role for role in found.roles]
+    found.to_parquet(tmp_path / "a.parquet")
+    assert len(pandas.read_parquet(tmp_path / "a.parquet")) == 7 * len(found.scores)
+
+
+def test_without_pandas_the_error_says_what_to_do(found: headwise.Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(headwise.HeadwiseError, match=r"DataFrames need pandas: pip install 'headwise\[tables\]'"):
+        found.frame()
+
+
+def test_diff_tells_what_was_gained_and_lost(found: headwise.Atlas) -> None:
+    corpus = texts(53)
+    other = encoder(np.arange(len(VOCABULARY)))
+    width = other.config.hidden_size // len(HEADS)
+    attention = other.encoder.layer[0].attention.self
+    for projection in (attention.query, attention.key):  # the head after "previous" becomes what that one is
+        projection.weight[width : 2 * width] = projection.weight[:width]
+        projection.bias[width : 2 * width] = projection.bias[:width]
+    changes = found.diff(headwise.atlas(other, corpus, tokenizer(), name="changed"))
+    assert [(role.name, role.role) for role in changes.gained] == [("0.1", "previous")]
+    assert [(role.name, role.role) for role in changes.lost] == [("0.1", "next")]
+    assert {one.head for one in changes.moved} == {1}
+    assert "+ 0.1 previous" in str(changes) and "- 0.1 next" in str(changes)
+    assert json.loads(json.dumps(changes.to_json()))["gained"][0]["role"] == "previous"
+    same = found.diff(found)
+    assert (same.gained, same.lost, same.moved, same.gone) == ([], [], [], [])
+    assert len(same.kept) == len(found.roles)
+
+
+def test_stability(found: headwise.Atlas) -> None:
+    again = headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(61, seed=7), tokenizer())
+    told = stability(found, again)
+    assert told.labels > 0.8 and told.roles > 0.8 and told.correlation["previous"] > 0.7
+    assert "of the heads have the same roles" in str(told)
+    with pytest.raises(headwise.HeadwiseError, match="not of the same heads"):
+        stability(found, headwise.atlas(circuit(), texts(7), tokenizer(around=False)))
+
+
+def test_likeness_is_the_divergence_of_rows() -> None:
+    """Against the definition, on all queries of one text."""
+    import torch
+
+    torch.manual_seed(0)
+    model, words = circuit(), tokenizer(around=False)
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.normal_(0, 0.2)
+    [text] = texts(1)
+    [one] = likeness(model, [text], words, queries=1000).values()
+    ids = torch.tensor([words(text)["input_ids"]])
+    with torch.no_grad(), headwise.watch(model.transformer, weights=True) as seen:
+        model.transformer(ids)
+    rows = torch.cat([layer.weights[0] for layer in seen.layers]).double().numpy()  # (N, T, T)
+
+    def entropy(p: Any) -> Any:
+        return -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
+
+    for i, j in np.ndindex(4, 4):
+        apart = (entropy((rows[i] + rows[j]) / 2) - (entropy(rows[i]) + entropy(rows[j])) / 2).mean()
+        assert one.divergence[i, j] == pytest.approx(apart, abs=1e-6)
+    assert one.queries == ids.shape[1]
+    assert one.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_heads_that_are_the_same_are_found() -> None:
+    model = encoder(np.arange(len(VOCABULARY)))
+    width = model.config.hidden_size // len(HEADS)
+    attention = model.encoder.layer[0].attention.self
+    for projection in (attention.query, attention.key):
+        projection.weight[-width:] = projection.weight[:width]
+    [alike] = likeness(model, texts(29), tokenizer()).values()
+    assert alike.clusters()[0] == [(0, 0), (0, 6)]
+    assert sum(len(group) for group in alike.clusters()) == 7
+    assert alike.nearest((0, 0), 1)[0][0] == (0, 6)
+    points = alike.map()
+    far = np.linalg.norm(points[:, None] - points, axis=-1)
+    assert far[0, 6] < 1e-5 < far[0, 1]
+    assert 0 < alike.redundancy()[0] < 1
+    told = json.loads(json.dumps(alike.to_json()))
+    assert told["clusters"] == [["0.0", "0.6"]] and len(told["map"]) == 7
+    with pytest.raises(headwise.HeadwiseError, match="there is no head"):
+        alike.nearest((9, 9))
+
+
+def test_the_map_keeps_distances_that_a_plane_can_hold() -> None:
+    places = np.random.default_rng(0).normal(size=(11, 2))
+    squared = ((places[:, None] - places) ** 2).sum(-1)
+    points = Likeness("self", [(0, i) for i in range(11)], squared, 1).map()
+    np.testing.assert_allclose(((points[:, None] - points) ** 2).sum(-1), squared, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_atlases_that_come_along(name: str) -> None:
+    atlas = shipped(name)
+    assert atlas is not None and atlas.model == name
+    assert atlas.about["texts"] >= 5000 and len(atlas) == {"minilm": 72, "smollm2": 270}[name]
+    assert atlas.about["likeness"]["self"]["map"]
+    assert shipped("other") is None

@@ -1,0 +1,155 @@
+"""CoNLL-U -> words, places, links; coreference; and what is said of broken files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwise.errors import HeadwiseError
+from headwise.roles import conllu, coreference
+from headwise.roles.gold import Link
+
+COLUMNS = 10
+
+
+def row(number: object, form: str, head: object = 0, relation: str = "root", **more: str) -> str:
+    return "\t".join(
+        [
+            str(number), form, "_", more.get("tag", "X"), "_", more.get("features", "_"), str(head), relation, "_",
+            more.get("misc", "_"),
+        ]
+    )  # fmt: skip
+
+
+def written(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "some.conllu"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+DONT = (
+    "# newdoc id = one",
+    "# text = We don't, ever.",
+    row(1, "We", 3, "nsubj"),
+    row("2-3", "don't", "_", "_", misc="SpaceAfter=No"),
+    row(2, "do", 3, "aux"),
+    row(3, "n't", 0, "root"),
+    row("3.1", "go", "_", "_"),
+    row(4, ",", 3, "punct"),
+    row(5, "ever", 3, "advmod", misc="SpaceAfter=No|Note"),
+    row(6, ".", 3, "punct"),
+    "",
+)
+
+
+def test_words_stand_where_the_text_has_them(tmp_path: Path) -> None:
+    [tree] = conllu.read(written(tmp_path, *DONT)).trees
+    assert tree.text == "We don't, ever."
+    assert [tree.text[start:end] for start, end in tree.spans] == ["We", "do", "n't", ",", "ever", "."]
+    assert tree.document == "one" and tree.line == 3
+    assert tree.words[4].misc == {"SpaceAfter": "No", "Note": ""}
+
+
+def test_a_token_that_its_words_do_not_spell_is_shared(tmp_path: Path) -> None:
+    lines = row("1-2", "gonna", "_", "_"), row(1, "going", 0), row(2, "to", 1, "mark"), row(3, "win", 1, "xcomp")
+    [tree] = conllu.read(written(tmp_path, *lines)).trees  # no empty line at the end either
+    assert tree.text == "gonna win" and tree.spans == ((0, 5), (0, 5), (6, 9))
+
+
+def test_relations_go_both_ways(tmp_path: Path) -> None:
+    [sentence] = conllu.read(written(tmp_path, *DONT)).syntax()
+    links = set(sentence.links)
+    assert Link("nsubj > head", 0, (2,)) in links and Link("head > nsubj", 2, (0,)) in links
+    assert Link("head > punct", 2, (3, 5)) in links  # any of several is right
+    assert Link("any > head", 1, (2,)) in links
+    assert not {"any > head"} & {link.relation for link in links if link.word in (3, 5)}  # punctuation is not counted
+    assert not any("root" in link.relation for link in links)
+
+
+BROKEN = {
+    "columns": (["1\tWe\t_"], "line 1 has 3 columns; CoNLL-U has 10, divided by tabs"),
+    "order": ([row(1, "We"), row(3, "go", 1)], "line 2: word '3' follows word 1; 2 is expected"),
+    "name": ([row("one", "We")], "line 1: word 'one' follows word 0; 1 is expected"),
+    "head": ([row(1, "We", "_")], "line 1: head '_' is not a number from 0 to 1"),
+    "far": ([row(1, "We"), row(2, "go", 7)], "line 2: head '7' is not a number from 0 to 2"),
+    "own": ([row(1, "We", 1)], "line 1: word 1 is its own head"),
+    "form": ([row(1, "")], "line 1: word 1 has no form"),
+    "range": ([row(1, "We"), row("1-2", "We're", "_")], "line 2: the range 1-2 does not begin at the next word, 2"),
+    "past": ([row("1-3", "We're", "_"), row(1, "We")], "line 1: the range 1-3 ends past its sentence"),
+    "empty": (["# nothing"], "holds no sentence"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_told_with_its_line(name: str, tmp_path: Path) -> None:
+    lines, words = BROKEN[name]
+    with pytest.raises(HeadwiseError) as caught:
+        conllu.read(written(tmp_path, *lines))
+    assert words in str(caught.value) and "some.conllu" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="cannot be read: No such file"):
+        conllu.read(tmp_path / "none.conllu")
+    path = tmp_path / "latin.conllu"
+    path.write_bytes(row(1, "naïve").encode("latin-1"))
+    with pytest.raises(HeadwiseError, match="is not text in UTF-8"):
+        conllu.read(path)
+
+
+PERSON = "Person=3|PronType=Prs"
+# "The boss of Anna called. She likes her dog." with the boss as 1, Anna as 2, the dog as 3
+BOSS = (
+    "# newdoc id = calls",
+    row(1, "The", 2, "det", misc="Entity=(1-person-new"),
+    row(2, "boss", 5, "nsubj", tag="NOUN"),
+    row(3, "of", 4, "case"),
+    row(4, "Anna", 2, "nmod", tag="PROPN", misc="Entity=(2-person-new)1)"),
+    row(5, "called", 0, "root", misc="SpaceAfter=No"),
+    row(6, ".", 5, "punct"),
+    "",
+    row(1, "She", 2, "nsubj", tag="PRON", features=PERSON, misc="Entity=(1-person-giv)"),
+    row(2, "likes", 0, "root"),
+    row(3, "her", 4, "nmod:poss", tag="PRON", features=PERSON, misc="Entity=(3-animal-new(2-person-giv)"),
+    row(4, "dog", 2, "obj", tag="NOUN", misc="Entity=3)|SpaceAfter=No"),
+    row(5, ".", 2, "punct"),
+    "",
+)
+
+
+def test_pronouns_find_their_antecedents_over_sentences(tmp_path: Path) -> None:
+    [window] = conllu.read(written(tmp_path, *BOSS)).coreference()
+    assert window.text == "The boss of Anna called. She likes her dog."
+    words = window.words
+    assert [words[link.word] for link in window.links] == ["She", "She", "her", "her"]
+    she, _, her, of_nouns = window.links
+    assert she == Link(coreference.ANTECEDENT, 6, (1,), (1, 3))  # boss, not Anna: the head of the whole mention
+    assert her == Link(coreference.ANTECEDENT, 8, (3,), (1, 3, 6))
+    assert of_nouns == Link(coreference.NOUN_ANTECEDENT, 8, (3,), (1, 3))  # "She" is no candidate
+
+
+def test_a_window_ends_with_its_document_and_its_words(tmp_path: Path) -> None:
+    treebank = conllu.read(written(tmp_path, *BOSS, "# newdoc id = other", *BOSS[1:]))
+    assert [len(window.links) for window in treebank.coreference()] == [4, 4]
+    assert [window.document for window in treebank.coreference()] == ["calls", "other"]
+    assert not any(window.links for window in treebank.coreference(words=7))  # each sentence by itself
+
+
+def test_what_has_no_antecedent_or_no_choice_is_no_question(tmp_path: Path) -> None:
+    me = row(1, "I", 2, tag="PRON", features="Person=1|PronType=Prs", misc="Entity=(1-person)")
+    it = row(3, "it", 2, "obj", tag="PRON", features=PERSON, misc="Entity=(2-thing)")
+    [window] = conllu.read(written(tmp_path, me, row(2, "saw"), it)).coreference()
+    assert window.links == ()
+
+
+def test_mentions_in_pieces_are_left_out_and_counted(tmp_path: Path) -> None:
+    lines = (
+        row(1, "He", 2, misc="Entity=(e1[1/2]-person)(e2-person"),
+        row(2, "and", 0, misc="Entity=e9)"),
+        row(3, "I", 2, misc="Entity=(e1[2/2]-person)"),
+        row(4, "left", 2),
+    )
+    treebank = conllu.read(written(tmp_path, *lines))
+    assert treebank.notes == ("4 mentions are discontinuous or not closed in their sentence: left out",)
+    assert coreference.mentions(treebank.trees[0]).found == ()

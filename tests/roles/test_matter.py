@@ -1,0 +1,201 @@
+"""Heads that carry a task hurt when they are masked; others do not, and that is said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import built
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headwise.errors import HeadwiseError, UnsupportedError
+from headwise.roles import matter as matters
+from headwise.roles import probe, tasks
+from headwise.roles.matter import LESS, MORE, SAME, Matter, head_counts, matter, random_heads
+
+
+def task_of(model: Any, carrying: set[tuple[int, int]], units: int = 13) -> tasks.Task:
+    """The more of these heads are masked, seen in W_O's own input, the worse."""
+    ids = torch.tensor([[2, 5, 12, 17, 3]])
+
+    def score() -> np.ndarray:
+        gone = 0
+        hooks = []
+
+        def look(layer: int) -> Any:
+            def hook(linear: Any, args: Any) -> None:
+                nonlocal gone
+                each = args[0].unflatten(-1, (built.HEADS, -1)).abs().amax((0, 1, 3))
+                gone += sum(float(each[head]) == 0 for at, head in carrying if at == layer)
+
+            return hook
+
+        for layer, module in enumerate(model.encoder.layer):
+            hooks.append(module.attention.output.dense.register_forward_pre_hook(look(layer)))
+        with torch.no_grad():
+            model(input_ids=ids)
+        for hook in hooks:
+            hook.remove()
+        return gone + np.linspace(0, 1, units)
+
+    return tasks.Task("made up", "what is gone", model, score)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(1)
+    made = built.model()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # so that no head's output is zero by itself
+    return made
+
+
+def test_heads_that_carry_a_task_matter(model: Any) -> None:
+    found = matter(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
+    assert (found.whole, found.damage) == (pytest.approx(0.5), pytest.approx(2))
+    assert found.random == (0.0,) * 23 and found.verdict == MORE and found.units == 13
+    assert found.low == found.high == pytest.approx(2)
+    assert "without 0.2, 1.1: what is gone 0.500 +2.0000" in str(found) and str(found).endswith(MORE)
+    assert Matter.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_heads_that_do_not_are_no_different(model: Any) -> None:
+    assert matter(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
+    others = {(1, 1), (1, 2)}
+    assert matter(task_of(model, others), [("self", 1, 0)]).verdict == LESS
+
+
+def test_too_few_draws_prove_nothing(model: Any) -> None:
+    assert matter(task_of(model, {(0, 2)}), [("self", 0, 2)], draws=7).verdict == SAME
+
+
+def test_everything_is_put_back_and_the_seed_decides(model: Any) -> None:
+    task = task_of(model, {(0, 0)})
+    before = task.score()
+    assert matter(task, [("self", 0, 2)], seed=3) == matter(task, [("self", 0, 2)], seed=3)
+    assert (task.score() == before).all()
+
+
+def test_random_heads_are_of_the_same_layers_and_others() -> None:
+    counts = {("self", 0): 5, ("self", 1): 3, ("cross", 0): 7}
+    chosen = (("self", 0, 1), ("self", 0, 2), ("self", 1, 0), ("cross", 0, 6))
+    seen = set()
+    for seed in range(31):
+        drawn = random_heads(counts, chosen, np.random.default_rng(seed))
+        assert len(set(drawn)) == 4 and not set(drawn) & set(chosen)
+        assert sorted(head[:2] for head in drawn) == sorted(head[:2] for head in chosen)
+        seen.update(drawn)
+    assert len(seen) == 3 + 2 + 6  # every other head has its turn
+
+
+def test_a_layer_with_too_few_left_borrows_from_others() -> None:
+    counts = {("self", 0): 3, ("self", 1): 5}
+    chosen = (("self", 0, 0), ("self", 0, 1))
+    drawn = random_heads(counts, chosen, np.random.default_rng(0))
+    assert ("self", 0, 2) in drawn and len(drawn) == 2 and any(layer == 1 for _, layer, _ in drawn)
+    with pytest.raises(HeadwiseError, match="7 heads of 8: too few others are left"):
+        random_heads(
+            counts, [("self", 0, i) for i in range(3)] + [("self", 1, i) for i in range(4)], np.random.default_rng(0)
+        )
+
+
+def test_what_cannot_be_compared(model: Any) -> None:
+    task = task_of(model, set())
+    with pytest.raises(HeadwiseError, match="no heads to mask"):
+        matter(task, [])
+    with pytest.raises(HeadwiseError, match=r"no self head 1\.3 in BertModel"):
+        matter(task, [("self", 1, 3)])
+    with pytest.raises(HeadwiseError, match="at least 1 random draw"):
+        matter(task, [("self", 1, 1)], draws=0)
+    assert head_counts(model) == {("self", 0): 3, ("self", 1): 3}
+
+
+# tasks
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=29, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        intermediate_size=17, max_position_embeddings=131,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+TEXTS = ["a0 x1 n0 x2", "x3 x4", "a1 n1 x5 x6 x7 x8"]
+
+
+def test_the_loss_of_a_text_is_transformers_own() -> None:
+    model, tokenizer = llama(), built.tokenizer()
+    got = tasks.text(model, tokenizer, TEXTS).score()
+    alone = []
+    for one in sorted(TEXTS, key=lambda t: len(t.split())):
+        ids = tokenizer(one, return_tensors="pt").input_ids
+        with torch.no_grad():
+            alone.append(float(model(input_ids=ids, labels=ids).loss))
+    assert got == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_whole_encoder_is_no_distance_from_itself(model: Any) -> None:
+    task = tasks.text(model, built.tokenizer(), TEXTS)
+    assert task.score() == pytest.approx(np.zeros(3), abs=1e-6) and "cosine" in task.words
+    found = matter(task, [("self", 0, 1)], draws=2)
+    assert found.damage > 1e-6
+
+
+def test_the_words_that_ask_move(model: Any) -> None:
+    some = built.sentences(17)
+    task = tasks.words(model, built.tokenizer(), some, "adjective > noun")
+    assert task.score() == pytest.approx(np.zeros(34), abs=1e-6)  # two pairs a sentence
+    assert matter(task, [("self", 1, 0)], draws=1).damage > 1e-6
+    with pytest.raises(HeadwiseError, match="no sentence has a link 'nothing'"):
+        tasks.words(model, built.tokenizer(), some, "nothing")
+
+
+def test_repeating_is_scored_on_the_second_half_alone() -> None:
+    model, tokenizer = llama(), built.tokenizer()
+    task = tasks.repeat(model, tokenizer)
+    assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
+    assert (task.score() == tasks.repeat(model, tokenizer).score()).all()
+    assert (task.score() != tasks.repeat(model, tokenizer, seed=1).score()).any()
+    seen: list[Any] = []
+    hook = model.register_forward_pre_hook(lambda module, args, more: seen.append(more["input_ids"]), with_kwargs=True)
+    task.score()
+    hook.remove()
+    half = tasks.REPEATED
+    assert (seen[0][:, -half:] == seen[0][:, -2 * half : -half]).all()
+    with torch.no_grad():
+        chances = model(input_ids=seen[0]).logits.log_softmax(-1)
+    second = [-float(chances[0, at - 1, seen[0][0, at]]) for at in range(half, 2 * half)]  # nothing comes before
+    assert task.score()[:half] == pytest.approx(second, rel=1e-5)
+
+
+def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:
+    with pytest.raises(UnsupportedError, match="does not predict the next token; it repeats nothing"):
+        tasks.repeat(model, built.tokenizer())
+    with pytest.raises(UnsupportedError, match="does not predict the next token, so no verb either"):
+        tasks.agreement(model, built.tokenizer(), probe.sentences()[:3])
+
+
+def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
+    """A model that has learnt nothing but one word, said by its output bias."""
+    model, tokenizer = llama(), built.tokenizer()
+    tokenizer.add_tokens(["is", "are"])
+    model.resize_token_embeddings(31)
+    likes = torch.zeros(31)
+    likes[tokenizer.convert_tokens_to_ids("is")] = 3.0
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: torch.zeros_like(out) + likes)
+    things = [s for s in probe.sentences() if {"is", "are"} & set(s.words) and s.document.startswith("agreement")][:20]
+    odds = tasks.agreement(model, tokenizer, things).score()
+    hook.remove()
+    assert odds.tolist() == [pytest.approx(-3 if "is" in sentence.words else 3) for sentence in things]
+
+
+def test_texts_that_are_too_short(model: Any) -> None:
+    with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
+        tasks.text(model, built.tokenizer(), [""])
+    assert matters.SURE == 0.05

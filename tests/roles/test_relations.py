@@ -1,0 +1,338 @@
+"""Heads that follow a relation are found, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import built
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
+from headwise.roles import align, asking, conllu, gold, probe, relations
+from headwise.roles.found import BETTER, FOUND, NOT_FOUND, TOO_FEW, Relation, Relations
+from headwise.roles.gold import Link, Sentence
+
+DATA = Path(__file__).parents[2] / "build" / "data"
+
+
+@pytest.fixture(scope="module")
+def found() -> Relations:
+    return relations.relations(built.model(), built.sentences(), tokenizer=built.tokenizer())
+
+
+def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
+    for name in ("adjective > noun", "noun > adjective"):
+        row = found[name]
+        assert (row.kind, row.layer, row.head) == ("self", 1, built.FOLLOWS)
+        assert row.accuracy == 1 and row.low == row.high == 1
+        assert row.weight == pytest.approx(0.5, abs=0.01)  # the other half is on the word itself
+        assert row.verdict == FOUND and row.fixed_accuracy < 0.3 and row.gain_low > 0.5
+        assert row.median < 0.4
+
+
+def test_an_offset_does_not_pass_as_a_relation(found: Relations) -> None:
+    """The head of the word before is right every time, and so is the offset."""
+    row = found["word > before"]
+    assert (row.layer, row.head, row.accuracy) == (1, built.PREVIOUS, 1.0)
+    assert (row.fixed, row.fixed_accuracy, row.verdict) == ("-1", 1.0, NOT_FOUND)
+    assert found["anything"].verdict == NOT_FOUND
+
+
+def test_shuffled_gold_finds_nothing(found: Relations) -> None:
+    assert {row.name for row in found.shuffled} == {f"shuffled {row.name}" for row in found.rows}
+    assert [row.name for row in found.shuffled if row.verdict in (FOUND, BETTER)] == []
+    assert all(row.enough for row in found.shuffled)
+
+
+def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
+    """A fixed offset is as good on it as on the gold; the links themselves are others."""
+    real = built.sentences(97)
+    moved = gold.shuffled(real, seed=5)
+    assert moved == gold.shuffled(real, seed=5) != gold.shuffled(real, seed=6)
+
+    def offsets(sentences: list[Sentence], name: str) -> list[int]:
+        return [link.targets[0] - link.word for s in sentences for link in s.links if link.relation == name]
+
+    assert set(offsets(moved, "shuffled word > before")) == {-1}
+    before, after = (offsets(s, n) for s, n in ((real, "adjective > noun"), (moved, "shuffled adjective > noun")))
+    assert len(before) == len(after) and np.mean(np.equal(before, after)) < 0.3
+    assert abs(np.mean(np.array(before) == 1) - np.mean(np.array(after) == 1)) < 0.1
+    assert all(0 <= link.targets[0] < len(s.spans) for s in moved for link in s.links)
+
+
+def test_a_choice_is_shuffled_among_its_candidates() -> None:
+    sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (Link("r", 2, (0,), (0, 1)),))
+    drawn = {gold.shuffled([sentence], seed)[0].links[0].targets for seed in range(11)}
+    assert drawn == {(0,), (1,)}
+
+
+def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
+    """On the reporting half the relation is turned round: what was chosen stands, and fails."""
+    first = built.sentences(101)
+    second = [
+        Sentence(s.text, s.spans, tuple(Link(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
+        for s in built.sentences(103, seed=11)
+    ]
+    made = relations.relations(built.model(), first, report=second, tokenizer=built.tokenizer())
+    row = made["adjective > noun"]
+    assert (row.layer, row.head) == (1, built.FOLLOWS) and row.accuracy < 0.3
+    assert made.sentences == 103
+
+
+def test_halves_keep_documents_together() -> None:
+    some = [Sentence("x", ((0, 1),), (), f"d{i // 3}") for i in range(37)]
+    first, second = gold.halves(some)
+    assert {s.document for s in first}.isdisjoint(s.document for s in second)
+    assert len(first) + len(second) == 37
+    few = [Sentence("x", ((0, 1),), (), "d") for _ in range(7)]
+    assert [len(half) for half in gold.halves(few)] == [4, 3]
+
+
+def test_few_links_are_not_judged() -> None:
+    made = relations.relations(built.model(), built.sentences(23), tokenizer=built.tokenizer())
+    row = made["anything"]
+    assert row.links < relations.FEWEST and row.verdict == TOO_FEW and np.isnan(row.low)
+    assert row.name not in str(made) and "with too few links" in str(made)
+
+
+def test_the_level_is_shared_by_all_that_are_judged(found: Relations) -> None:
+    assert found.level == pytest.approx(0.05 / 4)
+
+
+# words and pieces
+
+
+def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[Link, ...], tokens: int) -> align.Batch:
+    one = align.Encoded(0, list(range(tokens)), pieces, links)
+    return align._batch([one], "cpu", causal=False)
+
+
+def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
+    """By hand: word 0 is pieces 1 and 2, word 1 piece 3, word 2 piece 4; pieces 0 and 5 are special."""
+    weights = torch.tensor(
+        [
+            [0.5, 0.1, 0.1, 0.1, 0.1, 0.1],
+            [0.4, 0.2, 0.0, 0.1, 0.3, 0.0],
+            [0.0, 0.1, 0.1, 0.2, 0.2, 0.4],
+            [0.6, 0.1, 0.1, 0.1, 0.0, 0.1],
+            [0.0, 0.2, 0.1, 0.25, 0.4, 0.05],
+            [0.0, 0.2, 0.2, 0.2, 0.2, 0.2],
+        ]
+    )[None, None]
+    links = (Link("r", 0, (2,)), Link("r", 0, (1,)), Link("r", 2, (0,)), Link("r", 2, (0, 1)), Link("r", 1, (0,), (2,)))
+    hits, shares = asking.marked(weights, encoded(((1, 2), (3,), (4,)), links, 6))
+    assert shares[:, 0].tolist() == pytest.approx([0.25, 0.15, 0.3, 0.55, 0.2])
+    # 0.25 on word 2 beats 0.15; 0.2 + 0.1 of word 0 beat the 0.25 of word 1, and its own 0.4 does not count
+    assert hits[:, 0].tolist() == [True, False, True, True, False]
+
+
+def test_a_word_without_a_piece_is_no_answer() -> None:
+    weights = torch.full((1, 1, 3, 3), 1 / 3)
+    batch = encoded(((1,), (), (2,)), (Link("r", 0, (2,)),), 3)
+    assert batch.allowed.tolist() == [[False, False, True]]
+    assert asking.marked(weights, batch)[0].tolist() == [[True]]
+
+
+def test_pieces_go_where_most_of_them_lies() -> None:
+    words = (0, 2), (2, 5), (5, 6), (7, 10)  # do n't , now
+    assert align.align(words, [(0, 0), (0, 3), (3, 4), (4, 5), (5, 6), (6, 10), (0, 0)]) == ((1,), (2, 3), (4,), (5,))
+    assert align.align(((0, 3), (3, 6)), [(0, 6)]) == ((0,), ())  # "cannot" as one piece: the second word has none
+
+
+def test_links_of_words_without_pieces_are_counted() -> None:
+    word = Sentence("a0x1 n0", ((0, 2), (2, 4), (5, 7)), (Link("r", 0, (2,)), Link("r", 1, (2,)), Link("r", 2, (1,))))
+    lost = align.Lost()
+    [made] = align.encode([word, Sentence("x1", ((0, 2),), ())], built.tokenizer(), 31, lost)
+    assert made.links == (Link("r", 0, (2,)),)
+    assert (lost.unaligned, lost.links, lost.long) == (1, 2, 0)
+    assert list(align.encode([word], built.tokenizer(), 3, lost)) == [] and lost.long == 1
+    assert lost.notes(7) == (
+        "1 of 7 sentences have words that share all their pieces with another: 2 links left out",
+        "1 of 7 sentences are longer than the model takes: left out",
+    )
+
+
+def test_batches_of_any_size_give_the_same_answers(monkeypatch: pytest.MonkeyPatch, found: Relations) -> None:
+    monkeypatch.setattr(align, "TOKENS", 1)
+    monkeypatch.setattr(align, "AHEAD", 7)
+    again = relations.relations(built.model(), built.sentences(), tokenizer=built.tokenizer())
+    assert [row.accuracy for row in again.rows] == [row.accuracy for row in found.rows]
+    assert again.scores.keys() == found.scores.keys()
+    assert all(np.allclose(again.scores[name], found.scores[name]) for name in found.scores)
+
+
+# fixed answers
+
+
+def test_answers_that_know_no_meaning() -> None:
+    sentence = Sentence("he b c he d he", ((0, 2), (3, 4), (5, 6), (7, 9), (10, 11), (12, 14)), ())
+    links = (Link("r", 5, (2,), (0, 2, 4)), Link("r", 5, (0,), (0, 1, 4)), Link("r", 0, (1, 4)))
+    batch = encoded(((0,), (1,), (2,), (3,), (4,), (5,)), links, 6)
+    right = asking.fixed(batch, [sentence])
+    told = [[name for name, mark in zip(asking.FIXED, row, strict=True) if mark] for row in right.tolist()]
+    assert told == [
+        ["-3", "the second nearest candidate"],
+        ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", asking.SAME],  # past the edge
+        ["-10", "-9", "-8", "-7", "-6", "-5", "-4", "-3", "-2", "-1", "+1", "+4"],  # the first word has none before
+    ]
+
+
+# causal models
+
+
+def tiny_llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=29, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        intermediate_size=17, max_position_embeddings=41,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_a_causal_model_is_asked_backwards_alone() -> None:
+    assert asking.is_causal(tiny_llama().model) and not asking.is_causal(built.model())
+    made = relations.relations(tiny_llama(), built.sentences(), tokenizer=built.tokenizer())
+    assert made.causal and "links to later words cannot be followed" in str(made)
+    assert made["word > before"].visible == 1
+    assert 0.4 < made["adjective > noun"].visible < 0.6
+    assert len(made.heads) == 12 and made["word > before"].fixed == "-1"
+    assert made["adjective > noun"].fixed.startswith("-")
+
+
+def test_what_a_causal_model_sees() -> None:
+    links = Link("r", 1, (2,)), Link("r", 2, (0, 3), (0, 1, 3)), Link("r", 3, (1,))
+    seen = gold.visible(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
+    assert seen.links == (Link("r", 2, (0,), (0, 1)), Link("r", 3, (1,)))
+
+
+def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
+    plain = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=built.tokenizer().backend_tokenizer, bos_token="[PAD]"
+    )
+    plain.backend_tokenizer.post_processor = __import__("tokenizers").processors.Sequence([])
+    sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))
+    [one] = align.encode([sentence], plain, 31, align.Lost())
+    assert one.ids[0] == 0 and one.pieces == ((1,), (2,))
+
+
+# the value
+
+
+def test_it_saves_loads_and_prints(found: Relations, tmp_path: Path) -> None:
+    found.save(tmp_path / "relations.json")
+    again = Relations.load(tmp_path / "relations.json")
+    assert json.dumps(again.to_json()) == json.dumps(found.to_json())
+    assert str(again) == str(found)
+    assert [row.verdict for row in again.rows] == [row.verdict for row in found.rows]
+    assert "shuffled gold: 0 of 4 found" in str(found)
+    lines = found.markdown().splitlines()
+    assert len(lines) == 6 and "| adjective > noun | 1.0 | 100.0% |" in found.markdown()
+    assert len({line.count("|") for line in lines}) == 1
+    assert [head for head, _ in again.best("noun > adjective", 1)] == [("self", 1, built.FOLLOWS)]
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["rows"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": "other"}'])
+def test_another_file_is_no_relations(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "relations.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"cannot be read as saved relations|these are no relations"):
+        Relations.load(path)
+
+
+@pytest.mark.parametrize(
+    ("gain", "low", "verdict"),
+    [
+        (0.3, 0.2, FOUND),
+        (0.11, 0.01, FOUND),
+        (0.09, 0.05, BETTER),
+        (0.3, -0.01, NOT_FOUND),
+        (0.3, float("nan"), TOO_FEW),
+    ],
+)
+def test_ten_points_and_an_interval_above_zero(gain: float, low: float, verdict: str) -> None:
+    row = Relation(
+        "r", "self", 0, 0, 99, 99, 1.0, accuracy=0.5 + gain, weight=0.1, fixed="-1", fixed_accuracy=0.5, median=0.1,
+        high_heads=0.2, gain_low=low,
+    )  # fmt: skip
+    assert row.verdict == verdict
+
+
+def test_intervals_are_those_of_a_mean_over_sentences() -> None:
+    """Hits that come in whole sentences spread more than as many that are alone."""
+    chance = np.random.default_rng(1)
+    of_sentence = chance.random(400) < 0.5
+
+    def width(sentences: np.ndarray, hits: np.ndarray) -> float:
+        zeros = np.zeros(len(hits))
+        record = relations.Record(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
+        ends = relations._intervals(record, ["r"], 0.05, 0)["r"]
+        assert ends["low"] < hits.mean() < ends["high"] and ends["gain_low"] == ends["low"]
+        return ends["high"] - ends["low"]
+
+    alone = width(np.arange(400), of_sentence.astype(float))
+    grouped = width(np.repeat(np.arange(100), 4), np.repeat(of_sentence[:100], 4).astype(float))
+    assert alone == pytest.approx(2 * 1.96 * 0.5 / 400**0.5, rel=0.1)
+    assert grouped == pytest.approx(2 * 1.96 * 0.5 / 100**0.5, rel=0.1)
+
+
+# mistakes
+
+
+def test_what_cannot_be_asked() -> None:
+    with pytest.raises(HeadwiseError, match="2 sentences without a gold link"):
+        relations.relations(built.model(), [Sentence("x1", ((0, 2),), ())] * 2, tokenizer=built.tokenizer())
+    with pytest.raises(HeadwiseError, match="needs its tokenizer"):
+        relations.relations(built.model(), built.sentences(5))
+    ahead = [Sentence("x1 x2", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))] * 3
+    with pytest.raises(HeadwiseError, match="none of 2 sentences has a link that the model can follow"):
+        relations.relations(tiny_llama(), ahead, tokenizer=built.tokenizer())
+    slow = type("Slow", (), {"is_fast": False})()
+    with pytest.raises(UnsupportedError, match="Slow knows no offsets"):
+        relations.relations(built.model(), ahead, tokenizer=slow)
+
+
+def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
+    config = transformers.T5Config(
+        vocab_size=29, d_model=12, d_kv=3, d_ff=7, num_layers=2, num_decoder_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    made = relations.relations(
+        transformers.T5ForConditionalGeneration(config).eval(), built.sentences(53), tokenizer=built.tokenizer()
+    )
+    assert "cross-attention links two texts" in " ".join(made.notes) and not made.causal
+    assert {kind for kind, _, _ in made.heads} <= {"encoder", "self"} and len(made.heads) == 8
+
+
+# real weights
+
+
+def test_a_real_model_on_our_own_sentences() -> None:
+    some = [s for s in probe.sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
+    made = relations.relations("minilm", some)
+    assert made.model == "minilm" and len(made.heads) == 72
+    assert made["object > verb"].verdict == FOUND
+    assert [row for row in made.shuffled if row.verdict == FOUND] == []
+
+
+@pytest.mark.full
+def test_a_real_model_on_a_real_treebank() -> None:
+    """The figures of docs/relations.md: choose on dev, report on test."""
+    data = _fetched()
+    made = relations.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
+    assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in made.found}
+    assert [row for row in made.shuffled if row.verdict == FOUND] == []
+    treebank = conllu.read(data / "en_gum-ud-dev.conllu")
+    assert sum(len(window.links) for window in treebank.coreference()) > 500
+
+
+def _fetched() -> Path:
+    tools = runpy.run_path(str(DATA.parents[1] / "tools" / "data.py"))
+    tools["fetch"]("ud")
+    return DATA / "ud"

@@ -1,0 +1,119 @@
+"""Heads that were built to do one thing are labelled so, and nothing is found where there is nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from handmade import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
+
+import headwise
+from headwise.roles.definitions import BY_NAME, ROLES
+
+
+def counts(corpus: list[str]) -> np.ndarray:
+    found = np.zeros(len(VOCABULARY))
+    for ids in tokenizer()(corpus)["input_ids"]:
+        np.add.at(found, ids, 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus() -> list[str]:
+    return texts(211)
+
+
+@pytest.fixture(scope="module")
+def found(corpus: list[str]) -> headwise.Atlas:
+    return headwise.atlas(encoder(counts(corpus)), corpus, tokenizer())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_built_for_one_thing_has_that_role_alone(found: headwise.Atlas, name: str) -> None:
+    also = {"same_word": {"duplicate"}}  # the same token elsewhere is what both ask for
+    roles = {role.role for role in found.of_head((0, HEADS.index(name)))}
+    assert name in roles and roles <= {name} | also.get(name, set())
+
+
+def test_each_score_is_near_the_most_there_is(found: headwise.Atlas) -> None:
+    for name in ("previous", "next", "delimiter", "same_word", "broad"):
+        [first, *_] = found.having(name)
+        assert HEADS[first.head] == name
+        assert first.low <= first.score <= first.high
+        assert first.score > 0.85
+
+
+def test_the_baseline_is_what_equal_attention_has_on_the_same_tokens(found: headwise.Atlas, corpus: list[str]) -> None:
+    lengths = np.array([len(ids) for ids in tokenizer()(corpus)["input_ids"]])
+    assert found.baseline["previous"]["self"][0] == pytest.approx(
+        ((lengths - 1) / lengths).sum() / lengths.sum(), abs=1e-5
+    )
+    assert found.baseline["entropy"]["self"][0] == pytest.approx(
+        (lengths * np.log(lengths)).sum() / lengths.sum(), abs=1e-5
+    )
+    assert found.scores["previous"]["self"][0, HEADS.index("broad")] == pytest.approx(
+        found.baseline["previous"]["self"][0], abs=2e-5
+    )
+    assert found.baseline["broad"]["self"][0] == pytest.approx(1)
+
+
+def test_positions_in_disorder_make_no_positional_head(corpus: list[str]) -> None:
+    scrambled = headwise.atlas(encoder(counts(corpus), scrambled=True), corpus, tokenizer())
+    lost = {"previous", "next", "offset-3", "local"}
+    assert not {role.role for role in scrambled.roles} & lost
+    assert scrambled.of_head("0.3")[0].role == "delimiter"  # which needs no positions
+
+
+def test_random_weights_have_no_role(corpus: list[str]) -> None:
+    torch.manual_seed(5)
+    model = transformers.LlamaModel(
+        transformers.LlamaConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=60,
+            num_hidden_layers=3,
+            num_attention_heads=5,
+            num_key_value_heads=5,
+            intermediate_size=7,
+            max_position_embeddings=128,
+            initializer_range=0.3,
+        )
+    )
+    found = headwise.atlas(model.eval(), corpus, tokenizer(around=False))
+    named = [role for role in found.roles if role.role != "broad"]
+    assert named == []
+    assert found.unnamed > 0.8
+    assert f"{found.unnamed:.0%} of the 15 heads have no clean role" in str(found)
+
+
+def test_the_induction_circuit_is_found(corpus: list[str]) -> None:
+    found = headwise.atlas(circuit(), corpus, tokenizer(around=False))
+    assert found.ways == {"self": "causal"}
+    assert [role.name for role in found.having("induction")] == ["1.0"]
+    assert [role.name for role in found.having("previous")] == ["0.0"]
+    assert found.having("first")[0].name == "1.1"
+    assert "0.1" in [role.name for role in found.having("broad")]
+    assert found.scores["induction"]["self"][1, 0] > 0.9
+    assert "next" not in {role.role for role in found.roles}
+
+
+def test_without_its_first_layer_the_circuit_is_none(corpus: list[str]) -> None:
+    broken = circuit()
+    broken.transformer.h[0].attn.c_proj.weight.zero_()
+    assert headwise.atlas(broken, corpus, tokenizer(around=False)).having("induction") == []
+
+
+def test_on_texts_too_short_to_tell_nothing_is_told() -> None:
+    """Equal attention has a third of its weight on the token before, and three in four on delimiters."""
+    found = headwise.atlas(encoder(np.ones(len(VOCABULARY))), ["cat", "dog", "bird"], tokenizer())
+    assert not {role.role for role in found.roles} & {"delimiter", "local"}
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+def test_every_role_says_what_it_is(role: Any) -> None:
+    assert role.words and role.source and 0 < role.threshold < 1
+    assert not role.held(float("nan"), 0.1, 0.0)
+    assert not role.held(0.99, 0.98, 0.5)  # an interval that holds the baseline
+    assert all(name in BY_NAME for name in role.unless)

