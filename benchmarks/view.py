@@ -28,9 +28,9 @@ import uvicorn
 from playwright.sync_api import sync_playwright
 
 import headwise
-from headwise.bench.machine import describe, in_words
 from headwise.bench.models import bert
 from headwise.files import written
+from headwise.machine import describe, in_words
 from headwise.models.examples import EXAMPLES
 from headwise.ui import capture, data, page, server
 from headwise.ui.service import Service
