@@ -139,7 +139,10 @@ def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: 
         "scores": {"entropy": {"self": {"score": table, "baseline": [7.0] * 6}}},
     }  # fmt: skip
     page.save(data.data(run(), scores=atlas), tmp_path / "a.html")
-    shown = tab().open(tmp_path / "a.html", "stat=entropy (atlas)")
+    shown = tab().open(tmp_path / "a.html")
+    assert shown.get_by_role("radio", name="role").is_checked()  # what came along is what one wants to see
+    shown.get_by_role("radio", name="statistic or score").click()
+    assert "stat=entropy+%28atlas%29" in shown.url and "paint=value" in shown.url
     numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
     assert numbers == [x for row in table for x in row]
     assert "atlas of minilm over 1,234 texts" in shown.locator(".hw-side").inner_text()
