@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { PALETTES, inkOn, luminance, pick, ramp } from "../../../src/headwise/ui/js/colour.js";
-import { Recent, Run, attention, merged, rootError } from "../../../src/headwise/ui/js/core.js";
+import { Recent, Run, attention, merged, numbers, rootError } from "../../../src/headwise/ui/js/core.js";
 import { cellText, direction, format, several, visible, weightText } from "../../../src/headwise/ui/js/dom.js";
 import { alike, difference } from "../../../src/headwise/ui/js/compare.js";
 import { extent, ordered, ranked } from "../../../src/headwise/ui/js/map.js";
@@ -165,4 +165,10 @@ test("the first letter says which way a text runs", () => {
   assert.equal(direction("abc שלום"), "ltr");
   assert.equal(direction("日本語 123"), "ltr");
   assert.equal(direction(""), "ltr");
+});
+
+test("shares of the largest are numbers again", () => {
+  const data = Buffer.from(new Uint16Array([0, 65535, 13107]).buffer).toString("base64");
+  assert.deepEqual([...numbers({ top: 5, data })], [0, 5, 1]);
+  assert.deepEqual([...numbers(f32([0.5, 7]))], [0.5, 7]);
 });
