@@ -201,12 +201,12 @@ def served(browser: Any) -> Iterator[Any]:
 
 
 def measure() -> dict[str, Any]:
-    figures = []
+    figures, machine = [], describe()
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         for found in (*short_page(Path(folder)), *long_page(Path(folder), browser), *served(browser)):
             figures.append(found)
             sys.stderr.write(words(found) + "\n")
-    return {"machine": describe(), "figures": figures}
+    return {"machine": machine, "figures": figures}
 
 
 def number(value: float | None) -> str:
