@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import small
+import transformers
 
 import headwise
 from headwise.ui import capture, data, pack, page
@@ -290,6 +291,19 @@ def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tup
     assert shown.locator(".hw-two span.token").count() == len(one.texts[0].words.names)
     shown.locator("body").press("3")
     assert shown.locator(".hw-table tbody tr").count() == len(one.texts[0].pieces)
+
+
+def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
+    config = small.bert(hidden_size=10, num_attention_heads=5, num_hidden_layers=53, intermediate_size=11)
+    seen = capture.run("animal", small.sharp(transformers.BertModel(config)), tokenizer=small.word_piece())
+    page.save(data.data(seen), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "view=head&heads=47.2")
+    box = shown.locator(".hw-nav .hw-grids").bounding_box()
+    for key in ("ArrowDown", "ArrowUp", "ArrowUp"):
+        shown.locator("body").press(key)
+        chosen = shown.locator(".hw-nav .cell.chosen").bounding_box()
+        assert box["y"] <= chosen["y"] <= box["y"] + box["height"]
+    assert shown.locator(".hw-chosen b").inner_text() == "head 46.2"
 
 
 # --- two passes ---
