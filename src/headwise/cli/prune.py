@@ -129,7 +129,8 @@ def _run(
                 progress=lambda done, total: progress("curve", done, total),
             )  # fmt: skip
             put(out / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
-            save_curve(found, out / "curve.png")
+            for ending in ("png", "svg"):
+                save_curve(found, out / f"curve.{ending}")
             write(report, out, picture=True)
     return report
 
