@@ -177,7 +177,8 @@ INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, co
             dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
             dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
         }
-        for (; r < rows; r++) dots(kind, 1, 4, q + r * dim, x, row, dim, s + r * line + j, line);
+        for (; r + 2 <= rows; r += 2) dots(kind, 2, 4, q + r * dim, x, row, dim, s + r * line + j, line);
+        if (r < rows) dots(kind, 1, 4, q + r * dim, x, row, dim, s + r * line + j, line);
     }
     for (; j < count; j++, x += row) /* the same key four times */
         for (int r = 0; r < rows; r++) {

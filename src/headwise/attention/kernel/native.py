@@ -292,9 +292,8 @@ def head_stats_form(
     """head_stats, for a call of a form that was seen before."""
     sums = q.new_empty((len(SUMS), *form.shape[:2]), dtype=torch.float64)
     asked = None if queries is None else queries.contiguous()
-    return run_form(form, q, k, v, mask, asked, sums.data_ptr()), HeadStats.later(
-        partial(apart, sums, (), cross, False)
-    )
+    out = run_form(form, q, k, v, mask, asked, sums.data_ptr())
+    return out, HeadStats.later(partial(apart, sums, (), cross, False))
 
 
 def apart(sums: Tensor, classes: Sequence[str], cross: bool, sinks: bool) -> tuple[dict[str, Tensor], Tensor]:
