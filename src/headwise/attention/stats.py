@@ -22,6 +22,7 @@ class HeadStats:
     """
 
     __slots__ = ("_make", "count", "sums")
+    _make: Callable[[], tuple[dict[str, Any], Any]]
 
     def __init__(self, sums: dict[str, Any], count: Any):
         self.sums = sums  # name -> (B, H), summed over the real queries
