@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from ..errors import HeadwiseError
+from .errors import HeadwiseError
 
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "neon", "asimd", "sve")
 

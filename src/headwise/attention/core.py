@@ -240,7 +240,7 @@ def head_stats(
         form = known_form(q, k, v, mask, causal, window, scale, softcap)
         if form is not None:
             if queries is not None:
-                _check_counted(q, contract.sizes(q, k, v), queries, None)
+                check_counted(q, contract.sizes(q, k, v), queries, None)
             return native.head_stats_form(form, q, k, v, mask, queries, cross)
     q, k, v = autocast(q, k, v)
     call = call_of(

@@ -32,7 +32,7 @@ def bench(
     if isa:
         import sys
 
-        from ..bench.machine import restrict
+        from ..machine import restrict
 
         restrict(isa, sys.argv[1:])
     import torch
