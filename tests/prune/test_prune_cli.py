@@ -247,6 +247,8 @@ def test_a_curve_falls_and_starts_at_the_full_model() -> None:
     assert found.values["output"].shape == (2, 2)
     np.testing.assert_allclose(found.values["output"][:, 0], found.full.value, rtol=1e-5)
     assert (found.values["random"][:, 1] != found.full.value).all()
+    one = curve(model, given[:1], given[2:], scores=("michel-token",), shares=(0.9, 0.8, 0.7, 0.6, 0.5), seeds=3)
+    assert len(np.unique(one.values["michel-token"].round(6), axis=0)) > 1, "seeds draw other texts, also of one batch"
 
 
 def test_sizes_and_times() -> None:
