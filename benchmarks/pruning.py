@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import headwise
-from headwise.bench.machine import describe, in_words
+from headwise.machine import describe, in_words
 from headwise.prune.objective import choose, embedding
 from headwise.prune.plan import Plan, in_steps
 from headwise.prune.quality import Each, text_by_text
