@@ -16,7 +16,7 @@ import pytest
 from headwise import HeadwiseError
 
 HERE = Path(__file__).parent
-LIMIT = 150  # seconds; a hang is a failure
+LIMIT = 300  # seconds; a hang is a failure
 
 
 def torchrun(ranks: int, *command: str, limit: int = LIMIT, options: tuple[str, ...] = (), **env: str) -> Any:

@@ -184,21 +184,29 @@ def paragraphs(card: Card, tokens: int) -> Iterator[str]:
 
 
 def counted_runs(folder: Path) -> list[str]:
-    """What the small runs sent, from the results beside the benchmarks."""
+    """What the small runs sent and how fast they were, from the results beside the benchmarks."""
     lines = [
-        "| run | ranks | sent by a rank: formula | counted | on the wire, all ranks |",
-        "|---|---:|---:|---:|---:|",
+        "| run | ranks | a rank sends: formula | counted | on the wire, all ranks | times one rank | at most here |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
+    more = []
     for path in sorted(folder.glob("scale-*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        for name in ("heads", "ring"):
+        count = data["settings"]["ranks"]
+        for name in ("heads", "ring", "atlas"):
             if name in data:
-                sent, count = data[name]["sent"], data["settings"]["ranks"]
-                lines.append(
-                    f"| {data[name]['what']} | {count} | {sent['formula']:,} | {sent['counted']:,} "
-                    f"| {sent['wire_of_all_ranks']:,} |"
-                )
-    return lines
+                run = data[name]
+                sent = run.get("sent", {})
+                told = (f"{sent[key]:,}" if key in sent else "" for key in ("formula", "counted", "wire_of_all_ranks"))
+                speed = f"{run['times_as_fast']:.2f} | {run['most_here']:.2f}"
+                lines.append(f"| {run['what']} | {count} | {' | '.join(told)} | {speed} |")
+        if "memory" in data:
+            run = data["memory"]
+            more.append(
+                f"A ring's rank took {in_bytes(max(run['ranks']))} at most, its tokens included; one rank with all "
+                f"tokens {in_bytes(run['one'])}. That is {run['share']:.2f} of it."
+            )
+    return [*lines, "", *more]
 
 
 def text(results: Path) -> str:
@@ -211,6 +219,7 @@ def text(results: Path) -> str:
     card = read("llama2-70b")
     parts += [f"### llama2-70b at {LONG:,} tokens", "", *table(card, LONG, ranks=(8, 64, 1024)), ""]
     parts += ["### What the small runs really send", "", *counted_runs(results), ""]
+    parts += ['"At most here": what two processes reach that only do the same work beside each other.', ""]
     return "\n".join(parts)
 
 
