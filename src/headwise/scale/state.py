@@ -6,6 +6,7 @@ The files are safetensors, each shard with its place in the whole in its header;
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,7 +90,9 @@ def _storage(name: str) -> Any:
 def _in_words(what: str, path: Any) -> Iterator[None]:
     """torch.distributed.checkpoint's error is no Exception, and would end the process past everyone."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")  # one process alone is no mistake
+            yield
     except CheckpointException as error:
         rank, (why, *_) = next(iter(error.failures.items()))
         raise CheckpointError(f"{str(path)!r} cannot be {what}: rank {rank} has {why}") from error
