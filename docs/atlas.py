@@ -36,7 +36,8 @@ def take() -> None:
         books.save(DATA / f"{name}.json")
         found = stability(books, speeches)
         told[name] = {
-            "texts": speeches.about["texts"], "marked": [_marked(one) for one in (books, speeches)], "labels": found.labels, "roles": found.roles,
+            "texts": speeches.about["texts"], "marked": [_marked(books), _marked(speeches)],
+            "labels": found.labels, "roles": found.roles,
             "correlation": {role: round(x, 3) for role, x in found.correlation.items() if not np.isnan(x)},
         }  # fmt: skip
     with written(STABLE) as made:
