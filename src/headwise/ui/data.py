@@ -18,7 +18,7 @@ from .scores import Given, beside, given, roles
 
 FORMAT = 1
 STEPS = {"f32": 1 << 20, "u8": 1 << 19, "links": 1 << 18}  # bytes of q, k and v, by how the weights are stored
-NORMS = 1 << 17  # heads x tokens whose part of the output is told twice, as a norm and along the sum
+NORMS = 1 << 17  # heads x tokens whose parts of the output are told in full: the norm, and how much lies along the sum
 PARTS = {"f32": 1 << 18, "u8": 1 << 17, "links": 1 << 15}  # bytes of what W_O makes of some heads' outputs
 VISIBLE = 1 << 16  # entries of a mask that is shown
 SIGNIFICANT = 6
@@ -386,7 +386,7 @@ def output(seen: Seen, heads: Sequence[int], *, along: bool = True) -> dict[str,
     else:  # the same by the products of W_O's rows, which are fewer than tokens
         norms = ((outputs @ (each @ each.transpose(1, 2))) * outputs).sum(-1).clamp(min=0).sqrt()
     found: dict[str, Any] = {
-        "norms": pack.f32(norms.numpy()),
+        "norms": pack.f32(norms.numpy()) if along else pack.shares(norms.numpy()),  # long texts: half of the bytes
         "total": pack.f32(size.numpy()),
         "bias": None if bias is None else _number(float(bias.norm())),
         "heads": list(heads),
