@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from headwise.roles import conllu, probe, tasks, winograd
 from headwise.roles.coreference import NOUN_ANTECEDENT
 from headwise.roles.found import BETTER, FOUND, NOT_FOUND, Head, Relations
 from headwise.roles.gold import Sentence
-from headwise.roles.matter import Matter, matter
+from headwise.roles.matter import LESS, MORE, SAME, Matter, matter
 from headwise.roles.relations import FEWEST, Choice, choices, relations, reported
 
 ROOT = Path(__file__).parents[1]
@@ -158,7 +159,9 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         f"Not measured yet: {', '.join(missing)}.\n" if missing else "",
-        "## What was found\n",
+        "## In short\n",
+        *_short_of_it(),
+        "\n## What was found\n",
         _overview(),
         f"\n{BESIDE}\n",
         _beside(),
@@ -178,6 +181,36 @@ def page() -> str:
         "",
     ]
     return "\n".join(part for part in parts if part or part is parts[-1])
+
+
+def _short_of_it() -> list[str]:
+    lines = []
+    for model in _with("ewt"):
+        ewt = _load(model, "ewt")
+        judged = sum(row.enough for row in ewt.rows)
+        best = ", ".join(f"{row.name} {_short(row)}" for row in ewt.ordered()[:3]).replace(", found", "")
+        lines.append(f"- {model} follows {len(ewt.found)} of {judged} relations judged on EWT. Clearest: {best}.")
+    for model in _with("coreference"):
+        row = _load(model, "coreference")[NOUN_ANTECEDENT]
+        lines.append(f"- {model}, from a pronoun to the noun it stands for, among all nouns before it: {_short(row)}.")
+    for model in _with("winograd"):
+        row = _read(f"{model}-winograd")[0]
+        guess = "no better than a guess" if row["low"] <= 0.5 else "better than a guess"
+        interval = f"{row['low']:.1%} to {row['high']:.1%}"
+        lines.append(f"- The same head of {model} on Winograd pairs: {row['accuracy']:.1%} ({interval}), {guess}.")
+    damages = [(model, Matter.from_json(made)) for model in MODELS for made in _experiments(model)]
+    told = Counter((model, one.verdict) for model, one in damages)
+    for (model, verdict), count in told.items():
+        lines.append(f"- {model}, {count} experiments: masking the heads does {HARM[verdict]}.")
+    return lines
+
+
+def _read(name: str) -> Any:
+    return json.loads((MADE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _experiments(model: str) -> list[Any]:
+    return [_read(path.stem) for path in sorted(MADE.glob(f"{model}-matter-*.json"))]
 
 
 def _there(model: str, name: str) -> bool:
@@ -245,7 +278,7 @@ def _pairs() -> str:
     head = "| model | from | chosen on | head | right | interval | best fixed there | both of a pair | sentences |"
     lines = [head, "|" + "---|" * 9]
     for model in _with("winograd"):
-        for row in json.loads((MADE / f"{model}-winograd.json").read_text(encoding="utf-8")):
+        for row in _read(f"{model}-winograd"):
             cells = (
                 model, row["name"].split(" > ")[0], TITLES[row["chosen_on"]],
                 f"{row['layer']}.{row['head']}", f"{row['accuracy']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}",
@@ -259,9 +292,7 @@ def _damages() -> str:
     head = "| model | masked | heads | measured by | whole | without them | without random ones | verdict |"
     lines = [head, "|" + "---|" * 8]
     for model in MODELS:
-        for made in (
-            json.loads(path.read_text(encoding="utf-8")) for path in sorted(MADE.glob(f"{model}-matter-*.json"))
-        ):
+        for made in _experiments(model):
             one = Matter.from_json(made)
             low, high = one.random_range
             names = [f"{layer}.{number}" for _, layer, number in one.heads]
@@ -290,6 +321,8 @@ CLARK = {
     "all relations, best head 34.7 % (offset 26.7 %)": ("any > head", "ewt"),
     "coreference 65 % (5-4; nearest same string 52 %)": (NOUN_ANTECEDENT, "coreference"),
 }
+HARM = {MORE: "more harm than masking random ones", LESS: "less harm than masking random ones",
+        SAME: "no other harm than masking random ones"}  # fmt: skip
 MASKED = {"previous": "previous-token heads", "induction": "induction heads", "found": "all heads of found relations"}
 
 INTRODUCTION = """# Which heads follow a relation between words
