@@ -195,7 +195,7 @@ def _short_of_it() -> list[str]:
         lines.append(f"- {model}, from a pronoun to the noun it stands for, among all nouns before it: {_short(row)}.")
     for model in _with("winograd"):
         row = _read(f"{model}-winograd")[0]
-        guess = "no better than a guess" if row["low"] <= 0.5 else "better than a guess"
+        guess = "not to be told from a guess" if row["low"] <= 0.5 else "better than a guess"
         interval = f"{row['low']:.1%} to {row['high']:.1%}"
         lines.append(f"- The same head of {model} on Winograd pairs: {row['accuracy']:.1%} ({interval}), {guess}.")
     damages = [(model, Matter.from_json(made)) for model in MODELS for made in _experiments(model)]
@@ -364,10 +364,15 @@ figures say what heads can do with clean examples and no more; nothing above res
 MATTER = """## Does it matter?
 The heads are masked (their outputs set to zero) and, 20 times, as many random ones of the same layers. "without them"
 has a 95 % interval over texts, "without random ones" the range of 95 % of the drawings. The verdict is by rank: more
-than all 20 drawings happens by chance once in 21 times. Texts: 60 sentences of EWT's test part. Relations: the vectors
-of the words that ask, in the last layer, in 60 sentences of EWT's or 10 passages of GUM's test part. Repeating: 8
-times 50 random tokens, the second time round. Agreement: 100 of our own sentences, the verb of the wrong number against
-the right one. Roles are those of an atlas over 300 sentences of EWT's dev part."""
+than all 20 drawings happens by chance once in 21 times, so of all rows here one may well be chance.
+
+- Texts: 60 sentences of EWT's test part.
+- Relations: the vectors of the words that ask, in the last layer, in 60 sentences of EWT's or 10 passages of GUM's test
+  part.
+- Repeating: 8 times 50 random tokens, the second time round.
+- Agreement: 100 of our own sentences, the verb of the wrong number against the right one.
+
+Roles are those of an atlas over 300 sentences of EWT's dev part."""
 
 
 if __name__ == "__main__":
