@@ -1,8 +1,10 @@
-"""Times that can be compared: contestants in turns, the whole race repeated, and what the ratios say."""
+"""Times that can be compared, on machines that do other things too: one thread, its processor time, turn by turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,15 +17,20 @@ Run = Callable[[], Any]
 
 
 def seconds(lab: Lab, name: str, made_of: dict[str, Any], contestants: Callable[[], Mapping[str, Run]]) -> list[Any]:
-    """[{contestant: seconds a call}], one entry a race; as many races as the budget has random starts."""
-    rounds, shortest = lab.budget.pick((1, 0.0), (2, SHORTEST), (3, SHORTEST))
-    asked = {**made_of, "rounds": rounds, "races": len(lab.starts), "threads": torch.get_num_threads()}
+    """[{contestant: seconds a call}], one entry a race; as many races as the budget has random starts.
+
+    On the CPU the processor time of one thread counts, which others on the machine change little; on a GPU the clock.
+    """
+    rounds, shortest = lab.budget.pick((1, 0.0), (2, SHORTEST), (5, SHORTEST))
+    gpu = lab.device.startswith("cuda")
+    clock = time.perf_counter if gpu else time.process_time
 
     def run() -> list[Any]:
-        waiting = {who: _finished(run, lab.device) for who, run in contestants().items()}
-        return [race(waiting, rounds=rounds, shortest=shortest) for _ in lab.starts]
+        with one_thread():
+            waiting = {who: _finished(run, gpu) for who, run in contestants().items()}
+            return [race(waiting, rounds=rounds, shortest=shortest, clock=clock) for _ in lab.starts]
 
-    return lab.piece(name, asked, run)
+    return lab.piece(name, {**made_of, "rounds": rounds, "races": len(lab.starts)}, run)
 
 
 def ratios(races: list[Any], slow: str, fast: str) -> list[float]:
@@ -31,13 +38,23 @@ def ratios(races: list[Any], slow: str, fast: str) -> list[float]:
     return [times[slow] / times[fast] for times in races]
 
 
-def _finished(run: Run, device: str) -> Callable[[], tuple[Tensor, ...]]:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _finished(run: Run, gpu: bool) -> Callable[[], tuple[Tensor, ...]]:
     """The same call, done when it returns."""
 
     def call() -> tuple[Tensor, ...]:
         with torch.inference_mode():
             run()
-        if device.startswith("cuda"):
+        if gpu:
             torch.cuda.synchronize()
         return ()
 

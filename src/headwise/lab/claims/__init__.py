@@ -18,6 +18,7 @@ _FILES = {
     8: "c08_removing",
     9: "c09_scale",
     10: "c10_shared_keys",
+    11: "c11_depth",
     12: "c12_cards",
 }
 NUMBERS = tuple(_FILES)

@@ -230,12 +230,13 @@ CLAIM = Claim(
 Layers of width {WIDTH} with every number of heads that divides it are built on the meta device and counted.
 Multiply-adds are what PyTorch's FlopCounterMode sees in the textbook's operations (a multiply-add is one, not two).
 Times are those of headwise's module, and of the textbook with its T x T weights in the open, batch 1, fp32, no
-gradients; every race times all numbers of heads in turns, the best of its rounds counts, and the race is repeated. A
-number of heads takes **the same time** if it needs at most {SAME_TIME} times that of the fastest, in every race, and
-**longer** if it needs more in every race. The sentence on time **holds only if** the heads with d_k from {USUAL[0]}
-to {USUAL[1]} all take the same time while some other takes longer, and **does not hold** if one of them takes longer.
-“d^2 operations” **holds** if the other term is at most {LITTLE:.0%} of a layer at BERT-base's {CONTEXT} tokens. The
-parameters of BERT-base are read from its card and counted in the model built on the meta device.
+gradients, in one thread: its processor time, which others on the machine change little. Every race times all numbers
+of heads in turns, the best of its rounds counts, and the race is repeated. A number of heads takes **the same time**
+if it needs at most {SAME_TIME} times that of the fastest, in every race, and **longer** if it needs more in every
+race. The sentence on time **holds only if** the heads with d_k from {USUAL[0]} to {USUAL[1]} all take the same time
+while some other takes longer, and **does not hold** if one of them takes longer. “d^2 operations” **holds** if the
+other term is at most {LITTLE:.0%} of a layer at BERT-base's {CONTEXT} tokens. The parameters of BERT-base are read
+from its card and counted in the model built on the meta device.
 """,
     run,
     verdicts,

@@ -178,15 +178,16 @@ CLAIM = Claim(
     "Fused against naive",
     SENTENCES,
     f"""
-One layer of width {WIDTH}, fp32, no gradients, on the same random numbers in every way. Projections: one product with
-the 3 d_model columns of all heads and all of Q, K, V; three products; 3 h products, one for each head. Attention: all
-heads in one call, with the copy that lays them side by side; or a loop over heads and a concatenation; each with
-headwise's `attend` and with the textbook's softmax(Q K^T / sqrt(d_k)) V, which is left out where its weights would
-not fit. That all give the same is checked before anything is timed. Every race times all ways in turns and keeps the
-best of its rounds; it is repeated, and a case counts only where every race agrees. **Much faster** means at least
-{MUCH:g} times, **beats** at least {BEATS:g} times. A sentence **holds** if that is so in every case, and **does not
-hold** if in none; if it is so in some, it **holds only if** the parts are small, with the size up to which all cases
-agree.
+One layer of width {WIDTH}, fp32, no gradients, on the same random numbers in every way, in one thread: its processor
+time, which others on the machine change little. (With several threads a loop has fewer heads at a time to share out
+among them.) Projections: one product with the 3 d_model columns of all heads and all of Q, K, V; three products; 3 h
+products, one for each head. Attention: all heads in one call, with the copy that lays them side by side; or a loop
+over heads and a concatenation; each with headwise's `attend` and with the textbook's softmax(Q K^T / sqrt(d_k)) V,
+which is left out where its weights would not fit. That all give the same is checked before anything is timed. Every
+race times all ways in turns and keeps the best of its rounds; it is repeated, and a case counts only where every race
+agrees. **Much faster** means at least {MUCH:g} times, **beats** at least {BEATS:g} times. A sentence **holds** if
+that is so in every case, and **does not hold** if in none; if it is so in some, it **holds only if** the parts are
+small, with the size up to which all cases agree.
 """,
     run,
     verdicts,

@@ -1,0 +1,165 @@
+"""The claims that train nothing: what they compute, and that their verdicts turn with the figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headwise.attention.module import MultiHeadAttention
+from headwise.harness import Mismatch
+from headwise.lab.claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Verdict
+from headwise.lab.claims import c01_same_cost, c02_fused, c05_slices, c11_depth, c12_cards
+from headwise.lab.store import TINY, Lab
+from headwise.lab.timing import ratios, seconds
+
+# --- times ---
+
+
+def test_a_race_is_run_for_every_start_and_kept(tmp_path: Any) -> None:
+    calls: list[str] = []
+    ways = {name: lambda name=name: calls.append(name) for name in ("slow", "fast")}
+    lab = Lab(TINY, work=tmp_path)
+    races = seconds(lab, "trial", {"a": 1}, lambda: ways)
+    assert len(races) == len(lab.starts) and {frozenset(race) for race in races} == {frozenset(ways)}
+    before = len(calls)
+    assert seconds(lab, "trial", {"a": 1}, lambda: ways) == races and len(calls) == before
+    assert ratios([{"slow": 6.0, "fast": 2.0}, {"slow": 5.0, "fast": 10.0}], "slow", "fast") == [3.0, 0.5]
+
+
+def same_time(**by_heads: tuple[float, float]) -> Verdict:
+    races = [{name.strip("h"): times[i] for name, times in by_heads.items()} for i in (0, 1)]
+    return c01_same_cost._same_time({"seconds": {"some": races}})
+
+
+@pytest.mark.parametrize(
+    ("by_heads", "word"),
+    [
+        ({"h1": (1.0, 1.0), "h12": (1.2, 1.1), "h768": (1.2, 1.25)}, HOLDS),
+        ({"h6": (1.0, 1.0), "h12": (1.2, 1.1), "h768": (1.3, 1.4)}, ONLY_IF),
+        ({"h6": (1.0, 1.0), "h12": (1.3, 1.4), "h768": (1.3, 1.4)}, NOT),
+        ({"h6": (1.0, 1.0), "h12": (1.1, 1.4), "h768": (1.3, 1.4)}, CANNOT_TELL),
+        ({"h6": (1.0, 1.0), "h12": (1.1, 1.1), "h768": (1.1, 1.4)}, CANNOT_TELL),
+    ],
+)
+def test_the_same_time_is_the_same_in_every_race(by_heads: dict[str, tuple[float, float]], word: str) -> None:
+    assert same_time(**by_heads).word == word
+
+
+def fused(*cases: tuple[int, list[float]]) -> Verdict:
+    found = [{"heads": 2, "tokens": t, "batch": 1, "way": "small", "races": [], "ratio": ratio} for t, ratio in cases]
+    return c02_fused._judge("it is", found, 2.0, "a part", lambda case: int(case["tokens"]))
+
+
+def test_much_faster_is_so_in_every_race_or_up_to_a_size() -> None:
+    assert fused((5, [2.0, 3.0]), (7, [2.5, 2.1])).word == HOLDS
+    assert fused((5, [1.9, 3.0]), (7, [0.5, 2.1])).word == NOT
+    small = fused((5, [3.0, 3.0]), (7, [2.5, 2.5]), (11, [1.0, 3.0]), (13, [4.0, 4.0]))
+    assert small.only_if == "the parts are small: up to 7.0e+00 multiply-adds in a part"
+    assert "in 3 of 4 cases" in small.because
+    large = fused((5, [1.0, 1.0]), (7, [2.5, 2.5]))
+    assert large.only_if == "the sizes suit it: 2 heads, 7 tokens, batch 1"
+
+
+def test_ways_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(c02_fused.contestants((4, 5, 3), "cpu")) >= {"one", "three", "small", "call", "loop", "textbook loop"}
+    monkeypatch.setattr(c02_fused, "textbook", lambda q, k, v: v)
+    with pytest.raises(Mismatch, match="textbook"):
+        c02_fused.contestants((4, 5, 3), "cpu")
+
+
+# --- counts ---
+
+
+@pytest.mark.parametrize("tokens", [5, 1536])
+def test_multiply_adds_are_those_of_the_formula(tokens: int) -> None:
+    for heads in (1, 12):
+        counted = c01_same_cost._flops(heads, tokens)
+        assert counted["projections"] == 4 * tokens * 768**2
+        assert counted["attention"] == 2 * tokens**2 * 768
+        assert counted["exponentials"] == heads * tokens**2
+
+
+def test_the_textbook_is_the_module() -> None:
+    layer = MultiHeadAttention(768, 12)
+    x = torch.randn(1, 5, 768)
+    assert torch.allclose(c01_same_cost.textbook(layer, x), layer(x), atol=1e-5)
+
+
+def test_berts_parts_are_counted_where_they_are() -> None:
+    bert = c01_same_cost._bert()
+    assert bert["built"] == {"attention": 28_348_416, "ffn": 56_669_184, "embeddings": 23_835_648, "rest": 628_992}
+    assert bert["weights"] == c01_same_cost.WEIGHTS
+    verdict = c01_same_cost._of_bert({"bert": bert})
+    assert verdict.word == HOLDS and "56,669,184 (51.8%)" in verdict.because
+    assert c01_same_cost._of_bert({"bert": bert | {"built": bert["built"] | {"ffn": 1}}}).word == NOT
+
+
+# --- slices ---
+
+
+def sliced() -> MultiHeadAttention:
+    """The layer that the sentence is about: head i projects only the embedding's i-th slice."""
+    layer = MultiHeadAttention(12, 3, bias=False)
+    own = torch.block_diag(*[torch.ones(4, 4)] * 3)
+    with torch.no_grad():
+        for linear in (layer.W_Q, layer.W_K, layer.W_V):
+            linear.weight.mul_(own)
+    return layer
+
+
+def test_a_gradient_tells_a_slice_from_the_whole() -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 7, 12, generator=random)
+    whole = c05_slices.seen(MultiHeadAttention(12, 3), x, 1, random)
+    assert whole["reached"] == 1 and whole["own_share"] < 0.9 and whole["outside"] == 0 < whole["inside"]
+    slices = [c05_slices.seen(sliced(), x, head, random) for head in range(3)]
+    assert all(head["reached"] == pytest.approx(1 / 3) and head["own_share"] == 1 for head in slices)
+    figures = {"untrained": [slices], "minilm": [slices]}
+    assert c05_slices.verdicts(figures)[0].word == HOLDS
+    assert c05_slices.verdicts({"untrained": [[whole]], "minilm": [[whole]]})[0].word == NOT
+    leaky = whole | {"outside": 0.1}
+    assert c05_slices.verdicts({"untrained": [[leaky]], "minilm": [[whole]]})[1].word == NOT
+
+
+# --- cards ---
+
+
+def test_cards_that_confuse_heads_and_experts_would_be_noticed() -> None:
+    figures = c12_cards.run(Lab(TINY))
+    assert [verdict.word for verdict in c12_cards.verdicts(figures)] == [HOLDS, NOT, NOT]
+    assert figures["cards"]["mixtral-8x7b"]["experts"] == 8 and not figures["cards"]["bert-base"]["experts"]
+    grown = figures["cards"]["mixtral-8x7b"]["parameters"] | {"attention": 7, "ffn": 10**12}
+    confused = figures | {"twice_the_experts": figures["twice_the_experts"] | {"parameters": grown}}
+    assert c12_cards.verdicts(confused)[2].word == HOLDS
+    reading = figures | {"running": figures["running"] | {"beside": 0.1}}
+    assert c12_cards.verdicts(reading)[1].word == HOLDS
+    assert c12_cards.verdicts(figures | {"built": 12})[0].word == NOT
+
+
+# --- depth ---
+
+
+def model(local: list[float], syntactic: list[float], abstract: list[float]) -> dict[str, Any]:
+    names = [*c11_depth.SYNTACTIC[: len(syntactic)], *c11_depth.ABSTRACT[: len(abstract)]]
+    rows = {name: {"depth": depth, "found": True} for name, depth in zip(names, syntactic + abstract, strict=True)}
+    seen = {"local": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
+    return {"local": seen, "relations": rows, "layers": 6}
+
+
+def test_depth_is_judged_model_by_model() -> None:
+    early = model([0.6, 0.6, 0.1, 0.1, 0.2, 0.2], [0.0, 0.1, 0.2, 0.2], [0.8, 0.9, 1.0, 1.0])
+    late = model([0.1, 0.1, 0.1, 0.1, 0.2, 0.2], [0.8, 0.9, 1.0, 1.0], [0.0, 0.1, 0.2, 0.2])
+    words = [[verdict.word for verdict in c11_depth.verdicts(figures)] for figures in ({"a": early}, {"b": late})]
+    assert words == [[HOLDS] * 3, [NOT] * 3]
+    assert [str(verdict) for verdict in c11_depth.verdicts({"a": early, "b": late})] == [
+        "holds only if the model is a"
+    ] * 3
+    few = model([0.2] * 6, [0.0, 0.1], [0.9])
+    assert [verdict.word for verdict in c11_depth.verdicts({"c": few})] == [NOT, CANNOT_TELL, CANNOT_TELL]
+
+
+def test_chance_counts_all_labellings() -> None:
+    assert c11_depth.by_chance([1.0, 0.9], [0.0, 0.1, 0.2]) == pytest.approx(1 / 10)
+    assert c11_depth.by_chance([0.0], [1.0, 1.0]) == 1
