@@ -20,6 +20,7 @@ from headwise.roles.found import BETTER, FOUND, NOT_FOUND, Head, Relations
 from headwise.roles.gold import Sentence
 from headwise.roles.matter import LESS, MORE, SAME, Matter, matter
 from headwise.roles.relations import FEWEST, Choice, choices, relations, reported
+from headwise.roles.shipped import shipped
 
 ROOT = Path(__file__).parents[1]
 DATA, MADE = ROOT / "build" / "data", ROOT / "build" / "relations"
@@ -125,7 +126,7 @@ def _matter(model: str, path: Path) -> None:
                 task = tasks.repeat(loaded, tokenizer)
             else:
                 task = tasks.text(loaded, tokenizer, texts)
-            found = matter(task, _heads(model, masked, loaded, tokenizer))
+            found = matter(task, _heads(model, masked))
             print(masked, found, file=sys.stderr)  # noqa: T201
             with written(part) as file:
                 file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
@@ -134,19 +135,17 @@ def _matter(model: str, path: Path) -> None:
         file.write_text(json.dumps(parts), encoding="utf-8")
 
 
-def _heads(model: str, masked: str, loaded: Any, tokenizer: Any) -> list[Head]:
-    """The heads of a role by an atlas over the dev part; of a relation; or of all relations that were found."""
+def _heads(model: str, masked: str) -> list[Head]:
+    """The heads of a role, by the atlas that comes along; of a relation; or of all relations that were found."""
     if masked == "found":
         return list(dict.fromkeys((row.kind, row.layer, row.head) for row in _load(model, "ewt").found))
     if ": " in masked:
         source, _, relation = masked.partition(": ")
         row = _load(model, source)[relation]
         return [(row.kind, row.layer, row.head)]
-    path = MADE / f"{model}-roles.json"
-    if not path.exists():
-        dev = conllu.read(DATA / "ud" / "en_ewt-ud-dev.conllu")
-        headwise.atlas(loaded, [tree.text for tree in dev.trees][:300], tokenizer=tokenizer).save(path)
-    return [(role.kind, role.layer, role.head) for role in headwise.Atlas.load(path).having(masked)]
+    atlas = shipped(model)
+    assert atlas is not None  # both come along
+    return [(role.kind, role.layer, role.head) for role in atlas.having(masked)]
 
 
 def _load(model: str, name: str) -> Relations:
@@ -372,7 +371,7 @@ than all 20 drawings happens by chance once in 21 times, so of all rows here one
 - Repeating: 8 times 50 random tokens, the second time round.
 - Agreement: 100 of our own sentences, the verb of the wrong number against the right one.
 
-Roles are those of an atlas over 300 sentences of EWT's dev part."""
+Roles are those of the atlas that comes along."""
 
 
 if __name__ == "__main__":
