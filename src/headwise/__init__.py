@@ -23,6 +23,7 @@ _WHERE = {
     "MemoryCache": "attention.cache",
     "MultiHeadAttention": "attention.module",
     "Plan": "prune.plan",
+    "RankError": "errors",
     "Relations": "roles.found",
     "Rotary": "attention.positions",
     "Shape": "shapes",
@@ -47,6 +48,7 @@ _WHERE = {
     "register": "models.implementation",
     "relations": "roles.relations",
     "save": "models.saving",
+    "scale": "scale",
     "shape": "shapes",
     "tokenizer": "models.load",
     "view": "ui.widget",
@@ -54,12 +56,13 @@ _WHERE = {
     "weights": "attention.core",
 }
 
-_MODULES = ("card", "reference")  # public names that are modules themselves
+_MODULES = ("card", "reference", "scale")  # public names that are modules themselves
 
 __all__ = ["__version__", *_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
     from . import card as card
+    from . import scale as scale
     from .attention import reference as reference
     from .attention.cache import KVCache as KVCache
     from .attention.cache import MemoryCache as MemoryCache
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError as CheckpointError
     from .errors import HeadwiseError as HeadwiseError
     from .errors import MaskError as MaskError
+    from .errors import RankError as RankError
     from .errors import ShapeError as ShapeError
     from .errors import UnsupportedError as UnsupportedError
     from .heads import Heads as Heads

@@ -25,3 +25,7 @@ class CheckpointError(HeadwiseError):
 
 class UnsupportedError(HeadwiseError):
     """An option or architecture that has no exact counterpart here."""
+
+
+class RankError(HeadwiseError):
+    """Ranks that do not agree, do not answer, or cannot share the work."""

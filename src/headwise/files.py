@@ -20,7 +20,7 @@ def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseE
         handle, made = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
         os.close(handle)
         yield Path(made)
-        os.chmod(made, target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+        os.chmod(made, target.stat().st_mode if target.exists() else 0o666 & ~umask())
         os.replace(made, target)
     except OSError as why:
         raise error(f"{str(path)!r} cannot be written: {why.strerror or why}") from why
@@ -29,7 +29,7 @@ def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseE
             os.unlink(made)
 
 
-def _umask() -> int:
+def umask() -> int:
     """What this process takes from the rights of new files; it can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)

@@ -5,9 +5,35 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
+from .errors import HeadwiseError
+
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "neon", "asimd", "sve")
+
+LESSER = {  # an instruction set -> what makes PyTorch, its libraries and our kernel use no better one
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "HEADWISE_KERNEL": "avx2",
+    },
+}
+
+
+def restricted_to() -> str:
+    """The lesser instruction set that this process was told to use, or ""."""
+    return next((isa for isa, told in LESSER.items() if told.items() <= os.environ.items()), "")
+
+
+def restrict(isa: str, arguments: list[str]) -> None:
+    """Begin anew with a lesser instruction set, since libraries choose theirs when they are loaded."""
+    if isa not in LESSER:
+        raise HeadwiseError(f"there is no instruction set {isa!r} to go back to; there is {', '.join(LESSER)}")
+    if restricted_to() != isa:
+        command = [sys.executable, "-m", "headwise", *arguments]
+        os.execve(sys.executable, command, {**os.environ, **LESSER[isa]})
 
 
 def describe() -> dict[str, str | int]:
@@ -19,6 +45,7 @@ def describe() -> dict[str, str | int]:
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "instructions": " ".join(_instructions()),
+        "restricted": restricted_to(),
         "torch": torch.__version__,
         "torch_cpu": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
@@ -27,9 +54,10 @@ def describe() -> dict[str, str | int]:
 
 
 def in_words(machine: dict[str, str | int]) -> str:
+    lesser = f", all restricted to {machine['restricted']}" if machine.get("restricted") else ""
     return (
-        "{cpu}, {cores} cores, {threads} threads; {instructions} (torch uses {torch_cpu}); "
-        "torch {torch}, Python {python}, {os}".format(**machine)
+        "{cpu}, {cores} cores, {threads} threads; {instructions} (torch uses {torch_cpu}{lesser}); "
+        "torch {torch}, Python {python}, {os}".format(lesser=lesser, **machine)
     )
 
 

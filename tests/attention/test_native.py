@@ -25,6 +25,7 @@ from test_stats import check as check_stats
 from headwise import attend, explain, head_stats, reference
 from headwise.attention import core
 from headwise.attention.kernel import native
+from headwise.errors import MaskError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones"),
@@ -323,6 +324,58 @@ def test_negated_views():
         assert attend(call.q, k, call.v).equal(attend(call.q, k.clone(), call.v))
 
 
+# ---- calls of a form that was seen before: what was checked once holds for the numbers, not for what is around them
+
+
+def test_a_form_is_remembered_and_the_numbers_are_not():
+    core._forms.clear()
+    with forced(NATIVE[0]):
+        for seed in (1, 2):
+            for how in ({}, {"causal": True}, {"window": (2, 1)}, {"scale": 0.3}, {"softcap": 2.0}):
+                check_stats(replace(at_random(seed), how=how), torch.float32)
+        assert len(core._forms) == 5
+        call = at_random(3, keys=11).tensors(torch.float32)
+        head_stats(call.q, call.k, call.v)
+        assert len(core._forms) == 6
+
+
+def test_masks_of_one_shape_are_read_each_time():
+    call = at_random()
+    rng = np.random.default_rng(0)
+    with forced(NATIVE[0]):
+        for shape in ((2, 1, 1, 7), (2, 1, 5, 7)):
+            for _ in range(2):
+                check_stats(replace(call, how={"mask": rng.random(shape) < 0.6}), torch.float32)
+
+
+def test_few_forms_are_remembered(monkeypatch):
+    core._forms.clear()
+    monkeypatch.setattr(core, "MOST_FORMS", 3)
+    with forced(NATIVE[0]):
+        for keys in (5, 7, 11, 13):
+            call = at_random(keys=keys).tensors(torch.float32)
+            attend(call.q, call.k, call.v)
+    assert len(core._forms) == 1
+
+
+def test_a_known_form_still_learns_casts_and_refuses():
+    call = at_random().tensors(torch.float32)
+    q, k, v = call.q, call.k, call.v
+    with forced(NATIVE[0]):
+        want = attend(q, k, v, window=(1, 0))
+        assert attend(q.clone().requires_grad_(), k, v, window=(1, 0)).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attend(q, k, v, window=(1, 0)).dtype == torch.bfloat16
+        for wrong in ((True, 0), [1.5, 0], (-1, 0)):
+            with pytest.raises(MaskError, match="window"):
+                attend(q, k, v, window=wrong)
+        with pytest.raises(MaskError, match="queries must be True/False"):
+            head_stats(q, k, v, window=(1, 0), queries=torch.ones(2, 6, dtype=torch.bool))
+    with forced("off"):
+        torch.testing.assert_close(attend(q, k, v, window=(1, 0)), want)
+        assert "fused" in explain(q, k, v)
+
+
 # ---- the C tests: plain loops in double precision, tensors that end at pages which may not be touched
 
 ROOT = Path(__file__).parents[2]
@@ -501,7 +554,7 @@ def test_numbers_of_a_call_fit_the_struct():
     body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
     fields = [name for line in body.split(";") for name in line.split("{")[-1].split(",") if name.strip()]
     count = sum(int(m.group(1)) if (m := re.search(r"\[(\d+)\]", name)) else 1 for name in fields)
-    assert count * 8 == native.FIELDS.size
+    assert count * 8 == native.FORM.size + native.POINTERS.size
 
 
 def test_the_statistics_stand_where_the_source_puts_them():

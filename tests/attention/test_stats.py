@@ -341,3 +341,18 @@ def test_at_16384_tokens_and_8_heads_memory_stays_under_1_gb(call):
     run = subprocess.run([sys.executable, "-c", MEMORY.format(call=call)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert 16_384 * 8 * 64 * 4 / 2 < int(run.stdout) < 10**9
+
+
+def test_sums_made_later_are_made_once_and_travel():
+    made = []
+
+    def make():
+        made.append(1)
+        return {"entropy": np.array([[6.0]])}, np.array([[3.0]])
+
+    stats = HeadStats.later(make)
+    assert not made and stats.entropy == 2.0 and stats.count == 3.0 and stats.sums is stats.sums and made == [1]
+    call = at_random().tensors(torch.float32)
+    for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        fresh = head_stats(call.q, call.k, call.v)[1]  # nobody has looked at it yet
+        assert again(fresh) == fresh

@@ -51,6 +51,12 @@ def test_what_is_done_is_not_done_again(measured: dict[str, Any], work: Path) ->
     assert record["figures"] == measured["figures"] and record["verdicts"] == measured["verdicts"]
 
 
+def test_pages_are_written_again_from_their_figures(measured: dict[str, Any], tmp_path: Path) -> None:
+    session.write(measured | {"title": "an older title", "verdicts": []}, tmp_path)
+    assert main(["lab", "--pages", "--out", str(tmp_path)]) == 0
+    assert session.results([tmp_path]) == {measured["claim"]: measured}
+
+
 @pytest.mark.parametrize("number", sorted(session.results([DOCS])))
 def test_the_pages_in_the_docs_are_what_their_figures_give(number: int) -> None:
     record, chosen = session.results([DOCS])[number], claim(number)

@@ -98,6 +98,7 @@ def specialise(**changes: Any) -> dict[str, Any]:
         "after": [0.3, 0.4],
         "between": {"any": [0.4], "same number": [0.41], "matched": [0.1]},
         "twins": {"all equal": [0.0, 0.0], "W_O differs": [0.1, 0.2], "all equal, dropout 0.1": [0.1, 0.3]},
+        "atlas": [[["0.1", "previous", 0.8]], [["0.3", "previous", 0.7], ["1.0", "self", 0.6]]],
     } | changes
 
 
@@ -119,6 +120,11 @@ def specialise(**changes: Any) -> dict[str, Any]:
 )
 def test_specialise(changes: dict[str, Any], want: list[str]) -> None:
     assert words(c06.verdicts(specialise(**changes))) == want
+
+
+def test_roles_that_every_start_has_are_named() -> None:
+    assert "every run has a head with the atlas's role 'previous'" in c06.verdicts(specialise())[2].because
+    assert "No role" in c06.verdicts(specialise(atlas=[[["0.1", "previous", 0.8]], []]))[2].because
 
 
 def test_heads_are_matched_by_the_best_of_all_ways() -> None:

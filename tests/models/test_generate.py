@@ -121,6 +121,18 @@ def test_an_encoder_runs_once_and_its_decoder_looks_back_at_it(name: str) -> Non
         assert_same(layer.decode, added(parts[1:]), rtol=1e-3, atol=3e-3)
 
 
+def test_with_a_mask_of_the_callers_own_a_cache_tells_decoding_from_prefill() -> None:
+    model = build(BY_NAME["llama"], "sdpa", auto=AutoModelForCausalLM)
+    tokens, cache = torch.arange(3, 14)[None], DynamicCache()
+    mask = torch.zeros(1, 1, 11, 11).masked_fill(~torch.ones(11, 11, dtype=torch.bool).tril(), -torch.inf)
+    with headwise.watch(model) as seen, torch.no_grad():
+        for first, last in ((0, 6), (6, 11)):  # transformers hands such a mask on as it is: nothing tells where it is
+            model(tokens[:, first:last], attention_mask=mask[:, :, first:last, :last], past_key_values=cache)
+    for layer in seen.layers:
+        assert layer.prefill.count.unique().tolist() == [6.0]
+        assert layer.decode is not None and layer.decode.count.unique().tolist() == [5.0]
+
+
 def test_beams() -> None:
     family = BY_NAME["llama"]
     given = inputs(family, "left")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from test_surgery import CLOSE
@@ -18,10 +19,11 @@ from headwise import HeadwiseError
 from headwise.cli import main
 from headwise.prune import recover as recovery
 from headwise.prune.curve import curve
+from headwise.prune.importance import SCORES
 from headwise.prune.latency import attention_time, times
+from headwise.prune.page import page
 from headwise.prune.quality import quality, size
 from headwise.prune.recover import recover
-from headwise.prune.report import page
 from headwise.prune.texts import batched, read_labels
 
 WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
@@ -128,6 +130,50 @@ def test_labels_and_recovery(tmp_path: Path, texts: Path, capsys: pytest.Capture
     assert code == 0 and report["quality"]["full"]["name"] == "accuracy"
     assert set(report["quality"]) == {"full", "pruned", "recovered"} and len(report["recovery_losses"]) == 8
     assert not list(tmp_path.glob(".*recovery*"))
+    assert "8 steps of distillation" in (tmp_path / "out" / "pruning.html").read_text()
+
+
+@pytest.mark.parametrize("targets", [False, True])
+def test_an_encoder_decoder_from_texts(
+    targets: bool, tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its decoder is given the texts to be written, else the texts themselves; kinds have budgets of their own."""
+    source = saved(tmp_path / "source", transformers.AutoModelForSeq2SeqLM, "t5")
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", "encoder=0.6,cross=0.8"]
+    if targets:
+        (tmp_path / "written.txt").write_text("\n".join(reversed(texts.read_text().splitlines())) + "\n")
+        args += ["--labels", tmp_path / "written.txt"]
+    code, out, _ = run(capsys, *args, "--recover", 2, "--json")
+    report = json.loads(out)
+    assert code == 0
+    name = "cross-entropy of the labels" if targets else "KL divergence from the full model"
+    assert report["quality"]["full"]["name"] == name and report["quality"]["pruned"]["value"] > 0
+    removed = {kind: sum(len(row["remove"]) for row in report["plan"]["layers"] if row["kind"] == kind)
+               for kind in ("encoder", "decoder", "cross")}  # fmt: skip
+    assert removed == {"encoder": 6, "decoder": 0, "cross": 3}
+    (tmp_path / "written.txt").write_text("one\n")
+    code, _, err = run(capsys, *args[:4], "--out", tmp_path / "b", "--labels", tmp_path / "written.txt")
+    assert code == 2 and "1 labels for 24 texts" in err
+
+
+def test_scores_against_ablation(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "source", transformers.AutoModelForCausalLM, "llama")
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare"]
+    code, out, _ = run(capsys, *args)
+    assert code == 0 and "rank correlation with ablation:" in out and "of 18 heads matter alone" in out
+    report = json.loads((tmp_path / "out" / "pruning.json").read_text())
+    rows = {row["score"]: row["correlation"] for row in report["against_ablation"]["rows"]}
+    assert set(rows) == set(SCORES) - {"ablation", "l0"} and max(rows.values()) < 1
+    lines = texts.read_text().splitlines()
+    given = batched(lines, headwise.tokenizer(source), batch=6, length=16).scoring
+    model = headwise.load(source)
+    truth, output = (headwise.importance(model, given, score) for score in ("ablation", "output"))
+    assert rows["output"] == pytest.approx(truth.correlation(output))
+    assert report["against_ablation"]["alone"] == truth.significant()
+    assert len(report["scores"]["heads"]) == 18 and report["scores"]["score"] == "michel"
+    written = (tmp_path / "out" / "pruning.html").read_text()
+    assert written.count("×</td>") == 6 and "Scores against ablation" in written
+    assert "## Scores against ablation" in (tmp_path / "out" / "pruning.md").read_text()
 
 
 def test_recovery_comes_nearer_and_keeps_zeros_zero() -> None:
@@ -170,6 +216,30 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
         recover(again, model, given, 12, checkpoint=file)
 
 
+def test_a_disk_that_fills_up_in_recovery_is_one_line_and_what_was_kept_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "EVERY", 2)
+    model, given, file = build("bert"), [inputs("bert")], tmp_path / "kept.safetensors"
+    write, done = safetensors.torch.save_file, []
+
+    def fills_up(*args: Any) -> None:
+        if done:
+            raise safetensors.SafetensorError("I/O error: No space left on device")
+        done.append(write(*args))
+
+    monkeypatch.setattr("safetensors.torch.save_file", fills_up)
+    with pytest.raises(HeadwiseError, match=r"recovery stopped at step 4: .* cannot be written \(.*No space left"):
+        recover(headwise.prune_heads(model, {0: [1]}), model, given, 6, checkpoint=file)
+    assert [found.name for found in tmp_path.iterdir()] == ["kept.safetensors"]
+    monkeypatch.undo()
+    losses = recover(again := headwise.prune_heads(model, {0: [1]}), model, given, 6, checkpoint=file)
+    whole = recover(other := headwise.prune_heads(model, {0: [1]}), model, given, 6)
+    assert losses == pytest.approx(whole, rel=1e-5)
+    for one, two in zip(again.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_a_curve_falls_and_starts_at_the_full_model() -> None:
     model = build("llama", transformers.AutoModelForCausalLM)
     given = [inputs("llama", seed) for seed in range(4)]
@@ -177,6 +247,8 @@ def test_a_curve_falls_and_starts_at_the_full_model() -> None:
     assert found.values["output"].shape == (2, 2)
     np.testing.assert_allclose(found.values["output"][:, 0], found.full.value, rtol=1e-5)
     assert (found.values["random"][:, 1] != found.full.value).all()
+    one = curve(model, given[:1], given[2:], scores=("michel-token",), shares=(0.9, 0.8, 0.7, 0.6, 0.5), seeds=3)
+    assert len(np.unique(one.values["michel-token"].round(6), axis=0)) > 1, "seeds draw other texts, also of one batch"
 
 
 def test_sizes_and_times() -> None:
@@ -186,6 +258,24 @@ def test_sizes_and_times() -> None:
     given = inputs("llama")
     taken = times({"full": model, "pruned": pruned}, given, 2)
     assert set(taken) == {"full", "pruned"} and 0 < attention_time(model, given, 2) < 10 * taken["full"]
+
+
+def test_a_perplexity_counts_tokens_wherever_the_padding_is() -> None:
+    model = build("llama", transformers.AutoModelForCausalLM)
+    ids = torch.randint(4, 80, (1, 11), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        nats = []
+        for text in (ids, ids[:, :4]):
+            logits = model(text).logits[0, :-1].log_softmax(-1)
+            nats += [-float(row[token]) for row, token in zip(logits, text[0, 1:], strict=True)]
+    padded = {side: torch.zeros(2, 11, dtype=torch.long) for side in ("left", "right")}
+    masks = {side: torch.zeros(2, 11, dtype=torch.long) for side in padded}
+    for side, rows in padded.items():
+        rows[0], masks[side][0] = ids, 1
+        where = slice(7, 11) if side == "left" else slice(0, 4)
+        rows[1, where], masks[side][1, where] = ids[0, :4], 1
+        found = quality(model, model, [{"input_ids": rows, "attention_mask": masks[side]}])
+        assert found.value == pytest.approx(np.exp(np.mean(nats)), rel=1e-3), side
 
 
 def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +290,7 @@ def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pyte
     monkeypatch.setattr(latency, "times", counted)
     scores = headwise.importance(model, [given], "output")
     made = headwise.plan(scores, 0.9, budget="latency", model=model, inputs=given)
+    assert made.budget == "latency" and made.keep == 0.9 and "of the full model's time" in str(made)
     full = counted({"x": model}, None)["x"]
     assert 0.8 * full < counted({"x": headwise.prune_heads(model, made)}, None)["x"] <= 0.9 * full
     with pytest.raises(
@@ -230,6 +321,10 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
     (tmp_path / "full" / "mine.txt").write_text("x")
     (tmp_path / "few.txt").write_text("one\ntwo\n")
     (tmp_path / "plan.json").write_text("{}")
+    headwise.plan({"self": np.ones((3, 7))}, 0.5).save(tmp_path / "other.json")
+    whole = headwise.plan({"self": np.arange(15.0).reshape(3, 5)}, 0.5, allow_empty=True)
+    whole.save(tmp_path / "empty.json")
+    assert whole.heads[0] == [0, 1, 2, 3, 4]
     usual = ["--model", source, "--texts", texts, "--out", tmp_path / "out"]
     for args, words in [
         ([], "give --texts"),
@@ -240,6 +335,8 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual, "--keep", "middle=0.5"], "no 'middle' attention here"),
         ([*usual, "--score", "best"], "there is no score 'best'"),
         ([*usual, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
+        ([*usual, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
+        ([*usual, "--plan", tmp_path / "empty.json"], "all 5 heads of self layer 0 would go; keep one, or say"),
         ([*usual, "--recover", "-3"], "--recover must be a number of steps"),
         ([*usual, "--steps", "0"], "--steps must be at least 1"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),

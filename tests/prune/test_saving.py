@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from test_surgery import CLOSE, even, uneven
 from tiny import DECODER, build, error, inputs
 
@@ -161,20 +162,27 @@ def test_other_files_come_along_but_no_pickles(tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
     headwise.save(headwise.prune_heads(headwise.load(source), {0: [1]}), tmp_path / "model")
     assert (tmp_path / "model" / "tokenizer.json").exists()
+    rights = {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir() if file.is_file()}
+    assert len(rights) == 1, "the weights can be read by whoever can read the rest"
     assert (tmp_path / "model" / "1_Pooling" / "config.json").exists()
     assert not (tmp_path / "model" / "pytorch_model.bin").exists()
 
 
-def test_a_full_disk_leaves_the_old_directory_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: No space left on device")]
+)
+def test_a_full_disk_leaves_the_old_directory_whole(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("bert")
     headwise.save(headwise.prune_heads(model, {0: [1]}), tmp_path / "model")
     before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
 
     def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(CheckpointError, match="was not written: No space left on device; what was there before is"):
+    with pytest.raises(CheckpointError, match="was not written: .*No space left on device; what was there before is"):
         headwise.save(headwise.prune_heads(model, {0: [2]}), tmp_path / "model", overwrite=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["model"]

@@ -85,6 +85,17 @@ def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
     assert made.sentences == 103
 
 
+def test_the_two_steps_by_themselves_are_the_same(found: Relations) -> None:
+    first, second = gold.halves(built.sentences())
+    chosen = relations.choices(built.model(), first, tokenizer=built.tokenizer())
+    assert chosen["noun > adjective"].head == ("self", 1, built.FOLLOWS)
+    again = relations.reported(built.model(), second, chosen, tokenizer=built.tokenizer(), least=relations.FEWEST)
+    assert again.to_json() == found.to_json()
+    only = {"noun > adjective": chosen["word > before"]}  # a head that was chosen for something else
+    [row] = relations.reported(built.model(), second, only, tokenizer=built.tokenizer()).rows
+    assert row.head == built.PREVIOUS and row.accuracy < 0.5
+
+
 def test_halves_keep_documents_together() -> None:
     some = [Sentence("x", ((0, 1),), (), f"d{i // 3}") for i in range(37)]
     first, second = gold.halves(some)

@@ -115,5 +115,9 @@ def test_on_texts_too_short_to_tell_nothing_is_told() -> None:
 def test_every_role_says_what_it_is(role: Any) -> None:
     assert role.words and role.source and 0 < role.threshold < 1
     assert not role.held(float("nan"), 0.1, 0.0)
-    assert not role.held(0.99, 0.98, 0.5)  # an interval that holds the baseline
+    if role.relative:
+        assert role.held(0.95, 1.0, 0.93) and not role.held(0.95, 1.0, 0.5)
+    else:
+        assert role.held(0.9, 0.2, 0.25) and not role.held(0.9, 0.2, 0.15)  # an interval that holds the baseline
+        assert not role.held(0.9, 0.6, 0.8)  # less than twice the baseline
     assert all(name in BY_NAME for name in role.unless)

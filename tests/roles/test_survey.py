@@ -14,6 +14,8 @@ import transformers
 from handmade import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
 
 import headwise
+from headwise.models.layers import Layer
+from headwise.models.reading import Reading
 from headwise.roles import corpus as corpora
 from headwise.roles import measure, survey
 from headwise.roles.definitions import NEAR, OFFSETS
@@ -175,6 +177,32 @@ def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         np.testing.assert_allclose(blocks.scores[name]["self"], kinds["self"], atol=3e-5, err_msg=name)
 
 
+def test_layers_that_see_differently_have_marks_of_their_own() -> None:
+    """Two calls of one pass that differ in nothing but their masks, as models with masks of their own make them."""
+    words = tokenizer()
+    encoder = corpora.Encoder(words, 47)
+    batch = next(iter(corpora.Corpus.of(iter(texts(3)), encoder).windows()))[2][0]
+    size = batch.source.ids.shape[1]
+    near = (torch.arange(size)[:, None] - torch.arange(size)).abs() < 2
+    observer = measure.Observer(bert(), {"self": "both ways"}, batch)
+    q = torch.zeros(3, 1, size, 4)
+    for index, mask in enumerate((batch.source.real[:, None, None], (near & batch.source.real[:, None])[:, None])):
+        how = {
+            "mask": mask,
+            "causal": False,
+            "window": None,
+            "offset": 0,
+            "scale": None,
+            "softcap": None,
+            "sinks": None,
+        }
+        observer._roles(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
+    wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.found.values())
+    assert (wide < narrow).all()
+    for one in observer.found.values():  # scores of zero are equal attention
+        np.testing.assert_allclose(one.top[:, :19, 0], one.top[:, :19, 1], atol=1e-4)
+
+
 def test_the_spread_and_the_interval_are_those_of_the_texts() -> None:
     """Each text a corpus of its own gives its own mean; the interval is near that of resampling them plainly."""
     corpus = texts(67, seed=3)
@@ -247,7 +275,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, when: int) -> N
     after: list[int] = []
     resumed = headwise.atlas(bert(), corpus, tokenizer(), resume=file, progress=lambda done, total: after.append(done))
     same(whole, resumed)
-    assert not file.exists()
+    assert not file.exists() and resumed.about["texts"] == 41
     assert after[0] <= calls[-1] and after[-1] == 41
 
 
@@ -285,9 +313,13 @@ def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatc
 
 def test_the_model_is_as_it_was() -> None:
     model = llama().train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
     before = {name: x.clone() for name, x in model.state_dict().items()}
     headwise.atlas(model, texts(5), tokenizer())
-    assert model.training and not any(len(module._forward_hooks) for module in model.modules())
+    assert [module.training for module in model.modules()] == modes and not any(
+        len(module._forward_hooks) for module in model.modules()
+    )
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 

@@ -124,6 +124,21 @@ def recovery_goes_on_from_a_checkpoint(ranks: Ranks, folder: Path) -> None:
 
 
 @check
+def the_lab_trains_as_one_process_does(ranks: Ranks, folder: Path) -> None:
+    from headwise.lab.model import Recipe
+    from headwise.lab.train import train
+
+    recipe = Recipe(task="relations", heads=2, seed=1, width=12, layers=1, steps=5, batch=7)
+    want = train(recipe)
+    for how in ("ddp", "fsdp"):
+        got = train(recipe, crew=crew(how))
+        np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3)
+        for (name, a), b in zip(got.model.named_parameters(), want.model.parameters(), strict=True):
+            if not name.endswith("W_K.bias"):  # its gradient is 0 but for rounding, which Adam makes as large as any
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name} {m}")
+
+
+@check
 def ranks_with_other_texts_all_get_an_error(ranks: Ranks, folder: Path) -> None:
     model, tokenizer = small_bert(), headwise.tokenizer("minilm")
     given = texts(7 if ranks.first else 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ from launch import says
 from torch import Tensor
 
 import headwise
-from headwise.scale import SequencePlan, collected, counted, placed, positions, ring_attend, ring_head_stats
+from headwise import Heads, Shape
+from headwise.scale import (
+    SequencePlan,
+    collected,
+    counted,
+    placed,
+    positions,
+    ring_attend,
+    ring_head_stats,
+    split_sequence,
+    sum_gradients,
+)
 from headwise.scale.ranks import Ranks
 
 BATCH, DIM, VALUE_DIM = 2, 6, 5
@@ -114,6 +126,48 @@ def statistics_are_exact(ranks: Ranks, folder: Path) -> None:
             torch.testing.assert_close(
                 got.sums[name], want.sums[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n} {m}"
             )
+
+
+@check
+def whole_stacks_take_split_sequences(ranks: Ranks, folder: Path) -> None:
+    shapes = {
+        "decoder": Shape(layers=3, heads=Heads(30, 6, 2, 6), ffn=37, vocab=41, positions="rotary", norm="rms",
+                         activation="swiglu", head="own", window=(None, 5, None)),
+        "learned": Shape(layers=2, heads=Heads.split(28, 7), ffn=23, vocab=41, max_length=64, head="tied"),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        torch.manual_seed(3)
+        alone = headwise.Decoder(shape).double()
+        split = split_sequence(copy.deepcopy(alone))
+        ids = torch.randint(41, (2, 27))
+        want, got = alone(ids), split(placed(ids, 1))
+        torch.testing.assert_close(collected(got, 1), want, msg=name)
+        slope = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=want.dtype)
+        want.backward(slope)
+        got.backward(placed(slope, 1))
+        sum_gradients(split)
+        for a, b in zip(split.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+        for mine, theirs in zip(split.stats(placed(ids, 1)), alone.stats(ids), strict=True):
+            for statistic in theirs:
+                torch.testing.assert_close(mine[statistic], theirs[statistic], msg=f"{name} {statistic}")
+
+
+@check
+def one_attention_takes_a_split_sequence(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(4)
+    for how in ({"position": headwise.Alibi(), "sinks": True}, {"position": headwise.Rotary(), "softcap": 3.0}):
+        alone = headwise.MultiHeadAttention(24, 6, **how)
+        split = split_sequence(copy.deepcopy(alone), zigzag=False)
+        x, gates = torch.randn(2, 17, 24), torch.rand(6)
+        got = split(placed(x, 1, zigzag=False), gates=gates, lengths=torch.tensor([9, 17]))
+        want = alone(x, gates=gates, lengths=torch.tensor([9, 17]))
+        torch.testing.assert_close(collected(got, 1, zigzag=False), want, rtol=1e-4, atol=1e-5)
+    x = placed(x, 1, zigzag=False)
+    says(lambda: split(x, mask=torch.ones(17, 17).bool()), "takes no mask; lengths and windows it takes")
+    says(lambda: split(x, torch.randn(2, 3, 24)), "is for self-attention")
+    says(lambda: split.weights(x), "are on no rank whole")
+    says(lambda: split_sequence(torch.nn.Linear(3, 3)), "no self-attention whose sequence can be split")
 
 
 @check

@@ -102,6 +102,13 @@ def test_a_window_sends_to_its_neighbours_alone() -> None:
     assert json.loads(json.dumps(made.to_json()))["sent"][0] == 1024
 
 
+@pytest.mark.parametrize(("ranks", "right"), [(1, 0), (7, 0), (16, 0), (5, None)])
+def test_the_last_rank_sends_most_where_there_is_no_window(ranks: int, right: int | None) -> None:
+    made = SequencePlan(641, ranks, right=right, zigzag=right == 0)
+    most = max(made.sent(rank) for rank in range(ranks))
+    assert made.sent(ranks - 1) >= most - 2 * ranks  # chunks differ by a token
+
+
 def test_causal_zigzag_sends_what_is_needed() -> None:
     made, chunk = SequencePlan(8192, 2, right=0), 2048
     assert (made.sent(0), made.sent(1)) == (chunk, 2 * chunk)  # rank 0's last chunk is for itself alone

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import small
+import transformers
 
 import headwise
 from headwise.ui import capture, data, pack, page
@@ -139,7 +140,10 @@ def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: 
         "scores": {"entropy": {"self": {"score": table, "baseline": [7.0] * 6}}},
     }  # fmt: skip
     page.save(data.data(run(), scores=atlas), tmp_path / "a.html")
-    shown = tab().open(tmp_path / "a.html", "stat=entropy (atlas)")
+    shown = tab().open(tmp_path / "a.html")
+    assert shown.get_by_role("radio", name="role").is_checked()  # what came along is what one wants to see
+    shown.get_by_role("radio", name="statistic or score").click()
+    assert "stat=entropy+%28atlas%29" in shown.url and "paint=value" in shown.url
     numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
     assert numbers == [x for row in table for x in row]
     assert "atlas of minilm over 1,234 texts" in shown.locator(".hw-side").inner_text()
@@ -287,6 +291,19 @@ def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tup
     assert shown.locator(".hw-two span.token").count() == len(one.texts[0].words.names)
     shown.locator("body").press("3")
     assert shown.locator(".hw-table tbody tr").count() == len(one.texts[0].pieces)
+
+
+def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
+    config = small.bert(hidden_size=10, num_attention_heads=5, num_hidden_layers=53, intermediate_size=11)
+    seen = capture.run("animal", small.sharp(transformers.BertModel(config)), tokenizer=small.word_piece())
+    page.save(data.data(seen), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "view=head&heads=47.2")
+    box = shown.locator(".hw-nav .hw-grids").bounding_box()
+    for key in ("ArrowDown", "ArrowUp", "ArrowUp"):
+        shown.locator("body").press(key)
+        chosen = shown.locator(".hw-nav .cell.chosen").bounding_box()
+        assert box["y"] <= chosen["y"] <= box["y"] + box["height"]
+    assert shown.locator(".hw-chosen b").inner_text() == "head 46.2"
 
 
 # --- two passes ---

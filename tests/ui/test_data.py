@@ -193,6 +193,13 @@ def test_a_byte_is_no_further_off_than_it_is_said_to_be() -> None:
     assert (abs(back - weights) <= step + 1e-7).all()
 
 
+def test_shares_of_the_largest() -> None:
+    given = weights_of(2, 5, 7) * 13
+    stored = pack.shares(given)
+    back = decoded(stored["data"], "<u2").reshape(2, 5, 7) * (stored["top"] / 65535)
+    assert back == pytest.approx(given, abs=stored["top"] / 65535)
+
+
 @pytest.mark.parametrize("step", [1, 5, 7, 64])
 def test_reduced_matrices_by_blocks_equal_those_of_the_whole(step: int) -> None:
     weights = weights_of(2, 41, 37)

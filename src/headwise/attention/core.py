@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from . import contract, fused, measure
 from . import rows as by_rows
 from .contract import Window
 from .kernel import cuda, native, ops
-from .sight import Sight, check_tensor, sight_of
+from .sight import PLAIN, Sight, check_tensor, sight_of
 from .stats import HeadStats
+
+MOST_FORMS = 1024  # that are remembered
 
 # so that torch.export can hand statistics out of a graph
 register_pytree_node(
@@ -98,6 +100,54 @@ def call_of(
     return call
 
 
+_forms: dict[Any, native.Form] = {}
+
+
+def known_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+) -> native.Form | None:
+    """The form of a plain call of the native kernel, or None where the long way must be taken.
+
+    Checking a call lasts longer than a short call itself, so calls that differ in their numbers alone are checked once.
+    """
+    if torch.compiler.is_compiling() or native.choice().why_not is not None:
+        return None
+    # written out for q, k and v: loops and generators would cost a microsecond
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not (q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    shown = None
+    if mask is not None:
+        if type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
+            return None
+        shown = mask.shape, mask.stride()
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        shown, contract.band(causal, window), scale, softcap,
+    )  # fmt: skip
+    form = _forms.get(key)
+    if form is None:
+        call = call_of(q, k, v, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap)
+        if call.why_not_kernel(q) is not None or not {type(scale), type(softcap)} <= {int, float, NoneType}:
+            return None
+        if len(_forms) >= MOST_FORMS:
+            _forms.clear()
+        form = _forms[key] = native.form_of(q, k, v, call.sight, call.scale, softcap)
+    return form
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -122,6 +172,10 @@ def attend(
     past it do not exist. sinks (Hq,) join the softmax's denominator. gates (Hq,) or (B, Hq) multiply each head's
     output. A query that may look nowhere gets zeros.
     """
+    if lengths is offset is sinks is gates is None and not dropout:
+        form = known_form(q, k, v, mask, causal, window, scale, softcap)
+        if form is not None:
+            return native.run_form(form, q, k, v, mask)
     q, k, v = autocast(q, k, v)
     call = call_of(
         q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
@@ -182,6 +236,12 @@ def head_stats(
     weight is wanted. cross=True: query and key positions mean different things, so there is no distance.
     The statistics are of the weights before dropout and carry no gradient; the output does.
     """
+    if lengths is offset is sinks is gates is None and not dropout and not classes:
+        form = known_form(q, k, v, mask, causal, window, scale, softcap)
+        if form is not None:
+            if queries is not None:
+                check_counted(q, contract.sizes(q, k, v), queries, None)
+            return native.head_stats_form(form, q, k, v, mask, queries, cross)
     q, k, v = autocast(q, k, v)
     call = call_of(
         q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,

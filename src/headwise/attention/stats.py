@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,19 @@ class HeadStats:
     `a.continued(b)` adds more queries of the same sequences. Arrays are NumPy's or PyTorch's, whichever went in.
     """
 
-    __slots__ = ("count", "sums")
+    __slots__ = ("_make", "count", "sums")
+    _make: Callable[[], tuple[dict[str, Any], Any]]
 
     def __init__(self, sums: dict[str, Any], count: Any):
         self.sums = sums  # name -> (B, H), summed over the real queries
         self.count = count  # (B, H) real queries
+
+    @classmethod
+    def later(cls, make: Callable[[], tuple[dict[str, Any], Any]]) -> HeadStats:
+        """Sums and count that `make` gives when someone looks: taking them apart can last longer than a short call."""
+        stats = cls.__new__(cls)
+        stats._make = make
+        return stats
 
     @property
     def names(self) -> list[str]:
@@ -36,8 +44,11 @@ class HeadStats:
         return self._sum(name).sum(0) / self.count.sum(0)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in HeadStats.__slots__:  # while being copied there is nothing yet
+        if name.startswith("_"):  # while being copied there is nothing yet
             raise AttributeError(name)
+        if name in HeadStats.__slots__:
+            self.sums, self.count = self._make()
+            return getattr(self, name)
         if name not in self.sums:
             raise AttributeError(f"no statistic {name!r} here; there are {', '.join(self.sums)}")
         return self[name]

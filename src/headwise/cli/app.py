@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import atlas, bench, card, inspect, lab, prune, serve, trace
+from . import atlas, bench, card, inspect, lab, prune, scale, serve, trace
 
 # typer carries click inside or beside it, depending on its version; this leads to the base of usage errors in both
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -27,6 +27,7 @@ app.command("lab")(lab.lab)
 app.command("bench")(bench.bench)
 app.command("card")(card.card)
 app.command("diff")(card.diff)
+app.command("scale")(scale.scale)
 
 
 @app.callback(invoke_without_command=True)

@@ -24,10 +24,17 @@ def bench(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds; the best of them counts.")] = None,
     sweep: Annotated[bool | None, typer.Option(help="Forty untuned shapes; by default unless cases are named.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that torch may use.")] = None,
+    isa: Annotated[str | None, typer.Option(help="Let all contestants use no better instructions: avx2.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say which path each case takes, and why.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Measure headwise and its peers side by side on this machine, and compare with the goals."""
+    if isa:
+        import sys
+
+        from ..machine import restrict
+
+        restrict(isa, sys.argv[1:])
     import torch
 
     from ..bench.suite import Options, run

@@ -46,6 +46,13 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option(help="Write the interactive view as one page, for texts of any length.")
     ] = None,
+    beside: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="With --html: a second model beside the first.")
+    ] = None,
+    off: Annotated[
+        str | None,
+        typer.Option(metavar="L.H,...", help="With --html: without these heads, beside the same with all of them."),
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="With --html: what the decoder of an encoder-decoder model is given.")
     ] = None,
@@ -63,10 +70,12 @@ def inspect(
     if examples:
         return _list()
     text, follow = _chosen(text, example, tuple(token or ()))
-    if (target or scores) and not html:
-        raise HeadwiseError(f"{'--target' if target else '--scores'} is for the page; give --html FILE too")
+    for name, value in (("target", target), ("scores", scores), ("beside", beside), ("off", off)):
+        if value and not html:
+            raise HeadwiseError(f"--{name} is for the page; give --html FILE too")
     if html:
-        _write_page(html, text, against, model, head, scores or [], target=target, truncate=truncate)
+        how = {"against": against, "beside": beside, "target": target, "truncate": truncate}
+        _write_page(html, text, model, off, scores or [], heads=head or (), **how)
         if not (png or svg or as_json):
             return None
     found = _inspected(text, model, against=against, token=follow, pieces=pieces, truncate=truncate)
@@ -81,20 +90,18 @@ def inspect(
     return None
 
 
-def _write_page(
-    path: Path, text: str, against: str | None, model: str, head: str | None, files: list[Path], **how: Any
-) -> None:
+def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **how: Any) -> None:
     from ..models import inspection
-    from ..ui import capture, page
-    from ..ui.data import data
     from ..ui.scores import read
+    from ..ui.service import heads_off
+    from ..ui.widget import passes, saved
 
     scores = read(files)
     name, loaded, tokenizer = inspection._pair(model, None)
-    texts = [text] if against is None else [text, against]
-    passes = [capture.run(one, loaded, tokenizer=tokenizer, name=name, **how) for one in texts]
-    value = data(passes, heads=[head] if head else (), scores=scores)
-    page.save(value, path, title=text if len(text) <= 60 else text[:59] + "…")
+    without = heads_off(loaded, off, whole=bool(how["target"])) if off else None
+    heads = how.pop("heads")
+    seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **how)
+    saved(seen, path, heads=heads, scores=scores)
     typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
 
 

@@ -28,9 +28,17 @@ def lab(
         Path | None, typer.Option(help="Where JSON, PNG and Markdown go: lab/, or docs/lab/ with --all.")
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Where finished pieces are kept; the user's cache.")] = None,
+    pages: Annotated[
+        bool, typer.Option("--pages", help="Write the pages in docs/lab/ again from their figures; nothing is run.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """What everyone says about multi-head attention, measured: each claim an experiment with a verdict."""
+    if pages:
+        from ..lab.session import rewrite
+
+        typer.echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
+        return
     if not claims and not all_claims:
         _list(as_json)
         return

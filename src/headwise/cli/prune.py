@@ -23,7 +23,7 @@ def prune(
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
     ] = "minilm",
-    labels: Annotated[Path | None, typer.Option(help="A label a line, for models that classify.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="A label a line; for encoder-decoders a text.")] = None,
     keep: Annotated[str, typer.Option(help="The share to keep, such as 0.6, or encoder=0.5,cross=0.9.")] = "0.6",
     score: Annotated[
         str, typer.Option(help="michel, michel-token, ablation, output, variance, ... or random.")
@@ -38,6 +38,7 @@ def prune(
     allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Layers may lose every head.")] = False,
     recover: Annotated[int, typer.Option(metavar="STEPS", help="Distil from the full model afterwards.")] = 0,
     curve: Annotated[bool, typer.Option("--curve", help="Quality against heads kept, as PNG and JSON.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Hold every score against ablation; slow.")] = False,
     over: Annotated[str, typer.Option(help="Under torchrun, how recovery is shared: ddp or fsdp.")] = "ddp",
     batch: Annotated[int, typer.Option(help="Texts at once, in scoring and in timing.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a text at most, and in timing.")] = 128,
@@ -58,8 +59,9 @@ def prune(
     from ..prune.session import Asked
 
     asked = Asked(
-        _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed
-    )
+        _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
+        compare,
+    )  # fmt: skip
     with together() as ranks:
         report = _run(model, texts, labels, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
@@ -109,7 +111,7 @@ def _run(
     given = Plan.load(plan) if plan else None
     model = load(name)
     marks = read_labels(labels, len(lines), model.config) if labels else None
-    batches = batched(lines, tokenizer(name), labels=marks, batch=asked.batch, length=asked.length)
+    batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
     first = shared.get("first", True)
     with _bars(first) as progress:
         smaller, report = pruned_and_measured(
@@ -127,7 +129,8 @@ def _run(
                 progress=lambda done, total: progress("curve", done, total),
             )  # fmt: skip
             put(out / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
-            save_curve(found, out / "curve.png")
+            for ending in ("png", "svg"):
+                save_curve(found, out / f"curve.{ending}")
             write(report, out, picture=True)
     return report
 
@@ -151,11 +154,17 @@ def _bars(shown: bool) -> Iterator[Progress]:
 
 
 def _words(report: Report) -> str:
-    from ..prune.report import ceiling, rows
+    from ..prune.report import ceiling, compared, rows
 
     table = rows(report)
     widths = [max(len(row[i]) for row in table) for i in range(3)]
     lines = [f"The most that removing heads can save: {ceiling(report)}.", "", str(report.plan), ""]
     lines += [f"{a:<{widths[0]}}  {b:>{widths[1]}}  ->  {c:>{widths[2]}}" for a, b, c in table]
     lines += ["", *report.verdict(), f"scored on {report.scored} texts, measured on {report.measured} others"]
+    if report.against is not None:
+        lines += ["", "rank correlation with ablation:"]
+        lines += [
+            f"  {name:<14}{correlation:>6}  {seconds:>7} s" for name, correlation, seconds in compared(report.against)
+        ]
+        lines += [report.against.words(), ""]
     return "\n".join([*lines, str(report.saved)])

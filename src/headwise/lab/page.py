@@ -26,7 +26,12 @@ def page(claim: Claim, record: dict[str, Any]) -> str:
     figures = record["figures"]
     parts = [f"# {claim.number}. {claim.title}", ""]
     for verdict in verdicts_of(record):
-        parts += [f"> “{verdict.says}”", "", f"**{MARKS[verdict.word]} {str(verdict).capitalize()}.**", ""]
+        parts += [
+            f"> “{verdict.says}”",
+            "",
+            f"**{MARKS[verdict.word]} {str(verdict)[0].upper()}{str(verdict)[1:]}.**",
+            "",
+        ]
         parts += [f"{verdict.because} *How sure: {verdict.sure}.*", ""]
     parts += [f"![{claim.title}]({stem(claim.number)}.png)", ""]
     for table in claim.tables(figures):

@@ -84,6 +84,16 @@ def write(record: dict[str, Any], out: Path) -> None:
     _put(out / "README.md", index(list(results([out]).values())))
 
 
+def rewrite(out: Path) -> list[int]:
+    """Verdicts, pages and pictures again from the figures that are there, after a change of words; nothing is run."""
+    records = results([out])
+    for number, record in records.items():
+        chosen = claim(number)
+        verdicts = [asdict(verdict) for verdict in judged(chosen, record["figures"])]
+        write({**record, "title": chosen.title, "verdicts": verdicts}, out)
+    return list(records)
+
+
 def results(places: Iterable[Path] = (IN_CLONE, SHIPPED)) -> dict[int, dict[str, Any]]:
     """Records by claim, from the first place that has some."""
     for place in places:

@@ -33,7 +33,7 @@ class Budget:
         return {"tiny": tiny, "default": default, "full": full}[self.name]
 
 
-TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 3), Budget("full", 5)
+TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 5)
 BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
 
 

@@ -28,7 +28,7 @@ def drawn(record: dict[str, Any], charts: list[Chart], tables: list[Table]) -> R
     for verdict in verdicts_of(record):
         blocks += [sentence(verdict), Text(f"  {verdict.because} ({verdict.sure})", style="dim")]
     for chart in charts:
-        blocks += [Text(), Text(f"{chart.title}: {chart.y} against {chart.x}", style="bold"), *_bars(chart)]
+        blocks += [Text(), Text(_heading(chart), style="bold"), *_bars(chart)]
     for table in tables:
         blocks += [Text(), _table(table)]
     return Group(*blocks)
@@ -66,10 +66,16 @@ def _bars(chart: Chart) -> list[RenderableType]:
     return lines
 
 
+def _heading(chart: Chart) -> str:
+    return f"{chart.title}: {chart.y}" + (f" against {chart.x}" if chart.x else "")
+
+
 def _some(points: list[Point]) -> list[Point]:
     """Not more of a long line than one wants to read; its end is there."""
+    if not points or isinstance(points[0][0], str):
+        return points
     step = -(-len(points) // MOST)
-    return points[::-step][::-1] if points else points
+    return points[::-step][::-1]
 
 
 def _log(value: float) -> float:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.stack import Decoder
+from ..prune.recover import Alone
 from .model import Recipe, build, task_of
 from .tasks import IGNORED, Batch, Relations, Text
 
@@ -42,11 +43,20 @@ class Trained:
         return self.loss < LEARNED * self.chance  # also False where the loss is not a number
 
 
-def train(recipe: Recipe, device: str = "cpu", progress: Callable[[int, int], None] | None = None) -> Trained:
-    """A model by its recipe. The order of the data hangs on the seed too."""
+def train(
+    recipe: Recipe,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    crew: Alone | None = None,
+) -> Trained:
+    """A model by its recipe. The order of the data hangs on the seed too.
+
+    crew: those who share every batch, headwise.scale.train.crew("ddp") or ("fsdp") under torchrun.
+    """
     task, model = task_of(recipe), build(recipe).to(device)
     random = torch.Generator().manual_seed(recipe.seed)
-    curve = fit(model, task, model.parameters(), random, recipe.steps, recipe.batch, recipe.rate, progress, recipe.seed)
+    steps, batch, rate = recipe.steps, recipe.batch, recipe.rate
+    curve = fit(model, task, model.parameters(), random, steps, batch, rate, progress, recipe.seed, crew)
     return Trained(recipe, model.eval(), curve, task.chance())
 
 
@@ -60,27 +70,34 @@ def fit(
     rate: float,
     progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
+    crew: Alone | None = None,
 ) -> list[tuple[int, float, float]]:
     """The loop: these parameters of the model learn the task. Gives the curve of the held-out data."""
     device = next(model.parameters()).device
-    learning = list(parameters)
+    crew = crew or Alone()
+    chosen, before = {id(x) for x in parameters}, list(model.parameters())
+    learner = crew.wrapped(model)
+    whole = getattr(learner, "module", learner)
+    learning = [x for x, was in zip(whole.parameters(), before, strict=True) if id(was) in chosen]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     curve = []
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # for dropout
+        torch.manual_seed(seed + crew.rank)  # for dropout
         for step in range(steps):
             drawn = task.batch(batch, random)
-            loss = loss_of(model(drawn.inputs.to(device)), drawn.targets.to(device))
-            model.zero_grad()
-            loss.backward()
+            (inputs, weight), (targets, _) = crew.part(drawn.inputs), crew.part(drawn.targets)
+            loss = loss_of(learner(inputs.to(device)), targets.to(device), weight, crew.total)
+            learner.zero_grad()
+            (loss * crew.count).backward()  # a crew averages its gradients
             nn.utils.clip_grad_norm_(learning, CLIP)
             optimizer.step()
             schedule.step()
             if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
-                curve.append((step + 1, *quality(model, task, TEST_BATCHES if step + 1 == steps else 1)))
+                curve.append((step + 1, *quality(whole, task, TEST_BATCHES if step + 1 == steps else 1)))
                 if progress:
                     progress(step + 1, steps)
+    crew.done(model)
     return curve
 
 
@@ -89,10 +106,19 @@ def _rate(step: int, steps: int) -> float:
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits (B, T, answers * symbols), targets (B, T, answers) -> the mean loss over the answers that exist."""
+def loss_of(
+    logits: Tensor, targets: Tensor, weight: float = 1.0, total: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """logits (B, T, answers * symbols), targets (B, T, answers) -> the mean loss over the answers that exist.
+
+    With total, which sums over those who share a batch: this one's part of that mean.
+    """
     answers = logits.unflatten(-1, (targets.shape[-1], -1))  # (B, T, answers, symbols)
-    return F.cross_entropy(answers.flatten(0, 2), targets.flatten(), ignore_index=IGNORED)
+    mean = F.cross_entropy(answers.flatten(0, 2), targets.flatten(), ignore_index=IGNORED)
+    if total is None:
+        return mean
+    count = weight * (targets != IGNORED).sum()
+    return mean * count / total(count)
 
 
 @torch.no_grad()

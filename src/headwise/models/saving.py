@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
+from ..files import umask
 from . import anatomy
 from .probing import difference, probe
 from .projections import projections
@@ -319,7 +320,9 @@ def _compare(model: Any, folder: Path, form: str, cls: Any) -> float | None:
 
 def _into_place(made: Path, target: Path) -> None:
     """One rename; where a directory is replaced, the old one comes back if that fails."""
-    os.chmod(made, 0o755)
+    os.chmod(made, 0o777 & ~umask())
+    for file in made.rglob("*.safetensors"):  # safetensors makes files that only their owner can read
+        os.chmod(file, 0o666 & ~umask())
     if not target.exists():
         os.rename(made, target)
         return

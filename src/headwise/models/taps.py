@@ -13,6 +13,7 @@ from ..errors import HeadwiseError
 from . import anatomy
 from .anatomy import Site
 
+MASKS = ("attention_mask", "decoder_attention_mask")
 Tap = Callable[[Site, Tensor], Tensor | None]  # (..., H, width of a head) -> the same, changed, or None
 
 
@@ -61,11 +62,11 @@ def _needs_labels(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def real_tokens(batch: Any, shape: torch.Size) -> Tensor | None:
+def real_tokens(batch: Any, shape: torch.Size, kind: str = "self") -> Tensor | None:
     """(B, T) bool for W_O's input (B, T, H, d): which are tokens, where the batch says so and it fits."""
     if not isinstance(batch, Mapping):
         return None
-    for name in ("attention_mask", "decoder_attention_mask"):
+    for name in MASKS[:: -1 if kind in ("decoder", "cross") else 1]:
         mask = batch.get(name)
         if isinstance(mask, Tensor) and tuple(mask.shape) == tuple(shape[:2]):
             return mask.bool()
@@ -79,7 +80,7 @@ def means(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     batch: Any = None
 
     def add(site: Site, each: Tensor) -> None:
-        real = real_tokens(batch, each.shape)
+        real = real_tokens(batch, each.shape, site.kind)
         tokens = each.flatten(0, -3) if real is None else each[real]
         totals[site.name] = totals.get(site.name, 0) + tokens.double().sum(0)
         counts[site.name] = counts.get(site.name, 0) + len(tokens)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import HeadwiseError
 from ..models.masking import mask_heads
 from .importance import importance
+from .objective import batch_size
 from .plan import plan
 from .quality import Quality, quality
 
@@ -45,7 +47,7 @@ def curve(
     progress: Callable[[int, int], None] | None = None,
     **how: Any,
 ) -> Curve:
-    """Masked models at every share; a seed draws other batches to score with, and other random numbers."""
+    """Masked models at every share; a seed draws other texts to score with, and other random numbers."""
     if seeds < 1:
         raise HeadwiseError(f"seeds must be at least 1, got {seeds}")
     full = copy.deepcopy(model)  # the masks are on the model itself
@@ -54,8 +56,8 @@ def curve(
     for score in scores:
         table = np.zeros((seeds, len(shares)))
         for seed in range(seeds):
-            drawn = np.random.default_rng(seed).integers(0, len(scoring), len(scoring))
-            some = [scoring[i] for i in drawn] if seed else scoring
+            random = np.random.default_rng(seed)
+            some = [_redrawn(batch, random) for batch in scoring] if seed else scoring
             found = importance(model, some, score, seed=seed)
             for column, share in enumerate(shares):
                 with mask_heads(model, plan(found, share, **how).heads):
@@ -65,3 +67,12 @@ def curve(
                     progress(done, total)
         values[score] = table
     return Curve(tuple(shares), values, quality(model, model, measuring))
+
+
+def _redrawn(batch: Any, random: np.random.Generator) -> Any:
+    """As many texts of a batch, drawn from it with replacement."""
+    size = batch_size(batch)
+    rows = torch.from_numpy(random.integers(0, size, size))
+    if isinstance(batch, torch.Tensor):
+        return batch[rows]
+    return {name: x[rows] if isinstance(x, torch.Tensor) and len(x) == size else x for name, x in batch.items()}

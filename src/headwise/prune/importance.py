@@ -94,7 +94,7 @@ def importance(
         each = function(setting)
     words = {"michel": objective.slope, "michel-token": objective.slope, "ablation": objective.words,
              "l0": objective.words}.get(score, "no loss")  # fmt: skip
-    return Scores(setting.places, score, unit, words, each, signed, norm)
+    return Scores(setting.places, score, unit, words, each, signed, norm, objective.relative)
 
 
 def places(model: nn.Module) -> list[Place]:
@@ -230,7 +230,7 @@ def _forward(setting: Setting, measure: Callable[[Site, Tensor], Tensor]) -> lis
 
         def tap(site: Site, heads: Tensor, batch: Any = batch, size: int = size) -> None:
             found = measure(site, heads.float())
-            real = real_tokens(batch, heads.shape)
+            real = real_tokens(batch, heads.shape, site.kind)
             if real is not None:
                 mean = (found * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
             else:

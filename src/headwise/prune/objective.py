@@ -163,10 +163,11 @@ def own_labels(out: Any, batch: Any, random: torch.Generator) -> Tensor:
 
 
 def _where_real(labels: Tensor, batch: Any) -> Tensor:
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if mask is None or mask.shape != labels.shape:
-        return labels
-    return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+    for name in ("decoder_attention_mask", "attention_mask"):
+        mask = batch.get(name) if isinstance(batch, Mapping) else None
+        if mask is not None and mask.shape == labels.shape:
+            return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+    return labels
 
 
 def random_direction(out: Any, batch: Any, random: torch.Generator) -> Tensor:
@@ -197,7 +198,7 @@ def embedding(out: Any, batch: Any) -> Tensor:
     if hidden.dim() < 3:
         return hidden.float().flatten(1)
     hidden = hidden.float().flatten(1, -2)
-    for name in ("attention_mask", "decoder_attention_mask"):
+    for name in ("decoder_attention_mask", "attention_mask"):
         mask = batch.get(name) if isinstance(batch, Mapping) else None
         if mask is not None and mask.shape == hidden.shape[:2]:
             weight = mask.to(hidden)[..., None]

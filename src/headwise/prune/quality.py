@@ -14,6 +14,8 @@ from .importance import places
 from .objective import Loss, choose, predicted
 from .scores import INTERVAL, RESAMPLES
 
+ROUNDING = 1e-6  # a distance to the full model below this is none
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -74,7 +76,7 @@ def text_by_text(model: Any, full: Any, batches: list[Any], loss: Loss | None = 
                 reference = run(full, batch) if objective.relative else None
                 found = objective.damage(out, batch, reference).double()
                 if objective.relative:
-                    found = found.clamp(min=0)  # a distance; rounding takes that of equal outputs below
+                    found = found.where(found > ROUNDING, 0.0)
             each.append(found)
             weights.append(predicted(batch) if objective.name == "text" else torch.ones(len(found)))
     values, counts = torch.cat(each).cpu().numpy(), torch.cat(weights).double().cpu().numpy()

@@ -20,14 +20,14 @@ from ..models.projections import row_dim
 from ..models.surgery import head_count
 from ..models.taps import run
 
-EVERY = 50  # steps between checkpoints
+EVERY = 25  # steps between checkpoints
 RATE = 1e-4
 
 
 class Alone:
     """One process that trains. headwise.scale gives the same for several, of which each takes a part of every batch."""
 
-    count = 1
+    rank, count = 0, 1
     first = True  # the one that writes
 
     def wrapped(self, model: Any) -> Any:
@@ -140,9 +140,10 @@ def distilled(
         a, b = (next(outputs(x)).float() for x in (out, target))
         size = total(weight * b.square().sum()) / total(torch.tensor(weight * b.numel(), device=b.device))
         each = F.mse_loss(a, b, reduction="none").mean(-1) / size
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if mask is None or mask.shape != each.shape:
-        mask = torch.ones_like(each)
+    found = (
+        [batch.get(name) for name in ("decoder_attention_mask", "attention_mask")] if isinstance(batch, dict) else []
+    )
+    mask = next((x for x in found if x is not None and x.shape == each.shape), torch.ones_like(each))
     return weight * (each * mask).sum() / total(weight * mask.sum())
 
 
@@ -175,6 +176,7 @@ def _key(model: nn.Module, batches: list[Any], steps: int, rate: float) -> str:
 def _keep(
     path: Path, key: str, step: int, losses: list[float], trained: list[Any], optimizer: Any, crew: Alone
 ) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
@@ -185,7 +187,13 @@ def _keep(
     if not crew.first:
         return
     with written(path, CheckpointError) as made:
-        save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
+        try:
+            save_file(tensors, made, {"key": key, "step": str(step), "losses": json.dumps(losses)})
+        except SafetensorError as error:  # how safetensors tells of a full disk
+            raise CheckpointError(
+                f"recovery stopped at step {step}: {str(path)!r} cannot be written ({error}); with more room, the same "
+                "command goes on from what was kept before"
+            ) from error
 
 
 def _resume(path: Path | None, key: str, trained: list[Any], optimizer: Any, crew: Alone) -> tuple[int, list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..files import written
 
 if TYPE_CHECKING:
+    from .against import Against
     from .session import Report
 
 Rows = list[tuple[str, str, str]]
@@ -33,6 +33,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "verdict": report.verdict(),
         "texts": {"scored": report.scored, "measured": report.measured},
         "recovery_losses": report.losses,
+        "scores": report.scores.to_json() if report.scores is not None else None,
+        "against_ablation": report.against.to_json() if report.against else None,
         "saved": report.saved.to_json() if report.saved else None,
     }
 
@@ -86,56 +88,39 @@ def markdown(report: Report) -> str:
         "bootstrap over texts; times are medians of 7 interleaved passes.",
         f"## The plan\n```text\n{report.plan}\n```",
     ]
-    if report.losses:
-        first, last = report.losses[0], sum(report.losses[-10:]) / len(report.losses[-10:])
+    if report.against is not None:
+        lines = "\n".join(f"| {a} | {b} | {c} |" for a, b, c in compared(report.against))
         parts.append(
-            f"## Recovery\n{len(report.losses)} steps of distillation; its loss went from {first:.4g} to {last:.4g}."
+            f"## Scores against ablation\n| score | rank correlation | seconds |\n|---|--:|--:|\n{lines}\n\n"
+            + report.against.words()
         )
+    if report.losses:
+        parts.append(f"## Recovery\n{recovered(report)}")
     if report.saved:
         parts.append(f"## Saved\nForm: {report.saved.form} ({report.saved.why}). Load it with `{report.saved.load}`.")
     return "\n\n".join(parts) + "\n"
 
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
-body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8886 }}
-td:first-child, th:first-child {{ text-align: left }}
-pre {{ line-height: 1.2; overflow-x: auto }}
-</style>
-<h1>{title}</h1>
-<p>The most that removing heads can save: {ceiling}.</p>
-<table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody></table>
-<ul>{verdict}</ul>
-<p>{texts}</p>
-{picture}
-<h2>The plan</h2><pre>{plan}</pre>
-<p>{saved}</p>
-</html>
-"""
-
-
-def page(report: Report, picture: bool = False) -> str:
-    said = html.escape  # a model's name may be "<b>"
-    cells = "".join(f"<tr><td>{said(a)}</td><td>{said(b)}</td><td>{said(c)}</td></tr>" for a, b, c in rows(report))
-    return PAGE.format(
-        title=said(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
-        ceiling=said(ceiling(report)),
-        table=cells,
-        verdict="".join(f"<li>{said(line)}</li>" for line in report.verdict()),
-        texts=f"Scored on {report.scored} texts, measured on {report.measured} others; 95 % intervals by bootstrap.",
-        picture='<img src="curve.png" alt="Quality against the share of heads kept" width="800">' if picture else "",
-        plan=said(str(report.plan)),
-        saved=said(str(report.saved)) if report.saved else "",
+def recovered(report: Report) -> str:
+    first, last = report.losses[0], sum(report.losses[-10:]) / len(report.losses[-10:])
+    found = report.quality
+    return (
+        f"{len(report.losses)} steps of distillation from the full model; its loss went from {first:.4g} to {last:.4g} "
+        f"(mean of the last ten steps). {found['full'].name} on texts that it did not see: {_interval(found['full'])} "
+        f"in full, {_interval(found['pruned'])} pruned, {_interval(found['recovered'])} recovered."
     )
+
+
+def compared(found: Against) -> Rows:
+    """score, rank correlation with ablation, seconds"""
+    rows = [(row.score, f"{row.correlation:.2f}", f"{row.seconds:.1f}") for row in found.rows]
+    return [*rows, ("ablation", "1.00", f"{found.seconds:.1f}")]
 
 
 def write(report: Report, folder: Path, picture: bool = False) -> None:
     """pruning.md, pruning.html and pruning.json in a directory."""
+    from .page import page
+
     text = json.dumps(to_json(report), indent=2)
     for name, content in (
         ("pruning.md", markdown(report)),

@@ -57,9 +57,11 @@ class Scores(dict[str, np.ndarray]):
         each: list[np.ndarray],
         signed: bool,
         norm: bool,
+        relative: bool = False,
     ) -> None:
         """each: for every place (examples, units), one row where a score has no examples."""
         self.places, self.name, self.unit, self.objective = places, name, unit, objective
+        self.relative = relative  # to the full model: a distance, which is never below 0
         self.examples = each
         counts = {rows.shape[0] for rows in each}
         self.count = counts.pop() if len(counts) == 1 else 0

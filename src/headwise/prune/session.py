@@ -13,6 +13,7 @@ import torch
 from ..errors import HeadwiseError
 from ..models.saving import Saved, save
 from ..models.surgery import prune_heads
+from .against import Against, against_ablation
 from .importance import importance
 from .latency import attention_time, times
 from .plan import Plan, in_steps, plan
@@ -41,6 +42,7 @@ class Asked:
     batch: int = 16
     length: int = 128
     seed: int = 0
+    compare: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Report:
     measured: int
     saved: Saved | None = None
     losses: list[float] = field(default_factory=list)
+    scores: Scores | None = None  # by which the heads were chosen
+    against: Against | None = None
 
     def verdict(self) -> list[str]:
         """Whether it is faster, in plain words."""
@@ -82,7 +86,10 @@ class Report:
             if found.ratio > 0.97:
                 lines.append(f"not faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after")
             else:
-                lines.append(f"at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after ({found.ratio:.2f})")
+                lines.append(
+                    f"faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after "
+                    f"({found.ratio:.2f} of the time)"
+                )
         return lines
 
 
@@ -104,8 +111,13 @@ def pruned_and_measured(
     scored and trained: how heads are scored and recovery goes, where several processes share both; the first of them
     measures quality and time, in the report of the others they are not there.
     """
-    made = given or _planned(model, texts, asked, progress, scored)
+    made, scores = (given, None) if given else _planned(model, texts, asked, progress, scored)
     made.check(model)
+    against = None
+    if asked.compare and first:
+        against = against_ablation(
+            model, texts.scoring, seed=asked.seed, progress=lambda done, total: progress("ablation", done, total)
+        )
     smaller = prune_heads(
         model,
         made,
@@ -131,29 +143,33 @@ def pruned_and_measured(
             found["recovered"] = quality(smaller, model, texts.measuring)
     latency, share = _latency(model, smaller, texts, asked, progress) if first else ([], 0.0)
     report = Report(
-        name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured, None, losses
-    )
+        name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured,
+        losses=losses, scores=scores, against=against,
+    )  # fmt: skip
     return smaller, report
 
 
-def _planned(model: Any, texts: Texts, asked: Asked, progress: Progress, scored: Callable[..., Scores]) -> Plan:
+def _planned(
+    model: Any, texts: Texts, asked: Asked, progress: Progress, scored: Callable[..., Scores]
+) -> tuple[Plan, Scores | None]:
     how: dict[str, Any] = {"per": asked.per, "unit": asked.unit, "allow_empty": asked.allow_empty}
     if asked.steps > 1:
         if asked.budget == "latency" or isinstance(asked.keep, dict):
             raise HeadwiseError(
                 "steps are for one share of heads, parameters or cache; not latency, not shares by kind"
             )
-        return in_steps(
+        stepwise = in_steps(
             model, texts.scoring, asked.keep, asked.score, asked.steps, budget=asked.budget, **how,
             scoring={"seed": asked.seed}, scored=scored,
             progress=lambda done, total: progress("scoring in steps", done, total),
         )  # fmt: skip
+        return stepwise, None  # there were several scores, each of what was left
     scores = scored(
         model, texts.scoring, asked.score, seed=asked.seed,
         progress=lambda done, total: progress(f"scoring by {asked.score}", done, total),
     )  # fmt: skip
     inputs = sample(model, asked.batch, asked.length) if asked.budget == "latency" else None
-    return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how)
+    return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how), scores
 
 
 def sample(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import HeadwiseError
+from .objective import IGNORED
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,13 @@ def read_lines(path: Path, what: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def read_labels(path: Path, count: int, config: Any) -> list[int]:
-    """A label a text: numbers, or names that the model's config knows."""
+def read_labels(path: Path, count: int, config: Any) -> list[int] | list[str]:
+    """A label a text: numbers, or names that the model's config knows; for encoder-decoders the text to be written."""
+    if getattr(config, "is_encoder_decoder", False):
+        targets = read_lines(path, "labels")
+        if len(targets) != count:
+            raise HeadwiseError(f"{len(targets)} labels for {count} texts; one a line is expected")
+        return targets
     names = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
     labels = []
     for line in read_lines(path, "labels"):
@@ -51,28 +57,60 @@ def read_labels(path: Path, count: int, config: Any) -> list[int]:
 
 
 def batched(
-    texts: Sequence[str], tokenizer: Any, *, labels: Sequence[int] | None = None, batch: int = 16, length: int = 128
+    texts: Sequence[str],
+    tokenizer: Any,
+    *,
+    labels: Sequence[int] | Sequence[str] | None = None,
+    config: Any = None,
+    batch: int = 16,
+    length: int = 128,
 ) -> Texts:
-    """Every other text is for scoring, the rest for measuring, so that no head is judged on what it was chosen by."""
+    """Every other text is for scoring, the rest for measuring, so that no head is judged on what it was chosen by.
+
+    The decoder of an encoder-decoder (as config says) is given the labels, which are texts, else the text itself.
+    """
     if len(texts) < 4:
         raise HeadwiseError(
             f"{len(texts)} texts are too few: half are for scoring, half for measuring; give at least 4"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+
+    def tensors(some: list[str]) -> dict[str, torch.Tensor]:
+        given = tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        return {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
+
     halves = []
     for start in (0, 1):
         rows = list(range(start, len(texts), 2))
         made = []
         for i in range(0, len(rows), batch):
             some = rows[i : i + batch]
-            given = tokenizer(
-                [texts[row] for row in some], padding=True, truncation=True, max_length=length, return_tensors="pt"
-            )
-            inputs = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
-            if labels is not None:
+            inputs = tensors([texts[row] for row in some])
+            if getattr(config, "is_encoder_decoder", False):
+                inputs = _for_decoder(inputs, tensors([str((labels or texts)[row]) for row in some]), config)
+                if labels is not None:
+                    inputs["labels"] = inputs.pop("targets")
+                inputs.pop("targets", None)
+            elif labels is not None:
                 inputs["labels"] = torch.tensor([labels[row] for row in some])
             made.append(inputs)
         halves.append((made, len(rows)))
     (scoring, scored), (measuring, measured) = halves
     return Texts(scoring, measuring, scored, measured)
+
+
+def _for_decoder(
+    inputs: dict[str, torch.Tensor], written: dict[str, torch.Tensor], config: Any
+) -> dict[str, torch.Tensor]:
+    """What the encoder reads; what the decoder is to write ("targets"), and has written before each token."""
+    ids, mask = written["input_ids"], written["attention_mask"]
+    start = getattr(config, "decoder_start_token_id", None)
+    first = torch.full_like(ids[:, :1], start if start is not None else (config.pad_token_id or 0))
+    return {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1),
+        "decoder_attention_mask": mask,
+        "targets": ids.masked_fill(mask == 0, IGNORED),
+    }

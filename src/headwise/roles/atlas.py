@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from .definitions import BY_NAME, ROLES, Definition
+from .definitions import BY_NAME, RESTING, ROLES, Definition
 from .tally import Key, Sums, Tally
 
 if TYPE_CHECKING:
@@ -147,8 +147,14 @@ class Atlas:
     @property
     def unnamed(self) -> float:
         """The share of heads without a clean role."""
-        named = {(role.kind, role.layer, role.head) for role in self.roles}
-        return 1 - len(named) / max(len(self), 1)
+        return 1 - len({role[:3] for role in self.roles}) / max(len(self), 1)
+
+    @property
+    def resting(self) -> float:
+        """The share of heads that have a role, but none other than resting on the first token or on delimiters."""
+        roles = self.roles
+        busy = {role[:3] for role in roles if role.role not in RESTING}
+        return len({role[:3] for role in roles} - busy) / max(len(self), 1)
 
     def merge(self, *others: Atlas) -> Atlas:
         """This one and others of the same model over other texts: as if all texts had been measured in one run."""
@@ -193,6 +199,7 @@ class Atlas:
         return {
             "headwise": "atlas", "format": FORMAT, "model": self.model, "about": self.about, "ways": self.ways,
             "layers": self.layers, "heads": self.heads, "unnamed": round(self.unnamed, DIGITS),
+            "resting": round(self.resting, DIGITS),
             "roles": [dict(zip(Role._fields, (*role[:4], *map(_round, role[4:])), strict=True)) for role in self.roles],
             "scores": tables, **({"relations": self.relations.to_json()} if self.relations else {}),
         }  # fmt: skip

@@ -97,6 +97,11 @@ ROLES = (
     Definition("induction", "induction", 0.5, (CAUSAL,), HALF),
     Definition("broad", "broad", 0.9, ANY, "nearly as wide as can be", relative=True),
 )
+RESTING = (
+    "first",
+    "delimiter",
+    "punctuation",
+)  # where heads look that look for nothing: Clark et al. 2019, Gu et al. 2024
 BY_NAME = {role.name: role for role in ROLES}
 
 

@@ -69,13 +69,14 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[Observer]:
         """The model is in eval mode meanwhile, and as it was afterwards."""
-        training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             with torch.inference_mode(), watch(self.model, stats=False, each=self._seen):
                 yield self
         finally:
-            self.model.train(training)
+            for module, training in modes:
+                module.training = training
 
     def run(self, batch: Batch) -> dict[Key, Found]:
         """What every layer did with a batch."""

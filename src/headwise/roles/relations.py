@@ -106,11 +106,15 @@ def choices(model: Any, links: Gold, *, tokenizer: Any = None, seed: int = 0) ->
 
 
 def reported(
-    model: Any, links: Gold, chosen: Mapping[str, Choice], *, tokenizer: Any = None, seed: int = 1
+    model: Any, links: Gold, chosen: Mapping[str, Choice], *, tokenizer: Any = None, seed: int = 1, least: int = 0
 ) -> Relations:
-    """How heads that were chosen elsewhere do on these links; relations that nothing was chosen for are left out."""
+    """How heads that were chosen elsewhere do on these links; relations that nothing was chosen for are left out.
+
+    least: links that a head must have been chosen by for its relation to be judged. `relations` is `choices` on one
+    half and then this on the other, with at least FEWEST.
+    """
     sentences, notes = sentences_of(links)
-    made = _reported(_subject(model, tokenizer), sentences, chosen, seed, None, least=0)
+    made = _reported(_subject(model, tokenizer), sentences, chosen, seed, None, least)
     return replace(made, notes=(*notes, *made.notes))
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .atlas import Atlas, Role
 
 BEST = 4  # heads that are named in a line
+REST = "on the first token, added tokens or punctuation"
 
 
 def text(atlas: Atlas, best: int = BEST) -> str:
@@ -30,7 +31,10 @@ def text(atlas: Atlas, best: int = BEST) -> str:
             continue  # ten lines of nothing would hide the rest
         shown = ", ".join(_head(role, many) for role in having[:best]) + (", ..." if len(having) > best else "")
         lines.append(f"{one.name:<{width}}  {len(having):>4}  {shown or _nearest(atlas, one, many)}")
-    lines += ["", f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role."]
+    lines += [
+        "",
+        f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role, {atlas.resting:.0%} only rest: {REST}.",
+    ]
     lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
     lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]
     if atlas.relations is not None:
@@ -54,7 +58,7 @@ def _head(role: Role, many: bool) -> str:
 
 
 def _nearest(atlas: Atlas, one: Definition, many: bool) -> str:
-    ranked = atlas.ranked(one)
+    ranked = [role for role in atlas.ranked(one) if not one.held(role.score, role.baseline, role.low)]
     if not ranked:
         return "cannot tell: nothing in these texts shows it"
     return f"none; nearest is {_head(ranked[0], many)}, {one.level(ranked[0].baseline):.2f} needed"

@@ -24,13 +24,17 @@ _WHERE = {
     "ring_head_stats": "ring",
     "save_state": "state",
     "split_heads": "heads",
+    "split_sequence": "context",
     "started": "ranks",
+    "sum_gradients": "context",
     "watch": "models",
 }
 
 __all__ = [*_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
+    from .context import split_sequence as split_sequence
+    from .context import sum_gradients as sum_gradients
     from .corpus import atlas as atlas
     from .corpus import importance as importance
     from .counted import counted as counted

@@ -172,7 +172,7 @@ def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float =
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")
-    ranks.agree("the module to split", lambda: _looks(module))
+    ranks.agree("the module to split", lambda: looks(module))
     if ranks.count == 1:
         return module
     for part in found:
@@ -188,9 +188,10 @@ def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float =
 def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
     plan = HeadPlan(part.heads, ranks.count)
     share, dim, device = plan.shares[ranks.rank], part.heads.dim, part.W_O.weight.device
-    groups = {kv: ranks.among(those) for kv, those in enumerate(plan.copies) if len(those) > 1}
     shared = tuple(
-        ((kv - share.kv.start) * dim, (kv + 1 - share.kv.start) * dim, groups[kv]) for kv in share.kv if kv in groups
+        ((kv - share.kv.start) * dim, (kv + 1 - share.kv.start) * dim, ranks.among(plan.copies[kv]))
+        for kv in share.kv
+        if len(plan.copies[kv]) > 1
     )
     even = len({len(share.query) for share in plan.shares}) == 1
     idle = kv_slots = _idle(plan, ranks, dim)
@@ -271,7 +272,7 @@ def _shapes(x: Any) -> str:
     return str(x) if isinstance(x, bool | int | float | str | None) else type(x).__name__
 
 
-def _looks(module: nn.Module) -> str:
+def looks(module: nn.Module) -> str:
     """What a module is, with a digest of its parameters' names, shapes and sums."""
     digest = hashlib.sha256()
     count = 0

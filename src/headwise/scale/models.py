@@ -27,30 +27,10 @@ from ..models.places import DEFAULT, directory
 from ..models.watch import Watch
 from ..models.watch import watch as watch_one
 from .heads import gathered_stats
-from .plan import HeadPlan, check_ranks
-from .ranks import RankError, Ranks, ranks_of
+from .plan import HeadPlan, check_divides
+from .ranks import Ranks, ranks_of
 
 RANKS = "headwise_ranks"  # on a model that load_split split
-
-
-def rank_counts(layers: list[Heads]) -> list[int]:
-    """The numbers of ranks over which all these layers' query and KV heads divide."""
-    most = min(heads.kv for heads in layers)
-    return [n for n in range(1, most + 1) if all(heads.kv % n == 0 and heads.query % n == 0 for heads in layers)]
-
-
-def check_divides(name: str, layers: list[Heads], ranks: int) -> None:
-    """An error that says which numbers of ranks work, unless this one does."""
-    check_ranks(ranks)
-    work = rank_counts(layers)
-    if ranks in work:
-        return
-    odd = next(heads for heads in layers if heads.kv % ranks or heads.query % ranks)
-    counts = " and ".join(filter(None, [", ".join(map(str, work[:-1])), str(work[-1])]))
-    raise RankError(
-        f"{ranks} ranks do not divide the {odd.query} query and {odd.kv} key/value heads of {name}; "
-        f"{counts} {'do' if len(work) > 1 else 'does'}"
-    )
 
 
 def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, dtype: Any = None) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import ShapeError
+from ..errors import RankError, ShapeError
 from ..heads import Heads
 
 
@@ -129,6 +129,26 @@ class HeadPlan:
 def plan(heads: Heads, ranks: int) -> HeadPlan:
     """Which query and KV heads of a layer live on which of so many ranks."""
     return HeadPlan(heads, ranks)
+
+
+def rank_counts(layers: list[Heads]) -> list[int]:
+    """The numbers of ranks over which all these layers' query and KV heads divide."""
+    most = min(heads.kv for heads in layers)
+    return [n for n in range(1, most + 1) if all(heads.kv % n == 0 and heads.query % n == 0 for heads in layers)]
+
+
+def check_divides(name: str, layers: list[Heads], ranks: int) -> None:
+    """An error that says which numbers of ranks work, unless this one does."""
+    check_ranks(ranks)
+    work = rank_counts(layers)
+    if ranks in work:
+        return
+    odd = next(heads for heads in layers if heads.kv % ranks or heads.query % ranks)
+    counts = " and ".join(filter(None, [", ".join(map(str, work[:-1])), str(work[-1])]))
+    raise RankError(
+        f"{ranks} ranks do not divide the {odd.query} query and {odd.kv} key/value heads of {name}; "
+        f"{counts} {'do' if len(work) > 1 else 'does'}"
+    )
 
 
 def parted(count: int, ranks: int) -> list[int]:

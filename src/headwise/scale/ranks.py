@@ -16,15 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, RankError
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others before it gives up
 RECORD, DIGEST = 768, 32  # bytes that a rank tells of itself: a state, a digest, and words for the message
 FINE, FAILED = 0, 1
-
-
-class RankError(HeadwiseError):
-    """Ranks that do not agree, do not answer, or cannot share the work."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,12 @@ class Ranks:
         return {}
 
     def among(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of some of these ranks. All ranks must ask, in the same order."""
+        """The process group of some of these ranks, of which this is one; all of them must ask."""
         if ranks not in self._groups:
             every = dist.get_process_group_ranks(self.group)
-            wait = timedelta(seconds=self.timeout)
-            self._groups[ranks] = dist.new_group([every[rank] for rank in ranks], timeout=wait)
+            self._groups[ranks] = dist.new_group(
+                [every[rank] for rank in ranks], timedelta(seconds=self.timeout), use_local_synchronization=True
+            )
         return self._groups[ranks]
 
     def global_rank(self, rank: int) -> int:

@@ -132,6 +132,12 @@ def positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None = Non
     return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
 
 
+def positions_of(here: int, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
+    """The same, from how many tokens each rank has; all ranks must ask."""
+    plan = _plan(_counts(here, ranks_of(mesh)), None, None, zigzag)
+    return positions(plan.tokens, zigzag=zigzag, mesh=mesh)
+
+
 def _ring(
     q: Tensor,
     k: Tensor,

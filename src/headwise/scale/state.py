@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from .linear import Piece, piece_of
 from .ranks import ranks_of
 
@@ -34,8 +34,7 @@ def state_of(module: nn.Module, owned: bool = False) -> dict[str, Any]:
 
 def save_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a module's parameters into a directory, each rank its own part; load_state reads them on any count."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
+    writing = _storage("HuggingFaceStorageWriter")
     ranks, target = ranks_of(), Path(path)
 
     def empty() -> str:
@@ -46,22 +45,21 @@ def save_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
     ranks.agree("where to save", empty)
     if ranks.first:
         target.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
+    writer = writing(str(target), save_distributed=True)
     with _in_words("written", path):
         dcp.save(state_of(module, owned=True), storage_writer=writer, no_dist=ranks.count == 1)
 
 
 def load_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read what save_state wrote, on as many ranks as there are now, into a module of the same shape."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
+    reading = _storage("HuggingFaceStorageReader")
     ranks, source = ranks_of(), Path(path)
     wanted = state_of(module)
 
     def there() -> str:
         if not any(source.glob("*.safetensors")):
             raise CheckpointError(f"{str(path)!r} holds no safetensors; give a directory that save_state wrote")
-        found = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
+        found = reading(str(source)).read_metadata().state_dict_metadata
         for name, x in wanted.items():
             if name not in found:
                 raise CheckpointError(f"{str(path)!r} has no {name}; it is a checkpoint of another module")
@@ -74,7 +72,17 @@ def load_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
     ranks.agree("what to load", there)
     with _in_words("read", path):
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(source)), no_dist=ranks.count == 1)
+        dcp.load(wanted, storage_reader=reading(str(source)), no_dist=ranks.count == 1)
+
+
+def _storage(name: str) -> Any:
+    """Safetensors under torch.distributed.checkpoint; older versions of PyTorch would write pickles."""
+    try:
+        from torch.distributed.checkpoint import hf_storage
+
+        return getattr(hf_storage, name)
+    except (ImportError, AttributeError):
+        raise UnsupportedError(f"torch {torch.__version__} writes no sharded safetensors; 2.9 does") from None
 
 
 @contextmanager

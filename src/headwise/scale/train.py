@@ -54,7 +54,7 @@ class Replicas(Alone):
     """DDP: every rank holds the whole model, gradients are averaged while backward goes on."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.count, self.first = ranks, ranks.count, ranks.first
+        self.ranks, self.rank, self.count, self.first = ranks, ranks.rank, ranks.count, ranks.first
 
     def wrapped(self, model: Any) -> Any:
         from torch.nn.parallel import DistributedDataParallel
@@ -64,7 +64,7 @@ class Replicas(Alone):
 
     def part(self, batch: Any) -> tuple[Any, float]:
         size = len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
-        rows = spans(size, self.count)[self.ranks.rank]
+        rows = spans(size, self.count)[self.rank]
         idle = not rows  # a batch smaller than the crew: one example again, for nothing
         at = slice(0, 1) if idle else slice(rows.start, rows.stop)
         if not isinstance(batch, dict):

@@ -50,7 +50,8 @@ def _data(atlas: Atlas, title: str) -> dict[str, Any]:
     found = atlas.to_json()
     ways = set(atlas.ways.values())
     summary = (
-        f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role; {atlas.about['texts']:,} texts, "
+        f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.resting:.0%} that only rest on "
+        f"the first token, added tokens or punctuation; {atlas.about['texts']:,} texts, "
         f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
     )
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ LARGEST = 24.0  # inches; what is larger is drawn with smaller cells and without
 FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Noto Sans Devanagari", "Arial Unicode MS")
 RC: dict[Any, Any] = {
     "font.size": 9,
+    "svg.fonttype": "none",  # text stays text: it can be found, and edited for a paper
+    "pdf.fonttype": 42,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
@@ -40,14 +44,20 @@ def save(
 
     The format is the name's ending (png, svg, pdf). The file appears whole or not at all.
     """
+    with drawing(RC):
+        write(_drawn(found, head, statistic), Path(path))
+
+
+@contextmanager
+def drawing(rc: dict[Any, Any]) -> Iterator[None]:
+    """While this lasts, matplotlib draws in our way."""
     try:
         import matplotlib.backends.backend_agg  # noqa: F401
         from matplotlib import rc_context
     except ImportError as error:
         raise HeadwiseError("pictures need matplotlib; get it with: pip install 'headwise[plot]'") from error
-    path = Path(path)
-    with rc_context({**RC, "font.family": _fonts()}):
-        _write(_drawn(found, head, statistic), path)
+    with rc_context({**rc, "font.family": _fonts()}):
+        yield
 
 
 def _fonts() -> list[str]:
@@ -141,7 +151,7 @@ def _wrapped(text: str, inches: float) -> str:
     return "\n".join(textwrap.wrap(text.replace("$", r"\$"), max(int(inches * 10), 20))[:3])
 
 
-def _write(figure: Figure, path: Path) -> None:
+def write(figure: Figure, path: Path) -> None:
     """Under a temporary name first: a run that is stopped half-way leaves no half picture."""
     kinds = figure.canvas.get_supported_filetypes()
     kind = path.suffix[1:].lower() or "png"

@@ -32,6 +32,12 @@ def f32(array: Any) -> str:
     return b64(np.asarray(array, np.float32))
 
 
+def shares(array: np.ndarray) -> dict[str, Any]:
+    """Numbers from 0 up in two bytes each: the share of the largest."""
+    top = float(array.max(initial=0.0))
+    return {"top": top, "data": b64(np.rint(array * (65535 / max(top, 1e-30))).astype("<u2"))}
+
+
 def roots(weights: np.ndarray) -> tuple[list[float], np.ndarray]:
     """(H, ...) -> each head's largest weight, and a byte for each weight: the root of its share of that."""
     flat = weights.reshape(len(weights), -1)

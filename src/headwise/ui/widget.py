@@ -25,6 +25,7 @@ def view(
     *,
     tokenizer: Any = None,
     against: str | None = None,
+    beside: Any = None,
     target: str | None = None,
     off: Any = None,
     heads: str | Sequence[str] = (),
@@ -33,29 +34,49 @@ def view(
 ) -> Any:
     """The interactive view: a Jupyter widget where anywidget is installed, else a `Page`; both have `.save(path)`.
 
-    against: a second text beside the first; off: {layer: [heads]} to switch off, beside the same with all heads.
+    against: a second text beside the first; beside: a second model, by name or as (model, tokenizer), on the same text;
+    off: {layer: [heads]} to switch off, beside the same with all heads.
     heads: "3.1" or several, shown first; target: what the decoder of an encoder-decoder model is given.
     scores: to colour the map by: what importance gave, an atlas, or {name: {kind: (layers, heads)}}.
     """
     service = None
     if isinstance(text, str):
         name, model, tokenizer = inspection._pair(model, tokenizer)
-        how: dict[str, Any] = {"tokenizer": tokenizer, "target": target, "truncate": truncate, "name": name}
-        passes = [capture.run(text, model, off=off, **how)]
-        if off:
-            passes.append(capture.run(text, model, **how))
-        if against is not None:
-            passes = [passes[0], capture.run(against, model, off=off, **how)]
+        how: dict[str, Any] = {"against": against, "beside": beside, "target": target, "off": off, "truncate": truncate}
+        seen = passes(text, model, tokenizer=tokenizer, name=name, **how)
         service = Service({name: (model, tokenizer)}, scores=scores)
     else:
-        passes = [text] if isinstance(text, Pass) else list(text)
-    if not 1 <= len(passes) <= 2:
-        raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(passes)}")
-    chosen = (heads,) if isinstance(heads, str) else tuple(heads)
+        seen = [text] if isinstance(text, Pass) else list(text)
+    if not 1 <= len(seen) <= 2:
+        raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(seen)}")
     kind = _widget()
     live = service.live if service is not None and kind is not None else None
-    value = data(passes, heads=chosen, scores=scores, live=live)
-    return Page(value, passes[0].text) if kind is None else kind(value, service)
+    value = data(seen, heads=_several(heads), scores=scores, live=live)
+    return Page(value, seen[0].text) if kind is None else kind(value, service)
+
+
+def passes(
+    text: str, model: Any, *, against: str | None = None, beside: Any = None, off: Any = None, **how: Any
+) -> list[Pass]:
+    """The pass that is asked for, and the one to set beside it: another text, another model, or all heads on."""
+    if against is not None and beside is not None:
+        raise HeadwiseError("a second text or a second model can stand beside the first, not both")
+    first = capture.run(text, model, off=off, **how)
+    if against is not None:
+        return [first, capture.run(against, model, off=off, **how)]
+    if beside is not None:
+        name, other, tokenizer = inspection._pair(*(beside if isinstance(beside, tuple) else (beside, None)))
+        return [first, capture.run(text, other, **{**how, "name": name, "tokenizer": tokenizer})]
+    return [first, capture.run(text, model, **how)] if off else [first]
+
+
+def saved(seen: Sequence[Pass], path: str | Path, *, heads: str | Sequence[str] = (), scores: Any = None) -> Path:
+    """Passes as a page of their own."""
+    return Page(data(seen, heads=_several(heads), scores=scores), seen[0].text).save(path)
+
+
+def _several(heads: str | Sequence[str]) -> tuple[str, ...]:
+    return (heads,) if isinstance(heads, str) else tuple(heads)
 
 
 class Page:

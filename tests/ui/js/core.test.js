@@ -1,10 +1,10 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { PALETTES, inkOn, luminance, pick, ramp } from "../../../src/headwise/ui/js/colour.js";
-import { Recent, Run, attention, merged, rootError } from "../../../src/headwise/ui/js/core.js";
-import { cellText, format, several, visible, weightText } from "../../../src/headwise/ui/js/dom.js";
+import { Recent, Run, attention, merged, numbers, rootError } from "../../../src/headwise/ui/js/core.js";
+import { cellText, direction, format, several, visible, weightText } from "../../../src/headwise/ui/js/dom.js";
 import { alike, difference } from "../../../src/headwise/ui/js/compare.js";
-import { extent, ordered } from "../../../src/headwise/ui/js/map.js";
+import { extent, ordered, ranked } from "../../../src/headwise/ui/js/map.js";
 import { messages } from "../../../src/headwise/ui/js/asking.js";
 import { readState, write } from "../../../src/headwise/ui/js/state.js";
 
@@ -151,4 +151,24 @@ test("only the newest few are kept", () => {
   get("a"); get("b"); get("a"); get("c");
   assert.deepEqual([...recent.kept.keys()], ["a", "c"]);
   assert.equal(get("a"), 1);
+});
+
+test("all heads by their value, those without one left out", () => {
+  const table = [[0.2, 0.7, null], [0.5]];
+  assert.deepEqual(ranked(table, false), [[0, 1], [1, 0], [0, 0]]);
+  assert.deepEqual(ranked(table, true), [[0, 0], [1, 0], [0, 1]]);
+});
+
+test("the first letter says which way a text runs", () => {
+  assert.equal(direction("(1) שלום abc"), "rtl");
+  assert.equal(direction("… مرحبا"), "rtl");
+  assert.equal(direction("abc שלום"), "ltr");
+  assert.equal(direction("日本語 123"), "ltr");
+  assert.equal(direction(""), "ltr");
+});
+
+test("shares of the largest are numbers again", () => {
+  const data = Buffer.from(new Uint16Array([0, 65535, 13107]).buffer).toString("base64");
+  assert.deepEqual([...numbers({ top: 5, data })], [0, 5, 1]);
+  assert.deepEqual([...numbers(f32([0.5, 7]))], [0.5, 7]);
 });

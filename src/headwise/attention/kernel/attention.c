@@ -38,7 +38,7 @@ INLINE void tile(const int rows, const int vectors, const float *restrict a, int
     vf sum[TILE_ROWS][TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
         sum[r][x] = add ? load(c + r * c_row + x * W) : all(0);
-    for (int64_t i = 0; i < n; i++, b += b_row) {
+    UNROLL_SOME for (int64_t i = 0; i < n; i++, b += b_row) {
         vf right[TILE_VECTORS];
         UNROLL for (int x = 0; x < vectors; x++) right[x] = load(b + x * W);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -50,22 +50,26 @@ INLINE void tile(const int rows, const int vectors, const float *restrict a, int
         store(c + r * c_row + x * W, sum[r][x]);
 }
 
-#define WIDTHS(rows) \
-    switch (vectors) { \
-        case 1: tile(rows, 1, a, a_row, b, b_row, c, c_row, n, add); break; \
-        case 2: tile(rows, 2, a, a_row, b, b_row, c, c_row, n, add); break; \
-        case 3: if (TILE_VECTORS >= 3) tile(rows, TILE_VECTORS >= 3 ? 3 : 1, a, a_row, b, b_row, c, c_row, n, add); break; \
-        default: if (TILE_VECTORS >= 4) tile(rows, TILE_VECTORS, a, a_row, b, b_row, c, c_row, n, add); \
-    } \
-    break;
-#define HEIGHT(r) case r: if (r <= TILE_ROWS) { WIDTHS(r <= TILE_ROWS ? r : 1) } break;
+/* Tiles side by side: of b the next one lies b_step further on, of c PANEL. */
+INLINE void tiles(const int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                  int64_t b_step, float *c, int64_t c_row, int64_t n, int add) {
+    for (; vectors >= TILE_VECTORS; vectors -= TILE_VECTORS, b += b_step, c += PANEL)
+        tile(rows, TILE_VECTORS, a, a_row, b, b_row, c, c_row, n, add);
+    if (vectors == 1) tile(rows, 1, a, a_row, b, b_row, c, c_row, n, add);
+    if (TILE_VECTORS > 2 && vectors == 2) tile(rows, 2, a, a_row, b, b_row, c, c_row, n, add);
+    if (TILE_VECTORS > 2 && vectors == 3) tile(rows, TILE_VECTORS > 2 ? 3 : 1, a, a_row, b, b_row, c, c_row, n, add);
+}
 
-/* A tile of up to TILE_ROWS rows and TILE_VECTORS vectors. */
-static void multiply(int rows, int vectors, const float *a, int64_t a_row, const float *b, int64_t b_row, float *c,
-                     int64_t c_row, int64_t n, int add) {
+#define HEIGHT(r) case r: tiles(r <= TILE_ROWS ? r : 1, vectors, a, a_row, b, b_row, b_step, c, c_row, n, add); break;
+
+/* c (rows x vectors * W) = or += a b for up to TILE_ROWS rows. */
+static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                     int64_t b_step, float *c, int64_t c_row, int64_t n, int add) {
     switch (rows) {
         HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
+#if TALL
         HEIGHT(7) HEIGHT(8) HEIGHT(9) HEIGHT(10) HEIGHT(11) HEIGHT(12)
+#endif
     }
 }
 
@@ -173,7 +177,8 @@ INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, co
             dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
             dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
         }
-        for (; r < rows; r++) dots(kind, 1, 4, q + r * dim, x, row, dim, s + r * line + j, line);
+        for (; r + 2 <= rows; r += 2) dots(kind, 2, 4, q + r * dim, x, row, dim, s + r * line + j, line);
+        if (r < rows) dots(kind, 1, 4, q + r * dim, x, row, dim, s + r * line + j, line);
     }
     for (; j < count; j++, x += row) /* the same key four times */
         for (int r = 0; r < rows; r++) {
@@ -385,18 +390,21 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
     float now = largest(larger(top, other)), old = row->m, m = now > old ? now : old;
     row->m = m;
     if (m == -INFINITY) m = 0;
-    /* f is 1 more often than not, but nobody could foretell when */
-    vf fall = larger(all(LOWEST), all(old - m)), f = power_of_two(fall);
-    for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
-    vf before = row->l * f, l = before, w = row->w, d = row->d;
+    vf before = row->l, w = row->w, d = row->d;
+    if (old != -INFINITY) { /* f is 1 more often than not, but nobody could foretell when */
+        vf fall = larger(all(LOWEST), all(old - m)), f = power_of_two(fall);
+        for (int64_t i = 0; i < width; i += W) store(o + i, load(o + i) * f);
+        before *= f;
+        if (wanted) {
+            w = f * w + fall * before;
+            d *= f;
+            for (int i = 0; i < 4; i++) row->at[i] *= f[0];
+            for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
+        }
+    }
+    vf l = before;
     int64_t step = from - row->place, near = step > 0 ? 0 : step < -KEY_BLOCK ? -KEY_BLOCK : step;
     const float *away = away_from_zero + KEY_BLOCK + near;
-    if (wanted) {
-        w = f * w + fall * before;
-        d *= f;
-        for (int i = 0; i < 4; i++) row->at[i] *= f[0];
-        for (int64_t i = 0; i < class_count; i++) row->c[i] *= f;
-    }
     for (j = 0; j < n; j += W) {
         vf t = larger(all(LOWEST), load(s + j) - m), e = power_of_two(t);
         store(s + j, e);
@@ -455,6 +463,15 @@ static void mix_odd(Item *it, Row *row, const float *s, float *o, int64_t low, i
             for (int64_t i = 0; i < it->plan->width; i++) o[i] += s[j - from] * it->values[(j - from) * it->value_row + i];
 }
 
+/* In the vectors that hold a and b, what is before a or from b on becomes -inf. By whole vectors, since one that is
+   loaded soon after several stores into it would wait for all of them. */
+INLINE void hide_edges(float *s, int64_t a, int64_t b) {
+    vf place = count_up(), hidden = all(-INFINITY);
+    float *first = s + a / W * W, *last = s + b / W * W;
+    if (a % W) store(first, either(place >= (float)(a % W), load(first), hidden));
+    if (b % W) store(last, either(place < (float)(b % W), load(last), hidden));
+}
+
 /* A strip of rows meets the keys from `from` to `to` - 1 of a block. */
 static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t from, int64_t to) {
     const Call *call = it->call;
@@ -487,10 +504,8 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         const char *k = it->k + (from + start) * call->k_stride[2] * width_of(call->kind);
         dot(rows, q, k, call, it->s + start, line, stop - start);
     } else {
-        for (int64_t j = start; j < stop; j += PANEL) {
-            int vectors = least(TILE_VECTORS, (stop - j + W - 1) / W);
-            multiply(rows, vectors, q, dim, keys + j * dim, PANEL, it->s + j, line, dim, 0);
-        }
+        int64_t vectors = (stop - start + W - 1) / W;
+        multiply(rows, vectors, q, dim, keys + start * dim, PANEL, PANEL * dim, it->s + start, line, dim, 0);
     }
 
     const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
@@ -503,15 +518,13 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
             continue;
         }
         int64_t head = a / W * W, tail = up(b, W);
-        for (int64_t j = head; j < a; j++) s[j] = -INFINITY;
-        for (int64_t j = b; j < tail; j++) s[j] = -INFINITY;
-        for (int64_t j = start; j < head; j++) s[j] = 0;
-        for (int64_t j = tail; j < stop; j++) s[j] = 0;
+        for (int64_t j = start; j < head; j += W) store(s + j, all(0));
+        for (int64_t j = tail; j < stop; j += W) store(s + j, all(0));
+        hide_edges(s, a, b);
         if (adjusts) {
             const float *bias = call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL;
             adjust(it, row + r, s + head, bias, tail - head, from + head);
-            for (int64_t j = b; j < tail; j++) s[j] = -INFINITY; /* softcap made a number of it */
-            for (int64_t j = head; j < a; j++) s[j] = -INFINITY;
+            hide_edges(s, a, b); /* softcap made a number of it */
         }
         if (!row[r].sees) {
             row[r].sees = !call->mask;
@@ -537,9 +550,8 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         int64_t count = least(step, high - j);
         for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, high - j); i++)
             for (int64_t x = 0; x < width; x += 16) __builtin_prefetch(values + i * it->value_row + x);
-        for (int64_t x = 0; x < width; x += PANEL)
-            multiply(rows, least(TILE_VECTORS, (width - x) / W), it->s + j - from, line, values + x, it->value_row,
-                     it->o + first * width + x, width, count, 1);
+        multiply(rows, width / W, it->s + j - from, line, values, it->value_row, PANEL, it->o + first * width, width,
+                 count, 1);
     }
 }
 
@@ -749,12 +761,15 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
         int hides = call->mask || all_low > from || all_high < to;
         const float *keys = fetch(&it, b, to - from, hides);
         to = least(to, high);
-        for (int64_t r = 0; r < it.rows; r += TILE_ROWS) strip(&it, r, least(TILE_ROWS, it.rows - r), keys, from, to);
+        for (int64_t r = 0; r < it.rows; r += TILE_ROWS) {
+            int count = least(TILE_ROWS, it.rows - r);
+            for (int i = 0; to == high && i < count; i++) prefetch_output(call, it.batch, it.row + r + i);
+            strip(&it, r, count, keys, from, to);
+        }
     }
 
     float *out = p->parts > 1 ? p->part + number * p->part_floats : NULL;
     for (int64_t r = 0; r < it.rows; r++) {
-        if (r + 4 < it.rows) prefetch_output(call, it.batch, it.row + r + 4);
         Kept one, *kept_row = out ? (Kept *)out + r : &one;
         keep(call, it.row + r, kept_row);
         if (!out)

@@ -1,4 +1,4 @@
-/* One call of attention, as Python hands it over: every field is 8 bytes wide, in the order of FIELDS in native.py. */
+/* One call of attention, as Python hands it over: every field is 8 bytes wide, in the order of native.py. */
 #ifndef HEADWISE_CALL_H
 #define HEADWISE_CALL_H
 
@@ -11,33 +11,33 @@ enum { MOST_CLASSES = 8, MOST_LINKS = 16 };
 enum { ENTROPY, CONFIDENCE, FIRST, DISTANCE, PREVIOUS, NEXT, SELF, SINK, COUNT, CLASS, SUMS = CLASS + MOST_CLASSES };
 
 typedef struct {
-    /* q (batch, heads, queries, dim), k (batch, kv_heads, keys, dim), v and out likewise with value_dim */
+    /* FORM in native.py: what calls of the same sizes, strides and options share.
+       q (batch, heads, queries, dim), k (batch, kv_heads, keys, dim), v and out likewise with value_dim */
     int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
     int64_t kind; /* of q, k, v and out */
-    const char *q, *k, *v;
-    char *out;
     int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4]; /* in numbers, not bytes; the output's last is 1 */
-
     /* who may look where: query i stands at i + offset, and sees keys from left before to right after it (-1: open) */
     int64_t left, right, offset, end;
+    int64_t mask_kind, mask_stride[4];
+    int64_t gates_stride; /* from one sequence's gates to the next one's */
+    int64_t class_count, link_count;
+    double scale, softcap; /* softcap 0: none */
+
+    /* POINTERS in native.py: what differs from call to call */
+    const char *q, *k, *v;
+    char *out;
     const int64_t *offsets, *ends; /* (batch,) where sequences differ, else NULL */
     const char *mask;              /* NULL: none */
-    int64_t mask_kind, mask_stride[4];
-
-    double scale, softcap; /* softcap 0: none */
-    const float *sinks;    /* (heads,) or NULL */
-    const float *slopes;   /* (heads,) or NULL: ALiBi */
-    const float *gates;    /* NULL, or a number a head, the next sequence's gates_stride further on */
-    int64_t gates_stride;
+    const float *sinks;            /* (heads,) or NULL */
+    const float *slopes;           /* (heads,) or NULL: ALiBi */
+    const float *gates;            /* a number a head, or NULL */
 
     /* statistics: wanted where sums is not NULL */
     double *sums;          /* (CLASS + class_count, batch, heads), of the rows that count */
     const uint8_t *asked;  /* (batch, queries): the rows that count; NULL: all */
     const float *classes;  /* (batch, class_count, keys) of zeros and ones, or NULL */
-    int64_t class_count;
     float *lse;            /* (batch, heads, queries), natural logarithm, or NULL */
-    int64_t link_count;    /* the so many largest weights of every row: */
-    float *link_weight;    /* (batch, heads, queries, link_count), the largest first */
+    float *link_weight;    /* (batch, heads, queries, link_count), the so many largest of every row, the largest first */
     int32_t *link_key;     /* the same shape; -1 where a row sees fewer keys */
     int64_t threads;
 } Call;

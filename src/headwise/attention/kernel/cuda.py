@@ -16,7 +16,7 @@ from ..measure import first_key
 from ..sight import PLAIN as PLAIN_TENSORS
 from ..sight import Sight
 from ..stats import HeadStats
-from .native import FORCE, SUMS, choice, stats_of
+from .native import FORCE, SUMS, apart, choice
 
 NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -187,4 +187,4 @@ def head_stats(
     rows = q.new_zeros(len(SUMS) + len(classes), size.batch, size.heads, size.queries, dtype=torch.float32)
     first = None if sight.mask is None else first_key(sight, queries)
     out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(rows, queries, first, tuple(classes.values())))
-    return out, stats_of(rows.sum(-1, dtype=torch.float64), list(classes), cross, sinks is not None)
+    return out, HeadStats(*apart(rows.sum(-1, dtype=torch.float64), list(classes), cross, sinks is not None))

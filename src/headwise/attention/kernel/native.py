@@ -6,9 +6,10 @@ import ctypes
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
-FIELDS = struct.Struct("=40q2d13q")  # Call in call.h
+FORM, POINTERS = struct.Struct("=36q2d"), struct.Struct("=17q")  # the two halves of Call in call.h
 MOST_CLASSES, MOST_LINKS = 8, 16
 FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
 SUMS = ("entropy", "confidence", "first", "distance", "previous", "next", "self", "sink", "count")
@@ -158,6 +159,47 @@ class Links(NamedTuple):
         return cls(q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.int32))
 
 
+class Form(NamedTuple):
+    """What calls of the same sizes, strides and options share."""
+
+    fields: bytes  # FORM
+    shape: tuple[int, ...]  # of the output, (B, H, Tq, Dv)
+    stride: tuple[int, ...]  # laid out so that joining the heads costs nothing
+
+
+def form_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sight: Sight,
+    scale: float,
+    softcap: float | None = None,
+    gates: Tensor | None = None,
+    class_count: int = 0,
+    link_count: int = 0,
+) -> Form:
+    """The form of a call that was checked."""
+    size, mask, offset, end = sight.size, sight.mask, sight.offset, sight.end
+    row = size.heads * size.value_dim
+    shape, stride = (
+        (size.batch, size.heads, size.queries, size.value_dim),
+        (max(1, size.queries) * row, size.value_dim, row, 1),
+    )
+    mask_stride: tuple[int, ...] = (0, 0, 0, 0)
+    if mask is not None:
+        mask_stride = tuple(n if m > 1 else 0 for n, m in zip(mask.stride(), mask.shape, strict=True))
+    fields = FORM.pack(
+        size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
+        *q.stride(), *k.stride(), *v.stride(), *stride,
+        -1 if sight.left is None else min(sight.left, FAR), -1 if sight.right is None else min(sight.right, FAR),
+        0 if isinstance(offset, Tensor) else max(-FAR, min(offset, FAR)), 0 if isinstance(end, Tensor) else end,
+        0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
+        0 if gates is None or gates.dim() == 1 else size.heads, class_count, link_count,
+        scale, softcap or 0.0,
+    )  # fmt: skip
+    return Form(fields, shape, stride)
+
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -169,39 +211,45 @@ def run(
     gates: Tensor | None = None,
     extra: Extra = PLAIN,
 ) -> Tensor:
-    """Attention of every head, (B, H, Tq, Dv), laid out so that joining the heads costs nothing."""
-    size, mask, offset, end = sight.size, sight.mask, sight.offset, sight.end
+    """Attention of every head, (B, H, Tq, Dv)."""
     if q.is_neg() or k.is_neg() or v.is_neg():  # views that PyTorch negates as it reads them
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    out = q.new_empty(size.batch, size.queries, size.heads, size.value_dim).transpose(1, 2)
-    slopes = sight.slopes
-    if not (sinks is gates is slopes is None):
-        sinks, gates, slopes = _floats(sinks), _floats(gates), _floats(slopes)
-    offsets, ends = _whole(offset), _whole(end)
-    mask_stride: tuple[int, ...] = (0, 0, 0, 0)
-    if mask is not None:
-        mask_stride = tuple(n if m > 1 else 0 for n, m in zip(mask.stride(), mask.shape, strict=True))
     sums, asked, classes, lse, link_weight, link_key = extra
-    asked = None if asked is None else asked.contiguous()
-    call = FIELDS.pack(
-        size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        -1 if sight.left is None else min(sight.left, FAR), -1 if sight.right is None else min(sight.right, FAR),
-        0 if isinstance(offset, Tensor) else max(-FAR, min(offset, FAR)), 0 if isinstance(end, Tensor) else end,
-        _at(offsets), _at(ends),
-        _at(mask), 0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
-        scale, softcap or 0.0,
-        _at(sinks), _at(slopes), _at(gates), 0 if gates is None or gates.dim() == 1 else size.heads,
-        _at(sums), _at(asked), _at(classes), 0 if classes is None else classes.shape[1],
-        _at(lse), 0 if link_key is None else link_key.shape[3], _at(link_weight), _at(link_key),
-        torch.get_num_threads(),
+    form = form_of(
+        q, k, v, sight, scale, softcap, gates,
+        0 if classes is None else classes.shape[1], 0 if link_key is None else link_key.shape[3],
     )  # fmt: skip
+    offsets, ends, asked = _whole(sight.offset), _whole(sight.end), None if asked is None else asked.contiguous()
+    sinks, slopes, gates = _floats(sinks), _floats(sight.slopes), _floats(gates)
+    out = q.new_empty_strided(form.shape, form.stride)
+    _call(
+        form.fields,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        _at(offsets), _at(ends), _at(sight.mask), _at(sinks), _at(slopes), _at(gates),
+        _at(sums), _at(asked), _at(classes), _at(lse), _at(link_weight), _at(link_key),
+    )  # fmt: skip
+    return out
+
+
+def run_form(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, asked: Tensor | None = None, sums: int = 0
+) -> Tensor:
+    """run, for a call of a form that was seen before: asked is contiguous, sums the address of Extra's."""
+    out = q.new_empty_strided(form.shape, form.stride)
+    _call(
+        form.fields,
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+        0, 0, 0 if mask is None else mask.data_ptr(), 0, 0, 0,
+        sums, 0 if asked is None else asked.data_ptr(), 0, 0, 0, 0,
+    )  # fmt: skip
+    return out
+
+
+def _call(fields: bytes, *pointers: int) -> None:
     there = library()
     assert isinstance(there, Library)  # choice() said so
-    if there.code.headwise_run(call, choice().index):
+    if there.code.headwise_run(fields + POINTERS.pack(*pointers, torch.get_num_threads()), _chosen.index):
         raise MemoryError("no memory for the attention's working space")
-    return out
 
 
 def _at(x: Tensor | None) -> int:
@@ -232,17 +280,27 @@ def head_stats(
     links: Links | None = None,
 ) -> tuple[Tensor, HeadStats]:
     """The output and the statistics, by one pass that also fills `links`."""
-    size = sight.size
-    sums = torch.empty(len(SUMS) + len(classes), size.batch, size.heads, dtype=torch.float64)
+    sums = q.new_empty((len(SUMS) + len(classes), *q.shape[:2]), dtype=torch.float64)
     marks = torch.stack(list(classes.values()), 1).float() if classes else None
     out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(sums, queries, marks, None, *(links or ())))
-    return out, stats_of(sums, list(classes), cross, sinks is not None)
+    return out, HeadStats.later(partial(apart, sums, list(classes), cross, sinks is not None))
 
 
-def stats_of(sums: Tensor, classes: list[str], cross: bool, sinks: bool) -> HeadStats:
-    """HeadStats out of the kernel's sums (SUMS and classes, B, H)."""
+def head_stats_form(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, queries: Tensor | None, cross: bool
+) -> tuple[Tensor, HeadStats]:
+    """head_stats, for a call of a form that was seen before."""
+    sums = q.new_empty((len(SUMS), *form.shape[:2]), dtype=torch.float64)
+    asked = None if queries is None else queries.contiguous()
+    out = run_form(form, q, k, v, mask, asked, sums.data_ptr())
+    return out, HeadStats.later(partial(apart, sums, (), cross, False))
+
+
+def apart(sums: Tensor, classes: Sequence[str], cross: bool, sinks: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """What HeadStats holds, out of the kernel's sums (SUMS and classes, B, H)."""
     names = [*SUMS, *(SHARE + name for name in classes)]
     named = dict(zip(names, sums.unbind(), strict=True))
     for name in (POSITIONS if cross else ()) + (() if sinks else ("sink",)):
         del named[name]
-    return HeadStats(named, named.pop("count"))
+    count = named.pop("count")
+    return named, count

@@ -116,4 +116,4 @@ def head_stats(
     """native.head_stats as one node of a graph."""
     marks = torch.stack(list(classes.values()), 1).float() if classes else None
     out, sums = run(q, k, v, sight, scale, softcap, sinks, gates, queries, marks, True)
-    return out, native.stats_of(sums, list(classes), cross, sinks is not None)
+    return out, HeadStats(*native.apart(sums, list(classes), cross, sinks is not None))

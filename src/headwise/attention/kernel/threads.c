@@ -161,7 +161,8 @@ static void run_together(Job *job) {
 static void join(void *job) { work(job, atomic_fetch_add(&((Job *)job)->joined, 1)); }
 
 static int threads_for(const Call *call, const Plan *plan) {
-    double work = (double)call->batch * call->heads * call->queries * call->keys * (call->dim + call->value_dim);
+    double numbers = (double)call->batch * call->kv_heads * call->keys * (call->dim + call->value_dim); /* of k and v */
+    double work = numbers * (call->heads / call->kv_heads * call->queries + 8); /* reading one lasts as long as 8 */
     double worth = work / 500e3; /* multiply-adds that pay for waking a thread */
     int64_t count = call->threads;
     if (count > plan->items) count = plan->items;

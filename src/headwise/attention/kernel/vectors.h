@@ -12,6 +12,7 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #define ISA avx512
+#define TALL 1 /* tiles of more than 6 rows */
 enum { W = 16, TILE_ROWS = 12, TILE_VECTORS = 2 };
 #elif defined(__AVX2__)
 #include <immintrin.h>
@@ -29,8 +30,10 @@ enum { W = 4, TILE_ROWS = 6, TILE_VECTORS = 2 };
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
+#define UNROLL_SOME _Pragma("unroll 2")
 #else
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_SOME _Pragma("GCC unroll 2")
 #endif
 
 typedef float vf __attribute__((vector_size(W * 4)));

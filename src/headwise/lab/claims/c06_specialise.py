@@ -188,7 +188,7 @@ def _kinds(figures: Figures) -> Verdict:
     ratios = [a / b for a, b in zip(between["matched"], between["any"], strict=True)]
     because = (
         f"With the heads of two runs matched as well as can be, partners are {np.mean(between['matched']):.2f} nats "
-        f"apart, {np.mean(ratios):.0%} of what any two heads are."
+        f"apart, {np.mean(ratios):.0%} of what any two heads are. {_in_all(figures)}"
     )
     sure = f"{len(ratios)} pairs of runs, {min(ratios):.0%} to {max(ratios):.0%}"
     if not figures["learned"]:
@@ -196,6 +196,15 @@ def _kinds(figures: Figures) -> Verdict:
     if max(ratios) <= MATCHED:
         return Verdict(SENTENCES[2], HOLDS, because, sure)
     return Verdict(SENTENCES[2], NOT if min(ratios) > MATCHED else CANNOT_TELL, because, sure)
+
+
+def _in_all(figures: Figures) -> str:
+    """The roles that the atlas finds in every start, in words: not part of the verdict, but worth knowing."""
+    sets = [{role for _, role, _ in start} for start in figures["atlas"]]
+    common = sorted(set.intersection(*sets))
+    if not common:
+        return "No role of the atlas comes up in all of them."
+    return f"Still, every run has a head with the atlas's role {' and '.join(map(repr, common))}."
 
 
 def _start(figures: Figures) -> Verdict:
@@ -250,11 +259,7 @@ def tables(figures: Figures) -> list[Table]:
     starts = tuple(f"start {i}" for i in range(len(figures["atlas"])))
     return [
         Table("The atlas of each start: which heads have a role", ("role", *starts), roles),
-        Table(
-            "The head with the most weight on the previous token, itself and the first",
-            ("start", "on", "head", "weight"),
-            rows,
-        ),
+        Table("The head with the most weight on a token", ("start", "token", "head", "weight"), rows),
         Table("Twins", ("start", "mean distance", "least", "most"), twins),
     ]
 

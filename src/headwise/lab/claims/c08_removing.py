@@ -75,7 +75,7 @@ def _known(trained: Trained, size: int = 128) -> dict[str, Any]:
 
 def _real(lab: Lab, name: str) -> Figures:
     """The same of a real model, on held-out passages of the novel."""
-    count, seeds = lab.budget.pick((4, 1), (16, 1), (32, 1 if name == "smollm2" else 3))
+    count, seeds = lab.budget.pick((4, 1), (16, 1), (16, 1) if name == "smollm2" else (32, 3))
     asked = {"name": name, "count": count, "seeds": seeds, "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:

@@ -83,8 +83,9 @@ function map(kind, points) {
   return make("section", {}, make("h2", {}, `Which ${kind} heads look alike`), svg);
 }
 
-const table = make("table", { id: "roles" }, make("caption", {}, data.summary), make("tbody", {}, ...Object.entries(data.definitions).map(([name, one]) => {
+const table = make("table", { id: "roles" }, make("caption", {}, data.summary), make("tbody", {}, ...Object.entries(data.definitions).flatMap(([name, one]) => {
   const heads = data.roles.filter((/** @type {any} */ r) => r.role === name);
+  if (!heads.length && name.startsWith("offset")) return []; // rows of nothing would hide the rest
   const pick = make("button", { type: "button", class: "link" }, name);
   pick.addEventListener("click", () => { score.value = one.score; draw(); });
   const shown = heads.slice(0, 6).map((/** @type {any} */ r) => `${r.layer}.${r.head} ${number(r.score)} (${number(r.baseline)})`).join(", ");

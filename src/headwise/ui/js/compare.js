@@ -3,7 +3,7 @@ import { pick, ramp } from "./colour.js";
 import { cellText, choice, format, h, select, visible, weightText } from "./dom.js";
 import { source } from "./head.js";
 import { Heat, legend, picture } from "./heat.js";
-import { extent, grid, measures, ordered, values, walk } from "./map.js";
+import { choices, extent, grid, measures, ordered, values, walk } from "./map.js";
 
 /** Whether two passes have the same layers and heads. @param {any} a @param {any} b */
 export function alike(a, b) {
@@ -90,7 +90,7 @@ export class CompareView {
     });
     const plain = (/** @type {number} */ x) => pick(colours, (x - low) / (high - low));
     this.maps.replaceChildren(
-      h("div", { class: "hw-controls" }, select("statistic", Object.keys(measures(a)).map((name) => [name, name]), state.stat, (stat) => app.set({ stat })),
+      h("div", { class: "hw-controls" }, select("statistic", choices(a), state.stat, (stat) => app.set({ stat })),
         h("span", { class: "soft", text: measures(a)[state.stat] })),
       h("div", { class: "hw-three" },
         ...[[a, tables[0]], [b, tables[1]]].map(([run, table], n) => h("section", { class: "hw-panel" }, h("h3", { text: `${n ? "second" : "first"}: ${title(run)}` }), h("p", { dir: "auto", class: "hw-said" }, ...marked(run.json.text, (n ? a : b).json.text)), one(run, table, plain, `${n ? "second" : "first"} by ${state.stat}`), legend(colours, format(low, 2), format(high, 2)))),

@@ -24,6 +24,12 @@ export function floats(text) {
   return new Float32Array(bytes(text).buffer);
 }
 
+/** Numbers as they are, or as shares of the largest. @param {string | {top: number, data: string}} stored @returns {Float32Array} */
+export function numbers(stored) {
+  if (typeof stored === "string") return floats(stored);
+  return Float32Array.from(new Uint16Array(bytes(stored.data).buffer), (share) => (stored.top * share) / 65535);
+}
+
 /** How far a byte's weight may be off: half a step to either side. @param {number} byte @param {number} top */
 export function rootError(byte, top) {
   return top * (((byte + 0.5) / 255) ** 2 - (byte / 255) ** 2);
@@ -271,7 +277,7 @@ export class Run {
     const column = (/** @type {Float32Array} */ values) => Array.from({ length: count }, (_, h) => values[h * tokens + place]);
     const parts = floats(stored.parts);
     return {
-      norms: column(floats(stored.norms)),
+      norms: column(numbers(stored.norms)),
       along: stored.along ? column(floats(stored.along)) : null,
       total: floats(stored.total)[place],
       bias: stored.bias,

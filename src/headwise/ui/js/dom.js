@@ -163,11 +163,17 @@ export function choice(label, options, value, choose, props = {}) {
     })));
 }
 
-/** @param {string} label @param {[string, string][]} options @param {string} value @param {(value: string) => void} choose */
+/** @param {string} label @param {[string, string, string?][]} options value, text, and the group that they are listed in
+ * @param {string} value @param {(value: string) => void} choose */
 export function select(label, options, value, choose) {
+  const option = (/** @type {[string, string, string?]} */ [each, text]) => h("option", { value: each, text, selected: each === value });
+  const groups = [...new Set(options.map(([, , group]) => group))];
   return h("label", { class: "hw-field" }, h("span", { text: label }),
     h("select", { "aria-label": label, data: { key: `select:${label}` }, on: { change: (/** @type {any} */ event) => choose(event.target.value) } },
-      ...options.map(([each, text]) => h("option", { value: each, text, selected: each === value }))));
+      ...groups.flatMap((group) => {
+        const members = options.filter(([, , other]) => other === group).map(option);
+        return group === undefined ? members : [h("optgroup", { label: group }, ...members)];
+      })));
 }
 
 /** @param {string} label @param {boolean} value @param {(value: boolean) => void} choose @param {Props} [props] */

@@ -39,6 +39,16 @@ export function navigator(app, run) {
     h("p", { class: "soft hint", text: "Arrow keys go from head to head; Shift and click lays a head over the others." }));
 }
 
+/** Draw the small map anew where it stands; of a deep model it stays at what was in sight, and the chosen head comes there.
+ * @param {HTMLElement} box @param {any} app @param {any} run */
+export function navigate(box, app, run) {
+  const before = box.querySelector(".hw-grids")?.scrollTop ?? 0;
+  box.replaceChildren(navigator(app, run));
+  const grids = /** @type {HTMLElement} */ (box.querySelector(".hw-grids"));
+  grids.scrollTop = before;
+  reveal(grids, grids.querySelector(".chosen"));
+}
+
 /** The chosen heads by name, with their colours. @param {any} app @param {any} run */
 export function chosen(app, run) {
   const { state } = app;
@@ -197,7 +207,7 @@ export class HeadView {
     const { app } = this;
     const { run, state } = app;
     const unit = app.unit;
-    this.side.replaceChildren(navigator(app, run));
+    navigate(this.side, app, run);
     this.top.replaceChildren(h("div", { class: "hw-controls" }, chosen(app, run),
       choice("tokens", [["words", "words"], ["pieces", "pieces"]], unit, (value) => app.set({ unit: value }), run.long ? { title: "long texts are shown in pieces", "aria-disabled": true, class: "hw-choice disabled" } : {}),
       toggle("without punctuation and special tokens", state.bare, (bare) => app.set({ bare })),

@@ -13,6 +13,12 @@ export function measures(run) {
   return { ...run.json.statistics, ...Object.fromEntries(Object.keys(run.json.scores).map((name) => [name, run.json.about?.[name] ?? "a score that came along"])) };
 }
 
+/** The same to choose from. @param {any} run @returns {[string, string, string?][]} */
+export function choices(run) {
+  const own = Object.keys(run.json.scores).length ? "on this text" : undefined;
+  return Object.keys(measures(run)).map((name) => [name, name, Object.hasOwn(run.json.scores, name) ? "that came along" : own]);
+}
+
 /** @param {any} run @param {string} stat @returns {(number | null)[][]} a row a layer */
 export function values(run, stat) {
   const table = run.json.stats[stat] ?? run.json.scores[stat];
@@ -60,7 +66,8 @@ export function headNotes(app, run, at) {
   const [row, head] = at;
   const layer = run.layers[row];
   const notes = /** @type {any[]} */ ([`head ${run.label(at)}${layer.kv < layer.heads ? `, reads KV head ${Math.floor(head / (layer.heads / layer.kv))}` : ""}${run.off.has(at.join(".")) ? " (switched off)" : ""}`]);
-  for (const name of Object.keys(measures(run))) {
+  const came = Object.keys(run.json.scores); // an atlas has dozens: then only the one that is shown
+  for (const name of [...Object.keys(run.json.statistics), ...came.filter((one) => came.length <= 4 || one === app.state.stat)]) {
     const value = values(run, name)[row][head];
     if (value !== null) notes.push([name, format(value, 4)]);
   }
@@ -218,7 +225,7 @@ export class MapView {
     const { state } = app;
     return h("div", { class: "hw-controls" },
       choice("colour by", /** @type {[string, string][]} */ ([["value", Object.keys(run.json.scores).length ? "statistic or score" : "statistic"], [KINDS, "kind"], ...(run.json.roles?.length ? [[ROLES, "role"]] : []), [THUMBNAIL, "where it looks"]]), state.paint, (paint) => app.set({ paint })),
-      state.paint === "value" && select("statistic", Object.keys(measures(run)).map((name) => [name, name]), state.stat, (stat) => app.set({ stat })),
+      state.paint === "value" && select("statistic", choices(run), state.stat, (stat) => app.set({ stat })),
       state.paint === "value" && select("order", ORDERS, state.order, (order) => app.set({ order })));
   }
 

@@ -14,9 +14,10 @@ export const ASKED = ["text", "model", "off", "target"];
 /** What can be shared: the state as a short text. @param {any} state @param {any} run */
 export function write(state, run) {
   const parts = new URLSearchParams();
+  const told = Object.keys(run.json.scores).length ? ["paint", "stat"] : []; // these begin otherwise where scores came along
   for (const [name, value] of Object.entries(state)) {
     if (name === "heads") parts.set("heads", value.map((/** @type {any} */ at) => run.label(at)).join(","));
-    else if (value !== null && value !== undefined && value !== /** @type {any} */ (START)[name]) parts.set(name, String(value));
+    else if (value !== null && value !== undefined && (told.includes(name) || value !== /** @type {any} */ (START)[name])) parts.set(name, String(value));
   }
   return parts.toString();
 }

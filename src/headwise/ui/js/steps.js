@@ -2,7 +2,7 @@
 import { css, pick, ramp } from "./colour.js";
 import { attention } from "./core.js";
 import { format, h, select, several, tokenElement, visible } from "./dom.js";
-import { chosen, navigator, sentence } from "./head.js";
+import { chosen, navigate, sentence } from "./head.js";
 
 const KEYS = 24; // keys that are listed
 const STRIPS = 8; // values that are drawn
@@ -20,7 +20,7 @@ export class StepsView {
     const { app } = this;
     const { run, state } = app;
     const at = state.heads[0];
-    this.side.replaceChildren(navigator(app, run));
+    navigate(this.side, app, run);
     const step = run.steps(at);
     const top = h("div", { class: "hw-top" }, h("div", { class: "hw-controls" }, chosen({ ...shallow(app), state: { ...state, heads: [at] } }, run)));
     if (!step) {

@@ -67,6 +67,8 @@ export class App {
     const first = chosen[0] ?? follow?.head ?? [0, 0];
     const token = follow && (!chosen.length || String(chosen[0]) === String(follow.head)) ? run.texts[0].of.indexOf(follow.word) : null;
     const key = follow && token !== null ? run.texts[0].of.indexOf(follow.to) : null;
+    const [score] = Object.keys(run.json.scores); // what came along is what one wants to see
+    if (score) Object.assign(this.state, { paint: run.json.roles?.length ? "role" : "value", stat: score });
     Object.assign(this.state, { heads: chosen.length > 1 ? chosen.slice(0, 8) : [first], token, key, view: this.runs[1] ? "compare" : chosen.length ? "head" : "map" }, readState(shared, run));
     this._mend();
   }
@@ -248,6 +250,7 @@ export class App {
           choice("palette", PALETTES.map((name) => [name, name]), state.palette, (palette) => this.set({ palette }), { class: "hw-choice quiet" }),
           h("button", { type: "button", class: "hw-small", text: this.theme === "dark" ? "☀ light" : "☾ dark", data: { key: "theme" }, on: { click: () => this.set({ theme: this.theme === "dark" ? "light" : "dark" }) } }))),
       this.bar ? this.bar.el : h("h1", { dir: "auto", class: text.length > 160 ? "long" : "", text: visible(text, 220) }),
+      !this.bar && run.json.target ? h("p", { class: "hw-given" }, h("span", { class: "soft", text: "the decoder is given " }), h("bdi", { text: visible(run.json.target, 220) })) : "",
       h("nav", { class: "hw-tabs", role: "tablist", "aria-label": "views" }, ...this._views().map(([name, label], n) => h("button", {
         type: "button", role: "tab", "aria-selected": name === state.view, tabindex: name === state.view ? 0 : -1, text: label, title: `key ${n + 1}`, data: { key: `tab:${name}` },
         on: {

