@@ -16,6 +16,7 @@ from .kernel import cuda, native
 from .sight import PLAIN, Sight, check_tensor, sight_of
 
 MOST_FORMS = 1024  # that are remembered
+_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func, None outside of them
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Call:
             return why
         if self.dropout:
             return f"the {self.kernel.NAME} kernel has no dropout"
-        if sight.readable and torch._C._functorch.peek_interpreter_stack() is not None:
+        if sight.readable and _transforms() is not None:
             return "torch.func transforms PyTorch's own operators"
         if learns(sight.mask, sight.slopes):
             return "the mask wants a gradient"
@@ -115,7 +116,7 @@ def known_form(
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
         return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _transforms() is not None:
         return None
     shown = None
     if mask is not None:
