@@ -142,10 +142,11 @@ def _learned(figures: Figures) -> bool:
 
 def _averages(figures: Figures) -> Verdict:
     one, limit = figures["accuracy"]["1"], figures["averaging"]
+    weights = np.mean(figures["weights_of_one_head"], 0)
     because = (
         f"Equal weights on the four places would allow {limit:.1%} right answers; one head reaches {np.mean(one):.1%}. "
-        f"It gives them unequal weights ({', '.join(f'{x:.2f}' for x in np.mean(figures['weights_of_one_head'], 0))} on "
-        "average, the largest first), so that the sum tells which symbol stands where."
+        f"It gives them unequal weights ({', '.join(f'{x:.2f}' for x in weights)} on average, the largest first), so "
+        "that the sum tells which symbol stands where."
     )
     if not _learned(figures):
         return Verdict(SENTENCES[0], CANNOT_TELL, "The models that should succeed did not.", starts_seen(one))
