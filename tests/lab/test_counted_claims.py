@@ -47,6 +47,13 @@ def test_the_same_time_is_the_same_in_every_race(by_heads: dict[str, tuple[float
     assert same_time(**by_heads).word == word
 
 
+def test_the_widths_that_take_the_same_time_are_named() -> None:
+    narrow = same_time(h1=(1.0, 1.0), h12=(1.1, 1.1), h48=(1.2, 1.2), h96=(1.2, 1.4), h192=(1.2, 1.2), h768=(2.0, 2.0))
+    assert narrow.only_if == "d_k is at least 16"
+    both = same_time(h1=(2.0, 2.0), h2=(1.3, 1.2), h12=(1.0, 1.0), h24=(1.2, 1.2), h48=(1.5, 1.5))
+    assert both.only_if == "d_k is at least 32 and less than 384"
+
+
 def fused(*cases: tuple[int, list[float]]) -> Verdict:
     found = [{"heads": 2, "tokens": t, "batch": 1, "way": "small", "races": [], "ratio": ratio} for t, ratio in cases]
     return c02_fused._judge("it is", found, 2.0, "a part", lambda case: int(case["tokens"]))
@@ -156,6 +163,8 @@ def test_depth_is_judged_model_by_model() -> None:
     assert [str(verdict) for verdict in c11_depth.verdicts({"a": early, "b": late})] == [
         "holds only if the model is a"
     ] * 3
+    alone = c11_depth.verdicts({"a": early, "b": late | {"local": None}})[0]
+    assert alone.word == HOLDS and alone.because.endswith("No atlas of b comes along.")
     few = model([0.2] * 6, [0.0, 0.1], [0.9])
     assert [verdict.word for verdict in c11_depth.verdicts({"c": few})] == [NOT, CANNOT_TELL, CANNOT_TELL]
 

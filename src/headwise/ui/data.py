@@ -14,6 +14,7 @@ from ..models.inspected import PRONOUNS, STATISTICS, Inspection
 from ..models.reading import Reading
 from . import capture, pack
 from .capture import Pass, Seen, Text
+from .equal import Equal
 from .scores import Given, beside, given, roles
 
 FORMAT = 1
@@ -179,47 +180,6 @@ def _equal(one: Pass, more: Given) -> dict[str, list[float | None]]:
         left = {kind: list(values) for kind, values in kinds.items()}
         found[name] = [_number(left[seen.kind].pop(0)) if left.get(seen.kind) else None for seen in one.layers]
     return found
-
-
-class Equal:
-    """The statistics of a head that looks at all it can see equally, gathered while the weights pass by."""
-
-    def __init__(self, seen: Seen, delimiter: np.ndarray) -> None:
-        self.seen, self.delimiter = seen, delimiter
-        self.comparable = "distance" in seen.layer.stats
-        self.sums: dict[str, float] = dict.fromkeys(STATISTICS, 0.0)
-        self.rows = 0
-        self.later = False  # whether any query sees a key after it
-
-    def passing(self, blocks: Any) -> Any:
-        for first, block in blocks:
-            self._add(first, block.max(0) > 0)
-            yield first, block
-
-    def _add(self, first: int, visible: np.ndarray) -> None:
-        """(rows, Tk) bool."""
-        count = visible.sum(1)
-        real = count > 0
-        each = np.divide(1.0, count, out=np.zeros(len(count)), where=real)
-        rows, keys = visible.shape
-        at, place = np.arange(first, first + rows), np.arange(keys)
-        self.later = self.later or bool((visible & (place > at[:, None])).any())
-        apart = abs(at[:, None] - place)
-        self.rows += int(real.sum())
-        for name, part in (
-            ("entropy", np.log(np.maximum(count, 1))),
-            ("confidence", each),
-            ("distance", (visible * apart).sum(1) * each),
-            ("first", visible[:, 0] * each),
-            ("delimiter", visible[:, self.delimiter].sum(1) * each),
-            *((name, (visible & (place == at[:, None] + by)).sum(1) * each)
-              for name, by in (("previous", -1), ("next", 1), ("self", 0))),
-        ):  # fmt: skip
-            self.sums[name] += float(part.sum())
-
-    def statistics(self) -> dict[str, float]:
-        absent = () if self.comparable else ("distance", "previous", "next", "self")
-        return {name: total / max(self.rows, 1) for name, total in self.sums.items() if name not in absent}
 
 
 def _inspections(one: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> list[tuple[list[int], Inspection]]:

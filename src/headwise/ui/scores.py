@@ -12,6 +12,7 @@ import numpy as np
 from ..attention.pretrained import read_json
 from ..errors import HeadwiseError, ShapeError
 from ..models.inspected import STATISTICS
+from ..roles.definitions import MEANING
 from .capture import Pass, Seen
 
 WHAT = "{name: {kind: [[a number for each head] for each layer]}}, an atlas, or what headwise.importance gave"
@@ -79,7 +80,11 @@ def _atlas(atlas: Mapping[str, Any]) -> Given:
             shown = _free(name, "atlas")
             found.tables[shown] = {kind: table["score"] for kind, table in kinds.items()}
             found.equal[shown] = {kind: table["baseline"] for kind, table in kinds.items() if "baseline" in table}
-            found.about[shown] = where
+            base, _, argmax = name.partition(":")
+            words = MEANING.get(base, "")
+            if argmax:
+                words = words.replace("weight on", "how often its largest weight is on")
+            found.about[shown] = f"{words}; {where}" if words else where
     except (KeyError, TypeError, AttributeError) as error:
         raise HeadwiseError(f"this atlas is not as headwise writes it: {error!r} where its scores are") from None
     return found

@@ -161,8 +161,17 @@ def _same_time(figures: Figures) -> Verdict:
     if any(min(each) > SAME_TIME for each in usual):
         return Verdict(SENTENCES[2], NOT, because, sure)
     if all(max(each) <= SAME_TIME for each in usual) and any(min(each) > SAME_TIME for each in others):
-        return Verdict(SENTENCES[2], ONLY_IF, because, sure, f"d_k stays between {low} and {high}")
+        return Verdict(SENTENCES[2], ONLY_IF, because, sure, _widths(found))
     return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
+
+
+def _widths(found: dict[str, dict[int, list[float]]]) -> str:
+    """The d_k that take the same time everywhere, in words; they include all of USUAL."""
+    slow = {WIDTH // h for times in found.values() for h, each in times.items() if max(each) > SAME_TIME}
+    same = sorted({WIDTH // h for times in found.values() for h in times} - slow)
+    least = min(d for d in same if not any(d < x < USUAL[0] for x in slow))
+    wide = min((x for x in slow if x > USUAL[1]), default=None)
+    return f"d_k is at least {least}" if wide is None else f"d_k is at least {least} and less than {wide}"
 
 
 def _squares(figures: Figures) -> Verdict:

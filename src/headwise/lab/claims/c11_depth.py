@@ -49,9 +49,12 @@ def run(lab: Lab) -> Figures:
     return made
 
 
-def _local(model: str) -> Figures:
+def _local(model: str) -> Figures | None:
     """Of the atlas that comes along: weight on the three tokens on either side, and the distance, layer by layer."""
-    atlas = shipped(model)
+    try:
+        atlas = shipped(model)
+    except FileNotFoundError:
+        return None
     assert atlas is not None
 
     def by_layer(name: str) -> list[float]:
@@ -117,13 +120,15 @@ def _together(says: str, each: dict[str, str], because: str, sure: str) -> Verdi
 
 
 def _near(figures: Figures) -> Verdict:
+    without = [model for model, of in figures.items() if of["local"] is None]
+    figures = {model: of for model, of in figures.items() if model not in without}
     ratio = {model: nearer(of) for model, of in figures.items()}
     each = {m: HOLDS if r >= NEARER else NOT if r <= 1 else CANNOT_TELL for m, r in ratio.items()}
     because = "The first third of the layers puts " + "; ".join(
         f"{ratio[m]:.2f} times as much weight on the three tokens on either side as the last third in {m} "
         f"({_thirds(of)}; equal attention has {np.mean(of['local']['equal_local']):.2f})"
         for m, of in figures.items()
-    ) + "."  # fmt: skip
+    ) + "." + "".join(f" No atlas of {model} comes along." for model in without)  # fmt: skip
     sure = "; ".join(f"{m}: {of['local']['tokens']:,} tokens of {of['local']['corpus']}" for m, of in figures.items())
     return _together(SENTENCES[0], each, because, sure)
 
@@ -179,8 +184,9 @@ def charts(figures: Figures) -> list[Chart]:
     def at(of: Figures, values: list[float]) -> list[Any]:
         return [point(layer / (len(values) - 1), [y]) for layer, y in enumerate(values)]
 
-    near = {m: at(of, of["local"]["local"]) for m, of in figures.items()}
-    near |= {f"{m}, equal attention": at(of, of["local"]["equal_local"]) for m, of in figures.items()}
+    known = {model: of for model, of in figures.items() if of["local"] is not None}
+    near = {m: at(of, of["local"]["local"]) for m, of in known.items()}
+    near |= {f"{m}, equal attention": at(of, of["local"]["equal_local"]) for m, of in known.items()}
     gains = {
         f"{model}, {kind}": [
             point(layer / (of["layers"] - 1), [row["by_layer"][layer] - row["fixed"] for row in rows])
