@@ -1,7 +1,9 @@
 """Two ranks of one thread against one rank of one thread, in one run; and what they send against what the plan says.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/scale.py > benchmarks/results/scale-NAME.json
+    export OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
+    torchrun --standalone --nproc-per-node 2 benchmarks/scale.py > benchmarks/results/scale-NAME.json
 
+With these settings freed memory is kept; without them two processes spend a third of their time asking for pages.
 Every round times every contestant once; the best of each counts. "beside" is one rank's work done by every rank at
 once, without a word between them: what two processes give on this machine is the most that sharing can.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from headwise.roles import conllu, probe, tasks, winograd
 from headwise.roles.coreference import NOUN_ANTECEDENT
 from headwise.roles.found import BETTER, FOUND, NOT_FOUND, Head, Relations
 from headwise.roles.gold import Sentence
-from headwise.roles.matter import Matter, matter
+from headwise.roles.matter import LESS, MORE, SAME, Matter, matter
 from headwise.roles.relations import FEWEST, Choice, choices, relations, reported
+from headwise.roles.shipped import shipped
 
 ROOT = Path(__file__).parents[1]
 DATA, MADE = ROOT / "build" / "data", ROOT / "build" / "relations"
@@ -124,7 +126,7 @@ def _matter(model: str, path: Path) -> None:
                 task = tasks.repeat(loaded, tokenizer)
             else:
                 task = tasks.text(loaded, tokenizer, texts)
-            found = matter(task, _heads(model, masked, loaded, tokenizer))
+            found = matter(task, _heads(model, masked))
             print(masked, found, file=sys.stderr)  # noqa: T201
             with written(part) as file:
                 file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
@@ -133,19 +135,17 @@ def _matter(model: str, path: Path) -> None:
         file.write_text(json.dumps(parts), encoding="utf-8")
 
 
-def _heads(model: str, masked: str, loaded: Any, tokenizer: Any) -> list[Head]:
-    """The heads of a role by an atlas over the dev part; of a relation; or of all relations that were found."""
+def _heads(model: str, masked: str) -> list[Head]:
+    """The heads of a role, by the atlas that comes along; of a relation; or of all relations that were found."""
     if masked == "found":
         return list(dict.fromkeys((row.kind, row.layer, row.head) for row in _load(model, "ewt").found))
     if ": " in masked:
         source, _, relation = masked.partition(": ")
         row = _load(model, source)[relation]
         return [(row.kind, row.layer, row.head)]
-    path = MADE / f"{model}-roles.json"
-    if not path.exists():
-        dev = conllu.read(DATA / "ud" / "en_ewt-ud-dev.conllu")
-        headwise.atlas(loaded, [tree.text for tree in dev.trees][:300], tokenizer=tokenizer).save(path)
-    return [(role.kind, role.layer, role.head) for role in headwise.Atlas.load(path).having(masked)]
+    atlas = shipped(model)
+    assert atlas is not None  # both come along
+    return [(role.kind, role.layer, role.head) for role in atlas.having(masked)]
 
 
 def _load(model: str, name: str) -> Relations:
@@ -158,7 +158,9 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         f"Not measured yet: {', '.join(missing)}.\n" if missing else "",
-        "## What was found\n",
+        "## In short\n",
+        *_short_of_it(),
+        "\n## What was found\n",
         _overview(),
         f"\n{BESIDE}\n",
         _beside(),
@@ -178,6 +180,36 @@ def page() -> str:
         "",
     ]
     return "\n".join(part for part in parts if part or part is parts[-1])
+
+
+def _short_of_it() -> list[str]:
+    lines = []
+    for model in _with("ewt"):
+        ewt = _load(model, "ewt")
+        judged = sum(row.enough for row in ewt.rows)
+        best = ", ".join(f"{row.name} {_short(row)}" for row in ewt.ordered()[:3]).replace(", found", "")
+        lines.append(f"- {model} follows {len(ewt.found)} of {judged} relations judged on EWT. Clearest: {best}.")
+    for model in _with("coreference"):
+        row = _load(model, "coreference")[NOUN_ANTECEDENT]
+        lines.append(f"- {model}, from a pronoun to the noun it stands for, among all nouns before it: {_short(row)}.")
+    for model in _with("winograd"):
+        row = _read(f"{model}-winograd")[0]
+        guess = "not to be told from a guess" if row["low"] <= 0.5 else "better than a guess"
+        interval = f"{row['low']:.1%} to {row['high']:.1%}"
+        lines.append(f"- The same head of {model} on Winograd pairs: {row['accuracy']:.1%} ({interval}), {guess}.")
+    damages = [(model, Matter.from_json(made)) for model in MODELS for made in _experiments(model)]
+    told = Counter((model, one.verdict) for model, one in damages)
+    for (model, verdict), count in told.items():
+        lines.append(f"- {model}, {count} experiments: masking the heads does {HARM[verdict]}.")
+    return lines
+
+
+def _read(name: str) -> Any:
+    return json.loads((MADE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _experiments(model: str) -> list[Any]:
+    return [_read(path.stem) for path in sorted(MADE.glob(f"{model}-matter-*.json"))]
 
 
 def _there(model: str, name: str) -> bool:
@@ -245,7 +277,7 @@ def _pairs() -> str:
     head = "| model | from | chosen on | head | right | interval | best fixed there | both of a pair | sentences |"
     lines = [head, "|" + "---|" * 9]
     for model in _with("winograd"):
-        for row in json.loads((MADE / f"{model}-winograd.json").read_text(encoding="utf-8")):
+        for row in _read(f"{model}-winograd"):
             cells = (
                 model, row["name"].split(" > ")[0], TITLES[row["chosen_on"]],
                 f"{row['layer']}.{row['head']}", f"{row['accuracy']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}",
@@ -259,9 +291,7 @@ def _damages() -> str:
     head = "| model | masked | heads | measured by | whole | without them | without random ones | verdict |"
     lines = [head, "|" + "---|" * 8]
     for model in MODELS:
-        for made in (
-            json.loads(path.read_text(encoding="utf-8")) for path in sorted(MADE.glob(f"{model}-matter-*.json"))
-        ):
+        for made in _experiments(model):
             one = Matter.from_json(made)
             low, high = one.random_range
             names = [f"{layer}.{number}" for _, layer, number in one.heads]
@@ -290,6 +320,8 @@ CLARK = {
     "all relations, best head 34.7 % (offset 26.7 %)": ("any > head", "ewt"),
     "coreference 65 % (5-4; nearest same string 52 %)": (NOUN_ANTECEDENT, "coreference"),
 }
+HARM = {MORE: "more harm than masking random ones", LESS: "less harm than masking random ones",
+        SAME: "no other harm than masking random ones"}  # fmt: skip
 MASKED = {"previous": "previous-token heads", "induction": "induction heads", "found": "all heads of found relations"}
 
 INTRODUCTION = """# Which heads follow a relation between words
@@ -331,10 +363,15 @@ figures say what heads can do with clean examples and no more; nothing above res
 MATTER = """## Does it matter?
 The heads are masked (their outputs set to zero) and, 20 times, as many random ones of the same layers. "without them"
 has a 95 % interval over texts, "without random ones" the range of 95 % of the drawings. The verdict is by rank: more
-than all 20 drawings happens by chance once in 21 times. Texts: 60 sentences of EWT's test part. Relations: the vectors
-of the words that ask, in the last layer, in 60 sentences of EWT's or 10 passages of GUM's test part. Repeating: 8
-times 50 random tokens, the second time round. Agreement: 100 of our own sentences, the verb of the wrong number against
-the right one. Roles are those of an atlas over 300 sentences of EWT's dev part."""
+than all 20 drawings happens by chance once in 21 times, so of all rows here one may well be chance.
+
+- Texts: 60 sentences of EWT's test part.
+- Relations: the vectors of the words that ask, in the last layer, in 60 sentences of EWT's or 10 passages of GUM's test
+  part.
+- Repeating: 8 times 50 random tokens, the second time round.
+- Agreement: 100 of our own sentences, the verb of the wrong number against the right one.
+
+Roles are those of the atlas that comes along."""
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         "from headwise.cli import main; main(['inspect', '--help'])",
         "from headwise.cli import main; main(['inspect', '--examples'])",
         "from headwise.cli import main; main(['serve', '--help'])",
+        "from headwise.cli import main; main(['atlas', '--help'])",
         "from headwise.cli import main; main(['--version'])",
     ],
 )

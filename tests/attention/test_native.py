@@ -23,6 +23,7 @@ from test_stats import LARGE as LARGE_STATS
 from test_stats import check as check_stats
 
 from headwise import attend, explain, head_stats, reference
+from headwise.attention import calls as attention_calls
 from headwise.attention import core
 from headwise.attention.kernel import native
 from headwise.errors import MaskError
@@ -328,15 +329,15 @@ def test_negated_views():
 
 
 def test_a_form_is_remembered_and_the_numbers_are_not():
-    core._forms.clear()
+    attention_calls._forms.clear()
     with forced(NATIVE[0]):
         for seed in (1, 2):
             for how in ({}, {"causal": True}, {"window": (2, 1)}, {"scale": 0.3}, {"softcap": 2.0}):
                 check_stats(replace(at_random(seed), how=how), torch.float32)
-        assert len(core._forms) == 5
+        assert len(attention_calls._forms) == 5
         call = at_random(3, keys=11).tensors(torch.float32)
         head_stats(call.q, call.k, call.v)
-        assert len(core._forms) == 6
+        assert len(attention_calls._forms) == 6
 
 
 def test_masks_of_one_shape_are_read_each_time():
@@ -349,13 +350,13 @@ def test_masks_of_one_shape_are_read_each_time():
 
 
 def test_few_forms_are_remembered(monkeypatch):
-    core._forms.clear()
-    monkeypatch.setattr(core, "MOST_FORMS", 3)
+    attention_calls._forms.clear()
+    monkeypatch.setattr(attention_calls, "MOST_FORMS", 3)
     with forced(NATIVE[0]):
         for keys in (5, 7, 11, 13):
             call = at_random(keys=keys).tensors(torch.float32)
             attend(call.q, call.k, call.v)
-    assert len(core._forms) == 1
+    assert len(attention_calls._forms) == 1
 
 
 def test_a_known_form_still_learns_casts_and_refuses():

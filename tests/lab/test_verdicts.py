@@ -27,6 +27,7 @@ def one_head(one: list[float], longer: list[float], enough: list[float]) -> dict
         "accuracy_one_head_longer": longer,
         "accuracy_one_relation": [1.0, 1.0],
         "averaging": 0.3,
+        "weights_of_one_head": [[0.4, 0.3, 0.2, 0.1]],
         "left_by_one_head": {str(k): c03.left_by_one_head(k) for k in (1, 2, 4, 8)},
         "pointing": {"1": 0.06, "2": 1.0},
         "off_by": {str(d): c03.off_by(32, d, 0) for d in (8, 16, 31)},

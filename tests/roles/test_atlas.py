@@ -84,7 +84,7 @@ def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
     assert shown.startswith("built by hand: 7 heads (1 layers, both ways); 53 texts")
     assert "previous        1  0.0 0.9" in shown
     assert "none; nearest is" in shown  # a role that no head has
-    assert "of the 7 heads have no clean role, 29% only rest: on the first token" in shown
+    assert "of the 7 heads have no clean role.\n29% only rest: on the first token" in shown
 
 
 def test_rows_name_every_head_once(found: headwise.Atlas) -> None:

@@ -45,7 +45,7 @@ def test_a_table_and_all_its_files(
     assert code == 0
     assert "4 heads (2 layers, causal); 83 texts" in out
     assert "induction       1  1.0 " in out
-    assert "of the 4 heads have no clean role, 25% only rest" in out
+    assert "of the 4 heads have no clean role.\n25% only rest" in out
     assert "wrote atlas.json, atlas.csv, atlas.html, atlas.png" in err
     atlas = headwise.Atlas.load(tmp_path / "out" / "atlas.json")
     assert atlas.tally is not None and atlas.about["likeness"]["self"]["queries"] == 166

@@ -28,7 +28,7 @@ def task_of(model: Any, carrying: set[tuple[int, int]], units: int = 13) -> task
         def look(layer: int) -> Any:
             def hook(linear: Any, args: Any) -> None:
                 nonlocal gone
-                each = args[0].unflatten(-1, (built.HEADS, -1)).abs().amax((0, 1, 3))
+                each = args[0].unflatten(-1, (HEADS, -1)).abs().amax((0, 1, 3))
                 gone += sum(float(each[head]) == 0 for at, head in carrying if at == layer)
 
             return hook
@@ -44,14 +44,17 @@ def task_of(model: Any, carrying: set[tuple[int, int]], units: int = 13) -> task
     return tasks.Task("made up", "what is gone", model, score)
 
 
+HEADS = 31
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
+    config = transformers.BertConfig(
+        vocab_size=len(built.SPECIAL + built.WORDS), hidden_size=2 * HEADS, num_hidden_layers=2,
+        num_attention_heads=HEADS, intermediate_size=5, max_position_embeddings=31,
+    )  # fmt: skip
     torch.manual_seed(1)
-    made = built.model()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)  # so that no head's output is zero by itself
-    return made
+    return transformers.BertModel(config, add_pooling_layer=False).eval()
 
 
 def test_heads_that_carry_a_task_matter(model: Any) -> None:
@@ -65,7 +68,7 @@ def test_heads_that_carry_a_task_matter(model: Any) -> None:
 
 def test_heads_that_do_not_are_no_different(model: Any) -> None:
     assert matter(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
-    others = {(1, 1), (1, 2)}
+    others = {(layer, head) for layer in (0, 1) for head in range(HEADS)} - {(1, 0)}
     assert matter(task_of(model, others), [("self", 1, 0)]).verdict == LESS
 
 
@@ -103,15 +106,24 @@ def test_a_layer_with_too_few_left_borrows_from_others() -> None:
         )
 
 
+def test_no_random_set_counts_twice() -> None:
+    """One head of three: two others in its layer, then those of the other layer, and then there are no more."""
+    counts = {("self", 0): 3, ("self", 1): 5}
+    drawn = list(matters._distinct(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
+    assert len(drawn) == len(set(drawn)) == 7 and set(drawn[:2]) == {(("self", 0, 0),), (("self", 0, 2),)}
+    many = list(matters._distinct({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
+    assert len(set(many)) == 20
+
+
 def test_what_cannot_be_compared(model: Any) -> None:
     task = task_of(model, set())
     with pytest.raises(HeadwiseError, match="no heads to mask"):
         matter(task, [])
-    with pytest.raises(HeadwiseError, match=r"no self head 1\.3 in BertModel"):
-        matter(task, [("self", 1, 3)])
+    with pytest.raises(HeadwiseError, match=r"no self head 1\.31 in BertModel"):
+        matter(task, [("self", 1, 31)])
     with pytest.raises(HeadwiseError, match="at least 1 random draw"):
         matter(task, [("self", 1, 1)], draws=0)
-    assert head_counts(model) == {("self", 0): 3, ("self", 1): 3}
+    assert head_counts(model) == {("self", 0): 31, ("self", 1): 31}
 
 
 # tasks

@@ -360,6 +360,7 @@ def test_pairs_go_to_encoder_and_decoder() -> None:
         ({"texts": "no such file"}, "there is no file 'no such file', put one text into a list"),
         ({"texts": 7}, "texts are a file or several texts, got int"),
         ({"texts": [b"bytes"]}, "text 0 is neither a text nor a pair of texts but bytes"),
+        ({"texts": [("a", "b")]}, "pairs of texts are for encoder-decoders; this model reads one text at a time"),
         ({"limit": 0}, "the limit must be at least 1 text, got 0"),
         ({"length": 3}, "length is the most tokens of a text, at least 4, got 3"),
         ({"part": (3, 3)}, "part is .* 0 <= i < n, got"),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.blocks import FeedForward
 from headwise.scale import counted, load_state, save_state, split_heads
-from headwise.scale.linear import local, piece_of
+from headwise.scale.linear import local, pieces
 from headwise.scale.ranks import RankError, Ranks
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
@@ -40,15 +40,21 @@ def pair(module: Any) -> tuple[Any, Any]:
 
 def check_gradients(whole: Any, split: Any) -> None:
     """Each rank's gradients are its part of the whole's."""
-    others = dict(split.named_parameters())
+    others, parts = dict(split.named_parameters()), pieces(split)
     for name, x in whole.named_parameters():
         mine = others[name]
         if x.grad is None:
             assert mine.grad is None, name
             continue
-        piece = piece_of(mine)
-        want = x.grad if piece is None else piece.of(x.grad)
+        want = parts[name].of(x.grad) if name in parts else x.grad
         torch.testing.assert_close(local(mine.grad), want, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_weights(whole: Any, split: Any) -> None:
+    """Each rank has its part of the whole's."""
+    others, parts = dict(split.named_parameters()), pieces(split)
+    for name, x in whole.named_parameters():
+        assert torch.equal(local(others[name]), parts[name].of(x) if name in parts else x), name
 
 
 def attention(name: str) -> None:
@@ -198,10 +204,7 @@ def state_is_saved_for_other_counts(ranks: Ranks, folder: Path) -> None:
             for x in split.parameters():
                 local(x).fill_(7.0)
         load_state(split, source)
-        for key, x in whole.named_parameters():
-            mine = dict(split.named_parameters())[key]
-            piece = piece_of(mine)
-            assert torch.equal(local(mine), x if piece is None else piece.of(x)), key
+        check_weights(whole, split)
 
 
 @check
@@ -216,6 +219,19 @@ def bytes_sent_are_those_of_the_head_plan(ranks: Ranks, folder: Path) -> None:
             out.sum().backward()
         assert forward == {"sums": split.plan.sent(2, 13)}, name
         assert backward == {"sums": split.plan.sent_backward(ranks.rank, 2, 13, bias=split.W_Q.bias is not None)}, name
+
+
+@check
+def what_is_split_without_memory_gets_its_weights_from_a_file(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(14)
+    for name in ("divides", "fewer_kv", "idle"):
+        whole = MultiHeadAttention(**LAYERS[name])
+        save_state(whole if ranks.count == 1 else split_heads(copy.deepcopy(whole)), folder / f"memory-{name}")
+        split = split_heads(MultiHeadAttention(**LAYERS[name], device="meta")).to_empty(device="cpu")
+        load_state(split, folder / f"memory-{name}")
+        check_weights(whole, split)
+        x = torch.randn(2, 7, whole.heads.width)
+        torch.testing.assert_close(split(x), whole(x), **CLOSE)
 
 
 @check

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import CacheError, ShapeError, UnsupportedError
 from ..heads import Heads
 from ..shapes import check_at_least
-from . import convert, core
+from . import calls, contract, convert, core
 from .cache import KVCache, MemoryCache, SlidingCache, taken_in, unless_it_fails
 from .contract import Window, band, shown
 from .core import Call
@@ -53,7 +53,7 @@ class MultiHeadAttention(nn.Module):
     ):
         super().__init__()
         self.heads = Heads.split(d_model, num_heads, num_kv_heads, head_dim)
-        core.contract.check_numbers(None, softcap, dropout)
+        contract.check_numbers(None, softcap, dropout)
         for name, size in (("kdim", kdim), ("vdim", vdim)):
             if size is not None:
                 check_at_least(1, name, size)
@@ -201,8 +201,8 @@ class MultiHeadAttention(nn.Module):
                 k, v, lengths, offset = taken_in(cache, k, v, lengths)
             if isinstance(cache, MemoryCache):
                 cache.asked += query.shape[1]
-            q, k, v = core.autocast(q, k, v)
-            return q, k, v, core.call_of(q, k, v, lengths=lengths, offset=offset, **how)
+            q, k, v = calls.autocast(q, k, v)
+            return q, k, v, calls.call_of(q, k, v, lengths=lengths, offset=offset, **how)
 
     def _keys_and_values(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, values: bool
@@ -252,7 +252,7 @@ def _check_input(name: str, x: Tensor, linear: nn.Linear) -> None:
         return  # quantized: it knows itself what it takes
     if x.device != weight.device:
         raise ShapeError(f"{name} is on {x.device} and the module on {weight.device}; bring them together with .to()")
-    if x.dtype != weight.dtype and not core.autocasts(x):
+    if x.dtype != weight.dtype and not calls.autocasts(x):
         raise ShapeError(f"{name} is {x.dtype} and the module {weight.dtype}; use {name}.to({weight.dtype})")
 
 

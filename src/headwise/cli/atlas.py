@@ -149,6 +149,7 @@ def _measured(
     if out is not None and ranks.first:
         from ..roles.likeness import likeness
 
+        found.save(out / "atlas.json", sums=True)  # what took long is safe before what comes now
         alike = likeness(loaded, texts, words, field=field, length=length, seed=seed)
         found.about["likeness"] = {kind: one.to_json() for kind, one in alike.items()}
     return found

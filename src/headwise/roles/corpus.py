@@ -212,10 +212,10 @@ class Corpus:
         counts = np.zeros(len(encoder.tokenizer), np.int64)
         for start in range(0, len(first), WINDOW):
             for side in _sides(first[start : start + WINDOW]):
-                for ids in encoder.tokenizer(side, truncation=True, max_length=encoder.length, verbose=False)[
-                    "input_ids"
-                ]:
-                    np.add.at(counts, ids, 1)
+                given = encoder.tokenizer(side, truncation=True, max_length=encoder.length, verbose=False)
+                new = np.bincount(np.fromiter(itertools.chain.from_iterable(given["input_ids"]), np.int64))
+                counts = np.pad(counts, (0, max(0, len(new) - len(counts))))
+                counts[: len(new)] += new
         beginning = identity("\n".join(str(text) for text in first[:WINDOW]))
         return cls(itertools.chain(first, texts), encoder, counts, beginning)
 
@@ -229,8 +229,10 @@ class Corpus:
             at += len(window)
 
     def _batches(self, texts: list[Text]) -> Iterator[Batch]:
-        sides = [self.encoder.lines(side) for side in _sides(texts)]
         paired = self.encoder.start is not None
+        if not paired and any(isinstance(text, tuple) for text in texts):
+            raise HeadwiseError("pairs of texts are for encoder-decoders; this model reads one text at a time")
+        sides = [self.encoder.lines(side) for side in _sides(texts)]
         first, second = sides[0], sides[-1]
         order = sorted(
             (i for i in range(len(texts)) if first[i].ids and second[i].ids),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from .found import Head
 from .tasks import Task
 
 DRAWS = 20  # so that being above all of them happens by chance once in 21 times
+TRIES = 60  # drawings of sets that were there already, before other layers are taken, or no more are looked for
 RESAMPLES = 2_000
 SURE = 0.05
 MORE, LESS, SAME = "more than random heads", "less than random heads", "no different from random heads"
@@ -84,8 +85,9 @@ def matter(
 ) -> Matter:
     """Whether some heads matter for a task more than as many random ones of the same layers do.
 
-    heads: (kind, layer, head) each. draws: random sets, none of which holds one of the heads. value: what takes their
-    place, as in mask_heads.
+    heads: (kind, layer, head) each. draws: random sets, no two the same, none of which holds one of the heads; where
+    these layers have too few, of other layers too, and fewer where there are no more. value: what takes their place,
+    as in mask_heads.
     """
     chosen = tuple(dict.fromkeys((kind, int(layer), int(head)) for kind, layer, head in heads))
     if not chosen:
@@ -100,8 +102,7 @@ def matter(
     damage = _without(task, chosen, value) - whole
     chance = np.random.default_rng(seed)
     random = []
-    for _ in range(draws):
-        drawn = random_heads(counts, chosen, chance)
+    for drawn in _distinct(counts, chosen, chance, draws):
         random.append(float((_without(task, drawn, value) - whole).mean()))
         if progress:
             progress(1)
@@ -119,13 +120,33 @@ def matter(
     )
 
 
+def _distinct(
+    counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], chance: np.random.Generator, draws: int
+) -> Iterator[tuple[Head, ...]]:
+    """A set that comes twice would count twice in the rank, as if more chance had been tried."""
+    seen: set[frozenset[Head]] = set()
+    misses = 0
+    while len(seen) < draws and misses < 2 * TRIES:
+        drawn = random_heads(counts, chosen, chance, anywhere=misses >= TRIES)
+        if frozenset(drawn) in seen:
+            misses += 1
+            continue
+        seen.add(frozenset(drawn))
+        misses = TRIES if misses >= TRIES else 0
+        yield drawn
+
+
 def random_heads(
-    counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], chance: np.random.Generator
+    counts: Mapping[tuple[str, int], int],
+    chosen: Sequence[Head],
+    chance: np.random.Generator,
+    *,
+    anywhere: bool = False,
 ) -> tuple[Head, ...]:
     """As many other heads: of the same layers, and where a layer has too few left, of any layer of that kind."""
     taken = set(chosen)
     drawn: list[Head] = []
-    for key in dict.fromkeys((kind, layer) for kind, layer, _ in chosen):
+    for key in dict.fromkeys((kind, layer) for kind, layer, _ in chosen if not anywhere):
         wanted = sum(head[:2] == key for head in chosen)
         free = [(*key, i) for i in range(counts[key]) if (*key, i) not in taken]
         drawn += [free[i] for i in chance.permutation(len(free))[:wanted]]

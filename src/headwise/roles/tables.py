@@ -33,7 +33,8 @@ def text(atlas: Atlas, best: int = BEST) -> str:
         lines.append(f"{one.name:<{width}}  {len(having):>4}  {shown or _nearest(atlas, one, many)}")
     lines += [
         "",
-        f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role, {atlas.resting:.0%} only rest: {REST}.",
+        f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role.",
+        f"{atlas.resting:.0%} only rest: {REST}.",
     ]
     lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
     lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]

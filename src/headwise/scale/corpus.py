@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -204,6 +205,10 @@ def _folder(resume: str | os.PathLike[str] | None, ranks: Ranks) -> Iterator[Pat
 @contextmanager
 def stopping_in_order() -> Iterator[None]:
     """torchrun ends those who are left with SIGTERM when one rank has died: take it as Ctrl-C, which keeps the sums."""
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def ask(number: int, frame: Any) -> None:
         signal.raise_signal(signal.SIGINT)

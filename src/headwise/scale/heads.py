@@ -188,10 +188,9 @@ def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float =
 def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
     plan = HeadPlan(part.heads, ranks.count)
     share, dim, device = plan.shares[ranks.rank], part.heads.dim, part.W_O.weight.device
+    groups = {kv: ranks.among(those) for kv, those in enumerate(plan.copies) if len(those) > 1}
     shared = tuple(
-        ((kv - share.kv.start) * dim, (kv + 1 - share.kv.start) * dim, ranks.among(plan.copies[kv]))
-        for kv in share.kv
-        if len(plan.copies[kv]) > 1
+        ((kv - share.kv.start) * dim, (kv + 1 - share.kv.start) * dim, groups[kv]) for kv in share.kv if kv in groups
     )
     even = len({len(share.query) for share in plan.shares}) == 1
     idle = kv_slots = _idle(plan, ranks, dim)

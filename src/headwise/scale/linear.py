@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .ranks import Ranks, summed
 
-PIECE = "headwise_piece"  # on a parameter: which part of the whole it is
+PIECES = "headwise_pieces"  # on a module: which parts of the whole its parameters are, by name
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Piece:
     held: range
     owned: range  # what this rank writes to a checkpoint; less than it holds where others hold it too
     even: bool  # all ranks hold as much, each its own: DTensor can say it
+    mesh: DeviceMesh | None = None
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of the whole that is held."""
@@ -37,10 +39,13 @@ def local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def piece_of(x: Tensor) -> Piece | None:
-    """Which part of the whole a parameter is; None: all of it."""
-    found: Piece | None = getattr(x, PIECE, None)
-    return found
+def pieces(module: nn.Module) -> dict[str, Piece]:
+    """Which parts of the whole a module's parameters are, by their full names; those that are whole are not there."""
+    return {
+        f"{path}.{name}" if path else name: piece
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, piece in getattr(part, PIECES, {}).items()
+    }
 
 
 def keep(module: nn.Module, name: str, piece: Piece, ranks: Ranks) -> None:
@@ -53,9 +58,8 @@ def keep(module: nn.Module, name: str, piece: Piece, ranks: Ranks) -> None:
         part: Tensor = distribute_tensor(whole.detach(), ranks.mesh, [Shard(piece.dim)], src_data_rank=None)
     else:
         part = piece.of(whole.detach()).clone()
-    made = nn.Parameter(part, requires_grad=whole.requires_grad)
-    setattr(made, PIECE, piece)
-    module._parameters[name] = made
+    module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    setattr(module, PIECES, {**getattr(module, PIECES, {}), name: replace(piece, mesh=ranks.mesh)})
 
 
 class _SharedRows(torch.autograd.Function):

@@ -48,12 +48,15 @@ class Ranks:
         return {}
 
     def among(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of some of these ranks, of which this is one; all of them must ask."""
+        """The process group of some of these ranks. All processes there are must ask, in the same order."""
         if ranks not in self._groups:
             every = dist.get_process_group_ranks(self.group)
-            self._groups[ranks] = dist.new_group(
-                [every[rank] for rank in ranks], timedelta(seconds=self.timeout), use_local_synchronization=True
-            )
+            if len(every) < dist.get_world_size():
+                raise RankError(
+                    "KV heads that live on several ranks need a mesh of all ranks; take fewer ranks, or all"
+                )
+            wait = timedelta(seconds=self.timeout)
+            self._groups[ranks] = dist.new_group([every[rank] for rank in ranks], timeout=wait)
         return self._groups[ranks]
 
     def global_rank(self, rank: int) -> int:
@@ -208,10 +211,11 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.contiguous()
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+        whole = x.contiguous()
+        if whole is x:
+            ctx.mark_dirty(x)
+        dist.all_reduce(whole, group=group)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import CheckpointError, UnsupportedError
-from .linear import Piece, piece_of
+from .linear import Piece, pieces
 from .ranks import ranks_of
 
 
@@ -27,8 +27,8 @@ def state_of(module: nn.Module, owned: bool = False) -> dict[str, Any]:
 
     owned: without the copies of KV heads that another rank writes. What this rank has nothing of is not there.
     """
-    pieces = {name: piece_of(x) for name, x in module.named_parameters(remove_duplicate=False)}
-    placed = {name: _placed(x, pieces.get(name), owned) for name, x in module.state_dict().items()}
+    known = pieces(module)
+    placed = {name: _placed(x, known.get(name), owned) for name, x in module.state_dict().items()}
     return {name: x for name, x in placed.items() if x is not None}
 
 
@@ -110,5 +110,4 @@ def _placed(x: Tensor, piece: Piece | None, owned: bool) -> Any:
     shards = LocalShardsWrapper([held], [tuple(place)])
     strides = torch.empty(piece.whole, device="meta").stride()
     shape = torch.Size(piece.whole)
-    mesh = ranks_of().mesh
-    return DTensor.from_local(shards, mesh, [Shard(piece.dim)], run_check=False, shape=shape, stride=strides)
+    return DTensor.from_local(shards, piece.mesh, [Shard(piece.dim)], run_check=False, shape=shape, stride=strides)

@@ -377,17 +377,19 @@ __attribute__((constructor)) static void fill_table(void) {
     for (int x = 0; x < 2 * KEY_BLOCK + W; x++) away_from_zero[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
 }
 
-/* Scores become e, and what is kept of the row moves on. s: n scores (whole vectors) from key `from` on. */
-INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from, float *o, int64_t width,
-                   const float *classes, int64_t class_count, int64_t keys) {
-    vf top = all(-INFINITY), other = top;
+/* The largest of n scores, whole vectors; a NaN among them may be passed over. */
+INLINE float peak_of(const float *s, int64_t n) {
+    vf top[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
     int64_t j = 0;
-    for (; j + 2 * W <= n; j += 2 * W) {
-        top = larger(top, load(s + j));
-        other = larger(other, load(s + j + W));
-    }
-    if (j < n) top = larger(top, load(s + j));
-    float now = largest(larger(top, other)), old = row->m, m = now > old ? now : old;
+    for (; j + 4 * W <= n; j += 4 * W) UNROLL for (int i = 0; i < 4; i++) top[i] = larger(top[i], load(s + j + i * W));
+    for (; j < n; j += W) top[0] = larger(top[0], load(s + j));
+    return largest(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+}
+
+/* Scores become e, and what is kept of the row moves on. s: n scores (whole vectors) from key `from` on, at most peak. */
+INLINE void soften(const int wanted, Row *row, float *s, int64_t n, float peak, int64_t from, float *o, int64_t width,
+                   const float *classes, int64_t class_count, int64_t keys) {
+    float old = row->m, m = peak > old ? peak : old;
     row->m = m;
     if (m == -INFINITY) m = 0;
     vf before = row->l, w = row->w, d = row->d;
@@ -405,7 +407,7 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
     vf l = before;
     int64_t step = from - row->place, near = step > 0 ? 0 : step < -KEY_BLOCK ? -KEY_BLOCK : step;
     const float *away = away_from_zero + KEY_BLOCK + near;
-    for (j = 0; j < n; j += W) {
+    for (int64_t j = 0; j < n; j += W) {
         vf t = larger(all(LOWEST), load(s + j) - m), e = power_of_two(t);
         store(s + j, e);
         l += e;
@@ -421,8 +423,8 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, int64_t from
     for (int64_t i = 0; i < class_count; i++) {
         const float *member = classes + i * keys + from;
         vf c = row->c[i];
-        int64_t whole = least(n, (keys - from) / W * W);
-        for (j = 0; j < whole; j += W) c += load(s + j) * load(member + j);
+        int64_t whole = least(n, (keys - from) / W * W), j = 0;
+        for (; j < whole; j += W) c += load(s + j) * load(member + j);
         for (; j < n && from + j < keys; j++) c[0] += s[j] * member[j];
         row->c[i] = c;
     }
@@ -508,34 +510,45 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         multiply(rows, vectors, q, dim, keys + start * dim, PANEL, PANEL * dim, it->s + start, line, dim, 0);
     }
 
-    const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
     int adjusts = call->mask || call->softcap > 0 || call->slopes;
+    int64_t head[TILE_ROWS], tail[TILE_ROWS]; /* the vectors that hold what a row sees; none where it sees nothing */
+    float peak[TILE_ROWS];
     for (int r = 0; r < rows; r++) {
-        float *s = it->s + r * line, *o = it->o + (first + r) * width;
+        float *s = it->s + r * line;
         int64_t a = most(row[r].low, from) - from, b = least(row[r].high, to) - from; /* what this row sees */
+        head[r] = a / W * W, tail[r] = up(b, W);
         if (a >= b || (call->mask && !shown[r])) {
             memset(s + start, 0, 4 * (stop - start));
+            tail[r] = head[r];
             continue;
         }
-        int64_t head = a / W * W, tail = up(b, W);
-        for (int64_t j = start; j < head; j += W) store(s + j, all(0));
-        for (int64_t j = tail; j < stop; j += W) store(s + j, all(0));
+        for (int64_t j = start; j < head[r]; j += W) store(s + j, all(0));
+        for (int64_t j = tail[r]; j < stop; j += W) store(s + j, all(0));
         hide_edges(s, a, b);
+        int64_t n = tail[r] - head[r], at = from + head[r];
         if (adjusts) {
-            const float *bias = call->mask ? it->bias + (shared ? 0 : r) * line + head : NULL;
-            adjust(it, row + r, s + head, bias, tail - head, from + head);
+            const float *bias = call->mask ? it->bias + (shared ? 0 : r) * line + head[r] : NULL;
+            adjust(it, row + r, s + head[r], bias, n, at);
             hide_edges(s, a, b); /* softcap made a number of it */
         }
         if (!row[r].sees) {
             row[r].sees = !call->mask;
             for (int64_t j = from + a; j < from + b && !row[r].sees; j++) row[r].sees = may_see(it, row + r, j);
         }
-        if (call->link_count) keep_links(row + r, s + head, tail - head, from + head, call->link_count);
+        if (call->link_count) keep_links(row + r, s + head[r], n, at, call->link_count);
+        peak[r] = peak_of(s + head[r], n);
+    }
+    /* in a loop of its own: here a row's first steps need not wait for the one before */
+    const float *classes = call->classes ? call->classes + it->batch * call->class_count * call->keys : NULL;
+    for (int r = 0; r < rows; r++) {
+        float *s = it->s + r * line, *o = it->o + (first + r) * width;
+        int64_t n = tail[r] - head[r], at = from + head[r];
+        if (!n) continue;
         if (call->sums) {
-            soften(1, row + r, s + head, tail - head, from + head, o, width, classes, call->class_count, call->keys);
-            pick(row + r, s, from + a, from + b, from, it->first_key);
+            soften(1, row + r, s + head[r], n, peak[r], at, o, width, classes, call->class_count, call->keys);
+            pick(row + r, s, most(row[r].low, from), least(row[r].high, to), from, it->first_key);
         } else {
-            soften(0, row + r, s + head, tail - head, from + head, o, width, NULL, 0, 0);
+            soften(0, row + r, s + head[r], n, peak[r], at, o, width, NULL, 0, 0);
         }
     }
     if (it->odd) {

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -90,6 +90,7 @@ class Choice:
     index: int = -1
     why_not: str | None = None
     name: str = ""
+    run: Callable[[bytes, int], int] = lambda call, index: 1  # headwise_run
 
     @classmethod
     def of(cls, wanted: str | None) -> Choice:
@@ -101,7 +102,7 @@ class Choice:
         if wanted and wanted not in there.paths:
             return cls(why_not=f"{FORCE}={wanted} is none of {', '.join(there.paths)}")
         name = wanted or there.paths[0]
-        return cls(there.paths.index(name), None, WORDS[name])
+        return cls(there.paths.index(name), None, WORDS[name], there.code.headwise_run)
 
 
 _chosen = Choice.of(os.environ.get(FORCE) or None)  # now, since a compiler could not trace it later
@@ -163,6 +164,7 @@ class Form(NamedTuple):
     """What calls of the same sizes, strides and options share."""
 
     fields: bytes  # FORM
+    sums: tuple[int, ...]  # the shape of Extra's without classes, (SUMS, B, H)
     shape: tuple[int, ...]  # of the output, (B, H, Tq, Dv)
     stride: tuple[int, ...]  # laid out so that joining the heads costs nothing
 
@@ -197,7 +199,7 @@ def form_of(
         0 if gates is None or gates.dim() == 1 else size.heads, class_count, link_count,
         scale, softcap or 0.0,
     )  # fmt: skip
-    return Form(fields, shape, stride)
+    return Form(fields, (len(SUMS), *shape[:2]), shape, stride)
 
 
 def run(
@@ -246,9 +248,7 @@ def run_form(
 
 
 def _call(fields: bytes, *pointers: int) -> None:
-    there = library()
-    assert isinstance(there, Library)  # choice() said so
-    if there.code.headwise_run(fields + POINTERS.pack(*pointers, torch.get_num_threads()), _chosen.index):
+    if _chosen.run(fields + POINTERS.pack(*pointers, torch.get_num_threads()), _chosen.index):
         raise MemoryError("no memory for the attention's working space")
 
 
@@ -290,7 +290,7 @@ def head_stats_form(
     form: Form, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, queries: Tensor | None, cross: bool
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call of a form that was seen before."""
-    sums = q.new_empty((len(SUMS), *form.shape[:2]), dtype=torch.float64)
+    sums = q.new_empty(form.sums, dtype=torch.float64)
     asked = None if queries is None else queries.contiguous()
     out = run_form(form, q, k, v, mask, asked, sums.data_ptr())
     return out, HeadStats.later(partial(apart, sums, (), cross, False))

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
-from ..model import RELATIONS_RECIPE
+from ..look import patterns
+from ..model import RELATIONS_RECIPE, task_of
 from ..store import Lab
 from ..tasks import Relations
+from ..train import Trained, held_out
 
 # the thresholds, written before the full run
 SUCCEEDS = 0.95  # share of right answers
@@ -43,6 +45,7 @@ def run(lab: Lab) -> Figures:
         "parameters": {h: sum(p.numel() for p in of_h[0].model.parameters()) for h, of_h in models.items()},
         "accuracy": {h: [trained.accuracy for trained in of_h] for h, of_h in models.items()},
         "averaging": averaging(),
+        "weights_of_one_head": [places(trained) for trained in models[1]],
         "accuracy_one_head_longer": [trained.accuracy for trained in longer],
         "accuracy_one_relation": [trained.accuracy for trained in single],
         "curves": {h: [[(step, right) for step, _, right in t.curve] for t in of_h] for h, of_h in models.items()},
@@ -50,6 +53,17 @@ def run(lab: Lab) -> Figures:
         "pointing": {d: pointing(TOKENS, d, lab.seed) for d in (1, 2)},
         "off_by": {d: off_by(TOKENS, d, lab.seed) for d in (1, 2, 4, 8, 16, TOKENS - 1, TOKENS)},
     }
+
+
+def places(trained: Trained) -> list[float]:
+    """How much weight a model's only head gives to each of the places it needs, the largest first."""
+    task = task_of(trained.recipe)
+    assert isinstance(task, Relations)
+    ids = held_out(task, 1, 16)[0].inputs.to(next(trained.model.parameters()).device)
+    seen = patterns(trained.model, ids)[0, 0]  # (B, T, T)
+    far = max(task.offsets)  # from here on all places exist
+    found = [float(seen.diagonal(-offset, 1, 2)[:, far - offset :].mean()) for offset in task.offsets]
+    return sorted(found, reverse=True)
 
 
 def averaging(relations: int = RELATIONS, symbols: int = Relations.symbols) -> float:
@@ -128,16 +142,18 @@ def _learned(figures: Figures) -> bool:
 
 def _averages(figures: Figures) -> Verdict:
     one, limit = figures["accuracy"]["1"], figures["averaging"]
+    weights = np.mean(figures["weights_of_one_head"], 0)
     because = (
         f"Equal weights on the four places would allow {limit:.1%} right answers; one head reaches {np.mean(one):.1%}. "
-        "It gives the places unequal weights, and the feed-forward layer tells the symbols in the sum apart by size."
+        f"It gives them unequal weights ({', '.join(f'{x:.2f}' for x in weights)} on average, the largest first), so "
+        "that the sum tells which symbol stands where."
     )
     if not _learned(figures):
         return Verdict(SENTENCES[0], CANNOT_TELL, "The models that should succeed did not.", starts_seen(one))
     if min(one) > limit + NEAR:
         return Verdict(SENTENCES[0], NOT, because, starts_seen(one))
     if max(one) <= limit + NEAR:
-        return Verdict(SENTENCES[0], HOLDS, because.split(". It")[0] + ".", starts_seen(one))
+        return Verdict(SENTENCES[0], HOLDS, because.split(" It gives")[0], starts_seen(one))
     return Verdict(SENTENCES[0], CANNOT_TELL, because, starts_seen(one))
 
 

@@ -56,8 +56,11 @@ function draw() {
         cell.addEventListener("click", () => show(kind, row, head));
         return make("td", {}, cell);
       })));
-    const caption = `${kind}: ${data.meanings[score.value] || score.value}`;
-    return make("table", { class: "grid" }, make("caption", {}, caption), make("tbody", {}, ...rows));
+    const caption = `${kind}: ${data.meanings[score.value] || score.value}. An outlined head has a role; click a head for all that was measured of it.`;
+    const widest = Math.max(...at.score.map((/** @type {any[]} */ line) => line.length));
+    const numbers = [...Array(widest).keys()].map((head) => make("th", { scope: "col" }, String(head)));
+    const top = make("tr", {}, make("th", { scope: "col" }, "layer"), ...numbers);
+    return make("table", { class: "grid" }, make("caption", {}, caption), make("thead", {}, top), make("tbody", {}, ...rows));
   }));
 }
 
@@ -69,18 +72,20 @@ function map(kind, points) {
   svg.setAttribute("viewBox", `0 0 ${size} ${size}`);
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", "heads that look alike, side by side");
-  const far = Math.max(...points.map((/** @type {any} */ p) => Math.max(Math.abs(p.x), Math.abs(p.y))), 1e-9);
-  const place = (/** @type {number} */ x) => size / 2 + (x / far) * (size / 2 - edge);
+  const ends = ["x", "y"].map((axis) => points.map((p) => p[axis])).map((all) => [Math.min(...all), Math.max(...all)]);
+  const far = Math.max(...ends.map(([low, high]) => high - low), 1e-9); // one scale for both axes, or near would not be near
+  const place = (/** @type {number} */ x, /** @type {number[]} */ [low, high]) => size / 2 + ((x - (low + high) / 2) / far) * (size - 2 * edge);
   for (const point of points) {
     const dot = document.createElementNS(space, "text");
-    dot.setAttribute("x", String(place(point.x)));
-    dot.setAttribute("y", String(place(point.y)));
+    dot.setAttribute("x", String(place(point.x, ends[0])));
+    dot.setAttribute("y", String(place(point.y, ends[1])));
     dot.setAttribute("class", rolesOf(point.kind, point.layer, point.head).length ? "named" : "");
     dot.textContent = `${point.layer}.${point.head}`;
     dot.addEventListener("click", () => show(point.kind, data.layers[point.kind].indexOf(point.layer), point.head));
     svg.append(dot);
   }
-  return make("section", {}, make("h2", {}, `Which ${kind} heads look alike`), svg);
+  const words = "Near each other: they spread their weight alike (Jensen-Shannon divergence). Coloured heads have a role.";
+  return make("section", {}, make("h2", {}, `Which ${kind} heads look alike`), make("p", { class: "soft" }, words), svg);
 }
 
 const table = make("table", { id: "roles" }, make("caption", {}, data.summary), make("tbody", {}, ...Object.entries(data.definitions).flatMap(([name, one]) => {

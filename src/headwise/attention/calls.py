@@ -1,0 +1,161 @@
+"""One call of attend, checked: what it was given, which kernel takes it, and calls that look like an earlier one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import contract
+from .contract import Window
+from .kernel import cuda, native
+from .sight import PLAIN, Sight, check_tensor, sight_of
+
+MOST_FORMS = 1024  # that are remembered
+_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func, None outside of them
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attend, checked: who may look where, and the numbers around it."""
+
+    sight: Sight
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    gates: Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def kernel(self) -> ModuleType:
+        """The one-pass kernel of these tensors' device: native or cuda, which are called alike."""
+        return cuda if cuda.serves(self.sight.device) else native
+
+    def why_not_kernel(self, q: Tensor) -> str | None:
+        """Why PyTorch computes this call instead of the one-pass kernel, or None."""
+        sight = self.sight
+        why: str | None = self.kernel.why_not(q, sight)
+        if why is not None:
+            return why
+        if self.dropout:
+            return f"the {self.kernel.NAME} kernel has no dropout"
+        if sight.readable and _transforms() is not None:
+            return "torch.func transforms PyTorch's own operators"
+        if learns(sight.mask, sight.slopes):
+            return "the mask wants a gradient"
+        return None
+
+    def why_rows(self) -> str | None:
+        """Why this call goes by blocks of rows instead of PyTorch's fused kernel, or None."""
+        mask = self.sight.mask
+        if self.softcap is not None:
+            return "softcap comes between the scores and the mask"
+        if self.sinks is not None:
+            return "sinks change the softmax's denominator"
+        if self.dropout and self.sight.device.type == "cpu":
+            return "PyTorch's fused CPU kernel has no dropout"
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            return "the mask wants a gradient"
+        return None
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gates: Tensor | None = None,
+    dropout: float = 0.0,
+    **sight: Any,
+) -> Call:
+    """Check all that a call was given."""
+    who = sight_of(q, k, v, **sight)
+    contract.check_numbers(scale, softcap, dropout)
+    if sinks is not None:
+        check_tensor("sinks", sinks, q)
+        contract.check_per_head("sinks", sinks.shape, who.size)
+    if gates is not None:
+        check_tensor("gates", gates, q)
+        contract.check_per_head("gates", gates.shape, who.size, batched=True)
+    call = Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
+    if who.mask is not None and call.why_not_kernel(q) is not None:
+        return replace(call, sight=who.without_padding())
+    return call
+
+
+_forms: dict[Any, native.Form] = {}
+
+
+def known_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+) -> native.Form | None:
+    """The form of a plain call of the native kernel, or None where the long way must be taken.
+
+    Checking a call lasts longer than a short call itself, so calls that differ in their numbers alone are checked once.
+    """
+    if torch.compiler.is_compiling() or native.choice().why_not is not None:
+        return None
+    # written out for q, k and v: loops and generators would cost a microsecond
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not (q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
+        return None
+    if _transforms() is not None:
+        return None
+    shown = None
+    if mask is not None:
+        if type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
+            return None
+        shown = mask.shape, mask.stride()
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        shown, contract.band(causal, window), scale, softcap,
+    )  # fmt: skip
+    form = _forms.get(key)
+    if form is None:
+        call = call_of(q, k, v, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap)
+        if call.why_not_kernel(q) is not None or not {type(scale), type(softcap)} <= {int, float, NoneType}:
+            return None
+        if len(_forms) >= MOST_FORMS:
+            _forms.clear()
+        form = _forms[key] = native.form_of(q, k, v, call.sight, call.scale, softcap)
+    return form
+
+
+def learns(*xs: Tensor | None) -> bool:
+    """Whether any of these wants a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs)
+
+
+def autocast(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast, inputs in its dtype, as PyTorch's own attention takes them."""
+    if not autocasts(xs[0]):
+        return xs
+    dtype = torch.get_autocast_dtype(xs[0].device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in xs)
+
+
+def as_given(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast inside: sums stay in fp32."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether torch.autocast is on where x is."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
