@@ -30,7 +30,7 @@ def test_a_race_is_run_for_every_start_and_kept(tmp_path: Any) -> None:
 
 def same_time(**by_heads: tuple[float, float]) -> Verdict:
     races = [{name.strip("h"): times[i] for name, times in by_heads.items()} for i in (0, 1)]
-    return c01_same_cost._same_time({"seconds": {"some": races}})
+    return c01_same_cost._same_time({"seconds": {"some": races}, "where": "one thread"})
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,7 @@ def test_the_widths_that_take_the_same_time_are_named() -> None:
 
 def fused(*cases: tuple[int, list[float]]) -> Verdict:
     found = [{"heads": 2, "tokens": t, "batch": 1, "way": "small", "races": [], "ratio": ratio} for t, ratio in cases]
+    found[0]["where"] = "one thread"
     return c02_fused._judge("it is", found, 2.0, "a part", lambda case: int(case["tokens"]))
 
 

@@ -33,6 +33,10 @@ def seconds(lab: Lab, name: str, made_of: dict[str, Any], contestants: Callable[
     return lab.piece(name, {**made_of, "rounds": rounds, "races": len(lab.starts)}, run)
 
 
+def where(device: str) -> str:
+    return "one thread of the CPU" if not device.startswith("cuda") else device
+
+
 def ratios(races: list[Any], slow: str, fast: str) -> list[float]:
     """How many times faster `fast` was, race by race."""
     return [times[slow] / times[fast] for times in races]

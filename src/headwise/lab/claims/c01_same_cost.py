@@ -15,7 +15,7 @@ from ...attention.stack import Encoder
 from ...card import read
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
-from ..timing import ratios, seconds
+from ..timing import ratios, seconds, where
 
 # the thresholds, written before the full run
 SAME_TIME = 1.25  # times the fastest: up to this, in every race, a number of heads takes the same time
@@ -51,6 +51,7 @@ def run(lab: Lab) -> Figures:
             for way, sizes in (("headwise", tokens), ("textbook", tokens[:1]))
             for t in sizes
         },
+        "where": where(lab.device),
         "bert": _bert(),
     }
 
@@ -152,7 +153,7 @@ def _same_time(figures: Figures) -> Verdict:
         for case, times in found.items()
     ) + "."  # fmt: skip
     races = len(next(iter(figures["seconds"].values())))
-    sure = f"{races} races of all against all, interleaved"
+    sure = f"{races} races of all against all on {figures['where']}, interleaved"
     low, high = USUAL
     usual = [each for times in found.values() for h, each in times.items() if low <= WIDTH // h <= high]
     others = [each for times in found.values() for h, each in times.items() if not low <= WIDTH // h <= high]

@@ -16,7 +16,7 @@ from ...attention.core import attend
 from ...harness import verify
 from ..claim import HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
-from ..timing import ratios, seconds
+from ..timing import ratios, seconds, where
 
 # the thresholds, written before the full run
 MUCH = 2.0  # times as fast: “much faster”
@@ -43,7 +43,7 @@ def run(lab: Lab) -> Figures:
         made_of = {"heads": case[0], "tokens": case[1], "batch": case[2], "width": WIDTH}
         races = seconds(lab, "fused", made_of, partial(contestants, case, lab.device))
         found.append({**made_of, "races": races})
-    return {"cases": found}
+    return {"where": where(lab.device), "cases": found}
 
 
 def contestants(case: Case, device: str) -> dict[str, Callable[[], Any]]:
@@ -85,7 +85,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
-    cases = figures["cases"]
+    cases = [{**case, "where": figures["where"]} for case in figures["cases"]]
     small = [_ratio(case, "small", "one") for case in cases]
     three = [_ratio(case, "three", "one") for case in cases]
     loops = [_ratio(case, "loop", "call") for case in cases]
@@ -110,10 +110,11 @@ def _judge(says: str, found: list[Figures], threshold: float, what: str, work: C
     passed = [case for case in found if min(case["ratio"]) >= threshold]
     best, worst = (pick(found, key=lambda case: float(np.mean(case["ratio"]))) for pick in (max, min))
     because = (
-        f"From {np.mean(worst['ratio']):.2f} times as fast ({_words(worst)}) to {np.mean(best['ratio']):.1f} times "
+        f"From {np.mean(worst['ratio']):.2f} times as fast ({_words(worst)}) to {np.mean(best['ratio']):.2f} times "
         f"({_words(best)}); at least {threshold:g} times in {len(passed)} of {len(found)} cases."
     )
-    sure = f"{len(found[0]['races'])} races a case, interleaved; a case counts where every race agrees"
+    races = len(found[0]["races"])
+    sure = f"{races} races a case on {found[0]['where']}, interleaved; a case counts where every race agrees"
     if len(passed) == len(found):
         return Verdict(says, HOLDS, because, sure)
     if not passed:

@@ -197,10 +197,11 @@ def charts(figures: Figures) -> list[Chart]:
         if (rows := [of["relations"][name] for name in names if name in of["relations"]])
     }
     depth = "depth (0: first layer, 1: last)"
-    return [
+    made = [
         Chart("Weight on the three tokens on either side", depth, "share of the weight", near),
         Chart("The best head of each layer, mean over relations", depth, "accuracy beyond a fixed answer", gains),
     ]
+    return [chart for chart in made if chart.series]
 
 
 def tables(figures: Figures) -> list[Table]:
