@@ -52,7 +52,7 @@ def _bars(chart: Chart) -> list[RenderableType]:
     values = [point[1] for points in kept.values() for point in points if math.isfinite(point[1])]
     lift = _log if chart.log_y else float
     least, most = (min(map(lift, values)), max(map(lift, values))) if values else (0.0, 1.0)
-    floor = min(0.0, least) if not chart.log_y and least < most / 2 else least - 0.1 * (most - least or 1)
+    floor = least - 0.1 * (most - least or 1) if chart.log_y else min(0.0, least)
     labels = {name: [str(x) if isinstance(x, str) else f"{x:g}" for x, *_ in points] for name, points in kept.items()}
     wide = max((len(label) for of_one in labels.values() for label in of_one), default=0)
     lines: list[RenderableType] = []

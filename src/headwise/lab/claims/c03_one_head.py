@@ -211,7 +211,7 @@ def charts(figures: Figures) -> list[Chart]:
         steps = [step for step, _ in starts[0]]
         name = f"{heads} head{'s' * (heads != '1')}"
         curves[name] = [point(step, [start[i][1] for start in starts]) for i, step in enumerate(steps)]
-    far = [point(int(d), [off]) for d, off in figures["off_by"].items()]
+    far = [point(int(d), [off]) for d, off in figures["off_by"].items() if int(d) < TOKENS]
     return [
         Chart(f"{RELATIONS} relations at once, equal parameters", "training step", "share of right answers", curves),
         Chart(
