@@ -117,7 +117,8 @@ def off_by(tokens: int, dim: int, seed: int) -> float:
     """How far softmax(scores of rank d_k) stays from a random permutation held at weight 1/2: half the L1 distance.
 
     Scores that give a pattern P are log P plus a constant a row; the nearest of rank d_k in the scores is a truncated
-    SVD. One rank is the rows' constants' own, so T - 1 reproduce any P.
+    SVD. One rank is the rows' constants' own, so T - 1 reproduce any P; and here fewer cannot, whatever the constants:
+    subtracting each row's mean never raises a rank, and leaves T - 1.
     """
     random = np.random.default_rng(seed)
     pattern = np.full((tokens, tokens), 0.5 / (tokens - 1))
