@@ -17,9 +17,9 @@ file and were written down before the run. `headwise lab 3` runs one on your mac
 
 What was known before: steps, rates and batches were tried out on seed 100, which no verdict rests on. There one head
 did better on the task of claim 3 than expected; its sentences and one threshold (0.75, now 0.90) were then written
-anew, before any start that counts. One more rule of claim 3 came late, as its page says. The models of text are small and
-trained shortly: a longer try reached a clearly lower loss, so that what rests on them (claims 4 and 6 to 10) is about
-small models early in training.
+anew, before any start that counts. One more rule of claim 3 came late, as its page says. The models of text are small
+and trained shortly: a longer try reached a clearly lower loss, so that what rests on them (claims 4 and 6 to 10) is
+about small models early in training.
 """
 
 
