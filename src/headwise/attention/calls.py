@@ -107,7 +107,7 @@ def known_form(
 
     Checking a call lasts longer than a short call itself, so calls that differ in their numbers alone are checked once.
     """
-    if torch.compiler.is_compiling() or native.choice().why_not is not None:
+    if torch.compiler.is_compiling() or cuda.interpreting or native.choice().why_not is not None:
         return None
     # written out for q, k and v: loops and generators would cost a microsecond
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not (q.is_cpu and k.is_cpu and v.is_cpu):
