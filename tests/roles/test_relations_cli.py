@@ -81,6 +81,7 @@ def test_what_a_role_is_worth(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["--report", "x.conllu"], "--report needs --conllu"),
         (["--conllu", "none.conllu"], "'none.conllu' cannot be read: No such file"),
         (["--conllu", "none.conllu", "--probe"], "give --conllu or --probe, not both"),
+        (["--matter", "nosy", "--texts", "nowhere.txt"], "there is no role 'nosy'; there are previous"),  # first of all
     ],
 )
 def test_mistakes_are_one_line(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

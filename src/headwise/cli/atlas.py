@@ -53,8 +53,11 @@ def atlas(
     as_json: Annotated[bool, typer.Option("--json", help="Print the atlas as JSON.")] = False,
 ) -> None:
     """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
+    from ..roles.definitions import definition
     from .relations import alone, damage, related
 
+    if matter is not None:
+        definition(matter)  # a role that there is not is said before anything is measured
     with together() as ranks:
         if ranks.count > 1 and (texts is None or merge or part or conllu or probe or matter):
             raise HeadwiseError(

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from .definitions import BY_NAME, RESTING, ROLES, Definition
+from .definitions import RESTING, ROLES, Definition, definition
 from .tally import Key, Sums, Tally
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Atlas:
 
     def having(self, role: str | Definition) -> list[Role]:
         """The heads that have a role, best first."""
-        one = _definition(role) if isinstance(role, str) else role
+        one = definition(role) if isinstance(role, str) else role
         found = [role for role in self.ranked(one) if one.held(role.score, role.baseline, role.low)]
         if not one.unless:
             return found
@@ -114,7 +114,7 @@ class Atlas:
 
     def ranked(self, role: str | Definition) -> list[Role]:
         """Every head by its score for a role, whether it has it or not; without those for which it means nothing."""
-        one = _definition(role) if isinstance(role, str) else role
+        one = definition(role) if isinstance(role, str) else role
         found = []
         for kind, table in self.scores.get(one.score, {}).items():
             if self.ways[kind] not in one.ways:
@@ -141,7 +141,11 @@ class Atlas:
             head = (kind or next(iter(self.layers)), int(layer), int(number))
         at = head if len(head) == 3 else (next(iter(self.layers)), *head)
         if at not in set(self):
-            raise HeadwiseError(f"there is no head {head!r} in this atlas of {self.model}, which has {len(self)} heads")
+            of, row, number = at
+            raise HeadwiseError(
+                f"there is no head {row}.{number} of {of} attention in this atlas of {self.model}, which has "
+                f"{len(self)} heads"
+            )
         return at
 
     @property
@@ -304,12 +308,6 @@ def _relations(data: Any) -> Relations:
     from .found import Relations
 
     return Relations.from_json(data)
-
-
-def _definition(name: str) -> Definition:
-    if name not in BY_NAME:
-        raise HeadwiseError(f"there is no role {name!r}; there are {', '.join(BY_NAME)}")
-    return BY_NAME[name]
 
 
 def _measured(sums: Sums, heads: list[int | None]) -> dict[str, np.ndarray]:

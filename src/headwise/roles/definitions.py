@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import HeadwiseError
+
 REACH = 5  # offsets that are told apart
 NEAR = 3  # tokens to either side that are local
 LIFT = 2.0  # never less than twice what equal attention has, or a corpus of very short texts would make roles
@@ -103,6 +105,13 @@ RESTING = (
     "punctuation",
 )  # where heads look that look for nothing: Clark et al. 2019, Gu et al. 2024
 BY_NAME = {role.name: role for role in ROLES}
+
+
+def definition(name: str) -> Definition:
+    """The role of that name; an error says which there are."""
+    if name not in BY_NAME:
+        raise HeadwiseError(f"there is no role {name!r}; there are {', '.join(BY_NAME)}")
+    return BY_NAME[name]
 
 
 def marks(way: str) -> tuple[str, ...]:
