@@ -87,7 +87,7 @@ class Store:
             started = time.perf_counter()
             self.found[key] = make()
             self.write()
-            print(f"{key}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            sys.stderr.write(f"{key}: {time.perf_counter() - started:.0f} s\n")
         return self.found[key]
 
     def write(self) -> None:

@@ -127,7 +127,7 @@ def _matter(model: str, path: Path) -> None:
             else:
                 task = tasks.text(loaded, tokenizer, texts)
             found = matter(task, _heads(model, masked))
-            print(masked, found, file=sys.stderr)  # noqa: T201
+            sys.stderr.write(f"{masked} {found}\n")
             with written(part) as file:
                 file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
         parts.append(json.loads(part.read_text(encoding="utf-8")))

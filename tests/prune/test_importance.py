@@ -118,7 +118,10 @@ def test_a_distance_to_the_full_model_has_no_slope_and_is_refused() -> None:
     model, batch = build("bert"), inputs("bert")
     with torch.no_grad():
         full = model(**batch)
-    flat = lambda out, given: ((out.last_hidden_state - full.last_hidden_state) ** 2).flatten(1).sum(1)  # noqa: E731
+
+    def flat(out, given):
+        return ((out.last_hidden_state - full.last_hidden_state) ** 2).flatten(1).sum(1)
+
     with pytest.raises(HeadwiseError, match="has no slope here"):
         headwise.importance(model, [batch], "michel", flat)
     assert headwise.importance(model, [batch], "ablation", flat)["self"].min() > 0

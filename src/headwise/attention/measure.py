@@ -39,7 +39,7 @@ class Rows:
     lit: Tensor  # whether it may look anywhere
 
     @classmethod
-    def empty(cls, like: Tensor, shape: tuple[int, int, int], spots: int, classes: int) -> Rows:
+    def empty(cls, like: Tensor, shape: tuple[int, ...], spots: int, classes: int) -> Rows:
         """For (B, H, Tq) queries that have seen nothing yet."""
         return cls(
             like.new_full(shape, -torch.inf), like.new_zeros(shape), like.new_zeros(shape),

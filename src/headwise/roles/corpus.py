@@ -247,8 +247,9 @@ class Corpus:
 
 def _sides(texts: Sequence[Text]) -> list[list[str]]:
     """What is read, and what is read beside it: the same, but for pairs."""
-    if not any(isinstance(text, tuple) for text in texts):
-        return [list(texts)]  # type: ignore[arg-type]
+    single = [text for text in texts if isinstance(text, str)]
+    if len(single) == len(texts):
+        return [single]
     return [
         list(side) for side in zip(*(text if isinstance(text, tuple) else (text, text) for text in texts), strict=True)
     ]

@@ -162,7 +162,7 @@ class Ledger:
                 about = opened.metadata() or {}
                 if about.get("asked") != self.asked:
                     raise HeadwiseError(f"{str(path)!r} was left by another run; remove it to begin again")
-                arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+                arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # this is no dict
             layers = 1 + max((int(key.split("/")[1]) for key in arrays), default=-1)
             done = {number: [arrays[f"{number}/{i}"] for i in range(layers)] for number in json.loads(about["batches"])}
             return done, about["objective"]

@@ -169,4 +169,4 @@ def based(kept: Rows, base: Tensor) -> Rows:
 
 def nothing_seen(q: Tensor, classes: int) -> Rows:
     """What is kept of queries (B, H, Tq, D) before they have seen a key."""
-    return Rows.empty(by_rows.inside(q[:0]), q.shape[:3], 1 + len(measure.STEPS), classes)  # type: ignore[arg-type]
+    return Rows.empty(by_rows.inside(q[:0]), q.shape[:3], 1 + len(measure.STEPS), classes)
