@@ -1,11 +1,11 @@
 """Two ranks of one thread against one rank of one thread, in one run; and what they send against what the plan says.
 
-    export OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592
-    torchrun --standalone --nproc-per-node 2 benchmarks/scale.py > benchmarks/results/scale-NAME.json
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/scale.py benchmarks/results/scale-NAME.json
 
-With these settings freed memory is kept; without them two processes spend a third of their time asking for pages.
-Every round times every contestant once; the best of each counts. "beside" is one rank's work done by every rank at
-once, without a word between them: what two processes give on this machine is the most that sharing can.
+Parts can be named after the file; they take the place of the same ones in it. Memory is measured first, before anything
+has been freed that could be used again. Every round times every contestant once; the best of each counts. "beside" is
+one rank's work done by every rank at once, without a word between them: what two processes give on this machine is the
+most that sharing can.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import headwise
 from headwise import TransformerBlock, scale
 from headwise.bench.memory import above
+from headwise.files import written
 from headwise.machine import describe
 from headwise.roles.survey import atlas as atlas_alone
 from headwise.scale.plan import HeadPlan
@@ -118,10 +119,12 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
     def alone() -> None:
         headwise.attend(*(torch.ones(1, count, tokens, dim) for _ in range(3)), causal=True)
 
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # memory that is freed goes back at once, or the peak would not be seen
+    trim = ctypes.CDLL(None).malloc_trim
     here()
+    trim(0)  # what is free goes back, or it would be used again without being seen
     peaks = [int(x) for x in ranks.gathered(torch.tensor([above(here)]))]
     ranks.barrier("one alone")
+    trim(0)
     one = above(alone) if ranks.first else 0
     ranks.barrier("measured")
     return {
@@ -132,30 +135,31 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
     }
 
 
-def atlas(ranks: Ranks, count: int = 400) -> dict[str, Any]:
+def atlas(ranks: Ranks, count: int = 1000) -> dict[str, Any]:
     """An atlas of MiniLM over texts of a paragraph each."""
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, random.integers(20, 90))) for _ in range(count)]
     model, tokenizer = headwise.load("minilm"), headwise.tokenizer("minilm")
     found = race(
-        ranks, lambda: atlas_alone(model, texts, tokenizer), lambda: scale.atlas(model, texts, tokenizer), rounds=1
+        ranks, lambda: atlas_alone(model, texts, tokenizer), lambda: scale.atlas(model, texts, tokenizer), rounds=2
     )
     return {"what": f"atlas of MiniLM over {count} texts", **found}
 
 
-PARTS = {"heads": heads, "ring": ring, "memory": memory, "atlas": atlas}
+PARTS = {"memory": memory, "heads": heads, "ring": ring, "atlas": atlas}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    chosen = sys.argv[1:] or list(PARTS)
-    found: dict[str, Any] = {}
+    file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     with scale.started() as ranks, torch.no_grad():
         for name in chosen:
-            found[name] = PARTS[name](ranks)
+            found[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
         if ranks.first:
-            about = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1, "load": os.getloadavg()[0]}
-            sys.stdout.write(json.dumps({"machine": describe(), "settings": about, **found}, indent=2) + "\n")
+            about = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1}
+            with written(file) as made:
+                made.write_text(json.dumps({**found, "machine": describe(), "settings": about}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

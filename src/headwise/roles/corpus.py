@@ -24,8 +24,8 @@ from .tally import identity
 
 WINDOW = 2048  # texts that are sorted together
 COUNTED = 20_000  # texts from which the frequencies come; all of them where there are fewer
-TOKENS = 4096  # of a batch at most
-PAIRS = 1 << 21  # of a query and a key in a batch; what is held of each pair is in marks.py
+TOKENS = 1024  # of a batch at most; more would leave a core's cache and gain nothing
+PAIRS = 1 << 19  # of a query and a key in a batch; what is held of each pair is in marks.py
 Text = str | tuple[str, str]
 
 

@@ -22,7 +22,7 @@ from .definitions import BOTH, CAUSAL, CROSS, columns, marks
 from .marks import Marks, mark
 from .tally import Key, Tally, draws
 
-WEIGHTS = 1 << 23  # weights of a layer that are held at once
+WEIGHTS = 1 << 20  # weights of a layer that are held at once: about what a core's cache holds
 CELLS = 1 << 26  # of marks
 TINY = 1e-37  # 0 ln 0 is 0
 
@@ -142,14 +142,14 @@ class Observer:
     def _marks(
         self, query: Tokens, key: Tokens, reading: Reading | EagerReading, a: Tensor, rows: range, way: str
     ) -> Marks:
-        """Layers that see alike share their marks, as long as these are made in one piece."""
+        """Layers that see alike share their marks, as long as all of them can be held."""
         mask = reading.how["mask"] if isinstance(reading, Reading) else reading.given.mask
         how = (reading.how["causal"], reading.how["window"]) if isinstance(reading, Reading) else ("eager", None)
         at = (id(query), id(key), how, way, rows)
         for before, known, made in self._marked:
             if before == at and _same(mask, known):
                 return made
-        if len(rows) < reading.q.shape[2]:
+        if sum(kept.pairs.numel() for _, _, kept in self._marked) > CELLS:
             self._marked.clear()
         made = mark(query, key, visible(reading, rows, a), query.real[:, rows.start : rows.stop], rows.start, way)
         self._marked.append((at, mask, made))

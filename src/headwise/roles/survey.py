@@ -22,14 +22,14 @@ from ..models.load import tokenizer as load_tokenizer
 from ..models.places import DEFAULT
 from .atlas import Atlas
 from .checkpoint import load_tallies, save_tallies
-from .corpus import Corpus, Encoder, read
+from .corpus import TOKENS, Corpus, Encoder, read
 from .measure import Observer, add
 from .repeated import probe, vocabulary_of
 from .tally import REPLICATES, Key, Tally, identity
 
 LENGTH = 512  # tokens of a text at most
 EVERY = 30.0  # seconds between checkpoints
-HOLES = 4  # batches after which freed memory goes back to the system
+HOLES = 16  # batches after which freed memory goes back to the system
 Progress = Callable[[int, int | None], None]  # texts done, texts in all where that is known
 
 
@@ -69,6 +69,7 @@ def atlas(
         "counts": f"{identity(corpus.counts.tobytes().hex()):016x}", "part": list(part), "notes": _notes(encoder),
     }  # fmt: skip
     asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates, **about}
+    asked["batch"] = TOKENS  # where a run stands is counted in batches
     run = Run(observer, corpus, Path(resume) if resume else None, asked, part, progress, total)
     tally, measured = run.all(vocabulary_of(observer.model, tokenizer), seed, replicates)
     made = Atlas.of(tally, measured, name, _original(model), about)
