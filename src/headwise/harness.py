@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -32,15 +33,14 @@ def race(
 ) -> dict[str, float]:
     """Seconds a call of each contestant, the best of `rounds`.
 
-    Every round times every contestant once, starting with another one each time, so that a slow spell of the
-    machine hits all of them and nobody always runs on the cache of the same neighbour.
+    Every round times every contestant once, in another order each time, so that a slow spell of the machine hits all of
+    them and nobody always runs on the cache, or the heat, of the same neighbour.
     """
     repeats = {name: _repeats(run, shortest, clock) for name, run in contestants.items()}
     best = dict.fromkeys(contestants, math.inf)
-    order = list(contestants)
-    for turn in range(rounds):
-        start = turn % len(order)
-        for name in order[start:] + order[:start]:
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(contestants), len(contestants)):
             best[name] = min(best[name], _time(contestants[name], repeats[name], clock))
     return best
 

@@ -35,6 +35,9 @@ class HeadStats:
         stats._make = make
         return stats
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"sums": self.sums, "count": self.count}  # made by now
+
     @property
     def names(self) -> list[str]:
         """Every statistic there is; a class of keys as "share:NAME"."""

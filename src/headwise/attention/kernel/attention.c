@@ -23,7 +23,7 @@
 #include "call.h"
 #include "vectors.h"
 
-enum { PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12 };
+enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12 };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -35,11 +35,11 @@ static int64_t up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 /* c (rows x vectors * W) = or += a (rows x n) b (n x vectors * W): the accumulators stay in registers. */
 INLINE void tile(const int rows, const int vectors, const float *restrict a, int64_t a_row, const float *restrict b,
                  int64_t b_row, float *restrict c, int64_t c_row, int64_t n, int add) {
-    vf sum[TILE_ROWS][TILE_VECTORS];
+    vf sum[TILE_ROWS][WIDEST];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
         sum[r][x] = add ? load(c + r * c_row + x * W) : all(0);
     UNROLL_SOME for (int64_t i = 0; i < n; i++, b += b_row) {
-        vf right[TILE_VECTORS];
+        vf right[WIDEST];
         UNROLL for (int x = 0; x < vectors; x++) right[x] = load(b + x * W);
         UNROLL for (int r = 0; r < rows; r++) {
             vf left = all(a[r * a_row + i]);
@@ -71,6 +71,30 @@ static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, c
         HEIGHT(7) HEIGHT(8) HEIGHT(9) HEIGHT(10) HEIGHT(11) HEIGHT(12)
 #endif
     }
+}
+
+/* o (rows x vectors * W) += e (rows x n) v (n x vectors * W) for one or two rows: in wide tiles, so that values which
+   come from far away come in the order in which they lie, and many sums are under way at once. */
+INLINE void mix_wide(const int rows, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row,
+                     float *o, int64_t o_row, int64_t n) {
+    for (; vectors >= WIDEST; vectors -= WIDEST, v += WIDEST * W, o += WIDEST * W)
+        tile(rows, WIDEST, e, e_row, v, v_row, o, o_row, n, 1);
+    if (vectors & 4) {
+        tile(rows, 4, e, e_row, v, v_row, o, o_row, n, 1);
+        v += 4 * W, o += 4 * W;
+    }
+    if (vectors & 2) {
+        tile(rows, 2, e, e_row, v, v_row, o, o_row, n, 1);
+        v += 2 * W, o += 2 * W;
+    }
+    if (vectors & 1) tile(rows, 1, e, e_row, v, v_row, o, o_row, n, 1);
+}
+
+static void mix(int rows, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row, float *o,
+                int64_t o_row, int64_t n) {
+    if (rows == 1) mix_wide(1, vectors, e, e_row, v, v_row, o, o_row, n);
+    else if (rows == 2) mix_wide(2, vectors, e, e_row, v, v_row, o, o_row, n);
+    else multiply(rows, vectors, e, e_row, v, v_row, PANEL, o, o_row, n, 1);
 }
 
 /* ---- reading and writing ---- */
@@ -141,7 +165,8 @@ static void pack_keys(float *y, const char *x, const Call *call, int64_t count) 
     }
 }
 
-/* s (rows x keys) = q . k, the keys as they lie: x row by row. The loop takes whole vectors, the rest goes by number. */
+/* s (rows x keys) = q . k, the keys as they lie: x row by row. Whole vectors; of the last one, which overlaps the one
+   before, only what is new counts. Heads of less than a vector go by number. */
 INLINE void dots(const int kind, const int rows, const int keys, const float *q, const char *x, int64_t row, int64_t dim,
                  float *s, int64_t line) {
     const int64_t size = kind == F32 ? 4 : 2;
@@ -154,6 +179,16 @@ INLINE void dots(const int kind, const int rows, const int keys, const float *q,
             vf left = load(q + r * dim + i);
             UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
         }
+    }
+    if (i < dim && dim > W) {
+        vi fresh = count_up() >= (float)(i + W - dim);
+        vf key[4];
+        UNROLL for (int j = 0; j < keys; j++) key[j] = only(fresh, load_kind(kind, x + j * row, dim - W));
+        UNROLL for (int r = 0; r < rows; r++) {
+            vf left = only(fresh, load(q + r * dim + dim - W)); /* of both, since 0 times infinity is NaN */
+            UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
+        }
+        i = dim;
     }
     UNROLL for (int first = 0; first < rows * keys; first += 4) {
         vf four = sum_of_four(sums + first);
@@ -231,6 +266,7 @@ typedef struct {
     const char *k, *v;       /* of this sequence and KV head */
     const float *values;     /* of the block at hand, */
     int64_t value_row;       /* one to the next */
+    int64_t spare;           /* from this key on they lie in `packed` */
     int odd;                 /* whether there are NaN or infinities among them */
     Row *row;
     float *q, *o, *s, *bias; /* (rows, dim), (rows, width), (TILE_ROWS, key_block) twice */
@@ -241,12 +277,15 @@ typedef struct {
     uint8_t *key_state, *value_state; /* a block: 1 packed or looked at, 2 also odd */
 } Item;
 
+/* Whether values are used as they lie. Those that are read once may end in a part of a vector: the rest of it is the
+   beginning of the next row, whose products nobody looks at. The last row has no next one, and is copied. */
 static int in_place(const Call *call, int64_t strips) {
     const int64_t *stride = call->v_stride;
+    if (call->kind != F32 || stride[3] != 1) return 0;
+    if (strips == 1 && call->value_dim >= W && stride[2] >= call->value_dim) return 1;
     int aligned = (uintptr_t)call->v % (4 * W) == 0 && !(stride[0] % W || stride[1] % W || stride[2] % W);
     /* rows far apart compete for the same lines of the nearest cache when they are used again and again */
-    return call->kind == F32 && stride[3] == 1 && call->value_dim % W == 0 && aligned &&
-           (strips == 1 || stride[2] == call->value_dim);
+    return call->value_dim % W == 0 && aligned && (strips == 1 || stride[2] == call->value_dim);
 }
 
 static void plan(const Call *call, Plan *p) {
@@ -267,7 +306,7 @@ static void plan(const Call *call, Plan *p) {
     p->part_floats = p->block_rows * (KEPT_FLOATS + p->width);
     int64_t strips = (p->block_rows + TILE_ROWS - 1) / TILE_ROWS;
     int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = strips * TILE_ROWS;
-    int64_t packed = in_place(call, p->row_blocks > 1 ? 8 : strips) ? 0 : kept * p->key_block * p->width;
+    int64_t packed = (in_place(call, p->row_blocks > 1 ? 8 : strips) ? 1 : kept * p->key_block) * p->width;
     int64_t each = sizeof(Row) + call->class_count * sizeof(vf) + call->link_count * 8; /* bytes of a row */
     p->room = 64 * 12 + rows * each + 2 * up(p->key_blocks, 64) +
               4 * (rows * (call->dim + p->width) + 2 * TILE_ROWS * p->key_block + kept * p->key_block * call->dim + packed);
@@ -298,15 +337,21 @@ static int may_see(const Item *it, const Row *row, int64_t j) {
     return shows(x, call->mask_kind);
 }
 
+/* Of rows of n numbers, at least a vector of them. */
 static int all_finite(const float *x, int64_t row, int64_t rows, int64_t n) {
-    vf zero = all(0); /* 0 * x is 0, or NaN */
-    for (int64_t j = 0; j < rows; j++, x += row)
-        for (int64_t i = 0; i < n; i += W) zero += load(x + i) * 0.0f;
-    return sum(zero) == 0;
+    vf zero[4] = {{0}}; /* 0 * x is 0, or NaN */
+    for (int64_t j = 0; j < rows; j++, x += row) {
+        int64_t i = 0;
+        for (; i + 4 * W <= n; i += 4 * W) UNROLL for (int u = 0; u < 4; u++) zero[u] += load(x + i + u * W) * 0.0f;
+        for (; i + W <= n; i += W) zero[0] += load(x + i) * 0.0f;
+        if (n % W) zero[1] += load(x + n - W) * 0.0f;
+    }
+    return sum(zero[0] + zero[1] + zero[2] + zero[3]) == 0;
 }
 
-/* The keys of a block in panels, and its values; packed once for all row blocks of a head. */
-static const float *fetch(Item *it, int64_t block, int64_t count, int hides) {
+/* The keys of a block in panels, and its values; packed once for all row blocks of a head. Some row may not look at the
+   keys before all_low, or from all_high on. */
+static const float *fetch(Item *it, int64_t block, int64_t count, int64_t all_low, int64_t all_high) {
     const Call *call = it->call;
     const Plan *p = it->plan;
     int64_t size = width_of(call->kind), from = block * p->key_block, slot = p->row_blocks > 1 ? block : 0;
@@ -316,15 +361,25 @@ static const float *fetch(Item *it, int64_t block, int64_t count, int hides) {
     int here = in_place(call, strips);
     float *values = here ? (float *)v : it->packed + slot * p->key_block * p->width;
     it->value_row = here ? call->v_stride[2] : p->width;
+    it->spare = here && call->value_dim % W ? call->keys - 1 : call->keys;
     if (!it->key_state[block]) {
         if (!few(call, p)) pack_keys(keys, it->k + from * call->k_stride[2] * size, call, count);
         if (!here) pack_values(values, p->width, v, call, count);
+        else if (it->spare < call->keys && from + count == call->keys)
+            pack_values(it->packed, p->width, v + (count - 1) * 4 * it->value_row, call, 1);
         it->key_state[block] = 1;
     }
-    if (hides && !it->value_state[block])
-        it->value_state[block] = all_finite(values, it->value_row, count, p->width) ? 1 : 2;
-    it->odd = hides && it->value_state[block] == 2;
     it->values = values;
+    int64_t seen_from = call->mask ? count : most(0, least(count, all_low - from));
+    int64_t seen_to = call->mask ? count : most(seen_from, least(count, all_high - from));
+    int64_t n = here ? call->value_dim : p->width, row = it->value_row;
+    it->odd = 0;
+    if (p->row_blocks == 1) { /* nobody else asks, so only what is hidden is looked at */
+        it->odd = !all_finite(values, row, seen_from, n) || !all_finite(values + seen_to * row, row, count - seen_to, n);
+    } else if (seen_from > 0 || seen_to < count) {
+        if (!it->value_state[block]) it->value_state[block] = all_finite(values, row, count, n) ? 1 : 2;
+        it->odd = it->value_state[block] == 2;
+    }
     return keys;
 }
 
@@ -462,7 +517,7 @@ static void adjust(const Item *it, const Row *row, float *s, const float *bias, 
 static void mix_odd(Item *it, Row *row, const float *s, float *o, int64_t low, int64_t high, int64_t from) {
     for (int64_t j = low; j < high; j++)
         if (may_see(it, row, j))
-            for (int64_t i = 0; i < it->plan->width; i++) o[i] += s[j - from] * it->values[(j - from) * it->value_row + i];
+            for (int64_t i = 0; i < it->call->value_dim; i++) o[i] += s[j - from] * it->values[(j - from) * it->value_row + i];
 }
 
 /* In the vectors that hold a and b, what is before a or from b on becomes -inf. By whole vectors, since one that is
@@ -557,30 +612,33 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         return;
     }
     /* values that are read only once come from far away: a few at a time, the next ones on their way meanwhile */
-    int64_t step = p->row_blocks == 1 ? 32 : high - low;
-    for (int64_t j = low; j < high; j += step) {
+    int64_t step = p->row_blocks == 1 ? 32 : high - low, end = least(high, it->spare);
+    float *o = it->o + first * width;
+    for (int64_t j = low; j < end; j += step) {
         const float *values = it->values + (j - from) * it->value_row;
-        int64_t count = least(step, high - j);
-        for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, high - j); i++)
+        int64_t count = least(step, end - j);
+        for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, end - j); i++)
             for (int64_t x = 0; x < width; x += 16) __builtin_prefetch(values + i * it->value_row + x);
-        multiply(rows, width / W, it->s + j - from, line, values, it->value_row, PANEL, it->o + first * width, width,
-                 count, 1);
+        mix(rows, width / W, it->s + j - from, line, values, it->value_row, o, width, count);
     }
+    if (end < high) mix(rows, width / W, it->s + end - from, line, it->packed, width, o, width, 1);
 }
 
 /* ---- the end of a row ---- */
 
 static void keep(const Call *call, const Row *row, Kept *kept) {
+    const vf four[4] = {row->l, row->w, row->d};
+    vf sums = sum_of_four(four);
     kept->m = row->m;
-    kept->l = sum(row->l);
+    kept->l = sums[0];
     kept->sees = row->sees;
     if (call->link_count) {
         memcpy(kept->links, row->links, 4 * call->link_count);
         memcpy(kept->best, row->best, 4 * call->link_count);
     }
     if (!call->sums) return;
-    kept->w = sum(row->w);
-    kept->d = sum(row->d);
+    kept->w = sums[W / 4];
+    kept->d = sums[W / 2];
     memcpy(kept->at, row->at, sizeof kept->at);
     for (int64_t i = 0; i < call->class_count; i++) kept->c[i] = sum(row->c[i]);
 }
@@ -607,11 +665,11 @@ static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t h
     if (peak != -INFINITY) f = lower_to(call, x, top);
     float sunk = call->sinks ? exp2f(sink - top) : 0, total = x->l + sunk;
     if (total == 0) total = 1;
-    float gate = call->gates ? call->gates[batch * call->gates_stride + head] : 1;
+    float gate = call->gates ? call->gates[batch * call->gates_stride + head] : 1, share = 1 / total;
     const int64_t *stride = call->out_stride;
     int64_t at = batch * stride[0] + head * stride[1] + query * stride[2];
     if (!x->sees) memset(o, 0, 4 * call->value_dim);
-    write_row(call->out + at * width_of(call->kind), o, call->kind, call->value_dim, f / total * gate);
+    write_row(call->out + at * width_of(call->kind), o, call->kind, call->value_dim, f * share * gate);
 
     int64_t row = (batch * call->heads + head) * call->queries + query;
     if (call->lse) call->lse[row] = (top + log2f(x->l + sunk)) * LN2;
@@ -620,7 +678,6 @@ static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t h
         call->link_key[row * call->link_count + i] = x->best[i];
     }
     if (!call->sums || !x->sees || (call->asked && !call->asked[batch * call->queries + query])) return;
-    float share = 1 / total;
     sums[COUNT] += 1;
     sums[ENTROPY] += (x->l * log2f(total) - x->w) * LN2 * share;
     sums[CONFIDENCE] += (peak == -INFINITY ? 0 : f) * share;
@@ -711,12 +768,16 @@ static int64_t first_key(const Call *call, int64_t batch) {
     return first;
 }
 
-/* Where a mask that is the same for all rows, such as padding, shows its first key and its last. */
-static void span(const Call *call, int64_t batch, int64_t *low, int64_t *high) {
+/* Where a mask that is the same for all rows, such as padding, shows its first key and its last. Gives whether that is
+   all it says: keys in between are shown, and nothing is added to their scores. */
+static int span(const Call *call, int64_t batch, int64_t *low, int64_t *high) {
     int64_t size = width_of(call->mask_kind), step = call->mask_stride[3] * size, end = end_of(call, batch);
     const char *x = call->mask + batch * call->mask_stride[0] * size;
     for (*low = 0; *low < end && !shows(x + *low * step, call->mask_kind);) ++*low;
     for (*high = end; *high > *low && !shows(x + (*high - 1) * step, call->mask_kind);) --*high;
+    int64_t j = *low;
+    while (call->mask_kind == BOOL && j < *high && x[j * step]) j++;
+    return j == *high;
 }
 
 /* Rows of the output lie far apart, and a cache that waits for each of them would cost more than the sums. */
@@ -771,8 +832,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     high = least(high, (part + 1) * p->split * p->key_block);
     for (int64_t b = low / p->key_block; b * p->key_block < high; b++) {
         int64_t from = b * p->key_block, to = least(from + p->key_block, call->keys);
-        int hides = call->mask || all_low > from || all_high < to;
-        const float *keys = fetch(&it, b, to - from, hides);
+        const float *keys = fetch(&it, b, to - from, all_low, all_high);
         to = least(to, high);
         for (int64_t r = 0; r < it.rows; r += TILE_ROWS) {
             int count = least(TILE_ROWS, it.rows - r);

@@ -75,7 +75,7 @@ typedef struct {
     void (*item)(const Call *, const Plan *, int64_t item, Room *);
     void (*merge)(const Call *, const Plan *, int64_t group); /* of a row block, when all its parts are done */
     int64_t (*first_key)(const Call *, int64_t batch);
-    void (*span)(const Call *, int64_t batch, int64_t *low, int64_t *high);
+    int (*span)(const Call *, int64_t batch, int64_t *low, int64_t *high);
 } Path;
 
 extern const Path headwise_avx512, headwise_avx2, headwise_neon, headwise_plain;

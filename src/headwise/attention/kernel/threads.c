@@ -32,12 +32,14 @@ typedef struct {
     const Plan *plan;
     Stretch *stretch;
     int count;
-    atomic_int joined, failed;
+    atomic_int failed;
 } Job;
 
 /* Runs a function in several threads at once and waits for them: GOMP_parallel's form. */
 typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
+typedef int Number(void); /* of the thread that asks, omp_get_thread_num's form */
 static _Atomic(Parallel *) borrowed; /* PyTorch's own threads, which would else spin beside ours for milliseconds */
+static _Atomic(Number *) number_of;
 
 static struct {
     pthread_mutex_t lock;
@@ -158,12 +160,13 @@ static void run_together(Job *job) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-static void join(void *job) { work(job, atomic_fetch_add(&((Job *)job)->joined, 1)); }
+/* By the thread's own number: what it had in its cache at the last call it is likely to need again. */
+static void join(void *job) { work(job, atomic_load(&number_of)()); }
 
 static int threads_for(const Call *call, const Plan *plan) {
     double numbers = (double)call->batch * call->kv_heads * call->keys * (call->dim + call->value_dim); /* of k and v */
     double work = numbers * (call->heads / call->kv_heads * call->queries + 8); /* reading one lasts as long as 8 */
-    double worth = work / 500e3; /* multiply-adds that pay for waking a thread */
+    double worth = work / 250e3; /* multiply-adds that pay for waking a thread */
     int64_t count = call->threads;
     if (count > plan->items) count = plan->items;
     if (count > MOST_THREADS) count = MOST_THREADS;
@@ -206,7 +209,10 @@ EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(in
 EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
 
 /* Borrow threads from this process's GOMP_parallel; NULL: use our own. */
-EXPORT void headwise_borrow(Parallel *parallel) { atomic_store(&borrowed, parallel); }
+EXPORT void headwise_borrow(Parallel *parallel, Number *number) {
+    atomic_store(&number_of, number);
+    atomic_store(&borrowed, parallel);
+}
 
 /* Run a call on the path of that index. Gives 0, 1 where there is no such path, 2 where memory ran out. */
 EXPORT int headwise_run(const Call *call, int index) {
@@ -226,9 +232,16 @@ EXPORT int headwise_run(const Call *call, int index) {
         for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
     plan.low = plan.high = NULL;
     int shared = plan.items && call->mask && !call->mask_stride[1] && !call->mask_stride[2];
+    Call unmasked;
     if (shared && (plan.low = malloc(2 * call->batch * sizeof(int64_t)))) {
         plan.high = plan.low + call->batch;
-        for (int64_t b = 0; b < call->batch; b++) path->span(call, b, plan.low + b, plan.high + b);
+        int64_t solid = 0;
+        for (int64_t b = 0; b < call->batch; b++) solid += path->span(call, b, plan.low + b, plan.high + b);
+        if (solid == call->batch) { /* padding: from here on, its ends say it all */
+            unmasked = *call;
+            unmasked.mask = NULL;
+            call = &unmasked;
+        }
     }
     if (plan.item_sums && plan.part && (plan.first || !marks)) {
         Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};

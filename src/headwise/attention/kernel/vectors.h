@@ -44,6 +44,7 @@ typedef float vf_any __attribute__((vector_size(W * 4), aligned(4), may_alias));
 INLINE vf load(const float *x) { return *(const vf_any *)x; }
 INLINE void store(float *x, vf y) { *(vf_any *)x = y; }
 INLINE vf all(float x) { return x - (vf){0}; }
+INLINE vf only(vi where, vf x) { return (vf)(where & (vi)x); }
 INLINE vf either(vi where, vf yes, vf no) { return (vf)((where & (vi)yes) | (~where & (vi)no)); }
 
 /* The larger; NaN in b stays. */
