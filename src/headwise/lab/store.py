@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,12 +28,13 @@ class Budget:
     name: str
     starts: int  # random starts of everything that is trained
     steps: float = 1.0  # the share of its training steps that a model gets
+    text: float = 1.0  # times that for models of text, which are far from done after a thousand steps
 
     def pick(self, tiny: T, default: T, full: T) -> T:
         return {"tiny": tiny, "default": default, "full": full}[self.name]
 
 
-TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 5)
+TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 5, text=4.0)
 BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
 
 
@@ -55,13 +56,12 @@ class Lab:
         return list(range(self.seed, self.seed + self.budget.starts))
 
     def recipe(self, **options: Any) -> Recipe:
-        """A recipe within the budget: its steps are those of the recipe, fewer where the budget is tiny."""
+        """A recipe within the budget, which says how many of its steps it gets."""
         from .model import Recipe
 
         made = Recipe(**options)
-        if self.budget.steps == 1:
-            return made
-        return Recipe(**asdict(made) | {"steps": max(2, round(made.steps * self.budget.steps))})
+        share = self.budget.steps * (self.budget.text if made.task == "text" else 1)
+        return replace(made, steps=max(2, round(made.steps * share)))
 
     def trained(self, **options: Any) -> Trained:
         """The model of this recipe: from the store, or trained now."""
