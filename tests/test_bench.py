@@ -265,6 +265,36 @@ def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
     assert titles(quick=True) == len(suite.CASES) + 10 + 6
 
 
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name != "training"])
+def test_contestants_are_made_wholly_on_the_device(name: str) -> None:
+    case = cases.CASES[name]
+    with torch.device("meta"):
+        entry = case.build(True, **case.tiny)
+    for run in (entry.ours, *entry.peers.values(), entry.limit.run):
+        with torch.no_grad():
+            out = run()
+        assert all(x.device.type == "meta" for x in (out if isinstance(out, tuple) else (out,)))
+
+
+@pytest.mark.parametrize("shape", sweep.shapes(5))
+def test_shapes_are_made_wholly_on_the_device(shape: sweep.Shape) -> None:
+    with torch.device("meta"):
+        ours, others, _ = sweep.contestants(shape)
+    assert all(run().device.type == "meta" for run in (*ours.values(), *others.values()))
+
+
+def test_another_device_has_attention_alone_and_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "devices", lambda: ["cpu", "cuda"])
+    assert len(suite.jobs(suite.Options(device="cuda"))) == len(cases.CASES) + 40
+    with pytest.raises(HeadwiseError, match="case 'watch' is measured on the CPU alone; leave --device away"):
+        suite.Options(("watch",), device="cuda")
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(HeadwiseError, match="there is no device 'abacus' here; there is cpu"):
+        suite.Options(device="abacus")
+
+
 def test_a_wrong_result_is_an_error_not_a_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,7 +325,7 @@ def sample(ratio: float = 0.9699) -> dict:
     case = {"title": "dense", "seconds": 0.0516, "error": "", "peers": [peer], "limit": "sgemm"}
     return {
         "machine": machine.describe(),
-        "settings": {"rounds": 3},
+        "settings": {"rounds": 3, "device": "cpu"},
         "cases": [{**case, "limit_seconds": 0.0387, "of_limit": 0.75}],
         "sweep": {
             "summary": {"attend": {"worst": 0.5, "worst_shape": "odd one", "median": 12.34, "shapes": 40}},

@@ -45,6 +45,11 @@ def race(
     return best
 
 
+def drawn(*shape: int, generator: torch.Generator) -> Tensor:
+    """Normal numbers of a CPU's generator, the same wherever tensors are made by default."""
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
 def verify(ours: Contestant, peers: Mapping[str, Contestant], atol: float = ATOL) -> None:
     """Raise Mismatch unless every peer gives what ours gives."""
     expected = _tensors(ours())
@@ -64,10 +69,18 @@ def _repeats(run: Contestant, shortest: float, clock: Callable[[], float]) -> in
 
 
 def _time(run: Contestant, repeats: int, clock: Callable[[], float]) -> float:
+    _settle()
     start = clock()
     for _ in range(repeats):
         run()
+    _settle()
     return (clock() - start) / repeats
+
+
+def _settle() -> None:
+    """A GPU has done all it was told to."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _tensors(output: Output) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import headwise
 
-from ..harness import ATOL, Contestant
+from ..harness import ATOL, Contestant, drawn
 from . import peers
 from .limits import Limit, multiplying, reading
 
@@ -45,7 +45,7 @@ class Case:
 def _qkv(heads: int, tokens: int, dim: int, *, kv_heads: int | None = None, queries: int | None = None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, queries or tokens), (kv_heads or heads, tokens), (kv_heads or heads, tokens)
-    return [torch.randn(1, h, t, dim, generator=generator) for h, t in sizes]
+    return [drawn(1, h, t, dim, generator=generator) for h, t in sizes]
 
 
 def _attention_flops(q: Tensor, k: Tensor) -> float:
@@ -123,6 +123,7 @@ def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, me
 def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, measured: int = 0) -> Entry:
     q, k, v = _qkv(heads, tokens, dim)
     back = window - 1  # the query's own key is one of the window's
+    seen = sum(min(i + 1, window) for i in range(tokens)) / tokens**2
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-back)
     flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= back)))
     others: dict[str, Contestant] = {"sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)}
@@ -130,7 +131,7 @@ def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, meas
         partial(_ours(measured), q, k, v, causal=True, window=(back, 0)),
         others | flex,
         headwise.explain(q, k, v, causal=True, window=(back, 0)),
-        multiplying(_attention_flops(q, k) * mask.sum().item() / mask.numel()),
+        multiplying(_attention_flops(q, k) * seen),
         missing,
     )
 
@@ -156,7 +157,7 @@ def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, b
 
 def _backward(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
     inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim)]
-    towards = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    towards = drawn(*inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
     def learn(attention: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         """The output and the gradients of q, k and v."""

@@ -30,7 +30,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tup
 def textbook_stats(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Output, with entropy, largest weight and distance of every head taken from the T x T weights."""
     out, weights = textbook(q, k, v)
-    queries, keys = (torch.arange(n) for n in weights.shape[-2:])
+    queries, keys = (torch.arange(n, device=q.device) for n in weights.shape[-2:])
     distance = (queries[:, None] - keys).abs()
     torch.special.entr(weights).sum(-1).mean((0, 2))
     weights.amax(-1).mean((0, 2))

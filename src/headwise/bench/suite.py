@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
@@ -34,16 +35,28 @@ class Options:
     quick: bool = False
     rounds: int = 0  # 0: ROUNDS, or QUICK_ROUNDS
     sweep: bool | None = None
+    device: str = "cpu"  # another one has no goals, and no cases but attention's
     tiny: bool = False  # sizes that only try out the harness; their times say nothing
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.cases if name not in NAMES]
         if unknown:
             raise HeadwiseError(f"there is no case {unknown[0]!r}; there are {', '.join(NAMES)}")
+        if self.device not in (there := devices()):
+            raise HeadwiseError(f"there is no device {self.device!r} here; there is {' and '.join(there)}")
+        elsewhere = [name for name in self.cases if self.device != "cpu" and name not in attention.CASES]
+        if elsewhere:
+            raise HeadwiseError(f"case {elsewhere[0]!r} is measured on the CPU alone; leave --device away")
 
     @property
     def count(self) -> int:
         return self.rounds or (QUICK_ROUNDS if self.quick else ROUNDS)
+
+
+def devices() -> list[str]:
+    """What a benchmark can run on."""
+    more = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu", *([more.type] if more is not None else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,7 @@ def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) ->
         "date": datetime.now(UTC).date().isoformat(),
         "rounds": options.count,
         "quick": options.quick,
+        "device": options.device,
     }
     return Report(
         describe(),
@@ -174,7 +188,8 @@ def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) ->
 def jobs(options: Options) -> list[Job]:
     """What these options ask for, in the order of the report."""
     names = options.cases or NAMES
-    there = attention.CASES if importlib.util.find_spec("transformers") is None else CASES
+    away = options.device != "cpu"
+    there = attention.CASES if away or importlib.util.find_spec("transformers") is None else CASES
     chosen = [Job(case.title, _later(_case, case, options)) for name, case in there.items() if name in names]
     if options.sweep or (options.sweep is None and not options.cases):
         shapes = (
@@ -183,7 +198,7 @@ def jobs(options: Options) -> list[Job]:
             else sweep.shapes()[:: QUICK_STEP if options.quick else 1]
         )
         chosen += [Job(shape.title, _later(_shape, shape, options)) for shape in shapes]
-    if "memory" in names:
+    if "memory" in names and not away:
         chosen += [Job(f"memory of {title}", _later(_memory, name, options)) for name, title in memory.MEASURED.items()]
         if there is CASES:
             chosen += [
@@ -198,21 +213,24 @@ def _later(function: Callable[..., Result], *args: Any) -> Callable[[], Result]:
 
 
 def _case(case: Case, options: Options) -> CaseResult:
-    entry = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
+    with _made_on(options.device):
+        entry = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
     try:
         verify(entry.ours, entry.peers, entry.atol)
     except Mismatch as error:
         return CaseResult(case.name, case.title, entry.path, error=str(error))
     times = race({"ours": entry.ours, **entry.peers, LIMIT: entry.limit.run}, rounds=options.count)
     ours = times["ours"]
-    raced = [Peer(name, times[name], times[name] / ours, case.goals.get(name)) for name in entry.peers]
-    missing = [Peer(name, goal=case.goals.get(name), missing=why) for name, why in entry.missing.items()]
+    goals = case.goals if options.device == "cpu" else {}
+    raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in entry.peers]
+    missing = [Peer(name, goal=goals.get(name), missing=why) for name, why in entry.missing.items()]
     limit_seconds = times[LIMIT] * entry.limit.scale
     return CaseResult(case.name, case.title, entry.path, ours, (*raced, *missing), entry.limit.name, limit_seconds)
 
 
 def _shape(shape: sweep.Shape, options: Options) -> ShapeResult:
-    ours, peers, path = sweep.contestants(shape)
+    with _made_on(options.device):
+        ours, peers, path = sweep.contestants(shape)
     try:
         for run in ours.values():
             verify(run, peers)
@@ -222,6 +240,11 @@ def _shape(shape: sweep.Shape, options: Options) -> ShapeResult:
     best = min(peers, key=times.__getitem__)
     ratios = tuple((name, times[best] / times[name]) for name in ours)
     return ShapeResult(shape.title, shape, path, best, times[best], ratios)
+
+
+def _made_on(device: str) -> AbstractContextManager[Any]:
+    """New tensors are made there; only while contestants are built, for it makes every later call slower."""
+    return nullcontext() if device == "cpu" else torch.device(device)
 
 
 def _memory(name: str, options: Options) -> MemoryResult:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headwise
 
-from ..harness import Contestant
+from ..harness import Contestant, drawn
 from .peers import repeated
 
 COUNT, SEED = 40, 4104
@@ -94,7 +94,7 @@ def contestants(shape: Shape) -> tuple[dict[str, Contestant], dict[str, Contesta
     """Ours (attend, head_stats), the sdpa calls that compute the same, and the path that ours takes."""
     draw = torch.Generator().manual_seed(SEED)
     q, k, v = (
-        torch.randn(shape.batch, heads, tokens, shape.dim, generator=draw)
+        drawn(shape.batch, heads, tokens, shape.dim, generator=draw)
         for heads, tokens in ((shape.heads, shape.queries), (shape.kv_heads, shape.keys), (shape.kv_heads, shape.keys))
     )
     mask = _mask(shape, draw)
@@ -121,8 +121,8 @@ def _how(shape: Shape, mask: Tensor | None) -> dict[str, Any]:
 def _mask(shape: Shape, draw: torch.Generator) -> Tensor | None:
     """What sdpa needs in its place; None where it has its own word for it."""
     if shape.kind == "padding":
-        lengths = torch.randint(1, shape.keys + 1, (shape.batch, 1, 1, 1), generator=draw)
-        return torch.arange(shape.keys) < lengths
+        lengths = torch.randint(1, shape.keys + 1, (shape.batch, 1, 1, 1), generator=draw, device="cpu")
+        return torch.arange(shape.keys) < lengths.to(torch.get_default_device())
     square = torch.ones(shape.queries, shape.keys, dtype=torch.bool)
     if shape.kind == "window":
         return square.tril().triu(1 - shape.window)

@@ -25,6 +25,7 @@ def bench(
     sweep: Annotated[bool | None, typer.Option(help="Forty untuned shapes; by default unless cases are named.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that torch may use.")] = None,
     isa: Annotated[str | None, typer.Option(help="Let all contestants use no better instructions: avx2.")] = None,
+    device: Annotated[str, typer.Option(help="Where attention is measured: cpu, cuda, mps.")] = "cpu",
     explain: Annotated[bool, typer.Option("--explain", help="Say which path each case takes, and why.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
@@ -39,7 +40,7 @@ def bench(
 
     from ..bench.suite import Options, run
 
-    options = Options(tuple(cases or ()), quick, rounds or 0, sweep)
+    options = Options(tuple(cases or ()), quick, rounds or 0, sweep, device)
     if threads:
         torch.set_num_threads(threads)
     _warn_if_busy()
@@ -94,7 +95,8 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
         _paths([*results["cases"], *results["sweep"]["shapes"]]) if explain else [],
         [
             Text(
-                f"ratio: the peer's time / ours; best of {results['settings']['rounds']} interleaved rounds",
+                f"ratio: the peer's time / ours; best of {results['settings']['rounds']} interleaved rounds on "
+                f"{results['settings']['device']}",
                 style="dim",
             )
         ],

@@ -17,13 +17,14 @@
    Memory: an item is a block of rows. Its scaled queries lie row by row; keys are packed once a head into panels of
    TILE_ROWS x PANEL tiles ([dim][PANEL], so that a multiply-add takes whole vectors of keys); values are used as they
    lie where that is possible. A strip of TILE_ROWS rows meets a block of keys: scores, softmax and o += e v, all of it
-   in the nearest cache. */
+   in the nearest cache. A few rows, as in decoding, are one strip, and meet keys and values as they lie. */
 #include <stdlib.h>
 
 #include "call.h"
 #include "vectors.h"
 
-enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12 };
+enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12,
+       STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -75,11 +76,11 @@ static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, c
 
 /* o (rows x vectors * W) += e (rows x n) v (n x vectors * W) for one or two rows: in wide tiles, so that values which
    come from far away come in the order in which they lie, and many sums are under way at once. */
-INLINE void mix_wide(const int rows, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row,
+INLINE void mix_wide(const int rows, const int widest, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row,
                      float *o, int64_t o_row, int64_t n) {
-    for (; vectors >= WIDEST; vectors -= WIDEST, v += WIDEST * W, o += WIDEST * W)
-        tile(rows, WIDEST, e, e_row, v, v_row, o, o_row, n, 1);
-    if (vectors & 4) {
+    for (; vectors >= widest; vectors -= widest, v += widest * W, o += widest * W)
+        tile(rows, widest, e, e_row, v, v_row, o, o_row, n, 1);
+    if (widest > 4 && vectors & 4) {
         tile(rows, 4, e, e_row, v, v_row, o, o_row, n, 1);
         v += 4 * W, o += 4 * W;
     }
@@ -92,9 +93,11 @@ INLINE void mix_wide(const int rows, int64_t vectors, const float *e, int64_t e_
 
 static void mix(int rows, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row, float *o,
                 int64_t o_row, int64_t n) {
-    if (rows == 1) mix_wide(1, vectors, e, e_row, v, v_row, o, o_row, n);
-    else if (rows == 2) mix_wide(2, vectors, e, e_row, v, v_row, o, o_row, n);
-    else multiply(rows, vectors, e, e_row, v, v_row, PANEL, o, o_row, n, 1);
+    if (rows == 1) mix_wide(1, WIDEST, vectors, e, e_row, v, v_row, o, o_row, n);
+    else if (rows == 2) mix_wide(2, REGISTERS > 16 ? WIDEST : WIDEST / 2, vectors, e, e_row, v, v_row, o, o_row, n);
+    else
+        for (int r = 0, height = rows > TILE_ROWS ? (rows + 1) / 2 : rows; r < rows; r += height)
+            multiply(least(height, rows - r), vectors, e + r * e_row, e_row, v, v_row, PANEL, o + r * o_row, o_row, n, 1);
 }
 
 /* ---- reading and writing ---- */
@@ -190,9 +193,11 @@ INLINE void dots(const int kind, const int rows, const int keys, const float *q,
         }
         i = dim;
     }
-    UNROLL for (int first = 0; first < rows * keys; first += 4) {
-        vf four = sum_of_four(sums + first);
-        UNROLL for (int n = 0; n < 4; n++) s[(first + n) / keys * line + (first + n) % keys] = four[n * (W / 4)];
+    UNROLL for (int first = 0; first < rows * keys; first += 4) { /* of one row, or two keys of two rows */
+        v4 four = sum_of_four(sums + first);
+        float *to = s + first / keys * line;
+        memcpy(to, &four, 4 * keys);
+        if (keys == 2) memcpy(to + line, (float *)&four + 2, 8);
     }
     for (; i < dim; i++)
         for (int r = 0; r < rows; r++)
@@ -269,7 +274,7 @@ typedef struct {
     int64_t spare;           /* from this key on they lie in `packed` */
     int odd;                 /* whether there are NaN or infinities among them */
     Row *row;
-    float *q, *o, *s, *bias; /* (rows, dim), (rows, width), (TILE_ROWS, key_block) twice */
+    float *q, *o, *s, *bias; /* (rows, dim), (rows, width), (STRIP_ROWS, key_block) twice */
     float *keys, *packed;    /* key blocks in panels; value blocks */
     vf *classes;             /* (rows, class_count) */
     float *links;            /* (rows, link_count) */
@@ -277,15 +282,24 @@ typedef struct {
     uint8_t *key_state, *value_state; /* a block: 1 packed or looked at, 2 also odd */
 } Item;
 
+static int few(const Call *call, const Plan *p) { return p->rows <= FEW_ROWS && call->k_stride[3] == 1; }
+
+/* Rows of a strip, so many at most that strips are alike. */
+static int64_t strip_rows(const Call *call, const Plan *p, int64_t rows) {
+    int64_t strips = few(call, p) ? 1 : (rows + TILE_ROWS - 1) / TILE_ROWS;
+    return (rows + strips - 1) / strips;
+}
+
 /* Whether values are used as they lie. Those that are read once may end in a part of a vector: the rest of it is the
    beginning of the next row, whose products nobody looks at. The last row has no next one, and is copied. */
-static int in_place(const Call *call, int64_t strips) {
+static int in_place(const Call *call, const Plan *p) {
     const int64_t *stride = call->v_stride;
+    int once = p->rows <= strip_rows(call, p, p->block_rows); /* a single strip */
     if (call->kind != F32 || stride[3] != 1) return 0;
-    if (strips == 1 && call->value_dim >= W && stride[2] >= call->value_dim) return 1;
+    if (once && call->value_dim >= W && stride[2] >= call->value_dim) return 1;
     int aligned = (uintptr_t)call->v % (4 * W) == 0 && !(stride[0] % W || stride[1] % W || stride[2] % W);
     /* rows far apart compete for the same lines of the nearest cache when they are used again and again */
-    return call->value_dim % W == 0 && aligned && (strips == 1 || stride[2] == call->value_dim);
+    return call->value_dim % W == 0 && aligned && (once || stride[2] == call->value_dim);
 }
 
 static void plan(const Call *call, Plan *p) {
@@ -304,15 +318,12 @@ static void plan(const Call *call, Plan *p) {
     p->items = call->batch * call->kv_heads * p->row_blocks * p->parts;
     p->width = up(call->value_dim, W);
     p->part_floats = p->block_rows * (KEPT_FLOATS + p->width);
-    int64_t strips = (p->block_rows + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = strips * TILE_ROWS;
-    int64_t packed = (in_place(call, p->row_blocks > 1 ? 8 : strips) ? 1 : kept * p->key_block) * p->width;
+    int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = up(p->block_rows, TILE_ROWS);
+    int64_t packed = (in_place(call, p) ? 1 : kept * p->key_block) * p->width;
     int64_t each = sizeof(Row) + call->class_count * sizeof(vf) + call->link_count * 8; /* bytes of a row */
     p->room = 64 * 12 + rows * each + 2 * up(p->key_blocks, 64) +
-              4 * (rows * (call->dim + p->width) + 2 * TILE_ROWS * p->key_block + kept * p->key_block * call->dim + packed);
+              4 * (rows * (call->dim + p->width) + 2 * STRIP_ROWS * p->key_block + kept * p->key_block * call->dim + packed);
 }
-
-static int few(const Call *call, const Plan *p) { return p->rows <= FEW_ROWS && call->k_stride[3] == 1; }
 
 static void *take(char **from, int64_t bytes) {
     void *x = *from;
@@ -355,10 +366,9 @@ static const float *fetch(Item *it, int64_t block, int64_t count, int64_t all_lo
     const Call *call = it->call;
     const Plan *p = it->plan;
     int64_t size = width_of(call->kind), from = block * p->key_block, slot = p->row_blocks > 1 ? block : 0;
-    int64_t strips = p->row_blocks > 1 ? 8 : (p->block_rows + TILE_ROWS - 1) / TILE_ROWS;
     float *keys = it->keys + slot * p->key_block * call->dim;
     const char *v = it->v + from * call->v_stride[2] * size;
-    int here = in_place(call, strips);
+    int here = in_place(call, p);
     float *values = here ? (float *)v : it->packed + slot * p->key_block * p->width;
     it->value_row = here ? call->v_stride[2] : p->width;
     it->spare = here && call->value_dim % W ? call->keys - 1 : call->keys;
@@ -544,7 +554,7 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
 
     int64_t start = (low - from) / PANEL * PANEL, stop = high - from; /* of s; whole panels are multiplied */
     int shared = call->mask && !call->mask_stride[1] && !call->mask_stride[2], shows = !call->mask;
-    int shown[TILE_ROWS];
+    int shown[STRIP_ROWS];
     if (call->mask) {
         for (int r = 0; r < rows; r++) {
             if (r && shared) {
@@ -566,8 +576,8 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
     }
 
     int adjusts = call->mask || call->softcap > 0 || call->slopes;
-    int64_t head[TILE_ROWS], tail[TILE_ROWS]; /* the vectors that hold what a row sees; none where it sees nothing */
-    float peak[TILE_ROWS];
+    int64_t head[STRIP_ROWS], tail[STRIP_ROWS]; /* the vectors that hold what a row sees; none where it sees nothing */
+    float peak[STRIP_ROWS];
     for (int r = 0; r < rows; r++) {
         float *s = it->s + r * line;
         int64_t a = most(row[r].low, from) - from, b = least(row[r].high, to) - from; /* what this row sees */
@@ -628,7 +638,7 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
 
 static void keep(const Call *call, const Row *row, Kept *kept) {
     const vf four[4] = {row->l, row->w, row->d};
-    vf sums = sum_of_four(four);
+    v4 sums = sum_of_four(four);
     kept->m = row->m;
     kept->l = sums[0];
     kept->sees = row->sees;
@@ -637,8 +647,8 @@ static void keep(const Call *call, const Row *row, Kept *kept) {
         memcpy(kept->best, row->best, 4 * call->link_count);
     }
     if (!call->sums) return;
-    kept->w = sums[W / 4];
-    kept->d = sums[W / 2];
+    kept->w = sums[1];
+    kept->d = sums[2];
     memcpy(kept->at, row->at, sizeof kept->at);
     for (int64_t i = 0; i < call->class_count; i++) kept->c[i] = sum(row->c[i]);
 }
@@ -807,8 +817,8 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     it.value_state = take(&memory, p->key_blocks);
     it.q = take(&memory, 4 * rows * call->dim);
     it.o = take(&memory, 4 * rows * p->width);
-    it.s = take(&memory, 4 * TILE_ROWS * p->key_block);
-    it.bias = take(&memory, 4 * TILE_ROWS * p->key_block);
+    it.s = take(&memory, 4 * STRIP_ROWS * p->key_block);
+    it.bias = take(&memory, 4 * STRIP_ROWS * p->key_block);
     it.keys = take(&memory, 4 * kept * p->key_block * call->dim);
     it.packed = (float *)memory;
     if (room->head != head || p->row_blocks == 1) {
@@ -828,14 +838,15 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
         if (row->low < row->high) low = least(low, row->low), high = most(high, row->high);
     }
     memset(it.o, 0, 4 * it.rows * p->width);
+    int64_t height = strip_rows(call, p, it.rows);
     low = most(low, part * p->split * p->key_block);
     high = least(high, (part + 1) * p->split * p->key_block);
     for (int64_t b = low / p->key_block; b * p->key_block < high; b++) {
         int64_t from = b * p->key_block, to = least(from + p->key_block, call->keys);
         const float *keys = fetch(&it, b, to - from, all_low, all_high);
         to = least(to, high);
-        for (int64_t r = 0; r < it.rows; r += TILE_ROWS) {
-            int count = least(TILE_ROWS, it.rows - r);
+        for (int64_t r = 0; r < it.rows; r += height) {
+            int count = least(height, it.rows - r);
             for (int i = 0; to == high && i < count; i++) prefetch_output(call, it.batch, it.row + r + i);
             strip(&it, r, count, keys, from, to);
         }

@@ -13,18 +13,18 @@
 #include <immintrin.h>
 #define ISA avx512
 #define TALL 1 /* tiles of more than 6 rows */
-enum { W = 16, TILE_ROWS = 12, TILE_VECTORS = 2 };
+enum { W = 16, TILE_ROWS = 12, TILE_VECTORS = 2, REGISTERS = 32 };
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define ISA avx2
-enum { W = 8, TILE_ROWS = 6, TILE_VECTORS = 2 };
+enum { W = 8, TILE_ROWS = 6, TILE_VECTORS = 2, REGISTERS = 16 };
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #define ISA neon
-enum { W = 4, TILE_ROWS = 6, TILE_VECTORS = 4 };
+enum { W = 4, TILE_ROWS = 6, TILE_VECTORS = 4, REGISTERS = 32 };
 #else
 #define ISA plain
-enum { W = 4, TILE_ROWS = 6, TILE_VECTORS = 2 };
+enum { W = 4, TILE_ROWS = 6, TILE_VECTORS = 2, REGISTERS = 16 };
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -39,6 +39,7 @@ enum { W = 4, TILE_ROWS = 6, TILE_VECTORS = 2 };
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef float v4 __attribute__((vector_size(16)));
 typedef float vf_any __attribute__((vector_size(W * 4), aligned(4), may_alias)); /* wherever it lies */
 
 INLINE vf load(const float *x) { return *(const vf_any *)x; }
@@ -161,12 +162,23 @@ INLINE void transpose(vf x[W]) {
     }
 }
 
-/* The sums of four vectors, at 0, W / 4, W / 2 and 3 W / 4: each round adds halves and lays two of them side by side. */
-INLINE vf sum_of_four(const vf x[4]) {
+/* The sums of four vectors. Within every four numbers they are turned and added, then the fours are added up. */
+INLINE v4 sum_of_four(const vf x[4]) {
+#if defined(__AVX512F__)
+    __m512 a = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]), _mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]));
+    __m512 b = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[2], (__m512)x[3]), _mm512_unpackhi_ps((__m512)x[2], (__m512)x[3]));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return (v4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+    __m256 a = _mm256_add_ps(_mm256_unpacklo_ps((__m256)x[0], (__m256)x[1]), _mm256_unpackhi_ps((__m256)x[0], (__m256)x[1]));
+    __m256 b = _mm256_add_ps(_mm256_unpacklo_ps((__m256)x[2], (__m256)x[3]), _mm256_unpackhi_ps((__m256)x[2], (__m256)x[3]));
+    __m256 half = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+    return (v4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
     vf a = lower(x[0], x[2]) + upper(x[0], x[2]), b = lower(x[1], x[3]) + upper(x[1], x[3]);
-    vf y = lower(a, b) + upper(a, b);
-    UNROLL for (int have = 4; have < W; have *= 2) y = lower(y, y) + upper(y, y);
-    return y;
+    return lower(a, b) + upper(a, b);
+#endif
 }
 
 /* 16-bit numbers, one by one. */
