@@ -265,7 +265,7 @@ def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
     assert titles(quick=True) == len(suite.CASES) + 10 + 6
 
 
-@pytest.mark.parametrize("name", [name for name in cases.CASES if name != "training"])
+@pytest.mark.parametrize("name", list(cases.CASES))
 def test_contestants_are_made_wholly_on_the_device(name: str) -> None:
     case = cases.CASES[name]
     with torch.device("meta"):

@@ -124,7 +124,12 @@ def _mask(rng: np.random.Generator, draw: st.DrawFn, full: tuple[int, ...]) -> s
     floats = st.sampled_from([0.0, 0.4]).map(
         lambda share: np.where(rng.random(shape) < share, -np.inf, rng.normal(size=shape))
     )
-    return bools | floats
+    batch, keys = full[0], full[3]
+    padding = st.builds(  # on the left, on the right, on both sides, or nothing else
+        lambda: (np.arange(keys) >= rng.integers(0, 3, (batch, 1, 1, 1)))
+        & (np.arange(keys) < rng.integers(0, keys + 1, (batch, 1, 1, 1)))
+    )
+    return bools | floats | padding
 
 
 @st.composite

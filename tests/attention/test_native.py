@@ -39,10 +39,10 @@ each_path = pytest.mark.parametrize("path", NATIVE)
 def long_calls(draw: st.DrawFn) -> Call:
     """Calls of several blocks of rows and keys."""
     call = draw(calls())
-    keys, queries = draw(st.integers(200, 700)), draw(st.integers(1, 150))
+    keys, queries = draw(st.integers(200, 700)), draw(st.integers(1, 3) | st.integers(1, 150))
     batch, heads, kv = call.q.shape[0], call.q.shape[1], call.k.shape[1]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    dim, value_dim = draw(st.sampled_from([(16, 16), (33, 7), (64, 40)]))
+    dim, value_dim = draw(st.sampled_from([(16, 16), (33, 7), (64, 40), (72, 23)]))
     shapes = (batch, heads, queries, dim), (batch, kv, keys, dim), (batch, kv, keys, value_dim)
     q, k, v = (rng.normal(size=shape) for shape in shapes)
     how = dict(call.how)
@@ -74,6 +74,21 @@ def test_so_do_long_calls(path, call):
     with forced(path):
         check_attend(call, torch.float32)
         check_stats(call, torch.float32)
+
+
+@pytest.mark.parametrize("whose", ["query", "key"])
+@each_path
+def test_an_infinity_hides_a_key_and_no_more(path, whose):
+    """Heads that are no whole number of vectors: their last numbers are read together with some that were before."""
+    rng = np.random.default_rng(5)
+    q, k, v = rng.normal(size=(1, 2, 3, 23)), rng.normal(size=(1, 2, 7, 23)), rng.normal(size=(1, 2, 7, 19))
+    for place in range(23):
+        if whose == "key":
+            q[..., place], k[0, 0, 4, place] = -abs(q[..., place]), np.inf
+        else:
+            q[0, 0, 1, place], k[..., place] = -np.inf, abs(k[..., place])
+        with forced(path):
+            check_attend(Call(q, k, v, {}), torch.float32)
 
 
 @pytest.mark.full
