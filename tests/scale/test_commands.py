@@ -36,12 +36,14 @@ def test_an_atlas(given: Path) -> None:
     assert sorted(x.name for x in (given / "two").iterdir()) == sorted(x.name for x in (given / "one").iterdir())
 
 
-def test_pruning(given: Path) -> None:
+def test_pruning(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["prune", "--texts", str(given / "texts.txt"), "--model", str(given / "model"), "--json"]
-    line += ["--batch", "3", "--recover", "2"]
+    line += ["--batch", "3", "--recover", "2", "--compare"]
     run = torchrun(2, "-m", "headwise", *line, "--over", "fsdp", "--out", str(given / "small-two"))
     assert run.returncode == 0, run.stderr[-3000:]
     assert main([*line, "--out", str(given / "small-one")]) == 0
+    correlations = [json.loads(text)["against_ablation"] for text in (run.stdout, capsys.readouterr().out)]
+    assert correlations[0] and correlations[0].keys() == correlations[1].keys()
     got, want = (Plan.load(given / f"small-{count}" / "plan.json") for count in ("two", "one"))
     assert got.heads == want.heads and json.loads(run.stdout)
     assert not [x.name for x in given.iterdir() if x.name.startswith(".")]
