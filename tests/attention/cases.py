@@ -126,8 +126,10 @@ def _mask(rng: np.random.Generator, draw: st.DrawFn, full: tuple[int, ...]) -> s
     )
     batch, keys = full[0], full[3]
     padding = st.builds(  # on the left, on the right, on both sides, or nothing else
-        lambda: (np.arange(keys) >= rng.integers(0, 3, (batch, 1, 1, 1)))
-        & (np.arange(keys) < rng.integers(0, keys + 1, (batch, 1, 1, 1)))
+        lambda: (
+            (np.arange(keys) >= rng.integers(0, 3, (batch, 1, 1, 1)))
+            & (np.arange(keys) < rng.integers(0, keys + 1, (batch, 1, 1, 1)))
+        )
     )
     return bools | floats | padding
 
