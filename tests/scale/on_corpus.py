@@ -13,6 +13,7 @@ from launch import says
 
 import headwise
 from headwise import scale
+from headwise.errors import HeadwiseError
 from headwise.prune.recover import recover as recover_alone
 from headwise.roles.survey import atlas as atlas_alone
 from headwise.scale.ranks import Ranks
@@ -135,6 +136,39 @@ def the_lab_trains_as_one_process_does(ranks: Ranks, folder: Path) -> None:
         # Adam makes steps of one size out of gradients that are nothing but rounding, so weights need not be alike
         np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3, atol=5e-3)
         assert learned_alike(got.model, ranks)
+
+
+@check
+def the_lab_trains_together_and_finds_it_again(ranks: Ranks, folder: Path) -> None:
+    from headwise.lab.store import TINY, Lab
+
+    recipe: dict[str, Any] = {"task": "relations", "heads": 2, "seed": 1, "width": 12, "layers": 1, "batch": 7}
+    want = Lab(TINY).trained(**recipe)
+    for how in ("ddp", "fsdp"):
+        lab, later = (Lab(TINY, work=folder / "lab" / how, ranks=ranks, over=how) for _ in range(2))
+        got, again = lab.trained(**recipe), later.trained(**recipe)
+        np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3, atol=5e-3)
+        assert len(lab.made) == 1 and not later.made and learned_alike(again.model, ranks)
+        np.testing.assert_array_equal(again.curve[-1], got.curve[-1])
+
+
+@check
+def what_the_lab_computes_else_is_computed_once(ranks: Ranks, folder: Path) -> None:
+    from headwise.lab.store import TINY, Lab
+
+    lab = Lab(TINY, work=folder / "pieces", ranks=ranks)
+    done: list[int] = []
+
+    def compute() -> int:
+        done.append(ranks.rank)
+        return 7
+
+    def fails() -> int:
+        raise HeadwiseError("there is no such number")
+
+    assert lab.piece("number", {"a": 1}, compute) == 7
+    assert done == ([0] if ranks.first else [])  # the others read it
+    says(lambda: lab.piece("number", {"b": 1}, fails), "there is no such number")
 
 
 @check

@@ -52,3 +52,13 @@ def test_pruning(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_torchrun_cannot_share_is_refused(given: Path) -> None:
     run = torchrun(2, "-m", "headwise", "atlas")
     assert run.returncode != 0 and "torchrun shares texts among its ranks: give --texts" in run.stderr
+
+
+def test_a_claim_of_the_lab(given: Path) -> None:
+    line = ["lab", "12", "--json", "--work", str(given / "work"), "--out", str(given / "lab")]
+    run = torchrun(2, "-m", "headwise", *line)
+    assert run.returncode == 0, run.stderr[-3000:]
+    [record] = json.loads(run.stdout)  # printed once, by the first rank
+    assert record["claim"] == 12 and (given / "lab" / "claim12.md").exists()
+    run = torchrun(2, "-m", "headwise", *line, "--over", "mail")
+    assert run.returncode != 0 and "--over is ddp or fsdp, got 'mail'" in run.stderr

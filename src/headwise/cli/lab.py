@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from .ranks import Alone, together
 
 if TYPE_CHECKING:
     from ..lab.store import Progress
@@ -31,6 +32,7 @@ def lab(
     pages: Annotated[
         bool, typer.Option("--pages", help="Write the pages in docs/lab/ again from their figures; nothing is run.")
     ] = False,
+    over: Annotated[str, typer.Option(help="Under torchrun, how models are trained: ddp or fsdp.")] = "ddp",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """What everyone says about multi-head attention, measured: each claim an experiment with a verdict."""
@@ -54,17 +56,34 @@ def lab(
         claim(number)
     _check_device(device)
     records = []
-    with _bars() as progress:
+    out = out or (ALL_OUT if all_claims else ONE_OUT)
+    with together() as ranks, _bars(ranks.first) as progress:
         work = cache() / "lab" if work is None else work
-        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress)
+        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=_ranks(ranks, over), over=over)
         for done, number in enumerate(numbers):
             progress(f"claim {number}", done, len(numbers))
             records.append(measure(number, desk))
-            write(records[-1], out or (ALL_OUT if all_claims else ONE_OUT))
+            if ranks.first:
+                write(records[-1], out)
+    if not ranks.first:
+        return
     if as_json:
         typer.echo(json.dumps(records, indent=2))
     else:
-        _show(records, out or (ALL_OUT if all_claims else ONE_OUT))
+        _show(records, out)
+
+
+def _ranks(ranks: Alone, over: str) -> Any:
+    """Those who train together, or None."""
+    if ranks.count == 1:
+        return None
+    from ..scale.corpus import PATIENCE
+    from ..scale.ranks import ranks_of
+    from ..scale.train import WAYS
+
+    if over not in WAYS:
+        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")
+    return ranks_of(timeout=PATIENCE)
 
 
 def _list(as_json: bool) -> None:
@@ -117,14 +136,14 @@ def _check_device(device: str) -> None:
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
+def _bars(shown: bool) -> Iterator[Progress]:
     """What is being done, on stderr: the newest kinds of work as bars, gone at the end."""
     from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
     console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ from ..errors import HeadwiseError
 from ..files import written
 
 if TYPE_CHECKING:
+    from ..scale.ranks import Ranks
     from .model import Recipe
     from .train import Trained
 
@@ -41,7 +43,8 @@ BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
 @dataclass
 class Lab:
     """Finished pieces are kept in `work` by what they were made of, so that claims share models and nothing is
-    trained twice."""
+    trained twice. Several ranks train every model together and need a `work` that all of them see; all else the first
+    one computes, and the others read it there."""
 
     budget: Budget = DEFAULT
     seed: int = 0
@@ -49,6 +52,8 @@ class Lab:
     work: Path | None = None
     progress: Progress = lambda what, done, total: None
     made: list[str] = field(default_factory=list)  # the pieces that were not there yet
+    ranks: Ranks | None = None  # those that torchrun started
+    over: str = "ddp"  # how they train: ddp or fsdp
 
     @property
     def starts(self) -> list[int]:
@@ -67,6 +72,7 @@ class Lab:
         """The model of this recipe: from the store, or trained now."""
         from safetensors.torch import load_file, save_file
 
+        from ..scale.train import crew
         from .model import build, task_of
         from .train import Trained, train
 
@@ -76,14 +82,20 @@ class Lab:
         found: list[Trained] = []
 
         def run() -> list[tuple[int, float, float]]:
-            trained = train(recipe, self.device, lambda done, total: self.progress(words, done, total))
+            those = crew(self.over, self.ranks) if self.ranks else None
+            trained = train(recipe, self.device, partial(self.progress, words), those)
             found.append(trained)
-            if weights:
+            if weights and self._first:
                 with written(weights) as path:
                     save_file({name: x.contiguous() for name, x in trained.model.state_dict().items()}, path)
             return trained.curve
 
-        curve = self.piece("model", self.made_of(recipe), run)
+        place = self._place("model", self.made_of(recipe), ".json")
+        if self.ranks:
+            self.ranks.agree("what to train", f"{words}, {'' if place and place.exists() else 'not '}there yet")
+        curve = self._piece("model", self.made_of(recipe), run)
+        if self.ranks:
+            self.ranks.barrier("the end of a training")
         if found:
             return found[0]
         assert weights is not None
@@ -94,6 +106,21 @@ class Lab:
 
     def piece(self, name: str, made_of: dict[str, Any], compute: Callable[[], T]) -> T:
         """What compute() gives, as JSON has it; computed once for the same name and parts."""
+
+        def first() -> str:
+            if self._first:
+                self._piece(name, made_of, compute)
+            return "there"
+
+        if self.ranks:
+            self.ranks.agree(f"a piece of the lab ({name})", first)
+        return self._piece(name, made_of, compute)
+
+    @property
+    def _first(self) -> bool:
+        return self.ranks is None or self.ranks.first
+
+    def _piece(self, name: str, made_of: dict[str, Any], compute: Callable[[], T]) -> T:
         place = self._place(name, made_of, ".json")
         if place and place.exists():
             try:
@@ -102,7 +129,7 @@ class Lab:
                 raise HeadwiseError(f"{str(place)!r} cannot be read ({error}); remove it, it is made again") from error
         value = compute()
         self.made.append(f"{name} {json.dumps(made_of, sort_keys=True)}")
-        if place:
+        if place and self._first:
             with written(place) as path:
                 path.write_text(json.dumps({"made_of": made_of, "value": value}) + "\n", encoding="utf-8")
         return value
