@@ -99,13 +99,13 @@ def test_the_atlas_that_comes_along_needs_no_torch() -> None:
 def test_ctrl_c_leaves_what_can_be_gone_on_with(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = survey.add
-    monkeypatch.setattr(survey, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = survey.Adding.take
+    monkeypatch.setattr(survey.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert (code, out) == (130, "")
     assert err.endswith("headwise: interrupted\n")
     assert (tmp_path / "unfinished.safetensors").exists()
-    monkeypatch.setattr(survey, "add", plain)
+    monkeypatch.setattr(survey.Adding, "take", plain)
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
 

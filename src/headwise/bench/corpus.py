@@ -36,17 +36,18 @@ def sentences(count: int) -> Iterator[Any]:
 
 
 def _corpus(make: Callable[[int], Any], flops: int, quick: bool, *, texts: int, layers: int) -> Entry:
-    from ..roles.measure import Observer, add, forward
+    from ..roles.measure import Adding, Observer, forward
     from ..roles.tally import Tally
 
     model, batches = make(layers), list(sentences(texts))
-    tally = Tally()
+    adding = Adding(Tally())
 
     def surveyed() -> Tensor:
         observer = Observer(model)
         with observer.watching():
             for batch in batches:
-                add(tally, observer.run(batch), batch)
+                adding.take(observer.run(batch), batch)
+            adding.settle()
         last: Tensor = observer.output[0]
         return last
 

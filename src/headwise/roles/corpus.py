@@ -25,7 +25,7 @@ from .tally import identity
 WINDOW = 2048  # texts that are sorted together
 COUNTED = 20_000  # texts from which the frequencies come; all of them where there are fewer
 TOKENS = 1024  # of a batch at most; more would leave a core's cache and gain nothing
-PAIRS = 1 << 19  # of a query and a key in a batch; what is held of each pair is in marks.py
+PAIRS = 1 << 17  # of a query and a key in a batch: more of them leave a core's cache; see marks.py for what is held
 Text = str | tuple[str, str]
 
 

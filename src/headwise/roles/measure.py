@@ -22,8 +22,9 @@ from .definitions import BOTH, CAUSAL, CROSS, columns, marks
 from .marks import Marks, mark
 from .tally import Key, Tally, draws
 
-WEIGHTS = 1 << 20  # weights of a layer that are held at once: about what a core's cache holds
+WEIGHTS = 1 << 21  # weights of a layer that are held at once: about what a core's cache holds
 CELLS = 1 << 26  # of marks
+TOGETHER = 512  # texts that are added up at once
 TINY = 1e-37  # 0 ln 0 is 0
 
 
@@ -203,9 +204,29 @@ def sums(a: Tensor, marked: Marks) -> tuple[Tensor, Tensor]:
     return torch.cat([own, equal[:, None]], 1).transpose(1, 2), bottom
 
 
-def add(tally: Tally, found: dict[Key, Found], batch: Batch) -> None:
-    """A batch into the tally, all layers of it."""
-    weights = draws(batch.identities, tally.replicates)
-    for key, one in found.items():
-        tally.open(key, one.way, one.names, one.top.shape[2] - 1).add(one.top, one.bottom, weights)
-    tally.count(batch.identities, batch.tokens, batch.cut)
+class Adding:
+    """Batches on their way into a tally: some together, since adding a few texts lasts as long as adding many."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.waiting: list[tuple[dict[Key, Found], Batch]] = []
+
+    def take(self, found: dict[Key, Found], batch: Batch) -> None:
+        self.waiting.append((found, batch))
+        if sum(len(one.identities) for _, one in self.waiting) >= TOGETHER:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add up what waits, all layers of it."""
+        weights = [draws(batch.identities, self.tally.replicates) for _, batch in self.waiting]
+        for key in dict.fromkeys(key for found, _ in self.waiting for key in found):
+            parts = []
+            for (found, _), drawn in zip(self.waiting, weights, strict=True):
+                if key in found:
+                    one = found[key]
+                    parts.append((one.top, one.bottom, drawn))
+                    sums = self.tally.open(key, one.way, one.names, one.top.shape[2] - 1)
+            sums.add(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        for _, batch in self.waiting:
+            self.tally.count(batch.identities, batch.tokens, batch.cut)
+        self.waiting = []

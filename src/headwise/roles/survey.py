@@ -22,14 +22,14 @@ from ..models.load import tokenizer as load_tokenizer
 from ..models.places import DEFAULT
 from .atlas import Atlas
 from .checkpoint import load_tallies, save_tallies
-from .corpus import TOKENS, Corpus, Encoder, read
-from .measure import Observer, add
+from .corpus import PAIRS, TOKENS, Corpus, Encoder, read
+from .measure import Adding, Observer
 from .repeated import probe, vocabulary_of
 from .tally import REPLICATES, Key, Tally, identity
 
 LENGTH = 512  # tokens of a text at most
 EVERY = 30.0  # seconds between checkpoints
-HOLES = 16  # batches after which freed memory goes back to the system
+HOLES = 64  # batches after which freed memory goes back to the system
 Progress = Callable[[int, int | None], None]  # texts done, texts in all where that is known
 
 
@@ -69,7 +69,7 @@ def atlas(
         "counts": f"{identity(corpus.counts.tobytes().hex()):016x}", "part": list(part), "notes": _notes(encoder),
     }  # fmt: skip
     asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates, **about}
-    asked["batch"] = TOKENS  # where a run stands is counted in batches
+    asked["batch"] = [TOKENS, PAIRS]  # where a run stands is counted in batches
     run = Run(observer, corpus, Path(resume) if resume else None, asked, part, progress, total)
     tally, measured = run.all(vocabulary_of(observer.model, tokenizer), seed, replicates)
     made = Atlas.of(tally, measured, name, _original(model), about)
@@ -97,6 +97,7 @@ class Run:
         resumed = self.file is not None and self.file.exists()
         if resumed:
             self._resume()
+        self.adding = Adding(self.tally)
         with self.observer.watching(), interruptible() as stopped:
             # also where it was done before: it shows which way each layer attends
             measured = probe(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
@@ -121,16 +122,18 @@ class Run:
             self.batches = skip
             self.progress(begins, self.total)
             for number, batch in enumerate(batches[skip:], skip + 1):
-                add(self.tally, self.observer.run(batch), batch)
+                self.adding.take(self.observer.run(batch), batch)
                 if number % HOLES == 0:
                     _give_back()
                 self.batches = number
                 self.progress(begins + (ends - begins) * number // len(batches), self.total)
                 yield
             self.window, self.batches, skip = ends, 0, 0
+        self.adding.settle()
         self.progress(self.window, self.total or self.window)
 
     def _keep(self) -> None:
+        self.adding.settle()
         if self.file is not None:
             more = {"asked": self.asked, "window": self.window, "batches": self.batches}
             save_tallies(self.file, {"tally": self.tally}, more)
