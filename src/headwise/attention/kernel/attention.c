@@ -307,6 +307,8 @@ static void plan(const Call *call, Plan *p) {
     p->rows = group * call->queries;
     p->block_rows = least(BLOCK_ROWS, most(1, p->rows));
     p->row_blocks = (p->rows + p->block_rows - 1) / p->block_rows;
+    if (p->row_blocks > 1) /* alike, so that two threads have as much to do */
+        p->block_rows = up((p->rows + p->row_blocks - 1) / p->row_blocks, TILE_ROWS);
     p->key_block = least(KEY_BLOCK, up(most(1, call->keys), PANEL));
     p->key_blocks = (call->keys + p->key_block - 1) / p->key_block;
     p->parts = 1;
