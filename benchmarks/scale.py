@@ -151,6 +151,8 @@ PARTS = {"memory": memory, "heads": heads, "ring": ring, "atlas": atlas}
 
 def main() -> None:
     torch.set_num_threads(1)
+    if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(PARTS):
+        raise SystemExit(f"usage: torchrun ... benchmarks/scale.py FILE.json [{' '.join(PARTS)}]")
     file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     with scale.started() as ranks, torch.no_grad():

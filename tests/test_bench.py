@@ -284,7 +284,11 @@ def test_shapes_are_made_wholly_on_the_device(shape: sweep.Shape) -> None:
 
 
 def test_another_device_has_attention_alone_and_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "devices", lambda: ["cpu", "cuda"])
+    monkeypatch.setattr(suite, "devices", lambda: ["cpu", "cuda", "meta"])
+    monkeypatch.setattr(suite, "verify", lambda *all: None)  # meta tensors hold no numbers
+    found = suite.run(suite.Options(("decode",), rounds=1, device="meta", tiny=True))
+    assert [(peer.goal, peer.met) for peer in found.cases[0].peers] == [(None, None)] * 2
+    assert found.settings["device"] == "meta" and cases.CASES["decode"].goals
     assert len(suite.jobs(suite.Options(device="cuda"))) == len(cases.CASES) + 40
     with pytest.raises(HeadwiseError, match="case 'watch' is measured on the CPU alone; leave --device away"):
         suite.Options(("watch",), device="cuda")

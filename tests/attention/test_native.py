@@ -80,9 +80,9 @@ def test_so_do_long_calls(path, call):
 @each_path
 def test_an_infinity_hides_a_key_and_no_more(path, whose):
     """Heads that are no whole number of vectors: their last numbers are read together with some that were before."""
-    rng = np.random.default_rng(5)
-    q, k, v = rng.normal(size=(1, 2, 3, 23)), rng.normal(size=(1, 2, 7, 23)), rng.normal(size=(1, 2, 7, 19))
     for place in range(23):
+        rng = np.random.default_rng(place)
+        q, k, v = rng.normal(size=(1, 2, 3, 23)), rng.normal(size=(1, 2, 7, 23)), rng.normal(size=(1, 2, 7, 19))
         if whose == "key":
             q[..., place], k[0, 0, 4, place] = -abs(q[..., place]), np.inf
         else:

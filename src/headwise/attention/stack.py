@@ -17,8 +17,9 @@ from ..shapes import shape as preset
 from .blocks import NORMS, Embedding, FeedForward, TransformerBlock
 from .cache import KVCache, MemoryCache, SlidingCache, StaticCache
 from .contract import shown
+from .inputs import check_integers, key_mask, of_held_keys, positions_of, range_of
 from .positions import Rotary
-from .sight import check_tensor, readable
+from .sight import check_tensor
 from .stats import HeadStats
 
 __all__ = ["Caches", "Decoder", "Encoder", "FeedForward", "Transformer", "TransformerBlock"]
@@ -100,18 +101,18 @@ class _Stack(nn.Module):
 
     def _check_ids(self, ids: Tensor) -> None:
         check_tensor("ids", ids)
-        _check_integers("ids", ids, "(B, T)", ids.dim() == 2)
-        low, high = _range(ids)
+        check_integers("ids", ids, "(B, T)", ids.dim() == 2)
+        low, high = range_of(ids)
         if low < 0 or high >= self.shape.vocab:
             wrong = low if low < 0 else high
             raise ShapeError(f"id {wrong} is not in the vocabulary of {self.shape.vocab} tokens; ids count from 0")
 
     def _check_positions(self, positions: Tensor, ids: Tensor) -> None:
         fits = tuple(positions.shape) in (tuple(ids.shape), tuple(ids.shape[1:]))
-        _check_integers("positions", positions, f"(T,) or (B, T) = {shown(ids.shape)}", fits)
+        check_integers("positions", positions, f"(T,) or (B, T) = {shown(ids.shape)}", fits)
         if self.shape.positions != "learned":
             return
-        low, high = _range(positions, unseen=ids.shape[1] - 1)
+        low, high = range_of(positions, unseen=ids.shape[1] - 1)
         most = self.shape.max_length or 0
         if high >= most or low < -self.shape.position_offset:
             raise ShapeError(f"positions {low} to {high} do not fit the model's 0 to {most - 1}; give fewer tokens")
@@ -152,7 +153,7 @@ class Encoder(_Stack):
         positions = self._positions(ids) if positions is None else positions
         self._check_positions(positions, ids)
         self._check_types(types, ids)
-        seen = _key_mask(mask, "mask", ids.shape)
+        seen = key_mask(mask, "mask", ids.shape)
         x = self.embed(ids, positions, types)
         for block in self.blocks:
             x = block(x, mask=seen, lengths=lengths, positions=positions)
@@ -167,8 +168,8 @@ class Encoder(_Stack):
     def _check_types(self, types: Tensor | None, ids: Tensor) -> None:
         if types is None:
             return
-        _check_integers("types", types, f"(B, T) = {shown(ids.shape)}", types.shape == ids.shape)
-        low, high = _range(types)
+        check_integers("types", types, f"(B, T) = {shown(ids.shape)}", types.shape == ids.shape)
+        low, high = range_of(types)
         if low < 0 or high >= self.shape.token_types:
             raise ShapeError(f"types {low} to {high} do not fit the model, which has {self.shape.token_types} of them")
 
@@ -235,18 +236,18 @@ class Decoder(_Stack):
         if lengths is not None and cache is not None and any(isinstance(kept, SlidingCache) for kept in cache.layers):
             raise CacheError("layers with a window keep one length for all sequences; give a mask in place of lengths")
         seen_before = 0 if cache is None else cache.length
-        seen = _key_mask(mask, "mask", (ids.shape[0], seen_before + ids.shape[1]))
-        positions = _positions(ids, mask, cache) if positions is None else positions
+        seen = key_mask(mask, "mask", (ids.shape[0], seen_before + ids.shape[1]))
+        positions = positions_of(ids, mask, cache) if positions is None else positions
         self._check_positions(positions, ids)
         if memory is not None:
-            memory_mask = _key_mask(memory_mask, "memory_mask", memory.shape[:2])
+            memory_mask = key_mask(memory_mask, "memory_mask", memory.shape[:2])
         x = self.embed(ids, positions)
         for i, block in enumerate(self.blocks):
             kept = {} if cache is None else {"cache": cache.layers[i], "memory_cache": cache.memory[i]}
             x = block(
                 x,
                 memory,
-                mask=_of_held_keys(seen, kept.get("cache"), ids.shape[1]),
+                mask=of_held_keys(seen, kept.get("cache"), ids.shape[1]),
                 causal=True,
                 lengths=lengths,
                 memory_mask=memory_mask,
@@ -312,10 +313,10 @@ class Decoder(_Stack):
                 f"generate needs a first token and a count, got ids {shown(ids.shape)} and {max_new_tokens}"
             )
         if mask is not None:
-            _key_mask(mask, "mask", ids.shape, flat=True)
+            key_mask(mask, "mask", ids.shape, flat=True)
             if not mask[:, -1].all():
                 raise MaskError("generate goes on from the last column, so padding must be on the left; mask ends in 0")
-        start, most = int(_positions(ids, mask, None).max()) + 1, self.shape.max_length
+        start, most = int(positions_of(ids, mask, None).max()) + 1, self.shape.max_length
         if self.shape.positions == "learned" and most is not None and start + max_new_tokens - 1 > most:
             raise ShapeError(
                 f"{start} tokens and {max_new_tokens} new ones do not fit the model's {most} positions; "
@@ -366,43 +367,3 @@ class Transformer(nn.Module):
             memory = self.encoder(source_ids, mask=source_mask)
         start = source_ids.new_full((source_ids.shape[0], 1), bos)
         return self.decoder.generate(start, max_new_tokens, eos=eos, memory=memory, memory_mask=source_mask)
-
-
-def _check_integers(name: str, given: Tensor, form: str, fits: bool) -> None:
-    if not fits or given.dtype not in (torch.int64, torch.int32):
-        raise ShapeError(f"{name} must be whole numbers {form}, got {given.dtype} {shown(given.shape)}")
-
-
-def _range(given: Tensor, unseen: int = -1) -> tuple[int, int]:
-    """The smallest and the largest of these numbers; where that cannot be seen, 0 and `unseen`."""
-    if not readable(given) or not given.numel():
-        return 0, unseen
-    low, high = given.aminmax()
-    return int(low), int(high)
-
-
-def _key_mask(mask: Tensor | None, name: str, shape: Sequence[int], flat: bool = False) -> Tensor | None:
-    """A mask of real tokens (B, Tk) as attend wants it, (B, 1, 1, Tk) bool; one of four dimensions as it is."""
-    if mask is None or (mask.dim() == 4 and not flat):
-        return mask
-    if tuple(mask.shape) != tuple(shape):
-        also = "" if flat else ", or four dimensions as in attend"
-        raise MaskError(f"{name} must be (B, tokens) = {shown(shape)}{also}, got {shown(mask.shape)}")
-    if mask.is_floating_point() or (readable(mask) and mask.numel() and not bool(((mask == 0) | (mask == 1)).all())):
-        raise MaskError(f"{name} must be True or 1 for a real token, False or 0 for padding, got other {mask.dtype}s")
-    return mask.bool()[:, None, None, :]
-
-
-def _positions(ids: Tensor, mask: Tensor | None, cache: Caches | None) -> Tensor:
-    """Where the tokens of a causal stack stand: from the first real one in a padding mask, else one after another."""
-    if mask is None or mask.dim() != 2:
-        return (KVCache() if cache is None else cache.layers[0]).positions(ids.shape[1], ids.device)
-    real = mask.long()
-    return ((real.cumsum(1) - 1) * real)[:, mask.shape[1] - ids.shape[1] :]
-
-
-def _of_held_keys(mask: Tensor | None, cache: KVCache | None, count: int) -> Tensor | None:
-    """The columns of a mask over all tokens that a sliding cache will show, with `count` new ones."""
-    if mask is None or not isinstance(cache, SlidingCache) or mask.shape[-1] == 1:
-        return mask
-    return mask[..., mask.shape[-1] - min(cache.length, cache.window - 1) - count :]

@@ -17,6 +17,7 @@ from .ranks import Alone, together
 if TYPE_CHECKING:
     from ..roles.atlas import Atlas
     from ..roles.survey import Progress
+    from ..scale.ranks import Ranks
 
 
 def atlas(
@@ -117,7 +118,7 @@ def _merged(paths: list[Path]) -> Atlas:
 
 def _measured(
     texts: Path | None, model: str, out: Path | None, limit: int | None, length: int, field: str,
-    part: tuple[int, int], seed: int, ranks: Alone,
+    part: tuple[int, int], seed: int, ranks: Alone | Ranks,
 ) -> Atlas:  # fmt: skip
     if texts is None:
         from ..roles.shipped import NAMES, shipped

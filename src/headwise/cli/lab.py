@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
-from .ranks import Alone, together
+from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
     from ..lab.store import Progress
@@ -55,11 +55,13 @@ def lab(
     for number in numbers:
         claim(number)
     _check_device(device)
+    check_over(over)
     records = []
     out = out or (ALL_OUT if all_claims else ONE_OUT)
     with together() as ranks, _bars(ranks.first) as progress:
         work = cache() / "lab" if work is None else work
-        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=_ranks(ranks, over), over=over)
+        those = None if isinstance(ranks, Alone) else ranks
+        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=those, over=over)
         for done, number in enumerate(numbers):
             progress(f"claim {number}", done, len(numbers))
             records.append(measure(number, desk))
@@ -71,19 +73,6 @@ def lab(
         typer.echo(json.dumps(records, indent=2))
     else:
         _show(records, out)
-
-
-def _ranks(ranks: Alone, over: str) -> Any:
-    """Those who train together, or None."""
-    if ranks.count == 1:
-        return None
-    from ..scale.corpus import PATIENCE
-    from ..scale.ranks import ranks_of
-    from ..scale.train import WAYS
-
-    if over not in WAYS:
-        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")
-    return ranks_of(timeout=PATIENCE)
 
 
 def _list(as_json: bool) -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
-from .ranks import Alone, together
+from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
     from ..prune.session import Progress, Report
+    from ..scale.ranks import Ranks
 
 
 def prune(
@@ -62,6 +63,7 @@ def prune(
         _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
         compare,
     )  # fmt: skip
+    check_over(over)
     with together() as ranks:
         report = _run(model, texts, labels, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
@@ -70,17 +72,15 @@ def prune(
         typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
 
 
-def _shared(ranks: Alone, out: Path, over: str) -> dict[str, Any]:
+def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
     """How scoring and recovery go where torchrun shares them."""
     if ranks.count == 1:
         return {}
     from functools import partial
 
     from ..scale.corpus import importance
-    from ..scale.train import WAYS, recover
+    from ..scale.train import recover
 
-    if over not in WAYS:
-        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")
     kept = out.parent / f".{out.name}.scores"
     return {"scored": partial(importance, resume=kept), "trained": partial(recover, how=over), "first": ranks.first}
 

@@ -6,6 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import HeadwiseError
+
+if TYPE_CHECKING:
+    from ..scale.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class Alone:
 
 
 @contextmanager
-def together() -> Iterator[Alone]:
+def together() -> Iterator[Alone | Ranks]:
     """Who this process is among those that torchrun started; alone, without torch having been imported."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Alone()
@@ -27,4 +33,12 @@ def together() -> Iterator[Alone]:
     from ..scale.ranks import started
 
     with started(timeout=PATIENCE) as ranks:
-        yield Alone(ranks.rank, ranks.count, ranks.first)
+        yield ranks
+
+
+def check_over(over: str) -> None:
+    """Refuse a way of training over ranks that there is not, also where one process trains alone."""
+    from ..scale.train import WAYS
+
+    if over not in WAYS:
+        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")

@@ -92,7 +92,7 @@ class Lab:
 
         place = self._place("model", self.made_of(recipe), ".json")
         if self.ranks:
-            self.ranks.agree("what to train", f"{words}, {'' if place and place.exists() else 'not '}there yet")
+            self.ranks.agree("what to train", f"{words}, {'' if place and place.exists() else 'not '}in the store")
         curve = self._piece("model", self.made_of(recipe), run)
         if self.ranks:
             self.ranks.barrier("the end of a training")

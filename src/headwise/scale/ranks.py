@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import HeadwiseError, RankError
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others before it gives up
+# Seconds after the last message. gloo's threads live as long as anybody knows the group (FSDP's caches do, and default
+# arguments of what was imported meanwhile), and one that still drops a message's tensors while Python ends aborts it.
+REST = 0.1
 RECORD, DIGEST = 768, 32  # bytes that a rank tells of itself: a state, a digest, and words for the message
 FINE, FAILED = 0, 1
 
@@ -167,6 +171,7 @@ def started(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iterato
     finally:
         if ours:
             dist.destroy_process_group()
+            time.sleep(REST)
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

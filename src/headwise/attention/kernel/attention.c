@@ -23,8 +23,8 @@
 #include "call.h"
 #include "vectors.h"
 
-enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024, FEW_ROWS = 12,
-       STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
+enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024 };
+enum { FEW_ROWS = 12, STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -76,8 +76,8 @@ static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, c
 
 /* o (rows x vectors * W) += e (rows x n) v (n x vectors * W) for one or two rows: in wide tiles, so that values which
    come from far away come in the order in which they lie, and many sums are under way at once. */
-INLINE void mix_wide(const int rows, const int widest, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row,
-                     float *o, int64_t o_row, int64_t n) {
+INLINE void mix_wide(const int rows, const int widest, int64_t vectors, const float *e, int64_t e_row, const float *v,
+                     int64_t v_row, float *o, int64_t o_row, int64_t n) {
     for (; vectors >= widest; vectors -= widest, v += widest * W, o += widest * W)
         tile(rows, widest, e, e_row, v, v_row, o, o_row, n, 1);
     if (widest > 4 && vectors & 4) {
@@ -97,7 +97,8 @@ static void mix(int rows, int64_t vectors, const float *e, int64_t e_row, const 
     else if (rows == 2) mix_wide(2, REGISTERS > 16 ? WIDEST : WIDEST / 2, vectors, e, e_row, v, v_row, o, o_row, n);
     else
         for (int r = 0, height = rows > TILE_ROWS ? (rows + 1) / 2 : rows; r < rows; r += height)
-            multiply(least(height, rows - r), vectors, e + r * e_row, e_row, v, v_row, PANEL, o + r * o_row, o_row, n, 1);
+            multiply(least(height, rows - r), vectors, e + r * e_row, e_row, v, v_row, PANEL, o + r * o_row, o_row, n,
+                     1);
 }
 
 /* ---- reading and writing ---- */
@@ -284,7 +285,7 @@ typedef struct {
 
 static int few(const Call *call, const Plan *p) { return p->rows <= FEW_ROWS && call->k_stride[3] == 1; }
 
-/* Rows of a strip, so many at most that strips are alike. */
+/* Rows of a strip: as many as make all strips alike. */
 static int64_t strip_rows(const Call *call, const Plan *p, int64_t rows) {
     int64_t strips = few(call, p) ? 1 : (rows + TILE_ROWS - 1) / TILE_ROWS;
     return (rows + strips - 1) / strips;

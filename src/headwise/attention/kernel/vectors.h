@@ -165,14 +165,18 @@ INLINE void transpose(vf x[W]) {
 /* The sums of four vectors. Within every four numbers they are turned and added, then the fours are added up. */
 INLINE v4 sum_of_four(const vf x[4]) {
 #if defined(__AVX512F__)
-    __m512 a = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]), _mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]));
-    __m512 b = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[2], (__m512)x[3]), _mm512_unpackhi_ps((__m512)x[2], (__m512)x[3]));
+    __m512 a = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]),
+                             _mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]));
+    __m512 b = _mm512_add_ps(_mm512_unpacklo_ps((__m512)x[2], (__m512)x[3]),
+                             _mm512_unpackhi_ps((__m512)x[2], (__m512)x[3]));
     __m512 all = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     return (v4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 #elif defined(__AVX2__)
-    __m256 a = _mm256_add_ps(_mm256_unpacklo_ps((__m256)x[0], (__m256)x[1]), _mm256_unpackhi_ps((__m256)x[0], (__m256)x[1]));
-    __m256 b = _mm256_add_ps(_mm256_unpacklo_ps((__m256)x[2], (__m256)x[3]), _mm256_unpackhi_ps((__m256)x[2], (__m256)x[3]));
+    __m256 a = _mm256_add_ps(_mm256_unpacklo_ps((__m256)x[0], (__m256)x[1]),
+                             _mm256_unpackhi_ps((__m256)x[0], (__m256)x[1]));
+    __m256 b = _mm256_add_ps(_mm256_unpacklo_ps((__m256)x[2], (__m256)x[3]),
+                             _mm256_unpackhi_ps((__m256)x[2], (__m256)x[3]));
     __m256 half = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
     return (v4)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 #else
