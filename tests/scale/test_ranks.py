@@ -99,6 +99,12 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: P
     ]
 
 
+def test_no_rank_is_aborted_when_it_ends() -> None:
+    for _ in range(3):  # without the rest at the end one launch of two or three fails
+        run = torchrun(4, str(HERE / "on_end.py"))
+        assert run.returncode == 0, run.stderr[-2000:]
+
+
 def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = torchrun(2, str(HERE / "on_killed.py"), str(tmp_path), options=("--max-restarts=2",))
     assert run.returncode == 0, run.stderr[-3000:]
