@@ -55,6 +55,8 @@ SIZES = [
     ({"gates": x(1, H)}, "gates must be one number a query head, shape (6,) or (2, 6), got (1, 6)"),
     ({"scale": float("inf")}, "scale must be a finite number, got inf"),
     ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+    ({"scale": [1]}, "scale must be a finite number, got [1]"),
+    ({"softcap": "2"}, "softcap must be a number above 0, or None for none, got '2'"),
     ({"softcap": 0.0}, "softcap must be a number above 0, or None for none, got 0.0"),
     ({"softcap": -2.0}, "softcap must be a number above 0, or None for none, got -2.0"),
     ({"softcap": float("nan")}, "softcap must be a number above 0, or None for none, got nan"),

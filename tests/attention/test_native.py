@@ -26,7 +26,7 @@ from headwise import attend, explain, head_stats, reference
 from headwise.attention import calls as attention_calls
 from headwise.attention import core
 from headwise.attention.kernel import native
-from headwise.errors import MaskError
+from headwise.errors import MaskError, ShapeError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones"),
@@ -343,8 +343,13 @@ def test_negated_views():
 # ---- calls of a form that was seen before: what was checked once holds for the numbers, not for what is around them
 
 
-def test_a_form_is_remembered_and_the_numbers_are_not():
+def forget():
     attention_calls._forms.clear()
+    attention_calls._latest.clear()
+
+
+def test_a_form_is_remembered_and_the_numbers_are_not():
+    forget()
     with forced(NATIVE[0]):
         for seed in (1, 2):
             for how in ({}, {"causal": True}, {"window": (2, 1)}, {"scale": 0.3}, {"softcap": 2.0}):
@@ -365,7 +370,7 @@ def test_masks_of_one_shape_are_read_each_time():
 
 
 def test_few_forms_are_remembered(monkeypatch):
-    attention_calls._forms.clear()
+    forget()
     monkeypatch.setattr(attention_calls, "MOST_FORMS", 3)
     with forced(NATIVE[0]):
         for keys in (5, 7, 11, 13):
@@ -378,7 +383,8 @@ def test_a_known_form_still_learns_casts_and_refuses():
     call = at_random().tensors(torch.float32)
     q, k, v = call.q, call.k, call.v
     with forced(NATIVE[0]):
-        want = attend(q, k, v, window=(1, 0))
+        for _ in range(3):  # seen, remembered, recognised
+            want = attend(q, k, v, window=(1, 0))
         assert attend(q.clone().requires_grad_(), k, v, window=(1, 0)).requires_grad
         with torch.autocast("cpu", torch.bfloat16):
             assert attend(q, k, v, window=(1, 0)).dtype == torch.bfloat16
@@ -390,6 +396,58 @@ def test_a_known_form_still_learns_casts_and_refuses():
     with forced("off"):
         torch.testing.assert_close(attend(q, k, v, window=(1, 0)), want)
         assert "fused" in explain(q, k, v)
+
+
+CHANGES = {
+    "nothing": lambda x: x.clone(),
+    "strides": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a step between columns": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "a negated view": lambda x: torch._neg_view(-x),
+    "a parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "half": lambda x: x.half(),
+    "a gradient": lambda x: x.clone().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_like_the_last_call_and_what_is_not(change, guards, monkeypatch):
+    if not guards:
+        monkeypatch.setattr(attention_calls, "TensorGuards", None)
+    forget()
+    call = at_random().tensors(torch.float32)
+    with forced(NATIVE[0]):
+        for masked in ({}, {"mask": torch.rand(2, 1, 5, 7) < 0.7}):
+            for _ in range(3):
+                attend(call.q, call.k, call.v, **masked)
+            assert len(attention_calls._latest) == (1 + len(masked) if guards else 0)
+            other = at_random(5).tensors(torch.float32)
+            q, k, v = (CHANGES[change](x) for x in (other.q, other.k, other.v))
+            want = torch.nn.functional.scaled_dot_product_attention(
+                *(x.float().repeat_interleave(n, 1) for x, n in ((q, 1), (k, 3), (v, 3))), attn_mask=masked.get("mask")
+            ).nan_to_num()
+            got = attend(q, k, v, **masked)
+            torch.testing.assert_close(got.float(), want, atol=2e-3 if change == "half" else 1e-5, rtol=1e-4)
+            assert got.requires_grad == (change == "a gradient")
+
+
+def test_transforms_modes_and_shapes_after_a_call_that_was_recognised():
+    call = at_random().tensors(torch.float32)
+    q, k, v = call.q, call.k, call.v
+    with forced(NATIVE[0]):
+        for _ in range(3):
+            want = attend(q, k, v)
+        several = torch.func.vmap(lambda x: attend(x, k, v))(torch.stack([q, q]))
+        torch.testing.assert_close(several, torch.stack([want, want]))
+        slope = torch.func.grad(lambda x: attend(x, k, v).sum())(q)
+        assert slope.shape == q.shape and slope.abs().sum() > 0
+        with torch.inference_mode():
+            assert attend(q, k, v).equal(want) and attend(q.clone(), k, v).equal(want)
+        assert attend(q, k[:, :, :5], v[:, :, :5]).shape == want.shape
+        with pytest.raises(ShapeError):
+            attend(q, k[:, :, :5], v)
+        with pytest.raises(ShapeError, match="q must be a tensor, got ndarray"):
+            attend(q.numpy(), k, v)
 
 
 # ---- the C tests: plain loops in double precision, tensors that end at pages which may not be touched

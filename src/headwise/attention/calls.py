@@ -13,10 +13,15 @@ from torch import Tensor
 from . import contract
 from .contract import Window
 from .kernel import cuda, native
-from .sight import PLAIN, Sight, check_tensor, sight_of
+from .sight import PLAIN, Sight, check_tensor, sight_of, transforms
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # PyTorch promises nothing about it
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 MOST_FORMS = 1024  # that are remembered
-_transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func, None outside of them
+NUMBERS = int, float, NoneType
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,13 @@ class Call:
     def why_not_kernel(self, q: Tensor) -> str | None:
         """Why PyTorch computes this call instead of the one-pass kernel, or None."""
         sight = self.sight
+        if not torch.compiler.is_compiling() and transforms() is not None:
+            return "torch.func transforms PyTorch's own operators"
         why: str | None = self.kernel.why_not(q, sight)
         if why is not None:
             return why
         if self.dropout:
             return f"the {self.kernel.NAME} kernel has no dropout"
-        if sight.readable and _transforms() is not None:
-            return "torch.func transforms PyTorch's own operators"
         if learns(sight.mask, sight.slopes):
             return "the mask wants a gradient"
         return None
@@ -91,6 +96,7 @@ def call_of(
 
 
 _forms: dict[Any, native.Form] = {}
+_latest: dict[Any, tuple[Any, native.Form]] = {}  # by options: what tells tensors like the last ones, and their form
 
 
 def known_form(
@@ -106,17 +112,27 @@ def known_form(
     """The form of a plain call of the native kernel, or None where the long way must be taken.
 
     Checking a call lasts longer than a short call itself, so calls that differ in their numbers alone are checked once.
+    Mostly they are like the one before: PyTorch's guards see that at a stroke, and that no gradient, autocast, subclass
+    or transform has come into play.
     """
     if torch.compiler.is_compiling() or cuda.interpreting or native.choice().why_not is not None:
         return None
+    if type(scale) not in NUMBERS or type(softcap) not in NUMBERS:
+        return None
+    options = contract.band(causal, window), scale, softcap, mask is None
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    latest = _latest.get(options)
+    if latest is not None and latest[0].check(*tensors):
+        return latest[1]
     # written out for q, k and v: loops and generators would cost a microsecond
     if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not (q.is_cpu and k.is_cpu and v.is_cpu):
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    wanted = q.requires_grad or k.requires_grad or v.requires_grad
+    if wanted and torch.is_grad_enabled():
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
         return None
-    if _transforms() is not None:
+    if transforms() is not None:
         return None
     shown = None
     if mask is not None:
@@ -124,17 +140,20 @@ def known_form(
             return None
         shown = mask.shape, mask.stride()
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        shown, contract.band(causal, window), scale, softcap,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, shown, options,
     )  # fmt: skip
     form = _forms.get(key)
     if form is None:
         call = call_of(q, k, v, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap)
-        if call.why_not_kernel(q) is not None or not {type(scale), type(softcap)} <= {int, float, NoneType}:
+        if call.why_not_kernel(q) is not None:
             return None
         if len(_forms) >= MOST_FORMS:
             _forms.clear()
+            _latest.clear()
         form = _forms[key] = native.form_of(q, k, v, call.sight, call.scale, softcap)
+    elif TensorGuards is not None and not wanted:
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        _latest[options] = guard, form
     return form
 
 
@@ -158,4 +177,4 @@ def as_given(x: Tensor) -> AbstractContextManager[Any]:
 
 def autocasts(x: Tensor) -> bool:
     """Whether torch.autocast is on where x is."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    return isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

@@ -144,12 +144,17 @@ def check_per_head(name: str, shape: Sequence[int], size: Sizes, *, batched: boo
 
 
 def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0.0) -> None:
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not _finite(scale):
         raise ShapeError(f"scale must be a finite number, got {scale!r}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+    if softcap is not None and not (_finite(softcap) and softcap > 0):
         raise ShapeError(f"softcap must be a number above 0, or None for none, got {softcap!r}")
-    if not 0.0 <= dropout <= 1.0:
+    if not (_finite(dropout) and 0.0 <= dropout <= 1.0):
         raise ShapeError(f"dropout must lie between 0 and 1, got {dropout!r}")
+
+
+def _finite(x: Any) -> bool:
+    """A finite number, also NumPy's or PyTorch's of no dimensions."""
+    return (isinstance(x, int | float) or getattr(x, "ndim", None) == 0) and math.isfinite(x)
 
 
 def pick(name: str, chosen: Any, count: int) -> list[int]:

@@ -18,11 +18,12 @@ from .contract import Sizes, Window
 STEP = 256  # rows of a mask looked at together
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)
+transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func, None outside of them
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether looking at a value costs nothing: not while a graph is traced, not on another device."""
-    if torch.compiler.is_compiling():
+    """Whether looking at a value costs nothing: not in a graph or a transform of torch.func, not on another device."""
+    if torch.compiler.is_compiling() or transforms() is not None:
         return False
     for x in tensors:  # noqa: SIM110  # a generator costs a microsecond in every call
         if x is not None and not (x.is_cpu and type(x) in PLAIN):

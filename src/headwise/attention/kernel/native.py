@@ -228,12 +228,13 @@ def run(
     offsets, ends, asked = _whole(sight.offset), _whole(sight.end), None if asked is None else asked.contiguous()
     sinks, slopes, gates = _floats(sinks), _floats(sight.slopes), _floats(gates)
     out = q.new_empty_strided(form.shape, form.stride)
-    _call(
-        form.fields,
+    pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         _at(offsets), _at(ends), _at(sight.mask), _at(sinks), _at(slopes), _at(gates),
         _at(sums), _at(asked), _at(classes), _at(lse), _at(link_weight), _at(link_key),
+        torch.get_num_threads(),
     )  # fmt: skip
+    _call(form.fields + pointers)
     return out
 
 
@@ -242,17 +243,18 @@ def run_form(
 ) -> Tensor:
     """run, for a call of a form that was seen before: asked is contiguous, sums the address of Extra's."""
     out = q.new_empty_strided(form.shape, form.stride)
-    _call(
-        form.fields,
+    pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
         0, 0, 0 if mask is None else mask.data_ptr(), 0, 0, 0,
         sums, 0 if asked is None else asked.data_ptr(), 0, 0, 0, 0,
+        torch.get_num_threads(),
     )  # fmt: skip
+    _call(form.fields + pointers)
     return out
 
 
-def _call(fields: bytes, *pointers: int) -> None:
-    if _chosen.run(fields + POINTERS.pack(*pointers, torch.get_num_threads()), _chosen.index):
+def _call(fields: bytes) -> None:
+    if _chosen.run(fields, _chosen.index):
         raise MemoryError("no memory for the attention's working space")
 
 
