@@ -308,16 +308,20 @@ static void plan(const Call *call, Plan *p) {
     p->rows = group * call->queries;
     p->block_rows = least(BLOCK_ROWS, most(1, p->rows));
     p->row_blocks = (p->rows + p->block_rows - 1) / p->block_rows;
-    if (p->row_blocks > 1) /* alike, so that two threads have as much to do */
-        p->block_rows = up((p->rows + p->row_blocks - 1) / p->row_blocks, TILE_ROWS);
     p->key_block = least(KEY_BLOCK, up(most(1, call->keys), PANEL));
     p->key_blocks = (call->keys + p->key_block - 1) / p->key_block;
     p->parts = 1;
     p->split = most(1, p->key_blocks);
-    if (p->row_blocks == 1 && call->keys >= 2 * PART_KEYS) { /* never by the number of threads: the sums would change */
-        p->split = PART_KEYS / p->key_block;
+    /* Heads are cut where there are few of them; never by the number of threads, with which the sums would change. */
+    int64_t heads = call->batch * call->kv_heads, odd = heads < 8 && heads % 2, part = odd ? KEY_BLOCK : PART_KEYS;
+    if (p->row_blocks == 1 && call->keys >= 2 * part) {
+        p->split = part / p->key_block;
         p->parts = (p->key_blocks + p->split - 1) / p->split;
+    } else if (p->row_blocks == 1 && odd && p->rows >= 2 * TILE_ROWS) {
+        p->row_blocks = 2;
     }
+    if (p->row_blocks > 1) /* alike, so that two threads have as much to do */
+        p->block_rows = up((p->rows + p->row_blocks - 1) / p->row_blocks, TILE_ROWS);
     p->items = call->batch * call->kv_heads * p->row_blocks * p->parts;
     p->width = up(call->value_dim, W);
     p->part_floats = p->block_rows * (KEPT_FLOATS + p->width);

@@ -166,7 +166,7 @@ static void join(void *job) { work(job, atomic_load(&number_of)()); }
 static int threads_for(const Call *call, const Plan *plan) {
     double numbers = (double)call->batch * call->kv_heads * call->keys * (call->dim + call->value_dim); /* of k and v */
     double work = numbers * (call->heads / call->kv_heads * call->queries + 8); /* reading one lasts as long as 8 */
-    double worth = work / 250e3; /* multiply-adds that pay for waking a thread */
+    double worth = work / 150e3; /* multiply-adds that pay for waking a thread */
     int64_t count = call->threads;
     if (count > plan->items) count = plan->items;
     if (count > MOST_THREADS) count = MOST_THREADS;
