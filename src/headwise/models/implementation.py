@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.core import attend
 from ..errors import UnsupportedError
 from .masks import LazyMask, Recipe
 from .reading import Given, read
 
 NAME = "headwise"
-SMALL = 1 << 20  # multiply-adds of a decoding step, up to which our own way costs more than it saves
+UNUSUAL = ("softcap", "s_aux", "position_bias", "cache", "output_attentions")
 # Models that hide keys only under these names would look everywhere under a new one.
 BY_NAME = ('_attn_implementation in ("eager", "sdpa")', '_attn_implementation == "sdpa"')
 
@@ -37,10 +38,10 @@ def attention(
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights if output_attentions asks."""
-    if query.shape[2] == 1 and _small(module, query, key, attention_mask, more):
-        plain: tuple[Tensor, None] = _sdpa()(module, query, key, value, attention_mask, dropout, **more)
-        return plain
     _check_name(type(module))
+    if query.shape[2] == 1 and _plain(attention_mask, key, more):
+        out = attend(query, key, value, mask=attention_mask, scale=more.get("scaling"), dropout=dropout)
+        return out.transpose(1, 2).contiguous(), None
     reading = read(
         Given(module, query, key, value, attention_mask, more, NAME),
         attention_mask.recipe if isinstance(attention_mask, LazyMask) else None,
@@ -66,21 +67,12 @@ def mask(**given: Any) -> Tensor | None:
     return LazyMask(recipe, torch.bool)
 
 
-def _small(module: nn.Module, query: Tensor, key: Tensor, mask: Any, more: dict[str, Any]) -> bool:
-    """A decoding step on few keys, which transformers' own function does as well, with less around it."""
-    if query.numel() * key.shape[2] > SMALL or type(mask) is LazyMask or more.get("output_attentions"):
-        return False
-    if more.get("softcap") is not None or more.get("s_aux") is not None:
-        return False
-    _check_name(type(module))
-    return query.shape[1] == key.shape[1] or hasattr(module, "num_key_value_groups")
-
-
-@functools.cache
-def _sdpa() -> Any:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
+def _plain(mask: Any, key: Tensor, more: dict[str, Any]) -> bool:
+    """Whether a decoding step is what it looks like: on a few keys, finding out more would last as long as the step."""
+    for name in UNUSUAL:
+        if more.get(name) is not None and more[name] is not False:
+            return False
+    return mask is None or (type(mask) is Tensor and mask.dim() == 4 and mask.shape[-1] == key.shape[2])
 
 
 def _check_name(kind: Any) -> None:
