@@ -24,7 +24,7 @@
 #include "vectors.h"
 
 enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024 };
-enum { FEW_ROWS = 12, STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
+enum { LINE = 16, AHEAD = 8, FEW_ROWS = 12, STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -33,15 +33,18 @@ static int64_t up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 
 /* ---- multiplying ---- */
 
-/* c (rows x vectors * W) = or += a (rows x n) b (n x vectors * W): the accumulators stay in registers. */
+/* c (rows x vectors * W) = or += a (rows x n) b (n x vectors * W): the accumulators stay in registers. far:
+   what lies `ahead` of each row of b is fetched meanwhile, a little with every step, since only a few lines at once can
+   be under way. */
 INLINE void tile(const int rows, const int vectors, const float *restrict a, int64_t a_row, const float *restrict b,
-                 int64_t b_row, float *restrict c, int64_t c_row, int64_t n, int add) {
+                 int64_t b_row, float *restrict c, int64_t c_row, int64_t n, int add, const int far, int64_t ahead) {
     vf sum[TILE_ROWS][WIDEST];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
         sum[r][x] = add ? load(c + r * c_row + x * W) : all(0);
     UNROLL_SOME for (int64_t i = 0; i < n; i++, b += b_row) {
         vf right[WIDEST];
         UNROLL for (int x = 0; x < vectors; x++) right[x] = load(b + x * W);
+        if (far) UNROLL for (int x = 0; x < vectors * W; x += LINE) __builtin_prefetch(b + ahead + x);
         UNROLL for (int r = 0; r < rows; r++) {
             vf left = all(a[r * a_row + i]);
             UNROLL for (int x = 0; x < vectors; x++) sum[r][x] += left * right[x];
@@ -53,19 +56,21 @@ INLINE void tile(const int rows, const int vectors, const float *restrict a, int
 
 /* Tiles side by side: of b the next one lies b_step further on, of c PANEL. */
 INLINE void tiles(const int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
-                  int64_t b_step, float *c, int64_t c_row, int64_t n, int add) {
+                  int64_t b_step, float *c, int64_t c_row, int64_t n, int add, const int far, int64_t ahead) {
     for (; vectors >= TILE_VECTORS; vectors -= TILE_VECTORS, b += b_step, c += PANEL)
-        tile(rows, TILE_VECTORS, a, a_row, b, b_row, c, c_row, n, add);
-    if (vectors == 1) tile(rows, 1, a, a_row, b, b_row, c, c_row, n, add);
-    if (TILE_VECTORS > 2 && vectors == 2) tile(rows, 2, a, a_row, b, b_row, c, c_row, n, add);
-    if (TILE_VECTORS > 2 && vectors == 3) tile(rows, TILE_VECTORS > 2 ? 3 : 1, a, a_row, b, b_row, c, c_row, n, add);
+        tile(rows, TILE_VECTORS, a, a_row, b, b_row, c, c_row, n, add, far, ahead);
+    if (vectors == 1) tile(rows, 1, a, a_row, b, b_row, c, c_row, n, add, far, ahead);
+    if (TILE_VECTORS > 2 && vectors == 2) tile(rows, 2, a, a_row, b, b_row, c, c_row, n, add, far, ahead);
+    if (TILE_VECTORS > 2 && vectors == 3)
+        tile(rows, TILE_VECTORS > 2 ? 3 : 1, a, a_row, b, b_row, c, c_row, n, add, far, ahead);
 }
 
-#define HEIGHT(r) case r: tiles(r <= TILE_ROWS ? r : 1, vectors, a, a_row, b, b_row, b_step, c, c_row, n, add); break;
+#define HEIGHT(r) \
+    case r: tiles(r <= TILE_ROWS ? r : 1, vectors, a, a_row, b, b_row, b_step, c, c_row, n, add, far, ahead); break;
 
 /* c (rows x vectors * W) = or += a b for up to TILE_ROWS rows. */
-static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
-                     int64_t b_step, float *c, int64_t c_row, int64_t n, int add) {
+INLINE void multiply_as(int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                        int64_t b_step, float *c, int64_t c_row, int64_t n, int add, const int far, int64_t ahead) {
     switch (rows) {
         HEIGHT(1) HEIGHT(2) HEIGHT(3) HEIGHT(4) HEIGHT(5) HEIGHT(6)
 #if TALL
@@ -74,31 +79,46 @@ static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, c
     }
 }
 
+static void multiply(int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                     int64_t b_step, float *c, int64_t c_row, int64_t n, int add) {
+    multiply_as(rows, vectors, a, a_row, b, b_row, b_step, c, c_row, n, add, 0, 0);
+}
+
+/* c += a b, where b comes from far away. */
+static void multiply_far(int rows, int64_t vectors, const float *a, int64_t a_row, const float *b, int64_t b_row,
+                         float *c, int64_t c_row, int64_t n, int64_t ahead) {
+    multiply_as(rows, vectors, a, a_row, b, b_row, PANEL, c, c_row, n, 1, 1, ahead);
+}
+
 /* o (rows x vectors * W) += e (rows x n) v (n x vectors * W) for one or two rows: in wide tiles, so that values which
    come from far away come in the order in which they lie, and many sums are under way at once. */
 INLINE void mix_wide(const int rows, const int widest, int64_t vectors, const float *e, int64_t e_row, const float *v,
-                     int64_t v_row, float *o, int64_t o_row, int64_t n) {
+                     int64_t v_row, float *o, int64_t o_row, int64_t n, int64_t ahead) {
     for (; vectors >= widest; vectors -= widest, v += widest * W, o += widest * W)
-        tile(rows, widest, e, e_row, v, v_row, o, o_row, n, 1);
+        tile(rows, widest, e, e_row, v, v_row, o, o_row, n, 1, 1, ahead);
     if (widest > 4 && vectors & 4) {
-        tile(rows, 4, e, e_row, v, v_row, o, o_row, n, 1);
+        tile(rows, 4, e, e_row, v, v_row, o, o_row, n, 1, 1, ahead);
         v += 4 * W, o += 4 * W;
     }
     if (vectors & 2) {
-        tile(rows, 2, e, e_row, v, v_row, o, o_row, n, 1);
+        tile(rows, 2, e, e_row, v, v_row, o, o_row, n, 1, 1, ahead);
         v += 2 * W, o += 2 * W;
     }
-    if (vectors & 1) tile(rows, 1, e, e_row, v, v_row, o, o_row, n, 1);
+    if (vectors & 1) tile(rows, 1, e, e_row, v, v_row, o, o_row, n, 1, 1, ahead);
 }
 
+/* o += e v for a strip; if `ahead` is not 0, the values that far away are wanted next. */
 static void mix(int rows, int64_t vectors, const float *e, int64_t e_row, const float *v, int64_t v_row, float *o,
-                int64_t o_row, int64_t n) {
-    if (rows == 1) mix_wide(1, WIDEST, vectors, e, e_row, v, v_row, o, o_row, n);
-    else if (rows == 2) mix_wide(2, REGISTERS > 16 ? WIDEST : WIDEST / 2, vectors, e, e_row, v, v_row, o, o_row, n);
+                int64_t o_row, int64_t n, int64_t ahead) {
+    const int widest = REGISTERS > 16 ? WIDEST : WIDEST / 2;
+    if (rows == 1) mix_wide(1, WIDEST, vectors, e, e_row, v, v_row, o, o_row, n, ahead);
+    else if (rows == 2) mix_wide(2, widest, vectors, e, e_row, v, v_row, o, o_row, n, ahead);
     else
-        for (int r = 0, height = rows > TILE_ROWS ? (rows + 1) / 2 : rows; r < rows; r += height)
-            multiply(least(height, rows - r), vectors, e + r * e_row, e_row, v, v_row, PANEL, o + r * o_row, o_row, n,
-                     1);
+        for (int r = 0, height = rows > TILE_ROWS ? (rows + 1) / 2 : rows; r < rows; r += height) {
+            int some = least(height, rows - r);
+            if (ahead && !r) multiply_far(some, vectors, e, e_row, v, v_row, o, o_row, n, ahead);
+            else multiply(some, vectors, e + r * e_row, e_row, v, v_row, PANEL, o + r * o_row, o_row, n, 1);
+        }
 }
 
 /* ---- reading and writing ---- */
@@ -178,7 +198,10 @@ INLINE void dots(const int kind, const int rows, const int keys, const float *q,
     int64_t i = 0;
     for (; i + W <= dim; i += W) {
         vf key[4];
-        UNROLL for (int j = 0; j < keys; j++) key[j] = load_kind(kind, x + j * row, i);
+        UNROLL for (int j = 0; j < keys; j++) {
+            key[j] = load_kind(kind, x + j * row, i);
+            __builtin_prefetch(x + (j + AHEAD) * row + i * size); /* past the end it does no harm */
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             vf left = load(q + r * dim + i);
             UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
@@ -212,8 +235,6 @@ INLINE void dot_kind(const int kind, int rows, const float *q, const char *x, co
     float rest[4];
     for (; j + 4 <= count; j += 4, x += 4 * row) {
         int r = 0;
-        for (int64_t i = 8; i < 12; i++) /* a little ahead; past the end it does no harm */
-            for (int64_t d = 0; d < dim * (kind == F32 ? 4 : 2); d += 64) __builtin_prefetch(x + i * row + d);
         for (; r + 4 <= rows; r += 4) {
             dots(kind, 4, 2, q + r * dim, x, row, dim, s + r * line + j, line);
             dots(kind, 4, 2, q + r * dim, x + 2 * row, row, dim, s + r * line + j + 2, line);
@@ -629,16 +650,14 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
         return;
     }
     /* values that are read only once come from far away: a few at a time, the next ones on their way meanwhile */
-    int64_t step = p->row_blocks == 1 ? 32 : high - low, end = least(high, it->spare);
+    int64_t once = p->row_blocks == 1, step = once ? 32 : high - low, end = least(high, it->spare);
     float *o = it->o + first * width;
     for (int64_t j = low; j < end; j += step) {
         const float *values = it->values + (j - from) * it->value_row;
-        int64_t count = least(step, end - j);
-        for (int64_t i = step; p->row_blocks == 1 && i < least(2 * step, end - j); i++)
-            for (int64_t x = 0; x < width; x += 16) __builtin_prefetch(values + i * it->value_row + x);
-        mix(rows, width / W, it->s + j - from, line, values, it->value_row, o, width, count);
+        int64_t ahead = once && j + step < end ? step * it->value_row : 0;
+        mix(rows, width / W, it->s + j - from, line, values, it->value_row, o, width, least(step, end - j), ahead);
     }
-    if (end < high) mix(rows, width / W, it->s + end - from, line, it->packed, width, o, width, 1);
+    if (end < high) mix(rows, width / W, it->s + end - from, line, it->packed, width, o, width, 1, 0);
 }
 
 /* ---- the end of a row ---- */
