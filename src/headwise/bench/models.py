@@ -133,24 +133,31 @@ def _registered(quick: bool, *, tokens: int, window: int) -> Entry:
 
 
 def _decoding(quick: bool, *, context: int, layers: int) -> Entry:
-    """One token more after a context, SmolLM2-135M's shape."""
+    """One token more after a context, SmolLM2-135M's shape.
+
+    The same weights for both: where they happen to lie in memory makes more difference than a short step's attention.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     headwise.register()
-    ours, theirs = (_next_token(context, layers, name) for name in ("headwise", "sdpa"))
-    return Entry(ours, {"the same with sdpa": theirs}, "headwise.register", multiplying(2 * 134e6 * layers / 30))
-
-
-def _next_token(context: int, layers: int, implementation: str) -> Callable[[], Tensor]:
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49_152 if layers > 5 else 997, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
-    model: Any = made(LlamaForCausalLM, config, implementation)
-    cache = DynamicCache(config=config)
+    model = made(LlamaForCausalLM, config, "sdpa")
+    ours, theirs = (_next_token(model, context, name) for name in ("headwise", "sdpa"))
+    return Entry(ours, {"the same with sdpa": theirs}, "headwise.register", multiplying(2 * 134e6 * layers / 30))
+
+
+def _next_token(model: Any, context: int, implementation: str) -> Callable[[], Tensor]:
+    from transformers import DynamicCache
+
+    model.config._attn_implementation = implementation
+    cache = DynamicCache(config=model.config)
     model(**inputs(context), past_key_values=cache, logits_to_keep=1)
 
     def step() -> Tensor:
+        model.config._attn_implementation = implementation
         logits: Tensor = model(torch.tensor([[7]]), past_key_values=cache).logits
         cache.crop(-1)
         return logits
