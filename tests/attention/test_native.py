@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -338,6 +339,20 @@ def test_negated_views():
     assert k.is_neg()
     with forced(NATIVE[0]):
         assert attend(call.q, k, call.v).equal(attend(call.q, k.clone(), call.v))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_powers_of_whole_and_half_numbers(name):
+    """Scores are powers of two here, and halves are where rounding could go either way."""
+    x = np.arange(-130, 1, 0.5)
+    q, k, v = np.ones((1, 1, 14, 1)), x[None, None, :, None], np.eye(len(x))[None, None]
+    for last in range(len(x) - 5, len(x)):
+        given = [torch.tensor(y, dtype=torch.float32) for y in (q, k[:, :, : last + 1], v[:, :, : last + 1])]
+        with forced(name):
+            got = attend(*given, scale=math.log(2))
+        want = 2.0 ** (x[: last + 1] - x[last])
+        want /= want.sum()
+        np.testing.assert_allclose(got[0, 0, :, : last + 1], np.tile(want, (14, 1)), rtol=1e-6, atol=2e-38)
 
 
 # ---- calls of a form that was seen before: what was checked once holds for the numbers, not for what is around them

@@ -101,18 +101,24 @@ INLINE vf count_up(void) { /* 0, 1, 2, ... */
     return x;
 }
 
-enum { LOWEST = -127 }; /* 2^x is 0 from here on */
+enum { LOWEST = -126 }; /* 2^x is 0 from here on */
 
-/* 2^x for -127 <= x <= 127, 0 at -127; NaN stays. 2^x = 2^n 2^f with n whole and |f| <= 1/2: adding MAGIC leaves n in
-   the lowest bits of the sum, from where a shift brings it into the exponent. The polynomial is off by 1e-7. */
+/* 2^x for -126 <= x <= 127, 0 at -126; NaN stays. 2^x = 2^n 2^f with n whole and |f| <= 1/2: adding MAGIC leaves n in
+   the lowest bits of the sum, from where a shift brings it into the exponent, as 2^(n - 1): an even MAGIC rounds halves
+   as the processor does. The polynomial is 2 2^f, off by 1e-7. */
 INLINE vf power_of_two(vf x) {
-    const float MAGIC = 12582912.0f + 127;
-    vf shifted = x + MAGIC, f = x - (shifted - MAGIC);
-    vf p = f * 0.001326472731f + 0.009671512991f;
-    p = p * f + 0.05550733581f;
-    p = p * f + 0.2402224243f;
-    p = p * f + 0.6931470037f;
-    return (p * f + 1.0f) * (vf)((vu)shifted << 23);
+    const float MAGIC = 12582912.0f + 126;
+    vf shifted = x + MAGIC;
+#if defined(__AVX512F__)
+    vf f = (vf)_mm512_reduce_ps((__m512)x, 8); /* x less the nearest whole number */
+#else
+    vf f = x - (shifted - MAGIC);
+#endif
+    vf p = f * 0.002652945462f + 0.019343025982f;
+    p = p * f + 0.11101467162f;
+    p = p * f + 0.4804448486f;
+    p = p * f + 1.3862940074f;
+    return (p * f + 2.0f) * (vf)((vu)shifted << 23);
 }
 
 /* tanh(x) = 1 - 2 / (e^2x + 1); past 9 it is 1 in single precision. Near 0 that cancels, and a series is used. */
