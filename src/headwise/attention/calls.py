@@ -119,7 +119,8 @@ def known_form(
         return None
     if type(scale) not in NUMBERS or type(softcap) not in NUMBERS:
         return None
-    options = contract.band(causal, window), scale, softcap, mask is None
+    band = None if window is None else contract.band(causal, window)
+    options = not causal, band, scale, softcap, mask is None
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     latest = _latest.get(options)
     if latest is not None and latest[0].check(*tensors):

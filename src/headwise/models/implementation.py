@@ -38,7 +38,11 @@ def attention(
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights if output_attentions asks."""
-    _check_name(type(module))
+    kind: Any = type(module)
+    if depends_on_name(kind):
+        raise UnsupportedError(
+            f'{kind.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
+        )
     if query.shape[2] == 1 and _plain(attention_mask, key, more):
         out = attend(query, key, value, mask=attention_mask, scale=more.get("scaling"), dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
@@ -73,13 +77,6 @@ def _plain(mask: Any, key: Tensor, more: dict[str, Any]) -> bool:
         if more.get(name) is not None and more[name] is not False:
             return False
     return mask is None or (type(mask) is Tensor and mask.dim() == 4 and mask.shape[-1] == key.shape[2])
-
-
-def _check_name(kind: Any) -> None:
-    if depends_on_name(kind):
-        raise UnsupportedError(
-            f'{kind.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
-        )
 
 
 @functools.lru_cache(maxsize=4096)

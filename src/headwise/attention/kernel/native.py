@@ -24,6 +24,7 @@ NAME = "native"
 FOLDER = Path(__file__).parent
 FORCE = "HEADWISE_KERNEL"  # an instruction set by name, or "off"
 THREADS = "HEADWISE_THREADS"  # "own": never PyTorch's
+NO_MEMORY = "no memory for the attention's working space"
 REBUILD = "reinstall headwise (in a clone: python hatch_build.py)"
 WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"}
 
@@ -234,7 +235,8 @@ def run(
         _at(sums), _at(asked), _at(classes), _at(lse), _at(link_weight), _at(link_key),
         torch.get_num_threads(),
     )  # fmt: skip
-    _call(form.fields + pointers)
+    if _chosen.run(form.fields + pointers, _chosen.index):
+        raise MemoryError(NO_MEMORY)
     return out
 
 
@@ -249,13 +251,9 @@ def run_form(
         sums, 0 if asked is None else asked.data_ptr(), 0, 0, 0, 0,
         torch.get_num_threads(),
     )  # fmt: skip
-    _call(form.fields + pointers)
+    if _chosen.run(form.fields + pointers, _chosen.index):
+        raise MemoryError(NO_MEMORY)
     return out
-
-
-def _call(fields: bytes) -> None:
-    if _chosen.run(fields, _chosen.index):
-        raise MemoryError("no memory for the attention's working space")
 
 
 def _at(x: Tensor | None) -> int:
