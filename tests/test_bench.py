@@ -62,6 +62,13 @@ def test_the_best_round_counts_and_warming_up_does_not() -> None:
     assert harness.race(contestants, rounds=3, clock=clock) == {"steady": 3.0, "uneven": 2.0}
 
 
+def test_short_contestants_have_as_many_rounds_as_a_spell_allows() -> None:
+    clock = Clock()
+    contestants = {name: clock.contestant(name, 0.25) for name in "ab"}
+    harness.race(contestants, rounds=3, shortest=0.25, spell=5.0, clock=clock)
+    assert len(clock.calls) == 2 * 2 + 2 * 10  # warming up, and ten rounds of half a second
+
+
 def test_a_fast_call_is_repeated_within_its_turn() -> None:
     clock = Clock()
     times = harness.race({"fast": clock.contestant("fast", 0.25)}, rounds=1, shortest=1.0, clock=clock)
@@ -344,6 +351,7 @@ def test_markdown() -> None:
     assert "| dense | 51.6 ms | sdpa | 50.0 ms | 0.969 | ≥ 0.97 ✗ |" in text
     assert "|  |  | limit: sgemm | 38.7 ms | 75% of it |  |" in text
     assert "Best of 3 interleaved rounds" in text
+    assert table.rounds_in_words({"rounds": 9, "spell": 1.5}).endswith("(of more where they last less than 1.5 s)")
     assert machine.in_words(machine.describe()) in text
     assert "median ratio 12.340, worst 0.500 (odd one)" in text
     assert "- bad one: differs" in text

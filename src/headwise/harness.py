@@ -29,9 +29,10 @@ def race(
     *,
     rounds: int,
     shortest: float = SHORTEST,
+    spell: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds a call of each contestant, the best of `rounds`.
+    """Seconds a call of each contestant, the best of `rounds`, or of as many as `spell` seconds allow if that is more.
 
     Every round times every contestant once, in another order each time, so that a slow spell of the machine hits all of
     them and nobody always runs on the cache, or the heat, of the same neighbour.
@@ -39,7 +40,9 @@ def race(
     repeats = {name: _repeats(run, shortest, clock) for name, run in contestants.items()}
     best = dict.fromkeys(contestants, math.inf)
     shuffle = random.Random(0)
-    for _ in range(rounds):
+    done, start = 0, clock()
+    while done < rounds or clock() - start < spell:
+        done += 1
         for name in shuffle.sample(list(contestants), len(contestants)):
             best[name] = min(best[name], _time(contestants[name], repeats[name], clock))
     return best

@@ -446,6 +446,15 @@ def test_what_is_like_the_last_call_and_what_is_not(change, guards, monkeypatch)
             assert got.requires_grad == (change == "a gradient")
 
 
+def test_one_tensor_for_queries_keys_and_values():
+    forget()
+    x = torch.randn(1, 2, 9, 16)
+    with forced(NATIVE[0]):
+        want = attend(x, x.clone(), x.clone())
+        for _ in range(3):
+            torch.testing.assert_close(attend(x, x, x), want)
+
+
 def test_transforms_modes_and_shapes_after_a_call_that_was_recognised():
     call = at_random().tensors(torch.float32)
     q, k, v = call.q, call.k, call.v

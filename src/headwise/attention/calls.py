@@ -152,7 +152,7 @@ def known_form(
             _forms.clear()
             _latest.clear()
         form = _forms[key] = native.form_of(q, k, v, call.sight, call.scale, softcap)
-    elif TensorGuards is not None and not wanted:
+    elif TensorGuards is not None and not wanted and len({id(x) for x in tensors}) == len(tensors):  # guards want that
         guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         _latest[options] = guard, form
     return form

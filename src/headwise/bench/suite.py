@@ -21,6 +21,7 @@ from . import corpus, memory, models, pruned, sweep
 from .cases import Case
 
 ROUNDS, QUICK_ROUNDS = 10, 3
+SPELL = 2.0  # seconds
 QUICK_STEP = 4  # every fourth of the sweep
 CASES = attention.CASES | models.CASES | pruned.CASES | corpus.CASES
 NAMES = (*CASES, "memory")
@@ -51,6 +52,11 @@ class Options:
     @property
     def count(self) -> int:
         return self.rounds or (QUICK_ROUNDS if self.quick else ROUNDS)
+
+    @property
+    def spell(self) -> float:
+        """Seconds that a race lasts at least: the best of a few short turns is still a matter of luck."""
+        return 0.0 if self.quick or self.rounds or self.tiny else SPELL
 
 
 def devices() -> list[str]:
@@ -129,7 +135,7 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Report:
     machine: dict[str, str | int]
-    settings: dict[str, str | int | bool]
+    settings: dict[str, str | int | float | bool]
     cases: tuple[CaseResult, ...]
     sweep: tuple[ShapeResult, ...]
     memory: tuple[MemoryResult, ...]
@@ -169,10 +175,11 @@ def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) ->
     """Do every job; `track` may show progress on the way."""
     with torch.no_grad():
         results = [job.run() for job in track(jobs(options))]
-    settings: dict[str, str | int | bool] = {
+    settings: dict[str, str | int | float | bool] = {
         "headwise": __version__,
         "date": datetime.now(UTC).date().isoformat(),
         "rounds": options.count,
+        "spell": options.spell,
         "quick": options.quick,
         "device": options.device,
     }
@@ -219,7 +226,7 @@ def _case(case: Case, options: Options) -> CaseResult:
         verify(entry.ours, entry.peers, entry.atol)
     except Mismatch as error:
         return CaseResult(case.name, case.title, entry.path, error=str(error))
-    times = race({"ours": entry.ours, **entry.peers, LIMIT: entry.limit.run}, rounds=options.count)
+    times = race({"ours": entry.ours, **entry.peers, LIMIT: entry.limit.run}, rounds=options.count, spell=options.spell)
     ours = times["ours"]
     goals = case.goals if options.device == "cpu" else {}
     raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in entry.peers]
@@ -236,7 +243,7 @@ def _shape(shape: sweep.Shape, options: Options) -> ShapeResult:
             verify(run, peers)
     except Mismatch as error:
         return ShapeResult(shape.title, shape, path, error=str(error))
-    times = race({**ours, **peers}, rounds=options.count)
+    times = race({**ours, **peers}, rounds=options.count, spell=options.spell)
     best = min(peers, key=times.__getitem__)
     ratios = tuple((name, times[best] / times[name]) for name in ours)
     return ShapeResult(shape.title, shape, path, best, times[best], ratios)

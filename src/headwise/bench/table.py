@@ -67,13 +67,17 @@ def notes(results: dict[str, Any]) -> Iterator[tuple[str, bool | None]]:
         yield f"memory of {item['title']}: {found}", item["met"]
 
 
+def rounds_in_words(settings: dict[str, Any]) -> str:
+    """How often everything was measured."""
+    more = f" (of more where they last less than {settings['spell']:g} s)" if settings.get("spell") else ""
+    return f"{settings['rounds']} interleaved rounds{more}"
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The table for a README, with the machine it was measured on."""
     lines = ["| " + " | ".join(HEADER) + " |", "|---|--:|---|--:|--:|--:|"]
     lines += ["| " + " | ".join(row.cells) + " |" for row in rows(results)]
-    rounds = (
-        f"Best of {results['settings']['rounds']} interleaved rounds, fp32; ratio: the peer's time divided by ours."
-    )
+    rounds = f"Best of {rounds_in_words(results['settings'])}, fp32; ratio: the peer's time divided by ours."
     bullets = [f"- {text}" for text, _ in notes(results)]
     return "\n".join([*lines, "", f"{rounds} {in_words(results['machine'])}.", *([""] if bullets else []), *bullets])
 

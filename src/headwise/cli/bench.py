@@ -85,7 +85,7 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..bench.table import notes
+    from ..bench.table import notes, rounds_in_words
     from ..machine import in_words
 
     blocks: list[list[RenderableType]] = [
@@ -95,7 +95,7 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
         _paths([*results["cases"], *results["sweep"]["shapes"]]) if explain else [],
         [
             Text(
-                f"ratio: the peer's time / ours; best of {results['settings']['rounds']} interleaved rounds on "
+                f"ratio: the peer's time / ours; best of {rounds_in_words(results['settings'])} on "
                 f"{results['settings']['device']}",
                 style="dim",
             )
