@@ -15,13 +15,9 @@ from .contract import Window
 from .kernel import cuda, native
 from .sight import PLAIN, Sight, check_tensor, sight_of, transforms
 
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # PyTorch promises nothing about it
-    TensorGuards = None  # type: ignore[assignment, misc]
-
 MOST_FORMS = 1024  # that are remembered
 NUMBERS = int, float, NoneType
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # PyTorch promises nothing about it
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ def known_form(
             _forms.clear()
             _latest.clear()
         form = _forms[key] = native.form_of(q, k, v, call.sight, call.scale, softcap)
-    elif TensorGuards is not None and not wanted and len({id(x) for x in tensors}) == len(tensors):  # guards want that
+    elif TensorGuards is not None and not wanted and not (q is k or q is v or k is v):  # guards refuse one thing twice
         guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         _latest[options] = guard, form
     return form

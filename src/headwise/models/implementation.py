@@ -15,7 +15,7 @@ from .masks import LazyMask, Recipe
 from .reading import Given, read
 
 NAME = "headwise"
-UNUSUAL = ("softcap", "s_aux", "position_bias", "cache", "output_attentions")
+UNUSUAL = ("softcap", "s_aux", "position_bias", "cache", "output_attentions")  # what makes a step more than attention
 # Models that hide keys only under these names would look everywhere under a new one.
 BY_NAME = ('_attn_implementation in ("eager", "sdpa")', '_attn_implementation == "sdpa"')
 
