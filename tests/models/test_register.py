@@ -180,3 +180,14 @@ def test_compiled() -> None:
         compiled = torch.compile(model)(**given)[0]
     real = given["attention_mask"][..., None]
     torch.testing.assert_close(compiled * real, plain * real, rtol=1e-3, atol=1e-4)
+
+
+def test_a_decoding_step_gives_its_weights_when_asked() -> None:
+    q, k = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 5, 8)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    out, weights = implementation.attention(module, q, k, k, None, scaling=0.3, output_attentions=True)
+    plain, none = implementation.attention(module, q, k, k, None, scaling=0.3)
+    torch.testing.assert_close(out, plain)
+    assert none is None and weights is not None
+    torch.testing.assert_close(weights, headwise.weights(q, k, scale=0.3))
