@@ -1,0 +1,17 @@
+"""Every campaign in its short form; `make campaign` runs the long ones."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+from campaigns import campaigns
+
+FOUND = dict(campaigns())
+
+
+@pytest.mark.parametrize("campaign", FOUND.values(), ids=list(FOUND))
+def test_campaign_finds_no_failure(campaign: ModuleType) -> None:
+    report = campaign.campaign(campaign.SHORT, seed=20261116)
+    assert report.tries >= campaign.SHORT
+    assert not report.failures, "\n".join([str(report), *report.failures[:20]])
