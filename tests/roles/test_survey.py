@@ -78,6 +78,9 @@ def sharp(model: Any) -> Any:
 MODELS = {"bert": bert, "llama": llama, "mistral": mistral, "t5": t5, "bart": bart}
 
 
+NEARLY = 1e-3  # weights that differ by this share are taken as equal
+
+
 class Eager:
     """The same numbers the plain way, from matrices of weights, one text, one head, one query at a time."""
 
@@ -138,7 +141,11 @@ class Eager:
             if name in ("rare", "same_word") and not found:
                 continue
             self.add(kind, layer, name, a[:, found].sum(-1))
-            self.add(kind, layer, name + ":argmax", np.isin(a.argmax(-1), found))
+            # T5 gives equal weights to a word's repetitions in one bucket of distances: any of them may be the largest
+            strongest = a >= a.max(-1, keepdims=True) * (1 - NEARLY)
+            inside = np.isin(np.arange(len(keys)), found)
+            self.add(kind, layer, name + ":argmax", (strongest & inside).any(-1))
+            self.add(kind, layer, name + ":argmax alone", ~(strongest & ~inside).any(-1))
         self.add(kind, layer, "entropy", -(a * np.log(np.where(a > 0, a, 1))).sum(-1))
         self.add(kind, layer, "confidence", a.max(-1))
         if not cross:
@@ -153,17 +160,26 @@ class Eager:
 MARK_IDS = {VOCABULARY.index(mark) for mark in MARKS}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_are_those_of_eager_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atlas_equals_statistics_of_eager_weights(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 to the rounding of the sums; in float32, where T5's unscaled scores are rounded, with a margin."""
     corpus = texts(23, seed=1)
     monkeypatch.setattr(corpora, "WINDOW", 7)  # several windows, padded batches
-    found = headwise.atlas(MODELS[name](), corpus, tokenizer())
-    eager = Eager(MODELS[name](), corpus)
+    found = headwise.atlas(MODELS[name]().to(dtype), corpus, tokenizer())
+    eager = Eager(MODELS[name]().double(), corpus)
     assert set(found.layers) == {kind for kind, _, _ in eager.top}
-    for (kind, layer, score), top in eager.top.items():
-        ours = found.scores[score][kind][layer][: len(top)]
-        np.testing.assert_allclose(ours, top / eager.bottom[kind, layer, score], atol=3e-5, err_msg=f"{kind} {score}")
-    assert {name for kind, _, name in eager.top if kind == "cross"} <= found.scores.keys()
+    for (kind, layer, name), top in eager.top.items():
+        score, _, alone = name.partition(" ")
+        ours, theirs = found.scores[score][kind][layer][: len(top)], top / eager.bottom[kind, layer, name]
+        if score.endswith(":argmax"):  # at least where no other key is as strong, at most where one there is
+            assert (ours >= theirs - 1e-5 if alone else ours <= theirs + 1e-5).all(), (kind, name)
+        else:
+            atol = 1e-5 if dtype is torch.float64 else 1e-3
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol, err_msg=f"{kind} {name}")
+    assert {name.partition(" ")[0] for kind, _, name in eager.top if kind == "cross"} <= found.scores.keys()
     if "cross" in found.layers:
         assert "cross" not in found.scores["previous"] and "cross" not in found.scores["induction"]
 
