@@ -137,19 +137,17 @@ def _fill(model: Any, folder: Path) -> None:
             raise CheckpointError(f"tensor {name!r} is {shown(tensor.shape)}, {FILE} says {shown(shapes[name])}")
     missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
     model.tie_weights()
-    lost = sorted(set(missing) - set(_tied(model)))
+    lost = sorted(set(missing) - set(ties(model)))
     if lost:
         raise CheckpointError(f"the checkpoint lacks {lost[0]!r}{f' and {len(lost) - 1} more' * (len(lost) > 1)}")
 
 
-def _tied(model: Any) -> list[str]:
-    """Names of parameters that are others by another name, so that a file has them once."""
+def ties(model: Any) -> dict[str, str]:
+    """For each name in a model's state dict that is another by the same tensor, or is that other, the first of them."""
     seen: dict[int, str] = {}
-    again = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first = seen.setdefault(id(tensor), name)
-        again += [name, first] if first != name else []
-    return again
+    names = {name: seen.setdefault(id(x), name) for name, x in model.state_dict(keep_vars=True).items()}
+    again = {first for name, first in names.items() if first != name}
+    return {name: first for name, first in names.items() if first in again}
 
 
 def _generation(model: Any, folder: Path) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, HeadwiseError
+from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from ..files import folder_written, remove_leftovers, umask
 from . import anatomy
-from .probing import difference, probe
-from .projections import projections
-from .pruned import FILE, write_record
+from .offloading import check_present, in_memory, is_offloaded
+from .probing import close, difference, probe
+from .projections import projections, wrapped
+from .pruned import FILE, ties, write_record
 from .sharing import pick_shared
 from .surgery import Kept, reshape
 
@@ -30,7 +31,6 @@ WEIGHTS = (
 )  # fmt: skip
 OWN = ("config.json", "generation_config.json", FILE)
 SKIPPED = ("onnx", "openvino", "coreml")
-CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # of the largest output; half precision: 0.05
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: str | None = N
         raise HeadwiseError(f"only transformers models are saved so; {type(model).__name__} has no save_pretrained")
     target = Path(os.fspath(path)).expanduser()
     _check_target(target, overwrite)
+    _check_weights(model)
+    model = in_memory(model) if is_offloaded(model) else model
     chosen, why, cls, config = _choose(model, form)
     with folder_written(target, CheckpointError) as made, _quiet():
         _write(model, made, chosen, cls, config)
@@ -83,6 +85,23 @@ def _check_target(target: Path, overwrite: bool) -> None:
     remove_leftovers(target)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise HeadwiseError(f"{str(target)!r} is not empty; give another directory, or say overwrite=True")
+
+
+def _check_weights(model: Any) -> None:
+    """All that the model computes with is in its state dict, under the names of its class."""
+    for path, module in model.named_modules():
+        if problem := wrapped(module):
+            why, remedy = problem
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be saved: {path or 'it'} ({type(module).__name__}) is not plain "
+                f"({why}); {remedy}"
+            )
+    if not hasattr(model, "_from_config") or getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be saved: it is quantized or wraps a model; give the plain model"
+        )
+    if not is_offloaded(model):
+        check_present(model)
 
 
 def _choose(model: Any, form: str | None) -> tuple[str, str, Any, Any]:
@@ -215,7 +234,7 @@ def _write(model: Any, folder: Path, form: str, cls: Any, config: Any) -> None:
 
     with no_init_weights():
         fresh = cls._from_config(copy.deepcopy(config), **_arguments(model))
-    fresh.load_state_dict(source.state_dict(), assign=True)
+    fresh.load_state_dict(_untied(source.state_dict()), assign=True)
     fresh.tie_weights()
     if getattr(model, "generation_config", None) is not None:
         fresh.generation_config = model.generation_config
@@ -233,15 +252,25 @@ def _name_class(folder: Path, cls: Any) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once: tied ones under their first name."""
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Every tensor once: those that the model's class ties under their first name."""
+    try:
+        pairs = ties(_skeleton(type(model), model.config))
+    except Exception:  # a class that does not build from its config alone
+        pairs = ties(model)
+    tied = {name for name, first in pairs.items() if name != first}
+    weights = model.state_dict()
+    return {name: x.detach().cpu().contiguous().clone() for name, x in weights.items() if name not in tied}
+
+
+def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same values, with a copy for every name after the first where several have one memory."""
     seen: set[int] = set()
-    weights = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            weights[name] = tensor.detach().cpu().contiguous().clone()
-    return weights
+    separate = {}
+    for name, tensor in weights.items():
+        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return separate
 
 
 def expanded(model: Any) -> Any:
@@ -290,7 +319,7 @@ def _compare(model: Any, folder: Path, form: str, cls: Any) -> float | None:
     if given is None:
         return None
     far = difference(model, again, given)
-    if not far <= CLOSE.get(model.dtype, 0.05):
+    if not far <= close(model):
         raise CheckpointError(f"the model read again gives other outputs, off by {far:.2g}; nothing was kept")
     return far
 
