@@ -76,6 +76,13 @@ def folder_written(
             _move_folder(made, folder / "old" / target.name, target)
 
 
+@contextmanager
+def scratch_folder(place: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError) -> Iterator[Path]:
+    """A temporary folder inside the folder `place`, removed at the end; a killed process's by the next write there."""
+    with _failures(place, error), _working_folder(_target(place, error) / "scratch") as folder:
+        yield folder / "new"
+
+
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
     """Remove from a folder what processes left that were killed while they wrote; those that live are not touched."""
     try:

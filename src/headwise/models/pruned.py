@@ -14,6 +14,7 @@ from ..attention.pretrained import open_safetensors, read_json
 from ..errors import CheckpointError
 from . import anatomy
 from .projections import projections
+from .save_pretrained import attach
 from .sharing import pick_shared
 from .surgery import Kept, originals, reshape
 
@@ -84,6 +85,7 @@ def remember(model: Any, found: dict[str, Any]) -> Any:
         if name in by_name:
             by_name[name].headwise_kept = kept
     model.headwise_heads = originals(model)
+    attach(model)
     return model
 
 
@@ -120,6 +122,7 @@ def _cut(model: Any, layers: dict[str, Kept]) -> None:
         reshape(place, list(kept.query), list(kept.kv))
     pick_shared(list(anatomy.sites(model)))
     model.headwise_heads = originals(model)
+    attach(model)
 
 
 def _fill(model: Any, folder: Path) -> None:

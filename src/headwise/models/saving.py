@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import os
 import shutil
@@ -30,6 +31,11 @@ WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".pickle", ".ot",
 )  # fmt: skip
 OWN = ("config.json", "generation_config.json", FILE)
+# files that are as true of a pruned model as of the first: its tokenizer and the like, its code and its licence
+SAME_WHEN_PRUNED = (
+    "*token*", "vocab*", "merges*.txt", "*.model", "*.tiktoken", "*chat_template*", "*.jinja", "*processor*", "*.py",
+    "licen[cs]e*", "notice*", "copying*",
+)  # fmt: skip
 SKIPPED = ("onnx", "openvino", "coreml")
 
 
@@ -291,18 +297,38 @@ def expanded(model: Any) -> Any:
 
 
 def _copy_others(model: Any, folder: Path) -> None:
-    """The tokenizer and whatever else is in the model's own directory, but for weights."""
+    """The tokenizer and whatever else is in the model's own directory, but for weights and what describes them.
+
+    A pruned model gets only files that are as true of it as of the first one, and says itself what it is.
+    """
+    pruned = bool(_all_kept(model))
     source = Path(getattr(model, "name_or_path", "") or "?")
+    if pruned:
+        (folder / "README.md").write_text(_readme(model, source.name), encoding="utf-8")
     if not source.is_dir():
         return
     for file in sorted(source.rglob("*")):
         inside = file.relative_to(source)
         hidden = any(part.startswith(".") or part in SKIPPED or part == "__pycache__" for part in inside.parts)
         weights = file.suffix in WEIGHTS or file.name.endswith(".index.json")
-        if hidden or weights or not file.is_file() or (folder / inside).exists() or str(inside) in OWN:
+        other = pruned and not any(fnmatch.fnmatch(file.name.lower(), pattern) for pattern in SAME_WHEN_PRUNED)
+        if hidden or weights or other or not file.is_file() or (folder / inside).exists() or str(inside) in OWN:
             continue
         (folder / inside).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, folder / inside)
+
+
+def _readme(model: Any, name: str) -> str:
+    """What a pruned directory is, for a person who finds it."""
+    name = "".join(letter if letter.isalnum() or letter in " .-" else "_" for letter in name) or "a model"
+    rows = [
+        f"| {site} | {', '.join(map(str, kept.removed))} |"
+        for site in anatomy.sites(model)
+        if (kept := getattr(site.module, "headwise_kept", None)) is not None
+    ]
+    head = f"# {name}, without some of its attention heads\n\nMade by headwise, which also reads it: "
+    load = "`headwise.load` with the path of this directory.\n\n| layer | heads removed |\n|---|---|\n"
+    return head + load + "\n".join(rows) + "\n"
 
 
 def _compare(model: Any, folder: Path, form: str, cls: Any) -> float | None:

@@ -19,6 +19,7 @@ from .anatomy import Key, Site
 from .offloading import in_memory
 from .probing import close, difference, failure, first_line, probe
 from .projections import Block, Projections
+from .save_pretrained import attach
 from .sharing import TABLE, pick_shared, shared_table
 
 Slots = list[int | None]  # for each new head the old one that it is, or None: zeros
@@ -101,6 +102,7 @@ def _remove(made: Any, chosen: dict[str, list[int]], constant: dict[str, Tensor]
         reshape(found, *slots(found, _with_padding(found.site, chosen[found.site.name])))
     pick_shared(sites)
     made.headwise_heads = originals(made)
+    attach(made)
     return next((site for site in touched if _is_foreign(site)), None)
 
 
