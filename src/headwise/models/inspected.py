@@ -257,6 +257,7 @@ class Inspection:
             "model": self.model,
             "tokens": self.tokens,
             "words": list(names),
+            "unknown": [name for name, lost in zip(names, self.words.unknown, strict=False) if lost],
             "layers": list(self.layers),
             "causal": self.causal,
             "notes": list(self.notes),

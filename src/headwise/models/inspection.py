@@ -20,10 +20,11 @@ from .load import load
 from .load import tokenizer as load_tokenizer
 from .places import DEFAULT
 from .watch import watch
-from .words import Words, words
+from .words import Words, unknown_pieces, words
 
 SENTENCE = "The animal didn't cross the street because it was too tired."
 Row = tuple[int, np.ndarray, dict[str, np.ndarray]]
+UNKNOWN_SHOWN = 5  # names in a note
 WEIGHTS_LIMIT = 2**30  # bytes; every head's matrix is held at once
 
 
@@ -101,12 +102,26 @@ def encode(
         raise HeadwiseError(f"the tokenizer of {name} makes no token of {text!r}; give another text")
     limit, why = longest(model, weights)
     if count <= limit:
-        return encoded, ()
+        return encoded, _unknown(text, encoded, tokenizer)
     if not truncate:
         raise HeadwiseError(
             f"the text has {count:,} tokens, {name} takes {limit:,} ({why}); shorten it, or cut it by --truncate"
         )
-    return tokenizer(text, truncation=True, max_length=limit, **how), (f"cut to {limit:,} of {count:,} tokens",)
+    encoded = tokenizer(text, truncation=True, max_length=limit, **how)
+    return encoded, (f"cut to {limit:,} of {count:,} tokens", *_unknown(text, encoded, tokenizer))
+
+
+def _unknown(text: str, encoded: Any, tokenizer: Any) -> tuple[str, ...]:
+    """What to say where the model is given [UNK] instead of what the text has."""
+    places = unknown_pieces(text, encoded, tokenizer)
+    spans = encoded.get("offset_mapping")
+    if not places:
+        return ()
+    if spans is None:
+        return (f"{len(places)} tokens are unknown: the model reads {tokenizer.unk_token} there",)
+    names = list(dict.fromkeys(text[slice(*spans[place])].strip() for place in places))
+    more = f" and {len(names) - UNKNOWN_SHOWN} more" if len(names) > UNKNOWN_SHOWN else ""
+    return (f"the model reads {tokenizer.unk_token}, unknown, for {', '.join(names[:UNKNOWN_SHOWN])}{more}",)
 
 
 def longest(model: Any, weights: bool) -> tuple[int, str]:

@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 TOKENS = 9
+CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # of the largest output
+CLOSE_IN_HALF = 0.05
+
+
+def close(model: Any) -> float:
+    """How far outputs of the same model may differ, by its precision."""
+    return CLOSE.get(getattr(model, "dtype", torch.float32), CLOSE_IN_HALF)
 
 
 def probe(model: Any) -> dict[str, Tensor] | None:
     """Inputs for a model, or None where its config does not say enough."""
     made = torch.Generator().manual_seed(0)
-    config = model.config
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "device"):
+        return None
     name = getattr(model, "main_input_name", None)
     if name == "input_ids":
         vocabulary = getattr(config, "vocab_size", None)
@@ -48,6 +57,25 @@ def difference(one: Any, other: Any, given: dict[str, Tensor]) -> float:
         for x, y in zip(first, second, strict=True)
     ]
     return max(far)
+
+
+def failure(model: Any, given: dict[str, Tensor]) -> str | None:
+    """Why a model does not run on these inputs, or None."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(**given)
+    except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
+        return None
+    except Exception as error:  # a model's code fails in any way on sizes that it does not expect
+        return first_line(error)
+    finally:
+        model.train(training)
+    return None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def outputs(out: Any) -> Iterator[Tensor]:

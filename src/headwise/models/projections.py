@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
@@ -130,6 +131,7 @@ class Projections:
 def projections(model: nn.Module, site: Site) -> Projections:
     """Where a site's W_Q, W_K, W_V and W_O are; refused by name where removing a head would not be exact."""
     out_path, out = anatomy.w_o(model, site)
+    check_zeroable(site, out)
     width = anatomy.input_width(out) or 0
     query = anatomy.query_heads(model, site, width)
     value_dim = width // query
@@ -150,10 +152,11 @@ def projections(model: nn.Module, site: Site) -> Projections:
     return found
 
 
-def refused(site: Site, why: str) -> UnsupportedError:
+def refused(site: Site, why: str, instead: str = "") -> UnsupportedError:
+    """Only for sites whose W_O is zeroable, since that is the advice."""
     return UnsupportedError(
         f"heads of {type(site.module).__name__} (at {site.name}) cannot be cut out: {why}; "
-        "zero=True zeroes them instead"
+        f"{instead}zero=True zeroes them instead"
     )
 
 
@@ -218,10 +221,58 @@ def _headed(site: Site, query: int, kv: int) -> Iterator[tuple[str, tuple[int, s
 
 
 def _check_linear(site: Site, linear: nn.Module) -> None:
+    if problem := unusual(linear):
+        why, remedy = problem
+        raise refused(site, f"{type(linear).__name__} is not a plain linear layer ({why}); {remedy}", "or ")
+    known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith("transformers.models.")
+    if type(linear).__name__ != "Conv1D" and not (isinstance(linear, nn.Linear) and known):
+        raise refused(site, f"{type(linear).__name__} is not a plain linear layer (its code is its own)")
+
+
+def check_zeroable(site: Site, out: nn.Module) -> None:
+    """W_O has a matrix of its own, whose columns can be set to zero."""
+    if problem := unusual(out):
+        why, remedy = problem
+        raise UnsupportedError(
+            f"heads of {type(site.module).__name__} (at {site.name}) can neither be cut out nor zeroed: its W_O, "
+            f"{type(out).__name__}, is not a plain linear layer ({why}); {remedy}"
+        )
+
+
+def unusual(linear: nn.Module) -> tuple[str, str] | None:
+    """Why the weight of a linear layer is no ordinary matrix, and what to do; None where it is one."""
+    if problem := wrapped(linear):
+        return problem
     weight = linear._parameters.get("weight")
-    plain = isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"
-    if not plain or weight is None or not weight.is_floating_point() or weight.dim() != 2:
-        raise refused(site, f"{type(linear).__name__} is not a plain linear layer (quantized or wrapped weights)")
+    if weight is None or weight.dtype not in FLOATS or weight.dim() != 2:
+        return QUANTIZED
+    return None
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+QUANTIZED = (
+    "quantized or wrapped weights",
+    "prune and save the model before it is quantized, or load it unquantized",
+)
+
+
+def wrapped(module: nn.Module) -> tuple[str, str] | None:
+    """Why the parameters of a module are not simply its own tensors, and what to do; None where they are."""
+    if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
+        return "it carries an adapter", "merge that first, with merge_and_unload() of peft's PeftModel"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized", "call torch.nn.utils.parametrize.remove_parametrizations first"
+    if "weight" not in module._parameters and type(vars(module).get("weight")) in (Tensor, nn.Parameter):
+        return "its weight is computed by a hook", "call remove_weight_norm or the like of torch.nn.utils first"
+    tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+    if any(hasattr(x, "device_mesh") for x in tensors):
+        return "its weight is sharded over ranks", "prune and save the model before it is sharded"
+    if any(type(x) not in (nn.Parameter, Tensor) and type(x).__name__ != "Buffer" for x in tensors):
+        # torchao's, bitsandbytes' and others'
+        return QUANTIZED
+    if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+        return QUANTIZED
+    return None
 
 
 def _check_rest(found: Projections) -> None:

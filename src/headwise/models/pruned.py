@@ -14,6 +14,7 @@ from ..attention.pretrained import open_safetensors, read_json
 from ..errors import CheckpointError
 from . import anatomy
 from .projections import projections
+from .save_pretrained import attach
 from .sharing import pick_shared
 from .surgery import Kept, originals, reshape
 
@@ -84,6 +85,7 @@ def remember(model: Any, found: dict[str, Any]) -> Any:
         if name in by_name:
             by_name[name].headwise_kept = kept
     model.headwise_heads = originals(model)
+    attach(model)
     return model
 
 
@@ -120,6 +122,7 @@ def _cut(model: Any, layers: dict[str, Kept]) -> None:
         reshape(place, list(kept.query), list(kept.kv))
     pick_shared(list(anatomy.sites(model)))
     model.headwise_heads = originals(model)
+    attach(model)
 
 
 def _fill(model: Any, folder: Path) -> None:
@@ -137,19 +140,17 @@ def _fill(model: Any, folder: Path) -> None:
             raise CheckpointError(f"tensor {name!r} is {shown(tensor.shape)}, {FILE} says {shown(shapes[name])}")
     missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
     model.tie_weights()
-    lost = sorted(set(missing) - set(_tied(model)))
+    lost = sorted(set(missing) - set(ties(model)))
     if lost:
         raise CheckpointError(f"the checkpoint lacks {lost[0]!r}{f' and {len(lost) - 1} more' * (len(lost) > 1)}")
 
 
-def _tied(model: Any) -> list[str]:
-    """Names of parameters that are others by another name, so that a file has them once."""
+def ties(model: Any) -> dict[str, str]:
+    """For each name in a model's state dict that is another by the same tensor, or is that other, the first of them."""
     seen: dict[int, str] = {}
-    again = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first = seen.setdefault(id(tensor), name)
-        again += [name, first] if first != name else []
-    return again
+    names = {name: seen.setdefault(id(x), name) for name, x in model.state_dict(keep_vars=True).items()}
+    again = {first for name, first in names.items() if first != name}
+    return {name: first for name, first in names.items() if first in again}
 
 
 def _generation(model: Any, folder: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, HeadwiseError
-from ..files import umask
+from ..errors import CheckpointError, HeadwiseError, UnsupportedError
+from ..files import folder_written, remove_leftovers, umask
 from . import anatomy
-from .probing import difference, probe
-from .projections import projections
-from .pruned import FILE, write_record
+from .offloading import check_present, in_memory, is_offloaded
+from .probing import close, difference, probe
+from .projections import projections, wrapped
+from .pruned import FILE, ties, write_record
 from .sharing import pick_shared
 from .surgery import Kept, reshape
 
@@ -30,8 +31,12 @@ WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl", ".pickle", ".ot",
 )  # fmt: skip
 OWN = ("config.json", "generation_config.json", FILE)
+# files that are as true of a pruned model as of the first: its tokenizer and the like, its code and its licence
+SAME_WHEN_PRUNED = (
+    "*token*", "vocab*", "merges*.txt", "*.model", "*.tiktoken", "*chat_template*", "*.jinja", "*processor*", "*.py",
+    "licen[cs]e*", "notice*", "copying*",
+)  # fmt: skip
 SKIPPED = ("onnx", "openvino", "coreml")
-CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # of the largest output; half precision: 0.05
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,15 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: str | None = N
         raise HeadwiseError(f"only transformers models are saved so; {type(model).__name__} has no save_pretrained")
     target = Path(os.fspath(path)).expanduser()
     _check_target(target, overwrite)
+    _check_weights(model)
+    model = in_memory(model) if is_offloaded(model) else model
     chosen, why, cls, config = _choose(model, form)
-    with _beside(target) as made, _quiet():
+    with folder_written(target, CheckpointError) as made, _quiet():
         _write(model, made, chosen, cls, config)
         write_record(made, model, chosen)
         _copy_others(model, made)
         far = _compare(model, made, chosen, cls)
-        _into_place(made, target)
+        _let_others_read(made)
     load = f"headwise.load({str(path)!r})" if chosen == "compact" else f"{cls.__name__}.from_pretrained({str(path)!r})"
     return Saved(str(path), chosen, why, load, far)
 
@@ -81,8 +88,26 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: str | None = N
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.is_file():
         raise HeadwiseError(f"{str(target)!r} is a file; give a directory")
+    remove_leftovers(target)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise HeadwiseError(f"{str(target)!r} is not empty; give another directory, or say overwrite=True")
+
+
+def _check_weights(model: Any) -> None:
+    """All that the model computes with is in its state dict, under the names of its class."""
+    for path, module in model.named_modules():
+        if problem := wrapped(module):
+            why, remedy = problem
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be saved: {path or 'it'} ({type(module).__name__}) is not plain "
+                f"({why}); {remedy}"
+            )
+    if not hasattr(model, "_from_config") or getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be saved: it is quantized or wraps a model; give the plain model"
+        )
+    if not is_offloaded(model):
+        check_present(model)
 
 
 def _choose(model: Any, form: str | None) -> tuple[str, str, Any, Any]:
@@ -185,29 +210,6 @@ def _alike(model: Any, fresh: Any) -> bool:
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A directory next to the target, gone afterwards whatever happens; a full disk is one line."""
-    made = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield made
-    except OSError as error:
-        raise CheckpointError(
-            f"{str(target)!r} was not written: {error.strerror or error}; what was there before is untouched"
-        ) from error
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError":  # how safetensors tells of a full disk
-            raise CheckpointError(
-                f"{str(target)!r} was not written: {error}; what was there before is untouched"
-            ) from error
-        raise
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     """transformers' bars and warnings kept back."""
     from transformers.utils import logging
@@ -238,7 +240,7 @@ def _write(model: Any, folder: Path, form: str, cls: Any, config: Any) -> None:
 
     with no_init_weights():
         fresh = cls._from_config(copy.deepcopy(config), **_arguments(model))
-    fresh.load_state_dict(source.state_dict(), assign=True)
+    fresh.load_state_dict(_untied(source.state_dict()), assign=True)
     fresh.tie_weights()
     if getattr(model, "generation_config", None) is not None:
         fresh.generation_config = model.generation_config
@@ -256,15 +258,25 @@ def _name_class(folder: Path, cls: Any) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once: tied ones under their first name."""
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Every tensor once: those that the model's class ties under their first name."""
+    try:
+        pairs = ties(_skeleton(type(model), model.config))
+    except Exception:  # a class that does not build from its config alone
+        pairs = ties(model)
+    tied = {name for name, first in pairs.items() if name != first}
+    weights = model.state_dict()
+    return {name: x.detach().cpu().contiguous().clone() for name, x in weights.items() if name not in tied}
+
+
+def _untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same values, with a copy for every name after the first where several have one memory."""
     seen: set[int] = set()
-    weights = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            weights[name] = tensor.detach().cpu().contiguous().clone()
-    return weights
+    separate = {}
+    for name, tensor in weights.items():
+        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return separate
 
 
 def expanded(model: Any) -> Any:
@@ -285,18 +297,38 @@ def expanded(model: Any) -> Any:
 
 
 def _copy_others(model: Any, folder: Path) -> None:
-    """The tokenizer and whatever else is in the model's own directory, but for weights."""
+    """The tokenizer and whatever else is in the model's own directory, but for weights and what describes them.
+
+    A pruned model gets only files that are as true of it as of the first one, and says itself what it is.
+    """
+    pruned = bool(_all_kept(model))
     source = Path(getattr(model, "name_or_path", "") or "?")
+    if pruned:
+        (folder / "README.md").write_text(_readme(model, source.name), encoding="utf-8")
     if not source.is_dir():
         return
     for file in sorted(source.rglob("*")):
         inside = file.relative_to(source)
         hidden = any(part.startswith(".") or part in SKIPPED or part == "__pycache__" for part in inside.parts)
         weights = file.suffix in WEIGHTS or file.name.endswith(".index.json")
-        if hidden or weights or not file.is_file() or (folder / inside).exists() or str(inside) in OWN:
+        other = pruned and not any(fnmatch.fnmatch(file.name.lower(), pattern) for pattern in SAME_WHEN_PRUNED)
+        if hidden or weights or other or not file.is_file() or (folder / inside).exists() or str(inside) in OWN:
             continue
         (folder / inside).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, folder / inside)
+
+
+def _readme(model: Any, name: str) -> str:
+    """What a pruned directory is, for a person who finds it."""
+    name = "".join(letter if letter.isalnum() or letter in " .-" else "_" for letter in name) or "a model"
+    rows = [
+        f"| {site} | {', '.join(map(str, kept.removed))} |"
+        for site in anatomy.sites(model)
+        if (kept := getattr(site.module, "headwise_kept", None)) is not None
+    ]
+    head = f"# {name}, without some of its attention heads\n\nMade by headwise, which also reads it: "
+    load = "`headwise.load` with the path of this directory.\n\n| layer | heads removed |\n|---|---|\n"
+    return head + load + "\n".join(rows) + "\n"
 
 
 def _compare(model: Any, folder: Path, form: str, cls: Any) -> float | None:
@@ -313,26 +345,12 @@ def _compare(model: Any, folder: Path, form: str, cls: Any) -> float | None:
     if given is None:
         return None
     far = difference(model, again, given)
-    if not far <= CLOSE.get(model.dtype, 0.05):
+    if not far <= close(model):
         raise CheckpointError(f"the model read again gives other outputs, off by {far:.2g}; nothing was kept")
     return far
 
 
-def _into_place(made: Path, target: Path) -> None:
-    """One rename; where a directory is replaced, the old one comes back if that fails."""
-    os.chmod(made, 0o777 & ~umask())
-    for file in made.rglob("*.safetensors"):  # safetensors makes files that only their owner can read
+def _let_others_read(folder: Path) -> None:
+    """safetensors makes files that only their owner can read."""
+    for file in folder.rglob("*.safetensors"):
         os.chmod(file, 0o666 & ~umask())
-    if not target.exists():
-        os.rename(made, target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.rename(target, old / "old")
-    try:
-        os.rename(made, target)
-    except OSError:
-        os.rename(old / "old", target)
-        raise
-    finally:
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)

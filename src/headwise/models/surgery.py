@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import contract
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, UnsupportedError
 from . import anatomy, projections
 from .anatomy import Key, Site
+from .offloading import in_memory
+from .probing import close, difference, failure, first_line, probe
 from .projections import Block, Projections
+from .save_pretrained import attach
 from .sharing import TABLE, pick_shared, shared_table
 
 Slots = list[int | None]  # for each new head the old one that it is, or None: zeros
@@ -68,24 +71,83 @@ def prune_heads(
     if hasattr(heads, "check"):
         heads.check(model)
     chosen = which(model, getattr(heads, "heads", heads), allow_empty)
-    constant = _constants(model, chosen, compensate, batches)
     made = _copied(model)
+    constant = _constants(made, chosen, compensate, batches)
+    foreign = _remove(made, chosen, constant, zero)
+    if not zero:
+        _check_result(model, made, foreign, chosen, constant)
+    return made.train(model.training)
+
+
+def _remove(made: Any, chosen: dict[str, list[int]], constant: dict[str, Tensor], zero: bool) -> Site | None:
+    """Cut or zero heads in place; the first layer, if any, whose code is not transformers'."""
     sites = anatomy.sites(made)
-    by_name = {site.name: site for site in sites}
+    touched = list({id(site.module): site for site in sites if site.name in chosen}.values())
     cuts = []
-    for name, gone in chosen.items():
-        site = by_name[name]
-        if name in constant:
-            _add_bias(anatomy.w_o(made, site)[1], constant[name], gone)
+    for site in touched:
+        path, out = anatomy.w_o(made, site)
+        linears = {path: out}
+        projections.check_zeroable(site, out)
+        if not zero:
+            found = projections.projections(made, site)
+            linears |= {part.path: part.linear for part in found.parts}
+            cuts.append(found)
+        _check_own(made, site, linears, sites)
+    for site in touched:
+        if site.name in constant:
+            _add_bias(anatomy.w_o(made, site)[1], constant[site.name], chosen[site.name])
         if zero:
-            _zero(made, site, gone)
-        else:
-            cuts.append((projections.projections(made, site), gone))
-    for found, gone in cuts:
-        reshape(found, *slots(found, _with_padding(found.site, gone)))
+            _zero(made, site, chosen[site.name])
+    for found in cuts:
+        reshape(found, *slots(found, _with_padding(found.site, chosen[found.site.name])))
     pick_shared(sites)
     made.headwise_heads = originals(made)
-    return made.train(model.training)
+    attach(made)
+    return next((site for site in touched if _is_foreign(site)), None)
+
+
+def _is_foreign(site: Site) -> bool:
+    """Whether the code that computes a layer's attention is not transformers' own, which the tests know."""
+    forward = inspect.unwrap(type(site.module).forward)
+    return not (getattr(forward, "__module__", None) or "").startswith("transformers.")
+
+
+def _check_result(
+    model: nn.Module, made: Any, foreign: Site | None, chosen: dict[str, list[int]], constant: dict[str, Tensor]
+) -> None:
+    """A pruned model runs; where the code is not transformers', it gives what the model with zeroed heads gives."""
+    inputs = probe(made)
+    if foreign is not None:
+        if inputs is None:
+            raise projections.refused(
+                foreign, "its code is not transformers', and no inputs to try the result on are known"
+            )
+        zeroed = _copied(model)
+        _remove(zeroed, chosen, constant, zero=True)
+        try:
+            far = difference(zeroed, made, inputs)
+        except Exception as error:  # a model's code fails in any way on sizes that it does not expect
+            raise projections.refused(foreign, f"without them its code fails ({first_line(error)})") from error
+        if not far <= close(made):
+            raise projections.refused(foreign, f"without them its code computes something else (off by {far:.2g})")
+    elif inputs is not None and (why := failure(made, inputs)) and not failure(model, inputs):
+        raise projections.refused(anatomy.sites(made)[0], f"without them its code fails ({why})")
+
+
+def _check_own(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:
+    """Refuse to change a linear layer that another attention layer uses too."""
+    for other in sites:
+        inside = set(map(id, other.module.modules()))
+        if id(site.module) in inside:
+            continue
+        with suppress(UnsupportedError):
+            inside.add(id(anatomy.w_o(model, other)[1]))
+        shared = next((path for path, linear in linears.items() if id(linear) in inside), None)
+        if shared is not None:
+            raise UnsupportedError(
+                f"{site} and {other} use one module together, {shared}, so that a head of one of them alone cannot go; "
+                "give each a copy of its own first"
+            )
 
 
 def which(model: nn.Module, heads: Mapping[Key, Any], allow_empty: bool = True) -> dict[str, list[int]]:
@@ -302,14 +364,10 @@ def _with_padding(site: Site, gone: list[int]) -> list[int]:
 def _zero(model: nn.Module, site: Site, gone: list[int]) -> None:
     count = head_count(model, site)
     _, out = anatomy.w_o(model, site)
-    weight = out._parameters.get("weight")
-    if weight is None or not weight.is_floating_point():
-        raise HeadwiseError(f"the weights of {type(out).__name__} (W_O of {site}) cannot be zeroed: they are quantized")
+    # a new parameter: another layer may use the old one too
+    order: Slots = [None if i in gone else i for i in range(count)]
     dim = 1 - projections.row_dim(out)
-    size = weight.shape[dim] // count
-    with torch.no_grad():
-        for head in gone:
-            weight.narrow(dim, head * size, size).zero_()
+    _replace(out, "weight", dim, _expanded(order, out, "weight", dim, count))
     module: Any = site.module
     kept = getattr(module, "headwise_kept", None) or Kept(tuple(range(count)), (), count, 0)
     query = tuple(None if i in gone else number for i, number in enumerate(kept.query))
@@ -317,11 +375,17 @@ def _zero(model: nn.Module, site: Site, gone: list[int]) -> None:
 
 
 def _copied(model: nn.Module) -> Any:
+    """A copy to cut, with all weights in memory."""
     for module in model.modules():
         if module._forward_pre_hooks and any("headwise" in (getattr(hook, "__module__", "") or "")
                                              for hook in module._forward_pre_hooks.values()):  # fmt: skip
             raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
-    return copy.deepcopy(model)
+    try:
+        return in_memory(model)
+    except (TypeError, NotImplementedError, RuntimeError) as error:  # process groups, handles and the like
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be copied ({first_line(error)}); give the plain model inside of it"
+        ) from error
 
 
 def _constants(

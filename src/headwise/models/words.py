@@ -37,6 +37,7 @@ class Words:
     pieces: tuple[tuple[int, ...], ...]  # of each word: positions among the model's tokens
     special: tuple[bool, ...]  # put there by the tokenizer, such as [CLS]
     delimiter: tuple[bool, ...]  # special, or punctuation alone
+    unknown: tuple[bool, ...] = ()  # not in the vocabulary, in whole or in part: the model is given [UNK] for it
 
     def merge(self, weights: np.ndarray) -> np.ndarray:
         """(..., T, T) of pieces -> (..., W, W): weights to a word's pieces add up, those from them are averaged."""
@@ -63,12 +64,27 @@ def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> W
         groups = [[i] for i in range(len(ids))] if pieces else _groups(text, tight, special)
         names = [_name(text, group, tight, raw, whole=not pieces) for group in groups]
     own = [special[group[0]] for group in groups]
+    lost = set(unknown_pieces(text, encoded, tokenizer))
     return Words(
         tuple(names),
         tuple(map(tuple, groups)),
         tuple(own),
         tuple(mark or _punctuation(name) for mark, name in zip(own, names, strict=True)),
+        tuple(any(piece in lost for piece in group) for group in groups),
     )
+
+
+def unknown_pieces(text: str, encoded: Any, tokenizer: Any) -> list[int]:
+    """The places of the tokens that stand for something the tokenizer does not know; byte-level ones know all."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    spans = encoded.get("offset_mapping") or [(0, 0)] * len(encoded["input_ids"])
+    rows = zip(encoded["input_ids"], encoded["special_tokens_mask"], spans, strict=True)
+    return [
+        place
+        for place, (number, special, (start, end)) in enumerate(rows)
+        # the text may spell the token itself, which GPT-2's tokenizer also uses as the end of a text
+        if number == unknown and not special and text[start:end].strip() != tokenizer.unk_token
+    ]
 
 
 def _tight(text: str, start: int, end: int) -> tuple[int, int]:
