@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import HeadwiseError
 from ..files import written
 from .definitions import ANY, RESTING, ROLES, Definition, definition
-from .documents import anything, brief, count, finite, finite_or_none, items, mapping, parse_json, string
+from .documents import anything, brief, count, finite, finite_or_none, items, mapping, parse_json, string, whole_number
 from .tally import Key, Sums, Tally
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ class Atlas:
     def at(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
         if isinstance(head, str):
             kind, _, name = head.strip().rpartition(" ")
-            layer, _, number = name.partition(".")
-            if not (layer.isdigit() and number.isdigit()):
-                raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {head!r}")
-            head = (kind or next(iter(self.layers)), int(layer), int(number))
+            layer, number = (whole_number(side) for side in (name.partition(".")[0], name.partition(".")[2]))
+            if layer is None or number is None:
+                raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {head[:60]!r}")
+            head = (kind or next(iter(self.layers)), layer, number)
         at = head if len(head) == 3 else (next(iter(self.layers)), *head)
         if at not in set(self):
             of, row, number = at

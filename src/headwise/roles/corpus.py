@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError
+from .documents import brief, parse_json
 from .tally import identity
 
 WINDOW = 2048  # texts that are sorted together
@@ -141,7 +142,9 @@ def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:
 
 def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Iterator[Text], int | None]:
     """The texts of a file or of anything that gives them, and how many there are where that is known."""
-    if isinstance(texts, str) and not os.path.exists(texts):
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise HeadwiseError(f"the limit must be at least 1 text, got {brief(limit)}")
+    if isinstance(texts, str) and not _exists(texts):
         raise HeadwiseError(
             f"texts are a file or several texts; there is no file {texts[:60]!r}, put one text into a list"
         )
@@ -154,15 +157,28 @@ def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Ite
             raise HeadwiseError(f"texts are a file or several texts, got {type(texts).__name__}")
         total, found = (len(texts) if isinstance(texts, Sized) else None), _given(texts)
     if limit is not None:
-        if limit < 1:
-            raise HeadwiseError(f"the limit must be at least 1 text, got {limit}")
-        return itertools.islice(found, limit), limit if total is None else min(limit, total)
+        return itertools.islice(found, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
     return found, total
+
+
+def check_file(path: Path, field: str = "text") -> None:
+    """Refuse a file that has no texts, or that cannot be read up to its first one."""
+    if next(_file(path, field), None) is None:
+        raise HeadwiseError(f"there is not one text in {str(path)!r}; give at least one that is not empty")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a NUL is in it
+        return False
 
 
 def _file(path: Path, field: str) -> Iterator[str]:
     """A text a line; in .jsonl the value of a field."""
     try:
+        if path.exists() and not (path.is_file() or path.is_fifo()):
+            raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with a text a line")
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 text = _field(path, number, line, field) if path.suffix in (".jsonl", ".ndjson") else line
@@ -172,18 +188,29 @@ def _file(path: Path, field: str) -> Iterator[str]:
         raise HeadwiseError(f"texts {str(path)!r} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
         raise HeadwiseError(f"texts {str(path)!r} is not text in UTF-8") from None
+    except ValueError as error:
+        if isinstance(error, HeadwiseError):
+            raise
+        raise HeadwiseError(f"texts {str(path)!r} cannot be read: {error}") from None  # a NUL in the path
 
 
 def _field(path: Path, number: int, line: str, field: str) -> str:
     if not line.strip():
         return ""
     try:
-        found = json.loads(line)[field]
+        found = parse_json(line)[field]
     except (ValueError, KeyError, TypeError):
         raise HeadwiseError(f"line {number} of {str(path)!r} is no JSON object with a {field!r}") from None
     if not isinstance(found, str):
         raise HeadwiseError(f"{field!r} in line {number} of {str(path)!r} is no text")
-    return found
+    return _checked(found, f"{field!r} in line {number} of {str(path)!r}")
+
+
+def _checked(text: str, what: str) -> str:
+    """JSON and Python can spell half of a surrogate pair, which no tokenizer can read."""
+    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise HeadwiseError(f"{what} has half of a surrogate pair, which is no character; remove it")
+    return text
 
 
 def _given(texts: Iterable[Any]) -> Iterator[Text]:
@@ -191,6 +218,8 @@ def _given(texts: Iterable[Any]) -> Iterator[Text]:
         pair = isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
         if not (isinstance(text, str) or pair):
             raise HeadwiseError(f"text {number} is neither a text nor a pair of texts but {type(text).__name__}")
+        for side in text if pair else (text,):
+            _checked(side, f"text {number}")
         if pair or text.strip():
             yield tuple(text) if pair else text
 

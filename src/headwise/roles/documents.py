@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # of a whole number, as arrays have them
+DIGITS = 18  # of a whole number in a text, so that it fits into 64 bits
 SHOWN = 60  # characters of a value in a message
 
 
@@ -34,6 +35,11 @@ def brief(value: Any) -> str:
     except (RecursionError, ValueError):  # too deep, or a number of too many digits
         shown = f"a {type(value).__name__}"
     return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+
+
+def whole_number(text: str) -> int | None:
+    """The number that ASCII digits spell; None for anything else, "²" and "٣" among it."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS else None
 
 
 def mapping(value: Any, what: str, read: Callable[[Any, str], T]) -> dict[str, T]:
