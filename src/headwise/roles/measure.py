@@ -120,7 +120,7 @@ class Observer:
             new = sums(a.float(), marked)
             total = new if total is None else (total[0] + new[0], total[1] + new[1])
         assert total is not None
-        top, bottom = (x.double().cpu().numpy() for x in total)
+        top, bottom = (x.cpu().double().numpy() for x in total)  # not every device has float64
         self.found[layer.key] = Found(columns(way), way, top, bottom)
 
     def way(self, layer: Layer, reading: Reading | EagerReading) -> str:
