@@ -14,7 +14,19 @@ import numpy as np
 from ..errors import HeadwiseError
 from ..files import written
 from .definitions import ANY, RESTING, ROLES, Definition, definition
-from .documents import anything, brief, count, finite, finite_or_none, items, mapping, parse_json, string, whole_number
+from .documents import (
+    anything,
+    brief,
+    count,
+    finite,
+    finite_or_none,
+    in_words,
+    items,
+    mapping,
+    parse_json,
+    string,
+    whole_number,
+)
 from .tally import Key, Sums, Tally
 
 if TYPE_CHECKING:
@@ -222,10 +234,8 @@ class Atlas:
             raise HeadwiseError(f"this atlas has format {data.get('format')!r}; this version reads {FORMAT}")
         try:
             return _checked(cls, data)
-        except KeyError as error:
-            raise HeadwiseError(f"this atlas is damaged: {error} is missing") from error
-        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise HeadwiseError(f"this atlas is damaged: {' '.join(str(error).split())}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise HeadwiseError(f"this atlas is damaged: {in_words(error)}") from error
 
     def save(self, path: str | os.PathLike[str], *, sums: bool = False) -> None:
         """As JSON. sums: also the sums behind it, in a file beside it, so that it can be merged later."""
@@ -250,7 +260,7 @@ class Atlas:
         except OSError as error:
             raise HeadwiseError(f"atlas {str(path)!r} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
-            raise HeadwiseError(f"{str(path)!r} is no atlas: it is not JSON ({' '.join(str(error).split())})") from None
+            raise HeadwiseError(f"{str(path)!r} is no atlas: it is not JSON ({in_words(error)})") from None
         atlas = cls.from_json(data)
         beside = os.fspath(path) + SUMS
         if not os.path.exists(beside):

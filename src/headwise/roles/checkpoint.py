@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..files import written
-from .documents import anything, mapping, parse_json
+from .documents import anything, in_words, mapping, parse_json
 from .tally import Tally
 
 FORMAT = "1"
@@ -69,8 +69,5 @@ def load_tallies(path: str | os.PathLike[str]) -> Saved:
         return Saved(tallies, mapping(facts["more"], "more", anything), extra)
     except CheckpointError:
         raise
-    except KeyError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error} is missing; remove it to begin again") from error
-    except (OSError, SafetensorError, ValueError, TypeError, AttributeError, MemoryError) as error:
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{str(path)!r} cannot be read: {words}; remove it to begin again") from error
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {in_words(error)}; remove it to begin again") from error

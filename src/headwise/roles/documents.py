@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 LARGEST = 2**63 - 1  # of a whole number, as arrays have them
 DIGITS = 18  # of a whole number in a text, so that it fits into 64 bits
+LONGEST = 300  # characters of what an error says
 SHOWN = 60  # characters of a value in a message
 
 
@@ -35,6 +36,13 @@ def brief(value: Any) -> str:
     except (RecursionError, ValueError):  # too deep, or a number of too many digits
         shown = f"a {type(value).__name__}"
     return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+
+
+def in_words(error: Exception) -> str:
+    """What an error says, on one line of a length that can be read."""
+    said = f"{brief(error.args[0])} is missing" if isinstance(error, KeyError) and error.args else str(error)
+    words = " ".join(said.split()) or type(error).__name__
+    return words if len(words) <= LONGEST else words[:LONGEST] + "..."
 
 
 def whole_number(text: str) -> int | None:

@@ -20,6 +20,7 @@ from .documents import (
     finite,
     finite_or_none,
     flag,
+    in_words,
     items,
     mapping,
     parse_json,
@@ -208,10 +209,8 @@ class Relations:
                 scores=scores,
                 notes=tuple(items(made["notes"], "notes", string)),
             )
-        except KeyError as error:
-            raise CheckpointError(f"these relations are damaged: {error} is missing") from error
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"these relations are damaged: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         with written(path) as file:
@@ -222,7 +221,7 @@ class Relations:
         try:
             made = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {error}") from error
+            raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {in_words(error)}") from error
         return cls.from_json(made)
 
 

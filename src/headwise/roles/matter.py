@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CheckpointError, HeadwiseError
 from ..models import anatomy
 from ..models.masking import mask_heads
-from .documents import anything, count, finite, items, mapping, string
+from .documents import anything, count, finite, in_words, items, mapping, string
 from .found import Head, read_head
 from .tasks import Task
 
@@ -79,10 +79,8 @@ class Matter:
                 raise ValueError("it names no heads, or no random draws")
             task, units = string(made["task"], "task"), count(made["units"], "units")
             return cls(task, heads, whole, damage, low, high, random, units)
-        except KeyError as error:
-            raise CheckpointError(f"what matters cannot be read: {error} is missing") from error
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"what matters cannot be read: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what matters cannot be read: {in_words(error)}") from error
 
 
 def matter(

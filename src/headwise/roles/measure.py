@@ -21,7 +21,7 @@ from .corpus import Batch, Tokens
 from .definitions import BOTH, CAUSAL, CROSS, columns, marks
 from .documents import anything, count, items, mapping, string
 from .marks import Marks, mark
-from .tally import Key, Tally, draws
+from .tally import LARGEST_SUM, Key, Tally, draws
 
 WEIGHTS = 1 << 21  # weights of a layer that are held at once: about what a core's cache holds
 CELLS = 1 << 26  # of marks
@@ -292,5 +292,5 @@ def _check_waiting(found: Found, texts: int, heads: list[int]) -> None:
     wrong = top.ndim != 3 or top.shape[:2] != shape or top.shape[2] < 2 or bottom.shape != shape
     if wrong or (heads and top.shape[2] - 1 != heads[0]) or {top.dtype, bottom.dtype} != {np.dtype(np.float64)}:
         raise ValueError(f"a batch has arrays {top.dtype} {top.shape} and {bottom.dtype} {bottom.shape}")
-    if not (np.isfinite(top).all() and np.isfinite(bottom).all()):
-        raise ValueError("a batch has values that are not finite")
+    if not all((np.abs(x) <= LARGEST_SUM).all() for x in (top, bottom)):
+        raise ValueError("a batch has values that are not finite, or too large")

@@ -26,7 +26,7 @@ from . import corpus as corpora
 from .atlas import Atlas
 from .checkpoint import load_tallies, save_tallies
 from .corpus import Corpus, Encoder, read
-from .documents import LARGEST, brief, count, string
+from .documents import LARGEST, brief, count, in_words, string
 from .measure import Adding, Observer
 from .repeated import probe, vocabulary_of
 from .tally import REPLICATES, Key, Tally, identity
@@ -185,8 +185,9 @@ class Run:
             if self.tally.replicates != self.asked["replicates"]:
                 raise ValueError(f"there are {self.tally.replicates} replicates, expected {self.asked['replicates']}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            words = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(f"{str(self.file)!r} is damaged: {words}; remove it to begin again") from error
+            raise CheckpointError(
+                f"{str(self.file)!r} is damaged: {in_words(error)}; remove it to begin again"
+            ) from error
 
 
 # what differs, where its values would tell a reader nothing

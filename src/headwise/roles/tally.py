@@ -20,6 +20,7 @@ from .documents import anything, brief, count, items, mapping, string
 
 REPLICATES = 200
 INTERVAL = (2.5, 97.5)
+LARGEST_SUM = 1e18  # more than any corpus gives, and its square is still a number
 Key = tuple[str, int]  # kind, layer
 SUMS = ("top", "bottom", "first", "second", "texts")  # the arrays of a layer, see Sums
 
@@ -66,8 +67,8 @@ class Sums:
             x = found[part]
             if x.shape != shape or x.dtype != np.float64:
                 raise ValueError(f"{part} of {kind} layer {layer} is {x.dtype} {x.shape}, expected float64 {shape}")
-            if not np.isfinite(x).all():
-                raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite")
+            if not (np.abs(x) <= LARGEST_SUM).all():
+                raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite, or too large")
         if min(found[part].min(initial=0.0) for part in ("bottom", "texts")) < 0:
             raise ValueError(f"{kind} layer {layer} has negative counts")
         return cls(**found)
