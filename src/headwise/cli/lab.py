@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from .checks import LARGEST_SEED, check_output_folder
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ def lab(
     claims: Annotated[list[int] | None, typer.Argument(help="Run these claims, by number; none lists all.")] = None,
     all_claims: Annotated[bool, typer.Option("--all", help="Run every claim.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The long version: more random starts.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The first random start; the others follow it.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="The first random start; the others follow it.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, ...")] = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="Where JSON, PNG and Markdown go: lab/, or docs/lab/ with --all.")
@@ -58,8 +61,10 @@ def lab(
     check_over(over)
     records = []
     out = out or (ALL_OUT if all_claims else ONE_OUT)
+    work = cache() / "lab" if work is None else work
+    for folder in (out, work):
+        check_output_folder(folder)
     with together() as ranks, _bars(ranks.first) as progress:
-        work = cache() / "lab" if work is None else work
         those = None if isinstance(ranks, Alone) else ranks
         desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=those, over=over)
         for done, number in enumerate(numbers):
@@ -119,9 +124,10 @@ def _check_device(device: str) -> None:
     import torch
 
     try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise HeadwiseError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error
+        float(torch.ones(1, device=device))  # read back, for the device "meta" takes tensors and computes nothing
+    except (RuntimeError, AssertionError, ImportError) as error:
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        raise HeadwiseError(f"device {device[:60]!r} cannot be used here ({words}); try cpu") from error
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .checks import LARGEST_SEED
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
@@ -30,7 +32,7 @@ def trace(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option("--causal", help="A token sees itself and those before it.")] = False,
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random parameters and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random parameters and tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as JSON.")] = False,
 ) -> None:
     """Show multi-head attention at work: every step with its shape, its parameters and a few real numbers."""
