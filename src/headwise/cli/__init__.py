@@ -21,12 +21,12 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except HeadwiseError as error:
         return _fail(str(error), USAGE_ERROR)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as stop:  # its words, where it has some, say what was kept
+        return _fail(str(stop) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
         return 1
-    return _fail("interrupted", INTERRUPTED) if code == INTERRUPTED else code
+    return code
 
 
 def _run(args: Sequence[str] | None) -> int:
@@ -44,8 +44,8 @@ def _run(args: Sequence[str] | None) -> int:
         return app(given, prog_name="headwise", standalone_mode=False) or 0
     except UsageError as error:
         return _fail(_usage(error), USAGE_ERROR)
-    except typer.Abort:
-        return INTERRUPTED
+    except typer.Abort as stop:
+        raise KeyboardInterrupt(*getattr(stop.__cause__, "args", ())) from None
 
 
 def _usage(error: Exception) -> str:
