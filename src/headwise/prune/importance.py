@@ -158,7 +158,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_rows(name: str, chosen: Score, setting: Setting, each: list[np.ndarray]) -> None:
-    """An additive score has one row per example: what ranks score apart is put together by rows."""
+    """Numbers, and for an additive score one row per example: what ranks score apart is put together by rows."""
     wanted = sum(batch_size(batch) for batch in setting.batches)
     wrong = next((len(rows) for rows in each if chosen.additive and len(rows) != wanted), None)
     if wrong is not None:
@@ -166,16 +166,39 @@ def _check_rows(name: str, chosen: Score, setting: Setting, each: list[np.ndarra
             f"score {name!r} gave {wrong} rows for {wanted} examples; a score with additive=True gives one per "
             "example, say additive=False"
         )
+    for place, rows in zip(setting.places, each, strict=True):
+        if not np.isfinite(rows).all():  # sorted among numbers, a NaN would make its head the first to go
+            raise HeadwiseError(
+                f"{name} of {place.kind} layer {place.index} is not a finite number; check the model's outputs for "
+                "NaN and inf on these batches, or score it in float32"
+            )
 
 
 def places(model: nn.Module) -> list[Place]:
     """Every attention layer of a model, with its counts and what a head of it costs."""
     sites = anatomy.sites(model)
     modules = [id(site.module) for site in sites]
-    return [_place(model, site, modules) for site in sites]
+    cached = _cached(model)
+    return [_place(model, site, modules, id(site.module) in cached) for site in sites]
 
 
-def _place(model: nn.Module, site: Site, modules: list[int]) -> Place:
+def _cached(model: Any) -> set[int]:
+    """The modules whose attention keeps keys and values while a model generates: those of its decoder, by their id.
+
+    An encoder and a vision tower read everything at once. A model that does not generate is taken for a decoder whole.
+    """
+    part = model
+    generates = getattr(model, "can_generate", lambda: False)()
+    while generates or getattr(getattr(part, "config", None), "is_encoder_decoder", False):
+        inner = part.get_decoder() if hasattr(part, "get_decoder") else None
+        if inner is None or inner is part:
+            break
+        part, generates = inner, True
+    # some layers of Gemma 3n read the keys and values of an earlier layer
+    return {id(module) for module in part.modules() if not getattr(module, "is_kv_shared_layer", False)}
+
+
+def _place(model: nn.Module, site: Site, modules: list[int], cached: bool) -> Place:
     own = id(site.module)
     shared = 1 + modules.index(own) if modules.count(own) > 1 else 0
     try:
@@ -192,7 +215,8 @@ def _place(model: nn.Module, site: Site, modules: list[int]) -> Place:
         cache += output_width(part.linear) // len(blocks) * sum(role != "q" for role, _ in blocks) // found.kv
     per_query += found.out.get_parameter("weight").numel() // found.query
     return Place(
-        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cache, found.multiple
+        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cached * cache,
+        found.multiple,
     )  # fmt: skip
 
 
