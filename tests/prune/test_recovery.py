@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from test_prune_cli import WORDS, saved
 from tiny import build, inputs
 
 import headwise
 from headwise import CheckpointError, HeadwiseError
+from headwise.cli import main
 from headwise.prune import recover as recovery
 from headwise.prune.recover import recover
 
@@ -137,3 +142,116 @@ def test_a_checkpoint_that_was_tampered_with_is_one_line(
         recover(pruned, full, batches(), STEPS, checkpoint=interrupted)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert all(torch.equal(x, before[name]) for name, x in pruned.state_dict().items()), "nothing was half taken up"
+
+
+# ---- the command, whatever ends it
+
+
+def headwise_prune(folder: Path, *more: object) -> int:
+    given = ["--model", folder / "source", "--texts", folder / "texts.txt", "--out", folder / "out", "--keep", 0.6]
+    return main(["prune", "--batch", "6", "--length", "16", "--recover", "5", *map(str, [*given, *more])])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    saved(tmp_path / "source")
+    (tmp_path / "texts.txt").write_text("".join(f"the animal did not cross {word}\n" for word in WORDS))
+    return tmp_path
+
+
+def losses(folder: Path) -> list[float]:
+    found: list[float] = json.loads((folder / "out" / "pruning.json").read_text())["recovery_losses"]
+    return found
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"source", "texts.txt"}
+
+
+def raises(error: BaseException) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("headwise.prune.session.quality", "headwise: interrupted"),
+        ("headwise.prune.session._latency", "interrupted; the recovery is kept, and the same command takes it up"),
+        ("headwise.prune.session.save", "interrupted; the recovery is kept, and the same command takes it up"),
+        ("headwise.prune.plan.Plan.save", "interrupted; the recovery is kept, and the same command takes it up"),
+        ("headwise.prune.page.page", "interrupted; the recovery is kept, and the same command takes it up"),
+    ],
+)
+def test_ctrl_c_is_one_line_and_costs_no_training(
+    place: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert headwise_prune(folder) == 0
+    whole = losses(folder)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, raises(KeyboardInterrupt()))
+        assert headwise_prune(folder, "--overwrite") == 130
+    err = capsys.readouterr().err
+    assert err.strip().count("\n") == 0 and words in err
+    assert losses(folder) == whole, "the earlier result is untouched"
+    recovered = "quality" not in place
+    assert names(folder) == {"out", ".out.recovery.safetensors"} if recovered else {"out"}
+    shutil.rmtree(folder / "out")
+    if recovered:
+        monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+    assert headwise_prune(folder) == 0
+    assert losses(folder) == whole and names(folder) == {"out"}
+
+
+def test_a_full_disk_at_the_end_costs_no_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headwise.prune.page.page", raises(OSError(errno.ENOSPC, "No space left on device")))
+        assert headwise_prune(folder) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "out' cannot be written: No space left on device" in err
+    assert "the recovery is kept, and the same command takes it up" in err
+    assert names(folder) == {".out.recovery.safetensors"}
+    monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+    assert headwise_prune(folder) == 0 and len(losses(folder)) == 5
+
+
+def test_a_recovery_whose_result_is_safe_is_not_left_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed between the last rename and the removal of the checkpoint, the folder is whole: the next run tidies up."""
+    unlink = Path.unlink
+
+    def stays(path: Path, missing_ok: bool = False) -> None:
+        if "recovery" not in path.name:
+            unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", stays)
+        assert headwise_prune(folder) == 0
+    assert names(folder) == {"out", ".out.recovery.safetensors"}
+    capsys.readouterr()
+    assert headwise_prune(folder) == 2
+    assert "exists and is not empty; give another directory, or --overwrite" in capsys.readouterr().err
+    assert names(folder) == {"out"}
+
+
+def test_a_recovery_of_another_command_is_refused_and_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headwise.prune.session._latency", raises(KeyboardInterrupt()))
+        assert headwise_prune(folder) == 130
+    before = (folder / ".out.recovery.safetensors").read_bytes()
+    capsys.readouterr()
+    assert headwise_prune(folder, "--recover", 6) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "of another run (the number of steps or the learning rate differs)" in err
+    assert headwise_prune(folder, "--recover", 0) == 0
+    err = capsys.readouterr().err
+    assert ".out.recovery.safetensors' holds the recovery of an earlier run, which is left as it is" in err
+    assert (folder / ".out.recovery.safetensors").read_bytes() == before

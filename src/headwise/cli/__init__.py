@@ -11,6 +11,10 @@ from ..errors import HeadwiseError
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
+class Interrupted(HeadwiseError):
+    """Ctrl-C, with words about what was kept; Typer drops those of a KeyboardInterrupt."""
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit code; a user's mistake is one line on stderr, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
@@ -19,14 +23,16 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = _run(args)
         sys.stdout.flush()
+    except Interrupted as error:
+        return _fail(str(error), INTERRUPTED)
     except HeadwiseError as error:
         return _fail(str(error), USAGE_ERROR)
-    except KeyboardInterrupt as stop:  # its words, where it has some, say what was kept
-        return _fail(str(stop) or "interrupted", INTERRUPTED)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
         return 1
-    return code
+    return _fail("interrupted", INTERRUPTED) if code == INTERRUPTED else code
 
 
 def _run(args: Sequence[str] | None) -> int:
@@ -44,8 +50,8 @@ def _run(args: Sequence[str] | None) -> int:
         return app(given, prog_name="headwise", standalone_mode=False) or 0
     except UsageError as error:
         return _fail(_usage(error), USAGE_ERROR)
-    except typer.Abort as stop:
-        raise KeyboardInterrupt(*getattr(stop.__cause__, "args", ())) from None
+    except typer.Abort:
+        return INTERRUPTED
 
 
 def _usage(error: Exception) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import HeadwiseError
+from ..errors import CheckpointError, HeadwiseError
+from . import Interrupted
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
     from ..prune.session import Progress, Report
+    from ..prune.texts import Texts
     from ..scale.ranks import Ranks
 
 
@@ -50,15 +52,14 @@ def prune(
     """Remove the attention heads that matter least, and say what that does to quality, size and speed."""
     if texts is None or out is None:
         raise HeadwiseError("give --texts, a file with a text a line, and --out, a directory for the pruned model")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
     for name, number in (("--batch", batch), ("--length", length), ("--steps", steps)):
         if number < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {number}")
     if recover < 0:
         raise HeadwiseError(f"--recover must be a number of steps, got {recover}")
-    from ..prune.session import Asked
+    from ..prune.session import Asked, check_out, recovery_file
 
+    check_out(out, overwrite)
     asked = Asked(
         _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
         compare,
@@ -69,6 +70,12 @@ def prune(
     if ranks.first:
         from ..prune.report import to_json
 
+        if not recover and recovery_file(out).exists():
+            typer.echo(
+                f"headwise: {str(recovery_file(out))!r} holds the recovery of an earlier run, which is left as it is; "
+                "delete it if it is of no use",
+                err=True,
+            )
         typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
 
 
@@ -101,7 +108,6 @@ def _run(
     from ..models.load import load, tokenizer
     from ..prune.importance import SCORES
     from ..prune.plan import Plan
-    from ..prune.report import put, write
     from ..prune.session import kept, pruned_and_measured
     from ..prune.texts import batched, read_labels, read_lines
 
@@ -113,26 +119,50 @@ def _run(
     marks = read_labels(labels, len(lines), model.config) if labels else None
     batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
     first = shared.get("first", True)
-    with _bars(first) as progress:
+    with _bars(first) as progress, _recovery_named(out):
         smaller, report = pruned_and_measured(
             model, name, batches, asked, out, given=given, progress=progress, **shared
         )
         if not first:
             return report
-        report = kept(smaller, report, out, overwrite)
-        if curve:
-            from ..prune.curve import curve as drawn
-            from ..ui.curves import save_curve
+        return kept(smaller, report, out, overwrite, _curve(model, batches, asked, progress) if curve else None)
 
-            found = drawn(
-                model, batches.scoring, batches.measuring, unit=asked.unit, per=asked.per,
-                progress=lambda done, total: progress("curve", done, total),
-            )  # fmt: skip
-            put(out / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
-            for ending in ("png", "svg"):
-                save_curve(found, out / f"curve.{ending}")
-            write(report, out, picture=True)
-    return report
+
+def _curve(model: Any, texts: Texts, asked: Any, progress: Progress) -> Callable[[Path], None]:
+    """Measure the curve; what comes back draws it into a directory."""
+    from ..prune.curve import curve as drawn
+    from ..prune.report import put
+    from ..ui.curves import save_curve
+
+    found = drawn(
+        model, texts.scoring, texts.measuring, unit=asked.unit, per=asked.per,
+        progress=lambda done, total: progress("curve", done, total),
+    )  # fmt: skip
+
+    def draw(folder: Path) -> None:
+        put(folder / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
+        for ending in ("png", "svg"):
+            save_curve(found, folder / f"curve.{ending}")
+
+    return draw
+
+
+@contextmanager
+def _recovery_named(out: Path) -> Iterator[None]:
+    """Whatever stops a run, its last line says that a recovery was kept."""
+    from ..prune.session import recovery_file
+
+    words = "; the recovery is kept, and the same command takes it up"
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if not stop.args and not recovery_file(out).exists():
+            raise
+        raise Interrupted(str(stop) or "interrupted" + words) from None
+    except CheckpointError as error:
+        if recovery_file(out).name in str(error) or not recovery_file(out).exists():
+            raise
+        raise CheckpointError(str(error) + words) from error
 
 
 @contextmanager

@@ -209,7 +209,7 @@ def _keep(
     with written(path, CheckpointError) as made:
         try:
             save_file(tensors, made, {"headwise-recovery": FORMAT, **key, "step": str(step), "losses": json.dumps(losses)})
-        except SafetensorError as error:  # how safetensors tells of a full disk
+        except (OSError, SafetensorError) as error:  # a full disk is either
             raise CheckpointError(
                 f"recovery stopped at step {step}: {str(path)!r} cannot be written ({error}); with more room, the same "
                 "command goes on from what was kept before"
