@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 def prune(
-    texts: Annotated[Path | None, typer.Option(help="A file with a text a line; half score the heads.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="A file with a text a line, or .jsonl; half score.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the pruned model goes: a new directory.")] = None,
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
     ] = "minilm",
     labels: Annotated[Path | None, typer.Option(help="A label a line; for encoder-decoders a text.")] = None,
+    field: Annotated[str, typer.Option(help="Where the text is in a line of .jsonl.")] = "text",
     keep: Annotated[str, typer.Option(help="The share to keep, such as 0.6, or encoder=0.5,cross=0.9.")] = "0.6",
     score: Annotated[
         str, typer.Option(help="michel, michel-token, ablation, output, variance, ... or random.")
@@ -66,7 +67,7 @@ def prune(
     )  # fmt: skip
     check_over(over)
     with together() as ranks:
-        report = _run(model, texts, labels, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
+        report = _run(model, texts, labels, field, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
         from ..prune.report import to_json
 
@@ -102,21 +103,21 @@ def _shares(text: str) -> float | dict[str, float]:
 
 
 def _run(
-    name: str, texts: Path, labels: Path | None, asked: Any, out: Path, plan: Path | None, curve: bool, overwrite: bool,
-    shared: dict[str, Any],
+    name: str, texts: Path, labels: Path | None, field: str, asked: Any, out: Path, plan: Path | None, curve: bool,
+    overwrite: bool, shared: dict[str, Any],
 ) -> Report:  # fmt: skip
     from ..models.load import load, tokenizer
     from ..prune.importance import SCORES
     from ..prune.plan import Plan
     from ..prune.session import kept, pruned_and_measured
-    from ..prune.texts import batched, read_labels, read_lines
+    from ..prune.texts import batched, read_labels, read_texts
 
     if asked.score not in SCORES:
         raise HeadwiseError(f"there is no score {asked.score!r}; there are {', '.join(SCORES)}")
-    lines = read_lines(texts, "texts")
+    lines = read_texts(texts, field)
     given = Plan.load(plan) if plan else None
     model = load(name)
-    marks = read_labels(labels, len(lines), model.config) if labels else None
+    marks = read_labels(labels, len(lines), model.config, field) if labels else None
     batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
     first = shared.get("first", True)
     with _bars(first) as progress, _recovery_named(out):
