@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def prune(
     if ranks.first:
         from ..prune.report import to_json
 
-        typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+        echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
 
 
 def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
@@ -138,11 +139,10 @@ def _run(
 @contextmanager
 def _bars(shown: bool) -> Iterator[Progress]:
     """A progress bar a kind of work, on stderr, gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    screen = console(stderr=True)
+    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:
