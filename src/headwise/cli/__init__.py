@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import HeadwiseError
+from ..terminal import echo
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 
@@ -62,5 +63,5 @@ def _usage(error: Exception) -> str:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    print("headwise: " + " ".join(message.split()), file=sys.stderr)  # noqa: T201
+    echo("headwise: " + " ".join(message.split()), err=True)
     return code

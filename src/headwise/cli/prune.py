@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CheckpointError, HeadwiseError
+from ..terminal import console, echo
 from . import Interrupted
 from .ranks import Alone, check_over, together
 
@@ -72,12 +73,12 @@ def prune(
         from ..prune.report import to_json
 
         if not recover and recovery_file(out).exists():
-            typer.echo(
+            echo(
                 f"headwise: {str(recovery_file(out))!r} holds the recovery of an earlier run, which is left as it is; "
                 "delete it if it is of no use",
                 err=True,
             )
-        typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+        echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
 
 
 def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
@@ -169,11 +170,10 @@ def _recovery_named(out: Path) -> Iterator[None]:
 @contextmanager
 def _bars(shown: bool) -> Iterator[Progress]:
     """A progress bar a kind of work, on stderr, gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    screen = console(stderr=True)
+    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:
