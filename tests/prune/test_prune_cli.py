@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from headwise.prune.latency import attention_time, times
 from headwise.prune.page import page
 from headwise.prune.quality import quality, size
 from headwise.prune.recover import recover
+from headwise.prune.report import markdown
 from headwise.prune.texts import batched, read_labels, read_texts
 from headwise.roles.corpus import read
+from headwise.terminal import one_line
 
 WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
 
@@ -75,7 +78,7 @@ def test_from_texts_to_a_directory(tmp_path: Path, texts: Path, capsys: pytest.C
         assert error(again(**given), model(**given)) < CLOSE
     assert headwise.tokenizer(tmp_path / "out")("the animal").input_ids == [2, 3]
     page_text = (tmp_path / "out" / "pruning.html").read_text()
-    assert "6 of 15 heads removed" in page_text and "http" not in page_text
+    assert "6 of 15 heads removed" in page_text and "http:" not in page_text and "https:" not in page_text
     assert "| parameters |" in (tmp_path / "out" / "pruning.md").read_text()
 
 
@@ -348,19 +351,56 @@ def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pyte
         headwise.plan(scores, 0.3, budget="latency", model=model, inputs=given)
 
 
-def test_a_name_is_not_html(tmp_path: Path, texts: Path) -> None:
+HOSTILE = (
+    "<b>", "<img src=x onerror=alert(1)>", "[a](javascript:alert(1))", "![a](http://x.test/)", "<http://x.test>",
+    "`a`", "``` \n# b", "a | b", "*a* _b_ ~~c~~", "&lt;b&gt;", "\\[a](b)", "-->", "a\n\n# b", "\x1b]52;c;eA==\x07", "$a$ @b",
+    "{title}", "</style><script>alert(1)</script>",
+)  # fmt: skip
+
+
+def report_of(name: str, note: str = "") -> Any:
+    """A report whose every text of others is a given one."""
+    from headwise.models.saving import Saved
     from headwise.prune.plan import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.session import Asked, Latency, Report
 
-    found = Quality("<script>", 1, 1, 1, True, 2)
-    made = Plan({0: [1]}, (("self", 0, 2, 2),))
+    found = Quality(name, 1, 1, 1, True, 2)
+    made = Plan({0: [1]}, (("self", 0, 2, 2),), score=name, notes=(note or name,))
     slow = [Latency(1, 8, 1.0, 1.01), Latency(4, 8, 1.0, 0.5)]
-    report = Report(
-        "<b>", Asked(), made, Size(9, 4, 0), Size(7, 2, 0), {"full": found, "pruned": found}, slow, 0.3, 1, 1
+    quality = {"full": found, "pruned": found, "recovered": found}
+    saved = Saved(name, "plain", name, f"headwise.load({name!r})", None)
+    return Report(
+        name, Asked(), made, Size(9, 4, 0), Size(7, 2, 0), quality, slow, 0.3, 1, 1, saved=saved, losses=[2.0, 1.0]
     )
-    assert "<b>" not in page(report) and "<script>" not in page(report) and "&lt;b&gt;" in page(report)
-    assert report.verdict()[0].startswith("not faster at batch 1 x 8 tokens") and "0.50" in report.verdict()[1]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_text_of_others_is_shown_and_not_obeyed(name: str) -> None:
+    from markdown_it import MarkdownIt
+
+    report = report_of(name)
+    shown = one_line(name)
+    written = markdown(report)
+    tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(written)
+    inner = [child for token in tokens for child in token.children or []]
+    kinds = {token.type for token in [*tokens, *inner]}
+    assert not kinds & {"html_block", "html_inline", "link_open", "image", "em_open", "strong_open", "s_open"}, kinds
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2", "h2"]
+    title = next(token for token in tokens if token.type == "inline")
+    text = "".join(child.content for child in title.children or [])
+    assert text == f"{shown}, 1 of 2 heads removed"
+    assert [token.content for token in inner if token.type == "code_inline"] == [one_line(f"headwise.load({name!r})")]
+    assert len([token for token in tokens if token.type == "fence"]) == 1 and "\x1b" not in written
+    drawn = page(report)
+    assert html.escape(f"{shown}, 1 of 2 heads removed") in drawn and "\x1b" not in drawn
+    assert drawn.count("<script") == 0 and drawn.count("<img") == 0 and drawn.count("</style>") == 1
+    assert "Content-Security-Policy" in drawn
+
+
+def test_a_verdict_says_where_it_is_faster() -> None:
+    lines = report_of("a").verdict()
+    assert lines[0].startswith("not faster at batch 1 x 8 tokens") and "0.50" in lines[1]
 
 
 def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
