@@ -17,7 +17,7 @@ from headwise import HeadwiseError
 from headwise.models import anatomy
 from headwise.prune.importance import SCORES, merged, places, score
 from headwise.prune.objective import distance
-from headwise.prune.plan import cost, in_steps
+from headwise.prune.plan import Plan, cost, in_steps
 from headwise.prune.scores import Place, Scores, spearman
 
 
@@ -310,6 +310,47 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
         headwise.Plan.load(tmp_path / "plan.json")
     with pytest.raises(HeadwiseError, match="there is no plan at"):
         headwise.Plan.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": 3}, "layers must be a list, got 3"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": [None]}, r"layers\[0\] must be an object, got None"),
+        ({"layers": [{"kind": 5}]}, r"layers\[0\].kind must be a text, got 5"),
+        ({"row": {"layer": -1}}, r"layers\[1\].layer must be a whole number from 0 on, got -1"),
+        ({"row": {"layer": 0}}, "self layer 0 is there twice"),
+        ({"row": {"layer": True}}, r"layers\[1\].layer must be a whole number from 0 on, got True"),
+        ({"row": {"heads": 10**9}}, r"layers\[1\].heads is 1000000000, which is more than 65536"),
+        ({"row": {"kv_heads": 0}}, r"6 heads and 0 KV heads; kv_heads must divide heads"),
+        ({"row": {"kv_heads": 4}}, r"6 heads and 4 KV heads; kv_heads must divide heads"),
+        ({"row": {"remove": [1, 1]}}, "self layer 1 loses head 1 twice"),
+        ({"row": {"remove": [1.5]}}, r"layers\[1\].remove\[0\] must be a whole number from 0 on, got 1.5"),
+        ({"row": {"remove": "12"}}, r"layers\[1\].remove must be a list, got '12'"),
+        ({"keep": 1e999}, "Infinity is not JSON"),
+        ({"keep": {"self": 2}}, "keep must be a share from 0 to 1, or one per kind, got {'self': 2}"),
+        ({"budget": "euro"}, "budget must be one of heads, parameters, cache, latency, got 'euro'"),
+        ({"notes": [1]}, r"notes\[0\] must be a text, got 1"),
+        ({"score": None}, "score must be a text, got None"),
+        ({"headwise_plan": "x" * 500}, "of version 'x+...; 1 is known"),
+    ],
+)
+def test_a_plan_that_was_tampered_with_is_one_line(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    layers = tuple(("self", index, 6, 2) for index in range(3))
+    given = Plan({1: [3, 4]}, layers).to_json()
+    given["layers"][1] |= change.pop("row", {})
+    (tmp_path / "plan.json").write_text(json.dumps(given | change))
+    with pytest.raises(headwise.CheckpointError, match=words) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"headwise_plan": ' + "9" * 9999, "[]", "", "\0", '{"a": NaN}'])
+def test_a_plan_that_is_no_json_object_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(headwise.CheckpointError, match="not a plan that headwise wrote"):
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_scoring_again_between_steps_beats_one_shot_where_heads_stand_in_for_each_other() -> None:

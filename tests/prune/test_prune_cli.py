@@ -426,7 +426,31 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
         ([*usual, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
         ([*usual, "--plan", tmp_path / "empty.json"], "all 5 heads of self layer 0 would go; keep one, or say"),
-        ([*usual, "--recover", "-3"], "--recover must be a number of steps"),
+        ([*usual, "--recover", "-3"], "--recover must be at least 0, got -3"),
+        ([*usual, "--recover", "9" * 30], "--recover must be at most 10,000,000, got 999"),
+        ([*usual, "--batch", "9" * 30], "--batch must be at most 65,536, got 999"),
+        ([*usual, "--length", "0"], "--length must be at least 1"),
+        ([*usual, "--seed", "-1"], "--seed must be at least 0, got -1"),
+        ([*usual, "--seed", "4294967296"], "--seed must be at most 4,294,967,295, got 4294967296"),
+        ([*usual, "--seed", "9" * 5000], "Invalid value for '--seed'"),
+        ([*usual, "--keep", "nan"], "keep is a share from 0 to 1, such as 0.6, got nan"),
+        ([*usual, "--keep", "encoder=inf"], "keep is a share from 0 to 1, such as 0.6, got inf"),
+        ([*usual, "--keep", "encoder=0.5,encoder=0.6"], "--keep is one share per kind"),
+        ([*usual, "--keep", "=0.5"], "--keep is one share per kind"),
+        ([*usual, "--keep", "9" * 5000], "keep is a share from 0 to 1, such as 0.6, got inf"),
+        ([*usual, "--budget", "euro"], "budget must be one of heads, parameters, cache, latency"),
+        ([*usual, "--per", "word"], "per must be one of model, layer"),
+        ([*usual, "--compensate", "much"], "--compensate is bias or mean, got 'much'"),
+        ([*usual, "--over", "mail"], "--over is ddp or fsdp, got 'mail'"),
+        ([*usual, "--steps", "16"], "steps must be at most the number of heads, 15, got 16"),
+        ([*usual, "--steps", "2", "--budget", "latency"], "steps are for one share of heads, parameters or cache"),
+        ([*usual, "--plan", tmp_path / "empty.json", "--keep", "0.5"], "--plan says which heads go: leave out --keep"),
+        ([*usual[:-1], tmp_path / "full", "--overwrite"], "holds something else than a model, and is not replaced"),
+        ([*usual[:-1], source, "--overwrite"], "which would be replaced; give another --out"),
+        ([*usual[:-1], "."], "give a new directory, by its name"),
+        ([*usual[:-1], "a\0b"], "Invalid value for '--out'"),
+        ([*usual[:-1], texts / "out"], "is no directory that can be written to"),
+        ([*usual[:-1], texts], "exists and is not empty"),
         ([*usual, "--steps", "0"], "--steps must be at least 1"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),
         (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out"], "2 texts are too few"),
@@ -439,7 +463,12 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
 
 def test_labels_are_checked(tmp_path: Path) -> None:
     config = transformers.BertConfig(num_labels=2)
-    for lines, words in [("0\n5\n", "label 5 is not one of the model's 2 classes"), ("0\n", "1 labels for 2 texts")]:
+    for lines, words in [
+        ("0\n5\n", "label 5 is not one of the model's 2 classes"),
+        ("0\n", "1 labels for 2 texts"),
+        ("0\n²\n", "label '²' is neither a number nor one of"),
+        ("0\n" + "9" * 5000 + "\n", "label '9+' is neither a number nor one of"),
+    ]:
         (tmp_path / "labels.txt").write_text(lines)
         with pytest.raises(HeadwiseError, match=words):
             read_labels(tmp_path / "labels.txt", 2, config)

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from ..scale.ranks import Ranks
 
 
+MOST = {"--batch": 1 << 16, "--length": 1 << 20, "--steps": 1 << 20, "--recover": 10_000_000, "--seed": 2**32 - 1}
+CHOOSING = ("keep", "score", "budget", "unit", "per", "steps", "seed")  # what a plan has decided already
+
+
 def prune(
+    context: typer.Context,
     texts: Annotated[Path | None, typer.Option(help="A file with a text a line, or .jsonl; half score.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the pruned model goes: a new directory.")] = None,
     model: Annotated[
@@ -54,17 +59,24 @@ def prune(
     """Remove the attention heads that matter least, and say what that does to quality, size and speed."""
     if texts is None or out is None:
         raise HeadwiseError("give --texts, a file with a text a line, and --out, a directory for the pruned model")
-    for name, number in (("--batch", batch), ("--length", length), ("--steps", steps)):
-        if number < 1:
-            raise HeadwiseError(f"{name} must be at least 1, got {number}")
-    if recover < 0:
-        raise HeadwiseError(f"--recover must be a number of steps, got {recover}")
+    for name, number, least in (
+        ("--batch", batch, 1), ("--length", length, 1), ("--steps", steps, 1), ("--recover", recover, 0),
+        ("--seed", seed, 0),
+    ):  # fmt: skip
+        if number < least:
+            raise HeadwiseError(f"{name} must be at least {least}, got {number}")
+        if number > MOST[name]:
+            raise HeadwiseError(f"{name} must be at most {MOST[name]:,}, got {str(number)[:40]}")
+    shares = _shares(keep)
+    _check_choices(context, plan, score, compensate)
+    from ..prune.plan import check_options
     from ..prune.session import Asked, check_out, recovery_file
 
+    check_options(shares, budget, per, unit)
     check_out(out, overwrite)
+    _check_replaced(out, {"--texts": texts, "--labels": labels, "--model": Path(model)})
     asked = Asked(
-        _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
-        compare,
+        shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed, compare,
     )  # fmt: skip
     check_over(over)
     with together() as ranks:
@@ -98,9 +110,34 @@ def _shares(text: str) -> float | dict[str, float]:
     try:
         if "=" not in text:
             return float(text)
-        return {kind.strip(): float(share) for kind, _, share in (part.partition("=") for part in text.split(","))}
+        parts = [(kind.strip(), float(share)) for kind, _, share in (part.partition("=") for part in text.split(","))]
     except ValueError:
-        raise HeadwiseError(f"--keep is a share such as 0.6, or encoder=0.5,cross=0.9; got {text!r}") from None
+        raise HeadwiseError(f"--keep is a share such as 0.6, or encoder=0.5,cross=0.9; got {text[:60]!r}") from None
+    shares = dict(parts)
+    if len(shares) < len(parts) or "" in shares:
+        raise HeadwiseError(f"--keep is one share per kind, such as encoder=0.5,cross=0.9; got {text[:60]!r}")
+    return shares
+
+
+def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
+    """What is asked for exists, and no option is given that another makes void."""
+    from ..models.surgery import COMPENSATE
+    from ..prune.importance import SCORES
+
+    if score not in SCORES:
+        raise HeadwiseError(f"there is no score {score[:60]!r}; there are {', '.join(SCORES)}")
+    if compensate is not None and compensate not in COMPENSATE:
+        raise HeadwiseError(f"--compensate is {' or '.join(COMPENSATE)}, got {compensate[:60]!r}")
+    set_by_user = [name for name in CHOOSING if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if plan is not None and set_by_user:
+        raise HeadwiseError(f"--plan says which heads go: leave out --{set_by_user[0]}, or --plan")
+
+
+def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
+    """Nothing that is read lies in the directory that is replaced."""
+    for name, path in inputs.items():
+        if path is not None and path.exists() and path.resolve().is_relative_to(out.resolve()):
+            raise HeadwiseError(f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out")
 
 
 def _run(
@@ -108,13 +145,10 @@ def _run(
     overwrite: bool, shared: dict[str, Any],
 ) -> Report:  # fmt: skip
     from ..models.load import load, tokenizer
-    from ..prune.importance import SCORES
     from ..prune.plan import Plan
     from ..prune.session import kept, pruned_and_measured
     from ..prune.texts import batched, read_labels, read_texts
 
-    if asked.score not in SCORES:
-        raise HeadwiseError(f"there is no score {asked.score!r}; there are {', '.join(SCORES)}")
     lines = read_texts(texts, field)
     given = Plan.load(plan) if plan else None
     model = load(name)

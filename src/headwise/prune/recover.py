@@ -21,6 +21,7 @@ from ..models.probing import outputs
 from ..models.projections import row_dim
 from ..models.surgery import head_count
 from ..models.taps import run
+from ..roles.documents import parse_json
 
 EVERY = 25  # steps between checkpoints
 RATE = 1e-4
@@ -231,13 +232,16 @@ def _resume(
             step, losses = _progress(about, steps)
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             states = [_names(i, parameter, shapes) for i, parameter in enumerate(trained)]
+            for name in shapes:
+                if not torch.isfinite(opened.get_tensor(name)).all():
+                    raise ValueError(f"{name[:40]} is not finite")
             for i, (parameter, moments) in enumerate(zip(trained, states, strict=True)):
                 parameter.data.copy_(crew.like(parameter, opened.get_tensor(f"{i}.weight")))
                 if moments:
                     found = {name: crew.like(parameter, opened.get_tensor(f"{i}.{name}")) for name in moments}
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **found}
             return step, losses
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, HeadwiseError):
             raise
         raise CheckpointError(f"{str(path)!r} is broken ({_words(error)}); delete it to start again") from error
@@ -273,9 +277,9 @@ def _check_run(path: Path, about: Mapping[str, str], key: Mapping[str, str]) -> 
 
 
 def _progress(about: Mapping[str, str], steps: int) -> tuple[int, list[float]]:
-    step, losses = int(about["step"]), json.loads(about["losses"])
+    step, losses = int(about["step"]), parse_json(about["losses"])
     if not 0 < step <= steps:
-        raise ValueError(f"it is at step {step} of {steps}")
+        raise ValueError(f"it is at step {about['step'][:40]} of {steps}")
     if not isinstance(losses, list) or len(losses) != step:
         raise ValueError(f"{step} losses are expected")
     if not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):

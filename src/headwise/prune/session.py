@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from ..errors import CheckpointError, HeadwiseError
 from ..files import folder_written, remove_leftovers
 from ..models.saving import Saved, save
 from ..models.surgery import prune_heads
+from ..roles.documents import parse_json
 from .against import Against, against_ablation
 from .importance import importance
 from .latency import attention_time, times
@@ -221,9 +221,15 @@ def check_out(out: Path, overwrite: bool) -> None:
     there = next((folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder)), out)
     if there != out and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise HeadwiseError(f"{str(out)!r} cannot be made: {str(there)!r} is no directory that can be written to")
-    if there != out or (out.is_dir() and not any(out.iterdir())):
+    try:
+        names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
+    except OSError as error:
+        raise HeadwiseError(f"{str(out)!r} cannot be read: {error.strerror or error}") from error
+    if there != out or not names:
         return
     if overwrite and out.is_dir():
+        if "config.json" not in names:  # a home directory, given by mistake
+            raise HeadwiseError(f"{str(out)!r} holds something else than a model, and is not replaced; empty it first")
         return
     run = run_id(recovery_file(out))
     if run is not None and run == _saved_run(out):  # the run was killed after its last rename
@@ -241,8 +247,8 @@ def _make_parent(out: Path) -> None:
 def _saved_run(out: Path) -> str | None:
     """The recovery whose model is in a directory, as its report says."""
     try:
-        found = json.loads((out / "pruning.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json((out / "pruning.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return found.get("recovery_run") if isinstance(found, dict) else None
 
