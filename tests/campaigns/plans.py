@@ -43,7 +43,9 @@ def campaign(tries: int, seed: int) -> Report:
             try:
                 report.count(f"{name} {of(setting)(chance, Path(folder))}")
             except Exception as error:
-                report.failures.append(f"try {number} of seed {seed}, a {name}: {type(error).__name__}: {str(error)[:200]}")
+                report.failures.append(
+                    f"try {number} of seed {seed}, a {name}: {type(error).__name__}: {str(error)[:200]}"
+                )
     return report
 
 
@@ -77,7 +79,9 @@ def _a_plan() -> dict[str, Any]:
     from headwise import Plan
 
     layers = tuple((kind, layer, 6, 2) for kind in ("encoder", "decoder") for layer in range(3))
-    return Plan({("encoder", 1): [2, 3], ("decoder", 0): [5]}, layers, keep={"encoder": 0.5}, notes=("a note",)).to_json()
+    return Plan(
+        {("encoder", 1): [2, 3], ("decoder", 0): [5]}, layers, keep={"encoder": 0.5}, notes=("a note",)
+    ).to_json()
 
 
 def _report(chance: random.Random, folder: Path) -> str:
@@ -103,10 +107,10 @@ class _Setting:
         self.made: tuple[Any, Any, Any, bytes] | None = None
 
     def _make(self, folder: Path) -> tuple[Any, Any, Any, bytes]:
+        import tiny  # of tests/prune
+
         import headwise
         from headwise.prune.recover import recover
-
-        import tiny  # of tests/prune
 
         full = tiny.build("bert", num_hidden_layers=1, intermediate_size=7)
         pruned = headwise.prune_heads(full, {0: [1]})

@@ -57,7 +57,14 @@ def per_token(model: Any) -> int:
 
 @pytest.mark.parametrize(
     ("name", "auto"),
-    [("llama", CAUSAL), ("gpt2", CAUSAL), ("mistral", CAUSAL), ("falcon-mqa", CAUSAL), ("t5", SEQ2SEQ), ("bart", SEQ2SEQ)],
+    [
+        ("llama", CAUSAL),
+        ("gpt2", CAUSAL),
+        ("mistral", CAUSAL),
+        ("falcon-mqa", CAUSAL),
+        ("t5", SEQ2SEQ),
+        ("bart", SEQ2SEQ),
+    ],
 )
 def test_the_size_of_a_cache_is_what_transformers_keeps(name: str, auto: Any) -> None:
     model = build(name, auto)
@@ -88,5 +95,7 @@ def test_a_score_that_is_no_number_is_not_planned_with() -> None:
     model = build("llama", CAUSAL)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[:, 0] = np.nan
-    with pytest.raises(HeadwiseError, match=r"output of self layer \d is not a finite number; check the model's outputs"):
+    with pytest.raises(
+        HeadwiseError, match=r"output of self layer \d is not a finite number; check the model's outputs"
+    ):
         headwise.importance(model, [inputs("llama")], "output")

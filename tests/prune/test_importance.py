@@ -15,7 +15,8 @@ from tiny import build, inputs
 import headwise
 from headwise import HeadwiseError
 from headwise.models import anatomy
-from headwise.prune.importance import SCORES, merged, places, score
+from headwise.prune.importance import SCORES, merged, places
+from headwise.prune.importance import score as register
 from headwise.prune.objective import distance
 from headwise.prune.plan import Plan, cost, in_steps
 from headwise.prune.scores import Place, Scores, spearman
@@ -135,10 +136,10 @@ def test_a_score_says_rightly_whether_it_comes_apart_by_batches(name: str) -> No
 
 def test_a_score_must_say_what_it_is_and_is_held_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="additive"):
-        score("mine", signed=False, normed=False, loss="no loss")  # type: ignore[call-arg]
+        register("mine", signed=False, normed=False, loss="no loss")  # type: ignore[call-arg]
     monkeypatch.setattr("headwise.prune.importance.SCORES", dict(SCORES))
 
-    @score("mine", signed=False, normed=False, additive=True, loss="no loss")
+    @register("mine", signed=False, normed=False, additive=True, loss="no loss")
     def mine(setting: Any) -> list[np.ndarray]:
         return [np.ones((1, place.query)) for place in setting.places]
 

@@ -353,8 +353,8 @@ def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pyte
 
 HOSTILE = (
     "<b>", "<img src=x onerror=alert(1)>", "[a](javascript:alert(1))", "![a](http://x.test/)", "<http://x.test>",
-    "`a`", "``` \n# b", "a | b", "*a* _b_ ~~c~~", "&lt;b&gt;", "\\[a](b)", "-->", "a\n\n# b", "\x1b]52;c;eA==\x07", "$a$ @b",
-    "{title}", "</style><script>alert(1)</script>",
+    "`a`", "``` \n# b", "a | b", "*a* _b_ ~~c~~", "&lt;b&gt;", "\\[a](b)", "-->", "a\n\n# b", "\x1b]52;c;eA==\x07",
+    "$a$ @b", "{title}", "</style><script>alert(1)</script>",
 )  # fmt: skip
 
 

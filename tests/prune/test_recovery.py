@@ -95,9 +95,18 @@ def test_a_finished_recovery_is_kept_for_its_caller_and_taken_up_whole(full: Any
     assert recover(again, full, batches(), STEPS, checkpoint=interrupted, keep=True) == losses
     steps: list[int] = []
     later = headwise.prune_heads(full, GONE)
-    assert recover(
-        later, full, batches(), STEPS, checkpoint=interrupted, keep=True, progress=lambda done, _: steps.append(done)
-    ) == losses
+    assert (
+        recover(
+            later,
+            full,
+            batches(),
+            STEPS,
+            checkpoint=interrupted,
+            keep=True,
+            progress=lambda done, _: steps.append(done),
+        )
+        == losses
+    )
     assert steps == []
     for a, b, c in zip(whole.parameters(), again.parameters(), later.parameters(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
@@ -111,7 +120,8 @@ def changed(file: Path, tensors: dict[str, Any] | None = None, **about: str | No
     with safe_open(file, "pt") as opened:
         found = {name: opened.get_tensor(name) for name in opened.keys()} | (tensors or {})  # noqa: SIM118
         words = {**opened.metadata(), **about}
-    save_file({name: x for name, x in found.items() if x is not None}, file, {k: x for k, x in words.items() if x is not None})
+    there = {name: text for name, text in words.items() if text is not None}
+    save_file({name: x for name, x in found.items() if x is not None}, file, there)
 
 
 @pytest.mark.parametrize(

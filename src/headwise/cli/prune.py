@@ -137,7 +137,9 @@ def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
     """Nothing that is read lies in the directory that is replaced."""
     for name, path in inputs.items():
         if path is not None and path.exists() and path.resolve().is_relative_to(out.resolve()):
-            raise HeadwiseError(f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out")
+            raise HeadwiseError(
+                f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out"
+            )
 
 
 def _run(

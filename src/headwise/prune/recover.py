@@ -209,7 +209,9 @@ def _keep(
         return
     with written(path, CheckpointError) as made:
         try:
-            save_file(tensors, made, {"headwise-recovery": FORMAT, **key, "step": str(step), "losses": json.dumps(losses)})
+            save_file(
+                tensors, made, {"headwise-recovery": FORMAT, **key, "step": str(step), "losses": json.dumps(losses)}
+            )
         except (OSError, SafetensorError) as error:  # a full disk is either
             raise CheckpointError(
                 f"recovery stopped at step {step}: {str(path)!r} cannot be written ({error}); with more room, the same "

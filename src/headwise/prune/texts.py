@@ -28,7 +28,7 @@ class Texts:
 
 
 def read_texts(path: Path, field: str = "text") -> list[str]:
-    """The texts of a file as the atlas reads them: one per line, in .jsonl the value of a field; empty ones left out."""
+    """The texts of a file as the atlas reads them: one per line, in .jsonl the value of a field; no empty ones."""
     return [text for text in read(path, field)[0] if isinstance(text, str)]
 
 
