@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,33 +189,34 @@ def raises(error: BaseException) -> Any:
     return fail
 
 
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("headwise.prune.session.quality", "headwise: interrupted"),
-        ("headwise.prune.session._latency", "interrupted; the recovery is kept, and the same command takes it up"),
-        ("headwise.prune.session.save", "interrupted; the recovery is kept, and the same command takes it up"),
-        ("headwise.prune.plan.Plan.save", "interrupted; the recovery is kept, and the same command takes it up"),
-        ("headwise.prune.page.page", "interrupted; the recovery is kept, and the same command takes it up"),
-    ],
-)
-def test_ctrl_c_is_one_line_and_costs_no_training(
-    place: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+KEPT = "interrupted; the recovery is kept, and the same command takes it up"
+PLACES = {
+    "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
+    "headwise.prune.session._latency": KEPT,
+    "headwise.prune.session.save": KEPT,
+    "headwise.prune.plan.Plan.save": KEPT,
+    "headwise.prune.page.page": KEPT,
+}
+
+
+def test_ctrl_c_anywhere_is_one_line_and_costs_no_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert headwise_prune(folder) == 0
     whole = losses(folder)
     capsys.readouterr()
-    with monkeypatch.context() as patch:
-        patch.setattr(place, raises(KeyboardInterrupt()))
-        assert headwise_prune(folder, "--overwrite") == 130
-    err = capsys.readouterr().err
-    assert err.strip().count("\n") == 0 and words in err
-    assert losses(folder) == whole, "the earlier result is untouched"
-    recovered = "quality" not in place
-    assert names(folder) == {"out", ".out.recovery.safetensors"} if recovered else {"out"}
+    for place, words in PLACES.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(place, raises(KeyboardInterrupt()))
+            if (folder / ".out.recovery.safetensors").exists():
+                patch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+            assert headwise_prune(folder, "--overwrite") == 130
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and words in err, place
+        assert losses(folder) == whole, "the earlier result is untouched"
+        assert names(folder) == ({"out", ".out.recovery.safetensors"} if words == KEPT else {"out"})
     shutil.rmtree(folder / "out")
-    if recovered:
-        monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+    monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
     assert headwise_prune(folder) == 0
     assert losses(folder) == whole and names(folder) == {"out"}
 
@@ -229,6 +233,52 @@ def test_a_full_disk_at_the_end_costs_no_training(
     assert names(folder) == {".out.recovery.safetensors"}
     monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
     assert headwise_prune(folder) == 0 and len(losses(folder)) == 5
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing more into one file fails as it does on a full disk; a process may lower this limit for itself."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_anywhere_is_one_line_and_leaves_all_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recovery, "EVERY", 2)
+    assert headwise_prune(folder) == 0
+    whole = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    sizes = sorted(map(len, whole.values()))
+    assert sizes[0] < 1000 and sizes[-1] > 100_000
+    capsys.readouterr()
+    # nothing fits; the smaller files do; all but a checkpoint with its averages
+    for limit, words in (
+        (100, "recovery stopped at step 2: "),
+        (sizes[-1] // 2, "recovery stopped at step 2: "),
+        (sizes[-1] + 10_000, "recovery stopped at step 2: "),
+    ):
+        with files_of_at_most(limit):
+            assert headwise_prune(folder, "--overwrite") == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and words in err and "File too large" in err, err
+        assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == whole
+        assert names(folder) == {"out"}
+    monkeypatch.setattr(recovery, "EVERY", 25)
+    for limit in (100, sizes[-1] // 2):  # the recovery is not kept meanwhile, and the model does not fit
+        with files_of_at_most(limit):
+            assert headwise_prune(folder, "--overwrite") == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "out' cannot be written: File too large" in err, err
+        assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == whole
+        assert names(folder) == {"out"}
+    with files_of_at_most(sizes[-1] + 10_000):  # a finished recovery needs no more room than the model
+        assert headwise_prune(folder, "--overwrite") == 0
+    assert (folder / "out" / "model.safetensors").read_bytes() == whole["model.safetensors"]
+    assert names(folder) == {"out"}
 
 
 def test_a_recovery_whose_result_is_safe_is_not_left_behind(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,14 @@ def recover(
                 weight.data.mul_(crew.like(weight, alive))
             if progress:
                 progress(step + 1, steps)
-            if checkpoint and ((step + 1) % EVERY == 0 or (keep and step + 1 == steps)):
+            if checkpoint and (step + 1) % EVERY == 0 and step + 1 < steps:
                 _keep(checkpoint, key, step + 1, losses, trained, optimizer, crew)
                 safe = step + 1
+        if checkpoint and keep and safe < steps:
+            optimizer.state.clear()  # no step will need the averages, and a third of the room is enough
+            with suppress(CheckpointError):  # the model itself may still fit where its checkpoint does not
+                _keep(checkpoint, key, steps, losses, trained, optimizer, crew)
+                safe = steps
         crew.done(pruned)
     except KeyboardInterrupt:
         if safe:  # the step at hand may be half done: back to the last whole one kept
