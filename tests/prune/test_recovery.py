@@ -221,6 +221,32 @@ def test_ctrl_c_anywhere_is_one_line_and_costs_no_training(
     assert losses(folder) == whole and names(folder) == {"out"}
 
 
+def test_a_plan_by_measured_time_is_taken_up_with_its_recovery(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured again, times differ, and another plan would not fit the recovery that was kept."""
+    from headwise.prune import latency
+
+    weight = 1.0
+
+    def counted(models: dict[str, Any], batch: Any, rounds: int = 0) -> dict[str, float]:
+        return {name: 9e4 + weight * sum(p.numel() for p in m.parameters()) for name, m in models.items()}
+
+    monkeypatch.setattr(latency, "times", counted)
+    line = ("--budget", "latency", "--keep", 0.9)
+    with monkeypatch.context() as patch:
+        patch.setattr("headwise.prune.session.save", raises(KeyboardInterrupt()))
+        assert headwise_prune(folder, *line) == 130
+    weight = 1.3
+    with monkeypatch.context() as patch:
+        patch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+        assert headwise_prune(folder, *line) == 0
+    assert names(folder) == {"out"}
+    resumed = json.loads((folder / "out" / "plan.json").read_text())
+    assert headwise_prune(folder, *line, "--overwrite") == 0
+    assert json.loads((folder / "out" / "plan.json").read_text()) != resumed, "the clock alone gives another plan"
+
+
 def test_a_full_disk_at_the_end_costs_no_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

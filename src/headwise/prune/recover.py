@@ -75,6 +75,7 @@ def recover(
     *,
     checkpoint: Path | None = None,
     keep: bool = False,
+    note: str = "",
     rate: float = RATE,
     crew: Alone | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -83,7 +84,8 @@ def recover(
 
     With a checkpoint file an interrupted run goes on where it stopped; a checkpoint of other weights, texts or options
     is refused. The file is removed when the recovery is done; with keep it stays, finished, until the caller has the
-    result in a safe place and removes it. crew: those who share the work, as headwise.scale gives them.
+    result in a safe place and removes it. note: words of the caller's that the checkpoint holds, for `kept_note`.
+    crew: those who share the work, as headwise.scale gives them.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps of recovery must be a whole number of at least 1, got {steps!r}")
@@ -91,7 +93,7 @@ def recover(
     wanted = {parameter: parameter.requires_grad for parameter in pruned.parameters() if parameter.is_floating_point()}
     for parameter in wanted:
         parameter.requires_grad_(True)
-    key = _key(pruned, full, batches, steps, rate) if checkpoint else {}
+    key = {**_key(pruned, full, batches, steps, rate), "note": note} if checkpoint else {}
     model = crew.wrapped(pruned)
     trained = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
@@ -257,16 +259,27 @@ def _resume(
 
 def run_id(path: Path) -> str | None:
     """A name for the recovery that a checkpoint is of; None where there is no checkpoint that can be read."""
+    about = _about(path)
+    if about is None:
+        return None
+    return hashlib.sha256(json.dumps([about.get(part) for part in PARTS]).encode()).hexdigest()[:32]
+
+
+def kept_note(path: Path) -> str:
+    """What the caller of a recovery had written into its checkpoint; empty where there is none."""
+    return (_about(path) or {}).get("note", "")
+
+
+def _about(path: Path) -> dict[str, str] | None:
+    """The header of a checkpoint that this version wrote; None where there is none that can be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as opened:
-            about = opened.metadata() or {}
+            about: dict[str, str] = opened.metadata() or {}
     except (OSError, SafetensorError):
         return None
-    if about.get("headwise-recovery") != FORMAT:
-        return None
-    return hashlib.sha256(json.dumps([about.get(part) for part in PARTS]).encode()).hexdigest()[:32]
+    return about if about.get("headwise-recovery") == FORMAT else None
 
 
 def _check_run(path: Path, about: Mapping[str, str], key: Mapping[str, str]) -> None:

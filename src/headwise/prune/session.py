@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .importance import importance
 from .latency import attention_time, times
 from .plan import Plan, in_steps, plan
 from .quality import Quality, Size, quality, size
-from .recover import recover, run_id
+from .recover import kept_note, recover, run_id
 from .scores import Scores
 from .texts import Texts
 
@@ -115,7 +116,7 @@ def pruned_and_measured(
     scored and trained: how heads are scored and recovery goes, where several processes share both; the first of them
     measures quality and time, in the report of the others they are not there.
     """
-    made, scores = (given, None) if given else _planned(model, texts, asked, progress, scored)
+    made, scores = (given, None) if given else _planned(model, texts, asked, progress, scored, _noted_plan(asked, out))
     made.check(model)
     against = None
     if asked.compare and first:
@@ -142,6 +143,7 @@ def pruned_and_measured(
             texts.scoring,
             asked.recover,
             checkpoint=recovery_file(out),
+            note=_note(asked, made),
             keep=True,  # what fails from here on must not cost the training
             progress=lambda done, total: progress("recovery", done, total),
         )
@@ -156,7 +158,12 @@ def pruned_and_measured(
 
 
 def _planned(
-    model: Any, texts: Texts, asked: Asked, progress: Progress, scored: Callable[..., Scores]
+    model: Any,
+    texts: Texts,
+    asked: Asked,
+    progress: Progress,
+    scored: Callable[..., Scores],
+    noted: Plan | None,
 ) -> tuple[Plan, Scores | None]:
     how: dict[str, Any] = {"per": asked.per, "unit": asked.unit, "allow_empty": asked.allow_empty}
     if asked.steps > 1:
@@ -174,6 +181,8 @@ def _planned(
         model, texts.scoring, asked.score, seed=asked.seed,
         progress=lambda done, total: progress(f"scoring by {asked.score}", done, total),
     )  # fmt: skip
+    if asked.budget == "latency" and noted is not None:  # another measurement would give another plan
+        return noted, scores
     inputs = sample(model, asked.batch, asked.length) if asked.budget == "latency" else None
     return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how), scores
 
@@ -235,6 +244,21 @@ def check_out(out: Path, overwrite: bool) -> None:
     if run is not None and run == _saved_run(out):  # the run was killed after its last rename
         recovery_file(out).unlink(missing_ok=True)
     raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
+
+
+def _note(asked: Asked, made: Plan) -> str:
+    """What a checkpoint says of its run beside what it is keyed by."""
+    return json.dumps({"asked": asdict(asked), "plan": made.to_json()})
+
+
+def _noted_plan(asked: Asked, out: Path) -> Plan | None:
+    """The plan of a recovery that was interrupted, where the same was asked for then."""
+    try:
+        found = parse_json(kept_note(recovery_file(out)))
+        same = isinstance(found, dict) and found.get("asked") == parse_json(json.dumps(asdict(asked)))
+        return Plan.from_json(found.get("plan")) if same else None
+    except ValueError:
+        return None
 
 
 def _make_parent(out: Path) -> None:
