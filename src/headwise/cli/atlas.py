@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
 from .checks import LARGEST_SEED, check_output_folder, make_folder
 from .ranks import Alone, together
 
@@ -99,15 +100,15 @@ def _loaded(path: Path) -> Atlas:
 def _show(found: Atlas, before: Atlas | None, head: str | None, best: int, as_json: bool) -> None:
     if before is not None:
         changes = before.diff(found)
-        typer.echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
+        echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
     elif head is not None:
-        typer.echo(_head(found, head, as_json))
+        echo(_head(found, head, as_json))
     elif as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+        echo(json.dumps(found.to_json(), ensure_ascii=False))
     else:
         from ..roles.tables import text
 
-        typer.echo(text(found, best))
+        echo(text(found, best))
 
 
 def _part(text: str | None) -> tuple[int, int]:
@@ -147,7 +148,7 @@ def _measured(
     check_file(texts, field)  # before a model is loaded
     kept = None if out is None else out / (UNFINISHED if ranks.count == 1 else "unfinished")
     if kept is not None and kept.exists() and ranks.first:
-        typer.echo(f"going on where {kept} was left; remove it to begin again", err=True)
+        echo(f"going on where {kept} was left; remove it to begin again", err=True)
     words = tokenizer(model)  # first, for it tells a wrong name soonest
     loaded = load(model)
     how: dict[str, Any] = {"name": model, "limit": limit, "length": length, "field": field, "seed": seed}
@@ -174,12 +175,11 @@ def _measured(
 @contextmanager
 def _bar(shown: bool) -> Iterator[Progress]:
     """Texts done, of how many, and the time left, on stderr; gone at the end."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    screen = console(stderr=True)
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    with Progress(*columns, console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         task = bars.add_task("texts", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -199,8 +199,8 @@ def _write(found: Atlas, out: Path) -> None:
         save_picture(found, out / "atlas.png")
         written.append("atlas.png")
     except HeadwiseError as error:  # no matplotlib: everything else is there
-        typer.echo(f"no picture: {error}", err=True)
-    typer.echo(f"wrote {', '.join(written)} to {out}", err=True)
+        echo(f"no picture: {error}", err=True)
+    echo(f"wrote {', '.join(written)} to {out}", err=True)
 
 
 def _head(found: Atlas, head: str, as_json: bool) -> str:

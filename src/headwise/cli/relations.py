@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from ..errors import HeadwiseError
+from ..terminal import echo
 from .checks import make_folder
 
 if TYPE_CHECKING:
@@ -51,8 +50,8 @@ def alone(links: Relations, out: Path | None, as_json: bool) -> None:
     if out is not None:
         make_folder(out)
         links.save(out / "relations.json")
-        typer.echo(f"wrote relations.json to {out}", err=True)
-    typer.echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
+        echo(f"wrote relations.json to {out}", err=True)
+    echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
 
 
 def damage(atlas: Atlas, role: str, model: str, texts: Path, field: str, as_json: bool) -> None:
@@ -80,4 +79,4 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path, field: str, as_json
             bar(done, DRAWS * len(given))
 
         found = [matter(task, heads, progress=progress) for task in given]
-    typer.echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))
+    echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))

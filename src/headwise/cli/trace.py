@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..terminal import console, echo
 from .checks import LARGEST_SEED
 
 if TYPE_CHECKING:
@@ -48,12 +49,10 @@ def trace(
         seed=seed,
     )
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        echo(json.dumps(result.to_json(), indent=2))
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(_drawing(result, wide=console.width >= WIDE))
+    screen = console()
+    screen.print(_drawing(result, wide=screen.width >= WIDE))
     if not result.equal:
         raise typer.Exit(1)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
-from ..prune.importance import SCORES, UNITS, places
+from ..prune.importance import SCORES, UNITS, merged
 from ..prune.importance import importance as importance_of
 from ..prune.scores import Scores
 from ..roles.atlas import SUMS, Atlas
@@ -32,7 +32,6 @@ from .ranks import Ranks, ranks_of
 
 EVERY = 30.0  # seconds between checkpoints
 PATIENCE = 12 * 3600.0  # seconds that a rank which is done waits for the others; one that died ends all of them
-WHOLE = ("magnitude", "random", "l0", "variance")  # scores that are not sums over batches: every rank computes them
 Progress = Callable[[int, int | None], None]
 
 
@@ -89,7 +88,9 @@ def importance(
     """headwise.importance over the ranks there are: each scores its part of the batches, and all get all scores."""
     ranks = ranks_of(timeout=timeout)
     kept = list(batches)
-    if ranks.count == 1 or score in WHOLE or score not in SCORES or unit not in UNITS or len(kept) < 2:
+    # every rank computes the whole of a score that does not come apart by batches
+    apart = score in SCORES and SCORES[score].additive and unit in UNITS
+    if ranks.count == 1 or not apart or len(kept) < 2:
         shown = progress if ranks.first else None
         return importance_of(model, kept, score, loss, unit=unit, seed=seed, progress=shown, **how)
     told = ", ".join(f"{key} {value}" for key, value in sorted(how.items()))
@@ -107,11 +108,10 @@ def importance(
                 if progress and ranks.first:
                     progress(min(len(kept), len(ledger.done) * ranks.count), len(kept))
         ranks.barrier("the end of the batches")
-        each, objective = ledger.all(len(kept))
+        each, _ = ledger.all(len(kept))
         ranks.barrier("the merging of the scores")
         ledger.file.unlink(missing_ok=True)
-    _, signed, norm = SCORES[score]
-    return Scores(places(model), score, unit, objective, each, signed, norm)
+    return merged(model, kept, score, loss, unit, each)
 
 
 class Ledger:
