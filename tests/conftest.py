@@ -10,7 +10,7 @@ import pytest
 # Why a test may be skipped. Any other reason fails the run: a skip must not hide what nobody looks at.
 SKIPS = (
     "the native kernel was not built",  # no C compiler: PyTorch computes the same, and the tests of that run
-    "(cc|aarch64-linux-gnu-gcc|qemu-aarch64) is not installed",
+    "(cc|aarch64-linux-gnu-gcc|qemu-aarch64|qemu-x86_64) is not installed",
     "cc has no sanitizers here",
     "no fork here",
     "triton is not installed",  # it exists for Linux on x86-64 only
