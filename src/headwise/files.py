@@ -1,32 +1,88 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and the removal of what killed runs left.
+
+While something is written, a working folder lies beside the target:
+
+    .NAME.headwise-MACHINE-RANDOM/lock       locked (flock) as long as its process lives
+                                 /new/NAME   what is written, moved to NAME at the end by one rename
+                                 /old/NAME   a folder that is being replaced
+
+A working folder whose lock is free belongs to a process that was killed, and the next write in that place removes it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import os
-import tempfile
+import re
+import secrets
+import shutil
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import HeadwiseError
 
+WORKING = re.compile(r"\..*\.headwise-([0-9a-f]{8})-[0-9a-f]{16}", re.DOTALL)
+NAME_LENGTH = 40  # of the target's name in that of its working folder: a file name has at most 255 bytes
+# A lock of another machine may be invisible here (network file systems): then only its age tells, in seconds.
+OLD_AGE = 24 * 3600.0
+
 
 @contextmanager
 def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError) -> Iterator[Path]:
-    """A temporary file beside `path` to write to; it takes the place of `path` when the body ends without an error."""
-    target = Path(path)
-    made = None
+    """A temporary file to write to; it takes the place of `path` when the body ends without an error.
+
+    What cannot be written (no room, no permission) is an `error` of one line, and what was there before stays.
+    """
+    with _failures(path, error):
+        target = _target(path, error)
+        if target.is_dir():
+            raise error(f"{str(path)!r} is a directory; give a file")
+        if target.exists() and not target.is_file():  # a rename would replace the device itself
+            raise error(f"{str(path)!r} is a device, socket or pipe; give a file")
+        with _working_folder(target) as folder:
+            made = folder / "new" / target.name
+            made.touch()
+            yield made
+            os.chmod(made, target.stat().st_mode if target.exists() else 0o666 & ~umask())
+            os.replace(made, target)
+
+
+@contextmanager
+def folder_written(
+    path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError, *, private: bool = False
+) -> Iterator[Path]:
+    """A temporary folder to write to; it takes the place of `path` when the body ends without an error.
+
+    A folder that is at `path` by then is replaced: ask before. Folders above it are made. private: for its owner alone.
+    """
+    with _failures(path, error, "; what was there before is untouched"):
+        target = _target(path, error)
+        if target.exists() and not target.is_dir():
+            raise error(f"{str(path)!r} is a file; give a directory")
+        if Path.cwd().is_relative_to(target):
+            raise error(f"{str(path)!r} is the current directory, which is not replaced; give a directory inside it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _working_folder(target) as folder:
+            made = folder / "new" / target.name
+            made.mkdir(0o700)
+            yield made
+            os.chmod(made, 0o700 if private else 0o777 & ~umask())
+            _move_folder(made, folder / "old" / target.name, target)
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
+    """Remove from a folder what processes left that were killed while they wrote; those that live are not touched."""
     try:
-        handle, made = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
-        os.close(handle)
-        yield Path(made)
-        os.chmod(made, target.stat().st_mode if target.exists() else 0o666 & ~umask())
-        os.replace(made, target)
-    except OSError as why:
-        raise error(f"{str(path)!r} cannot be written: {why.strerror or why}") from why
-    finally:
-        if made and os.path.exists(made):
-            os.unlink(made)
+        names = [name for name in os.listdir(folder) if WORKING.fullmatch(name)]
+    except OSError:  # the folder does not exist, or may not be listed
+        return []
+    return [name for name in names if _remove_if_dead(Path(folder, name))]
 
 
 def umask() -> int:
@@ -34,3 +90,149 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _target(path: str | os.PathLike[str], error: type[HeadwiseError]) -> Path:
+    """The file or folder itself, where `path` is a link to it: links stay what they are."""
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise error(f"{os.fspath(path)!r} cannot be written: it is not a path")
+    return Path(os.path.realpath(os.fspath(path)))
+
+
+@contextmanager
+def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], rest: str = "") -> Iterator[None]:
+    """What a writer says about a disk or a path, as an `error` of one line."""
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except OSError as why:
+        raise error(f"{str(path)!r} cannot be written: {why.strerror or why}{rest}") from why
+    except Exception as why:
+        # "Error while serializing: I/O error: No space left on device (os error 28) at path ...", which is no OSError
+        if type(why).__name__ != "SafetensorError" or "I/O error" not in str(why):
+            raise
+        words = re.sub(r".*I/O error: | \(os error.*", "", str(why), flags=re.DOTALL)
+        raise error(f"{str(path)!r} cannot be written: {words}{rest}") from why
+
+
+@contextmanager
+def _working_folder(target: Path) -> Iterator[Path]:
+    """A new working folder beside the target, locked, and removed at the end whatever happens."""
+    remove_leftovers(target.parent)
+    folder, lock = _locked_folder(target)
+    try:
+        (folder / "new").mkdir(0o700)
+        (folder / "old").mkdir(0o700)
+        yield folder
+    finally:
+        if not _unfinished(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(target: Path) -> tuple[Path, int]:
+    while True:
+        folder = target.parent / f".{target.name[:NAME_LENGTH]}.headwise-{_machine()}-{secrets.token_hex(8)}"
+        folder.mkdir(0o700)
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:  # another process took the empty folder for a leftover
+            continue
+        except BaseException:
+            os.rmdir(folder)
+            raise
+        try:
+            if _try_lock(lock) is not False and os.fstat(lock).st_nlink:
+                return folder, lock
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            raise
+        os.close(lock)  # likewise taken for a leftover, before it was locked
+
+
+def _try_lock(lock: int) -> bool | None:
+    """Lock an open file without waiting; False: another process has it; None: there are no locks here."""
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
+
+
+@functools.cache
+def _machine() -> str:
+    """A name for the running kernel: its processes, those in containers too, see each other's locks."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        name = socket.gethostname().encode()
+    return hashlib.sha256(name).hexdigest()[:8]
+
+
+def _remove_if_dead(folder: Path) -> bool:
+    """Remove a working folder unless its process may live; a replacement that only lacked a rename is finished."""
+    found = WORKING.fullmatch(folder.name)
+    here = found is not None and found[1] == _machine()
+    with contextlib.suppress(OSError):  # another user's, or another process is removing it
+        if not here and time.time() - folder.stat().st_mtime < OLD_AGE:
+            return False
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+        except FileNotFoundError:  # its process was killed before it made the lock, or while it removed all
+            if not _has_content(folder):
+                os.rmdir(folder)
+            else:
+                shutil.rmtree(folder)
+            return True
+        try:
+            locked = _try_lock(lock)
+            if locked is False or (locked is None and time.time() - os.fstat(lock).st_mtime < OLD_AGE):
+                return False
+            _finish(folder)
+            shutil.rmtree(folder)
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
+def _has_content(folder: Path) -> bool:
+    """Whether `new` or `old` is in it, which are made after the lock: without a lock they are being removed."""
+    return any((folder / name).is_dir() for name in ("new", "old"))
+
+
+def _unfinished(folder: Path) -> list[tuple[Path, Path]]:
+    """(new, target) where a folder was moved away and its replacement did not arrive."""
+    try:
+        names = os.listdir(folder / "old")
+    except OSError:
+        return []
+    pairs = [(folder / "new" / name, folder.parent / name) for name in names]
+    return [(made, target) for made, target in pairs if made.is_dir() and not os.path.lexists(target)]
+
+
+def _finish(folder: Path) -> None:
+    for made, target in _unfinished(folder):
+        os.rename(made, target)
+
+
+def _move_folder(made: Path, old: Path, target: Path) -> None:
+    """Rename a folder to its target; one that is there comes back if that fails."""
+    if not target.exists():
+        os.rename(made, target)
+        return
+    os.rename(target, old)
+    try:
+        os.rename(made, target)
+    except BaseException:
+        if not target.exists():
+            os.rename(old, target)
+        raise

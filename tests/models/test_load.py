@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +202,50 @@ def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
+
+
+def test_an_unknown_hub_id_in_a_fresh_process_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headwise", "inspect", "hello", "--model", "nope/nope"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 2 and run.stdout == ""
+    assert re.fullmatch(
+        r"headwise: 'nope/nope' is not a directory, .* the hub cannot be reached for it.*\n", run.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a" * 5000, r"^there is no 'a{200}'\.\.\. \(5,000 characters\); give a directory"),
+        ("a/" * 2500, r"^there is no '(a/){100}'\.\.\. \(5,000 characters\)"),
+        ("a" * 97, "there is no 'a{97}'; give"),
+        ("x\0y", r"there is no 'x\\x00y'; give"),
+        ("a\nb", r"there is no 'a\\nb'; give"),
+        ("\ud800", r"there is no '\\ud800'; give"),
+        ("~nobody-of-this-name/x", "there is no '~nobody-of-this-name/x'; give"),
+        ("", "a model's name must not be empty; give"),
+        (" \n", "a model's name must not be empty; give"),
+        ("/dev/null", "'/dev/null' is a device, socket or pipe; give"),
+        (b"minilm", "a model's name must be a string or a path, got bytes; give"),
+        (None, "a model's name must be a string or a path, got NoneType; give"),
+    ],
+)
+def test_names_that_no_model_can_have(name: Any, words: str) -> None:
+    refused(name, words)
+
+
+def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "pipe' is a device, socket or pipe; give")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path / "loop", "there is no '.*loop'; give")
+
+    def stat(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)  # root may look into every directory
+    refused("closed/model", "'closed/model' cannot be read: Permission denied")
 
 
 def test_a_hub_model_is_fetched_without_pickles_and_code(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

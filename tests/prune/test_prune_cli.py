@@ -24,7 +24,8 @@ from headwise.prune.latency import attention_time, times
 from headwise.prune.page import page
 from headwise.prune.quality import quality, size
 from headwise.prune.recover import recover
-from headwise.prune.texts import batched, read_labels
+from headwise.prune.texts import batched, read_labels, read_texts
+from headwise.roles.corpus import read
 
 WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
 
@@ -202,10 +203,8 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
         if done == 8:
             raise KeyboardInterrupt
 
-    with pytest.raises(HeadwiseError, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
         recover(headwise.prune_heads(model, {0: [1, 2]}), model, given, 12, checkpoint=file, progress=stop)
-    with pytest.raises(HeadwiseError, match="an interrupted recovery of another run"):
-        recover(headwise.prune_heads(model, {0: [1, 3]}), model, given, 12, checkpoint=file)
     again = headwise.prune_heads(model, {0: [1, 2]})
     assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-5)
     for one, other in zip(again.parameters(), whole.parameters(), strict=True):
@@ -258,6 +257,56 @@ def test_sizes_and_times() -> None:
     given = inputs("llama")
     taken = times({"full": model, "pruned": pruned}, given, 2)
     assert set(taken) == {"full", "pruned"} and 0 < attention_time(model, given, 2) < 10 * taken["full"]
+
+
+class QueuedWork:
+    """An accelerator's clock: work is queued when a module runs, and takes its time when something waits for it."""
+
+    def __init__(self) -> None:
+        self.now = self.queued = 0.0
+
+    def queue(self, seconds: float) -> Any:
+        def run(*_: Any) -> None:
+            self.queued += seconds
+
+        return run
+
+    def synchronize(self, *_: Any) -> None:
+        self.now, self.queued = self.now + self.queued, 0.0
+
+
+def test_times_wait_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model, given = QueuedWork(), build("bert"), inputs("bert")
+    other = build("bert")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", clock.synchronize)
+    monkeypatch.setattr("headwise.prune.latency.time.perf_counter", lambda: clock.now)
+    for layer in model.encoder.layer:
+        layer.attention.self.query.register_forward_hook(clock.queue(5))
+        layer.attention.self.value.register_forward_hook(clock.queue(2))
+        layer.output.register_forward_hook(clock.queue(7))
+    other.embeddings.register_forward_hook(clock.queue(11))
+    assert times({"bert": model, "other": other}, given, 3) == {"bert": 3 * 14, "other": 11}
+    assert attention_time(model, given, 3) == 3 * 7
+
+
+def test_texts_of_jsonl_are_read_as_the_atlas_reads_them(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = texts.read_text().splitlines()
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"said": line, "id": i}) + "\n\n" for i, line in enumerate(lines)))
+    assert read_texts(file, "said") == lines == list(read(file, "said")[0])
+    source = saved(tmp_path / "source")
+    plain = ["--model", source, "--score", "output", "--json"]
+    found = []
+    for name, more in (("a", ["--texts", texts]), ("b", ["--texts", file, "--field", "said"])):
+        code, out, _ = run(capsys, *plain, *more, "--out", tmp_path / name)
+        assert code == 0
+        found.append(json.loads(out)["scores"])
+    assert found[0] == found[1]
+    code, _, err = run(capsys, *plain, "--texts", file, "--out", tmp_path / "c")
+    assert code == 2 and "line 1 of" in err and "is no JSON object with a 'text'" in err
 
 
 def test_a_perplexity_counts_tokens_wherever_the_padding_is() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..terminal import one_line
 from .cost import CONVENTION
 from .values import Counts, Layer, Part
 
@@ -70,7 +71,7 @@ def explain(card: Card, context: int | None = None, dtype: str = "bf16", batch: 
         [f"Warning: {words}." for words in card.warnings],
         list(_sources(card)),
     ]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+    return "\n\n".join("\n".join(map(one_line, lines)) for lines in blocks if lines)
 
 
 def title(card: Card) -> str:

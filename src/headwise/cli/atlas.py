@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
 from .ranks import Alone, together
 
 if TYPE_CHECKING:
@@ -87,15 +88,15 @@ def _show(found: Atlas, against: Path | None, head: str | None, best: int, as_js
         from ..roles.atlas import Atlas
 
         changes = Atlas.load(against).diff(found)
-        typer.echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
+        echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
     elif head is not None:
-        typer.echo(_head(found, head, as_json))
+        echo(_head(found, head, as_json))
     elif as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+        echo(json.dumps(found.to_json(), ensure_ascii=False))
     else:
         from ..roles.tables import text
 
-        typer.echo(text(found, best))
+        echo(text(found, best))
 
 
 def _part(text: str | None) -> tuple[int, int]:
@@ -137,7 +138,7 @@ def _measured(
         _directory(out)
     kept = None if out is None else out / ("unfinished.safetensors" if ranks.count == 1 else "unfinished")
     if kept is not None and kept.exists() and ranks.first:
-        typer.echo(f"going on where {kept} was left; remove it to begin again", err=True)
+        echo(f"going on where {kept} was left; remove it to begin again", err=True)
     words = tokenizer(model)  # first, for it tells a wrong name soonest
     loaded = load(model)
     how: dict[str, Any] = {"name": model, "limit": limit, "length": length, "field": field, "seed": seed}
@@ -169,12 +170,11 @@ def _directory(out: Path) -> None:
 @contextmanager
 def _bar(shown: bool) -> Iterator[Progress]:
     """Texts done, of how many, and the time left, on stderr; gone at the end."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    screen = console(stderr=True)
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    with Progress(*columns, console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         task = bars.add_task("texts", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
@@ -194,8 +194,8 @@ def _write(found: Atlas, out: Path) -> None:
         save_picture(found, out / "atlas.png")
         written.append("atlas.png")
     except HeadwiseError as error:  # no matplotlib: everything else is there
-        typer.echo(f"no picture: {error}", err=True)
-    typer.echo(f"wrote {', '.join(written)} to {out}", err=True)
+        echo(f"no picture: {error}", err=True)
+    echo(f"wrote {', '.join(written)} to {out}", err=True)
 
 
 def _head(found: Atlas, head: str, as_json: bool) -> str:

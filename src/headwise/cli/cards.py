@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
+from ..terminal import console, echo, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -88,13 +88,11 @@ def amount(text: str, units: dict[str, int]) -> int:
 def _print_json(plain: Any) -> None:
     import json
 
-    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+    echo(json.dumps(plain, indent=2))
 
 
 def _print(drawing: RenderableType) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, markup=False, emoji=False).print(drawing)  # a name may hold "[bold]"
+    console().print(drawing)
 
 
 def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool) -> dict[str, Any]:
@@ -169,9 +167,10 @@ def _numbers(found: Card) -> Table:
         for name, title in SHOWN.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
-                table.add_row(*((part.name,) if several else ()), title, f"{number:,}", str(source))
+                table.add_row(*((part.name,) if several else ()), title, f"{number:,}", one_line(str(source)))
     if found.class_name:
-        table.add_row(*(("",) if several else ()), "class", "", f"{found.class_name} ({found.class_source})")
+        row = (*(("",) if several else ()), "class", "", one_line(f"{found.class_name} ({found.class_source})"))
+        table.add_row(*row)
     return table
 
 
@@ -184,7 +183,7 @@ def _every_layer(found: Card) -> Table:
             role = "cross" if layer.role == "cross" else layer.kind
             kind = f"{role} {layer.sharing if layer.sharing != 'none' else layer.mixer}"
             table.add_row(
-                part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", kind.strip()
+                part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", one_line(kind.strip())
             )
     return table
 
@@ -195,17 +194,17 @@ def _sides(found: Diff) -> RenderableType:
 
     from ..card.words import size
 
-    table = _table("", *found.names, "")
+    table = _table("", *map(one_line, found.names), "")
     for what, first, second in found.rows:
         shown = [_shown(value, size) if what.startswith("cache") else _shown(value) for value in (first, second)]
         table.add_row(what, *shown, "")
-    return Group(table, Text(), Text("\n".join(found.sentences))) if found.rows else Text("\n".join(found.sentences))
+    return Group(table, Text(), Text(str(found))) if found.rows else Text(str(found))
 
 
 def _shown(value: Any, form: Any = None) -> str:
     if value is None:
         return "–"
-    return form(value) if form else f"{value:,}" if isinstance(value, int) else str(value)
+    return form(value) if form else f"{value:,}" if isinstance(value, int) else one_line(str(value))
 
 
 def _options(width: int, options: list[Option]) -> RenderableType:

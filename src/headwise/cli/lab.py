@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def lab(
     if pages:
         from ..lab.session import rewrite
 
-        typer.echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
+        echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
         return
     if not claims and not all_claims:
         _list(as_json)
@@ -70,7 +71,7 @@ def lab(
     if not ranks.first:
         return
     if as_json:
-        typer.echo(json.dumps(records, indent=2))
+        echo(json.dumps(records, indent=2))
     else:
         _show(records, out)
 
@@ -82,37 +83,34 @@ def _list(as_json: bool) -> None:
     found = results()
     if as_json:
         kept = [{key: x for key, x in record.items() if key != "figures"} for record in found.values()]
-        typer.echo(json.dumps(kept, indent=2))
+        echo(json.dumps(kept, indent=2))
         return
-    from rich.console import Console
     from rich.text import Text
 
     from ..lab.terminal import sentence, verdicts_of
 
-    console = Console(highlight=False)
+    screen = console()
     for number in NUMBERS:
         record = found.get(number)
         title = record["title"] if record else claim(number).title
-        console.print(Text(f"{number}. {title}", style="bold"))
+        screen.print(Text(f"{number}. {title}", style="bold"))
         for verdict in verdicts_of(record) if record else []:
-            console.print(Text("   ").append_text(sentence(verdict)))
+            screen.print(Text("   ").append_text(sentence(verdict)))
         if record is None:
-            console.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
-    console.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
+            screen.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
+    screen.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
 
 
 def _show(records: list[dict[str, Any]], out: Path) -> None:
-    from rich.console import Console
-
     from ..lab.claims import claim
     from ..lab.terminal import drawn
 
-    console = Console(highlight=False)
+    screen = console()
     for record in records:
         chosen, figures = claim(record["claim"]), record["figures"]
-        console.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
-        console.print()
-    typer.echo(f"written to {out}/", err=True)
+        screen.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
+        screen.print()
+    echo(f"written to {out}/", err=True)
 
 
 def _check_device(device: str) -> None:
@@ -127,12 +125,11 @@ def _check_device(device: str) -> None:
 @contextmanager
 def _bars(shown: bool) -> Iterator[Progress]:
     """What is being done, on stderr: the newest kinds of work as bars, gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    screen = console(stderr=True)
+    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import HeadwiseError
+from ..errors import CheckpointError, HeadwiseError
+from ..terminal import console, echo
+from . import Interrupted
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
     from ..prune.session import Progress, Report
+    from ..prune.texts import Texts
     from ..scale.ranks import Ranks
 
 
 def prune(
-    texts: Annotated[Path | None, typer.Option(help="A file with a text a line; half score the heads.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="A file with a text a line, or .jsonl; half score.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the pruned model goes: a new directory.")] = None,
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
     ] = "minilm",
     labels: Annotated[Path | None, typer.Option(help="A label a line; for encoder-decoders a text.")] = None,
+    field: Annotated[str, typer.Option(help="Where the text is in a line of .jsonl.")] = "text",
     keep: Annotated[str, typer.Option(help="The share to keep, such as 0.6, or encoder=0.5,cross=0.9.")] = "0.6",
     score: Annotated[
         str, typer.Option(help="michel, michel-token, ablation, output, variance, ... or random.")
@@ -50,26 +54,31 @@ def prune(
     """Remove the attention heads that matter least, and say what that does to quality, size and speed."""
     if texts is None or out is None:
         raise HeadwiseError("give --texts, a file with a text a line, and --out, a directory for the pruned model")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
     for name, number in (("--batch", batch), ("--length", length), ("--steps", steps)):
         if number < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {number}")
     if recover < 0:
         raise HeadwiseError(f"--recover must be a number of steps, got {recover}")
-    from ..prune.session import Asked
+    from ..prune.session import Asked, check_out, recovery_file
 
+    check_out(out, overwrite)
     asked = Asked(
         _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
         compare,
     )  # fmt: skip
     check_over(over)
     with together() as ranks:
-        report = _run(model, texts, labels, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
+        report = _run(model, texts, labels, field, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
         from ..prune.report import to_json
 
-        typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+        if not recover and recovery_file(out).exists():
+            echo(
+                f"headwise: {str(recovery_file(out))!r} holds the recovery of an earlier run, which is left as it is; "
+                "delete it if it is of no use",
+                err=True,
+            )
+        echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
 
 
 def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
@@ -95,54 +104,76 @@ def _shares(text: str) -> float | dict[str, float]:
 
 
 def _run(
-    name: str, texts: Path, labels: Path | None, asked: Any, out: Path, plan: Path | None, curve: bool, overwrite: bool,
-    shared: dict[str, Any],
+    name: str, texts: Path, labels: Path | None, field: str, asked: Any, out: Path, plan: Path | None, curve: bool,
+    overwrite: bool, shared: dict[str, Any],
 ) -> Report:  # fmt: skip
     from ..models.load import load, tokenizer
     from ..prune.importance import SCORES
     from ..prune.plan import Plan
-    from ..prune.report import put, write
     from ..prune.session import kept, pruned_and_measured
-    from ..prune.texts import batched, read_labels, read_lines
+    from ..prune.texts import batched, read_labels, read_texts
 
     if asked.score not in SCORES:
         raise HeadwiseError(f"there is no score {asked.score!r}; there are {', '.join(SCORES)}")
-    lines = read_lines(texts, "texts")
+    lines = read_texts(texts, field)
     given = Plan.load(plan) if plan else None
     model = load(name)
-    marks = read_labels(labels, len(lines), model.config) if labels else None
+    marks = read_labels(labels, len(lines), model.config, field) if labels else None
     batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
     first = shared.get("first", True)
-    with _bars(first) as progress:
+    with _bars(first) as progress, _recovery_named(out):
         smaller, report = pruned_and_measured(
             model, name, batches, asked, out, given=given, progress=progress, **shared
         )
         if not first:
             return report
-        report = kept(smaller, report, out, overwrite)
-        if curve:
-            from ..prune.curve import curve as drawn
-            from ..ui.curves import save_curve
+        return kept(smaller, report, out, overwrite, _curve(model, batches, asked, progress) if curve else None)
 
-            found = drawn(
-                model, batches.scoring, batches.measuring, unit=asked.unit, per=asked.per,
-                progress=lambda done, total: progress("curve", done, total),
-            )  # fmt: skip
-            put(out / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
-            for ending in ("png", "svg"):
-                save_curve(found, out / f"curve.{ending}")
-            write(report, out, picture=True)
-    return report
+
+def _curve(model: Any, texts: Texts, asked: Any, progress: Progress) -> Callable[[Path], None]:
+    """Measure the curve; what comes back draws it into a directory."""
+    from ..prune.curve import curve as drawn
+    from ..prune.report import put
+    from ..ui.curves import save_curve
+
+    found = drawn(
+        model, texts.scoring, texts.measuring, unit=asked.unit, per=asked.per,
+        progress=lambda done, total: progress("curve", done, total),
+    )  # fmt: skip
+
+    def draw(folder: Path) -> None:
+        put(folder / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
+        for ending in ("png", "svg"):
+            save_curve(found, folder / f"curve.{ending}")
+
+    return draw
+
+
+@contextmanager
+def _recovery_named(out: Path) -> Iterator[None]:
+    """Whatever stops a run, its last line says that a recovery was kept."""
+    from ..prune.session import recovery_file
+
+    words = "; the recovery is kept, and the same command takes it up"
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if not stop.args and not recovery_file(out).exists():
+            raise
+        raise Interrupted(str(stop) or "interrupted" + words) from None
+    except CheckpointError as error:
+        if recovery_file(out).name in str(error) or not recovery_file(out).exists():
+            raise
+        raise CheckpointError(str(error) + words) from error
 
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[Progress]:
     """A progress bar a kind of work, on stderr, gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    screen = console(stderr=True)
+    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:

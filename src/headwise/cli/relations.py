@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from ..errors import HeadwiseError
+from ..terminal import echo
 
 if TYPE_CHECKING:
     from ..roles.atlas import Atlas
@@ -52,8 +51,8 @@ def alone(links: Relations, out: Path | None, as_json: bool) -> None:
 
         _directory(out)
         links.save(out / "relations.json")
-        typer.echo(f"wrote relations.json to {out}", err=True)
-    typer.echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
+        echo(f"wrote relations.json to {out}", err=True)
+    echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
 
 
 def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: bool) -> None:
@@ -83,4 +82,4 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: boo
             bar(done, DRAWS * len(given))
 
         found = [matter(task, heads, progress=progress) for task in given]
-    typer.echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))
+    echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))

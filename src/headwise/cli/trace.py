@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..terminal import console, echo
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
@@ -46,12 +48,10 @@ def trace(
         seed=seed,
     )
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        echo(json.dumps(result.to_json(), indent=2))
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(_drawing(result, wide=console.width >= WIDE))
+    screen = console()
+    screen.print(_drawing(result, wide=screen.width >= WIDE))
     if not result.equal:
         raise typer.Exit(1)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import folder_written
+from ..terminal import echo
 from .places import cache, missing, sha256
 
 MAGIC = b"GGUF"
@@ -35,22 +34,17 @@ def converted(path: Path, check: Callable[[Path], None] | None = None) -> Path:
     if check:
         check(path)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # a run that is stopped half-way must leave nothing that looks whole
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
-    except OSError as error:
-        raise CheckpointError(
-            f"the cache {str(folder.parent)!r} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a directory"
-        ) from error
-    try:
-        _convert(path, made)
-        if not folder.exists():
-            made.rename(folder)
-    except OSError as error:
-        if not folder.exists():  # or another process was faster, and its work is as good
-            raise CheckpointError(f"{str(path)!r} could not be converted into the cache: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        with folder_written(folder, CheckpointError, private=True) as made:
+            _convert(path, made)
+    except CheckpointError as error:
+        if folder.exists():  # another process was faster, and its work is as good
+            return folder
+        if isinstance(error.__cause__, OSError):
+            raise CheckpointError(
+                f"the cache {str(folder.parent)!r} cannot be written ({error.__cause__.strerror}); "
+                "set XDG_CACHE_HOME to a directory with room"
+            ) from error
+        raise
     return folder
 
 
@@ -61,7 +55,7 @@ def _convert(path: Path, made: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing(error) from error
-    sys.stderr.write(f"headwise: converting {path.name} to safetensors, once (kept in {made.parent})\n")
+    echo(f"headwise: converting {path.name} to safetensors, once (kept in {made.parent})", err=True)
     try:
         unpacked = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

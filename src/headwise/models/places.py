@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from typing import Any
 from ..errors import CheckpointError
 
 DEFAULT = "minilm"
+HUB_ID_LENGTH = 96  # by the hub's rules
+SHOWN = 200  # characters of a name in a message
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # never a pickle, never code; weights in other formats and folders stay where they are
 HUB_FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken"]
@@ -71,19 +75,40 @@ def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool 
 
     weights=False: only what a tokenizer needs; code=True: a hub model's Python files too.
     """
+    if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str):
+        raise CheckpointError(f"a model's name must be a string or a path, got {type(name).__name__}; give {_KINDS}")
     text = os.fspath(name)
     if not text.strip():
         raise CheckpointError(f"a model's name must not be empty; give {_KINDS}")
     if text in EMBEDDED and isinstance(name, str):
         return _embedded(EMBEDDED[text], weights)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(text))
+    mode = _mode(path)
+    if mode is not None and stat.S_ISDIR(mode):
         return path
-    if path.is_file():
+    if mode is not None and stat.S_ISREG(mode):
         return _file(path)
-    if not HUB_ID.fullmatch(text) or text.endswith((".gguf", ".safetensors", ".json")):
-        raise CheckpointError(f"there is no {text!r}; give {_KINDS}")
+    if mode is not None:
+        raise CheckpointError(f"{_short(text)} is a device, socket or pipe; give {_KINDS}")
+    if not HUB_ID.fullmatch(text) or len(text) > HUB_ID_LENGTH or text.endswith((".gguf", ".safetensors", ".json")):
+        raise CheckpointError(f"there is no {_short(text)}; give {_KINDS}")
     return _hub(text, weights, code)
+
+
+def _mode(path: Path) -> int | None:
+    """What stat says of a path, or None where nothing can be there."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL, or no characters of this system's
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return None
+        raise CheckpointError(f"{_short(str(path))} cannot be read: {error.strerror}") from error
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text):,} characters)"
 
 
 _KINDS = f"a directory with config.json and safetensors, a GGUF file, a hub id, or one of {', '.join(EMBEDDED)}"
@@ -135,11 +160,11 @@ def cache() -> Path:
 def _hub(name: str, weights: bool, code: bool) -> Path:
     try:
         import huggingface_hub
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors  # not attributes of the package before they are imported
     except ImportError as error:
         raise missing(error) from error
     patterns = [pattern for pattern in HUB_FILES if weights or "safetensors" not in pattern]
-    offline = _unreachable(huggingface_hub.constants.ENDPOINT)
+    offline = _unreachable(constants.ENDPOINT)
     with _quiet("huggingface_hub"):
         try:
             found = huggingface_hub.snapshot_download(
@@ -152,7 +177,7 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
             raise CheckpointError(f"hub model {name!r} asks for an agreement; accept it on its page, log in") from error
         except errors.RepositoryNotFoundError as error:
             raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
-        except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        except Exception as error:  # of the hub's own, of its HTTP library or of the system: all mean the same here
             raise CheckpointError(
                 f"{name!r} is not a directory, a file or an embedded name ({', '.join(EMBEDDED)}), "
                 "and the hub cannot be reached for it: connect, or give a model that is here"

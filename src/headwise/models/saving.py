@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import umask
+from ..files import folder_written, remove_leftovers, umask
 from . import anatomy
 from .probing import difference, probe
 from .projections import projections
@@ -68,12 +67,12 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: str | None = N
     target = Path(os.fspath(path)).expanduser()
     _check_target(target, overwrite)
     chosen, why, cls, config = _choose(model, form)
-    with _beside(target) as made, _quiet():
+    with folder_written(target, CheckpointError) as made, _quiet():
         _write(model, made, chosen, cls, config)
         write_record(made, model, chosen)
         _copy_others(model, made)
         far = _compare(model, made, chosen, cls)
-        _into_place(made, target)
+        _let_others_read(made)
     load = f"headwise.load({str(path)!r})" if chosen == "compact" else f"{cls.__name__}.from_pretrained({str(path)!r})"
     return Saved(str(path), chosen, why, load, far)
 
@@ -81,6 +80,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: str | None = N
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.is_file():
         raise HeadwiseError(f"{str(target)!r} is a file; give a directory")
+    remove_leftovers(target)
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise HeadwiseError(f"{str(target)!r} is not empty; give another directory, or say overwrite=True")
 
@@ -182,29 +182,6 @@ def _alike(model: Any, fresh: Any) -> bool:
         for ours, theirs in pairs
         for name in names
     )
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """A directory next to the target, gone afterwards whatever happens; a full disk is one line."""
-    made = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield made
-    except OSError as error:
-        raise CheckpointError(
-            f"{str(target)!r} was not written: {error.strerror or error}; what was there before is untouched"
-        ) from error
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError":  # how safetensors tells of a full disk
-            raise CheckpointError(
-                f"{str(target)!r} was not written: {error}; what was there before is untouched"
-            ) from error
-        raise
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 @contextmanager
@@ -318,21 +295,7 @@ def _compare(model: Any, folder: Path, form: str, cls: Any) -> float | None:
     return far
 
 
-def _into_place(made: Path, target: Path) -> None:
-    """One rename; where a directory is replaced, the old one comes back if that fails."""
-    os.chmod(made, 0o777 & ~umask())
-    for file in made.rglob("*.safetensors"):  # safetensors makes files that only their owner can read
+def _let_others_read(folder: Path) -> None:
+    """safetensors makes files that only their owner can read."""
+    for file in folder.rglob("*.safetensors"):
         os.chmod(file, 0o666 & ~umask())
-    if not target.exists():
-        os.rename(made, target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    os.rename(target, old / "old")
-    try:
-        os.rename(made, target)
-    except OSError:
-        os.rename(old / "old", target)
-        raise
-    finally:
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)

@@ -151,6 +151,7 @@ def plan(
     for key, numbers in (base or {}).items():
         gone[key if isinstance(key, tuple) else (made.places[0].kind, key)] |= set(numbers)
     kinds = list(dict.fromkeys(place.kind for place in made.places))
+    _check_counted(made.places, keep, budget)
     for part, share in _parts(made.places, keep, kinds, per):
         _remove(made, part, share, budget, unit, allow_empty, gone)
     layers = tuple((place.kind, place.index, place.query, place.kv) for place in made.places)
@@ -169,6 +170,18 @@ def _check(keep: Any, budget: str, per: str, unit: str) -> None:
     ):
         if got not in known:
             raise HeadwiseError(f"{name} must be one of {', '.join(known)}, got {got!r}")
+
+
+def _check_counted(places: list[Place], keep: float | Mapping[str, float], budget: str) -> None:
+    """Whatever a share is asked of has some of what the budget counts."""
+    counted = {place.kind for place in places if cost(place, set(), budget)}
+    without = [kind for kind in keep if kind not in counted] if isinstance(keep, Mapping) else []
+    if not counted or any(kind in {place.kind for place in places} for kind in without):
+        whose = f"{without[0]} attention" if without else "this model"
+        what = "KV cache" if budget == "cache" else "parameters"
+        raise HeadwiseError(
+            f'budget="{budget}": {whose} has no {what} that removing heads would save; use budget="heads"'
+        )
 
 
 def _bare(tables: Mapping[str, np.ndarray]) -> Scores:
@@ -221,6 +234,9 @@ def _remove(
     scores: Scores, part: list[Place], share: float, budget: str, unit: str, allow_empty: bool, gone: Gone
 ) -> None:
     """Take units away, the least important first, until no more than the share is left."""
+    part = [place for place in part if cost(place, set(), budget)]  # an encoder's heads leave nothing in the cache
+    if not part:
+        return
     counted = part if budget == "heads" else _once(part)
     full = sum(cost(place, set(), budget) for place in counted)
     target = round(share * full) if budget == "heads" else share * full

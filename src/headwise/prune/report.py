@@ -33,6 +33,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "verdict": report.verdict(),
         "texts": {"scored": report.scored, "measured": report.measured},
         "recovery_losses": report.losses,
+        "recovery_run": report.recovery_run,
         "scores": report.scores.to_json() if report.scores is not None else None,
         "against_ablation": report.against.to_json() if report.against else None,
         "saved": report.saved.to_json() if report.saved else None,

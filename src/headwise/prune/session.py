@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import HeadwiseError
+from ..errors import CheckpointError, HeadwiseError
+from ..files import folder_written, remove_leftovers
 from ..models.saving import Saved, save
 from ..models.surgery import prune_heads
 from .against import Against, against_ablation
@@ -18,7 +21,7 @@ from .importance import importance
 from .latency import attention_time, times
 from .plan import Plan, in_steps, plan
 from .quality import Quality, Size, quality, size
-from .recover import recover
+from .recover import recover, run_id
 from .scores import Scores
 from .texts import Texts
 
@@ -77,6 +80,7 @@ class Report:
     losses: list[float] = field(default_factory=list)
     scores: Scores | None = None  # by which the heads were chosen
     against: Against | None = None
+    recovery_run: str | None = None  # which recovery, as its checkpoint says it
 
     def verdict(self) -> list[str]:
         """Whether it is faster, in plain words."""
@@ -106,7 +110,7 @@ def pruned_and_measured(
     trained: Callable[..., list[float]] = recover,
     first: bool = True,
 ) -> tuple[Any, Report]:
-    """The pruned model and the report; nothing is written but the checkpoint of a recovery.
+    """The pruned model and the report; nothing is written but the checkpoint of a recovery, which `kept` removes.
 
     scored and trained: how heads are scored and recovery goes, where several processes share both; the first of them
     measures quality and time, in the report of the others they are not there.
@@ -131,12 +135,14 @@ def pruned_and_measured(
         found = {"full": quality(model, model, texts.measuring), "pruned": quality(smaller, model, texts.measuring)}
     losses: list[float] = []
     if asked.recover:
+        _make_parent(out)
         losses = trained(
             smaller,
             model,
             texts.scoring,
             asked.recover,
-            checkpoint=out.parent / f".{out.name}.recovery.safetensors",
+            checkpoint=recovery_file(out),
+            keep=True,  # what fails from here on must not cost the training
             progress=lambda done, total: progress("recovery", done, total),
         )
         if first:
@@ -144,7 +150,7 @@ def pruned_and_measured(
     latency, share = _latency(model, smaller, texts, asked, progress) if first else ([], 0.0)
     report = Report(
         name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured,
-        losses=losses, scores=scores, against=against,
+        losses=losses, scores=scores, against=against, recovery_run=run_id(recovery_file(out)) if losses else None,
     )  # fmt: skip
     return smaller, report
 
@@ -199,12 +205,71 @@ def _latency(model: Any, smaller: Any, texts: Texts, asked: Asked, progress: Pro
     return found, min(share, 1.0)
 
 
-def kept(smaller: Any, report: Report, out: Path, overwrite: bool) -> Report:
-    """Save the model, with the plan and the report beside it."""
+def recovery_file(out: Path) -> Path:
+    """The checkpoint of a recovery, beside the directory that its model goes to."""
+    return out.parent / f".{out.name}.recovery.safetensors"
+
+
+def check_out(out: Path, overwrite: bool) -> None:
+    """The pruned model can go there; a recovery whose result is there already is not kept any longer."""
+    if "\0" in str(out) or not out.name:
+        raise HeadwiseError(f"{str(out)!r} cannot be made: give a new directory, by its name")
+    if Path.cwd().is_relative_to(os.path.realpath(out)):
+        raise HeadwiseError(f"{str(out)!r} is the current directory, which is not replaced; give a new directory")
+    remove_leftovers(out.parent)  # which finishes a replacement that only lacked its last rename
+    remove_leftovers(out)
+    there = next((folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder)), out)
+    if there != out and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise HeadwiseError(f"{str(out)!r} cannot be made: {str(there)!r} is no directory that can be written to")
+    if there != out or (out.is_dir() and not any(out.iterdir())):
+        return
+    if overwrite and out.is_dir():
+        return
+    run = run_id(recovery_file(out))
+    if run is not None and run == _saved_run(out):  # the run was killed after its last rename
+        recovery_file(out).unlink(missing_ok=True)
+    raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
+
+
+def _make_parent(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{str(out.parent)!r} cannot be made: {error.strerror or error}") from error
+
+
+def _saved_run(out: Path) -> str | None:
+    """The recovery whose model is in a directory, as its report says."""
+    try:
+        found = json.loads((out / "pruning.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("recovery_run") if isinstance(found, dict) else None
+
+
+def kept(
+    smaller: Any, report: Report, out: Path, overwrite: bool, more: Callable[[Path], None] | None = None
+) -> Report:
+    """Save the model with its plan and report, all or nothing; then the checkpoint of its recovery goes.
+
+    more: writes other files into the same directory, such as the curve.
+    """
     from .report import write
 
+    check_out(out, overwrite)
     done = copy.copy(report)
-    done.saved = save(smaller, out, overwrite=overwrite)
-    done.plan.save(out / "plan.json")
-    write(done, out)
+    _make_parent(out)
+    with folder_written(out, CheckpointError) as folder:
+        done.saved = _moved(save(smaller, folder), folder, out)
+        done.plan.save(folder / "plan.json")
+        if more is not None:
+            more(folder)
+        write(done, folder, picture=more is not None)
+    if done.recovery_run is not None:  # else it is another run's
+        recovery_file(out).unlink(missing_ok=True)
     return done
+
+
+def _moved(saved: Saved, folder: Path, out: Path) -> Saved:
+    """What was saved in one directory, as it is told when that is renamed to another."""
+    return replace(saved, path=str(out), load=saved.load.replace(repr(str(folder)), repr(str(out))))

@@ -136,13 +136,13 @@ class Relations:
         return sorted((row for row in self.rows if row.enough), key=lambda row: (rank[row.verdict], -row.gain))
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from ..terminal import console
 
-        console = Console(width=130, highlight=False, color_system=None)
-        with console.capture() as captured:
-            console.print(self.table())
+        screen = console(width=130, color_system=None)
+        with screen.capture() as captured:
+            screen.print(self.table())
             for line in self.summary():
-                console.print(line, soft_wrap=True)
+                screen.print(line, soft_wrap=True)
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def markdown(self, rows: Iterable[Relation] | None = None) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from ..files import written
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
-from ..prune.importance import SCORES, UNITS, places
+from ..prune.importance import SCORES, UNITS, merged
 from ..prune.importance import importance as importance_of
 from ..prune.scores import Scores
 from ..roles.atlas import SUMS, Atlas
@@ -34,7 +34,6 @@ from .run_folder import run_folder, save_and_sync
 
 EVERY = 30.0  # seconds between checkpoints
 PATIENCE = 12 * 3600.0  # seconds that a rank which is done waits for the others; one that died ends all of them
-WHOLE = ("magnitude", "random", "l0", "variance")  # scores that are not sums over batches: every rank computes them
 Progress = Callable[[int, int | None], None]
 
 
@@ -112,9 +111,6 @@ def importance(
     """headwise.importance over the ranks there are: each scores its part of the batches, and all get all scores."""
     ranks = ranks_of(timeout=timeout)
     kept = list(batches)
-    if ranks.count == 1 or score in WHOLE or score not in SCORES or unit not in UNITS or len(kept) < 2:
-        shown = progress if ranks.first else None
-        return importance_of(model, kept, score, loss, unit=unit, seed=seed, progress=shown, **how)
     content: dict[str, str] = {}
 
     def words() -> str:
@@ -128,7 +124,13 @@ def importance(
         )  # fmt: skip
         return _words(content)
 
-    ranks.agree("what to score", words)
+    if ranks.count > 1:
+        ranks.agree("what to score", words)
+    # every rank computes the whole of a score that does not come apart by batches
+    apart = score in SCORES and SCORES[score].additive and unit in UNITS
+    if ranks.count == 1 or not apart or len(kept) < 2:
+        shown = progress if ranks.first else None
+        return importance_of(model, kept, score, loss, unit=unit, seed=seed, progress=shown, **how)
     scoring = ranks.in_step("scoring its batches")
     with run_folder(resume, ranks, content) as folder, stopping_in_order(), scoring:
         ledger = Ledger(folder, ranks, hashlib.sha256(_words(content).encode()).hexdigest()[:16])
@@ -142,11 +144,10 @@ def importance(
                 if progress and ranks.first:
                     progress(min(len(kept), len(ledger.done) * ranks.count), len(kept))
         ranks.barrier("the end of the batches")
-        each, objective = ledger.all(len(kept))
+        each, _ = ledger.all(len(kept))
         ranks.barrier("the merging of the scores")
         ledger.file.unlink(missing_ok=True)
-    _, signed, norm = SCORES[score]
-    return Scores(places(model), score, unit, objective, each, signed, norm)
+    return merged(model, kept, score, loss, unit, each)
 
 
 class Ledger:

@@ -1,0 +1,201 @@
+"""Files and folders that appear whole or not at all, and what killed runs leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise import files
+from headwise.errors import CheckpointError, HeadwiseError
+
+WRITER = """
+import sys
+from headwise import files
+with getattr(files, sys.argv[1])(sys.argv[2]) as made:
+    (made / "part" if made.is_dir() else made).write_text("half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def writer(kind: str, target: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process in the middle of a write; it is killed at the end."""
+    command = [sys.executable, "-c", WRITER, kind, str(target)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        yield process
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("kind", ["written", "folder_written"])
+def test_leftovers_of_a_killed_process_are_removed_by_the_next_write(kind: str, tmp_path: Path) -> None:
+    with writer(kind, tmp_path / "a.txt"):
+        assert len(list(tmp_path.iterdir())) == 1
+        with files.written(tmp_path / "b.txt") as made:  # the other process lives: its work is not touched
+            made.write_text("whole")
+        assert len(list(tmp_path.iterdir())) == 2
+    with files.written(tmp_path / "b.txt") as made:
+        made.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
+
+
+def test_live_writers_are_left_to_finish(tmp_path: Path) -> None:
+    with writer("written", tmp_path / "a.txt") as process:
+        assert files.remove_leftovers(tmp_path) == []
+        process.communicate("")
+        assert (tmp_path / "a.txt").read_text() == "half"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_working_folders_of_another_machine_are_removed_only_when_old(tmp_path: Path) -> None:
+    other = tmp_path / ".a.txt.headwise-00000000-0123456789abcdef"
+    (other / "new").mkdir(parents=True)
+    (other / "lock").touch()
+    assert files.remove_leftovers(tmp_path) == []
+    before = time.time() - files.OLD_AGE - 7
+    os.utime(other, (before, before))
+    assert files.remove_leftovers(tmp_path) == [other.name]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [".a.headwise-12", ".a.tmp", "a.headwise-00000000-0123456789abcdef", ".headwise"])
+def test_other_hidden_folders_are_not_taken_for_leftovers(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    assert files.remove_leftovers(tmp_path) == [] and (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("stopped", ["before its lock", "while it was removed"])
+def test_working_folders_without_a_lock_are_removed(stopped: str, tmp_path: Path) -> None:
+    folder = tmp_path / f".a.headwise-{files._machine()}-0123456789abcdef"
+    (folder if stopped == "before its lock" else folder / "new" / "a").mkdir(parents=True)
+    assert files.remove_leftovers(tmp_path) == [folder.name] and not folder.exists()
+
+
+KILLED = """
+import os, signal, sys
+from headwise import files
+step = os.rename
+os.rename = lambda *args: (step(*args), os.kill(os.getpid(), signal.SIGKILL))
+with files.folder_written(sys.argv[1]) as made:
+    (made / "new").touch()
+"""
+
+
+def test_a_replacement_killed_between_its_two_renames_is_finished(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "old").touch()
+    assert subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False).returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert len(files.remove_leftovers(tmp_path)) == 1
+    assert os.listdir(target) == ["new"] and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_folder_is_replaced_whole_and_private_where_asked(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    for name, private, mode in (("one", False, 0o777 & ~files.umask()), ("two", True, 0o700)):
+        with files.folder_written(target, private=private) as made:
+            (made / name).touch()
+        assert os.listdir(target) == [name] and target.stat().st_mode & 0o777 == mode
+    with pytest.raises(RuntimeError), files.folder_written(target) as made:
+        raise RuntimeError
+    assert os.listdir(target) == ["two"] and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_failed_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, step = tmp_path / "model", os.rename
+    target.mkdir()
+    (target / "old").touch()
+
+    def rename(source: Any, where: Any) -> None:
+        if "new" in Path(source).parts:
+            raise OSError(5, "Input/output error")
+        step(source, where)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with (
+        pytest.raises(
+            CheckpointError, match="model' cannot be written: Input/output error; what was there before is un"
+        ),
+        files.folder_written(target, CheckpointError) as made,
+    ):
+        (made / "new").touch()
+    assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_full_disk_is_one_line_whatever_class_says_so(tmp_path: Path) -> None:
+    from safetensors import SafetensorError
+
+    said = f'Error while serializing: I/O error: No space left on device (os error 28) at path "{tmp_path}/.tmp1"'
+    for why in (OSError(28, "No space left on device"), SafetensorError(said)):
+        words = "x' cannot be written: No space left on device$"
+        with pytest.raises(CheckpointError, match=words), files.written(tmp_path / "x", CheckpointError):
+            raise why
+    with pytest.raises(SafetensorError, match="invalid"), files.written(tmp_path / "x"):
+        raise SafetensorError("invalid header")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_safetensors_own_temporary_files_are_inside_the_working_folder(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    with files.written(tmp_path / "x.safetensors") as made:
+        save_file({"a": torch.ones(3)}, made)
+        assert len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~files.umask()
+
+
+def test_links_stay_links(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "a.txt")
+    with files.written(tmp_path / "link") as made:
+        made.write_text("whole")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "a.txt").read_text() == "whole"
+
+
+def test_names_of_full_length_can_be_written(tmp_path: Path) -> None:
+    for name in ("x" * 255, "é" * 127):
+        with files.written(tmp_path / name) as made:
+            made.write_text("whole")
+        assert (tmp_path / name).read_text() == "whole"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("pipe", "pipe' is a device, socket or pipe; give a file"),
+        ("folder", "folder' is a directory; give a file"),
+        ("none/x", "none/x' cannot be written: No such file or directory"),
+        ("x\0y", "cannot be written: it is not a path"),
+        ("x" * 256, "cannot be written: File name too long"),
+    ],
+)
+def test_what_is_no_place_for_a_file(path: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HeadwiseError, match=words), files.written(os.path.join(tmp_path, path)) as made:
+        made.write_text("whole")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
+def test_what_is_no_place_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    for path, words in (("file", "'file' is a file; give a directory"), (".", "'.' is the current directory")):
+        with pytest.raises(HeadwiseError, match=words), files.folder_written(path):
+            pass
+    assert os.listdir(tmp_path) == ["file"]
