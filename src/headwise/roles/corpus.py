@@ -6,12 +6,13 @@ the corpus, little is padded, and the same corpus gives the same batches, which 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,12 @@ class Corpus:
     encoder: Encoder
     counts: np.ndarray  # of every token of the vocabulary
     beginning: int  # identity of its first texts, which tells one corpus from another
+    seen: Any = field(default_factory=hashlib.sha256)  # of all texts that were read so far, in their order
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the texts that were read so far, those of other parts among them."""
+        return str(self.seen.hexdigest()[:32])
 
     @classmethod
     def of(cls, texts: Iterator[Text], encoder: Encoder) -> Corpus:
@@ -221,12 +228,18 @@ class Corpus:
 
     def windows(self, skip: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int, list[Batch]]]:
         """From a text's number on: the numbers at which a window begins and ends, and its batches."""
-        rest = itertools.islice(self.texts, skip, None)
-        at = skip
+        rest = map(self._read, self.texts)
+        at = sum(1 for _ in itertools.islice(rest, skip))
         while window := list(itertools.islice(rest, WINDOW)):
             mine = [text for number, text in enumerate(window, at) if number % part[1] == part[0]]
             yield at, at + len(window), list(self._batches(mine)) if mine else []
             at += len(window)
+
+    def _read(self, text: Text) -> Text:
+        for side in _both(text):
+            data = side.encode("utf-8", "surrogatepass")
+            self.seen.update(b"%d %d:" % (isinstance(text, tuple), len(data)) + data)
+        return text
 
     def _batches(self, texts: list[Text]) -> Iterator[Batch]:
         paired = self.encoder.start is not None
