@@ -52,7 +52,8 @@ def run_folder(path: str | os.PathLike[str] | None, ranks: Ranks, content: Mappi
 
         def join() -> str:
             _check_seen(folder, token, path is None)
-            lock.share()
+            if not ranks.first:
+                lock.share()
             return "ready"
 
         ranks.agree("the folder of the run", begin)
@@ -61,6 +62,7 @@ def run_folder(path: str | os.PathLike[str] | None, ranks: Ranks, content: Mappi
         ranks.barrier("the end")
         if ranks.first:
             _remove_if_done(folder)
+        ranks.barrier("the removal of the folder")
 
 
 def has_work(folder: Path) -> bool:
@@ -94,6 +96,7 @@ def _begin(folder: Path, lock: Lock, content: Mapping[str, str], token: str, wai
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     with written(folder / ABOUT, CheckpointError) as made:
         made.write_text(json.dumps({"content": dict(content), "token": token}, indent=1) + "\n", encoding="utf-8")
+    lock.share()  # now the other ranks may
 
 
 def _check_content(folder: Path, content: Mapping[str, str]) -> None:
