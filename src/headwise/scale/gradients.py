@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from .ranks import Ranks
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ def _whole_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tens
 
 
 def _whole_norm(x: PartOfGradient, norm_type: float = 2.0) -> Tensor:
+    if x.piece.mixed:
+        raise UnsupportedError(
+            "some gradients of this split module are DTensors and some are not, whose norms PyTorch does not put "
+            "together; use headwise.scale.clip_grad_norm_(module, max_norm)"
+        )
     powers = powers_of([owned(x.as_subclass(Tensor), x.piece)], norm_type, x.ranks.device)
     return over_ranks(powers, norm_type, x.ranks).to(x.device, x.dtype)
 

@@ -25,7 +25,7 @@ from ..attention.positions import Alibi
 from ..attention.stats import HeadStats
 from ..errors import MaskError, RankError, ShapeError, UnsupportedError
 from .agreement import floating, told
-from .linear import Columns, Piece, Rows, keep, local, mark_parts, spread
+from .linear import Columns, Piece, Rows, keep, local, mark_parts, note_mixture, spread
 from .plan import HeadPlan, spans
 from .ranks import Ranks, copied, ranks_of
 
@@ -194,6 +194,7 @@ def split_heads(
             _split_attention(part, ranks)
         else:
             _split_ffn(part, ranks)
+    note_mixture(module)
     agreement = _Agreement(ranks, module, checked)
     module.register_forward_pre_hook(agreement.before, with_kwargs=True)
     module.register_forward_hook(agreement.after, with_kwargs=True, always_call=True)

@@ -28,6 +28,7 @@ class Piece:
     owned: range  # what this rank writes to a checkpoint; less than it holds where others hold it too
     even: bool  # all ranks hold as much, each its own: DTensor can say it
     mesh: DeviceMesh | None = None
+    mixed: bool = False  # some other parameter of the split module is a DTensor
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of the whole that is held."""
@@ -46,6 +47,15 @@ def pieces(module: nn.Module) -> dict[str, Piece]:
         for path, part in module.named_modules(remove_duplicate=False)
         for name, piece in getattr(part, PIECES, {}).items()
     }
+
+
+def note_mixture(module: nn.Module) -> None:
+    """Let every part know whether there are DTensors beside it, which PyTorch does not take together with others."""
+    if any(piece.even for piece in pieces(module).values()):
+        for part in module.modules():
+            known = getattr(part, PIECES, {})
+            if known:
+                setattr(part, PIECES, {name: replace(piece, mixed=True) for name, piece in known.items()})
 
 
 def keep(module: nn.Module, name: str, piece: Piece, ranks: Ranks) -> None:
