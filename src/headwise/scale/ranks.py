@@ -85,16 +85,16 @@ class Ranks:
         values: floating-point tensors that must be the same everywhere, to rounding.
         number: something of which each rank has its own, and all are to know.
         """
+        if self.count == 1:
+            if not isinstance(words, str):
+                words()  # for its errors
+            return [number]
         own = None
         try:
             record = Record.of(FINE, words if isinstance(words, str) else words(), number, values or {})
-        except HeadwiseError as error:
-            record, own = Record.of(FAILED, str(error)), error
+        except Exception as error:  # of any kind, or the others would wait for this rank
+            record, own = Record.of(FAILED, _line(error)), error
             own.headwise_told = True  # type: ignore[attr-defined]  # by this very record
-        if self.count == 1:
-            if own is not None:
-                raise own
-            return [number]
         _agreements[self.group.group_name] += 1
         records = self._told(what, record)
         failed = [rank for rank, record in enumerate(records) if record.status == FAILED]
@@ -194,8 +194,7 @@ class Ranks:
                 if store.add(key, 0) >= all_failed:
                     return
                 time.sleep(0.01)
-            words = " ".join(str(error).split())[:400] or type(error).__name__
-            store.set(f"{FAILURE}/{name}", f"rank {self.rank} failed at {what}: {words}")
+            store.set(f"{FAILURE}/{name}", f"rank {self.rank} failed at {what}: {_line(error)}")
         self._hang_up()
 
     def _failure_told(self) -> str:
@@ -218,6 +217,12 @@ class Ranks:
                         work = dist.irecv(torch.empty(1), peer, group=group, tag=NO_TAG)
                         assert work is not None  # this rank is in the group
                         work.wait(timedelta(milliseconds=1))
+
+
+def _line(error: BaseException) -> str:
+    """An error as one line; what is no message of ours with its kind."""
+    text = " ".join(str(error).split())[:400]
+    return text if isinstance(error, HeadwiseError) else ": ".join(filter(None, [type(error).__name__, text]))
 
 
 def _store() -> Any:
@@ -252,9 +257,8 @@ def started(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iterato
         yield ranks_of(mesh, timeout)
     except Exception as error:
         if ours and not isinstance(error, RankError):
-            words = " ".join(str(error).split())[:400] or type(error).__name__
             with suppress(RuntimeError, dist.DistError):
-                _store().set(FAILURE, f"rank {dist.get_rank()} failed: {words}")
+                _store().set(FAILURE, f"rank {dist.get_rank()} failed: {_line(error)}")
         raise
     finally:
         if ours:
@@ -282,7 +286,8 @@ def _end_with_parent() -> None:
 
     Looked for from a thread, since a process blocked in a collective sees no signal of Python's.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    name = "headwise-parent"
+    if "TORCHELASTIC_RUN_ID" not in os.environ or any(thread.name == name for thread in threading.enumerate()):
         return
     parent = os.getppid()
 
@@ -294,7 +299,7 @@ def _end_with_parent() -> None:
         time.sleep(ORPHAN_GRACE)
         os._exit(1)
 
-    threading.Thread(target=look, name="headwise-parent", daemon=True).start()
+    threading.Thread(target=look, name=name, daemon=True).start()
 
 
 def ranks_of(mesh: DeviceMesh | None = None, timeout: float | None = None) -> Ranks:
