@@ -156,7 +156,9 @@ def _measured(
         if ranks.count > 1:
             from ..scale.corpus import atlas as measure_together
 
-            found = measure_together(loaded, texts, words, resume=kept, progress=progress, **how)
+            found = measure_together(
+                loaded, texts, words, resume=kept, out=out and out / "atlas.json", progress=progress, **how
+            )
         else:
             from ..roles.survey import atlas as measure
 
