@@ -29,6 +29,7 @@ def show_card(
     dtype: str = "bf16",
     batch: int = 1,
     memory: str | None = None,
+    source: int | None = None,
     layers: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -37,11 +38,11 @@ def show_card(
 
     found = read(model)
     chosen = context or found.main.numbers.get("context") or 4096
-    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch)
+    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch, source)
     if as_json:
-        _print_json(_plain(found, chosen, dtype, batch, layers) | ({"longest_context": fits} if memory else {}))
+        _print_json(_plain(found, chosen, dtype, batch, layers, source) | ({"longest_context": fits} if memory else {}))
         return
-    _print(_drawing(found, chosen, dtype, batch, layers))
+    _print(_drawing(found, chosen, dtype, batch, layers, source))
     if memory is not None:
         tokens = "any context" if fits is None else f"{fits:,} tokens"
         _print(
@@ -95,9 +96,10 @@ def _print(drawing: RenderableType) -> None:
     console().print(drawing)
 
 
-def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool) -> dict[str, Any]:
-    cache = {"context": context, "dtype": dtype, "batch": batch, **found.cache(context, dtype, batch).to_json()}
-    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context).to_json()}
+def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
+    cache = {"context": context, "dtype": dtype, "batch": batch, "source": source}
+    cache |= found.cache(context, dtype, batch, source).to_json()
+    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context, source).to_json()}
 
 
 def _table(*columns: str) -> Table:
@@ -109,11 +111,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool) -> RenderableType:
+def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    words = found.explain(context, dtype, batch)
+    words = found.explain(context, dtype, batch, source)
     said, _, sources = words.partition("\n\nWhere the numbers come from:")
     title, _, body = said.partition("\n\n")
     blocks: list[RenderableType] = [Text(title, style="bold"), Text()]
