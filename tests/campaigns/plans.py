@@ -19,7 +19,7 @@ from campaigns import Report
 
 sys.path.append(str(Path(__file__).parents[1] / "prune"))  # tiny.py
 
-SHORT, LONG = 120, 10_000
+SHORT, LONG = 60, 10_000
 VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 5, 6, 1 << 16, 1 << 31, 1 << 63, 10**40, -(10**40), 0.5, -0.5, 1e308, float("nan"),
     float("inf"), "", "self", "0", "x" * 3000, "\0", "\x1b[2J", "\ud800", [], {}, [[]], [1, 1], ["a"], {"self": 0.5},

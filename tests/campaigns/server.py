@@ -18,7 +18,7 @@ from unittest import mock
 
 from campaigns import Report
 
-SHORT, LONG = 400, 20_000
+SHORT, LONG = 200, 20_000
 PATIENCE = 0.5  # seconds, instead of the real server's ten
 HANG = 20.0  # seconds after which a connection counts as one that is never closed
 OPEN = 60  # half-sent requests at once

@@ -68,3 +68,13 @@ def test_a_gguf_that_claims_more_than_it_has(tmp_path: Path) -> None:
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *claim))
         with pytest.raises(headwise.CheckpointError, match="it is damaged|cut short or damaged"):
             read(path)
+
+
+def test_a_gguf_with_a_hostile_architecture_is_refused_in_one_short_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for arch in ("a\nb\x1b[31m", "x" * 10_000):
+        texts = [struct.pack("<Q", len(text)) + text.encode() for text in ("general.architecture", arch)]
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + texts[0] + struct.pack("<I", 8) + texts[1])
+        with pytest.raises(headwise.CheckpointError, match="names no .*attention.head_count") as caught:
+            read(path)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
