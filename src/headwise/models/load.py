@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from .places import DEFAULT, directory, missing
 
 NUMBER = re.compile(r"\d+")
+COUNTS = re.compile(r"(num_|n_)?(\w+_)?(layers?|blocks|stages|depth|experts)")  # what a model has in numbers
+FEW_LAYERS = 512  # one module may serve many layers
+DEEPEST = 5  # sub-configs
+PACKED = 8  # numbers that a quantized file may hold in one
+SPARE = 1 << 27  # numbers that may be missing, such as an output head's: 512 MB
+SENTENCE = 400  # characters of another library's words
 
 
 def load(
@@ -35,13 +43,16 @@ def load(
     how = {"attn_implementation": attn_implementation, "dtype": dtype, "distributed_config": distributed}
     how = {key: value for key, value in how.items() if value is not None}
     with _one_line(folder):
+        _check_files(folder)
         if not (folder / "config.json").exists():
             raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
         config = read_json(folder / "config.json")
-        for file in weight_files(folder):
-            open_safetensors(folder / file, "cpu")
+        opened = [open_safetensors(folder / file, "cpu") for file in weight_files(folder)]
+        _check_counts(config, sum(len(file.keys()) for file in opened))
         if trust_remote_code:
             how["trust_remote_code"] = True
+        else:
+            _check_size(_class(config, False), folder, opened)
         from .pruned import read_record, rebuilt, remember
 
         pruned = read_record(folder)
@@ -55,6 +66,7 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
     """The tokenizer that belongs to a model of this name."""
     folder = directory(name, weights=False, code=trust_remote_code)
     with _one_line(folder):
+        _check_files(folder)
         if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
             raise CheckpointError(f"{str(folder)!r} has no tokenizer (tokenizer.json); give a directory that has one")
         from transformers import AutoTokenizer
@@ -78,7 +90,10 @@ def _one_line(folder: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise missing(error) from error
-    except Exception as error:  # transformers fails in many ways on the files of others
+    except BaseException as error:  # transformers fails in many ways on the files of others
+        # a panic in a Rust library is no Exception; interrupts and the like go on
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise CheckpointError(f"{str(folder)!r} cannot be loaded: {_first_sentence(error)}") from error
     finally:
         logging.set_verbosity(level)
@@ -86,9 +101,49 @@ def _one_line(folder: Path) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_sentence(error: Exception) -> str:
+def _first_sentence(error: BaseException) -> str:
     first = re.split(r"(?<=[.!?])\s|(?<!:)\n", str(error).strip() or type(error).__name__)[0]
-    return " ".join(first.split())
+    return " ".join(first.split())[:SENTENCE]
+
+
+def _check_files(folder: Path) -> None:
+    """No pipe or device, on which a reader would wait for ever."""
+    for entry in os.scandir(folder):
+        with suppress(OSError):  # a link to nothing
+            mode = entry.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise CheckpointError(f"{entry.path!r} is a device, socket or pipe; a model is made of files")
+
+
+def _check_counts(config: Any, tensors: int, depth: int = 0) -> None:
+    """No more layers than a file of so many tensors can fill: all of them would be built before anything is read."""
+    if not isinstance(config, dict) or depth > DEEPEST:
+        return
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value, tensors, depth + 1)
+        elif isinstance(value, int) and COUNTS.fullmatch(str(name)) and value > max(tensors, FEW_LAYERS):
+            shown_value = value if abs(value) < 10**15 else "a number of many digits"
+            raise CheckpointError(f"config.json says {name} {shown_value}, but the file has {tensors} tensors in all")
+
+
+def _check_size(cls: Any, folder: Path, opened: list[Any]) -> None:
+    """Not far more numbers than the file has: what is missing would be made, and might take all memory."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.initialization import no_init_weights
+
+    held = sum(math.prod(file.get_slice(name).get_shape()) for file in opened for name in file.keys())  # noqa: SIM118
+    config = AutoConfig.from_pretrained(folder)
+    build = getattr(cls, "_from_config", None) or cls.from_config
+    with torch.device("meta"), no_init_weights():
+        try:
+            model = build(config)
+        except Exception:  # said better when it is loaded
+            return
+    wanted = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    if wanted > PACKED * held + SPARE:
+        raise CheckpointError(f"config.json describes a model of {wanted:,} numbers, but the file has {held:,}")
 
 
 def _class(config: dict[str, Any], trust: bool) -> Any:
