@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -18,6 +19,7 @@ from . import anatomy, registry
 from .anatomy import Key, Site
 from .chosen import Chosen, asked, chosen_of, classes_of, links_of, rows_of
 from .eager import EagerReading
+from .hooks import Hooks, check_values
 from .implementation import NAME
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
@@ -91,7 +93,8 @@ class Watch:
         self._rows, self._links = rows_of(rows), links_of(links)
         self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
-        self._hooks: list[Any] = []
+        self._hooks = Hooks(model, self._modules, "watch")
+        self._runner: tuple[threading.Thread, int] | None = None  # who runs the model, in how many models of it
         self._turn: dict[int, int] = {}
         self._padding: dict[int, Tensor | None] = {}  # by owner
         self._last: dict[int, tuple[Tensor | None, bool]] = {}  # by owner: its newest real queries, and if it decodes
@@ -120,25 +123,25 @@ class Watch:
         return self._seen[id(site.module), site.turn]
 
     def __enter__(self) -> Watch:
-        if self._hooks:
+        if self._hooks.on:
             raise HeadwiseError("this watch is on already; make another with headwise.watch(model)")
+        return self._hooks.set(self, self._set_hooks, functools.partial(registry.add, self._modules, self))
+
+    def _set_hooks(self) -> None:
         around = {id(owner): owner for owner in [self.model, *self._owner.values()]}
         for owner in around.values():
-            self._hooks.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hooks.append(owner.register_forward_hook(self._end, always_call=True))
+            self._hooks.before(owner, self._begin, kwargs=True)
+            self._hooks.after(owner, self._end, always=True)
         for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._called))
+            self._hooks.before(module, self._called)
         for module, linear in self._mixers:
-            self._hooks.append(linear.register_forward_pre_hook(functools.partial(self._mixed, module)))
-        registry.add(self._modules, self)
-        return self
+            self._hooks.before(linear, functools.partial(self._mixed, module))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        registry.remove(self._modules, self)
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.remove(functools.partial(registry.remove, self._modules, self))
+        self._runner = None
         self._padding.clear()
         self._last.clear()
         waiting, self._waiting = sorted(self._waiting), set()
@@ -160,14 +163,28 @@ class Watch:
 
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         registry.here.begin()
-        self._ran = True
+        self._run(owner)
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
             if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
+    def _run(self, owner: nn.Module) -> None:
+        """One thread at a time: calls of two passes, mixed, would be taken for one."""
+        thread = threading.current_thread()
+        if self._runner is not None and self._runner[0] is not thread and self._runner[0].is_alive():
+            raise HeadwiseError(
+                f"threads {self._runner[0].name!r} and {thread.name!r} run {type(self.model).__name__} at once while it "
+                "is watched; run it in one thread at a time, or give each thread a copy.deepcopy of it and its own watch"
+            )
+        deep = 0 if self._runner is None or owner is self.model else self._runner[1]
+        self._runner = thread, deep + 1
+
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
         registry.here.end()
+        self._ran = self._ran or output is not None  # a pass that raised has said so itself
+        if self._runner is not None and self._runner[0] is threading.current_thread():
+            self._runner = None if self._runner[1] == 1 else (self._runner[0], self._runner[1] - 1)
         missed = [at for at in self._waiting if self._owner[at] is owner]
         self._waiting.difference_update(missed)
         if missed and output is not None:
@@ -177,7 +194,7 @@ class Watch:
         site = next(site for site in self._sites if id(site.module) == at)
         return UnsupportedError(
             f"{type(site.module).__name__} (at {site.name}) did not ask transformers' registry for an attention "
-            "function when it was called, as compiled code does; its heads cannot be watched"
+            "function when it was called; its heads cannot be watched"
         )
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -205,6 +222,7 @@ class Watch:
     ) -> tuple[Tensor, Any]:
         """Answer an attention call with the model's output, and keep what was asked for."""
         self._waiting.discard(id(given.module))
+        check_values(given.query, given.module, "watch")
         scene = self._scene(given)
         if isinstance(given.mask, LazyMask) and (
             given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")
