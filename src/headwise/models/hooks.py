@@ -129,8 +129,8 @@ def _claim(hooks: Hooks) -> None:
             if thread is not here and thread.is_alive() and other.claimed & hooks.claimed:
                 raise HeadwiseError(
                     f"cannot {hooks.doing} {type(hooks.model).__name__} here: thread {thread.name!r} has a "
-                    f"headwise.{FUNCTIONS[other.doing]} on the same layers, and each would see the other's; take turns, "
-                    "or give each thread a copy.deepcopy of the model"
+                    f"headwise.{FUNCTIONS[other.doing]} on the same layers, and each would see the other's; take "
+                    "turns, or give each thread a copy.deepcopy of the model"
                 )
         _claims[id(hooks)] = hooks, here
 

@@ -45,6 +45,7 @@ class Run:
     all: HeadStats
     prefill: HeadStats | None
     decode: HeadStats | None
+    packed: bool = False  # sequences of one call, of which nobody says where they go on
 
 
 @dataclass
@@ -106,12 +107,18 @@ class Layer:
 
     def add(self, new: HeadStats, decoding: bool) -> None:
         """One more call. What a decoding step adds belongs to the sequences of the call before it."""
-        if not decoding or not self._runs or self._runs[-1].all.count.shape != new.count.shape:
+        if not decoding or not self._runs or self._runs[-1].packed or self._runs[-1].all.count.shape != new.count.shape:
             self._runs.append(Run(new, None, new) if decoding else Run(new, new, None))
             return
         run = self._runs[-1]
         run.all = _continued(run.all, new)
         run.decode = new if run.decode is None else _continued(run.decode, new)
+
+    def add_packed(self, new: HeadStats, decoding: list[bool]) -> None:
+        """One more call on packed sequences: a row for each of them, with whether it follows cached keys."""
+        chosen = torch.tensor(decoding)
+        parts = [_rows_of(new, which) if bool(which.any()) else None for which in (~chosen, chosen)]
+        self._runs.append(Run(new, *parts, packed=True))
 
     def __repr__(self) -> str:
         return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"
@@ -132,6 +139,12 @@ def _joined(parts: list[HeadStats | None]) -> HeadStats | None:
     names = [name for name in there[0] if all(name in part for part in there)]
     sums = {name: torch.cat([part.sums[name] for part in there]) for name in names}
     return HeadStats(sums, torch.cat([part.count for part in there]))
+
+
+def _rows_of(stats: HeadStats, which: Tensor) -> HeadStats:
+    """Of some of the sequences."""
+    which = which.to(stats.count.device)
+    return HeadStats({name: x[which] for name, x in stats.sums.items()}, stats.count[which])
 
 
 def _continued(old: HeadStats, new: HeadStats) -> HeadStats:

@@ -195,10 +195,10 @@ def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) 
     return Reading(q, k, v, how, not cross and known, piecewise)
 
 
-def agrees(reading: Any, other: Any, real: Tensor | None) -> bool:
+def agrees(reading: Any, other: Any, real: Tensor | None, rows: list[int] | None = None) -> bool:
     """Whether a few rows are the same as those of a model's own output (B, Tq, H, Dv), or of another reading."""
     queries = reading.q.shape[2]
-    rows = sorted({0, queries // 3, queries // 2, queries - 1})
+    rows = few_rows(queries) if rows is None else rows
     with torch.no_grad():
         ours = reading.attend_rows(rows)
         if isinstance(other, Tensor):
@@ -206,8 +206,13 @@ def agrees(reading: Any, other: Any, real: Tensor | None) -> bool:
         else:
             other = other.attend_rows(rows)
         apart = (ours - other).float().abs()
-        blind = (ours == 0).all(-1, keepdim=True)  # it may look nowhere; models then look everywhere, or give NaN
-        apart = torch.where(blind | (ours.isnan() & other.isnan()), 0, apart)
+        blind = (ours == 0).all(-1, keepdim=True)
+        if bool(blind.any()):  # with no visible key models give 0, NaN, or the mean of all values
+            values = reading.given.value if hasattr(reading, "given") else reading.v
+            mean = values.float().mean(2, keepdim=True).repeat_interleave(ours.shape[1] // values.shape[1], 1)
+            free = torch.where(other.isnan(), 0, torch.minimum(apart, (other - mean).abs()))
+            apart = torch.where(blind, free, apart)
+        apart = torch.where(ours.isnan() & other.isnan(), 0, apart)
         if real is not None:
             apart = apart * real[:, None, rows, None]  # what padding looks at is nobody's concern
         if apart.numel() == 0:
@@ -215,6 +220,11 @@ def agrees(reading: Any, other: Any, real: Tensor | None) -> bool:
         largest = float(ours.float().abs().amax())
         close = max(CLOSE.get(x.dtype, 1e-2) for x in (ours, other))
         return float(apart.amax()) <= close * max(largest, 1e-6)
+
+
+def few_rows(queries: int) -> list[int]:
+    """Rows on which a reading of a new form is compared with the model's output."""
+    return sorted({0, queries // 3, queries // 2, queries - 1})
 
 
 def _mask(mask: Any, keys: int) -> Tensor:

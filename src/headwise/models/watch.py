@@ -23,9 +23,11 @@ from .hooks import Hooks, check_values
 from .implementation import NAME
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
-from .reading import Given, Reading, agrees, read
+from .packing import PackedReading, is_paged, packed, pages_read
+from .reading import Given, Reading, agrees, few_rows, read
 
 Each = Callable[[Layer, Reading | EagerReading, Tensor | None], None]
+GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly
 FIRST = "\0first"  # a class of our own, beside the user's
 
 
@@ -102,6 +104,7 @@ class Watch:
         self._waiting: set[int] = set()  # modules that were called and have not attended yet
         self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
+        self._checks = 0
 
     @property
     def layers(self) -> list[Layer]:
@@ -174,8 +177,8 @@ class Watch:
         thread = threading.current_thread()
         if self._runner is not None and self._runner[0] is not thread and self._runner[0].is_alive():
             raise HeadwiseError(
-                f"threads {self._runner[0].name!r} and {thread.name!r} run {type(self.model).__name__} at once while it "
-                "is watched; run it in one thread at a time, or give each thread a copy.deepcopy of it and its own watch"
+                f"threads {self._runner[0].name!r} and {thread.name!r} run {type(self.model).__name__} at once while "
+                "it is watched; run it in one thread at a time, or give each a copy.deepcopy of it and its own watch"
             )
         deep = 0 if self._runner is None or owner is self.model else self._runner[1]
         self._runner = thread, deep + 1
@@ -223,13 +226,17 @@ class Watch:
         """Answer an attention call with the model's output, and keep what was asked for."""
         self._waiting.discard(id(given.module))
         check_values(given.query, given.module, "watch")
+        if is_paged(given):
+            with pages_read(given) as read_as:
+                out, rest = function(given)
+            self._see_output(read_as[-1], eager, out)
+            return out, rest
         scene = self._scene(given)
         if isinstance(given.mask, LazyMask) and (
             given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")
         ):
             given = given._replace(mask=given.mask.recipe.whole())
-        reading = read(given, scene.recipe, scene.near, scene.cross)
-        own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
+        reading, own = self._readings(given, scene, eager)
         new = self._is_new(given)
         if inmost and new and self._at_once(given, reading):
             right = self._right(reading, own, None, scene.real)
@@ -245,6 +252,19 @@ class Watch:
             with torch.no_grad():
                 self._keep(scene, given, self._right(reading, own, out, scene.real))
         return out, rest
+
+    def _see_output(self, given: Given, eager: registry.Function, out: Tensor) -> None:
+        """Keep what was asked for of a call that has been answered."""
+        if self._is_new(given):
+            scene = self._scene(given)
+            with torch.no_grad():
+                self._keep(scene, given, self._right(*self._readings(given, scene, eager), out, scene.real))
+
+    def _readings(self, given: Given, scene: Scene, eager: registry.Function) -> tuple[Reading, EagerReading]:
+        """What the call means in our terms, and in the model's own."""
+        reading = read(given, scene.recipe, scene.near, scene.cross)
+        own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
+        return packed(reading, given, scene.recipe or scene.near), own
 
     def _is_new(self, given: Given) -> bool:
         """False where a module attends again with the same queries and keys: other values only."""
@@ -270,21 +290,29 @@ class Watch:
     def _right(
         self, reading: Reading, own: EagerReading, out: Tensor | None, real: Tensor | None
     ) -> Reading | EagerReading:
-        """The reading that gives the output there is, on a few rows; looked at once for each form of a call.
+        """The reading that gives the output there is: on a few rows of the first call of a form, on one of each other.
 
-        Where there is none yet, or dropout went over it, the model's eager function is what to compare with.
+        Where there is no output yet, or dropout went over it, the model's eager function is what to compare with.
         """
         given, form = own.given, (_form(own.given), out is None)
-        if form not in self._trusted:
-            self._trusted[form] = agrees(reading, own.exact() if out is None or given.dropout else out, real)
+        rows = self._rows_to_check(form, given.query.shape[2])
+        if self._trusted.get(form, True):
+            other = own.exact() if out is None or given.dropout else out
+            self._trusted[form] = agrees(reading, other, real, rows)
         if self._trusted[form]:
             return reading
-        if isinstance(given.mask, LazyMask):
+        if isinstance(reading, PackedReading) or isinstance(given.mask, LazyMask):
             raise self._odd(given)
         unknown = given.implementation != "eager" if given.dropout else out is not None and not agrees(own, out, real)
         if unknown:
             raise self._odd(given)
         return own
+
+    def _rows_to_check(self, form: Any, queries: int) -> list[int]:
+        if form not in self._trusted or queries <= 2:
+            return few_rows(queries)
+        self._checks += 1
+        return [int(self._checks * GOLDEN * queries) % queries]  # another one each time
 
     def _odd(self, given: Given) -> UnsupportedError:
         name = next(site.name for site in self._sites if site.module is given.module)
@@ -304,7 +332,10 @@ class Watch:
         if self._stats:
             if stats is None:
                 stats = reading.stats(scene.real, self._shares(site.kind, reading, where))
-            layer.add(_named(stats), decoding)
+            if isinstance(reading, PackedReading):
+                layer.add_packed(_named(stats), [one.offset > 0 for one in reading.sequences])
+            else:
+                layer.add(_named(stats), decoding)
         heads = asked(self._weights, site)
         if heads is not None:
             layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))
@@ -372,7 +403,9 @@ class Watch:
         for name, marked in self._classes.get(kind, {}).items():
             cut = torch.as_tensor(marked, device=reading.q.device)[:, first : first + keys]
             shares[name] = torch.nn.functional.pad(cut, (0, keys - cut.shape[1]))
-        if where is not None and (first or isinstance(reading, EagerReading) or reading.recipe is not None):
+        if isinstance(reading, PackedReading):
+            shares[FIRST] = reading.first_keys()
+        elif where is not None and (first or isinstance(reading, EagerReading) or reading.recipe is not None):
             # then what this call may look at does not tell which token came first
             shares[FIRST] = where.first_token(keys).to(reading.q.device).expand(reading.q.shape[0], -1)
         return shares
