@@ -29,10 +29,25 @@ class Rows:
         self.rows = rows
 
     def __getitem__(self, at: Any) -> Tensor:
-        batch, head, *rest = at if isinstance(at, tuple) else (at,)
+        if not isinstance(at, tuple) or len(at) < 2:
+            raise HeadwiseError(
+                f"{self!r} is indexed by sequence and head, [b, head], got [{at!r}]; `.tensor` has all that was kept"
+            )
+        batch, head, *rest = at
+        if isinstance(head, bool) or not hasattr(head, "__index__"):
+            raise HeadwiseError(f"a head is a number, got {head!r}; `.tensor` has all heads that were kept")
         if head not in self.heads:
-            raise HeadwiseError(f"head {head!r} was not kept; heads {', '.join(map(str, self.heads))} were")
-        return self.tensor[(batch, self.heads.index(head), *rest)]
+            raise HeadwiseError(f"head {head} was not kept; heads {', '.join(map(str, self.heads))} were")
+        try:
+            return self.tensor[(batch, self.heads.index(head), *rest)]
+        except (IndexError, TypeError) as error:
+            raise HeadwiseError(f"{self!r} has no [{', '.join(map(repr, at))}]: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __iter__(self) -> Any:
+        raise HeadwiseError(f"{self!r} is indexed by sequence and head, [b, head]; `.tensor` has all that was kept")
 
     def __repr__(self) -> str:
         return f"Rows(heads={self.heads}, shape={tuple(self.tensor.shape)})"

@@ -24,7 +24,7 @@ from .implementation import NAME
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
 from .packing import PackedReading, is_paged, packed, pages_read
-from .reading import Given, Reading, agrees, few_rows, read
+from .reading import Given, Reading, agrees, by_head, few_rows, read, same
 
 Each = Callable[[Layer, Reading | EagerReading, Tensor | None], None]
 GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly
@@ -93,6 +93,8 @@ class Watch:
         mixing = {id(site.module): site for site in self._sites if id(site.module) in self._outputs}
         self._mixers = [(site.module, anatomy.w_o(model, site)[1]) for site in mixing.values()]
         self._rows, self._links = rows_of(rows), links_of(links)
+        if self._rows is not None and not self._weights:
+            raise HeadwiseError("rows says which rows of weights to keep, and no weights are; watch with weights=True")
         self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
         self._hooks = Hooks(model, self._modules, "watch")
@@ -105,6 +107,8 @@ class Watch:
         self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
         self._checks = 0
+        self._rows_left = self._rows or []  # that no call had
+        self._longest = 0  # call of which rows were wanted
 
     @property
     def layers(self) -> list[Layer]:
@@ -148,6 +152,11 @@ class Watch:
         self._padding.clear()
         self._last.clear()
         waiting, self._waiting = sorted(self._waiting), set()
+        if error is None and self._longest and self._rows_left:
+            raise HeadwiseError(
+                f"rows {', '.join(map(str, self._rows_left))} were not in any call: the longest had {self._longest} "
+                f"queries; rows are from {-self._longest} to {self._longest - 1}"
+            )
         if error is None and waiting:
             raise self._missed(waiting[0])
         if error is None and self._ran and not self._seen:
@@ -250,8 +259,18 @@ class Watch:
         out, rest = function(given)
         if new:
             with torch.no_grad():
-                self._keep(scene, given, self._right(reading, own, out, scene.real))
+                stats = self._step(scene, reading, own, out)
+                right = reading if stats is not None else self._right(reading, own, out, scene.real)
+                self._keep(scene, given, right, stats)
         return out, rest
+
+    def _step(self, scene: Scene, reading: Reading, own: EagerReading, out: Tensor) -> HeadStats | None:
+        """Statistics of a decoding step of a trusted form, from the same pass as the output that checks them."""
+        few = reading.q.shape[2] == 1 and reading.recipe is None and self._stats and not own.given.dropout
+        if not few or not self._trusted.get((_form(own.given), False)):
+            return None
+        ours, stats = reading.observe(scene.real, self._shares(scene.site.kind, reading, scene.recipe or scene.near))
+        return stats if same(ours, by_head(out, reading), reading.v, scene.real) else None
 
     def _see_output(self, given: Given, eager: registry.Function, out: Tensor) -> None:
         """Keep what was asked for of a call that has been answered."""
@@ -348,9 +367,19 @@ class Watch:
     def _some(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
         queries = reading.q.shape[2]
         rows = None if self._rows is None else [i % queries for i in self._rows if -queries <= i < queries]
+        if self._rows is not None:
+            self._longest = max(self._longest, queries)
+            self._rows_left = [i for i in self._rows_left if not -queries <= i < queries]
+        if rows == []:  # a decoding step has few queries
+            return self._no_rows(reading, heads, keys)
         kept = reading.weights(rows, None if heads is True else heads)
         kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[-1]))  # a cache may hold more keys than exist yet
         return kept if heads is True else Rows(kept, heads, rows)
+
+    def _no_rows(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
+        batch, count = reading.q.shape[:2]
+        kept = reading.q.new_zeros(batch, count if heads is True else len(heads), 0, keys)
+        return kept if heads is True else Rows(kept, heads, [])
 
     def _new(self, site: Site, given: Given) -> Layer:
         query, kv = given.query.shape[1], given.key.shape[1]
