@@ -121,7 +121,7 @@ def importance(
     )  # fmt: skip
     chosen = SCORES[score]
     with ExitStack() as stack:
-        if masked:
+        if masked and score not in ("magnitude", "random"):  # those do not run the model
             stack.enter_context(mask_heads(model, masked))
         stack.enter_context(_still(model))
         each = chosen.function(setting)
