@@ -23,7 +23,7 @@
 #include "call.h"
 #include "vectors.h"
 
-enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, KEY_BLOCK = 512, PART_KEYS = 1024 };
+enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, PART_KEYS = 1024 };
 enum { LINE = 16, AHEAD = 8, FEW_ROWS = 12, STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
@@ -463,12 +463,9 @@ static void keep_links(Row *row, const float *s, int64_t n, int64_t from, int co
     }
 }
 
-/* |x| for x from -KEY_BLOCK on. Distances within a block are read from it; beyond its reach they differ by a constant. */
-static float away_from_zero[2 * KEY_BLOCK + W];
-
-__attribute__((constructor)) static void fill_table(void) {
-    for (int x = 0; x < 2 * KEY_BLOCK + W; x++) away_from_zero[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
-}
+/* Nothing in this file may run when the library is loaded (no constructors): it is compiled for instruction sets that
+   the processor may not have. */
+_Static_assert(W <= WIDEST_VECTOR, "headwise_distances is read in whole vectors");
 
 /* The largest of n scores, whole vectors; a NaN among them may be passed over. */
 INLINE float peak_of(const float *s, int64_t n) {
@@ -499,7 +496,7 @@ INLINE void soften(const int wanted, Row *row, float *s, int64_t n, float peak, 
     }
     vf l = before;
     int64_t step = from - row->place, near = step > 0 ? 0 : step < -KEY_BLOCK ? -KEY_BLOCK : step;
-    const float *away = away_from_zero + KEY_BLOCK + near;
+    const float *away = headwise_distances + KEY_BLOCK + near;
     for (int64_t j = 0; j < n; j += W) {
         vf t = larger(all(LOWEST), load(s + j) - m), e = power_of_two(t);
         store(s + j, e);

@@ -78,6 +78,11 @@ typedef struct {
     int (*span)(const Call *, int64_t batch, int64_t *low, int64_t *high);
 } Path;
 
+enum { KEY_BLOCK = 512, WIDEST_VECTOR = 16 };
+
+/* |x| for x from -KEY_BLOCK on: distances within a block of keys; beyond its reach they differ by a constant. */
+extern float headwise_distances[2 * KEY_BLOCK + WIDEST_VECTOR];
+
 extern const Path headwise_avx512, headwise_avx2, headwise_neon, headwise_plain;
 
 #endif

@@ -187,6 +187,13 @@ static void add_up(const Call *call, const Plan *plan) {
         }
 }
 
+float headwise_distances[2 * KEY_BLOCK + WIDEST_VECTOR];
+
+__attribute__((constructor)) static void fill_distances(void) {
+    for (int x = 0; x < 2 * KEY_BLOCK + WIDEST_VECTOR; x++)
+        headwise_distances[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
+}
+
 /* Which instruction sets this binary has and this processor can run, the fastest first. */
 static const Path *path_at(int index) {
     const Path *paths[4];
