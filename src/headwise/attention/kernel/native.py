@@ -305,6 +305,8 @@ def head_stats_form(
 def _unpacked(
     room: ctypes.Array[ctypes.c_double], shape: tuple[int, ...], cross: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
+    if not len(room):  # of no sequence at all; PyTorch takes no empty buffer
+        return apart(torch.zeros(shape, dtype=torch.float64, device="cpu"), (), cross, False)
     return apart(torch.frombuffer(room, dtype=torch.float64).view(shape), (), cross, False)
 
 
