@@ -221,9 +221,7 @@ def test_ctrl_c_anywhere_is_one_line_and_costs_no_training(
     assert losses(folder) == whole and names(folder) == {"out"}
 
 
-def test_a_plan_by_measured_time_is_taken_up_with_its_recovery(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_by_measured_time_is_taken_up_with_its_recovery(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured again, times differ, and another plan would not fit the recovery that was kept."""
     from headwise.prune import latency
 
