@@ -81,6 +81,7 @@ def weights(
 
     A query that may look nowhere gets a row of zeros. With sinks, a row sums to less than one.
     """
+    contract.check_options(sight, contract.WEIGHTS)
     size = contract.sizes(q, k)
     seen = visible(q, k, mask=mask, **sight)
     k = np.repeat(np.asarray(k, float), size.group, axis=1)  # query head i reads KV head i // group
@@ -128,6 +129,7 @@ def attend(
 
     dropout sets that share of the weights to zero and divides the others by 1 - dropout.
     """
+    contract.check_options(how, (*contract.ATTEND, "rng"))
     size = contract.sizes(q, k, v)
     a = weights(q, k, **how)
     if dropout:
@@ -150,6 +152,7 @@ def head_stats(
     **how: Any,
 ) -> tuple[Array, HeadStats]:
     """attend's output and what each head does with its weights, from the whole T x T of them."""
+    contract.check_options(how, (*contract.ATTEND, "rng"))
     size = contract.sizes(q, k, v)
     contract.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     attended = {name: how.pop(name) for name in ("gates", "dropout", "rng") if name in how}
@@ -182,7 +185,7 @@ def head_stats(
 
 def _sight(how: dict[str, Any]) -> dict[str, Any]:
     """Of all that weights takes, what says who may look where."""
-    return {name: how[name] for name in ("mask", "causal", "window", "lengths", "offset") if name in how}
+    return {name: how[name] for name in contract.VISIBILITY if name in how}
 
 
 def _first_key(size: contract.Sizes, how: dict[str, Any], asked: Array) -> Array:
