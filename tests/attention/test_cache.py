@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from headwise import Alibi, KVCache, MemoryCache, MultiHeadAttention, Rotary, SlidingCache, StaticCache
 from headwise.errors import CacheError, HeadwiseError, MaskError, ShapeError
@@ -110,7 +111,7 @@ def test_memory():
             if name in places:
                 places[name].add(next(t for t in vars(cache).values() if isinstance(t, torch.Tensor)).data_ptr())
         assert held_tokens(caches["sliding"]) <= 16
-    assert len(places["static"]) == 1 and held_tokens(caches["static"]) == 300
+    assert len(places["static"]) == 1 and held_tokens(caches["static"]) == 301  # one slot stays empty
     assert len(places["growing"]) <= 5 and held_tokens(caches["growing"]) <= 600
     for prompt in (5, 9, 17, 300):
         cache = SlidingCache(8)
@@ -362,6 +363,57 @@ def test_compiled_decoding(new_cache):
     compiled = torch.compile(module, backend="aot_eager")
     with torch.no_grad():
         close(decode(compiled, x, cache, [6, 1, 1, 1, 1, 1]), module(x, causal=True, window=window))
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@every_cache
+def test_compiled_decoding_takes_one_graph_for_all_steps(new_cache, dtype):
+    module = made(num_kv_heads=2, position=Rotary(), dtype=dtype)
+    x, cache, plain = tokens(13).to(dtype), new_cache(), new_cache()
+    if isinstance(cache, StaticCache):
+        cache.max_length = plain.max_length = 13
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        close(decode(compiled, x[:, :4], cache, [4]), decode(module, x[:, :4], plain, [4]), atol=1e-4)
+        assert graphs.frame_count == 1  # of the prompt
+        for token in x[:, 4:].split(1, 1):
+            close(decode(compiled, token, cache, [1]), decode(module, token, plain, [1]), atol=1e-4)
+    # a sliding cache that is full starts its buffer again, which is a second graph
+    assert graphs.frame_count == (3 if isinstance(cache, SlidingCache) else 2)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_decoding_of_different_lengths_takes_one_graph():
+    module, x = made(num_kv_heads=2, position=Rotary()), tokens(13)
+    cache, plain, lengths = StaticCache(17), StaticCache(17), torch.tensor([4, 1, 2])
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled, counts = torch.compile(module, backend=graphs, fullgraph=True), []
+    with torch.no_grad():
+        for each in (cache, plain):
+            module(x[:, :4], causal=True, cache=each, lengths=lengths)
+        for token in x[:, 4:].split(1, 1):
+            close(decode(compiled, token, cache, [1]), decode(module, token, plain, [1]))
+            counts.append(graphs.frame_count)
+    assert counts[1:] == [2] * 8  # the first step knows no better than that its length is fixed
+
+
+@torch.no_grad()
+def test_one_cache_does_not_serve_two_layers():
+    first, second, x = made(num_kv_heads=2), made(num_kv_heads=2), tokens()
+    for cache in (KVCache(), StaticCache(13), SlidingCache(WINDOW)):
+        first(x, causal=True, cache=cache)
+        with pytest.raises(CacheError, match="holds the keys and values of another layer; .* make one per layer"):
+            second(x, causal=True, cache=cache)
+        held = copy.deepcopy(cache)  # as a search over several continuations does
+        cache.reset()
+        second(x, causal=True, cache=cache)
+        first(x[:, :1], causal=True, cache=held)
+    memory = MemoryCache()
+    first(x, x.clone(), cache=memory)
+    with pytest.raises(CacheError, match="another layer"):
+        second(x, x.clone(), cache=memory)
 
 
 X = torch.zeros(BATCH, 2, WIDTH)

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -69,9 +68,7 @@ def hidden(dark_rows: bool) -> dict[str, torch.Tensor]:
 @every_side
 def test_from_torch(sides, bias, add_zero_attn, batch_first, training, need_weights):
     given = theirs(bias=bias, add_zero_attn=add_zero_attn, batch_first=batch_first, **sides).train(training)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if not batch_first else "error")
-        mine = MultiHeadAttention.from_torch(given)
+    mine = MultiHeadAttention.from_torch(given, batch_first=None if batch_first else True)
     assert mine.training == training
     assert mine.heads == Heads.split(WIDTH, HEADS)
     assert (mine.kdim, mine.vdim) == (given.kdim, given.vdim)
@@ -137,17 +134,17 @@ def test_gradients_are_theirs(sides, add_zero_attn):
     assert mine.sinks is None or mine.sinks.grad is None  # a key of zeros does not learn
 
 
-@either("batch_first", [True, False])
-def test_batch_first(batch_first):
-    given = theirs(batch_first=batch_first)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_a_module_that_takes_tokens_first_is_refused_unless_the_caller_transposes():
+    given = theirs(batch_first=False)
+    with pytest.raises(UnsupportedError, match=r"takes \(T, B, d_model\), .*: transpose the inputs, and say so"):
         MultiHeadAttention.from_torch(given)
-    said = [str(w.message) for w in caught]
-    assert len(said) == (not batch_first)
-    if not batch_first:
-        assert "batch_first=False and headwise takes (B, T, d_model): transpose its inputs" in said[0]
-        assert caught[0].filename == __file__
+    with pytest.raises(UnsupportedError, match="transpose the inputs"):
+        MultiHeadAttention.from_torch(given, batch_first=False)
+    with pytest.raises(UnsupportedError, match="got batch_first=False; leave it out"):
+        MultiHeadAttention.from_torch(theirs(), batch_first=False)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    mine = MultiHeadAttention.from_torch(given.eval(), batch_first=True)
+    close(mine(x), given(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1))
 
 
 @either("p", [0.0, 0.25, 1.0])

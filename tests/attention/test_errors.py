@@ -10,8 +10,9 @@ import pytest
 import torch
 from cases import forced
 
-from headwise import attend, explain, head_stats, reference, weights
-from headwise.errors import HeadwiseError, MaskError, ShapeError
+from headwise import MultiHeadAttention, attend, explain, head_stats, reference, weights
+from headwise.attention import core
+from headwise.errors import HeadwiseError, MaskError, ShapeError, UnsupportedError
 
 B, H, KV, TQ, TK, D, DV = 2, 6, 3, 5, 7, 4, 3
 
@@ -300,3 +301,88 @@ def test_explain_knows_that_nothing_is_learned_without_gradients():
     given, _ = PATHS["a learned mask"]
     with forced("as it comes"), torch.no_grad():
         assert explain(**inputs(**given)).startswith("fused")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("wrong", [None, [1.0], np.zeros((B, H, TQ, D)), "v"], ids=["None", "list", "array", "str"])
+def test_what_is_no_tensor_is_refused_by_name(name, wrong):
+    given = inputs(**{name: wrong})
+    words = f"{name} must be a tensor, got {type(wrong).__name__}"
+    for call in (attend, head_stats, explain):
+        for _ in range(3):
+            attend(**inputs())
+        with pytest.raises(ShapeError, match=words):
+            call(*given.values())
+    if name != "v":
+        with pytest.raises(ShapeError, match=words):
+            weights(given["q"], given["k"])
+
+
+DENSE = {
+    "sparse": lambda x: x.to_sparse(),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_tensor_that_is_not_dense_is_refused(kind):
+    given = inputs()
+    for _ in range(3):
+        attend(**given)
+    with pytest.raises(ShapeError, match="q must be a dense tensor, got a .* one; use a padded tensor"):
+        attend(**given | {"q": DENSE[kind](given["q"])})
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"causal": torch.tensor([True, False])}, "causal must be True or False, got tensor"),
+        ({"scale": 10**400}, "scale must be a finite number, got 1000"),
+        ({"gates": torch.ones(H, dtype=torch.complex64)}, "gates must be real numbers, got torch.complex64"),
+        ({"sinks": torch.ones(H, dtype=torch.bool)}, "sinks must be real numbers, got torch.bool"),
+    ],
+    ids=str,
+)
+def test_options_of_the_wrong_kind(other, words):
+    for _ in range(3):
+        attend(**inputs())
+    with pytest.raises(HeadwiseError, match=re.escape(words)):
+        attend(**inputs(), **other)
+
+
+def test_classes_that_are_no_dict():
+    with pytest.raises(MaskError, match="classes must be a dict from names to .*, got list"):
+        head_stats(**inputs(), classes=["rare"])
+
+
+def test_a_misspelt_option_is_named_with_the_nearest_one():
+    given = inputs()
+    q, k, v = given.values()
+    arrays = [x.numpy() for x in given.values()]
+    module, x = MultiHeadAttention(8, 2), torch.zeros(1, 3, 8)
+    spec = reference.MultiHeadAttention(8, 2)
+    calls = [
+        lambda **how: explain(q, k, v, **how),
+        lambda **how: core.statistics(q, k, **how),
+        lambda **how: core.one_pass(q, k, v, **how),
+        lambda **how: module.stats(x, **how),
+        lambda **how: module.weights(x, **how),
+        lambda **how: reference.attend(*arrays, **how),
+        lambda **how: reference.weights(*arrays[:2], **how),
+        lambda **how: reference.head_stats(*arrays, **how),
+        lambda **how: spec(x.numpy(), **how),
+        lambda **how: spec.weights(x.numpy(), **how),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedError, match="no option 'casual' here; did you mean 'causal'"):
+            call(casual=True)
+        with pytest.raises(UnsupportedError, match="no option 'zzz' here; there are mask, causal, window, lengths"):
+            call(zzz=1)
+
+
+def test_a_module_without_a_query():
+    with pytest.raises(ShapeError, match="query must be a tensor, got NoneType"):
+        MultiHeadAttention(8, 2)(None)

@@ -411,7 +411,8 @@ def test_directories_that_are_refused(tmp_path, originals):
     (folder / "model.safetensors.index.json").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
     refused(Encoder, folder, "only as a pickle .* which can run code when read; save them as model.safetensors")
-    for text, words in (("{", "is not JSON"), ("[]", "must hold an object, got list")):
+    deep = '{"a":' * 100_000
+    for text, words in (("{", "is not JSON"), ("[]", "must hold an object, got list"), (deep, "is nested too deeply")):
         (folder / "config.json").write_text(text)
         refused(Encoder, folder, words)
     (folder / "config.json").unlink()

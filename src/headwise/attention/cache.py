@@ -5,6 +5,7 @@ One cache serves one attention layer. Keys go in as they are used, rotated alrea
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -37,6 +38,16 @@ class KVCache:
         self.fill: Tensor | None = None  # (B,), where the sequences differ
         self._k: Tensor | None = None  # (B, Hkv, room, D)
         self._v: Tensor | None = None
+        self.layer: weakref.ref[Any] | None = None  # the module whose keys these are
+
+    def check_layer(self, layer: Any) -> None:
+        """One cache serves one layer: what another one put here would be taken for its own."""
+        owner = None if self.layer is None else self.layer()
+        if owner is not None and owner is not layer:
+            raise CacheError(
+                "this cache holds the keys and values of another layer; one cache serves one layer: make one "
+                "per layer, or .reset() it"
+            )
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Where the next tokens stand: (count,), or (B, count) where the sequences differ."""
@@ -56,7 +67,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.length, self.fill, self._k, self._v = 0, None, None, None
+        self.length, self.fill, self._k, self._v, self.layer = 0, None, None, None, None
 
     def _update_apart(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Held:
         """Each sequence's new keys go behind its own last one."""
@@ -64,17 +75,20 @@ class KVCache:
         start = torch.full((batch,), self.length, device=k.device) if self.fill is None else self.fill
         if lengths is not None and not isinstance(lengths, Tensor):
             raise MaskError(f"lengths must be a tensor ({batch},), got {lengths!r}; use torch.tensor(lengths)")
-        end = start + count if lengths is None else lengths.to(k.device, copy=True)  # the caller may go on with theirs
-        if tuple(end.shape) != (batch,) or bool(((end < start) | (end > start + count)).any()):
-            raise CacheError(
-                f"lengths are the keys of each sequence in all: {start.tolist()} are held and {count} more came, "
-                f"got {end.tolist()}"
-            )
-        top = int(start.max()) + count if batch else count
+        top = self.length + count  # of the longest sequence, if all of these are its own
+        end = start + count
+        if lengths is not None:
+            end = lengths.to(k.device, copy=True)  # the caller may go on with theirs
+            if tuple(end.shape) != (batch,) or bool(((end < start) | (end > start + count)).any()):
+                raise CacheError(
+                    f"lengths are the keys of each sequence in all: {start.tolist()} are held and {count} more came, "
+                    f"got {end.tolist()}"
+                )
         self._make_room(k, v, top)
         slots = start[:, None] + torch.arange(count, device=k.device)  # (B, T)
         self._write((torch.arange(batch, device=k.device)[:, None], slice(None), slots), k, v)
-        self.fill, self.length = end, int(end.max()) if batch else top
+        self.fill = end
+        self.length = top if lengths is None or not batch else int(end.max())  # nothing is read in a decoding step
         return self._held(top, end, start)
 
     def _held(self, top: int, lengths: Tensor | None = None, offset: Tensor | None = None) -> Held:
@@ -86,7 +100,7 @@ class KVCache:
         if isinstance(at[0], Tensor):  # an index tensor on both sides of the heads' axis puts that axis last
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-        frozen = self._k.is_inference() and not torch.is_inference_mode_enabled()
+        frozen = not torch.compiler.is_compiling() and self._k.is_inference() and not torch.is_inference_mode_enabled()
         if learns or frozen or self._k.requires_grad or self._v.requires_grad:
             self._k, self._v = self._k.clone(), self._v.clone()  # writing in place would spoil what backward needs
         self._k[at] = k
@@ -126,13 +140,16 @@ class StaticCache(KVCache):
         check_at_least(1, "max_length", max_length)
         self.max_length = max_length
 
-    def _room(self, needed: int, have: int) -> int:
+    def _make_room(self, k: Tensor, v: Tensor, needed: int) -> None:
         if needed > self.max_length:
             raise CacheError(
                 f"the cache is full: it has room for {self.max_length} keys, holds {self.length}, needs {needed}; "
                 f"make a StaticCache({needed}), or use KVCache(), which grows"
             )
-        return self.max_length
+        super()._make_room(k, v, needed)
+
+    def _room(self, needed: int, have: int) -> int:
+        return self.max_length + 1  # a view of all of it would lie otherwise than the others: to compilers, a new graph
 
 
 class SlidingCache(KVCache):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ..errors import ShapeError
 from . import contract
 from .contract import Window
 from .kernel import cuda, native
@@ -90,10 +91,10 @@ def call_of(
     who = sight_of(q, k, v, **sight)
     contract.check_numbers(scale, softcap, dropout)
     if sinks is not None:
-        check_tensor("sinks", sinks, q)
+        check_numbers("sinks", sinks, q)
         contract.check_per_head("sinks", sinks.shape, who.size)
     if gates is not None:
-        check_tensor("gates", gates, q)
+        check_numbers("gates", gates, q)
         contract.check_per_head("gates", gates.shape, who.size, batched=True)
     call = Call(who, who.size.dim**-0.5 if scale is None else float(scale), softcap, sinks, gates, dropout)
     if who.mask is not None and call.why_not_kernel(q) is not None:
@@ -107,9 +108,17 @@ def check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, class
         check_tensor("queries", queries, q)
         contract.check_queries(queries, size, queries.dtype == torch.bool)
     if classes:
+        contract.check_classes({} if isinstance(classes, dict) else classes, size, None)
         for name, x in classes.items():
             check_tensor(name, x, q)
         contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
+
+
+def check_numbers(name: str, x: Any, like: Tensor) -> None:
+    """A tensor of real numbers on the device of another one."""
+    check_tensor(name, x, like)
+    if x.is_complex() or x.dtype == torch.bool:
+        raise ShapeError(f"{name} must be real numbers, got {x.dtype}; use a tensor of {like.dtype}")
 
 
 _forms: dict[Any, native.Form] = {}
@@ -137,16 +146,20 @@ def known_form(
     # what the guards below do not see; recorders and transforms they do
     if forward_mode() or profiler._is_profiler_enabled or (torch._C._len_torch_function_stack() and observed()):
         return None
-    if type(scale) not in NUMBERS or type(softcap) not in NUMBERS:
+    if type(scale) not in NUMBERS or type(softcap) not in NUMBERS or type(causal) is not bool:
         return None
     band = None if window is None else contract.band(causal, window)
     options = not causal, band, scale, softcap, mask is None
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    # written out for q, k and v: loops and generators would cost a microsecond
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
+        return None
+    if q.is_nested or k.is_nested or v.is_nested:  # at these the guards abort the process
+        return None
     latest = _latest.get(options)
     if latest is not None and latest[0].check(*tensors):
         return latest[1]
-    # written out for q, k and v: loops and generators would cost a microsecond
-    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or not (q.is_cpu and k.is_cpu and v.is_cpu):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
         return None
     wanted = q.requires_grad or k.requires_grad or v.requires_grad
     if wanted and torch.is_grad_enabled():
@@ -154,6 +167,8 @@ def known_form(
     if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
         return None
     if observed() or transforms() is not None:
+        return None
+    if not (q.layout is k.layout is v.layout is torch.strided):
         return None
     shown = None
     if mask is not None:

@@ -27,10 +27,18 @@ def output(q: Tensor, k: Tensor, v: Tensor, call: Call, again: bool = False) -> 
         if not sight.readable:
             k, v = by_rows.clean(sight, k, v)
         out = fused.attend(q, k, v, sight, call.scale, call.dropout)
-        # 0 * NaN is NaN, so in a fused kernel a hidden NaN may reach those who may not look at it
-        if not (sight.hides and sight.readable) or by_rows.finite(out):
+        if not sight.readable:
+            return out
+        # 0 * NaN is NaN, so in a fused kernel a hidden NaN may reach those who may not look at it; a score that
+        # overflows makes NaN of its row, and zeros where all scores of the row do
+        if by_rows.finite(out) and (not _has_zero_row(out) or by_rows.bounded(q, k, call.scale)):
             return out
     return by_rows.attend(q, k, v, sight, call.scale, call.softcap, call.sinks, call.dropout)
+
+
+def _has_zero_row(out: Tensor) -> bool:
+    """Whether the output (B, H, Tq, Dv) of some query is zero, as where it sees nothing."""
+    return bool(out.numel()) and not float(out.detach().abs().amax(-1).min()) > 0
 
 
 def gated(out: Tensor, call: Call) -> Tensor:

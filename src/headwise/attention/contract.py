@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MaskError, ShapeError
+from ..errors import MaskError, ShapeError, UnsupportedError
 
 Window = tuple[int | None, int | None]
+VISIBILITY = ("mask", "causal", "window", "lengths", "offset")  # the options that say who may look where
+WEIGHTS = (*VISIBILITY, "scale", "softcap", "sinks")  # those of weights
+ATTEND = (*WEIGHTS, "gates", "dropout")  # those of attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class Sizes:
 def sizes(q: Any, k: Any, v: Any = None) -> Sizes:
     """The sizes of a call, or a ShapeError that says which of them do not fit."""
     v = k if v is None else v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "shape"):
+            raise ShapeError(f"{name} must be an array of four dimensions, got {type(x).__name__}")
     asked, keyed, valued = q.shape, k.shape, v.shape
     if len(asked) == len(keyed) == len(valued) == 4:
         (batch, heads, queries, dim), (_, kv_heads, keys, _), value_dim = asked, keyed, valued[3]
@@ -72,9 +78,22 @@ def shown(shape: Sequence[int]) -> str:
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
 
 
+def check_options(options: Iterable[str], known: Sequence[str]) -> None:
+    """Options by name, where a function passes them on: one that nobody knows is most likely misspelt."""
+    for name in options:
+        if name not in known:
+            import difflib
+
+            alike = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {alike[0]!r}?" if alike else f"there are {', '.join(known)}"
+            raise UnsupportedError(f"there is no option {name!r} here; {hint}")
+
+
 def band(causal: bool, window: Window | None) -> Window:
     """How far left and right of its own position a query may look; None is open. Causal is a right edge of 0."""
     left, right = (None, None) if window is None else _window(window)
+    if not isinstance(causal, bool) and type(causal).__name__ != "bool":  # NumPy's is one too
+        raise MaskError(f"causal must be True or False, got {causal!r}")
     if causal:
         right = 0
     return left, right
@@ -118,6 +137,8 @@ def check_lengths(low: int, high: int, size: Sizes) -> None:
 
 def check_classes(classes: dict[str, Any], size: Sizes, is_bool: Any) -> None:
     """classes: a name -> (B, Tk) bool, the keys that belong to it."""
+    if not isinstance(classes, dict):
+        raise MaskError(f"classes must be a dict from names to (B, Tk) True/False, got {type(classes).__name__}")
     for name, keys in classes.items():
         if tuple(keys.shape) != (size.batch, size.keys) or not is_bool(keys):
             want = shown((size.batch, size.keys))
@@ -154,7 +175,10 @@ def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0
 
 def _finite(x: Any) -> bool:
     """A finite number, also NumPy's or PyTorch's of no dimensions."""
-    return (isinstance(x, int | float) or getattr(x, "ndim", None) == 0) and math.isfinite(x)
+    try:
+        return (isinstance(x, int | float) or getattr(x, "ndim", None) == 0) and math.isfinite(x)
+    except (OverflowError, TypeError, ValueError):  # too large for a float, or complex
+        return False
 
 
 def pick(name: str, chosen: Any, count: int) -> list[int]:

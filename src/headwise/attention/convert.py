@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     Module = TypeVar("Module", bound=MultiHeadAttention)
 
 
-def from_torch(cls: type[Module], given: nn.MultiheadAttention) -> Module:
+def from_torch(cls: type[Module], given: nn.MultiheadAttention, batch_first: bool | None = None) -> Module:
     """The same attention with the same weights, dtype, device, mode and frozen parameters."""
     if not isinstance(given, nn.MultiheadAttention):
         raise UnsupportedError(f"from_torch takes an nn.MultiheadAttention, got {type(given).__name__}")
@@ -28,10 +27,12 @@ def from_torch(cls: type[Module], given: nn.MultiheadAttention) -> Module:
             "add_bias_kv=True appends a learned key and value to every sequence, which MultiHeadAttention cannot do; "
             "train without it"
         )
-    if not given.batch_first:
-        warnings.warn(
-            "this nn.MultiheadAttention has batch_first=False and headwise takes (B, T, d_model): transpose its inputs",
-            stacklevel=3,
+    if batch_first not in (None, True) or not (given.batch_first or batch_first):
+        raise UnsupportedError(
+            "this nn.MultiheadAttention takes (T, B, d_model), batch_first=False, and headwise (B, T, d_model): "
+            "transpose the inputs, and say so with from_torch(module, batch_first=True)"
+            if not given.batch_first
+            else f"from_torch makes a module that takes (B, T, d_model), got batch_first={batch_first!r}; leave it out"
         )
     like = given.out_proj.weight
     # A key of zeros with a value of zeros scores 0, so it adds exp(0) to the denominator and nothing else: a sink of 0.

@@ -15,7 +15,7 @@ from .calls import Call, as_given, autocast, call_of, check_counted, known_form,
 from .composed import detached, gated, gradients, output
 from .contract import Window
 from .kernel import native, ops
-from .sight import forward_mode, observed
+from .sight import check_tensor, forward_mode, observed
 from .stats import HeadStats
 
 # so that torch.export can hand statistics out of a graph
@@ -25,6 +25,9 @@ register_pytree_node(
     lambda leaves, names: HeadStats(dict(zip(names, leaves, strict=False)), list(leaves)[-1]),
     serialized_type_name="headwise.HeadStats",
 )
+
+
+OPTIONS = (*contract.ATTEND, "slopes")  # of the functions below that pass them on
 
 
 def attend(
@@ -55,6 +58,7 @@ def attend(
         form = known_form(q, k, v, mask, causal, window, scale, softcap)
         if form is not None:
             return native.run_form(form, q, k, v, mask)
+    check_tensor("v", v)
     q, k, v = autocast(q, k, v)
     call = call_of(
         q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
@@ -121,6 +125,7 @@ def head_stats(
             if queries is not None:
                 check_counted(q, contract.sizes(q, k, v), queries, None)
             return native.head_stats_form(form, q, k, v, mask, queries, cross)
+    check_tensor("v", v)
     q, k, v = autocast(q, k, v)
     call = call_of(
         q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
@@ -139,6 +144,7 @@ def statistics(
     **how: Any,
 ) -> HeadStats:
     """head_stats without values and output: what the heads do with weights that someone else applies."""
+    contract.check_options(how, OPTIONS)
     q, k = autocast(q, k)
     v = k[..., :1]  # one column stands in for the values
     call = call_of(q, k, v, **how)
@@ -154,12 +160,15 @@ def statistics(
 
 def one_pass(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> bool:
     """Whether head_stats takes output and statistics from one native pass."""
+    contract.check_options(how, OPTIONS)
     call = call_of(*autocast(q, k, v), **how)
     return call.why_not_kernel(q) is None and not learns(q, k, v, call.sinks, call.gates)
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
+    contract.check_options(how, OPTIONS)
+    check_tensor("v", v)
     q, k, v = autocast(q, k, v)
     call = call_of(q, k, v, **how)
     instead = call.why_not_kernel(q)
@@ -207,7 +216,8 @@ class OnePass(torch.autograd.Function):
         call: Call = ctx.call
         with as_given(q):
             fits = call.why_rows() is None and fused.has_backward(call.sight, call.scale)
-            if fits and not torch.is_grad_enabled() and by_rows.finite(out):
+            tame = by_rows.finite(out) and by_rows.largest(lse) < by_rows.LIMIT_OF_OTHERS / 10  # no score overflowed
+            if fits and not torch.is_grad_enabled() and tame:
                 return *fused.backward(slope, q, k, v, out, lse, call.sight, call.scale), None, None
         of = gradients(slope, q, k, v, replace(call, sinks=sinks, gates=None))
         return of.q, of.k, of.v, of.sinks, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from .positions import Alibi, Rotary
 from .sight import check_tensor
 from .stats import HeadStats
 
+OPTIONS = ("mask", "causal", "window", "lengths", "gates", "cache", "positions")  # of weights and stats, as in forward
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
@@ -125,6 +127,7 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None = None, *, rows: Any = None, heads: Any = None, **how: Any
     ) -> Tensor:
         """Where each query looks: (B, heads, rows, Tk). `how`: mask, causal, window, lengths, positions."""
+        contract.check_options(how, OPTIONS)
         if how.get("cache") is not None:
             raise CacheError("weights takes no cache, since it makes no values for it; use forward(need_weights=True)")
         q, k, _, call = self._call(query, key, None, values=False, **how)
@@ -141,6 +144,7 @@ class MultiHeadAttention(nn.Module):
         **how: Any,
     ) -> HeadStats:
         """Exact statistics of every head. queries and classes as in head_stats; `how` as in weights."""
+        contract.check_options(how, OPTIONS)
         with torch.no_grad():
             q, k, v, call = self._call(query, key, value, **how)
             return core.observe(q, k, v, call, queries, classes, cross=_crosses(query, key))[1]
@@ -153,9 +157,13 @@ class MultiHeadAttention(nn.Module):
         return convert.pruned(self, heads)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention) -> MultiHeadAttention:
-        """The same attention with the same weights. Ours is batch first, whatever the given one was."""
-        return convert.from_torch(cls, module)
+    def from_torch(cls, module: nn.MultiheadAttention, *, batch_first: bool | None = None) -> MultiHeadAttention:
+        """The same attention with the same weights, for inputs (B, T, d_model).
+
+        A module with batch_first=False takes (T, B, d_model), which could be mistaken for it without a word: it is
+        refused unless batch_first=True says that inputs will be transposed.
+        """
+        return convert.from_torch(cls, module, batch_first)
 
     def to_torch(self) -> nn.MultiheadAttention:
         """The same attention as PyTorch's module (batch first), or an error where it has no such thing."""
@@ -182,7 +190,7 @@ class MultiHeadAttention(nn.Module):
         """q, k and v of every head, (B, H, T, d_k), and the checked call on them; values=False: keys in place of v."""
         self._check(query, key, value, values)
         cross = _crosses(query, key)
-        _check_cache(cache, cross, key)
+        _check_cache(cache, cross, key, self)
         if cross and isinstance(self.position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
         if positions is not None:
@@ -194,6 +202,8 @@ class MultiHeadAttention(nn.Module):
         if isinstance(self.position, Alibi):
             how["slopes"] = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
         with unless_it_fails(cache):
+            if cache is not None:
+                cache.layer = weakref.ref(self)
             if isinstance(cache, MemoryCache) and cache.held is not None:
                 k, v, offset = cache.held.k, cache.held.v, None
             else:
@@ -227,7 +237,7 @@ class MultiHeadAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None, values: bool) -> None:
         linears = self.W_Q, self.W_K, self.W_V
         for name, x, linear in zip(("query", "key", "value"), (query, key, value), linears, strict=True):
-            if x is not None:
+            if x is not None or name == "query":
                 _check_input(name, x, linear)
         if key is None and value is not None:
             raise ShapeError("a value was given without its key; give both")
@@ -241,7 +251,7 @@ class MultiHeadAttention(nn.Module):
             raise ShapeError(f"key is {shown(key.shape)} and value {shown(value.shape)}; each key needs a value")
 
 
-def _check_input(name: str, x: Tensor, linear: nn.Linear) -> None:
+def _check_input(name: str, x: Any, linear: nn.Linear) -> None:
     check_tensor(name, x)
     width = linear.in_features
     if x.dim() != 3 or x.shape[2] != width:
@@ -265,7 +275,7 @@ def _check_positions(positions: Tensor, query: Tensor) -> None:
         raise ShapeError(f"positions must be whole numbers ({tokens},) or ({batch}, {tokens}), got {got}")
 
 
-def _check_cache(cache: KVCache | None, cross: bool, key: Tensor | None) -> None:
+def _check_cache(cache: KVCache | None, cross: bool, key: Tensor | None, layer: nn.Module) -> None:
     if cache is None:
         return
     kind = type(cache).__name__
@@ -275,6 +285,7 @@ def _check_cache(cache: KVCache | None, cross: bool, key: Tensor | None) -> None
         raise CacheError(f"cross-attention reads one fixed memory: give it a MemoryCache(), not a {kind}")
     if not cross and isinstance(cache, MemoryCache):
         raise CacheError("a MemoryCache keeps one fixed memory, for cross-attention; self-attention takes a KVCache()")
+    cache.check_layer(layer)
     if isinstance(cache, MemoryCache) and cache.held is not None and key is not None:
         want, got = (cache.held.k.shape[0], cache.held.k.shape[2]), tuple(key.shape[:2])
         if want != got:

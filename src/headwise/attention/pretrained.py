@@ -151,6 +151,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # the latter: objects or arrays nested too deep
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{str(path)!r} is nested too deeply to be a config or an index; get it anew") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} must hold an object, got {type(content).__name__}")
     return content

@@ -8,6 +8,11 @@ One head asks, for every query: how much does each key concern me?
 
 Multi-head attention projects the same input h times, runs h such heads side by side, lays their outputs
 next to each other and mixes them with W_O. Everything here is float64, and nothing is clever.
+
+Scores of finite queries and keys stay finite: one beyond 1e307 in magnitude counts as 1e307, so that a row has a
+largest score to subtract. The paths that compute in float32 have the same rule at 1e38: several scores beyond it share
+the weight there, of which the largest has all of it here. In compiled graphs, under torch.func and on other devices
+PyTorch's own operators decide, and an overflow is NaN. Infinities and NaN in the input are never hidden.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from ..heads import Heads
 from . import contract
 from .stats import HeadStats
 
+LIMIT = 1e307  # the largest score there is, in magnitude
 Array = np.ndarray[Any, Any]
 
 
@@ -81,12 +87,15 @@ def weights(
 
     A query that may look nowhere gets a row of zeros. With sinks, a row sums to less than one.
     """
+    contract.check_options(sight, contract.WEIGHTS)
     size = contract.sizes(q, k)
     seen = visible(q, k, mask=mask, **sight)
     k = np.repeat(np.asarray(k, float), size.group, axis=1)  # query head i reads KV head i // group
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities travel; they are not hidden
         scores = np.asarray(q, float) @ k.swapaxes(-1, -2)  # (B, Hq, Tq, Tk)
         scores *= size.dim**-0.5 if scale is None else scale
+        finite = np.isfinite(q).all(-1)[..., None] & np.isfinite(k).all(-1)[:, :, None]
+        scores = np.where(finite, np.clip(scores, -LIMIT, LIMIT), scores)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         if mask is not None and np.asarray(mask).dtype != bool:
@@ -128,6 +137,7 @@ def attend(
 
     dropout sets that share of the weights to zero and divides the others by 1 - dropout.
     """
+    contract.check_options(how, (*contract.ATTEND, "rng"))
     size = contract.sizes(q, k, v)
     a = weights(q, k, **how)
     if dropout:
@@ -150,6 +160,7 @@ def head_stats(
     **how: Any,
 ) -> tuple[Array, HeadStats]:
     """attend's output and what each head does with its weights, from the whole T x T of them."""
+    contract.check_options(how, (*contract.ATTEND, "rng"))
     size = contract.sizes(q, k, v)
     contract.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     attended = {name: how.pop(name) for name in ("gates", "dropout", "rng") if name in how}
@@ -182,7 +193,7 @@ def head_stats(
 
 def _sight(how: dict[str, Any]) -> dict[str, Any]:
     """Of all that weights takes, what says who may look where."""
-    return {name: how[name] for name in ("mask", "causal", "window", "lengths", "offset") if name in how}
+    return {name: how[name] for name in contract.VISIBILITY if name in how}
 
 
 def _first_key(size: contract.Sizes, how: dict[str, Any], asked: Array) -> Array:

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from .sight import Sight, observed, open_sizes
 
 BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the calls
+LIMIT = {torch.float64: 1e307}  # the largest score there is in a dtype's sums, in magnitude; see reference.py
+LIMIT_OF_OTHERS = 1e38
 ROWS = 256  # more rows a block gain nothing and skip less of a band
 
 
@@ -126,7 +128,10 @@ def scores(
     room: Room | None = None,
 ) -> Tensor:
     """The scores of q's rows (B, H, rows, D) on keys low to high - 1, (B, H, rows, keys). Hidden ones are -inf."""
-    s = by_group(inside(q) * scale, inside(between(k, low, high)).transpose(-1, -2), room)
+    k = between(k, low, high)
+    s = by_group(inside(q) * scale, inside(k).transpose(-1, -2), room)
+    if sight.readable and not (few_scores(s, k) and within(s)) and not bounded(q, k, scale):
+        s = limited(q, k, scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     bias = sight.bias(rows, low, high)
@@ -139,10 +144,40 @@ def scores(
     return s
 
 
+def few_scores(s: Tensor, k: Tensor) -> bool:
+    """Whether looking at the scores costs less than looking at the keys, as in decoding."""
+    return s.numel() < k.numel()
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    return float(torch.linalg.vector_norm(x.detach(), math.inf)) if x.numel() else 0.0
+
+
+def within(s: Tensor) -> bool:
+    """Whether these scores are numbers that lie within the limit."""
+    return largest(s) <= LIMIT.get(s.dtype, LIMIT_OF_OTHERS)
+
+
+def bounded(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether no product of a query with a key, nor a part of its sum, can pass the limit, by their largest numbers."""
+    most = largest(q) * max(1.0, abs(scale)) * largest(k) * q.shape[-1]
+    return most <= LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
+
+
+def limited(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """The scores of finite queries and keys, of which those past the limit count as the limit."""
+    wide = by_group(q.double() * scale, k.double().transpose(-1, -2))
+    keys = k.isfinite().all(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)  # (B, H, keys)
+    finite = q.isfinite().all(-1)[..., None] & keys[:, :, None]
+    limit = LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
+    return torch.where(finite, wide.clamp(-limit, limit), wide).to(inside(q[:0]).dtype)
+
+
 def raised(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """exp of the scores, and the sum (..., 1) that makes weights of them: sinks (H,) take part in it; never 0."""
-    largest = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
-    top = ground(largest, sinks)[..., None]
+    peak = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    top = ground(peak, sinks)[..., None]
     e = torch.exp(s - top) if s.requires_grad else s.sub_(top).exp_()
     total = e.sum(-1, keepdim=True)
     if sinks is not None:

@@ -336,6 +336,9 @@ def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
         )
     if not isinstance(x, Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}; headwise.reference takes NumPy arrays")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        raise ShapeError(f"{name} must be a dense tensor, got a {kind} one; use a padded tensor with lengths or a mask")
     if like is not None and x.device != like.device:
         raise ShapeError(f"{name} is on {x.device} and q on {like.device}; use {name}.to(q.device)")
 
