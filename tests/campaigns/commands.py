@@ -1,6 +1,7 @@
 """Random command lines, of every command: each ends with a code, at most one line of error and no traceback.
 
-What would take long is left out: the server does not listen, the lab and the benchmarks do not measure.
+What would take long is left out: the server does not listen, the lab and the benchmarks do not measure, nothing is
+fetched.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import huggingface_hub.constants
 import torch
 import transformers
 import typer
@@ -130,11 +132,12 @@ def without_long_work() -> Iterator[None]:
         raise HeadwiseError("this was left out")
 
     places = ("headwise.ui.server.serve", "headwise.bench.suite.run", "headwise.lab.session.measure")
-    environment = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": os.path.join(os.getcwd(), "cache")}
+    environment = {"XDG_CACHE_HOME": os.path.join(os.getcwd(), "cache")}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         for place in (*places, "headwise.machine.restrict"):
             stack.enter_context(mock.patch(place, nothing))
+        stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
         stack.enter_context(mock.patch("headwise.roles.probe.sentences", return_value=SENTENCES))
         yield
 

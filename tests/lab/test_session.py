@@ -93,6 +93,8 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["3", "--out", "FILE"], "FILE' is not a directory; give one to write to"),
         (["3", "--out", "FILE/below"], "FILE/below' cannot be made: .* is not a directory"),
         (["3", "--work", "FILE"], "FILE' is not a directory; give one to write to"),
+        (["3", "--out", "x" * 300], "'xxx.* cannot be written: File name too long"),
+        (["3", "--work", "FILE" + "9" * 5000], "'.{60}'... cannot be written: File name too long"),
         (["3", "--device", "meta"], "device 'meta' cannot be used here"),
         (["3", "--device", ""], "device '' cannot be used here"),
         (["3", "--seed", "-1"], "Invalid value for '--seed'"),

@@ -12,20 +12,31 @@ LARGEST_SEED = 2**32 - 1
 
 def check_output_folder(path: Path) -> None:
     """Refuse what is not a directory and cannot become one, or cannot be written to; nothing is made."""
+    shown = repr(str(path)) if len(str(path)) <= 200 else f"{str(path)[:60]!r}..."
     try:
-        if "\0" in str(path):
-            raise HeadwiseError(f"{str(path)!r} is not a path; give a directory to write to")
-        if os.path.lexists(path) and not path.is_dir():
-            raise HeadwiseError(f"{str(path)!r} is not a directory; give one to write to")
         above = path.absolute()
-        while not os.path.lexists(above):
+        while not _is_there(above):
             above = above.parent
         if not above.is_dir():
-            raise HeadwiseError(f"{str(path)!r} cannot be made: {str(above)!r} is not a directory")
+            whose = "" if above == path.absolute() else f" cannot be made: {str(above)!r}"
+            raise HeadwiseError(f"{shown}{whose} is not a directory; give one to write to")
         if not os.access(above, os.W_OK | os.X_OK):
-            raise HeadwiseError(f"{str(path)!r} cannot be written: there is no permission to write in {str(above)!r}")
-    except OSError as error:
-        raise HeadwiseError(f"{str(path)[:60]!r} cannot be written: {error.strerror or error}") from error
+            raise HeadwiseError(f"{shown} cannot be written: there is no permission to write in {str(above)!r}")
+    except OSError as error:  # such as a name that is too long
+        raise HeadwiseError(f"{shown} cannot be written: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, HeadwiseError):
+            raise
+        raise HeadwiseError(f"{shown} cannot be written: {error}") from None  # a NUL in the path
+
+
+def _is_there(path: Path) -> bool:
+    """As os.path.lexists, but for names that can never be."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def make_folder(path: Path) -> None:

@@ -231,7 +231,7 @@ class Atlas:
         if not isinstance(data, dict) or data.get("headwise") != "atlas":
             raise HeadwiseError("this is no atlas; headwise atlas --out DIR writes one")
         if data.get("format") != FORMAT:
-            raise HeadwiseError(f"this atlas has format {data.get('format')!r}; this version reads {FORMAT}")
+            raise HeadwiseError(f"this atlas has format {brief(data.get('format'))}; this version reads {FORMAT}")
         try:
             return _checked(cls, data)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:

@@ -21,7 +21,7 @@ from .corpus import Batch, Tokens
 from .definitions import BOTH, CAUSAL, CROSS, columns, marks
 from .documents import anything, count, items, mapping, string
 from .marks import Marks, mark
-from .tally import LARGEST_SUM, Key, Tally, draws
+from .tally import LARGEST_SUM, Key, Tally, are_counts, draws
 
 WEIGHTS = 1 << 21  # weights of a layer that are held at once: about what a core's cache holds
 CELLS = 1 << 26  # of marks
@@ -294,3 +294,5 @@ def _check_waiting(found: Found, texts: int, heads: list[int]) -> None:
         raise ValueError(f"a batch has arrays {top.dtype} {top.shape} and {bottom.dtype} {bottom.shape}")
     if not all((np.abs(x) <= LARGEST_SUM).all() for x in (top, bottom)):
         raise ValueError("a batch has values that are not finite, or too large")
+    if not are_counts(bottom):
+        raise ValueError("a batch has counts that are negative, or next to nothing")

@@ -21,6 +21,7 @@ from .documents import anything, brief, count, items, mapping, string
 REPLICATES = 200
 INTERVAL = (2.5, 97.5)
 LARGEST_SUM = 1e18  # more than any corpus gives, and its square is still a number
+LEAST_COUNT = 1e-9
 Key = tuple[str, int]  # kind, layer
 SUMS = ("top", "bottom", "first", "second", "texts")  # the arrays of a layer, see Sums
 
@@ -69,8 +70,8 @@ class Sums:
                 raise ValueError(f"{part} of {kind} layer {layer} is {x.dtype} {x.shape}, expected float64 {shape}")
             if not (np.abs(x) <= LARGEST_SUM).all():
                 raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite, or too large")
-        if min(found[part].min(initial=0.0) for part in ("bottom", "texts")) < 0:
-            raise ValueError(f"{kind} layer {layer} has negative counts")
+        if not (are_counts(found["bottom"]) and are_counts(found["texts"])):
+            raise ValueError(f"{kind} layer {layer} has counts that are negative, or next to nothing")
         return cls(**found)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -111,6 +112,11 @@ class Sums:
         with np.errstate(invalid="ignore", divide="ignore"):
             variance = self.second / count - (self.first / count) ** 2
         return np.sqrt(np.maximum(variance, 0))
+
+
+def are_counts(x: np.ndarray) -> bool:
+    """Whether means can be taken over these: 0 where there is nothing, else no less than anything that is counted."""
+    return bool(((x == 0) | (x >= LEAST_COUNT)).all())
 
 
 def _shapes(numbers: int, heads: int, replicates: int) -> dict[str, tuple[int, ...]]:
