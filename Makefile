@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full campaign sanitize neon bench \
+.PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full matrix campaign sanitize neon bench \
         lint format clean
 
 help:  ## show this list
@@ -69,6 +69,9 @@ test: lint tools  ## lint, types and the tests
 
 test-full: lint tools  ## the long tests as well
 	$(BIN)/python -m pytest -m 'full or not full'
+
+matrix: setup tools  ## the tests under other instruction sets, threads, kernels, orders and loads (hours)
+	$(BIN)/python tests/matrix.py
 
 campaign: setup tools  ## random and hostile inputs, kills, forks and attacks in their long form (hours)
 	PYTHONPATH=tests $(BIN)/python -m campaigns

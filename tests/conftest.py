@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from typing import Any
 
 import pytest
@@ -18,6 +20,14 @@ SKIPS = (
 )
 
 _unlisted: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled code of this run's own: inductor's cache does not know which instructions ATen may use."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="headwise-inductor-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        config.add_cleanup(lambda: (os.environ.pop("TORCHINDUCTOR_CACHE_DIR"), folder.cleanup()))
 
 
 def pytest_runtest_logreport(report: Any) -> None:

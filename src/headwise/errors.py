@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from .terminal import neutralised
+
 
 class HeadwiseError(ValueError):
     """A user's mistake: what was got, what was expected, what to do."""
+
+    def __str__(self) -> str:
+        return neutralised(super().__str__())  # it may quote a file, and a traceback prints it
 
 
 class ShapeError(HeadwiseError):

@@ -72,15 +72,15 @@ def _repeats(run: Contestant, shortest: float, clock: Callable[[], float]) -> in
 
 
 def _time(run: Contestant, repeats: int, clock: Callable[[], float]) -> float:
-    _settle()
+    settle()
     start = clock()
     for _ in range(repeats):
         run()
-    _settle()
+    settle()
     return (clock() - start) / repeats
 
 
-def _settle() -> None:
+def settle() -> None:
     """A GPU has done all it was told to."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

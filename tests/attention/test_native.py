@@ -24,6 +24,7 @@ from test_rules import BESIDE, DARK, UNSEEN, gradients
 from test_stats import LARGE as LARGE_STATS
 from test_stats import check as check_stats
 
+from campaigns.forks import fork_at_stages
 from headwise import attend, explain, head_stats, reference
 from headwise.attention import calls as attention_calls
 from headwise.attention import core
@@ -588,6 +589,28 @@ assert again() == want
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run(code, HEADWISE_THREADS=whose) == "0"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("order", [("parallel", "import"), ("import", "parallel", "call")], ids=" ".join)
+def test_children_compute_whenever_their_parent_forks(order):
+    """Before and after the kernel is loaded, PyTorch's threads run and the kernel is first called."""
+    assert fork_at_stages(2, 1, 2, list(order), "") == (2 + 2 * len(order), [])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_threads_are_borrowed_unless_the_process_was_forked():
+    code = """
+borrowed = native.borrow_threads(native.library().code)
+child = os.fork()
+if child == 0:
+    os._exit(native.borrow_threads(native.library().code))
+print(borrowed, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    gnu_openmp = any((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    stat = Path("/proc/self/stat")  # a sandbox may show no flags, and then nobody knows
+    flags = stat.exists() and stat.read_text().rpartition(")")[2].split()[6] != "0"
+    assert run(code, HEADWISE_THREADS="") == f"{gnu_openmp and flags} 0"
 
 
 def test_subnormal_numbers_are_left_alone():

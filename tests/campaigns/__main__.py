@@ -1,4 +1,4 @@
-"""Run the campaigns in their long form: `python -m campaigns [name ...] [--tries N] [--seed N]`, with tests/ on the path."""
+"""Run the campaigns in their long form: `python -m campaigns [name ...] [--tries N] [--seed N]`, tests/ on the path."""
 
 from __future__ import annotations
 

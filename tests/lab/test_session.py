@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,76 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "device 'nowhere' cannot be used here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["3", "--out", "FILE"], "FILE' is not a directory; give one to write to"),
+        (["3", "--out", "FILE/below"], "FILE/below' cannot be made: .* is not a directory"),
+        (["3", "--work", "FILE"], "FILE' is not a directory; give one to write to"),
+        (["3", "--device", "meta"], "device 'meta' cannot be used here"),
+        (["3", "--device", ""], "device '' cannot be used here"),
+        (["3", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["3", "--seed", "9" * 30], "Invalid value for '--seed'"),
+        (["³"], "Invalid value for '.*(?i:claims)"),
+        (["--pages", "--out", "FILE"], "FILE' has no results of the lab; headwise lab NUMBER --out makes some"),
+    ],
+)
+def test_what_cannot_be_is_told_before_the_work(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "measure", lambda *args: pytest.fail("it was measured"))
+    file = tmp_path / "FILE"
+    file.write_text("mine")
+    assert main(["lab", *(arg.replace("FILE", str(file)) for arg in args)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert re.search(message, err)
+    assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"value": NaN}', "[]", "7", '{"made_of": 1}', "\0"])
+def test_a_broken_piece_is_named(content: str, tmp_path: Path) -> None:
+    lab = Lab(TINY, work=tmp_path)
+    assert lab.piece("sum", {"of": 7}, lambda: 11) == 11
+    [place] = tmp_path.iterdir()
+    place.write_text(content)
+    with pytest.raises(HeadwiseError, match=r"sum-\w+.json' cannot be read \(.*\); remove it, it is made again"):
+        lab.piece("sum", {"of": 7}, lambda: 11)
+
+
+def test_weights_that_were_cut_short_are_named(tmp_path: Path) -> None:
+    options = {"task": "relations", "heads": 2, "width": 8, "seed": 5}
+    assert Lab(TINY, work=tmp_path).trained(**options).curve
+    [weights] = tmp_path.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-7])
+    with pytest.raises(HeadwiseError, match=r"model-\w+.safetensors' cannot be read \(.*\); remove it and '.*json'"):
+        Lab(TINY, work=tmp_path).trained(**options)
+
+
+def test_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    options = {"task": "relations", "heads": 2, "width": 8, "seed": 5}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+        with pytest.raises(HeadwiseError, match=r"model-\w+.safetensors' cannot be written: File too large"):
+            Lab(TINY, work=tmp_path).trained(**options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("figures", [{}, [], None, 7, {"rows": [None]}])
+def test_figures_that_a_claim_cannot_read_are_named(figures: Any, tmp_path: Path) -> None:
+    (tmp_path / "claim03.json").write_text(json.dumps({"claim": 3, "figures": figures}))
+    with pytest.raises(HeadwiseError, match="has figures that claim 3 cannot read .*; run it again"):
+        session.rewrite(tmp_path)
+
+
 def test_a_broken_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "claim04.json").write_text("[" * 100_000)
+    with pytest.raises(HeadwiseError, match=r"claim04.json' is no result of the lab \(its JSON is nested too deeply\)"):
+        session.results([tmp_path])
     (tmp_path / "claim03.json").write_text("{}")
     with pytest.raises(HeadwiseError, match=r"claim03.json' is no result of the lab .*; run its claim again"):
         session.results([tmp_path])

@@ -380,20 +380,6 @@ def test_a_watch_is_entered_once(llama: Any) -> None:
     assert int(watching[0].stats.count[0, 0]) == LENGTH
 
 
-def test_compiled_code_is_refused_and_not_passed_over(llama: Any) -> None:
-    """Inside of a compiled forward nobody asks the registry."""
-    model, given = llama
-    compiled = torch.compile(model.forward, backend="eager")
-    watching = headwise.watch(model)
-    with (
-        put_back(model),
-        pytest.raises(UnsupportedError, match="as compiled code does|none of its attention layers"),
-        watching,
-    ):
-        compiled(**given)
-    torch.compiler.reset()
-
-
 def test_a_layer_that_leaves_the_registry_is_not_passed_over(llama: Any) -> None:
     model, given = llama
     odd = model.layers[2].self_attn

@@ -14,7 +14,7 @@ from truth import assert_same, recorded, statistics
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import reading
+from headwise.models import masks, reading
 
 torch.set_num_threads(1)
 
@@ -64,6 +64,54 @@ def test_chosen_layers_heads_and_rows(bert: Any) -> None:
     assert "heads=[4, 1]" in repr(kept)
 
 
+def test_rows_that_no_call_had_are_named(bert: Any) -> None:
+    model, given, attentions = bert
+    for rows, missing in (([100], "100"), ([0, -14, 13], "-14, 13")):
+        with pytest.raises(HeadwiseError, match=f"rows {missing} were not in any call: the longest had 13 queries"):
+            watched(model, given, weights=True, rows=rows)
+    close(watched(model, given, weights={1: [2]}, rows=[3, 3, -10])[1].weights[0, 2], attentions[1][0, 2, [3, 3, 3]])
+    with torch.no_grad(), headwise.watch(model, weights=1, rows=[15, 2]) as seen:  # rows that one of the calls has
+        model(**given)
+        model(torch.arange(4, 21)[None])
+    assert [tuple(kept.shape) for kept in seen[1].all_weights] == [(BATCH, 5, 1, LENGTH), (1, 5, 2, 17)]
+    with pytest.raises(HeadwiseError, match="rows says which rows of weights to keep, and no weights are"):
+        headwise.watch(model, rows=[1])
+
+
+def test_rows_of_a_decoding_step_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = build(BY_NAME["mistral"], auto=AutoModelForCausalLM)
+    for large in (False, True):
+        if large:
+            monkeypatch.setattr(masks, "LARGE", 0)
+        with torch.no_grad(), headwise.watch(model, weights={2: [1]}, rows=[5]) as seen:
+            model.generate(
+                torch.arange(4, 15)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
+            )
+        assert [kept.tensor.shape[2] for kept in seen[2].all_weights] == [1, 0, 0]
+
+
+def test_kept_rows_are_indexed_by_sequence_and_head(bert: Any) -> None:
+    model, given, _ = bert
+    kept = watched(model, given, weights={2: [4, 1]}, rows=[5, 0])[2].weights
+    for at, message in (
+        (0, "is indexed by sequence and head, .b, head., got .0."),
+        ((0,), "is indexed by sequence and head"),
+        ((0, slice(None)), "a head is a number, got slice"),
+        ((0, True), "a head is a number, got True"),
+        ((0, 0), "head 0 was not kept; heads 4, 1 were"),
+        ((9, 4), "has no .9, 4.: index 9 is out of bounds"),
+        ((0, 4, 2), "has no .0, 4, 2.: index 2 is out of bounds"),
+    ):
+        with pytest.raises(HeadwiseError, match=message) as caught:
+            kept[at]
+        assert "\n" not in str(caught.value)
+    with pytest.raises(HeadwiseError, match="`.tensor` has all that was kept"):
+        list(kept)
+    assert len(kept) == BATCH
+
+
 @pytest.mark.parametrize("wanted", [2, [2], ("self", 2), [("self", 2)], "encoder.layer.2.attention.self", {2: True}])
 def test_ways_to_name_a_layer(bert: Any, wanted: Any) -> None:
     model, given, attentions = bert
@@ -96,8 +144,6 @@ def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3_text"])
 def test_links_of_masks_that_are_made_by_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.models import masks
-
     monkeypatch.setattr(masks, "LARGE", 0)
     monkeypatch.setattr(reading, "ROWS", 4)
     family = BY_NAME[name]

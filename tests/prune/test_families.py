@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_surgery import CLOSE, even, masked, uneven
-from tiny import error
+from test_surgery import even, masked, uneven
+from tiny import CLOSE, converted, error
 
 import headwise
 from headwise import UnsupportedError
@@ -28,6 +28,7 @@ REFUSED = {
     "was not found": ("xlnet",),
     "multi_head_attention_forward": ("wavlm",),
 }  # fmt: skip
+SINGLE_ONLY = ("xglm",)  # its own code fills a mask with a number that float32 does not hold
 WHY = {name: words for words, names in REFUSED.items() for name in names}
 
 
@@ -40,7 +41,12 @@ def test_cut_out_exactly_or_refused_in_words(family: object) -> None:
                 headwise.prune_heads(model, which(model))
             continue
         heads = {key: numbers for key, numbers in which(model).items() if numbers}
-        want = masked(model, heads, given)
-        with torch.no_grad():
-            assert error(headwise.prune_heads(model, heads)(**given), want) < CLOSE
-            assert error(model(**given), want) > 3 * CLOSE  # Zamba's heads hardly show; all others are far above
+        for dtype, close in CLOSE.items():
+            if dtype is torch.float64 and family.name in SINGLE_ONLY:
+                continue
+            model, given = converted(dtype, model, given)
+            want = masked(model, heads, given)
+            with torch.no_grad():
+                assert error(headwise.prune_heads(model, heads)(**given), want) < close
+                if dtype is torch.float64:  # Zamba's heads hardly show; all others are far above
+                    assert error(model(**given), want) > 3e-5, "these heads do nothing, so the test shows nothing"

@@ -15,9 +15,10 @@ from tiny import build, inputs
 import headwise
 from headwise import HeadwiseError
 from headwise.models import anatomy
-from headwise.prune.importance import SCORES, places
+from headwise.prune.importance import SCORES, merged, places
+from headwise.prune.importance import score as register
 from headwise.prune.objective import distance
-from headwise.prune.plan import cost, in_steps
+from headwise.prune.plan import Plan, cost, in_steps
 from headwise.prune.scores import Place, Scores, spearman
 
 
@@ -99,6 +100,51 @@ def test_a_head_that_does_nothing_is_last_in_every_score_that_looks_at_it() -> N
     for score in ("michel", "michel-token", "ablation", "output", "variance"):
         found = headwise.importance(dead, batches("llama"), score)["self"]
         assert {tuple(map(int, at)) for at in np.argwhere(np.abs(found) < 1e-7)} == {(0, 2), (2, 5)}, score
+
+
+def by_parts(model: Any, given: list[Any], name: str, parts: int, **options: Any) -> list[np.ndarray]:
+    """The rows of all examples, from batches that are scored in so many places, each by itself."""
+    rows: dict[int, list[np.ndarray]] = {}
+    for part in range(parts):
+        for number in range(part, len(given), parts):
+            found = headwise.importance(model, [given[number]], name, seed=3, numbers=[number], **options)
+            rows[number] = found.examples
+    return [np.concatenate(each) for each in zip(*(rows[number] for number in range(len(given))), strict=True)]
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_says_rightly_whether_it_comes_apart_by_batches(name: str) -> None:
+    """A rank scores some of the batches: what it finds must not depend on the others, or be marked as such."""
+    model = build("bert").double()
+    given = batches("bert", 5)
+    options: dict[str, Any] = {"steps": 7} if name == "l0" else {}
+    whole = headwise.importance(model, given, name, seed=3, **options)
+    rows = by_parts(model, given, name, 2, **options)
+    if not SCORES[name].additive:
+        assert any(a.shape != b.shape or not np.allclose(a, b) for a, b in zip(rows, whole.examples, strict=True))
+        with pytest.raises(HeadwiseError, match=f"score '{name}' does not come apart by batches"):
+            merged(model, given, name, None, "head", rows)
+        return
+    got = merged(model, given, name, None, "head", rows)
+    for table in ({"self": got["self"]}, got.low, got.high):
+        assert np.isfinite(table["self"]).all()
+    for a, b in ((got, whole), (got.low, whole.low), (got.high, whole.high)):
+        np.testing.assert_allclose(a["self"], b["self"], rtol=1e-6, atol=1e-12)
+    assert (got.objective, got.relative, got.count) == (whole.objective, whole.relative, whole.count)
+    assert got.relative and got.count == 15
+
+
+def test_a_score_must_say_what_it_is_and_is_held_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="additive"):
+        register("mine", signed=False, normed=False, loss="no loss")  # type: ignore[call-arg]
+    monkeypatch.setattr("headwise.prune.importance.SCORES", dict(SCORES))
+
+    @register("mine", signed=False, normed=False, additive=True, loss="no loss")
+    def mine(setting: Any) -> list[np.ndarray]:
+        return [np.ones((1, place.query)) for place in setting.places]
+
+    with pytest.raises(HeadwiseError, match=r"score 'mine' gave 1 rows for 6 examples; .* say additive=False"):
+        headwise.importance(build("bert"), batches("bert"), "mine")
 
 
 def test_units_add_up() -> None:
@@ -267,6 +313,47 @@ def test_a_plan_is_data(tmp_path: Path) -> None:
         headwise.Plan.load(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": 3}, "layers must be a list, got 3"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": [None]}, r"layers\[0\] must be an object, got None"),
+        ({"layers": [{"kind": 5}]}, r"layers\[0\].kind must be a text, got 5"),
+        ({"row": {"layer": -1}}, r"layers\[1\].layer must be a whole number from 0 on, got -1"),
+        ({"row": {"layer": 0}}, "self layer 0 is there twice"),
+        ({"row": {"layer": True}}, r"layers\[1\].layer must be a whole number from 0 on, got True"),
+        ({"row": {"heads": 10**9}}, r"layers\[1\].heads is 1000000000, which is more than 65536"),
+        ({"row": {"kv_heads": 0}}, r"6 heads and 0 KV heads; kv_heads must divide heads"),
+        ({"row": {"kv_heads": 4}}, r"6 heads and 4 KV heads; kv_heads must divide heads"),
+        ({"row": {"remove": [1, 1]}}, "self layer 1 loses head 1 twice"),
+        ({"row": {"remove": [1.5]}}, r"layers\[1\].remove\[0\] must be a whole number from 0 on, got 1.5"),
+        ({"row": {"remove": "12"}}, r"layers\[1\].remove must be a list, got '12'"),
+        ({"keep": 1e999}, "Infinity is not JSON"),
+        ({"keep": {"self": 2}}, "keep must be a share from 0 to 1, or one per kind, got {'self': 2}"),
+        ({"budget": "euro"}, "budget must be one of heads, parameters, cache, latency, got 'euro'"),
+        ({"notes": [1]}, r"notes\[0\] must be a text, got 1"),
+        ({"score": None}, "score must be a text, got None"),
+        ({"headwise_plan": "x" * 500}, "of version 'x+...; 1 is known"),
+    ],
+)
+def test_a_plan_that_was_tampered_with_is_one_line(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    layers = tuple(("self", index, 6, 2) for index in range(3))
+    given = Plan({1: [3, 4]}, layers).to_json()
+    given["layers"][1] |= change.pop("row", {})
+    (tmp_path / "plan.json").write_text(json.dumps(given | change))
+    with pytest.raises(headwise.CheckpointError, match=words) as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"headwise_plan": ' + "9" * 9999, "[]", "", "\0", '{"a": NaN}'])
+def test_a_plan_that_is_no_json_object_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(headwise.CheckpointError, match="not a plan that headwise wrote"):
+        Plan.load(tmp_path / "plan.json")
+
+
 def test_scoring_again_between_steps_beats_one_shot_where_heads_stand_in_for_each_other() -> None:
     """Heads 0 and 1 of the last layer write the same; the loss cares that one of them does, not how many do."""
     model = build("gpt2")
@@ -320,7 +407,11 @@ def test_bad_input() -> None:
         (lambda: headwise.importance(model, ["text"], "michel"), "a batch is a dict of model inputs or a tensor"),
         (lambda: headwise.importance(model, batches("bert"), unit="neuron"), "unit must be one of head, kv, layer"),
         (lambda: headwise.importance(model, batches("bert", labels=torch.zeros(3))), "gives no logits for labels"),
-        (lambda: headwise.importance(model, batches("bert"), "l0", speed=3), "l0 has no option 'speed'"),
+        (lambda: headwise.importance(model, batches("bert"), "l0", speed=3), "l0 has no option 'speed'; it has steps,"),
+        (lambda: headwise.importance(model, batches("bert"), steps=3), "michel has no option 'steps'; it has none"),
+        (lambda: headwise.importance(model, batches("bert"), seed=-1), "seed must be a whole number from 0 to 429.*-1"),
+        (lambda: headwise.importance(model, batches("bert"), seed=10**30), "seed must be a whole number from 0 to 429"),
+        (lambda: headwise.importance(model, batches("bert"), seed=0.5), "seed must be a whole number from 0 to 429"),
         (lambda: headwise.importance(model, batches("bert"), loss=lambda o, b: o[0]), "loss gave shape"),
         (lambda: headwise.plan(table([[1.0]]), 60), "keep is a share from 0 to 1, such as 0.6, got 60"),
         (

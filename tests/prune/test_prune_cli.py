@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from headwise.prune.latency import attention_time, times
 from headwise.prune.page import page
 from headwise.prune.quality import quality, size
 from headwise.prune.recover import recover
-from headwise.prune.texts import batched, read_labels
+from headwise.prune.report import markdown
+from headwise.prune.texts import batched, read_labels, read_texts
+from headwise.roles.corpus import read
+from headwise.terminal import one_line
 
 WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
 
@@ -74,7 +78,7 @@ def test_from_texts_to_a_directory(tmp_path: Path, texts: Path, capsys: pytest.C
         assert error(again(**given), model(**given)) < CLOSE
     assert headwise.tokenizer(tmp_path / "out")("the animal").input_ids == [2, 3]
     page_text = (tmp_path / "out" / "pruning.html").read_text()
-    assert "6 of 15 heads removed" in page_text and "http" not in page_text
+    assert "6 of 15 heads removed" in page_text and "http:" not in page_text and "https:" not in page_text
     assert "| parameters |" in (tmp_path / "out" / "pruning.md").read_text()
 
 
@@ -202,10 +206,8 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
         if done == 8:
             raise KeyboardInterrupt
 
-    with pytest.raises(HeadwiseError, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
         recover(headwise.prune_heads(model, {0: [1, 2]}), model, given, 12, checkpoint=file, progress=stop)
-    with pytest.raises(HeadwiseError, match="an interrupted recovery of another run"):
-        recover(headwise.prune_heads(model, {0: [1, 3]}), model, given, 12, checkpoint=file)
     again = headwise.prune_heads(model, {0: [1, 2]})
     assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-5)
     for one, other in zip(again.parameters(), whole.parameters(), strict=True):
@@ -260,6 +262,56 @@ def test_sizes_and_times() -> None:
     assert set(taken) == {"full", "pruned"} and 0 < attention_time(model, given, 2) < 10 * taken["full"]
 
 
+class QueuedWork:
+    """An accelerator's clock: work is queued when a module runs, and takes its time when something waits for it."""
+
+    def __init__(self) -> None:
+        self.now = self.queued = 0.0
+
+    def queue(self, seconds: float) -> Any:
+        def run(*_: Any) -> None:
+            self.queued += seconds
+
+        return run
+
+    def synchronize(self, *_: Any) -> None:
+        self.now, self.queued = self.now + self.queued, 0.0
+
+
+def test_times_wait_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model, given = QueuedWork(), build("bert"), inputs("bert")
+    other = build("bert")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", clock.synchronize)
+    monkeypatch.setattr("headwise.prune.latency.time.perf_counter", lambda: clock.now)
+    for layer in model.encoder.layer:
+        layer.attention.self.query.register_forward_hook(clock.queue(5))
+        layer.attention.self.value.register_forward_hook(clock.queue(2))
+        layer.output.register_forward_hook(clock.queue(7))
+    other.embeddings.register_forward_hook(clock.queue(11))
+    assert times({"bert": model, "other": other}, given, 3) == {"bert": 3 * 14, "other": 11}
+    assert attention_time(model, given, 3) == 3 * 7
+
+
+def test_texts_of_jsonl_are_read_as_the_atlas_reads_them(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = texts.read_text().splitlines()
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"said": line, "id": i}) + "\n\n" for i, line in enumerate(lines)))
+    assert read_texts(file, "said") == lines == list(read(file, "said")[0])
+    source = saved(tmp_path / "source")
+    plain = ["--model", source, "--score", "output", "--json"]
+    found = []
+    for name, more in (("a", ["--texts", texts]), ("b", ["--texts", file, "--field", "said"])):
+        code, out, _ = run(capsys, *plain, *more, "--out", tmp_path / name)
+        assert code == 0
+        found.append(json.loads(out)["scores"])
+    assert found[0] == found[1]
+    code, _, err = run(capsys, *plain, "--texts", file, "--out", tmp_path / "c")
+    assert code == 2 and "line 1 of" in err and "is no JSON object with a 'text'" in err
+
+
 def test_a_perplexity_counts_tokens_wherever_the_padding_is() -> None:
     model = build("llama", transformers.AutoModelForCausalLM)
     ids = torch.randint(4, 80, (1, 11), generator=torch.Generator().manual_seed(3))
@@ -299,19 +351,56 @@ def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pyte
         headwise.plan(scores, 0.3, budget="latency", model=model, inputs=given)
 
 
-def test_a_name_is_not_html(tmp_path: Path, texts: Path) -> None:
+HOSTILE = (
+    "<b>", "<img src=x onerror=alert(1)>", "[a](javascript:alert(1))", "![a](http://x.test/)", "<http://x.test>",
+    "`a`", "``` \n# b", "a | b", "*a* _b_ ~~c~~", "&lt;b&gt;", "\\[a](b)", "-->", "a\n\n# b", "\x1b]52;c;eA==\x07",
+    "$a$ @b", "{title}", "</style><script>alert(1)</script>",
+)  # fmt: skip
+
+
+def report_of(name: str, note: str = "") -> Any:
+    """A report whose every text of others is a given one."""
+    from headwise.models.saving import Saved
     from headwise.prune.plan import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.session import Asked, Latency, Report
 
-    found = Quality("<script>", 1, 1, 1, True, 2)
-    made = Plan({0: [1]}, (("self", 0, 2, 2),))
+    found = Quality(name, 1, 1, 1, True, 2)
+    made = Plan({0: [1]}, (("self", 0, 2, 2),), score=name, notes=(note or name,))
     slow = [Latency(1, 8, 1.0, 1.01), Latency(4, 8, 1.0, 0.5)]
-    report = Report(
-        "<b>", Asked(), made, Size(9, 4, 0), Size(7, 2, 0), {"full": found, "pruned": found}, slow, 0.3, 1, 1
+    quality = {"full": found, "pruned": found, "recovered": found}
+    saved = Saved(name, "plain", name, f"headwise.load({name!r})", None)
+    return Report(
+        name, Asked(), made, Size(9, 4, 0), Size(7, 2, 0), quality, slow, 0.3, 1, 1, saved=saved, losses=[2.0, 1.0]
     )
-    assert "<b>" not in page(report) and "<script>" not in page(report) and "&lt;b&gt;" in page(report)
-    assert report.verdict()[0].startswith("not faster at batch 1 x 8 tokens") and "0.50" in report.verdict()[1]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_text_of_others_is_shown_and_not_obeyed(name: str) -> None:
+    from markdown_it import MarkdownIt
+
+    report = report_of(name)
+    shown = one_line(name)
+    written = markdown(report)
+    tokens = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(written)
+    inner = [child for token in tokens for child in token.children or []]
+    kinds = {token.type for token in [*tokens, *inner]}
+    assert not kinds & {"html_block", "html_inline", "link_open", "image", "em_open", "strong_open", "s_open"}, kinds
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2", "h2"]
+    title = next(token for token in tokens if token.type == "inline")
+    text = "".join(child.content for child in title.children or [])
+    assert text == f"{shown}, 1 of 2 heads removed"
+    assert [token.content for token in inner if token.type == "code_inline"] == [one_line(f"headwise.load({name!r})")]
+    assert len([token for token in tokens if token.type == "fence"]) == 1 and "\x1b" not in written
+    drawn = page(report)
+    assert html.escape(f"{shown}, 1 of 2 heads removed") in drawn and "\x1b" not in drawn
+    assert drawn.count("<script") == 0 and drawn.count("<img") == 0 and drawn.count("</style>") == 1
+    assert "Content-Security-Policy" in drawn
+
+
+def test_a_verdict_says_where_it_is_faster() -> None:
+    lines = report_of("a").verdict()
+    assert lines[0].startswith("not faster at batch 1 x 8 tokens") and "0.50" in lines[1]
 
 
 def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +426,31 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
         ([*usual, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
         ([*usual, "--plan", tmp_path / "empty.json"], "all 5 heads of self layer 0 would go; keep one, or say"),
-        ([*usual, "--recover", "-3"], "--recover must be a number of steps"),
+        ([*usual, "--recover", "-3"], "--recover must be at least 0, got -3"),
+        ([*usual, "--recover", "9" * 30], "--recover must be at most 10,000,000, got 999"),
+        ([*usual, "--batch", "9" * 30], "--batch must be at most 65,536, got 999"),
+        ([*usual, "--length", "0"], "--length must be at least 1"),
+        ([*usual, "--seed", "-1"], "--seed must be at least 0, got -1"),
+        ([*usual, "--seed", "4294967296"], "--seed must be at most 4,294,967,295, got 4294967296"),
+        ([*usual, "--seed", "9" * 5000], "Invalid value for '--seed'"),
+        ([*usual, "--keep", "nan"], "keep is a share from 0 to 1, such as 0.6, got nan"),
+        ([*usual, "--keep", "encoder=inf"], "keep is a share from 0 to 1, such as 0.6, got inf"),
+        ([*usual, "--keep", "encoder=0.5,encoder=0.6"], "--keep is one share per kind"),
+        ([*usual, "--keep", "=0.5"], "--keep is one share per kind"),
+        ([*usual, "--keep", "9" * 5000], "keep is a share from 0 to 1, such as 0.6, got inf"),
+        ([*usual, "--budget", "euro"], "budget must be one of heads, parameters, cache, latency"),
+        ([*usual, "--per", "word"], "per must be one of model, layer"),
+        ([*usual, "--compensate", "much"], "--compensate is bias or mean, got 'much'"),
+        ([*usual, "--over", "mail"], "--over is ddp or fsdp, got 'mail'"),
+        ([*usual, "--steps", "16"], "steps must be at most the number of heads, 15, got 16"),
+        ([*usual, "--steps", "2", "--budget", "latency"], "steps are for one share of heads, parameters or cache"),
+        ([*usual, "--plan", tmp_path / "empty.json", "--keep", "0.5"], "--plan says which heads go: leave out --keep"),
+        ([*usual[:-1], tmp_path / "full", "--overwrite"], "holds something else than a model, and is not replaced"),
+        ([*usual[:-1], source, "--overwrite"], "which would be replaced; give another --out"),
+        ([*usual[:-1], "."], "give a new directory, by its name"),
+        ([*usual[:-1], "a\0b"], "Invalid value for '--out'"),
+        ([*usual[:-1], texts / "out"], "is no directory that can be written to"),
+        ([*usual[:-1], texts], "exists and is not empty"),
         ([*usual, "--steps", "0"], "--steps must be at least 1"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),
         (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out"], "2 texts are too few"),
@@ -350,7 +463,12 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
 
 def test_labels_are_checked(tmp_path: Path) -> None:
     config = transformers.BertConfig(num_labels=2)
-    for lines, words in [("0\n5\n", "label 5 is not one of the model's 2 classes"), ("0\n", "1 labels for 2 texts")]:
+    for lines, words in [
+        ("0\n5\n", "label 5 is not one of the model's 2 classes"),
+        ("0\n", "1 labels for 2 texts"),
+        ("0\n²\n", "label '²' is neither a number nor one of"),
+        ("0\n" + "9" * 5000 + "\n", "label '9+' is neither a number nor one of"),
+    ]:
         (tmp_path / "labels.txt").write_text(lines)
         with pytest.raises(HeadwiseError, match=words):
             read_labels(tmp_path / "labels.txt", 2, config)

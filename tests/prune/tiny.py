@@ -147,6 +147,19 @@ def tensors(out: Any) -> list[Tensor]:
     return [t for x in out for t in tensors(x)] if isinstance(out, (list, tuple)) else []
 
 
+# How far a pruned model may be from the masked one, as a share of the largest output. They compute the same sums in
+# another order: float64 proves that, float32 is what the native kernel runs in and depends on the processor.
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}
+
+
+def converted(dtype: torch.dtype, model: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model and its inputs in a floating-point type."""
+    if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products exist in single and half precision only
+    floats = {key: x.to(dtype) for key, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return model.to(dtype), {**given, **floats}
+
+
 def error(got: Any, want: Any) -> float:
     """The largest difference, as a share of the largest output."""
     got, want = tensors(got), tensors(want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import pytest
 from handmade import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 import headwise
+from headwise.roles.atlas import SUMS
+from headwise.roles.checkpoint import save_tallies
 from headwise.roles.likeness import Likeness, likeness
 from headwise.roles.shipped import NAMES, shipped
 from headwise.roles.stability import stability
@@ -77,6 +80,84 @@ def test_a_file_that_is_no_atlas(tmp_path: Path, text: str, message: str) -> Non
         headwise.Atlas.load(tmp_path / "a.json")
     with pytest.raises(headwise.HeadwiseError, match="cannot be read: No such file"):
         headwise.Atlas.load(tmp_path / "b.json")
+
+
+def changed(data: Any, path: str, value: Any) -> Any:
+    """A copy of JSON with one value replaced, or removed where the value is Ellipsis."""
+    data = copy.deepcopy(data)
+    *way, last = path.split("/")
+    at = data
+    for step in way:
+        at = at[int(step)] if isinstance(at, list) else at[step]
+    if value is ...:
+        del at[last]
+    else:
+        at[int(last) if isinstance(at, list) else last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model", 7, "model must be a text, got 7"),
+        ("layers", [], r"layers must be an object, got \[\]"),
+        ("layers", {}, "layers, heads and ways must be of the same kinds of attention"),
+        ("layers/self", [-1], r"layers.self\[0\] must be a whole number from 0 on, got -1"),
+        ("layers/self", [0, 0], "layers of 'self' must be different numbers in order, with heads for each"),
+        ("heads/self", [[0, 1]], "must have the shape"),
+        ("heads/self/0", [], r"heads.self\[0\] has no heads"),
+        ("heads/self/0/3", True, "must be a whole number from 0 on, got True"),
+        ("ways/self", "sideways", "'self' must attend one of both ways, causal, cross, got 'sideways'"),
+        ("scores/entropy/self/score/0/2", "much", "must be a finite number, got 'much'"),
+        ("scores/entropy/self/score/0/2", 1e999, "must be a finite number, got inf"),
+        ("scores/entropy/self/low", [], r"entropy self low must have the shape \(1, 7\)"),
+        ("scores/entropy/self/baseline", [1.0, 2.0], r"entropy self baseline must have the shape \(1,\)"),
+        ("scores/entropy/self/high", ..., "'high' is missing"),
+        ("scores/entropy/elsewhere", {}, "'elsewhere' is missing"),
+        ("about", None, "about must be an object, got None"),
+        ("about/texts", ..., "'texts' is missing"),
+        ("about/tokens", "7", "tokens must be a whole number from 0 on, got '7'"),
+        ("about/notes", [7], r"notes\[0\] must be a text, got 7"),
+        ("relations", {"format": "headwise relations 1"}, "these relations are damaged: 'heads' is missing"),
+        ("relations", 7, "these are no relations: their format is 7"),
+    ],
+)
+def test_an_atlas_that_was_tampered_with(found: headwise.Atlas, path: str, value: Any, message: str) -> None:
+    data = json.loads(json.dumps(found.to_json()))
+    assert headwise.Atlas.from_json(data).to_json() == data
+    with pytest.raises(headwise.HeadwiseError, match=message) as caught:
+        headwise.Atlas.from_json(changed(data, path, value))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, r"it is not JSON \(its JSON is nested too deeply\)"),
+        ('{"headwise": NaN}', r"it is not JSON \(NaN is not JSON\)"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("7" * 5000, "it is not JSON"),
+        ("", "it is not JSON"),
+    ],
+)
+def test_a_file_that_is_hardly_json(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(headwise.HeadwiseError, match=message):
+        headwise.Atlas.load(tmp_path / "a.json")
+
+
+def test_sums_of_another_atlas_are_noticed(tmp_path: Path, found: headwise.Atlas) -> None:
+    assert found.tally is not None
+    found.save(tmp_path / "a.json", sums=True)
+    assert headwise.Atlas.load(tmp_path / "a.json").tally is not None
+    assert found.is_of(found.tally, found.probe)
+    other = copy.deepcopy(found.tally)
+    next(iter(other.sums.values())).top[2] *= 1.5
+    save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": found.probe}, {})
+    with pytest.raises(headwise.HeadwiseError, match="holds the sums of another atlas than .*a.json'; remove it"):
+        headwise.Atlas.load(tmp_path / "a.json")
+    found.save(tmp_path / "a.json")  # without sums: those of before do not stay beside it
+    assert headwise.Atlas.load(tmp_path / "a.json").tally is None
 
 
 def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:

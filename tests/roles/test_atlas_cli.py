@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from handmade import circuit, texts, tokenizer
 
 import headwise
 from headwise.cli import main
-from headwise.roles import survey
+from headwise.files import written
+from headwise.roles import likeness, survey
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +120,19 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(
     ("args", "message"),
     [
         (["--model", "elsewhere"], "give --texts, a file with a text a line; atlases come along for minilm, smollm2"),
-        (["--texts", "none.txt"], "texts 'none.txt' cannot be read: no such file"),
+        (["--texts", "none.txt"], "texts 'none.txt' cannot be read: No such file"),
+        (["--texts", "."], "texts '.' is not a file; give one with a text a line"),
         (["--part", "2/2"], "--part is I/N such as 0/4, with I below N, got '2/2'"),
+        (["--part", "²/3"], "--part is I/N such as 0/4, with I below N, got '²/3'"),
+        (["--part", "1"], "--part is I/N such as 0/4, with I below N, got '1'"),
+        (["--part", "0/" + "7" * 5000], "--part is I/N such as 0/4, with I below N, got '0/777"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
+        (["--limit", "-7"], "Invalid value for '--limit'"),
+        (["--length", "3"], "Invalid value for '--length'"),
+        (["--limit", "9" * 5000], "Invalid value for '--limit'"),
+        (["--head", "².1"], "a head is written layer.head, such as 3.1, got '².1'"),
+        (["--head", "1." + "3" * 5000], "a head is written layer.head, such as 3.1, got '1.333"),
+        (["--matter", "previous"], "--matter measures what is lost on texts; give --texts as well"),
         (["--merge", "a.json"], "--merge takes two atlases or more"),
         (["--merge", "a.json", "--merge", "b.json"], "atlas 'a.json' cannot be read: No such file"),
         (["--head", "9.9"], "there is no head"),
@@ -126,6 +143,118 @@ def test_mistakes_read_as_one_line(args: list[str], message: str, capsys: pytest
     code, out, err = run(capsys, *args)
     assert (code, out) == (2, "")
     assert err.startswith("headwise: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"\n \n", "there is not one text in '.*empty.txt'"),
+        ("latin.txt", b"caf\xe9", "texts '.*latin.txt' is not text in UTF-8"),
+        ("late.txt", b"a cat\n" * 2000 + b"caf\xe9", "texts '.*late.txt' is not text in UTF-8"),
+        ("a.jsonl", b'{"said": "a"}', "line 1 of '.*a.jsonl' is no JSON object with a 'text'"),
+        ("late.jsonl", b'{"text": "a cat"}\n[]', "line 2 of '.*late.jsonl' is no JSON object with a 'text'"),
+        ("deep.jsonl", b"[" * 100_000, "line 1 of '.*deep.jsonl' is no JSON object with a 'text'"),
+        ("half.jsonl", b'{"text": "a \\ud800 cat"}', "'text' in line 1 of '.*half.jsonl' has half of a surrogate pair"),
+        ("digits.jsonl", b'{"text": ' + b"7" * 5000 + b"}", "line 1 of '.*digits.jsonl' is no JSON object"),
+    ],
+)
+def test_bad_texts_leave_nothing_behind(
+    name: str, content: bytes, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, out, err = run(capsys, "--model", model, "--texts", tmp_path / name, "--out", tmp_path / "a" / "b")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert re.match(f"headwise: {message}", err)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_place_that_is_no_folder_is_told_before_the_work(
+    model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey.Run, "all", lambda *args: pytest.fail("it was measured"))
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for out, message in ((file, "is not a directory; give one to write to"), (file / "below", "cannot be made")):
+        code, _, err = run(capsys, "--model", model, "--texts", corpus, "--out", out)
+        assert code == 2 and message in err and err.count("\n") == 1
+    code, _, err = run(capsys, "--model", model, "--texts", corpus, "--against", file)
+    assert code == 2 and "is no atlas: it is not JSON" in err
+    assert file.read_text() == "mine"
+
+
+def test_other_weights_under_the_same_name_are_not_mixed(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, out = tmp_path / "model", tmp_path / "out"
+    first = circuit()
+    first.save_pretrained(name)
+    tokenizer(around=False).save_pretrained(name)
+    plain = survey.Adding.take
+    monkeypatch.setattr(survey.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    assert run(capsys, "--model", name, "--texts", corpus, "--out", out)[0] == 130
+    monkeypatch.setattr(survey.Adding, "take", plain)
+    kept = (out / "unfinished.safetensors").read_bytes()
+    with torch.no_grad():
+        next(first.parameters()).mul_(1.5)
+    first.save_pretrained(name)
+    code, _, err = run(capsys, "--model", name, "--texts", corpus, "--out", out)
+    assert code == 2 and "was left by an unfinished run with other weights; finish that run" in err
+    assert [path.name for path in out.iterdir()] == ["unfinished.safetensors"]
+    assert (out / "unfinished.safetensors").read_bytes() == kept
+
+
+def test_nothing_is_measured_again_when_the_end_was_interrupted(
+    model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    plain = likeness.likeness
+    monkeypatch.setattr(likeness, "likeness", interrupted)
+    assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 130
+    monkeypatch.setattr(likeness, "likeness", plain)
+    monkeypatch.setattr(survey.Adding, "take", lambda *args: pytest.fail("it was measured again"))
+    code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
+    assert code == 0 and "going on where" in err and "83 texts" in out
+    files = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_what_a_killed_run_left_is_removed_by_the_next(
+    model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = os.fork()
+    if child == 0:
+        with written(tmp_path / "unfinished.safetensors"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [path.name[:30] for path in tmp_path.iterdir()] == [".unfinished.safetensors.headwi"]
+    assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 0
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith((".", "unfinished"))]
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file grows beyond so many bytes meanwhile, which fails as a full disk does."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [1_000, 100_000])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    room: int, model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk(room):
+        code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
+    assert (code, out) == (2, "") and "cannot be written: File too large" in err and err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 0
 
 
 def test_inspect_names_what_a_head_is_known_for(capsys: pytest.CaptureFixture[str]) -> None:

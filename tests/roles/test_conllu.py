@@ -78,6 +78,18 @@ BROKEN = {
     "range": ([row(1, "We"), row("1-2", "We're", "_")], "line 2: the range 1-2 does not begin at the next word, 2"),
     "past": ([row("1-3", "We're", "_"), row(1, "We")], "line 1: the range 1-3 ends past its sentence"),
     "empty": (["# nothing"], "holds no sentence"),
+    "digits": ([row(1, "We", "7" * 5000)], f"line 1: head '{'7' * 60}' is not a number from 0 to 1"),
+    "signs": ([row(1, "We"), row(2, "go", "¹")], "line 2: head '¹' is not a number from 0 to 2"),
+    "arabic": ([row(1, "We"), row(2, "go", "١")], "line 2: head '١' is not a number from 0 to 2"),
+    "long": ([row("9" * 5000, "We")], f"line 1: word '{'9' * 60}' follows word 0; 1 is expected"),
+    "wide": ([row("1-" + "9" * 5000, "We're", "_")], f"line 1: the range 1-{'9' * 58} does not begin"),
+    "back": ([row("1-0", "We're", "_")], "line 1: the range 1-0 does not begin at the next word, 1"),
+    "node": ([row("1.1", "gone", "_"), row("2", "go")], "line 2: word '2' follows word 0; 1 is expected"),
+    "space": ([row(1, "\u3000 ")], "line 1: word 1 has no form"),
+    "circle": (
+        [row(1, "We", 0), row(2, "go", 4), row(3, "there", 2), row(4, "now", 3)],
+        "line 3: word 3 depends on itself through its heads",
+    ),
 }
 
 

@@ -14,6 +14,7 @@ import transformers
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.roles import matter as matters
 from headwise.roles import probe, tasks
+from headwise.roles.gold import Link, Sentence
 from headwise.roles.matter import LESS, MORE, SAME, Matter, head_counts, matter, random_heads
 
 
@@ -211,3 +212,54 @@ def test_texts_that_are_too_short(model: Any) -> None:
     with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
         tasks.text(model, built.tokenizer(), [""])
     assert matters.SURE == 0.05
+
+
+class Arrived(Exception):
+    """A batch has come to a model."""
+
+
+@pytest.mark.parametrize("task", ["text", "causal text", "words", "repeat", "agreement"])
+def test_batches_go_where_the_model_is(task: str) -> None:
+    """On the device "meta", which every machine has."""
+    words = built.tokenizer()
+    if task in ("text", "words"):
+        model: Any = built.model().to("meta")
+    else:
+        sizes = {"vocab_size": len(words), "n_positions": 131, "n_embd": 15, "n_layer": 2, "n_head": 3}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval().to("meta")
+
+    def arrive(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        raise Arrived({name: x.device.type for name, x in inputs.items()})
+
+    model.register_forward_pre_hook(arrive, with_kwargs=True)
+    sentences = built.sentences(7)
+    verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (Link("verb > subject", 2, (1,)),))]
+    texts = [one.text for one in sentences]
+    scores = {
+        "text": lambda: tasks.text(model, words, texts).score(),
+        "causal text": lambda: tasks.text(model, words, texts).score(),
+        "words": lambda: tasks.words(model, words, sentences, "adjective > noun").score(),
+        "repeat": lambda: tasks.repeat(model, words).score(),
+        "agreement": lambda: tasks.agreement(model, words, verbs).score(),
+    }
+    with pytest.raises(Arrived) as caught:
+        scores[task]()
+    assert caught.value.args == ({"input_ids": "meta", "attention_mask": "meta"},)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"heads": [[1]]}, "what matters cannot be read"),
+        ({"random": []}, "it names no heads, or no random draws"),
+        ({"whole": "much"}, "whole must be a finite number, got 'much'"),
+        ({"units": -1}, "units must be a whole number from 0 on, got -1"),
+    ],
+)
+def test_a_tampered_file_is_told(values: dict[str, Any], message: str) -> None:
+    plain = Matter("loss", (("self", 1, 2),), 0.5, 0.25, 0.125, 0.375, (0.0, 0.1), 7)
+    assert Matter.from_json(json.loads(json.dumps(plain.to_json()))) == plain
+    with pytest.raises(HeadwiseError, match=message):
+        Matter.from_json(plain.to_json() | values)
+    with pytest.raises(HeadwiseError, match="'task' is missing"):
+        Matter.from_json({name: x for name, x in plain.to_json().items() if name != "task"})

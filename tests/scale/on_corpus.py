@@ -14,8 +14,10 @@ from launch import says
 import headwise
 from headwise import scale
 from headwise.errors import HeadwiseError
+from headwise.prune.importance import SCORES
 from headwise.prune.recover import recover as recover_alone
 from headwise.roles.survey import atlas as atlas_alone
+from headwise.scale import run_folder
 from headwise.scale.ranks import Ranks
 from headwise.scale.train import crew, learned_alike
 
@@ -66,14 +68,89 @@ def an_atlas_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
 @check
 def importance_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
     model = small_bert()
-    for score in ("michel", "michel-token", "ablation", "output", "confidence", "variance", "magnitude"):
+    for score in SCORES:
         steps: list[Any] = []
-        got = scale.importance(model, batches(), score, seed=3, progress=lambda *now, steps=steps: steps.append(now))
-        want = headwise.importance(model, batches(), score, seed=3)
+        options: dict[str, Any] = {"steps": 5} if score == "l0" else {}
+        got = scale.importance(
+            model, batches(), score, seed=3, progress=lambda *now, steps=steps: steps.append(now), **options
+        )
+        want = headwise.importance(model, batches(), score, seed=3, **options)
         np.testing.assert_allclose(got["self"], want["self"], rtol=1e-6, err_msg=score)
         np.testing.assert_allclose(got.low["self"], want.low["self"], rtol=1e-6, err_msg=score)
-        assert got.objective == want.objective
-        assert bool(steps) == (ranks.first and score != "magnitude"), score
+        assert (got.objective, got.relative, got.count) == (want.objective, want.relative, want.count), score
+        assert bool(steps) == (ranks.first and score not in ("magnitude", "random")), score
+
+
+def file_of(kind: str, folder: Path, given: list[str]) -> Path:
+    file = folder / f"{kind}.txt"
+    file.write_text("\n".join(given) + "\n")
+    return file
+
+
+@check
+def parts_of_another_run_are_refused_and_kept(ranks: Ranks, folder: Path) -> None:
+    """All parts are done and the whole cannot be saved: what is there is of this corpus, model and options alone."""
+    model, tokenizer, kept = small_bert(), headwise.tokenizer("minilm"), folder / "kept"
+    first, second = (file_of(f"{kind}-{ranks.rank}", folder, texts(n)) for kind, n in (("a", 23), ("b", 19)))
+    missing = folder / "missing" / "atlas.json"
+    says(lambda: scale.atlas(model, first, tokenizer, resume=kept, out=missing, name="a"), "cannot be written")
+    parts = {f"part-{rank}-of-{ranks.count}.json" for rank in range(ranks.count)}
+    assert parts <= {x.name for x in kept.iterdir()}
+    with torch.no_grad():
+        other = small_bert()
+        other.encoder.layer[1].output.dense.weight[3, 5] += 1e-3
+    before = sorted((x.name, x.stat().st_size) for x in kept.iterdir() if x.name != "run.json")
+    for again, words in (
+        (lambda: scale.atlas(model, second, tokenizer, resume=kept, name="a"), "a run with another corpus ("),
+        (lambda: scale.atlas(other, first, tokenizer, resume=kept, name="a"), "a run with another model ("),
+        (lambda: scale.atlas(model, first, tokenizer, resume=kept, name="a", length=7), "with another option length ("),
+        (lambda: scale.importance(model, batches(), resume=kept), "a run with another task (atlas, now importance"),
+        (lambda: scale.atlas(model, iter(texts()), tokenizer, resume=kept), "that can be read only once"),
+    ):
+        says(again, words)
+    assert sorted((x.name, x.stat().st_size) for x in kept.iterdir() if x.name != "run.json") == before
+    out = folder / "saved.json"
+    got, want = (
+        scale.atlas(model, first, tokenizer, resume=kept, out=out, name="a"),
+        atlas_alone(model, first, tokenizer),
+    )
+    assert got.about["texts"] == want.about["texts"] == 23 and not kept.exists()
+    ranks.barrier("the look at the folder")
+    np.testing.assert_array_equal(
+        headwise.Atlas.load(out).scores["entropy"]["self"], np.round(got.scores["entropy"]["self"], 5)
+    )
+
+
+@check
+def a_folder_is_of_one_run_at_a_time(ranks: Ranks, folder: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    model, tokenizer, given = small_bert(), headwise.tokenizer("minilm"), texts()
+    before, run_folder.LOCK_WAIT = run_folder.LOCK_WAIT, 0.3
+    used = folder / "used"
+    used.mkdir(exist_ok=True)
+    ranks.barrier("the folder")
+    with open(used / "lock", "a") as lock:
+        if ranks.rank == 1:  # as an orphan of another run does
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        ranks.barrier("the lock")
+        says(lambda: scale.atlas(model, given, tokenizer, resume=used), "is in use by another run")
+    run_folder.LOCK_WAIT = before
+    scale.atlas(model, given, tokenizer, resume=used)
+    assert not used.exists()
+
+
+@check
+def a_folder_that_ranks_do_not_share_is_told_first(ranks: Ranks, folder: Path) -> None:
+    model, tokenizer = small_bert(), headwise.tokenizer("minilm")
+    before, run_folder.SEEN_WAIT = run_folder.SEEN_WAIT, 0.2
+    own = folder / f"own-{ranks.rank}"
+    steps: list[Any] = []
+    says(
+        lambda: scale.atlas(model, texts(), tokenizer, resume=own, progress=lambda *now: steps.append(now)),
+        "is not the folder that the first rank wrote to; give one on a disk that all ranks share",
+    )
+    assert not steps and (ranks.first or not own.exists())
+    run_folder.SEEN_WAIT = before
 
 
 @check

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from launch import says
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.blocks import FeedForward
-from headwise.scale import counted, load_state, save_state, split_heads
+from headwise.errors import UnsupportedError
+from headwise.scale import clip_grad_norm_, counted, load_state, save_state, split_heads
+from headwise.scale import ranks as meeting
 from headwise.scale.linear import local, pieces
 from headwise.scale.ranks import RankError, Ranks
 
@@ -232,6 +240,160 @@ def what_is_split_without_memory_gets_its_weights_from_a_file(ranks: Ranks, fold
         check_weights(whole, split)
         x = torch.randn(2, 7, whole.heads.width)
         torch.testing.assert_close(split(x), whole(x), **CLOSE)
+        if not any(isinstance(p, DTensor) for p in split.parameters()):  # also where parameters were made anew
+            want = clipped(whole, by_torch, x, 0.1, 2.0)
+            torch.testing.assert_close(clipped(split, by_torch, x, 0.1, 2.0), want)
+
+
+def clipped(module: Any, clip: Any, x: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Gradients of a call, clipped; their norm before."""
+    module.zero_grad()
+    module(x).square().sum().backward()
+    norm: Tensor = clip(module, max_norm, norm_type)
+    return norm
+
+
+def by_torch(module: Any, max_norm: float, norm_type: float) -> Tensor:
+    norm: Tensor = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+    return norm
+
+
+@check
+def clipping_counts_every_parameter_once(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(15)
+    modules = {name: MultiHeadAttention(**how) for name, how in LAYERS.items()}
+    modules["block"] = TransformerBlock(26, 13, ffn=29, activation="swiglu")
+    for name, module in modules.items():
+        whole, split = pair(module.double())
+        x = torch.randn(2, 7, 26 if name == "block" else whole.heads.width, dtype=torch.float64)
+        for norm_type in (2.0, 1.0, math.inf):
+            want = clipped(whole, by_torch, x, 0.7, norm_type)
+            assert want > 1  # it is clipped
+            got = clipped(split, clip_grad_norm_, x, 0.7, norm_type)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0.0, msg=f"{name} {norm_type}")
+            assert all(torch.equal(got, other) for other in ranks.gathered(got))
+            check_gradients(whole, split)
+            if any(isinstance(p, DTensor) for p in split.parameters()):  # PyTorch does not mix them with others
+                with contextlib.suppress(RuntimeError, UnsupportedError):
+                    torch.testing.assert_close(clipped(split, by_torch, x, 0.7, norm_type), want)
+                continue
+            torch.testing.assert_close(clipped(split, by_torch, x, 0.7, norm_type), want, rtol=1e-12, atol=0.0)
+            check_gradients(whole, split)
+    mixed = split_heads(
+        MultiHeadAttention(6 * ranks.count, 3 * ranks.count, 1)
+    )  # query heads divide, the KV head does not
+    mixed(torch.ones(1, 2, mixed.plan.heads.width)).sum().backward()
+    says(lambda: by_torch(mixed, 1.0, 2.0), "some gradients of this split module are DTensors and some are not")
+    says(lambda: clip_grad_norm_(list(split.parameters()), 1.0), "takes the split module, which knows its parts")  # type: ignore[arg-type]
+    split.zero_grad()
+    if ranks.first:
+        next(iter(split.parameters())).grad = torch.zeros_like(next(iter(split.parameters())))
+    says(lambda: clip_grad_norm_(split, 1.0), "ranks disagree about the gradients to clip: rank 0 has 1 gradients")
+
+
+@check
+def clipped_training_keeps_what_ranks_share_the_same(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(16)
+    whole, split = pair(TransformerBlock(26, 13, ffn=29))
+    x = torch.randn(2, 7, 26)
+    for module, clip in ((whole, by_torch), (split, clip_grad_norm_)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for _ in range(3):
+            clipped(module, clip, x, 0.1, 2.0)
+            optimizer.step()
+    torch.testing.assert_close(split(x), whole(x), rtol=1e-3, atol=1e-4)
+    known = pieces(split)
+    for name, p in split.named_parameters():
+        if name not in known:
+            every = ranks.gathered(p)
+            assert all(torch.equal(every[0], other) for other in every), name
+
+
+@check
+def ranks_that_call_in_other_ways_all_get_an_error(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(17)
+    split = split_heads(MultiHeadAttention(15, 5, dropout=0.3)).eval()
+    x, other = torch.randn(2, 7, 15), 1.0 + ranks.rank
+    mask = torch.randn(7, 7).masked_fill(torch.rand(7, 7) > 0.8, -torch.inf)
+    moved = x.clone()
+    moved[1, 5, 11] += ranks.rank
+    for call, words in (
+        (lambda: split(x * other), "the values of input 0 float32 (2, 7, 15) on rank 1 are not those on rank 0"),
+        (lambda: split(moved), "the values of input 0 float32 (2, 7, 15) on rank 1"),
+        (lambda: split(x.roll(ranks.rank, 1)), "the values of input 0 float32 (2, 7, 15) on rank 1"),
+        (lambda: split(x, mask=mask * other), "the values of mask float32 (7, 7) on rank 1"),
+        (lambda: split(x, mask=mask if ranks.rank else None), "ranks disagree about the inputs"),
+        (lambda: split(x, gates=torch.full((5,), other)), "the values of gates float32 (5,) on rank 1"),
+        (lambda: split(x, causal=ranks.first), "ranks disagree about the inputs"),
+        (lambda: split(x.clone().requires_grad_(ranks.first)), "float32 (2, 7, 15) with gradient"),
+        (lambda: split(x, lengths=torch.tensor([3, 5 + min(ranks.rank, 1)])), "ranks disagree about the inputs"),
+    ):
+        says(call, words)
+    split.train(ranks.first)
+    says(lambda: split(x), "ranks disagree about the inputs of SplitAttention: rank 0 has")
+    split.train()
+    if ranks.first:
+        torch.rand(1)
+    says(lambda: split(x), "random state")
+    torch.manual_seed(18)
+    split(x)
+    split.eval()
+    split(x * (1 + 1e-7 * ranks.rank))  # rounding
+    caches = KVCache(), KVCache()
+    split(x, cache=caches[0])
+    says(lambda: split(x, cache=caches[min(ranks.rank, 1)]), "KVCache of 7")
+    loose = split_heads(MultiHeadAttention(15, 5), checked="shapes")
+    loose(x * other)
+    says(lambda: split_heads(MultiHeadAttention(15, 5), checked="values"), "checked is True, False or 'shapes'")
+
+
+def own_mesh() -> DeviceMesh:
+    """All ranks in a group of their own, which a check may leave broken."""
+    return DeviceMesh.from_group(dist.new_group(list(range(dist.get_world_size()))), "cpu")
+
+
+def break_down(*_: Any) -> None:
+    raise ValueError("it broke")
+
+
+@check
+def a_failure_after_the_agreement_is_told_to_all(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(19)
+    before, meeting.FAILING = meeting.FAILING, 0.2
+    split = split_heads(MultiHeadAttention(15, 5), own_mesh(), timeout=50)
+    x = torch.randn(2, 7, 15)
+    if ranks.rank == 1:
+        split.W_O.register_forward_pre_hook(break_down)
+    if ranks.rank == 1:
+        with pytest.raises(ValueError, match="it broke"):
+            split(x)
+    else:
+        says(
+            lambda: split(x),
+            "rank 1 failed at the call of SplitAttention: ValueError: it broke; the ranks are no longer in step",
+        )
+    says(
+        lambda: split(x),
+        "rank 1 failed at the call of SplitAttention: ValueError: it broke; the ranks are no longer in step",
+    )
+    both = split_heads(MultiHeadAttention(15, 5), own_mesh())
+    hook = both.W_O.register_forward_pre_hook(break_down)
+    with pytest.raises(ValueError, match="it broke"):  # on all ranks, which stay in step
+        both(x)
+    hook.remove()
+    both(x)
+    meeting.FAILING = before
+
+
+@check
+def waiting_ends_at_the_time_given(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(20)
+    assert split_heads(MultiHeadAttention(15, 5)).ranks.timeout == ranks.timeout == 60
+    split = split_heads(MultiHeadAttention(15, 5), own_mesh(), timeout=1)
+    out = split(torch.randn(2, 7, 15, requires_grad=True))
+    if ranks.rank != 1:
+        says(lambda: out.sum().backward(), "not all ranks came to a sum of gradients")
+    ranks.barrier("the end of waiting")
 
 
 @check
@@ -257,7 +419,7 @@ def ranks_that_disagree_all_get_an_error(ranks: Ranks, folder: Path) -> None:
     split = split_heads(MultiHeadAttention(15, 5))
     tokens = 7 if ranks.first else 5
     says(lambda: split(torch.randn(1, tokens, 15)), "rank 0 has float32 (1, 7, 15)")
-    split(torch.randn(1, 7, 15))  # and they can go on
+    split(torch.ones(1, 7, 15))  # and they can go on
     words = "it fell" if ranks.rank == 1 else "rank 1 failed at falling: it fell"
     says(lambda: ranks.agree("falling", lambda: fall(ranks.rank)), words)
 

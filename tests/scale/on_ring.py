@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from launch import says
+from on_heads import own_mesh
 from torch import Tensor
 
 import headwise
@@ -207,6 +208,57 @@ def mistakes_are_told_on_every_rank(ranks: Ranks, folder: Path) -> None:
         "class 'a' must be True/False",
     )
     assert SequencePlan(31, ranks.count).count(ranks.rank) == q.shape[2]
+
+
+@check
+def numbers_per_head_must_be_the_same_on_all_ranks(ranks: Ranks, folder: Path) -> None:
+    q, k, v = (placed(x, 2, zigzag=False) for x in whole(31, dtype=torch.float32))
+    numbers = torch.linspace(0.1, 1.3, 6)
+    for name in ("slopes", "sinks", "gates"):
+        some: dict[str, Any] = {name: numbers} if ranks.first else {}
+        says(lambda some=some: ring_attend(q, k, v, **some), f"zigzag False, {name} float32 (6,)")
+        other: dict[str, Any] = {name: numbers * (1 + ranks.rank)}
+        says(lambda other=other: ring_attend(q, k, v, **other), f"the values of {name} float32 (6,) on rank 1")
+        says(lambda other=other: ring_head_stats(q, k, v, **other), f"the values of {name} float32 (6,) on rank 1")
+    says(lambda: ring_attend(q.clone().requires_grad_(ranks.first), k, v), "zigzag False, with gradient")
+
+
+@check
+def split_sequences_are_called_alike_on_all_ranks(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(5)
+    split = split_sequence(headwise.MultiHeadAttention(24, 6, dropout=0.1))
+    x = placed(torch.randn(2, 17, 24), 1)
+    split.eval()
+    split(x)
+    words = "no dropout inside attention" if ranks.rank else "rank 1 failed at the tokens of a split sequence"
+    says(lambda: split.train(ranks.rank > 0)(x), words)
+    split.eval()
+    words = "takes no mask" if ranks.rank else "rank 1 failed at the tokens of a split sequence"
+    says(lambda: split(x, mask=torch.ones(17, 17).bool() if ranks.rank else None), words)
+    block = split_sequence(headwise.TransformerBlock(24, 6, ffn=13))
+    says(lambda: block.train(ranks.first)(x), "without positions, not training")
+
+
+@check
+def a_rank_without_a_gradient_takes_part_with_zeros(ranks: Ranks, folder: Path) -> None:
+    layer = torch.nn.Linear(5, 3)
+    if ranks.rank != 1:
+        layer(torch.full((2, 5), 1.0 + ranks.rank)).sum().backward()
+        layer.bias.grad = None
+    sum_gradients(layer)
+    want = 2.0 * sum(1 + rank for rank in range(ranks.count) if rank != 1)
+    torch.testing.assert_close(layer.weight.grad, torch.full((3, 5), want))
+    assert layer.bias.grad is None  # on no rank
+    says(lambda: sum_gradients(torch.nn.Linear(5, 3 + ranks.rank)), "ranks disagree about the gradients to sum")
+
+
+@check
+def messages_are_waited_for_no_longer_than_said(ranks: Ranks, folder: Path) -> None:
+    q, k, v = (placed(x, 2).requires_grad_() for x in whole(31, dtype=torch.float32))
+    out = ring_attend(q, k, v, causal=True, mesh=own_mesh(), timeout=1)
+    if ranks.rank != 1:
+        says(lambda: out.sum().backward(), "not all ranks came to")
+    ranks.barrier("the end of waiting")
 
 
 @check

@@ -62,6 +62,11 @@ def test_four_ranks(name: str, on_four: dict[str, str]) -> None:
     assert on_four[name] == ""
 
 
+def test_three_ranks_clip_what_does_not_divide(tmp_path: Path) -> None:
+    results = found("on_ranks", 3, tmp_path, ONLY="clip")
+    assert len(results) == 2 and not any(results.values()), results
+
+
 @pytest.mark.parametrize("name", on_heads.stored())
 def test_one_process_reads_what_four_ranks_wrote(name: str, folder: Path, on_four: dict[str, str]) -> None:
     whole, empty = on_heads.stored()[name], on_heads.stored()[name]

@@ -14,11 +14,12 @@ from headwise.ui.atlas import save_page
 def test_the_page_shows_what_the_atlas_says(tab: Callable[..., Any], tmp_path: Path) -> None:
     atlas = shipped("minilm")
     assert atlas is not None
-    nasty = dataclasses.replace(atlas, model="</script><b>")
+    name = '</script><b><!--\u2028"><style>* { display: none }</style>'
+    nasty = dataclasses.replace(atlas, model=name)
     save_page(nasty, tmp_path / "atlas.html")
     shown = tab()
     shown.page.goto((tmp_path / "atlas.html").as_uri())
-    assert shown.page.locator("h1").inner_text() == "</script><b>: what its heads do"
+    assert shown.page.locator("h1").text_content() == f"{name}: what its heads do"
     cells = shown.page.locator(".grid button")
     assert cells.count() == 72
     assert cells.nth(2).inner_text() == f"{atlas.scores['previous']['self'][0, 2]:.2f}"

@@ -29,6 +29,7 @@ NASTY = [
     "日本語",
     "${alert(3)}",
     "&lt;b&gt;",
+    """" onmouseover="alert(6)" style='color: red; background: url(//evil)'><style>* { color: red }</style><!--""",
 ]
 
 
@@ -411,6 +412,7 @@ def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., cap
     text = value["runs"][0]["texts"][0]
     text["pieces"][1 : 1 + len(NASTY)] = NASTY
     text["words"][1 : 1 + len(NASTY)] = NASTY
+    assert (len(text["pieces"]), len(text["words"])) == (16, 14)  # none was added
     value["runs"][0].update(text=" ".join(NASTY), name="<script>alert(4)</script>", notes=["<b>note</b>"])
     page.save(value, tmp_path / "a.html", title="</title><img src=x onerror=alert(5)>")
     one = tab()
@@ -418,6 +420,7 @@ def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., cap
         shown = one.open(tmp_path / "a.html", f"view={view}&heads=3.1&token=2")
         shown.reload()
         assert shown.locator(".headwise img, .headwise script, .headwise b >> text=note").count() == 0
+        assert shown.locator("[onmouseover], [style*=url], body style, title >> nth=1").count() == 0
     shown = one.open(tmp_path / "a.html", "view=head&heads=3.1")
     names = shown.locator(".hw-tokens.from .hw-token").all_inner_texts()
     assert names[1] == NASTY[0] and names[2] == NASTY[1] and len(names[3]) == 61

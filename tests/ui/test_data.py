@@ -300,3 +300,30 @@ def test_a_stopped_pass_leaves_nothing_behind(run: Callable[..., capture.Pass], 
         run(stop=stop)
     assert len(calls) == 3
     assert not any(module._forward_pre_hooks for module in minilm[0].modules())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 5000,
+        '{"headwise": "atlas", "roles": 3}',
+        '{"headwise": "atlas", "roles": [3], "scores": {}}',
+        '{"headwise": "atlas", "about": [], "scores": {}}',
+        '{"headwise": "atlas", "about": {"texts": "many"}, "scores": {}}',
+        '{"headwise": "atlas", "scores": {"x": 3}}',
+        '{"score": "x", "heads": [{"kind": "self", "layer": 0, "head": 1000000000, "score": 1}]}',
+        '{"score": "x", "heads": [{"kind": "self", "layer": 1e999, "head": 0, "score": 1}]}',
+        '{"x": {"self": [[1]]}, "y": 3}',
+    ],
+    ids=lambda text: text[:40],
+)
+def test_scores_of_a_hostile_file_are_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    path.write_text(text)
+    with pytest.raises(
+        headwise.HeadwiseError, match="is not JSON|as headwise writes|up to 10,000|must be|hold an obj"
+    ) as e:
+        scores.read([path])
+    assert "\n" not in str(e.value)

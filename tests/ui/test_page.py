@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import html
 import json
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 import headwise
+from headwise.roles.shipped import shipped
 from headwise.ui import capture, data, page
+from headwise.ui.atlas import save_page
 
 JS = Path(page.__file__).parent / "js"
 TESTS = Path(__file__).parent / "js"
@@ -77,6 +80,29 @@ def test_the_policy_allows_the_page_s_own_script_alone() -> None:
     assert "default-src 'none'" in policy and "connect-src 'none'" in policy and "unsafe" not in policy
     assert html.escape(policy) in whole
     assert "<script>alert" not in whole
+
+
+def test_every_page_begins_with_its_policy(tmp_path: Path) -> None:
+    found = shipped("minilm")
+    assert found is not None
+    name = "half \ud800</title><script>alert(1)</script>"
+    save_page(dataclasses.replace(found, model=name), tmp_path / "atlas.html")
+    page.save({"headwise": 1}, tmp_path / "view.html", title=name)
+    for path in tmp_path.iterdir():
+        whole = path.read_text(encoding="utf-8")
+        policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', whole)
+        assert policy is not None and "default-src &#x27;none&#x27;" in policy[1] and "unsafe" not in policy[1]
+        assert policy.start() < min(whole.index(tag) for tag in ("<title", "<style", "<script", "<body"))
+        assert "<script>alert" not in whole and "half ?&lt;/title&gt;" in whole
+
+
+@pytest.mark.parametrize("place", ["a directory", "none/x.html", "/proc/x.html", "x" * 300])
+def test_a_place_that_cannot_be_written_is_one_line(place: str, tmp_path: Path) -> None:
+    (tmp_path / "a directory").mkdir()
+    with pytest.raises(headwise.HeadwiseError, match="cannot be written|is a directory|name") as caught:
+        page.save({"headwise": 1}, tmp_path / place)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a directory"]
 
 
 def test_saved_whole_or_not_at_all(tmp_path: Path, run: Callable[..., capture.Pass]) -> None:

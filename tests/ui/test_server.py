@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,7 +17,7 @@ import small
 import torch
 
 import headwise
-from headwise.ui import capture, data, server
+from headwise.ui import capture, connections, data, server
 from headwise.ui.service import Service, heads_off
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
@@ -50,7 +51,7 @@ def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/ap
 # --- who may ask ---
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:7447", "localhost:1", "[::1]:7447", "127.0.0.1"])
+@pytest.mark.parametrize("host", ["127.0.0.1:7447", "localhost:1", "[::1]:7447", "127.0.0.1", "LOCALHOST:7447"])
 def test_this_machine_may(host: str, service: Service) -> None:
     [page] = ask(server.application(service), host=host, path="/")
     assert page.status_code == 200
@@ -66,6 +67,45 @@ def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> No
     app = server.application(service)
     for response in (*ask(app, host=host, path="/"), *ask(app, {"ask": "run", "text": "x"}, host=host)):
         assert (response.status_code, response.text) == (403, "this address is served to this machine alone")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "[::1]evil.com", "[::1].evil.com:80", "127.0.0.1:80@evil.com", "[::1]:80@evil.com", "127.0.0.1@evil.com",
+        "[::1", "::1]", "[::1]]", "[[::1]]", "[::1%evil.com]", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:123456",
+        "localhost.", "127.0.0.1 ", " 127.0.0.1", "127.0.0.1/evil", "127.0.0.1#evil", "127.0.0.1?evil",
+        "127.0.0.1,evil.com", "",
+        "127.1", "0x7f.0.0.1", "2130706433", "127.0.0.1.", "localhost:80:80", "[::ffff:127.0.0.1]evil",
+        "evil.com:127.0.0.1", "١٢٧.0.0.1", "127.0.0.1\n",
+    ],
+)  # fmt: skip
+def test_a_host_that_only_looks_like_this_machine_may_not(host: str) -> None:
+    assert not server.names_this_machine(host)
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "dest", "path", "status"),
+    [
+        ("same-origin", "cors", "empty", "/api", 200),
+        ("none", "navigate", "document", "/", 200),
+        ("cross-site", "navigate", "document", "/", 200),  # a link to the page
+        ("cross-site", "navigate", "iframe", "/", 403),
+        ("cross-site", "no-cors", "script", "/", 403),
+        ("cross-site", "navigate", "document", "/api", 403),
+        ("cross-site", "cors", "empty", "/api", 403),
+        ("same-site", "cors", "empty", "/api", 403),  # another port of this machine
+        ("same-site", "no-cors", "image", "/", 403),
+        ("nonsense", "cors", "empty", "/api", 403),
+    ],
+)
+def test_what_a_browser_says_of_the_asking_page(
+    site: str, mode: str, dest: str, path: str, status: int, service: Service
+) -> None:
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+    asked = [{"ask": "steps", "text": "animal", "head": "0.0"}] if path == "/api" else []
+    [answer] = ask(server.application(service), *asked, path=path, headers=headers)
+    assert answer.status_code == status
 
 
 def test_another_site_may_not(service: Service) -> None:
@@ -189,6 +229,153 @@ def test_labels_of_heads() -> None:
     assert heads_off(model, "") == {}
 
 
+def test_half_a_character_is_refused_in_words(service: Service) -> None:
+    for name in ("text", "target", "head", "off", "model"):
+        asked = {"ask": "run", "text": "x", name: "a\ud800"}
+
+        async def post(asked: Any = asked) -> httpx.Response:
+            transport = httpx.ASGITransport(server.application(service))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.post(
+                    "/api", content=json.dumps(asked), headers={"Content-Type": "application/json"}
+                )
+
+        answer = apart(post())
+        assert (answer.status_code, "half of a character" in answer.json()["error"]) == (422, True)
+
+
+# --- bounded in time and number ---
+
+
+class Stub:
+    """A service without a model."""
+
+    live: dict[str, Any] = {"models": ["stub"], "text": "x", "target": None, "longest": 9}  # noqa: RUF012
+
+    def answer(self, request: Any, stop: Any = None) -> dict[str, Any]:
+        return {"done": True}
+
+
+class Log(logging.Handler):
+    """What a server logs, which uvicorn keeps from the root logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    def taken(self) -> list[str]:
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).removeHandler(self)
+        return self.lines
+
+
+JSON_POST = b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket.socket]]:
+    """Opens a connection to a server that is not patient, and sends it something; nothing may be logged meanwhile."""
+    monkeypatch.setattr(connections, "PATIENCE", 0.2)
+    monkeypatch.setattr(connections, "CONNECTIONS", 7)
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
+    opened = []
+    with served(Stub()) as url:  # type: ignore[arg-type]
+        log = Log()  # after uvicorn has set up its own
+
+        def connect(start: bytes) -> socket.socket:
+            opened.append(socket.create_connection(("127.0.0.1", int(url.split(":")[2].strip("/"))), timeout=20))
+            opened[-1].sendall(start)
+            return opened[-1]
+
+        yield connect
+        for one in opened:
+            one.close()
+    assert log.taken() == []
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that still comes until the server closes; a server that never does ends the test by a timeout."""
+    found = b""
+    try:
+        while part := connection.recv(1 << 16):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "answer"),
+    [
+        (b"", b""),
+        (b"GET / HT", b""),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b""),
+        (b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n", b"HTTP/1.1 404"),  # one, and half another
+        (JSON_POST + b"Content-Length: 50\r\n\r\n{", b"HTTP/1.1 408"),
+        (JSON_POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n", b"HTTP/1.1 408"),
+        (JSON_POST + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n", b"HTTP/1.1 400"),
+    ],
+    ids=["nothing", "line", "headers", "second request", "body", "chunks", "bad chunk"],
+)
+def test_what_is_half_sent_is_closed(start: bytes, answer: bytes, client: Callable[[bytes], socket.socket]) -> None:
+    assert rest(client(start)).startswith(answer)
+
+
+def test_who_leaves_mid_body_leaves_no_trace(client: Callable[[bytes], socket.socket]) -> None:
+    for _ in range(3):
+        client(JSON_POST + b"Content-Length: 50\r\n\r\n{").close()
+    assert b'{"done":true}' in rest(client(JSON_POST + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"))
+
+
+def test_those_who_wait_make_room(client: Callable[[bytes], socket.socket]) -> None:
+    waiting = [client(b"GET / HTTP/1.1\r\n") for _ in range(20)]
+    assert b"HTTP/1.1 404" in rest(client(b"GET /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
+    assert [rest(one) for one in waiting] == [b""] * 20
+
+
+def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], socket.socket]) -> None:
+    taken = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1 << 16
+        return {"type": "http.request", "body": b" " * (1 << 16), "more_body": True}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "POST", "path": "/api", "query_string": b"", "headers": headers}
+    apart(server.application(Stub())(scope, receive, send))  # type: ignore[arg-type]
+    assert taken == server.LARGEST + (1 << 16)
+    assert sent[0]["status"] == 413 and (b"connection", b"close") in sent[0]["headers"]
+    announced = client(JSON_POST + b"Content-Length: 99999999\r\n\r\n")
+    assert rest(announced).startswith(b"HTTP/1.1 413")
+    refused = client(b"POST /api HTTP/1.1\r\nHost: evil.com\r\nContent-Length: 99999999\r\n\r\n")
+    assert rest(refused).startswith(b"HTTP/1.1 403")
+
+
+def test_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PATIENCE", 0.1)
+    stub, much = Stub(), 1 << 25
+    monkeypatch.setattr(stub, "answer", lambda request, stop=None: {"much": "x" * much}, raising=False)
+    running = served(stub)  # type: ignore[arg-type]
+    with running as url:
+        lazy = socket.create_connection(("127.0.0.1", int(url.split(":")[2].strip("/"))), timeout=20)
+        lazy.sendall(JSON_POST + b"Content-Length: 2\r\n\r\n{}")
+        assert lazy.recv(1) == b"H"
+        while running.server.server_state.connections:
+            threading.Event().wait(0.02)
+        assert len(rest(lazy)) < much
+
+
 # --- one at a time ---
 
 
@@ -256,7 +443,8 @@ class served:
         import uvicorn
 
         self.socket = server._bound("127.0.0.1", 0)
-        self.server = uvicorn.Server(uvicorn.Config(server.application(service, token=token), log_level="error"))
+        config = uvicorn.Config(server.application(service, token=token), **connections.settings())
+        self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from . import contract
 from .contract import Window
 from .kernel import cuda, native
-from .sight import PLAIN, Sight, check_tensor, sight_of, transforms
+from .sight import PLAIN, Sight, check_tensor, forward_mode, observed, recorded, sight_of, transforms
 
 MOST_FORMS = 1024  # that are remembered
 NUMBERS = int, float, NoneType
@@ -39,8 +40,11 @@ class Call:
     def why_not_kernel(self, q: Tensor) -> str | None:
         """Why PyTorch computes this call instead of the one-pass kernel, or None."""
         sight = self.sight
-        if not torch.compiler.is_compiling() and transforms() is not None:
-            return "torch.func transforms PyTorch's own operators"
+        if not torch.compiler.is_compiling():
+            if forward_mode():
+                return "forward-mode derivatives go through PyTorch's own operators"
+            if transforms() is not None:
+                return "torch.func transforms PyTorch's own operators"
         why: str | None = self.kernel.why_not(q, sight)
         if why is not None:
             return why
@@ -50,9 +54,15 @@ class Call:
             return "the mask wants a gradient"
         return None
 
+    def is_recorded(self) -> bool:
+        """Whether the call must become one operator of a recorded graph, which has to serve other sizes and values."""
+        return recorded() and not (self.dropout or forward_mode() or transforms() is not None)
+
     def why_rows(self) -> str | None:
         """Why this call goes by blocks of rows instead of PyTorch's fused kernel, or None."""
         mask = self.sight.mask
+        if not torch.compiler.is_compiling() and (forward_mode() or nested_transforms()):
+            return "PyTorch's fused kernel has no forward-mode and no second derivative"
         if self.softcap is not None:
             return "softcap comes between the scores and the mask"
         if self.sinks is not None:
@@ -91,6 +101,17 @@ def call_of(
     return call
 
 
+def check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor] | None) -> None:
+    """Which queries count and which keys are of a class, as head_stats takes them."""
+    if queries is not None:
+        check_tensor("queries", queries, q)
+        contract.check_queries(queries, size, queries.dtype == torch.bool)
+    if classes:
+        for name, x in classes.items():
+            check_tensor(name, x, q)
+        contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
+
+
 _forms: dict[Any, native.Form] = {}
 _latest: dict[Any, tuple[Any, native.Form]] = {}  # by options: what tells tensors like the last ones, and their form
 
@@ -113,6 +134,9 @@ def known_form(
     """
     if torch.compiler.is_compiling() or cuda.interpreting or native.choice().why_not is not None:
         return None
+    # what the guards below do not see; recorders and transforms they do
+    if forward_mode() or profiler._is_profiler_enabled or (torch._C._len_torch_function_stack() and observed()):
+        return None
     if type(scale) not in NUMBERS or type(softcap) not in NUMBERS:
         return None
     band = None if window is None else contract.band(causal, window)
@@ -129,7 +153,7 @@ def known_form(
         return None
     if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
         return None
-    if transforms() is not None:
+    if observed() or transforms() is not None:
         return None
     shown = None
     if mask is not None:
@@ -152,6 +176,11 @@ def known_form(
         guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         _latest[options] = guard, form
     return form
+
+
+def nested_transforms() -> bool:
+    """Whether a transform of torch.func is inside of another one, as in a Hessian."""
+    return transforms() is not None and len(torch._C._functorch.get_interpreter_stack() or ()) > 1
 
 
 def learns(*xs: Tensor | None) -> bool:

@@ -11,10 +11,11 @@ from torch.utils._pytree import register_pytree_node
 
 from . import contract, fused, measure
 from . import rows as by_rows
-from .calls import Call, as_given, autocast, call_of, known_form, learns
+from .calls import Call, as_given, autocast, call_of, check_counted, known_form, learns
+from .composed import detached, gated, gradients, output
 from .contract import Window
 from .kernel import native, ops
-from .sight import check_tensor
+from .sight import forward_mode, observed
 from .stats import HeadStats
 
 # so that torch.export can hand statistics out of a graph
@@ -171,21 +172,21 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """attend, for a call that was checked."""
+    given = q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates
+    if call.is_recorded():
+        return ops.run(*given)[0]
     if call.why_not_kernel(q) is None:
-        given = q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates
-        traced = torch.compiler.is_compiling()
-        if not learns(q, k, v, call.sinks, call.gates):
-            out: Tensor = ops.run(*given)[0] if traced else call.kernel.run(*given)
+        compiling = torch.compiler.is_compiling()
+        learning = learns(q, k, v, call.sinks, call.gates)
+        if observed() and not (compiling and learning):  # a compiler knows PyTorch's own operators' gradients
+            return ops.run(*given)[0]
+        if not learning:
+            out: Tensor = call.kernel.run(*given)
             return out
-        if not traced:  # in a graph, PyTorch's own operators have gradients that a compiler knows
+        if not compiling:
             return gated(OnePass.apply(q, k, v, call.sinks, call), call)
     with as_given(q):
-        return gated(_output(q, k, v, call), call)
-
-
-def gated(out: Tensor, call: Call) -> Tensor:
-    """Each head's output (B, H, Tq, Dv) times its gate."""
-    return out if call.gates is None else out * call.gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
+        return gated(output(q, k, v, call), call)
 
 
 class OnePass(torch.autograd.Function):
@@ -204,32 +205,12 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call: Call = ctx.call
-        again = torch.is_grad_enabled()  # a second derivative is wanted
         with as_given(q):
             fits = call.why_rows() is None and fused.has_backward(call.sight, call.scale)
-            if fits and not again and by_rows.finite(out):
+            if fits and not torch.is_grad_enabled() and by_rows.finite(out):
                 return *fused.backward(slope, q, k, v, out, lse, call.sight, call.scale), None, None
-            with torch.enable_grad():
-                given: tuple[Any, ...] = (q, k, v, sinks)
-                if not again:
-                    given = tuple(None if x is None else x.detach().requires_grad_(x.requires_grad) for x in given)
-                out = _output(given[0], given[1], given[2], replace(call, sinks=given[3]))
-                wanted = [x for x in given if x is not None and x.requires_grad]
-                found = iter(torch.autograd.grad(out, wanted, slope, create_graph=again, allow_unused=True))
-        return *(next(found) if x is not None and x.requires_grad else None for x in given), None
-
-
-def _output(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-    sight = call.sight
-    blind = fused.may_lose_nan(sight) and not (sight.readable and by_rows.finite(q) and by_rows.finite(k))
-    if call.why_rows() is None and not blind:
-        if not sight.readable:
-            k, v = by_rows.clean(sight, k, v)
-        out = fused.attend(q, k, v, sight, call.scale, call.dropout)
-        # 0 * NaN is NaN, so in a fused kernel a hidden NaN may reach those who may not look at it
-        if not (sight.hides and sight.readable) or by_rows.finite(out):
-            return out
-    return by_rows.attend(q, k, v, sight, call.scale, call.softcap, call.sinks, call.dropout)
+        of = gradients(slope, q, k, v, replace(call, sinks=sinks, gates=None))
+        return of.q, of.k, of.v, of.sinks, None
 
 
 def look(q: Tensor, k: Tensor, call: Call, rows: Any = None, heads: Any = None) -> Tensor:
@@ -264,18 +245,24 @@ def observe(
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
     check_counted(q, call.sight.size, queries, classes)
-    wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
-    if not wants_gradient and len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
-        way = ops if torch.compiler.is_compiling() else call.kernel
-        found: tuple[Tensor, HeadStats] = way.head_stats(
-            q, k, v, call.sight, call.scale, call.softcap, call.sinks, call.gates, queries, classes or {}, cross
-        )
+    classes = classes or {}
+    given = call.sight, call.scale, call.softcap, call.sinks
+    wants_gradient = learns(q, k, v, call.sight.mask, call.sinks, call.gates) or forward_mode()
+    few = len(classes) <= native.MOST_CLASSES
+    if call.is_recorded() and few:
+        out, stats = ops.head_stats(q, k, v, *given, call.gates, queries, classes, cross)
+        return out, stats
+    if not wants_gradient and few and call.why_not_kernel(q) is None:
+        way = ops if observed() and call.kernel is native else call.kernel
+        found: tuple[Tensor, HeadStats] = way.head_stats(q, k, v, *given, call.gates, queries, classes, cross)
         return found
     apart = wants_gradient or call.dropout > 0
+    plain = detached(call)
     with torch.no_grad(), as_given(q):
         once, stats = measure.head_stats(
-            q, k, None if apart else v, call.sight, call.scale, call.softcap, call.sinks, queries, classes or {}, cross
-        )
+            q.detach(), k.detach(), None if apart else v, plain.sight, call.scale, call.softcap, plain.sinks,
+            queries, classes, cross,
+        )  # fmt: skip
     if once is None:
         return run(q, k, v, call), stats
     return gated(once, call), stats
@@ -296,7 +283,7 @@ def links(
     learning = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
     fits = 0 < count <= native.MOST_LINKS and len(classes or {}) <= native.MOST_CLASSES
     fits = fits and call.kernel is native and call.why_not_kernel(q) is None
-    if fits and not learning and not torch.compiler.is_compiling():
+    if fits and not learning and not observed():
         given = call.sight, call.scale, call.softcap, call.sinks, call.gates
         return *native.head_stats(q, k, v, *given, queries, classes or {}, cross, found), found
     found.weight.zero_()
@@ -309,14 +296,3 @@ def links(
         found.weight[:, :, rows.start : rows.stop, :keys] = weight
         found.key[:, :, rows.start : rows.stop, :keys] = key.masked_fill(weight == 0, -1)
     return *observe(q, k, v, call, queries, classes, cross), found
-
-
-def check_counted(q: Tensor, size: contract.Sizes, queries: Tensor | None, classes: dict[str, Tensor] | None) -> None:
-    """Which queries count and which keys are of a class, as head_stats takes them."""
-    if queries is not None:
-        check_tensor("queries", queries, q)
-        contract.check_queries(queries, size, queries.dtype == torch.bool)
-    if classes:
-        for name, x in classes.items():
-            check_tensor(name, x, q)
-        contract.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)

@@ -7,19 +7,20 @@ decoding reads each KV head once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import by_group, grouped, inside, ungrouped
-from .sight import Sight
+from .rows import by_group, grouped, inside, raised, ungrouped
+from .sight import Sight, open_sizes, readable
 
 TRIANGLE = 768  # from here on the kernel's own causal form skips enough on the CPU; below, it computes every score
 ROWS = 128  # of a block: fewer skip more of a band, and cost more calls
 TOGETHER = 128  # up to so many rows, the queries of a group are one matrix
 LANES = 16  # a row of fewer keys than a vector holds loses its NaN in PyTorch's CPU kernel
+FLASH = 1  # PyTorch's number for its flash kernel
 ALONE = 1 << 21  # multiply-adds from which a sequence of its own length is worth a call of its own
 
 
@@ -62,7 +63,7 @@ def _blocks(sight: Sight) -> list[slice]:
 
 def may_lose_nan(sight: Sight) -> bool:
     """Whether some call may have so few keys that PyTorch's CPU kernel would turn NaN into zeros."""
-    if sight.device.type != "cpu" or torch.compiler.is_exporting():
+    if sight.device.type != "cpu" or open_sizes():
         return False
     if not sight.uniform:
         return True
@@ -87,14 +88,14 @@ def triangle(sight: Sight) -> bool:
     plain = sight.uniform and sight.mask is None and sight.slopes is None and sight.left is None and sight.right == 0
     if not plain or sight.offset != 0 or size.queries != size.keys or sight.end != size.keys:
         return False
-    if sight.device.type != "cpu" or torch.compiler.is_exporting():
+    if sight.device.type != "cpu" or open_sizes():
         return True
     return size.queries >= TRIANGLE or size.queries <= ROWS
 
 
 def block(sight: Sight) -> int | None:
     """Queries a call; None for all of them."""
-    return ROWS if sight.banded and sight.uniform and not torch.compiler.is_exporting() else None
+    return ROWS if sight.banded and sight.uniform and not open_sizes() else None
 
 
 class Band(NamedTuple):
@@ -106,7 +107,7 @@ class Band(NamedTuple):
 
 def _band(sight: Sight, blocks: list[slice], dtype: torch.dtype) -> Band | None:
     """The shared mask, or None where there is more than a band to it, or none."""
-    if sight.mask is not None or sight.slopes is not None or not sight.banded or torch.compiler.is_exporting():
+    if sight.mask is not None or sight.slopes is not None or not sight.banded or open_sizes():
         return None
     if isinstance(sight.offset, Tensor) or isinstance(sight.end, Tensor):
         return None
@@ -139,8 +140,8 @@ def _rows(
     q: Tensor, k: Tensor, v: Tensor, sight: Sight, rows: slice, band: Band | None, scale: float, dropout: float
 ) -> Tensor:
     """The output of some rows of queries, from the keys that they may look at."""
-    low, high = (0, sight.size.keys) if torch.compiler.is_exporting() else sight.span(rows.start, rows.stop)
-    if not torch.compiler.is_exporting() and high <= low:  # sums over no key at all: zeros that have gradients
+    low, high = (0, sight.size.keys) if open_sizes() else sight.span(rows.start, rows.stop)
+    if not open_sizes() and high <= low:  # sums over no key at all: zeros that have gradients
         return by_group(by_group(q[:, :, rows], k[:, :, :0].transpose(-1, -2)), v[:, :, :0])
     if band is None:
         mask = _merge(sight.allowed(rows, low, high), sight.bias(rows, low, high), q)
@@ -149,7 +150,9 @@ def _rows(
         mask = band.mask[None, None, : rows.stop - rows.start, column : column + high - low]
     else:
         mask = None
-    return _call(q[:, :, rows], k[:, :, low:high], v[:, :, low:high], mask, scale, dropout)
+    if not open_sizes():  # one block, which no number may cut off
+        q, k, v = q[:, :, rows], k[:, :, low:high], v[:, :, low:high]
+    return _call(q, k, v, mask, scale, dropout)
 
 
 def _merge(seen: Tensor | None, bias: Tensor | None, q: Tensor) -> Tensor | None:
@@ -172,14 +175,68 @@ def _call(
     if together:
         q, mask = grouped(q, kv_heads), _grouped_mask(mask, heads, kv_heads, q.shape[2])
     gqa = q.shape[1] != kv_heads
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if learns and _is_flash(q, k, v, mask, dropout, causal, scale):
+        out = Flash.apply(q, k, v, _added(mask, q), causal, scale)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
     out = ungrouped(out, heads) if together else out
     return out if lit is None else torch.where(lit, out, 0)
 
 
+def _is_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float) -> bool:
+    """Whether PyTorch would take its flash kernel of the CPU, which has a first derivative and no second one."""
+    if dropout or not readable(q, k, v, mask):
+        return False
+    gqa = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa) == FLASH
+
+
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask as the flash kernel adds it: 0 where visible, -inf where not."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+
+
+class Flash(torch.autograd.Function):
+    """PyTorch's flash kernel of the CPU, with a backward that can be differentiated once more."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            found = kernel(slope, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale)
+            return *found, None, None, None
+        given = [x for x in (q, k, v) if x.requires_grad]
+        out = _spelled_out(q, k, v, mask, ctx.causal, ctx.scale)
+        of = iter(torch.autograd.grad(out, given, slope, create_graph=True))
+        return *(next(of) if x.requires_grad else None for x in (q, k, v)), None, None, None
+
+
+def _spelled_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """What the flash kernel computes, by operators that have every derivative."""
+    s = by_group(inside(q) * scale, inside(k).transpose(-1, -2))
+    if causal:
+        s = s.masked_fill(s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        s = s + mask
+    e, total = raised(s, None)
+    return (by_group(e, inside(v)) / total).to(q.dtype)
+
+
 def _together(group: int, queries: int) -> bool:
     """Whether the queries of a group are laid together. While exporting, sizes may be symbols that must stay open."""
-    return group > 1 and not torch.compiler.is_exporting() and group * queries <= TOGETHER
+    return group > 1 and not open_sizes() and group * queries <= TOGETHER
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .contract import Sizes
 from .rows import Room, blocks, clean, finite, ground, holds_odd, inside, mix, parts, scores
-from .sight import Sight
+from .sight import Sight, open_sizes
 from .stats import SHARE, HeadStats
 
 LOW = -1e4  # exp of it is 0 in every precision, and 0 times it is not NaN
@@ -81,7 +81,7 @@ def rows_of(
     k, *rest = clean(sight, k) if v is None else clean(sight, k, v)
     odd = bool(rest) and holds_odd(rest[0], sight)
     # of few queries, reading the keys once more would cost more than it saves
-    few = not torch.compiler.is_exporting() and size.queries * size.group < FEW
+    few = not open_sizes() and size.queries * size.group < FEW
     tame = sight.readable and sinks is None and not few and finite(k)  # then no score is -inf but a hidden one
     spots = 1 if cross else 1 + len(STEPS)
     # Columns of our own beside the values: a product that is computed anyway then sums e over whatever one likes.
@@ -157,7 +157,7 @@ class Near:
     @classmethod
     def of(cls, sight: Sight, rows: slice, low: int, high: int, stand: Tensor) -> Near:
         keys = high - low
-        if isinstance(sight.offset, Tensor) or torch.compiler.is_exporting():  # they stand all over: all keys are near
+        if isinstance(sight.offset, Tensor) or open_sizes():  # they stand all over: all keys are near
             first, stop = 0, keys
         else:
             first, stop = (min(max(0, end + sight.offset - low), keys) for end in (rows.start, rows.stop))

@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # nested deeper than can be read
+    except (ValueError, RecursionError) as error:  # the latter: objects or arrays nested too deep
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} must hold an object, got {type(content).__name__}")

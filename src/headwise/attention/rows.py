@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .sight import Sight
+from .sight import Sight, observed, open_sizes
 
 BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the calls
 ROWS = 256  # more rows a block gain nothing and skip less of a band
@@ -28,7 +28,7 @@ def inside(x: Tensor) -> Tensor:
 def parts(sight: Sight) -> Iterator[tuple[slice, slice, Sight]]:
     """The batch and the KV heads in parts, such that a block of rows of each fits the block size."""
     size = sight.size
-    if torch.compiler.is_exporting():  # sizes may be symbols, which cannot be counted
+    if open_sizes():  # sizes may be symbols, which cannot be counted
         yield slice(0, size.batch), slice(0, size.kv_heads), sight
         return
     one = max(1, size.group * min(_rows(sight), size.queries) * _width(sight))
@@ -46,7 +46,7 @@ def parts(sight: Sight) -> Iterator[tuple[slice, slice, Sight]]:
 def blocks(sight: Sight) -> Iterator[tuple[slice, int, int]]:
     """Rows of queries, with the first and last key that any of them may look at."""
     size = sight.size
-    if torch.compiler.is_exporting():
+    if open_sizes():
         yield slice(0, size.queries), 0, size.keys
         return
     each = _rows(sight)
@@ -104,9 +104,14 @@ def by_group(a: Tensor, b: Tensor, room: Room | None = None) -> Tensor:
         return ungrouped(out, a.shape[1])
     if a.shape[1] == b.shape[1]:
         return a @ b
-    if torch.compiler.is_exporting():  # rows may be a symbol, which does not survive being multiplied by the group
+    if open_sizes():  # rows may be a symbol, which does not survive being multiplied by the group
         return (a.unflatten(1, (b.shape[1], -1)) @ b[:, :, None]).flatten(1, 2)
     return ungrouped(grouped(a, b.shape[1]) @ b, a.shape[1])
+
+
+def between(x: Tensor, low: int, high: int) -> Tensor:
+    """Keys or values (B, Hkv, Tk, D) from low to high - 1. Open sizes have one block, which no number may cut off."""
+    return x if open_sizes() else x[:, :, low:high]
 
 
 def scores(
@@ -121,7 +126,7 @@ def scores(
     room: Room | None = None,
 ) -> Tensor:
     """The scores of q's rows (B, H, rows, D) on keys low to high - 1, (B, H, rows, keys). Hidden ones are -inf."""
-    s = by_group(inside(q) * scale, inside(k[:, :, low:high]).transpose(-1, -2), room)
+    s = by_group(inside(q) * scale, inside(between(k, low, high)).transpose(-1, -2), room)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     bias = sight.bias(rows, low, high)
@@ -207,7 +212,7 @@ def attend(
     k, v = clean(sight, k, v)
     odd = holds_odd(v, sight)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, sight.mask))
-    again = wanted and sight.readable  # a compiler decides for itself what to recompute
+    again = wanted and sight.readable and not observed()  # a compiler decides for itself what to recompute
     room = Room(inside(q[:0])) if sight.readable and not wanted else None
 
     def block(
@@ -215,16 +220,18 @@ def attend(
     ) -> Tensor:
         e, total = raised(scores(q, k, sight, rows, low, high, scale, softcap, room), sinks)
         seen = sight.allowed(rows, low, high) if odd else None
-        return (mix(F.dropout(e, dropout), v[:, :, low:high], seen) / total).to(q.dtype)
+        return (mix(F.dropout(e, dropout), between(v, low, high), seen) / total).to(q.dtype)
 
     group, out = sight.size.group, []
     for batch, kv_heads, part in parts(sight):
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        q_part, k_part, v_part = q[batch, heads], k[batch, kv_heads], v[batch, kv_heads]
-        s_part = None if sinks is None else sinks[heads]
+        q_part, k_part, v_part, s_part = q, k, v, sinks
+        if part is not sight:
+            q_part, k_part, v_part = q[batch, heads], k[batch, kv_heads], v[batch, kv_heads]
+            s_part = None if sinks is None else sinks[heads]
         done = []
         for rows, low, high in blocks(part):
-            given = (q_part[:, :, rows], k_part, v_part, s_part, part, rows, low, high)
+            given = (q_part if open_sizes() else q_part[:, :, rows], k_part, v_part, s_part, part, rows, low, high)
             done.append(checkpoint(block, *given, use_reentrant=False) if again else block(*given))
         out.append(done[0] if len(done) == 1 else torch.cat(done, 2))
     return gather(out, q.shape[1])

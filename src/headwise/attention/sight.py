@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
+from torch.utils._device import DeviceContext
 
 from ..errors import MaskError, ShapeError
 from . import contract
@@ -21,9 +23,43 @@ PLAIN = (Tensor, torch.nn.Parameter)
 transforms = torch._C._functorch.peek_interpreter_stack  # of torch.func, None outside of them
 
 
+def observed() -> bool:
+    """Whether operators are recorded, counted or profiled: the native kernel must then be called as an operator."""
+    if torch.compiler.is_compiling() or profiler._is_profiler_enabled:
+        return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return True
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        return True
+    modes = range(torch._C._len_torch_function_stack())  # a default device changes factories alone
+    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes)
+
+
+def recorded() -> bool:
+    """Whether torch.jit.trace or make_fx writes down each operator, to repeat it on other inputs of other sizes."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return True
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        return True
+    proxy: object = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return proxy is not None
+
+
+def open_sizes() -> bool:
+    """Whether sizes may be symbols that must not be counted, nor decide which way a call takes."""
+    return torch.compiler.is_exporting() or recorded()
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents: torch.func.jvp, or a dual level of torch.autograd.forward_ad."""
+    return forward_ad._current_level >= 0
+
+
 def readable(*tensors: Tensor | None) -> bool:
     """Whether looking at a value costs nothing: not in a graph or a transform of torch.func, not on another device."""
-    if torch.compiler.is_compiling() or transforms() is not None:
+    if torch.compiler.is_compiling() or transforms() is not None or forward_mode() or recorded():
         return False
     for x in tensors:  # noqa: SIM110  # a generator costs a microsecond in every call
         if x is not None and not (x.is_cpu and type(x) in PLAIN):
@@ -49,6 +85,7 @@ class Sight:
     end: int | Tensor
     slopes: Tensor | None
     readable: bool
+    aligned: bool = False  # offset is Tk - Tq because none was given, also where the sizes change
 
     @property
     def uniform(self) -> bool:
@@ -109,7 +146,7 @@ class Sight:
 
         Of a band, only its two edges: most of a block of rows needs no mask.
         """
-        plain = self.mask is None and not torch.compiler.is_exporting()
+        plain = self.mask is None and not open_sizes()
         if not plain or isinstance(rows, Tensor) or isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
             short = isinstance(self.end, Tensor) or self.end != self.size.keys
             return [(low, high)] if self.hides or short else []
@@ -151,11 +188,11 @@ class Sight:
         None: all of them, or (unless `whole`) all within the spans of blocks.
         """
         if self.mask is None:
-            spans = self.uniform and not whole and not torch.compiler.is_exporting()
+            spans = self.uniform and not whole and not open_sizes()
             return None if spans or not self._leaves_some_unseen() else self._reach()
         if self.mask.shape[2] == 1:
             return self._by_someone(self.mask) & self._reach()
-        if not self.banded or torch.compiler.is_exporting():
+        if not self.banded or open_sizes():
             return self._by_someone(self.allowed(slice(0, self.size.queries), 0, self.size.keys))
         seen = torch.zeros(1, 1, self.size.keys, dtype=torch.bool, device=self.device)
         for first in range(0, self.size.queries, STEP):  # a band's mask for all rows at once would be T x T
@@ -234,7 +271,7 @@ class Sight:
 
     def _inside(self, rows: slice | Tensor, low: int, high: int) -> bool:
         """Whether the band hides nothing there, by plain numbers."""
-        if isinstance(self.offset, Tensor) or not isinstance(rows, slice) or torch.compiler.is_exporting():
+        if isinstance(self.offset, Tensor) or not isinstance(rows, slice) or open_sizes():
             return False
         fits_left = self.left is None or low >= rows.stop - 1 + self.offset - self.left
         fits_right = self.right is None or high - 1 <= rows.start + self.offset + self.right
@@ -263,6 +300,8 @@ def sight_of(
     if v is not None:
         check_tensor("v", v)
     size = contract.sizes(q, k, v)
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        size = _fixed_heads(size)
     check_alike(q, k, v)
     left, right = contract.band(causal, window)
     mask = _mask(mask, q, size)
@@ -276,11 +315,25 @@ def sight_of(
         end=size.keys if lengths is None else _lengths(lengths, size),
         slopes=slopes,
         readable=readable(q, k, v, mask, lengths),
+        aligned=offset is None,
     )
+
+
+def _fixed_heads(size: Sizes) -> Sizes:
+    """Under torch.jit.trace a size is a tensor. Those of a head become plain numbers, those of the input stay open."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        names = "heads", "kv_heads", "dim", "value_dim"
+        return replace(size, **{name: int(getattr(size, name)) for name in names})
 
 
 def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
     """A tensor, and on the device of another one."""
+    if isinstance(x, torch.fx.Proxy):
+        raise ShapeError(
+            f"{name} is a torch.fx.Proxy, which has no sizes to check; use torch.export, make_fx or torch.jit.trace "
+            "instead of symbolic_trace, or a Tracer that takes this module as a leaf"
+        )
     if not isinstance(x, Tensor):
         raise ShapeError(f"{name} must be a tensor, got {type(x).__name__}; headwise.reference takes NumPy arrays")
     if like is not None and x.device != like.device:

@@ -50,27 +50,35 @@ class Card:
         return Attention(tuple(layer for part in pair for layer in part.layers))
 
     def cache(self, context: int, dtype: str = "bf16", batch: int = 1, source: int | None = None) -> cost.Cache:
-        """Ideal and reserved bytes of the cache; `source`: tokens of the encoder, the context unless given."""
+        """Ideal and reserved bytes of the cache.
+
+        source: tokens of the encoder, which cross-attention keeps. Without it as many as the model fixes (Whisper's
+        frames, the patches of an image); where that depends on the input, as many as the context.
+        """
         return cost.cache(self.attention.layers, context, dtype, batch, source)
 
-    def kv_cache(self, context: int, dtype: str = "bf16", batch: int = 1) -> int:
+    def kv_cache(self, context: int, dtype: str = "bf16", batch: int = 1, source: int | None = None) -> int:
         """Bytes of keys and values after so many tokens, each layer keeping what it can still see."""
-        return self.cache(context, dtype, batch).ideal
+        return self.cache(context, dtype, batch, source).ideal
 
-    def longest_context(self, memory: int, dtype: str = "bf16", batch: int = 1) -> int | None:
+    def longest_context(
+        self, memory: int, dtype: str = "bf16", batch: int = 1, source: int | None = None
+    ) -> int | None:
         """Tokens whose cache fits into so many bytes; None where the cache stops growing before."""
-        return cost.longest(self.attention.layers, memory, dtype, batch)
+        return cost.longest(self.attention.layers, memory, dtype, batch, source)
 
-    def flops(self, context: int) -> cost.Flops:
+    def flops(self, context: int, source: int | None = None) -> cost.Flops:
         """Prefill and one decode step of the main tower, attention apart; `.convention` names what is counted."""
         main = self.main
-        return cost.flops(main, main.parameters, context)
+        return cost.flops(main, main.parameters, context, source)
 
-    def explain(self, context: int | None = None, dtype: str = "bf16", batch: int = 1) -> str:
+    def explain(
+        self, context: int | None = None, dtype: str = "bf16", batch: int = 1, source: int | None = None
+    ) -> str:
         """What this card means, in words."""
         from .words import explain
 
-        return explain(self, context, dtype, batch)
+        return explain(self, context, dtype, batch, source)
 
     def to_json(self, *, layers: bool = True) -> dict[str, Any]:
         return {

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..terminal import one_line
 from .cards import Card
 from .values import Counts
 from .words import big, change, size
@@ -28,7 +29,7 @@ class Diff:
     sentences: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join(self.sentences)
+        return "\n".join(map(one_line, self.sentences))
 
     def to_json(self) -> dict[str, Any]:
         return {"names": list(self.names), "rows": [list(row) for row in self.rows], "sentences": list(self.sentences)}

@@ -52,15 +52,19 @@ class Cache:
 
 
 def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source: int | None = None) -> Cache:
-    """source: tokens of the encoder that cross-attention keeps; the context unless given."""
+    """source: tokens of the encoder that cross-attention keeps; as many as the model fixes, else the context."""
     check_count("context", context, 0)
     check_count("batch", batch)
     size, by_kind = bits(dtype), dict[str, int]()
     reserved = expanded = token = 0
+    if source is not None:
+        check_count("source", source, 0)
+    layers = list(layers)
+    writes = any(layer.causal for layer in layers)  # what writes nothing keeps nothing, cross-attention neither
     for layer in layers:
-        if not layer.cached or not (layer.causal or layer.role == "cross"):
+        if not layer.cached or not (layer.causal or (layer.role == "cross" and writes)):
             continue
-        length = context if layer.role == "self" or source is None else check_count("source", source, 0)
+        length = keys(layer, context, source)
         kind = layer.kind if layer.role == "self" else "cross"
         kept = min(length, layer.window) if layer.window else length
         by_kind[kind] = by_kind.get(kind, 0) + layer.cached * kept
@@ -72,15 +76,24 @@ def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source:
     return Cache(sum(in_bytes.values()), whole[0], whole[1], -(-token * size // 8), in_bytes)
 
 
-def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int) -> int | None:
+def keys(layer: Layer, context: int, source: int | None = None) -> int:
+    """Keys that a layer may look at after a context: in cross-attention those of the encoder."""
+    if layer.role == "self":
+        return context
+    if source is not None:
+        return source
+    return context if layer.encoder_length is None else layer.encoder_length
+
+
+def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int, source: int | None = None) -> int | None:
     """The longest context whose ideal cache fits into so many bytes; None where it does not grow without end."""
     check_count("memory", memory, 0)
-    if cache(layers, FAR, dtype, 1).ideal <= memory // max(batch, 1):
+    if cache(layers, FAR, dtype, 1, source).ideal <= memory // max(batch, 1):
         return None
     low, high = 0, FAR
     while low < high:
         middle = (low + high + 1) // 2
-        if cache(layers, middle, dtype, batch).ideal <= memory:
+        if cache(layers, middle, dtype, batch, source).ideal <= memory:
             low = middle
         else:
             high = middle - 1
@@ -109,9 +122,11 @@ class Flops:
         return asdict(self) | {"prefill": self.prefill, "decode": self.decode}
 
 
-def pairs(layer: Layer, context: int) -> int:
+def pairs(layer: Layer, context: int, source: int | None = None) -> int:
     """Query-key pairs that may look, over a whole context."""
-    if layer.role == "cross" or not layer.causal:
+    if layer.role == "cross":
+        return context * keys(layer, context, source)
+    if not layer.causal:
         return context * (min(context, layer.window) if layer.window else context)
     if layer.window is None or layer.window >= context:
         return context * (context + 1) // 2
@@ -122,13 +137,14 @@ def pairs(layer: Layer, context: int) -> int:
     return full * (full + 1) // 2 + (context - full) * full
 
 
-def flops(part: Part, parameters: Counts | Unknown, context: int) -> Flops:
+def flops(part: Part, parameters: Counts | Unknown, context: int, source: int | None = None) -> Flops:
     """Of the stack that the context runs through."""
     check_count("context", context)
     layers = [layer for layer in part.layers if layer.sharing != "none"]
     a_pair = [2 * layer.query * (layer.dim + layer.value_dim) for layer in layers]
-    prefill = sum(cost * pairs(layer, context) for cost, layer in zip(a_pair, layers, strict=True))
-    seen = [min(context, layer.window) if layer.window else context for layer in layers]
+    prefill = sum(cost * pairs(layer, context, source) for cost, layer in zip(a_pair, layers, strict=True))
+    lengths = [keys(layer, context, source) for layer in layers]
+    seen = [min(length, layer.window or length) for length, layer in zip(lengths, layers, strict=True)]
     decode = sum(cost * count for cost, count in zip(a_pair, seen, strict=True))
     linear = None
     if isinstance(parameters, Counts):

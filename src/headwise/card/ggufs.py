@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
+from ..terminal import one_line
 from .nodes import defaults
 from .safetensor import Tensor, Tensors
 
@@ -150,8 +151,9 @@ def config(said: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
     if words is not None and len(words.shape) == 2:
         found["vocab_size"] = words.shape[0]
     if "num_attention_heads" not in found or "num_hidden_layers" not in found:
+        shown = one_line(arch[:60])
         raise CheckpointError(
-            f"{name} names no {arch}.attention.head_count and {arch}.block_count; is it a whole model?"
+            f"{name} names no {shown}.attention.head_count and {shown}.block_count; is it a whole model?"
         )
     if arch in LIKE and "sliding_window" in found and "sliding_window_pattern" not in found:
         found["layer_types"] = defaults(LIKE[arch])["layer_types"]

@@ -20,6 +20,7 @@ class Stack:
     node: Node
     side: str = ""  # "encoder" or "decoder" of a flat config that has both
     causal: bool = False
+    cross: bool = False  # every layer also attends to an encoder that has a config of its own
     numbers: dict[str, int | None] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -41,9 +42,9 @@ class Stack:
         return self.note(name, number, Source("derived", how))
 
 
-def stack(node: Node, side: str = "", *, causal: bool = False) -> tuple[Stack, Attention]:
+def stack(node: Node, side: str = "", *, causal: bool = False, cross: bool = False) -> tuple[Stack, Attention]:
     """The numbers of a config's stack and each of its layers."""
-    own = Stack(node, side, causal)
+    own = Stack(node, side, causal, cross)
     layers, heads, ffn = names.SIDES.get(side, (names.LAYERS, (), ()))
     own.read("width", names.OWN_WIDTH.get(node.model_type, names.WIDTH), least=1)
     own.read("layers", layers, most=MOST_LAYERS)
@@ -169,7 +170,7 @@ def _layers(own: Stack) -> list[Layer]:
         if cross[i] != "instead":
             made.append(layer)
         if cross[i]:
-            wide = {k: v for k, v in base.items() if k not in ("kind", "window", "causal")}
+            wide = {k: v for k, v in base.items() if k not in ("kind", "window", "causal")} | _cross_heads(node)
             made.append(Layer(index=i, **wide, role="cross"))
     return made
 
@@ -347,5 +348,13 @@ def _cross(own: Stack, depth: int) -> list[str]:
     if isinstance(listed, list):
         chosen = patterns.numbered(listed)
         return ["instead" if i in chosen else "" for i in range(depth)]
-    also = own.side == "decoder" or own.node.flag("add_cross_attention")
+    also = own.cross or own.side == "decoder" or (own.side != "encoder" and own.node.flag("add_cross_attention"))
     return ["also" if also else ""] * depth
+
+
+def _cross_heads(node: Node) -> dict[str, int]:
+    """Numbers of cross-attention that differ from self-attention's (Dia)."""
+    query, kv = (node.amount(f"cross_num_{name}_heads", least=1) for name in ("attention", "key_value"))
+    dim = node.amount("cross_head_dim", least=1)
+    found = {"query": query, "kv": kv or query, "dim": dim, "value_dim": dim}
+    return {name: number for name, number in found.items() if number}

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from . import names
+from .encoder_length import encoder_length
 from .layers import stack
 from .nodes import Node
-from .values import Part
+from .values import Attention, Part
 
+ENCODERS, DECODERS = ("encoder", "encoder_config"), ("decoder", "decoder_config")
+NO_CROSS = ("musicgen_melody_decoder",)  # it reads its encoder as tokens before its own
 GENERATE = ("CausalLM", "LMHead", "ForConditionalGeneration", "DoubleHeads")
 
 
 def parts(root: Node) -> Iterator[tuple[Part, Node]]:
     """Every tower, its own numbers first, each with the config it was read from."""
-    yield from _walk(root, "", generates(root))
+    length = encoder_length(root)
+    for part, node in _walk(root, "", generates(root)):
+        yield (part if length is None else _reading(part, length)), node
+
+
+def _reading(part: Part, length: int) -> Part:
+    """The same tower with the number of keys that its cross-attention reads."""
+    layers = (replace(one, encoder_length=length) if one.role == "cross" else one for one in part.layers)
+    return replace(part, attention=Attention(tuple(layers)))
 
 
 def generates(root: Node) -> bool:
@@ -28,16 +40,24 @@ def generates(root: Node) -> bool:
     return "_generates" in root.assumed or not root.assumed
 
 
-def _walk(node: Node, name: str, writes: bool) -> Iterator[tuple[Part, Node]]:
+def _walk(node: Node, name: str, writes: bool, cross: bool = False) -> Iterator[tuple[Part, Node]]:
     children = [(key, child) for key, child in _children(node)]
     nested = any(child.value(*names.HEADS) is not None for _, child in children)
     if node.value(*names.HEADS) is not None and not _is_text(node, children):
-        yield from _own(node, name or ("main" if nested else "model"), writes)
+        own_cross = cross or (node.flag("is_encoder_decoder") and any(key in ENCODERS for key, _ in children))
+        yield from _own(node, name or ("main" if nested else "model"), writes, own_cross)
     elif not children:
-        yield from _own(node, name or "model", writes)
+        yield from _own(node, name or "model", writes, cross)
     for key, child in children:
         own = key.removesuffix("_config")
-        yield from _walk(child, f"{name}.{own}" if name else own, writes and _writes(own, child))
+        reads = _reads_encoder(node, key, child)
+        yield from _walk(child, f"{name}.{own}" if name else own, writes and _writes(own, child), reads)
+
+
+def _reads_encoder(node: Node, key: str, child: Node) -> bool:
+    """Whether a tower attends to an encoder beside it, with a config of its own."""
+    pair = node.flag("is_encoder_decoder") and key in DECODERS and child.model_type not in NO_CROSS
+    return pair or (child.model_type == "blip_text_model" and child.flag("is_decoder"))
 
 
 def _is_text(node: Node, children: list[tuple[str, Node]]) -> bool:
@@ -67,10 +87,10 @@ def _any_heads(raw: dict[str, Any], depth: int = 4) -> bool:
     return depth > 0 and any(_any_heads(value, depth - 1) for value in raw.values() if isinstance(value, dict))
 
 
-def _own(node: Node, name: str, writes: bool) -> Iterator[tuple[Part, Node]]:
+def _own(node: Node, name: str, writes: bool, cross: bool) -> Iterator[tuple[Part, Node]]:
     for side in _sides(node):
         causal = side != "encoder" and (writes or node.flag("is_decoder"))
-        own, attention = stack(node, side, causal=causal)
+        own, attention = stack(node, side, causal=causal, cross=cross)
         title = side if name == "model" and side else f"{name}.{side}" if side else name
         yield Part(title, node.path, node.model_type or "unknown", own.numbers, attention, own.sources), node
 

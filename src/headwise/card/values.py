@@ -44,6 +44,7 @@ class Layer:
     mixer: str = ""  # what stands where there is no attention, in the config's word
     shares: bool = False  # reads the keys and values of an earlier layer: it has no cache of its own
     causal: bool = False
+    encoder_length: int | None = None  # of cross-attention: its keys, where the model fixes how many the encoder gives
 
     @property
     def heads(self) -> Heads:

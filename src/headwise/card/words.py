@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..terminal import one_line
 from .cost import CONVENTION
 from .values import Counts, Layer, Part
 
@@ -56,7 +57,9 @@ def fraction(whole: int, part: int) -> str:
     return f"about 1/{whole / part:.3g}" if part else "none"
 
 
-def explain(card: Card, context: int | None = None, dtype: str = "bf16", batch: int = 1) -> str:
+def explain(
+    card: Card, context: int | None = None, dtype: str = "bf16", batch: int = 1, source: int | None = None
+) -> str:
     """One paragraph a question: the heads, the layers, the parameters, the cache, the work, the sources."""
     chosen = context or card.main.numbers.get("context") or 4096
     blocks = [
@@ -64,13 +67,13 @@ def explain(card: Card, context: int | None = None, dtype: str = "bf16", batch: 
         list(_heads(card, dtype)),
         [*_layers(card.attention.layers), *([card.pruned] if card.pruned else [])],
         list(_parameters(card)),
-        list(_cache(card, chosen, dtype, batch)),
-        list(_work(card, chosen)),
+        list(_cache(card, chosen, dtype, batch, source)),
+        list(_work(card, chosen, source)),
         list(_towers(card)),
         [f"Warning: {words}." for words in card.warnings],
         list(_sources(card)),
     ]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+    return "\n\n".join("\n".join(map(one_line, lines)) for lines in blocks if lines)
 
 
 def title(card: Card) -> str:
@@ -187,8 +190,8 @@ def _parameters(card: Card) -> Iterator[str]:
         yield f"The weights beside the config hold {card.stored.total:,} numbers."
 
 
-def _cache(card: Card, context: int, dtype: str, batch: int) -> Iterator[str]:
-    cache = card.cache(context, dtype, batch)
+def _cache(card: Card, context: int, dtype: str, batch: int, source: int | None) -> Iterator[str]:
+    cache = card.cache(context, dtype, batch, source)
     if not cache.ideal:
         if card.attention.kind != "none":
             yield "It reads a whole text at once and keeps no cache."
@@ -199,12 +202,26 @@ def _cache(card: Card, context: int, dtype: str, batch: int) -> Iterator[str]:
         yield f"An engine that gives every layer the whole context reserves {size(cache.reserved)}."
     if cache.expanded != cache.reserved:
         yield f"With the latent written out head by head it would be {size(cache.expanded)}."
+    if "cross" in cache.by_kind:
+        yield f"{size(cache.by_kind['cross'])} of it is cross-attention's, {_encoder(card, context, source)}."
 
 
-def _work(card: Card, context: int) -> Iterator[str]:
+def _encoder(card: Card, context: int, source: int | None) -> str:
+    """The length of the encoder's output, and where it comes from."""
+    layer = next(layer for layer in card.attention.layers if layer.role == "cross")
+    if source is not None:
+        return f"over the {source:,} tokens of the encoder that were given"
+    if layer.encoder_length is not None:
+        return f"over the {layer.encoder_length:,} tokens that the encoder always gives for one input"
+    return (
+        f"over an encoder's output assumed as long, {context:,} tokens, since it is as long as the input (see source)"
+    )
+
+
+def _work(card: Card, context: int, source: int | None) -> Iterator[str]:
     if card.main.attention.kind == "none":
         return
-    flops = card.flops(context)
+    flops = card.flops(context, source)
     linear = f"{flops.prefill_linear:.3g} in the linear layers and " if flops.prefill_linear else ""
     yield f"Reading {context:,} tokens takes {linear}{flops.prefill_attention:.3g} FLOPs in attention."
     if any(layer.causal for layer in card.main.layers):

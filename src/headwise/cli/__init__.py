@@ -7,8 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import HeadwiseError
+from ..terminal import echo
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+class Interrupted(HeadwiseError):
+    """Ctrl-C, with words about what was kept; Typer drops those of a KeyboardInterrupt."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -19,6 +24,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         code = _run(args)
         sys.stdout.flush()
+    except Interrupted as error:
+        return _fail(str(error), INTERRUPTED)
     except HeadwiseError as error:
         return _fail(str(error), USAGE_ERROR)
     except KeyboardInterrupt:
@@ -56,5 +63,5 @@ def _usage(error: Exception) -> str:
 
 def _fail(message: str, code: int) -> int:
     sys.stdout.flush()
-    print("headwise: " + " ".join(message.split()), file=sys.stderr)  # noqa: T201
+    echo("headwise: " + " ".join(message.split()), err=True)
     return code

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..terminal import echo
 from . import atlas, bench, card, inspect, lab, prune, scale, serve, trace
 
 # typer carries click inside or beside it, depending on its version; this leads to the base of usage errors in both
@@ -36,6 +37,6 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"headwise {__version__}")
+        echo(f"headwise {__version__}")
     elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        echo(context.get_help())

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
+from .checks import LARGEST_SEED, check_output_folder, make_folder
 from .ranks import Alone, together
 
 if TYPE_CHECKING:
     from ..roles.atlas import Atlas
     from ..roles.survey import Progress
     from ..scale.ranks import Ranks
+
+UNFINISHED = "unfinished.safetensors"  # in the output folder, the sums of a run that is not done
 
 
 def atlas(
@@ -30,8 +34,8 @@ def atlas(
     out: Annotated[
         Path | None, typer.Option(help="A directory for atlas.json, .csv, .html, .png and the sums; resumed from.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Take so many texts at most.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a text at most.")] = 512,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take so many texts at most.")] = None,
+    length: Annotated[int, typer.Option(min=4, help="Tokens of a text at most.")] = 512,
     field: Annotated[str, typer.Option(help="Where the text is in a line of .jsonl.")] = "text",
     part: Annotated[str | None, typer.Option(metavar="I/N", help="Every N-th text from the I-th on, from 0.")] = None,
     merge: Annotated[
@@ -50,15 +54,21 @@ def atlas(
     ] = None,
     head: Annotated[str | None, typer.Option(metavar="L.H", help="All that was measured of one head.")] = None,
     best: Annotated[int, typer.Option(min=1, help="Heads that are named for each role.")] = 4,
-    seed: Annotated[int, typer.Option(help="For the random tokens that are repeated.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="For the random tokens that are repeated.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the atlas as JSON.")] = False,
 ) -> None:
     """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
     from ..roles.definitions import definition
     from .relations import alone, damage, related
 
+    # what cannot be is said before anything is measured
     if matter is not None:
-        definition(matter)  # a role that there is not is said before anything is measured
+        definition(matter)
+        if texts is None:
+            raise HeadwiseError("--matter measures what is lost on texts; give --texts as well")
+    if out is not None:
+        check_output_folder(out)
+    share, before = _part(part), None if against is None else _loaded(against)
     with together() as ranks:
         if ranks.count > 1 and (texts is None or merge or part or conllu or probe or matter):
             raise HeadwiseError(
@@ -68,51 +78,54 @@ def atlas(
         links = related(conllu, report, probe, model, seed)
         if links is not None and texts is None and not merge:
             return alone(links, out, as_json)
-        if merge:
-            found = _merged(merge)
-        else:
-            found = _measured(texts, model, out, limit, length, field, _part(part), seed, ranks)
+        found = _merged(merge) if merge else _measured(texts, model, out, limit, length, field, share, seed, ranks)
         found = found if links is None else replace(found, relations=links)
         if out is not None and ranks.first:
             _write(found, out)
-        if matter is not None:
-            damage(found, matter, model, texts, as_json)
+            if not merge and texts is not None and ranks.count == 1:
+                (out / UNFINISHED).unlink(missing_ok=True)  # not before all that was measured is safe
+        if matter is not None and texts is not None:
+            damage(found, matter, model, texts, field, as_json)
         elif ranks.first:
-            _show(found, against, head, best, as_json)
+            _show(found, before, head, best, as_json)
     return None
 
 
-def _show(found: Atlas, against: Path | None, head: str | None, best: int, as_json: bool) -> None:
-    if against is not None:
-        from ..roles.atlas import Atlas
+def _loaded(path: Path) -> Atlas:
+    from ..roles.atlas import Atlas
 
-        changes = Atlas.load(against).diff(found)
-        typer.echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
+    return Atlas.load(path)
+
+
+def _show(found: Atlas, before: Atlas | None, head: str | None, best: int, as_json: bool) -> None:
+    if before is not None:
+        changes = before.diff(found)
+        echo(json.dumps(changes.to_json(), indent=2) if as_json else str(changes))
     elif head is not None:
-        typer.echo(_head(found, head, as_json))
+        echo(_head(found, head, as_json))
     elif as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False))
+        echo(json.dumps(found.to_json(), ensure_ascii=False))
     else:
         from ..roles.tables import text
 
-        typer.echo(text(found, best))
+        echo(text(found, best))
 
 
 def _part(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 1
-    i, slash, n = text.partition("/")
-    if not (slash and i.isdigit() and n.isdigit() and int(i) < int(n)):
-        raise HeadwiseError(f"--part is I/N such as 0/4, with I below N, got {text!r}")
-    return int(i), int(n)
+    from ..roles.documents import whole_number
+
+    i, n = (whole_number(side) for side in (text.partition("/")[0], text.partition("/")[2]))
+    if i is None or n is None or i >= n:
+        raise HeadwiseError(f"--part is I/N such as 0/4, with I below N, got {text[:60]!r}")
+    return i, n
 
 
 def _merged(paths: list[Path]) -> Atlas:
-    from ..roles.atlas import Atlas
-
     if len(paths) < 2:
         raise HeadwiseError("--merge takes two atlases or more; give it several times")
-    first, *rest = (Atlas.load(path) for path in paths)
+    first, *rest = map(_loaded, paths)
     return first.merge(*rest)
 
 
@@ -129,15 +142,13 @@ def _measured(
                 f"give --texts, a file with a text a line; atlases come along for {', '.join(NAMES)}, not for {model!r}"
             )
         return found
-    if not texts.exists():
-        raise HeadwiseError(f"texts {str(texts)!r} cannot be read: no such file")
     from ..models.load import load, tokenizer
+    from ..roles.corpus import check_file
 
-    if out is not None:
-        _directory(out)
-    kept = None if out is None else out / ("unfinished.safetensors" if ranks.count == 1 else "unfinished")
+    check_file(texts, field)  # before a model is loaded
+    kept = None if out is None else out / (UNFINISHED if ranks.count == 1 else "unfinished")
     if kept is not None and kept.exists() and ranks.first:
-        typer.echo(f"going on where {kept} was left; remove it to begin again", err=True)
+        echo(f"going on where {kept} was left; remove it to begin again", err=True)
     words = tokenizer(model)  # first, for it tells a wrong name soonest
     loaded = load(model)
     how: dict[str, Any] = {"name": model, "limit": limit, "length": length, "field": field, "seed": seed}
@@ -145,42 +156,38 @@ def _measured(
         if ranks.count > 1:
             from ..scale.corpus import atlas as measure_together
 
-            found = measure_together(loaded, texts, words, resume=kept, progress=progress, **how)
+            found = measure_together(
+                loaded, texts, words, resume=kept, out=out and out / "atlas.json", progress=progress, **how
+            )
         else:
             from ..roles.survey import atlas as measure
 
-            found = measure(loaded, texts, words, part=part, resume=kept, progress=progress, **how)
+            how |= {"part": part, "resume": kept, "keep_checkpoint": True}
+            found = measure(loaded, texts, words, progress=progress, **how)
     if out is not None and ranks.first:
         from ..roles.likeness import likeness
 
+        make_folder(out)
         found.save(out / "atlas.json", sums=True)  # what took long is safe before what comes now
         alike = likeness(loaded, texts, words, field=field, length=length, seed=seed)
         found.about["likeness"] = {kind: one.to_json() for kind, one in alike.items()}
     return found
 
 
-def _directory(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"{str(out)!r} cannot be made: {error.strerror or error}") from error
-
-
 @contextmanager
 def _bar(shown: bool) -> Iterator[Progress]:
     """Texts done, of how many, and the time left, on stderr; gone at the end."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    screen = console(stderr=True)
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    with Progress(*columns, console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         task = bars.add_task("texts", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def _write(found: Atlas, out: Path) -> None:
-    _directory(out)
+    make_folder(out)
     found.save(out / "atlas.json", sums=found.tally is not None)
     found.to_csv(out / "atlas.csv")
     written = ["atlas.json", "atlas.csv"]
@@ -194,8 +201,8 @@ def _write(found: Atlas, out: Path) -> None:
         save_picture(found, out / "atlas.png")
         written.append("atlas.png")
     except HeadwiseError as error:  # no matplotlib: everything else is there
-        typer.echo(f"no picture: {error}", err=True)
-    typer.echo(f"wrote {', '.join(written)} to {out}", err=True)
+        echo(f"no picture: {error}", err=True)
+    echo(f"wrote {', '.join(written)} to {out}", err=True)
 
 
 def _head(found: Atlas, head: str, as_json: bool) -> str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..terminal import console, echo
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -47,13 +49,11 @@ def bench(
     report = run(options, _progress)
     results = report.to_json()
     if as_json:
-        typer.echo(json.dumps(results, indent=2))
+        echo(json.dumps(results, indent=2))
     else:
-        from rich.console import Console
-
-        Console(highlight=False).print(_drawing(results, explain=explain))
+        console().print(_drawing(results, explain=explain))
     for error in report.errors:
-        typer.echo(f"headwise: {error}", err=True)
+        echo(f"headwise: {error}", err=True)
     if report.errors:
         raise typer.Exit(1)
 
@@ -64,16 +64,13 @@ def _warn_if_busy() -> None:
 
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
     if load > cores / 2:
-        typer.echo(
-            f"headwise: the machine is busy (load {load:.1f} on {cores} cores); the times will be noisy", err=True
-        )
+        echo(f"headwise: the machine is busy (load {load:.1f} on {cores} cores); the times will be noisy", err=True)
 
 
 def _progress(jobs: list[Job]) -> Iterator[Job]:
-    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(jobs))
         for job in jobs:
             progress.update(task, description=job.title)

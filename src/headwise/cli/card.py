@@ -28,6 +28,9 @@ def card(
     dtype: Dtype = "bf16",
     batch: Batch = 1,
     memory: Annotated[str | None, typer.Option(help="Say which context's cache fits into so much: 16G, 80G.")] = None,
+    source: Annotated[
+        int | None, typer.Option(min=1, max=2**40, help="Tokens of the encoder, which cross-attention keeps.")
+    ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer.")] = False,
     as_json: AsJson = False,
     design: Annotated[bool, typer.Option("--design", help="List head counts for a --width instead.")] = False,
@@ -44,7 +47,9 @@ def card(
         )
     if width is not None or params is not None:
         raise UnsupportedError("--width and --params belong to --design; leave them out or add it")
-    show_card(model, context=context, dtype=dtype, batch=batch, memory=memory, layers=layers, as_json=as_json)
+    show_card(
+        model, context=context, dtype=dtype, batch=batch, memory=memory, source=source, layers=layers, as_json=as_json
+    )
 
 
 def diff(

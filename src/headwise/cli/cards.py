@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError
+from ..terminal import console, echo, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,6 +29,7 @@ def show_card(
     dtype: str = "bf16",
     batch: int = 1,
     memory: str | None = None,
+    source: int | None = None,
     layers: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -37,11 +38,11 @@ def show_card(
 
     found = read(model)
     chosen = context or found.main.numbers.get("context") or 4096
-    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch)
+    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch, source)
     if as_json:
-        _print_json(_plain(found, chosen, dtype, batch, layers) | ({"longest_context": fits} if memory else {}))
+        _print_json(_plain(found, chosen, dtype, batch, layers, source) | ({"longest_context": fits} if memory else {}))
         return
-    _print(_drawing(found, chosen, dtype, batch, layers))
+    _print(_drawing(found, chosen, dtype, batch, layers, source))
     if memory is not None:
         tokens = "any context" if fits is None else f"{fits:,} tokens"
         _print(
@@ -88,18 +89,17 @@ def amount(text: str, units: dict[str, int]) -> int:
 def _print_json(plain: Any) -> None:
     import json
 
-    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+    echo(json.dumps(plain, indent=2))
 
 
 def _print(drawing: RenderableType) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, markup=False, emoji=False).print(drawing)  # a name may hold "[bold]"
+    console().print(drawing)
 
 
-def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool) -> dict[str, Any]:
-    cache = {"context": context, "dtype": dtype, "batch": batch, **found.cache(context, dtype, batch).to_json()}
-    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context).to_json()}
+def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
+    cache = {"context": context, "dtype": dtype, "batch": batch, "source": source}
+    cache |= found.cache(context, dtype, batch, source).to_json()
+    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context, source).to_json()}
 
 
 def _table(*columns: str) -> Table:
@@ -111,11 +111,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool) -> RenderableType:
+def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    words = found.explain(context, dtype, batch)
+    words = found.explain(context, dtype, batch, source)
     said, _, sources = words.partition("\n\nWhere the numbers come from:")
     title, _, body = said.partition("\n\n")
     blocks: list[RenderableType] = [Text(title, style="bold"), Text()]
@@ -169,9 +169,10 @@ def _numbers(found: Card) -> Table:
         for name, title in SHOWN.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
-                table.add_row(*((part.name,) if several else ()), title, f"{number:,}", str(source))
+                table.add_row(*((part.name,) if several else ()), title, f"{number:,}", one_line(str(source)))
     if found.class_name:
-        table.add_row(*(("",) if several else ()), "class", "", f"{found.class_name} ({found.class_source})")
+        row = (*(("",) if several else ()), "class", "", one_line(f"{found.class_name} ({found.class_source})"))
+        table.add_row(*row)
     return table
 
 
@@ -184,7 +185,7 @@ def _every_layer(found: Card) -> Table:
             role = "cross" if layer.role == "cross" else layer.kind
             kind = f"{role} {layer.sharing if layer.sharing != 'none' else layer.mixer}"
             table.add_row(
-                part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", kind.strip()
+                part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", one_line(kind.strip())
             )
     return table
 
@@ -195,17 +196,17 @@ def _sides(found: Diff) -> RenderableType:
 
     from ..card.words import size
 
-    table = _table("", *found.names, "")
+    table = _table("", *map(one_line, found.names), "")
     for what, first, second in found.rows:
         shown = [_shown(value, size) if what.startswith("cache") else _shown(value) for value in (first, second)]
         table.add_row(what, *shown, "")
-    return Group(table, Text(), Text("\n".join(found.sentences))) if found.rows else Text("\n".join(found.sentences))
+    return Group(table, Text(), Text(str(found))) if found.rows else Text(str(found))
 
 
 def _shown(value: Any, form: Any = None) -> str:
     if value is None:
         return "–"
-    return form(value) if form else f"{value:,}" if isinstance(value, int) else str(value)
+    return form(value) if form else f"{value:,}" if isinstance(value, int) else one_line(str(value))
 
 
 def _options(width: int, options: list[Option]) -> RenderableType:

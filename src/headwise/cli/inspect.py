@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,7 +67,7 @@ def inspect(
 ) -> None:
     """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
     if markdown:
-        return typer.echo(_page(model), nl=False)
+        return echo(_page(model), nl=False)
     if examples:
         return _list()
     text, follow = _chosen(text, example, tuple(token or ()))
@@ -84,7 +85,7 @@ def inspect(
         if picture:
             _picture(found, picture, ".png" if picture is png else ".svg", head, stat)
     if as_json:
-        typer.echo(json.dumps({**found.to_json(head), **_known(found)}, indent=2, ensure_ascii=False))
+        echo(json.dumps({**found.to_json(head), **_known(found)}, indent=2, ensure_ascii=False))
     elif not (png or svg or html):
         _print(found, stat=stat, head=head, ranked=bool(token))
     return None
@@ -102,7 +103,7 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
     heads = how.pop("heads")
     seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **how)
     saved(seen, path, heads=heads, scores=scores)
-    typer.echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
+    echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
 
 
 def _picture(found: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
@@ -111,7 +112,7 @@ def _picture(found: Inspection | Comparison, path: Path, ending: str, head: str 
     if ending == ".svg" and path.suffix.lower() != ending:
         raise HeadwiseError(f"--svg writes {ending}, got {str(path)!r}; name it so")
     save(found, path, head=head, statistic=stat)
-    typer.echo(f"wrote {path}", err=True)
+    echo(f"wrote {path}", err=True)
 
 
 def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -125,7 +126,7 @@ def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> t
             raise HeadwiseError("give a text or an example, not both")
         return EXAMPLES[example].text, follow or EXAMPLES[example].follow
     if text is None:
-        typer.echo("No text given: this is the default sentence; try headwise inspect --examples for more.", err=True)
+        echo("No text given: this is the default sentence; try headwise inspect --examples for more.", err=True)
         return next(iter(EXAMPLES.values())).text, follow
     return text, follow
 
@@ -153,10 +154,8 @@ def _check(found: Any, stat: str, head: str | None) -> None:
 
 
 def _print(found: Any, **how: Any) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=False)
-    console.print(_drawing(found, console.width, colour=console.color_system is not None, **how))
+    screen = console(soft_wrap=False)
+    screen.print(_drawing(found, screen.width, colour=screen.color_system is not None, **how))
 
 
 def _drawing(
@@ -216,8 +215,8 @@ def _list() -> None:
     from ..models.examples import EXAMPLES
 
     for name, example in EXAMPLES.items():
-        typer.echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
-    typer.echo("\nheadwise inspect --example NAME shows what the heads do with it.")
+        echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
+    echo("\nheadwise inspect --example NAME shows what the heads do with it.")
 
 
 def _page(model: str) -> str:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import HeadwiseError
+from ..terminal import console, echo
+from .checks import LARGEST_SEED, check_output_folder
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ def lab(
     claims: Annotated[list[int] | None, typer.Argument(help="Run these claims, by number; none lists all.")] = None,
     all_claims: Annotated[bool, typer.Option("--all", help="Run every claim.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The long version: more random starts.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The first random start; the others follow it.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="The first random start; the others follow it.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, ...")] = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="Where JSON, PNG and Markdown go: lab/, or docs/lab/ with --all.")
@@ -39,7 +43,7 @@ def lab(
     if pages:
         from ..lab.session import rewrite
 
-        typer.echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
+        echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
         return
     if not claims and not all_claims:
         _list(as_json)
@@ -58,8 +62,10 @@ def lab(
     check_over(over)
     records = []
     out = out or (ALL_OUT if all_claims else ONE_OUT)
+    work = cache() / "lab" if work is None else work
+    for folder in (out, work):
+        check_output_folder(folder)
     with together() as ranks, _bars(ranks.first) as progress:
-        work = cache() / "lab" if work is None else work
         those = None if isinstance(ranks, Alone) else ranks
         desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=those, over=over)
         for done, number in enumerate(numbers):
@@ -70,7 +76,7 @@ def lab(
     if not ranks.first:
         return
     if as_json:
-        typer.echo(json.dumps(records, indent=2))
+        echo(json.dumps(records, indent=2))
     else:
         _show(records, out)
 
@@ -82,57 +88,54 @@ def _list(as_json: bool) -> None:
     found = results()
     if as_json:
         kept = [{key: x for key, x in record.items() if key != "figures"} for record in found.values()]
-        typer.echo(json.dumps(kept, indent=2))
+        echo(json.dumps(kept, indent=2))
         return
-    from rich.console import Console
     from rich.text import Text
 
     from ..lab.terminal import sentence, verdicts_of
 
-    console = Console(highlight=False)
+    screen = console()
     for number in NUMBERS:
         record = found.get(number)
         title = record["title"] if record else claim(number).title
-        console.print(Text(f"{number}. {title}", style="bold"))
+        screen.print(Text(f"{number}. {title}", style="bold"))
         for verdict in verdicts_of(record) if record else []:
-            console.print(Text("   ").append_text(sentence(verdict)))
+            screen.print(Text("   ").append_text(sentence(verdict)))
         if record is None:
-            console.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
-    console.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
+            screen.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
+    screen.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
 
 
 def _show(records: list[dict[str, Any]], out: Path) -> None:
-    from rich.console import Console
-
     from ..lab.claims import claim
     from ..lab.terminal import drawn
 
-    console = Console(highlight=False)
+    screen = console()
     for record in records:
         chosen, figures = claim(record["claim"]), record["figures"]
-        console.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
-        console.print()
-    typer.echo(f"written to {out}/", err=True)
+        screen.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
+        screen.print()
+    echo(f"written to {out}/", err=True)
 
 
 def _check_device(device: str) -> None:
     import torch
 
     try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise HeadwiseError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from error
+        float(torch.ones(1, device=device))  # read back, for the device "meta" takes tensors and computes nothing
+    except (RuntimeError, AssertionError, ImportError) as error:
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        raise HeadwiseError(f"device {device[:60]!r} cannot be used here ({words}); try cpu") from error
 
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[Progress]:
     """What is being done, on stderr: the newest kinds of work as bars, gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    screen = console(stderr=True)
+    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import HeadwiseError
+from ..errors import CheckpointError, HeadwiseError
+from ..terminal import console, echo
+from . import Interrupted
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
     from ..prune.session import Progress, Report
+    from ..prune.texts import Texts
     from ..scale.ranks import Ranks
 
 
+MOST = {"--batch": 1 << 16, "--length": 1 << 20, "--steps": 1 << 20, "--recover": 10_000_000, "--seed": 2**32 - 1}
+CHOOSING = ("keep", "score", "budget", "unit", "per", "steps", "seed")  # what a plan has decided already
+
+
 def prune(
-    texts: Annotated[Path | None, typer.Option(help="A file with a text a line; half score the heads.")] = None,
+    context: typer.Context,
+    texts: Annotated[Path | None, typer.Option(help="A file with a text a line, or .jsonl; half score.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the pruned model goes: a new directory.")] = None,
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
     ] = "minilm",
     labels: Annotated[Path | None, typer.Option(help="A label a line; for encoder-decoders a text.")] = None,
+    field: Annotated[str, typer.Option(help="Where the text is in a line of .jsonl.")] = "text",
     keep: Annotated[str, typer.Option(help="The share to keep, such as 0.6, or encoder=0.5,cross=0.9.")] = "0.6",
     score: Annotated[
         str, typer.Option(help="michel, michel-token, ablation, output, variance, ... or random.")
@@ -50,26 +59,38 @@ def prune(
     """Remove the attention heads that matter least, and say what that does to quality, size and speed."""
     if texts is None or out is None:
         raise HeadwiseError("give --texts, a file with a text a line, and --out, a directory for the pruned model")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
-    for name, number in (("--batch", batch), ("--length", length), ("--steps", steps)):
-        if number < 1:
-            raise HeadwiseError(f"{name} must be at least 1, got {number}")
-    if recover < 0:
-        raise HeadwiseError(f"--recover must be a number of steps, got {recover}")
-    from ..prune.session import Asked
+    for name, number, least in (
+        ("--batch", batch, 1), ("--length", length, 1), ("--steps", steps, 1), ("--recover", recover, 0),
+        ("--seed", seed, 0),
+    ):  # fmt: skip
+        if number < least:
+            raise HeadwiseError(f"{name} must be at least {least}, got {number}")
+        if number > MOST[name]:
+            raise HeadwiseError(f"{name} must be at most {MOST[name]:,}, got {str(number)[:40]}")
+    shares = _shares(keep)
+    _check_choices(context, plan, score, compensate)
+    from ..prune.plan import check_options
+    from ..prune.session import Asked, check_out, recovery_file
 
+    check_options(shares, budget, per, unit)
+    check_out(out, overwrite)
+    _check_replaced(out, {"--texts": texts, "--labels": labels, "--model": Path(model)})
     asked = Asked(
-        _shares(keep), score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed,
-        compare,
+        shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed, compare,
     )  # fmt: skip
     check_over(over)
     with together() as ranks:
-        report = _run(model, texts, labels, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
+        report = _run(model, texts, labels, field, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
         from ..prune.report import to_json
 
-        typer.echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+        if not recover and recovery_file(out).exists():
+            echo(
+                f"headwise: {str(recovery_file(out))!r} holds the recovery of an earlier run, which is left as it is; "
+                "delete it if it is of no use",
+                err=True,
+            )
+        echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
 
 
 def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
@@ -89,60 +110,106 @@ def _shares(text: str) -> float | dict[str, float]:
     try:
         if "=" not in text:
             return float(text)
-        return {kind.strip(): float(share) for kind, _, share in (part.partition("=") for part in text.split(","))}
+        parts = [(kind.strip(), float(share)) for kind, _, share in (part.partition("=") for part in text.split(","))]
     except ValueError:
-        raise HeadwiseError(f"--keep is a share such as 0.6, or encoder=0.5,cross=0.9; got {text!r}") from None
+        raise HeadwiseError(f"--keep is a share such as 0.6, or encoder=0.5,cross=0.9; got {text[:60]!r}") from None
+    shares = dict(parts)
+    if len(shares) < len(parts) or "" in shares:
+        raise HeadwiseError(f"--keep is one share per kind, such as encoder=0.5,cross=0.9; got {text[:60]!r}")
+    return shares
+
+
+def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
+    """What is asked for exists, and no option is given that another makes void."""
+    from ..models.surgery import COMPENSATE
+    from ..prune.importance import SCORES
+
+    if score not in SCORES:
+        raise HeadwiseError(f"there is no score {score[:60]!r}; there are {', '.join(SCORES)}")
+    if compensate is not None and compensate not in COMPENSATE:
+        raise HeadwiseError(f"--compensate is {' or '.join(COMPENSATE)}, got {compensate[:60]!r}")
+    set_by_user = [name for name in CHOOSING if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if plan is not None and set_by_user:
+        raise HeadwiseError(f"--plan says which heads go: leave out --{set_by_user[0]}, or --plan")
+
+
+def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
+    """Nothing that is read lies in the directory that is replaced."""
+    for name, path in inputs.items():
+        if path is not None and path.exists() and path.resolve().is_relative_to(out.resolve()):
+            raise HeadwiseError(
+                f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out"
+            )
 
 
 def _run(
-    name: str, texts: Path, labels: Path | None, asked: Any, out: Path, plan: Path | None, curve: bool, overwrite: bool,
-    shared: dict[str, Any],
+    name: str, texts: Path, labels: Path | None, field: str, asked: Any, out: Path, plan: Path | None, curve: bool,
+    overwrite: bool, shared: dict[str, Any],
 ) -> Report:  # fmt: skip
     from ..models.load import load, tokenizer
-    from ..prune.importance import SCORES
     from ..prune.plan import Plan
-    from ..prune.report import put, write
     from ..prune.session import kept, pruned_and_measured
-    from ..prune.texts import batched, read_labels, read_lines
+    from ..prune.texts import batched, read_labels, read_texts
 
-    if asked.score not in SCORES:
-        raise HeadwiseError(f"there is no score {asked.score!r}; there are {', '.join(SCORES)}")
-    lines = read_lines(texts, "texts")
+    lines = read_texts(texts, field)
     given = Plan.load(plan) if plan else None
     model = load(name)
-    marks = read_labels(labels, len(lines), model.config) if labels else None
+    marks = read_labels(labels, len(lines), model.config, field) if labels else None
     batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
     first = shared.get("first", True)
-    with _bars(first) as progress:
+    with _bars(first) as progress, _recovery_named(out):
         smaller, report = pruned_and_measured(
             model, name, batches, asked, out, given=given, progress=progress, **shared
         )
         if not first:
             return report
-        report = kept(smaller, report, out, overwrite)
-        if curve:
-            from ..prune.curve import curve as drawn
-            from ..ui.curves import save_curve
+        return kept(smaller, report, out, overwrite, _curve(model, batches, asked, progress) if curve else None)
 
-            found = drawn(
-                model, batches.scoring, batches.measuring, unit=asked.unit, per=asked.per,
-                progress=lambda done, total: progress("curve", done, total),
-            )  # fmt: skip
-            put(out / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
-            for ending in ("png", "svg"):
-                save_curve(found, out / f"curve.{ending}")
-            write(report, out, picture=True)
-    return report
+
+def _curve(model: Any, texts: Texts, asked: Any, progress: Progress) -> Callable[[Path], None]:
+    """Measure the curve; what comes back draws it into a directory."""
+    from ..prune.curve import curve as drawn
+    from ..prune.report import put
+    from ..ui.curves import save_curve
+
+    found = drawn(
+        model, texts.scoring, texts.measuring, unit=asked.unit, per=asked.per,
+        progress=lambda done, total: progress("curve", done, total),
+    )  # fmt: skip
+
+    def draw(folder: Path) -> None:
+        put(folder / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
+        for ending in ("png", "svg"):
+            save_curve(found, folder / f"curve.{ending}")
+
+    return draw
+
+
+@contextmanager
+def _recovery_named(out: Path) -> Iterator[None]:
+    """Whatever stops a run, its last line says that a recovery was kept."""
+    from ..prune.session import recovery_file
+
+    words = "; the recovery is kept, and the same command takes it up"
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if not stop.args and not recovery_file(out).exists():
+            raise
+        raise Interrupted(str(stop) or "interrupted" + words) from None
+    except CheckpointError as error:
+        if recovery_file(out).name in str(error) or not recovery_file(out).exists():
+            raise
+        raise CheckpointError(str(error) + words) from error
 
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[Progress]:
     """A progress bar a kind of work, on stderr, gone at the end."""
-    from rich.console import Console
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
-    with Bars(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+    screen = console(stderr=True)
+    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from ..errors import HeadwiseError
+from ..terminal import echo
+from .checks import make_folder
 
 if TYPE_CHECKING:
     from ..roles.atlas import Atlas
@@ -48,18 +48,14 @@ def related(
 def alone(links: Relations, out: Path | None, as_json: bool) -> None:
     """Relations without an atlas."""
     if out is not None:
-        from .atlas import _directory
-
-        _directory(out)
+        make_folder(out)
         links.save(out / "relations.json")
-        typer.echo(f"wrote relations.json to {out}", err=True)
-    typer.echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
+        echo(f"wrote relations.json to {out}", err=True)
+    echo(json.dumps(links.to_json(), ensure_ascii=False) if as_json else str(links))
 
 
-def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: bool) -> None:
+def damage(atlas: Atlas, role: str, model: str, texts: Path, field: str, as_json: bool) -> None:
     """What is lost without the heads of a role, beside what is lost without random ones."""
-    if texts is None:
-        raise HeadwiseError("--matter measures what is lost on texts; give --texts as well")
     heads = [(one.kind, one.layer, one.head) for one in atlas.having(role)]
     if not heads:
         raise HeadwiseError(f"no head of {model} has the role {role!r}, so nothing can be masked")
@@ -70,7 +66,7 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: boo
     from .atlas import _bar
 
     words, loaded = tokenizer(model), load(model)
-    some = [text for text in read(texts, "text", TEXTS)[0] if isinstance(text, str)]
+    some = [text for text in read(texts, field, TEXTS)[0] if isinstance(text, str)]
     given = [tasks.text(loaded, words, some)]
     if tasks.speaks(loaded):
         given.append(tasks.repeat(loaded, words))
@@ -83,4 +79,4 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path | None, as_json: boo
             bar(done, DRAWS * len(given))
 
         found = [matter(task, heads, progress=progress) for task in given]
-    typer.echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))
+    echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..terminal import echo
+
 
 def scale(
     model: Annotated[str, typer.Argument(help="A config.json, safetensors or GGUF file, directory or famous name.")],
@@ -26,7 +28,7 @@ def scale(
     plans = [(first, HeadPlan(heads, ranks)) for heads, first in reversed(kinds.items())]
     found, points = costs(card, ranks, context, batch, dtype), crossings(card, dtype)
     if as_json:
-        typer.echo(
+        echo(
             json.dumps(
                 {
                     "model": model,
@@ -44,7 +46,7 @@ def scale(
     counts = ", ".join(map(str, points["rank_counts"]))
     lines += [f"transformers' own splitting works on {counts} ranks; headwise's on any number.", ""]
     lines += [_table(found), "", f"Of one layer, batch {batch}, {context} tokens, {dtype}; the busiest rank."]
-    typer.echo("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def _table(found: list[Any]) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..terminal import echo
+
 
 def serve(
     model: Annotated[
@@ -38,4 +40,4 @@ def serve(
     )
     # what is wrong with them is told here, not in the browser; and the first who asks does not wait for a cold start
     service.answer({"ask": "run", "text": service.text, "target": target})
-    run(service, host=host, port=port, tell=lambda address: typer.echo(f"open {address} (Ctrl C ends it)"))
+    run(service, host=host, port=port, tell=lambda address: echo(f"open {address} (Ctrl C ends it)"))

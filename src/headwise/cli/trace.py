@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..terminal import console, echo
+from .checks import LARGEST_SEED
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
@@ -30,7 +33,7 @@ def trace(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option("--causal", help="A token sees itself and those before it.")] = False,
     no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random parameters and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random parameters and tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the steps as JSON.")] = False,
 ) -> None:
     """Show multi-head attention at work: every step with its shape, its parameters and a few real numbers."""
@@ -46,12 +49,10 @@ def trace(
         seed=seed,
     )
     if as_json:
-        typer.echo(json.dumps(result.to_json(), indent=2))
+        echo(json.dumps(result.to_json(), indent=2))
         return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    console.print(_drawing(result, wide=console.width >= WIDE))
+    screen = console()
+    screen.print(_drawing(result, wide=screen.width >= WIDE))
     if not result.equal:
         raise typer.Exit(1)
 

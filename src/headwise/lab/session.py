@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..files import written
+from ..roles.documents import parse_json
 from .claim import Claim, Verdict
 from .claims import NUMBERS, claim
 from .page import index, page, stem
@@ -87,10 +88,20 @@ def write(record: dict[str, Any], out: Path) -> None:
 def rewrite(out: Path) -> list[int]:
     """Verdicts, pages and pictures again from the figures that are there, after a change of words; nothing is run."""
     records = results([out])
+    if not records:
+        raise HeadwiseError(f"{str(out)!r} has no results of the lab; headwise lab NUMBER --out makes some")
     for number, record in records.items():
         chosen = claim(number)
-        verdicts = [asdict(verdict) for verdict in judged(chosen, record["figures"])]
-        write({**record, "title": chosen.title, "verdicts": verdicts}, out)
+        try:
+            verdicts = [asdict(verdict) for verdict in judged(chosen, record["figures"])]
+            write({**record, "title": chosen.title, "verdicts": verdicts}, out)
+        except HeadwiseError:
+            raise
+        except Exception as error:  # each claim reads its figures in its own way
+            words = f"{type(error).__name__} {' '.join(str(error).split())}"
+            raise HeadwiseError(
+                f"{str(out / stem(number))!r}.json has figures that claim {number} cannot read ({words}); run it again"
+            ) from error
     return list(records)
 
 
@@ -109,7 +120,7 @@ def results(places: Iterable[Path] = (IN_CLONE, SHIPPED)) -> dict[int, dict[str,
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         return {**record, "figures": record["figures"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HeadwiseError(f"{str(path)!r} is no result of the lab ({error}); run its claim again") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import HeadwiseError
 from ..files import written
+from ..roles.documents import parse_json
 
 if TYPE_CHECKING:
     from ..scale.ranks import Ranks
@@ -70,6 +71,7 @@ class Lab:
 
     def trained(self, **options: Any) -> Trained:
         """The model of this recipe: from the store, or trained now."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
         from ..scale.train import crew
@@ -100,7 +102,13 @@ class Lab:
             return found[0]
         assert weights is not None
         model = build(recipe)
-        model.load_state_dict(load_file(weights))
+        try:
+            model.load_state_dict(load_file(weights))
+        except (OSError, SafetensorError, RuntimeError) as error:
+            words = " ".join(str(error).split())
+            raise HeadwiseError(
+                f"{str(weights)!r} cannot be read ({words}); remove it and {str(place)!r}, they are made again"
+            ) from error
         rows = [(step, loss, right) for step, loss, right in curve]
         return Trained(recipe, model.to(self.device).eval(), rows, task_of(recipe).chance())
 
@@ -124,8 +132,8 @@ class Lab:
         place = self._place(name, made_of, ".json")
         if place and place.exists():
             try:
-                return json.loads(place.read_text(encoding="utf-8"))["value"]
-            except (OSError, ValueError, KeyError) as error:
+                return parse_json(place.read_text(encoding="utf-8"))["value"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise HeadwiseError(f"{str(place)!r} cannot be read ({error}); remove it, it is made again") from error
         value = compute()
         self.made.append(f"{name} {json.dumps(made_of, sort_keys=True)}")
@@ -143,6 +151,9 @@ class Lab:
     def _place(self, name: str, made_of: dict[str, Any], suffix: str) -> Path | None:
         if self.work is None:
             return None
-        self.work.mkdir(parents=True, exist_ok=True)
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HeadwiseError(f"{str(self.work)!r} cannot be made: {error.strerror or error}") from error
         text = json.dumps([VERSION, self.device, name, made_of], sort_keys=True)
         return self.work / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{suffix}"

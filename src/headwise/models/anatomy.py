@@ -98,6 +98,13 @@ def check_model(model: Any) -> None:
         raise UnsupportedError(
             "a compiled model cannot be looked into; give the one that was compiled, model._orig_mod"
         )
+    for name, module in model.named_modules():
+        # a traced or scripted module runs its own code, which calls no hook and asks nobody for an attention function
+        if isinstance(module, torch.jit.ScriptModule) and "attention" in module.original_name.lower():
+            raise UnsupportedError(
+                f"{module.original_name} (at {name}) was traced or scripted and cannot be looked into; give the model "
+                "that it was made of"
+            )
 
 
 def check_registered(model: nn.Module, all_sites: list[Site]) -> None:
@@ -244,7 +251,7 @@ def on_registry(kind: Any) -> bool:
 def _source(kind: Any) -> str:
     try:
         return inspect.getsource(inspect.unwrap(kind.forward))
-    except (OSError, TypeError):
+    except (OSError, TypeError, AttributeError):  # the last one of scripted modules
         return ""
 
 

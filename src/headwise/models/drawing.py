@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..terminal import console
 from . import heat
 from .compared import Comparison
 from .inspected import STATISTICS, Inspection, Link
@@ -28,7 +29,7 @@ PLAIN_WIDTH = 100
 def plain(value: Any) -> str:
     """What would be printed, without colours."""
     out = io.StringIO()
-    Console(file=out, width=PLAIN_WIDTH, color_system=None, highlight=False).print(value)
+    console(file=out, width=PLAIN_WIDTH, color_system=None).print(value)
     return out.getvalue().rstrip("\n")
 
 

@@ -6,13 +6,13 @@ import functools
 import json
 import os
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..files import folder_written
+from ..terminal import echo
 from .places import cache, missing, sha256
 
 MAGIC = b"GGUF"
@@ -140,7 +140,7 @@ def _convert(path: Path, made: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing(error) from error
-    sys.stderr.write(f"headwise: converting {path.name} to safetensors, once (kept in {cache() / 'gguf'})\n")
+    echo(f"headwise: converting {path.name} to safetensors, once (kept in {cache() / 'gguf'})", err=True)
     try:
         unpacked = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

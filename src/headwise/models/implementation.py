@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.core import attend
+from ..attention.sight import recorded
 from ..errors import UnsupportedError
 from .masks import LazyMask, Recipe
 from .reading import Given, read
@@ -60,7 +61,7 @@ def mask(**given: Any) -> Tensor | None:
     """transformers' mask without its T x T, where nothing else than a band and padding hides keys."""
     from transformers.masking_utils import sdpa_mask
 
-    if given["q_length"] == 1 or torch.compiler.is_compiling():
+    if given["q_length"] == 1 or torch.compiler.is_compiling() or recorded():  # what is read here would be written down
         return sdpa_mask(**given)
     recipe = Recipe.of(sdpa_mask, given)
     if recipe.band() is None:

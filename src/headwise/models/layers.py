@@ -29,10 +29,25 @@ class Rows:
         self.rows = rows
 
     def __getitem__(self, at: Any) -> Tensor:
-        batch, head, *rest = at if isinstance(at, tuple) else (at,)
+        if not isinstance(at, tuple) or len(at) < 2:
+            raise HeadwiseError(
+                f"{self!r} is indexed by sequence and head, [b, head], got [{at!r}]; `.tensor` has all that was kept"
+            )
+        batch, head, *rest = at
+        if isinstance(head, bool) or not hasattr(head, "__index__"):
+            raise HeadwiseError(f"a head is a number, got {head!r}; `.tensor` has all heads that were kept")
         if head not in self.heads:
-            raise HeadwiseError(f"head {head!r} was not kept; heads {', '.join(map(str, self.heads))} were")
-        return self.tensor[(batch, self.heads.index(head), *rest)]
+            raise HeadwiseError(f"head {head} was not kept; heads {', '.join(map(str, self.heads))} were")
+        try:
+            return self.tensor[(batch, self.heads.index(head), *rest)]
+        except (IndexError, TypeError) as error:
+            raise HeadwiseError(f"{self!r} has no [{', '.join(map(repr, at))}]: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __iter__(self) -> Any:
+        raise HeadwiseError(f"{self!r} is indexed by sequence and head, [b, head]; `.tensor` has all that was kept")
 
     def __repr__(self) -> str:
         return f"Rows(heads={self.heads}, shape={tuple(self.tensor.shape)})"
@@ -45,6 +60,7 @@ class Run:
     all: HeadStats
     prefill: HeadStats | None
     decode: HeadStats | None
+    packed: bool = False  # sequences of one call, of which nobody says where they go on
 
 
 @dataclass
@@ -106,12 +122,18 @@ class Layer:
 
     def add(self, new: HeadStats, decoding: bool) -> None:
         """One more call. What a decoding step adds belongs to the sequences of the call before it."""
-        if not decoding or not self._runs or self._runs[-1].all.count.shape != new.count.shape:
+        if not decoding or not self._runs or self._runs[-1].packed or self._runs[-1].all.count.shape != new.count.shape:
             self._runs.append(Run(new, None, new) if decoding else Run(new, new, None))
             return
         run = self._runs[-1]
         run.all = _continued(run.all, new)
         run.decode = new if run.decode is None else _continued(run.decode, new)
+
+    def add_packed(self, new: HeadStats, decoding: list[bool]) -> None:
+        """One more call on packed sequences: a row for each of them, with whether it follows cached keys."""
+        chosen = torch.tensor(decoding)
+        parts = [_rows_of(new, which) if bool(which.any()) else None for which in (~chosen, chosen)]
+        self._runs.append(Run(new, *parts, packed=True))
 
     def __repr__(self) -> str:
         return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"
@@ -132,6 +154,12 @@ def _joined(parts: list[HeadStats | None]) -> HeadStats | None:
     names = [name for name in there[0] if all(name in part for part in there)]
     sums = {name: torch.cat([part.sums[name] for part in there]) for name in names}
     return HeadStats(sums, torch.cat([part.count for part in there]))
+
+
+def _rows_of(stats: HeadStats, which: Tensor) -> HeadStats:
+    """Of some of the sequences."""
+    which = which.to(stats.count.device)
+    return HeadStats({name: x[which] for name, x in stats.sums.items()}, stats.count[which])
 
 
 def _continued(old: HeadStats, new: HeadStats) -> HeadStats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +17,10 @@ from ..errors import HeadwiseError, ShapeError, UnsupportedError
 from . import anatomy
 from .anatomy import Key, Site
 from .chosen import head_numbers
+from .hooks import Hooks, check_values
 
 VALUES = ("zero", "mean")
+_means = threading.Lock()
 
 
 def mask_heads(
@@ -29,6 +33,7 @@ def mask_heads(
     value: "zero"; "mean", the head's own mean over all tokens that the model has been given so far; or what to put
     there: a tensor that broadcasts to (B, chosen heads, T, width of a head), such as `watch`'s outputs of the layer,
     or {layer: tensor}.
+    What torch.compile made of the model runs uncompiled meanwhile, since compiled code passes over what is put here.
     """
     return MaskedHeads(model, heads, value)
 
@@ -77,15 +82,26 @@ class Change:
 
     def _mean(self, chosen: Tensor, real: Tensor | None) -> Tensor:
         """Of all real tokens so far, with these: (chosen, width)."""
+        check_values(chosen, self.site.module, "mask")
         tokens = chosen.flatten(0, -3)  # (tokens, chosen, width)
         if real is not None and real.numel() == len(tokens):
             tokens = tokens[real.flatten()]
         new = tokens.sum(0, dtype=torch.float32)
         if anatomy.in_backward():  # a checkpoint runs again what has been counted
             return (self.total.detach() - new.detach() + new) / max(self.tokens, 1) if self.total is not None else new
-        self.total = new if self.total is None else self.total.detach() + new
-        self.tokens += len(tokens)
-        return self.total / max(self.tokens, 1)
+        with _means:  # threads may run the model at once
+            self.total = new if self.total is None else self.total.detach() + new
+            self.tokens += len(tokens)
+            return self.total / max(self.tokens, 1)
+
+
+class _Pass(threading.local):
+    """Where a thread is in a pass of the model; each object is by id of the attention module or of the model."""
+
+    def __init__(self) -> None:
+        self.turn: dict[int, int] = {}
+        self.changed: set[int] = set()  # modules whose W_O was called since they were
+        self.padding: dict[int, Tensor | None] = {}
 
 
 class MaskedHeads:
@@ -98,10 +114,9 @@ class MaskedHeads:
             raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
         self._changes = _changes(model, self._sites, heads, value)
         self._owner = anatomy.owners(model, self._sites)
-        self._hooks: list[Any] = []
-        self._turn: dict[int, int] = {}
-        self._changed: set[int] = set()  # modules whose W_O was called since they were
-        self._padding: dict[int, Tensor | None] = {}
+        self._hooks = Hooks(model, [site.module for site in self._sites], "mask")
+        self._pass = _Pass()
+        self._ran = False
 
     @property
     def heads(self) -> dict[tuple[str, int], list[int]]:
@@ -109,38 +124,46 @@ class MaskedHeads:
         return {change.site.key: change.heads for change in self._changes if change.gates is None}
 
     def __enter__(self) -> MaskedHeads:
-        if self._hooks:
+        if self._hooks.on:
             raise HeadwiseError("these heads are masked already; make another with headwise.mask_heads")
+        return self._hooks.set(self, self._set_hooks)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._hooks.remove()
+        self._pass = _Pass()
+        if error is None and self._changes and not self._ran:
+            warnings.warn(
+                f"{type(self.model).__name__} was not called while its heads were masked, so nothing was; a traced, "
+                "scripted or exported copy of a model does not know its mask",
+                stacklevel=2,
+            )
+
+    def _set_hooks(self) -> None:
         by_module: dict[int, dict[int, Change]] = {}
         for change in self._changes:
             by_module.setdefault(id(change.site.module), {})[change.site.turn] = change
         touched = {id(self._owner[at]): self._owner[at] for at in by_module} | {id(self.model): self.model}
         for owner in touched.values():
-            self._hooks.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hooks.append(owner.register_forward_hook(self._end))
+            self._hooks.before(owner, self._begin, kwargs=True)
+            self._hooks.after(owner, self._end)
         for changes in by_module.values():
             module = next(iter(changes.values())).site.module
             _, linear = anatomy.w_o(self.model, next(iter(changes.values())).site)
-            self._hooks.append(module.register_forward_pre_hook(self._called))
-            self._hooks.append(linear.register_forward_pre_hook(self._hook(module, changes)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._padding.clear()
+            self._hooks.before(module, self._called)
+            self._hooks.before(linear, self._hook(module, changes))
 
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
+        self._ran = True
+        self._pass.padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
             if its is owner or owner is self.model:
-                self._turn.pop(at, None)
+                self._pass.turn.pop(at, None)
 
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
         """A model that reads W_O's weight without calling W_O would go on as if nothing were masked."""
-        for at in self._turn.keys() - self._changed:
+        for at in self._pass.turn.keys() - self._pass.changed:
             if self._owner[at] is owner:
                 site = next(site for site in self._sites if id(site.module) == at)
                 raise UnsupportedError(
@@ -155,15 +178,16 @@ class MaskedHeads:
                     "which; mask its heads without gradient checkpointing"
                 )
             return
-        self._turn[id(module)] = self._turn.get(id(module), -1) + 1
-        self._changed.discard(id(module))
+        self._pass.turn[id(module)] = self._pass.turn.get(id(module), -1) + 1
+        self._pass.changed.discard(id(module))
 
     def _hook(self, module: nn.Module, changes: dict[int, Change]) -> Any:
         only = changes[0] if len(changes) == 1 and 0 in changes and _once(self._sites, module) else None
 
         def change_input(linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            self._changed.add(id(module))
-            change = only or changes.get(self._turn.get(id(module), 0))
+            self._ran = True
+            self._pass.changed.add(id(module))
+            change = only or changes.get(self._pass.turn.get(id(module), 0))
             if change is None:
                 return None
             return change.apply(args[0], self._real(module, args[0])), *args[1:]
@@ -172,7 +196,7 @@ class MaskedHeads:
 
     def _real(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """(B, T) bool: which of W_O's inputs are tokens, where that is known."""
-        padding = self._padding.get(id(self._owner[id(module)]))
+        padding = self._pass.padding.get(id(self._owner[id(module)]))
         if padding is None or x.dim() != 3 or padding.shape[0] != x.shape[0] or padding.shape[1] < x.shape[1]:
             return None
         return padding[:, -x.shape[1] :].to(x.device)

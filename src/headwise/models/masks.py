@@ -82,6 +82,11 @@ class Recipe:
             return None
         return self.padding[:, self.first_query : self.first_query + queries]
 
+    @property
+    def sequence_numbers(self) -> Tensor | None:
+        """(B, T): which sequence each token belongs to, where several are packed in a row."""
+        return _packed(self.given.get("mask_function"))
+
     def rows(self, first: int, last: int) -> Tensor:
         """(B, 1, rows, Tk) bool: where queries first to last - 1 may look."""
         from transformers.masking_utils import sdpa_mask
@@ -145,6 +150,21 @@ def _band(rule: Any) -> tuple[int | None, int | None] | None:
     if made_by == "sliding_window_bidirectional_overlay":
         return int(held["sliding_window"]), int(held["sliding_window"])
     return None
+
+
+def _packed(rule: Any) -> Tensor | None:
+    """The sequences that a rule of transformers keeps apart."""
+    from transformers import masking_utils as known
+
+    made_by = getattr(rule, "__qualname__", "").partition(".<locals>")[0]
+    if getattr(rule, "__module__", None) != known.__name__ or rule.__closure__ is None:
+        return None
+    held = dict(zip(rule.__code__.co_freevars, (cell.cell_contents for cell in rule.__closure__), strict=True))
+    if made_by == "packed_sequence_mask_function":
+        numbers: Tensor = held["packed_sequence_mask"]
+        return numbers
+    parts = [_packed(part) for part in held["mask_functions"]] if made_by == "and_masks" else []
+    return next((part for part in parts if part is not None), None)
 
 
 class LazyMask(Tensor):

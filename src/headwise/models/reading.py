@@ -195,26 +195,44 @@ def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) 
     return Reading(q, k, v, how, not cross and known, piecewise)
 
 
-def agrees(reading: Any, other: Any, real: Tensor | None) -> bool:
+def agrees(reading: Any, other: Any, real: Tensor | None, rows: list[int] | None = None) -> bool:
     """Whether a few rows are the same as those of a model's own output (B, Tq, H, Dv), or of another reading."""
     queries = reading.q.shape[2]
-    rows = sorted({0, queries // 3, queries // 2, queries - 1})
+    rows = few_rows(queries) if rows is None else rows
     with torch.no_grad():
-        ours = reading.attend_rows(rows)
-        if isinstance(other, Tensor):
-            other = other.detach().reshape(other.shape[0], queries, reading.q.shape[1], -1).transpose(1, 2)[:, :, rows]
-        else:
-            other = other.attend_rows(rows)
-        apart = (ours - other).float().abs()
-        blind = (ours == 0).all(-1, keepdim=True)  # it may look nowhere; models then look everywhere, or give NaN
-        apart = torch.where(blind | (ours.isnan() & other.isnan()), 0, apart)
-        if real is not None:
-            apart = apart * real[:, None, rows, None]  # what padding looks at is nobody's concern
-        if apart.numel() == 0:
-            return True
-        largest = float(ours.float().abs().amax())
-        close = max(CLOSE.get(x.dtype, 1e-2) for x in (ours, other))
-        return float(apart.amax()) <= close * max(largest, 1e-6)
+        other = by_head(other, reading)[:, :, rows] if isinstance(other, Tensor) else other.attend_rows(rows)
+        values = reading.given.value if hasattr(reading, "given") else reading.v
+        return same(reading.attend_rows(rows), other, values, None if real is None else real[:, rows])
+
+
+def by_head(output: Tensor, reading: Any) -> Tensor:
+    """A model's own output (B, Tq, H, Dv), in any shape, as (B, H, Tq, Dv)."""
+    heads, queries = reading.q.shape[1:3]
+    return output.detach().reshape(output.shape[0], queries, heads, -1).transpose(1, 2)
+
+
+def same(ours: Tensor, other: Tensor, values: Tensor, real: Tensor | None) -> bool:
+    """Whether outputs (B, H, rows, Dv) are the same but for rounding, in rows that are real (B, rows)."""
+    if ours.numel() == 0:
+        return True
+    apart = (ours - other).float().abs()
+    close = max(CLOSE.get(x.dtype, 1e-2) for x in (ours, other))
+    if float(apart.amax()) <= close * max(float(ours.abs().amax()), 1e-6):  # False where there is a NaN
+        return True
+    limit = close * max(float(ours.abs().nan_to_num(0).amax()), 1e-6)
+    blind = (ours == 0).all(-1, keepdim=True)  # with no visible key models give 0, NaN, or the mean of all values
+    mean = values.float().mean(2, keepdim=True).repeat_interleave(ours.shape[1] // values.shape[1], 1)
+    free = torch.where(other.isnan(), 0, torch.minimum(apart, (other - mean).float().abs()))
+    apart = torch.where(blind, free, apart)
+    apart = torch.where(ours.isnan() & other.isnan(), 0, apart)
+    if real is not None:
+        apart = apart * real[:, None, :, None]  # what padding looks at is nobody's concern
+    return float(apart.amax()) <= limit
+
+
+def few_rows(queries: int) -> list[int]:
+    """Rows on which a reading of a new form is compared with the model's output."""
+    return sorted({0, queries // 3, queries // 2, queries - 1})
 
 
 def _mask(mask: Any, keys: int) -> Tensor:

@@ -11,6 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from . import masks
 from .anatomy import in_backward
+from .hooks import compiled_as_before
 from .masks import LazyMask, Recipe
 from .reading import Given
 
@@ -82,8 +84,9 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
             else:
                 _watchers.pop(id(module), None)
         if not _watchers:
-            while _installed:
-                _installed.pop()()
+            for uninstall in _installed:
+                uninstall()
+            _installed.clear()
             here.clear()
 
 
@@ -124,23 +127,20 @@ def _install() -> None:
     @functools.wraps(look_up)
     def get_interface(self: Any, implementation: str, default: Function) -> Function:
         function = look_up(self, implementation, default)
-        if torch.compiler.is_compiling():
-            return function
         return functools.partial(_call, function, default, implementation)
 
     def getitem(self: Any, implementation: str) -> Any:
         make = item(self, implementation)
         return make if torch.compiler.is_compiling() else functools.partial(_mask, make)
 
-    AttentionInterface.get_interface = get_interface
-    AttentionMaskInterface.__getitem__ = getitem
-
     def uninstall() -> None:
         AttentionInterface.get_interface = look_up
         if "__getitem__" in AttentionMaskInterface.__dict__:
             del AttentionMaskInterface.__getitem__
 
-    _installed.append(uninstall)
+    _installed.append(uninstall)  # before anything is changed: an interrupt may come in between
+    AttentionInterface.get_interface = get_interface
+    AttentionMaskInterface.__getitem__ = getitem
 
 
 def _call(
@@ -163,11 +163,18 @@ def _call(
     given = Given(module, query, key, value, attention_mask, more, implementation or "eager")
 
     def inner(given: Given) -> tuple[Tensor, Any]:
-        return function(given.module, given.query, given.key, given.value, given.mask, **given.more)
+        around = compiled_as_before() if _is_compiled(function) else nullcontext()
+        with around:
+            return function(given.module, given.query, given.key, given.value, given.mask, **given.more)
 
     for watcher in watchers:
         inner = functools.partial(_seen, watcher, inner, eager, watcher is watchers[0])
     return inner(given)
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether an attention function is, or calls, what torch.compile made; no hook of ours is in it."""
+    return hasattr(function, "_torchdynamo_orig_callable") or "flex_attention" in getattr(function, "__name__", "")
 
 
 def _seen(watcher: Watcher, function: Function, eager: Function, inmost: bool, given: Given) -> tuple[Tensor, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, UnsupportedError
 from . import anatomy
 from .anatomy import Site
+from .hooks import Hooks
 
 MASKS = ("attention_mask", "decoder_attention_mask")
 Tap = Callable[[Site, Tensor], Tensor | None]  # (..., H, width of a head) -> the same, changed, or None
@@ -21,31 +22,60 @@ Tap = Callable[[Site, Tensor], Tensor | None]  # (..., H, width of a head) -> th
 def tapped(model: nn.Module, tap: Tap) -> Iterator[None]:
     """Inside, every attention layer's heads pass through a function before W_O mixes them."""
     sites = anatomy.sites(model)
-    turns: dict[int, int] = {}
     by_module: dict[int, list[Site]] = {}
     for site in sites:
         by_module.setdefault(id(site.module), []).append(site)
-    hooks: list[Any] = [model.register_forward_pre_hook(lambda *_: turns.clear())]
+    taps = [_Tap(model, members, tap) for members in by_module.values()]
+    hooks = Hooks(model, [site.module for site in sites], "score")
+
+    def begin(*_: Any) -> None:
+        for each in taps:
+            each.turn = each.called = 0
+
+    def end(*_: Any) -> None:
+        for each in taps:
+            each.check()
+
+    def set_hooks() -> None:
+        hooks.before(model, begin)
+        hooks.after(model, end)
+        for each in taps:
+            hooks.before(each.sites[0].module, each.call)
+            hooks.before(each.linear, each.change)
+
     try:
-        for members in by_module.values():
-            _, out = anatomy.w_o(model, members[0])
-            heads = anatomy.query_heads(model, members[0], anatomy.input_width(out) or 0)
-            hooks.append(out.register_forward_pre_hook(_hook(members, heads, turns, tap)))
+        hooks.set(None, set_hooks)
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hooks.remove()
 
 
-def _hook(members: list[Site], heads: int, turns: dict[int, int], tap: Tap) -> Any:
-    def change(linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        turn = turns.get(id(linear), 0)
-        turns[id(linear)] = turn + 1
-        site = members[min(turn, len(members) - 1)]
-        changed = tap(site, args[0].unflatten(-1, (heads, -1)))
+class _Tap:
+    """A function between one module's heads and its W_O."""
+
+    def __init__(self, model: nn.Module, sites: list[Site], tap: Tap) -> None:
+        self.sites, self.tap = sites, tap
+        self.linear = anatomy.w_o(model, sites[0])[1]
+        self.heads = anatomy.query_heads(model, sites[0], anatomy.input_width(self.linear) or 0)
+        self.turn = 0  # of this pass's calls of W_O
+        self.called = 0  # how often the attention module was
+
+    def call(self, module: nn.Module, args: Any) -> None:
+        self.called += 1
+
+    def change(self, linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        site = self.sites[min(self.turn, len(self.sites) - 1)]
+        self.turn += 1
+        changed = self.tap(site, args[0].unflatten(-1, (self.heads, -1)))
         return None if changed is None else (changed.flatten(-2), *args[1:])
 
-    return change
+    def check(self) -> None:
+        """A model that reads W_O's weight without calling W_O would look as if its heads did nothing."""
+        if self.called and not self.turn:
+            raise UnsupportedError(
+                f"{type(self.sites[0].module).__name__} (at {self.sites[0].name}) does not call its W_O; what its "
+                "heads give cannot be seen"
+            )
 
 
 def run(model: nn.Module, batch: Any) -> Any:

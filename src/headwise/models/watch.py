@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -18,12 +19,15 @@ from . import anatomy, registry
 from .anatomy import Key, Site
 from .chosen import Chosen, asked, chosen_of, classes_of, links_of, rows_of
 from .eager import EagerReading
+from .hooks import Hooks, check_values
 from .implementation import NAME
 from .layers import Layer, Links, Rows
 from .masks import LazyMask, Recipe
-from .reading import Given, Reading, agrees, read
+from .packing import PackedReading, is_paged, packed, pages_read
+from .reading import Given, Reading, agrees, by_head, few_rows, read, same
 
 Each = Callable[[Layer, Reading | EagerReading, Tensor | None], None]
+GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly
 FIRST = "\0first"  # a class of our own, beside the user's
 
 
@@ -89,9 +93,12 @@ class Watch:
         mixing = {id(site.module): site for site in self._sites if id(site.module) in self._outputs}
         self._mixers = [(site.module, anatomy.w_o(model, site)[1]) for site in mixing.values()]
         self._rows, self._links = rows_of(rows), links_of(links)
+        if self._rows is not None and not self._weights:
+            raise HeadwiseError("rows says which rows of weights to keep, and no weights are; watch with weights=True")
         self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
-        self._hooks: list[Any] = []
+        self._hooks = Hooks(model, self._modules, "watch")
+        self._runner: tuple[threading.Thread, int] | None = None  # who runs the model, in how many models of it
         self._turn: dict[int, int] = {}
         self._padding: dict[int, Tensor | None] = {}  # by owner
         self._last: dict[int, tuple[Tensor | None, bool]] = {}  # by owner: its newest real queries, and if it decodes
@@ -99,6 +106,9 @@ class Watch:
         self._waiting: set[int] = set()  # modules that were called and have not attended yet
         self._looks: dict[int, Any] = {}  # by module: the queries and keys of its newest call
         self._ran = False
+        self._checks = 0
+        self._rows_left = self._rows or []  # that no call had
+        self._longest = 0  # call of which rows were wanted
 
     @property
     def layers(self) -> list[Layer]:
@@ -120,28 +130,33 @@ class Watch:
         return self._seen[id(site.module), site.turn]
 
     def __enter__(self) -> Watch:
-        if self._hooks:
+        if self._hooks.on:
             raise HeadwiseError("this watch is on already; make another with headwise.watch(model)")
+        return self._hooks.set(self, self._set_hooks, functools.partial(registry.add, self._modules, self))
+
+    def _set_hooks(self) -> None:
         around = {id(owner): owner for owner in [self.model, *self._owner.values()]}
         for owner in around.values():
-            self._hooks.append(owner.register_forward_pre_hook(self._begin, with_kwargs=True))
-            self._hooks.append(owner.register_forward_hook(self._end, always_call=True))
+            self._hooks.before(owner, self._begin, kwargs=True)
+            self._hooks.after(owner, self._end, always=True)
         for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._called))
+            self._hooks.before(module, self._called)
         for module, linear in self._mixers:
-            self._hooks.append(linear.register_forward_pre_hook(functools.partial(self._mixed, module)))
-        registry.add(self._modules, self)
-        return self
+            self._hooks.before(linear, functools.partial(self._mixed, module))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        registry.remove(self._modules, self)
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._hooks.remove(functools.partial(registry.remove, self._modules, self))
+        self._runner = None
         self._padding.clear()
         self._last.clear()
         waiting, self._waiting = sorted(self._waiting), set()
+        if error is None and self._longest and self._rows_left:
+            raise HeadwiseError(
+                f"rows {', '.join(map(str, self._rows_left))} were not in any call: the longest had {self._longest} "
+                f"queries; rows are from {-self._longest} to {self._longest - 1}"
+            )
         if error is None and waiting:
             raise self._missed(waiting[0])
         if error is None and self._ran and not self._seen:
@@ -160,14 +175,28 @@ class Watch:
 
     def _begin(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         registry.here.begin()
-        self._ran = True
+        self._run(owner)
         self._padding[id(owner)] = anatomy.padding(owner, args, kwargs)
         for at, its in self._owner.items():
             if its is owner or owner is self.model:
                 self._turn.pop(at, None)
 
+    def _run(self, owner: nn.Module) -> None:
+        """One thread at a time: calls of two passes, mixed, would be taken for one."""
+        thread = threading.current_thread()
+        if self._runner is not None and self._runner[0] is not thread and self._runner[0].is_alive():
+            raise HeadwiseError(
+                f"threads {self._runner[0].name!r} and {thread.name!r} run {type(self.model).__name__} at once while "
+                "it is watched; run it in one thread at a time, or give each a copy.deepcopy of it and its own watch"
+            )
+        deep = 0 if self._runner is None or owner is self.model else self._runner[1]
+        self._runner = thread, deep + 1
+
     def _end(self, owner: nn.Module, args: Any, output: Any) -> None:
         registry.here.end()
+        self._ran = self._ran or output is not None  # a pass that raised has said so itself
+        if self._runner is not None and self._runner[0] is threading.current_thread():
+            self._runner = None if self._runner[1] == 1 else (self._runner[0], self._runner[1] - 1)
         missed = [at for at in self._waiting if self._owner[at] is owner]
         self._waiting.difference_update(missed)
         if missed and output is not None:
@@ -177,7 +206,7 @@ class Watch:
         site = next(site for site in self._sites if id(site.module) == at)
         return UnsupportedError(
             f"{type(site.module).__name__} (at {site.name}) did not ask transformers' registry for an attention "
-            "function when it was called, as compiled code does; its heads cannot be watched"
+            "function when it was called; its heads cannot be watched"
         )
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -205,13 +234,18 @@ class Watch:
     ) -> tuple[Tensor, Any]:
         """Answer an attention call with the model's output, and keep what was asked for."""
         self._waiting.discard(id(given.module))
+        check_values(given.query, given.module, "watch")
+        if is_paged(given):
+            with pages_read(given) as read_as:
+                out, rest = function(given)
+            self._see_output(read_as[-1], eager, out)
+            return out, rest
         scene = self._scene(given)
         if isinstance(given.mask, LazyMask) and (
             given.more.get("output_attentions") or given.implementation not in ("eager", "sdpa")
         ):
             given = given._replace(mask=given.mask.recipe.whole())
-        reading = read(given, scene.recipe, scene.near, scene.cross)
-        own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
+        reading, own = self._readings(given, scene, eager)
         new = self._is_new(given)
         if inmost and new and self._at_once(given, reading):
             right = self._right(reading, own, None, scene.real)
@@ -225,8 +259,31 @@ class Watch:
         out, rest = function(given)
         if new:
             with torch.no_grad():
-                self._keep(scene, given, self._right(reading, own, out, scene.real))
+                stats = self._step(scene, reading, own, out)
+                right = reading if stats is not None else self._right(reading, own, out, scene.real)
+                self._keep(scene, given, right, stats)
         return out, rest
+
+    def _step(self, scene: Scene, reading: Reading, own: EagerReading, out: Tensor) -> HeadStats | None:
+        """Statistics of a decoding step of a trusted form, from the same pass as the output that checks them."""
+        few = reading.q.shape[2] == 1 and reading.recipe is None and self._stats and not own.given.dropout
+        if not few or not self._trusted.get((_form(own.given), False)):
+            return None
+        ours, stats = reading.observe(scene.real, self._shares(scene.site.kind, reading, scene.recipe or scene.near))
+        return stats if same(ours, by_head(out, reading), reading.v, scene.real) else None
+
+    def _see_output(self, given: Given, eager: registry.Function, out: Tensor) -> None:
+        """Keep what was asked for of a call that has been answered."""
+        if self._is_new(given):
+            scene = self._scene(given)
+            with torch.no_grad():
+                self._keep(scene, given, self._right(*self._readings(given, scene, eager), out, scene.real))
+
+    def _readings(self, given: Given, scene: Scene, eager: registry.Function) -> tuple[Reading, EagerReading]:
+        """What the call means in our terms, and in the model's own."""
+        reading = read(given, scene.recipe, scene.near, scene.cross)
+        own = EagerReading(given, eager, reading.how["offset"], reading.comparable, scene.recipe)
+        return packed(reading, given, scene.recipe or scene.near), own
 
     def _is_new(self, given: Given) -> bool:
         """False where a module attends again with the same queries and keys: other values only."""
@@ -252,21 +309,29 @@ class Watch:
     def _right(
         self, reading: Reading, own: EagerReading, out: Tensor | None, real: Tensor | None
     ) -> Reading | EagerReading:
-        """The reading that gives the output there is, on a few rows; looked at once for each form of a call.
+        """The reading that gives the output there is: on a few rows of the first call of a form, on one of each other.
 
-        Where there is none yet, or dropout went over it, the model's eager function is what to compare with.
+        Where there is no output yet, or dropout went over it, the model's eager function is what to compare with.
         """
         given, form = own.given, (_form(own.given), out is None)
-        if form not in self._trusted:
-            self._trusted[form] = agrees(reading, own.exact() if out is None or given.dropout else out, real)
+        rows = self._rows_to_check(form, given.query.shape[2])
+        if self._trusted.get(form, True):
+            other = own.exact() if out is None or given.dropout else out
+            self._trusted[form] = agrees(reading, other, real, rows)
         if self._trusted[form]:
             return reading
-        if isinstance(given.mask, LazyMask):
+        if isinstance(reading, PackedReading) or isinstance(given.mask, LazyMask):
             raise self._odd(given)
         unknown = given.implementation != "eager" if given.dropout else out is not None and not agrees(own, out, real)
         if unknown:
             raise self._odd(given)
         return own
+
+    def _rows_to_check(self, form: Any, queries: int) -> list[int]:
+        if form not in self._trusted or queries <= 2:
+            return few_rows(queries)
+        self._checks += 1
+        return [int(self._checks * GOLDEN * queries) % queries]  # another one each time
 
     def _odd(self, given: Given) -> UnsupportedError:
         name = next(site.name for site in self._sites if site.module is given.module)
@@ -286,7 +351,10 @@ class Watch:
         if self._stats:
             if stats is None:
                 stats = reading.stats(scene.real, self._shares(site.kind, reading, where))
-            layer.add(_named(stats), decoding)
+            if isinstance(reading, PackedReading):
+                layer.add_packed(_named(stats), [one.offset > 0 for one in reading.sequences])
+            else:
+                layer.add(_named(stats), decoding)
         heads = asked(self._weights, site)
         if heads is not None:
             layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))
@@ -299,9 +367,19 @@ class Watch:
     def _some(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
         queries = reading.q.shape[2]
         rows = None if self._rows is None else [i % queries for i in self._rows if -queries <= i < queries]
+        if self._rows is not None:
+            self._longest = max(self._longest, queries)
+            self._rows_left = [i for i in self._rows_left if not -queries <= i < queries]
+        if rows == []:  # a decoding step has few queries
+            return self._no_rows(reading, heads, keys)
         kept = reading.weights(rows, None if heads is True else heads)
         kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[-1]))  # a cache may hold more keys than exist yet
         return kept if heads is True else Rows(kept, heads, rows)
+
+    def _no_rows(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
+        batch, count = reading.q.shape[:2]
+        kept = reading.q.new_zeros(batch, count if heads is True else len(heads), 0, keys)
+        return kept if heads is True else Rows(kept, heads, [])
 
     def _new(self, site: Site, given: Given) -> Layer:
         query, kv = given.query.shape[1], given.key.shape[1]
@@ -354,7 +432,9 @@ class Watch:
         for name, marked in self._classes.get(kind, {}).items():
             cut = torch.as_tensor(marked, device=reading.q.device)[:, first : first + keys]
             shares[name] = torch.nn.functional.pad(cut, (0, keys - cut.shape[1]))
-        if where is not None and (first or isinstance(reading, EagerReading) or reading.recipe is not None):
+        if isinstance(reading, PackedReading):
+            shares[FIRST] = reading.first_keys()
+        elif where is not None and (first or isinstance(reading, EagerReading) or reading.recipe is not None):
             # then what this call may look at does not tell which token came first
             shares[FIRST] = where.first_token(keys).to(reading.q.device).expand(reading.q.shape[0], -1)
         return shares

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import HeadwiseError
 from ..models.anatomy import Site
 from ..models.taps import run, tapped
 
@@ -39,9 +38,6 @@ class Gates(nn.Module):
 
 def opened(setting: Setting) -> list[np.ndarray]:
     """How likely each head's gate is to stay open, after training the gates alone; the model's weights stay."""
-    unknown = set(setting.options) - set(OPTIONS)
-    if unknown:
-        raise HeadwiseError(f"l0 has no option {sorted(unknown)[0]!r}; it has {', '.join(OPTIONS)}")
     options: dict[str, Any] = OPTIONS | setting.options
     gates = Gates([place.query for place in setting.places], float(options["start"]))
     heads = sum(place.query for place in setting.places)

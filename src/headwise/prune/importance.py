@@ -19,10 +19,13 @@ from ..models.projections import output_width, projections
 from ..models.surgery import head_count
 from ..models.taps import real_tokens, run, tapped
 from ..models.watch import watch
+from .gates import OPTIONS as GATE_OPTIONS
+from .gates import opened
 from .objective import Loss, Objective, batch_size, choose
 from .scores import Place, Scores
 
 UNITS = ("head", "kv", "layer")
+LARGEST_SEED = 2**32 - 1  # of NumPy's older generators; PyTorch's take more
 Advance = Callable[[int, int], None]  # steps done, steps in all
 
 
@@ -47,6 +50,35 @@ class Setting:
 
     def row(self, site: Site) -> int:
         return next(i for i, place in enumerate(self.places) if place.key == site.key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One way to score heads, with all that others must know about its numbers; nothing has a default."""
+
+    function: Callable[[Setting], list[np.ndarray]]  # for each place (examples, units), or one row
+    signed: bool  # examples have signs, and their sizes count
+    normed: bool  # each layer is divided by its norm
+    additive: bool  # an example's row does not depend on other batches: ranks may score batches apart
+    loss: str  # what of the objective it looks at: "slope", "damage" or "no loss"
+    options: tuple[str, ...]  # names of the options of `importance` that it reads
+
+
+SCORES: dict[str, Score] = {}
+
+
+def score(
+    name: str, *, signed: bool, normed: bool, additive: bool, loss: str, options: tuple[str, ...] = ()
+) -> Callable[[Callable[[Setting], list[np.ndarray]]], Callable[[Setting], list[np.ndarray]]]:
+    """Register a score under a name."""
+
+    def register(function: Callable[[Setting], list[np.ndarray]]) -> Callable[[Setting], list[np.ndarray]]:
+        SCORES[name] = Score(
+            function=function, signed=signed, normed=normed, additive=additive, loss=loss, options=options
+        )
+        return function
+
+    return register
 
 
 def importance(
@@ -74,6 +106,7 @@ def importance(
         raise HeadwiseError(f"there is no score {score!r}; there are {', '.join(SCORES)}")
     if unit not in UNITS:
         raise HeadwiseError(f"unit must be one of {', '.join(UNITS)}, got {unit!r}")
+    _check_options(score, options)
     kept = list(batches)
     if not kept and score not in ("magnitude", "random"):
         raise HeadwiseError(f"{score} needs batches of model inputs, and there are none")
@@ -81,30 +114,91 @@ def importance(
     if not sites:
         raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
     objective = choose(model, kept[0] if kept else {}, loss)
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(_seed(seed))
     setting = Setting(
         model, sites, places(model), kept, objective, unit, random, progress or (lambda *_: None), options,
         list(range(len(kept)) if numbers is None else numbers),
     )  # fmt: skip
-    function, signed, norm = SCORES[score]
+    chosen = SCORES[score]
     with ExitStack() as stack:
-        if masked:
+        if masked and score not in ("magnitude", "random"):  # those do not run the model
             stack.enter_context(mask_heads(model, masked))
         stack.enter_context(_still(model))
-        each = function(setting)
-    words = {"michel": objective.slope, "michel-token": objective.slope, "ablation": objective.words,
-             "l0": objective.words}.get(score, "no loss")  # fmt: skip
-    return Scores(setting.places, score, unit, words, each, signed, norm, objective.relative)
+        each = chosen.function(setting)
+    _check_rows(score, chosen, setting, each)
+    return _scores(setting.places, score, unit, objective, each)
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
+        raise HeadwiseError(f"seed must be a whole number from 0 to {LARGEST_SEED}, got {str(seed)[:40]}")
+    return seed
+
+
+def merged(
+    model: nn.Module, batches: Sequence[Any], score: str, loss: Loss | None, unit: str, each: list[np.ndarray]
+) -> Scores:
+    """The scores that `importance` gives for all batches, from rows of an additive score that were computed apart."""
+    if not SCORES[score].additive:
+        raise HeadwiseError(f"score {score!r} does not come apart by batches; compute it from all of them at once")
+    return _scores(places(model), score, unit, choose(model, batches[0], loss), each)
+
+
+def _scores(where: list[Place], score: str, unit: str, objective: Objective, each: list[np.ndarray]) -> Scores:
+    chosen = SCORES[score]
+    words = {"slope": objective.slope, "damage": objective.words, "no loss": "no loss"}[chosen.loss]
+    return Scores(where, score, unit, words, each, chosen.signed, chosen.normed, objective.relative)
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    known = SCORES[name].options
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise HeadwiseError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+
+
+def _check_rows(name: str, chosen: Score, setting: Setting, each: list[np.ndarray]) -> None:
+    """Numbers, and for an additive score one row per example: what ranks score apart is put together by rows."""
+    wanted = sum(batch_size(batch) for batch in setting.batches)
+    wrong = next((len(rows) for rows in each if chosen.additive and len(rows) != wanted), None)
+    if wrong is not None:
+        raise HeadwiseError(
+            f"score {name!r} gave {wrong} rows for {wanted} examples; a score with additive=True gives one per "
+            "example, say additive=False"
+        )
+    for place, rows in zip(setting.places, each, strict=True):
+        if not np.isfinite(rows).all():  # sorted among numbers, a NaN would make its head the first to go
+            raise HeadwiseError(
+                f"{name} of {place.kind} layer {place.index} is not a finite number; check the model's outputs for "
+                "NaN and inf on these batches, or score it in float32"
+            )
 
 
 def places(model: nn.Module) -> list[Place]:
     """Every attention layer of a model, with its counts and what a head of it costs."""
     sites = anatomy.sites(model)
     modules = [id(site.module) for site in sites]
-    return [_place(model, site, modules) for site in sites]
+    cached = _cached(model)
+    return [_place(model, site, modules, id(site.module) in cached) for site in sites]
 
 
-def _place(model: nn.Module, site: Site, modules: list[int]) -> Place:
+def _cached(model: Any) -> set[int]:
+    """The modules whose attention keeps keys and values while a model generates: those of its decoder, by their id.
+
+    An encoder and a vision tower read everything at once. A model that does not generate is taken for a decoder whole.
+    """
+    part = model
+    generates = getattr(model, "can_generate", lambda: False)()
+    while generates or getattr(getattr(part, "config", None), "is_encoder_decoder", False):
+        inner = part.get_decoder() if hasattr(part, "get_decoder") else None
+        if inner is None or inner is part:
+            break
+        part, generates = inner, True
+    # some layers of Gemma 3n read the keys and values of an earlier layer
+    return {id(module) for module in part.modules() if not getattr(module, "is_kv_shared_layer", False)}
+
+
+def _place(model: nn.Module, site: Site, modules: list[int], cached: bool) -> Place:
     own = id(site.module)
     shared = 1 + modules.index(own) if modules.count(own) > 1 else 0
     try:
@@ -121,7 +215,8 @@ def _place(model: nn.Module, site: Site, modules: list[int]) -> Place:
         cache += output_width(part.linear) // len(blocks) * sum(role != "q" for role, _ in blocks) // found.kv
     per_query += found.out.get_parameter("weight").numel() // found.query
     return Place(
-        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cache, found.multiple
+        site.kind, site.index, found.query, found.kv, site.name, shared, per_query, per_kv, cached * cache,
+        found.multiple,
     )  # fmt: skip
 
 
@@ -149,6 +244,16 @@ def _united(setting: Setting, each: list[list[np.ndarray]]) -> list[np.ndarray]:
         rows = np.concatenate(parts) if parts else np.zeros((1, place.query))
         united.append(np.stack([rows[:, unit].sum(1) for unit in place.units(setting.unit)], 1))
     return united
+
+
+@score("michel", signed=True, normed=True, additive=True, loss="slope")
+def _michel(setting: Setting) -> list[np.ndarray]:
+    return _gates(setting, of_token=False)
+
+
+@score("michel-token", signed=False, normed=False, additive=True, loss="slope")
+def _michel_token(setting: Setting) -> list[np.ndarray]:
+    return _gates(setting, of_token=True)
 
 
 def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
@@ -192,6 +297,7 @@ def _of_tokens(product: Tensor, size: int) -> Tensor:
     return product.sum(-1).abs().reshape(size, -1, product.shape[-2]).sum(1)
 
 
+@score("ablation", signed=False, normed=False, additive=True, loss="damage")
 def _ablation(setting: Setting) -> list[np.ndarray]:
     """The damage without a unit, minus that of the whole: one pass a unit."""
     each: list[list[np.ndarray]] = [[] for _ in setting.places]
@@ -243,6 +349,7 @@ def _forward(setting: Setting, measure: Callable[[Site, Tensor], Tensor]) -> lis
     return _united(setting, each)
 
 
+@score("output", signed=False, normed=False, additive=True, loss="no loss")
 def _output(setting: Setting) -> list[np.ndarray]:
     grams = {site.key: (w := _columns(setting, site)).transpose(1, 2) @ w for site in setting.sites}
     return _forward(
@@ -251,6 +358,8 @@ def _output(setting: Setting) -> list[np.ndarray]:
     )
 
 
+# not additive: it measures from the mean over all batches
+@score("variance", signed=False, normed=False, additive=False, loss="no loss")
 def _variance(setting: Setting) -> list[np.ndarray]:
     from ..models.taps import means
 
@@ -259,6 +368,17 @@ def _variance(setting: Setting) -> list[np.ndarray]:
     return _forward(
         setting, lambda site, heads: ((heads - mean[site.name].to(heads.device)).square() * columns[site.key]).sum(-1)
     )
+
+
+@score("confidence", signed=False, normed=False, additive=True, loss="no loss")
+def _confidence(setting: Setting) -> list[np.ndarray]:
+    return _watched(setting, "confidence", 1)
+
+
+@score("sink", signed=False, normed=False, additive=True, loss="no loss")
+def _sink(setting: Setting) -> list[np.ndarray]:
+    """High where little goes to the first token."""
+    return _watched(setting, "first", -1)
 
 
 def _watched(setting: Setting, statistic: str, sign: int) -> list[np.ndarray]:
@@ -274,6 +394,8 @@ def _watched(setting: Setting, statistic: str, sign: int) -> list[np.ndarray]:
     return _united(setting, each)
 
 
+# those that follow are not additive: one row for the whole model, whatever the batches
+@score("magnitude", signed=False, normed=False, additive=False, loss="no loss")
 def _magnitude(setting: Setting) -> list[np.ndarray]:
     """The norm of all weights of a head; what a group shares counts for each of its heads."""
     each = []
@@ -294,26 +416,11 @@ def _magnitude(setting: Setting) -> list[np.ndarray]:
     return _united(setting, each)
 
 
+@score("random", signed=False, normed=False, additive=False, loss="no loss")
 def _random(setting: Setting) -> list[np.ndarray]:
     return [torch.rand(1, len(place.units(setting.unit)), generator=setting.random).numpy() for place in setting.places]
 
 
+@score("l0", signed=False, normed=False, additive=False, loss="damage", options=tuple(GATE_OPTIONS))
 def _l0(setting: Setting) -> list[np.ndarray]:
-    from .gates import opened
-
     return _united(setting, [[row[None]] for row in opened(setting)])
-
-
-# name -> (function, whether examples are signed and their sizes count, whether each layer is divided by its norm)
-SCORES: dict[str, tuple[Callable[[Setting], list[np.ndarray]], bool, bool]] = {
-    "michel": (lambda setting: _gates(setting, of_token=False), True, True),
-    "michel-token": (lambda setting: _gates(setting, of_token=True), False, False),
-    "ablation": (_ablation, False, False),
-    "output": (_output, False, False),
-    "variance": (_variance, False, False),
-    "confidence": (lambda setting: _watched(setting, "confidence", 1), False, False),
-    "sink": (lambda setting: _watched(setting, "first", -1), False, False),  # high where little goes to the first token
-    "magnitude": (_magnitude, False, False),
-    "random": (_random, False, False),
-    "l0": (_l0, False, False),
-}

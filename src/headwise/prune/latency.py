@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HeadwiseError
+from ..harness import settle
 from ..models import anatomy
 from ..models.surgery import prune_heads
 from ..models.taps import run
@@ -29,8 +30,10 @@ def times(models: Mapping[str, Any], batch: Any, rounds: int = 7) -> dict[str, f
             run(model, batch)
         for _ in range(rounds):
             for name, model in models.items():
+                settle()
                 start = time.perf_counter()
                 run(model, batch)
+                settle()
                 taken[name].append(time.perf_counter() - start)
     return {name: median(found) for name, found in taken.items()}
 
@@ -43,10 +46,12 @@ def attention_time(model: Any, batch: Any, rounds: int = 7) -> float:
     seen: set[int] = set()
 
     def begin(*_: Any) -> None:
+        settle()
         started.append(time.perf_counter())
 
     def end(*_: Any) -> None:
         nonlocal total
+        settle()
         total += time.perf_counter() - started.pop()
 
     for site in anatomy.sites(model):

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import html
+from base64 import b64encode
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from ..terminal import one_line
 from .report import ceiling, compared, recovered, rows
 
 if TYPE_CHECKING:
     from .against import Against
     from .session import Report
 
+SHADES = 20  # steps from the least to the most important head; classes, since the policy allows no style attribute
+STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse }
+td, th { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8886 }
+td:first-child, th:first-child { text-align: left }
+pre { line-height: 1.2; overflow-x: auto }
+.heads td { width: 1.6rem; padding: .2rem; text-align: center; border: 2px solid Canvas; font-size: .8rem }
+.heads td.gone { outline: 1px dashed #8889; outline-offset: -4px; color: #888 }
+""" + "".join(
+    f".heads td.s{step} {{ background: rgb(70 130 180 / {0.08 + 0.62 * step / SHADES:.3f}) }}\n"
+    f".heads td.gone.s{step} {{ background: rgb(70 130 180 / {(0.08 + 0.62 * step / SHADES) / 3:.3f}) }}\n"
+    for step in range(SHADES + 1)
+)
+POLICY = (  # nothing from elsewhere, no script; the one picture lies beside the page
+    f"default-src 'none'; style-src 'sha256-{b64encode(sha256(STYLE.encode()).digest()).decode()}'; "
+    "img-src 'self' file:; base-uri 'none'; form-action 'none'"
+)
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width">
 <title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }}
-body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8886 }}
-td:first-child, th:first-child {{ text-align: left }}
-pre {{ line-height: 1.2; overflow-x: auto }}
-.heads td {{ width: 1.6rem; padding: .2rem; text-align: center; border: 2px solid Canvas; font-size: .8rem }}
-.heads td.gone {{ outline: 1px dashed #8889; outline-offset: -4px; color: #888 }}
-</style>
+<style>{style}</style>
+</head>
+<body>
 <h1>{title}</h1>
 <p>The most that removing heads can save: {ceiling}.</p>
 <table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody></table>
@@ -36,14 +55,21 @@ pre {{ line-height: 1.2; overflow-x: auto }}
 {against}
 {recovery}
 <p>{saved}</p>
+</body>
 </html>
 """
 
 
+def said(text: str) -> str:
+    """A text of others in HTML: a model's name may be "<b>"."""
+    return html.escape(one_line(text))
+
+
 def page(report: Report, picture: bool = False) -> str:
-    said = html.escape  # a model's name may be "<b>"
     cells = "".join(f"<tr><td>{said(a)}</td><td>{said(b)}</td><td>{said(c)}</td></tr>" for a, b, c in rows(report))
     return PAGE.format(
+        policy=html.escape(POLICY),
+        style=STYLE,
         title=said(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
         ceiling=said(ceiling(report)),
         table=cells,
@@ -70,11 +96,11 @@ def _heads(report: Report) -> str:
             _cell(head, head in off, told.get((kind, index, head)), ranks.get((kind, index, head)))
             for head in range(query)
         ]
-        name = html.escape(f"{kind} {index}")
+        name = said(f"{kind} {index}")
         lines.append(f"<tr><th>{name}</th>{''.join(cells)}<th>{query - len(off)} of {query}</th></tr>")
     words = f"{made.removed} of {made.total} heads go (score: {made.score}, budget: {made.budget}), marked ×."
     shades = " The darker a head, the higher it ranks in the model." if ranks else ""
-    return f'<p>{html.escape(words + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
+    return f'<p>{said(words + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _told(report: Report) -> tuple[dict[tuple[str, int, int], str], dict[tuple[str, int, int], float]]:
@@ -88,16 +114,15 @@ def _told(report: Report) -> tuple[dict[tuple[str, int, int], str], dict[tuple[s
 
 
 def _cell(head: int, gone: bool, told: str | None, rank: float | None) -> str:
-    shade = 0.4 if rank is None else 0.08 + 0.62 * rank
-    tip = html.escape(", ".join(filter(None, (f"head {head}", told, "removed" if gone else ""))), quote=True)
-    look = f'style="background: rgb(70 130 180 / {shade / 3 if gone else shade:.2f})" title="{tip}"'
-    return f'<td class="gone" {look}>×</td>' if gone else f"<td {look}>{head}</td>"
+    shade = f"s{round(SHADES * (0.5 if rank is None else rank))}"
+    tip = said(", ".join(filter(None, (f"head {head}", told, "removed" if gone else ""))))
+    return f'<td class="{"gone " * gone}{shade}" title="{tip}">{"×" if gone else head}</td>'
 
 
 def _against(found: Against) -> str:
-    cells = "".join(f"<tr><td>{html.escape(a)}</td><td>{b}</td><td>{c}</td></tr>" for a, b, c in compared(found))
+    cells = "".join(f"<tr><td>{said(a)}</td><td>{b}</td><td>{c}</td></tr>" for a, b, c in compared(found))
     head = "<tr><th>score</th><th>rank correlation</th><th>seconds</th></tr>"
     return (
         f"<h2>Scores against ablation</h2><table><thead>{head}</thead><tbody>{cells}</tbody></table>"
-        f"<p>{html.escape(found.words())}</p>"
+        f"<p>{said(found.words())}</p>"
     )

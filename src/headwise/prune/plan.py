@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.pretrained import read_json
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
+from ..roles.documents import anything, brief, count, items, mapping, parse_json, string
 from .scores import Place, Scores
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
 VERSION = 1
+MOST = 1 << 16  # layers of a model or heads of a layer in a plan's file; a larger number is a mistake
 Gone = dict[tuple[str, int], set[int]]
 
 
@@ -78,22 +80,23 @@ class Plan:
 
     @classmethod
     def from_json(cls, given: Any) -> Plan:
+        """What `to_json` gave, perhaps edited by hand since; anything else is one line."""
+        if not isinstance(given, Mapping) or "headwise_plan" not in given:
+            raise CheckpointError("this is not a plan that headwise wrote: it has no 'headwise_plan'")
+        if given["headwise_plan"] != VERSION:
+            raise CheckpointError(f"this plan is of version {brief(given['headwise_plan'])}; {VERSION} is known")
         try:
-            if given["headwise_plan"] != VERSION:
-                raise CheckpointError(f"this plan is of version {given['headwise_plan']!r}; {VERSION} is known")
-            rows = given["layers"]
-            layers = tuple((str(r["kind"]), int(r["layer"]), int(r["heads"]), int(r["kv_heads"])) for r in rows)
-            gone = {(str(r["kind"]), int(r["layer"])): {int(h) for h in r["remove"]} for r in rows}
-            more = given["score"], given["budget"], given["keep"], tuple(given["notes"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, HeadwiseError):
-                raise
-            raise CheckpointError(f"this is not a plan that headwise wrote: {error!r} where its layers are") from None
-        for kind, index, query, _ in layers:
-            wrong = [head for head in gone[kind, index] if not 0 <= head < query]
-            if wrong:
-                raise HeadwiseError(f"{kind} layer {index} has no head {wrong[0]}; its heads are 0 to {query - 1}")
-        return cls(_keyed(gone, layers), layers, *more)
+            rows = items(given.get("layers"), "layers", _row)
+            if not rows:
+                raise ValueError("layers is empty")
+            layers = tuple(layer for layer, _ in rows)
+            gone = {layer[:2]: removed for layer, removed in rows}
+            if len(gone) < len(layers):
+                kind, index = Counter(layer[:2] for layer in layers).most_common(1)[0][0]
+                raise ValueError(f"{kind[:40]} layer {index} is there twice")
+            return cls(_keyed(gone, layers), layers, *_origin(given))
+        except ValueError as error:
+            raise CheckpointError(f"this is not a plan that headwise wrote: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON, one line a layer; written aside and moved into place."""
@@ -107,7 +110,13 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         if not Path(os.fspath(path)).is_file():
             raise CheckpointError(f"there is no plan at {str(path)!r}")
-        return cls.from_json(read_json(Path(os.fspath(path))))
+        try:
+            given = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} is not a plan that headwise wrote: {error}") from None
+        return cls.from_json(given)
 
     def __str__(self) -> str:
         lines = [f"remove {self.removed} of {self.total} heads ({self.score}, budget: {self.budget})"]
@@ -120,6 +129,46 @@ class Plan:
             drawn = (" " if size > 1 else "").join(groups)
             lines.append(f"{f'{kind} {index}' if many else index:>12}  {drawn}  {query - len(removed)} of {query}")
         return "\n".join([*lines, *self.notes])
+
+
+def _row(row: Any, what: str) -> tuple[tuple[str, int, int, int], set[int]]:
+    """(kind, layer, query heads, KV heads) and the heads that go, from one row of a plan's file."""
+    row = mapping(row, what, anything)
+    kind = string(row.get("kind"), f"{what}.kind")
+    index, query, kv = (_number(row.get(name), f"{what}.{name}") for name in ("layer", "heads", "kv_heads"))
+    if not query or not kv or query % kv:
+        raise ValueError(f"{what} has {query} heads and {kv} KV heads; kv_heads must divide heads")
+    heads = items(row.get("remove"), f"{what}.remove", _number)
+    where = f"{kind[:40]} layer {index}"
+    wrong = [head for head in heads if head >= query]
+    if wrong:
+        raise ValueError(f"{where} has no head {wrong[0]}; its heads are 0 to {query - 1}")
+    if len(set(heads)) < len(heads):
+        raise ValueError(f"{where} loses head {next(head for head in heads if heads.count(head) > 1)} twice")
+    return (kind, index, query, kv), set(heads)
+
+
+def _number(value: Any, what: str) -> int:
+    number = count(value, what)
+    if number > MOST:
+        raise ValueError(f"{what} is {number}, which is more than {MOST}")
+    return number
+
+
+def _origin(given: Mapping[str, Any]) -> tuple[str, str, float | dict[str, float] | None, tuple[str, ...]]:
+    """Where a plan comes from, as its file says: score, budget, share and notes."""
+    score, budget = (string(given.get(name), name) for name in ("score", "budget"))
+    if budget not in BUDGETS:
+        raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {brief(budget)}")
+    keep = given.get("keep")
+    shares = keep.values() if isinstance(keep, dict) else [] if keep is None else [keep]
+    if not all(_is_share(share) for share in shares):
+        raise ValueError(f"keep must be a share from 0 to 1, or one per kind, got {brief(keep)}")
+    return score, budget, keep, tuple(items(given.get("notes"), "notes", string))
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def plan(
@@ -140,7 +189,7 @@ def plan(
     shrink; "latency", measured with model and inputs. per="layer": the same share of every layer. unit="kv": whole
     groups. A layer keeps at least one head unless allow_empty. base: heads that go in any case.
     """
-    _check(keep, budget, per, unit)
+    check_options(keep, budget, per, unit)
     if budget == "latency":
         from .latency import plan_for_latency
 
@@ -151,6 +200,7 @@ def plan(
     for key, numbers in (base or {}).items():
         gone[key if isinstance(key, tuple) else (made.places[0].kind, key)] |= set(numbers)
     kinds = list(dict.fromkeys(place.kind for place in made.places))
+    _check_counted(made.places, keep, budget)
     for part, share in _parts(made.places, keep, kinds, per):
         _remove(made, part, share, budget, unit, allow_empty, gone)
     layers = tuple((place.kind, place.index, place.query, place.kv) for place in made.places)
@@ -158,10 +208,11 @@ def plan(
     return Plan(_keyed(gone, layers), layers, made.name, budget, asked, _notes(made.places, gone))
 
 
-def _check(keep: Any, budget: str, per: str, unit: str) -> None:
+def check_options(keep: Any, budget: str, per: str, unit: str) -> None:
+    """Refuse what no plan can be made by, before anything is measured."""
     for share in keep.values() if isinstance(keep, Mapping) else [keep]:
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise HeadwiseError(f"keep is a share from 0 to 1, such as 0.6, got {share!r}")
+        if not _is_share(share):
+            raise HeadwiseError(f"keep is a share from 0 to 1, such as 0.6, got {brief(share)}")
     for name, got, known in (
         ("budget", budget, BUDGETS),
         ("per", per, ("model", "layer")),
@@ -169,6 +220,18 @@ def _check(keep: Any, budget: str, per: str, unit: str) -> None:
     ):
         if got not in known:
             raise HeadwiseError(f"{name} must be one of {', '.join(known)}, got {got!r}")
+
+
+def _check_counted(places: list[Place], keep: float | Mapping[str, float], budget: str) -> None:
+    """Whatever a share is asked of has some of what the budget counts."""
+    counted = {place.kind for place in places if cost(place, set(), budget)}
+    without = [kind for kind in keep if kind not in counted] if isinstance(keep, Mapping) else []
+    if not counted or any(kind in {place.kind for place in places} for kind in without):
+        whose = f"{without[0]} attention" if without else "this model"
+        what = "KV cache" if budget == "cache" else "parameters"
+        raise HeadwiseError(
+            f'budget="{budget}": {whose} has no {what} that removing heads would save; use budget="heads"'
+        )
 
 
 def _bare(tables: Mapping[str, np.ndarray]) -> Scores:
@@ -221,6 +284,9 @@ def _remove(
     scores: Scores, part: list[Place], share: float, budget: str, unit: str, allow_empty: bool, gone: Gone
 ) -> None:
     """Take units away, the least important first, until no more than the share is left."""
+    part = [place for place in part if cost(place, set(), budget)]  # an encoder's heads leave nothing in the cache
+    if not part:
+        return
     counted = part if budget == "heads" else _once(part)
     full = sum(cost(place, set(), budget) for place in counted)
     target = round(share * full) if budget == "heads" else share * full
@@ -312,11 +378,14 @@ def in_steps(
 
     scored: what takes the place of `importance`, where several processes share the work.
     """
-    from .importance import importance
+    from .importance import importance, places
 
     scored = scored or importance
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps must be a whole number of at least 1, got {steps!r}")
+    heads = sum(place.query for place in places(model))
+    if steps > heads:
+        raise HeadwiseError(f"steps must be at most the number of heads, {heads}, got {brief(steps)}")
     made: Plan | None = None
     for step in range(1, steps + 1):
         gone = made.heads if made else None

@@ -93,7 +93,7 @@ class Size:
 
     parameters: int
     of_heads: int  # those that removing every head would save
-    cache: int  # bytes of the KV cache a token, in the model's own dtype; 0 for models that keep none
+    cache: int  # bytes of the KV cache per token, cross-attention's per source token; 0 for models that keep none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,8 +103,8 @@ def size(model: Any) -> Size:
     found = {place.module: place for place in places(model)}
     of_heads = sum(p.query * p.head_parameters + p.kv * p.kv_parameters for p in found.values())
     width = next(model.parameters()).element_size()
-    cached = [p for p in found.values() if p.kind not in ("encoder",)] if _caches(model) else []
-    return Size(sum(p.numel() for p in model.parameters()), of_heads, width * sum(p.kv * p.cache for p in cached))
+    cached = sum(p.kv * p.cache for p in found.values()) if _caches(model) else 0
+    return Size(sum(p.numel() for p in model.parameters()), of_heads, width * cached)
 
 
 def _caches(model: Any) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import written
+from ..terminal import neutralised, one_line
 
 if TYPE_CHECKING:
     from .against import Against
     from .session import Report
 
 Rows = list[tuple[str, str, str]]
+# what Markdown, or GitHub's form of it, reads as more than a character: HTML, links, tables, mathematics, mentions
+MARKS = re.compile(r"[\\`*_{}\[\]<>&|#!~$@:]")
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -33,6 +37,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "verdict": report.verdict(),
         "texts": {"scored": report.scored, "measured": report.measured},
         "recovery_losses": report.losses,
+        "recovery_run": report.recovery_run,
         "scores": report.scores.to_json() if report.scores is not None else None,
         "against_ablation": report.against.to_json() if report.against else None,
         "saved": report.saved.to_json() if report.saved else None,
@@ -78,26 +83,46 @@ def _interval(found: Any) -> str:
     return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
 
 
+def plain(text: str) -> str:
+    """A text of others, such as a model's name, as it is shown in Markdown: nothing in it is a mark."""
+    return MARKS.sub(lambda found: "\\" + found[0], one_line(text))
+
+
+def code(text: str) -> str:
+    """A text of others as a code span, delimited by more backticks than it has in a row."""
+    text = one_line(text)
+    ticks = _fence(text, 1)
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{ticks}{space}{text}{space}{ticks}"
+
+
+def _fence(text: str, least: int) -> str:
+    return "`" * max([least, *(1 + len(run) for run in re.findall("`+", text))])
+
+
 def markdown(report: Report) -> str:
+    drawn = neutralised(str(report.plan))
+    fence = _fence(drawn, 3)
     parts = [
-        f"# {report.model}, {report.plan.removed} of {report.plan.total} heads removed",
+        f"# {plain(report.model)}, {report.plan.removed} of {report.plan.total} heads removed",
         f"The most that removing heads can save: {ceiling(report)}.",
-        "| | before | after |\n|---|--:|--:|\n" + "\n".join(f"| {a} | {b} | {c} |" for a, b, c in rows(report)),
+        "| | before | after |\n|---|--:|--:|\n" + "\n".join(f"| {plain(a)} | {b} | {c} |" for a, b, c in rows(report)),
         "\n".join(f"- {line}" for line in report.verdict()),
         f"Heads were scored on {report.scored} texts and measured on {report.measured} others; intervals are 95 %, by "
         "bootstrap over texts; times are medians of 7 interleaved passes.",
-        f"## The plan\n```text\n{report.plan}\n```",
+        f"## The plan\n{fence}text\n{drawn}\n{fence}",
     ]
     if report.against is not None:
-        lines = "\n".join(f"| {a} | {b} | {c} |" for a, b, c in compared(report.against))
+        lines = "\n".join(f"| {plain(a)} | {b} | {c} |" for a, b, c in compared(report.against))
         parts.append(
             f"## Scores against ablation\n| score | rank correlation | seconds |\n|---|--:|--:|\n{lines}\n\n"
-            + report.against.words()
+            + plain(report.against.words())
         )
     if report.losses:
-        parts.append(f"## Recovery\n{recovered(report)}")
+        parts.append(f"## Recovery\n{plain(recovered(report))}")
     if report.saved:
-        parts.append(f"## Saved\nForm: {report.saved.form} ({report.saved.why}). Load it with `{report.saved.load}`.")
+        saved = report.saved
+        parts.append(f"## Saved\nForm: {saved.form} ({plain(saved.why)}). Load it with {code(saved.load)}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import torch
 
 from ..errors import HeadwiseError
+from ..roles.corpus import read
 from .objective import IGNORED
+
+NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)  # "²" is a digit to str.isdigit, and no number to int
 
 
 @dataclass(frozen=True)
@@ -23,29 +27,36 @@ class Texts:
     measured: int
 
 
-def read_lines(path: Path, what: str) -> list[str]:
-    """The lines of a file that are not empty."""
+def read_texts(path: Path, field: str = "text") -> list[str]:
+    """The texts of a file as the atlas reads them: one per line, in .jsonl the value of a field; no empty ones."""
+    return [text for text in read(path, field)[0] if isinstance(text, str)]
+
+
+def _lines(path: Path) -> list[str]:
+    """The labels of a file that are not empty, in lines that end where those of texts do."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as lines:
+            return [line.strip() for line in lines if line.strip()]
     except OSError as error:
-        raise HeadwiseError(f"{what} {str(path)!r} cannot be read: {error.strerror or error}") from error
+        raise HeadwiseError(f"labels {str(path)!r} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
-        raise HeadwiseError(f"{what} {str(path)!r} is not text in UTF-8") from None
-    return [line.strip() for line in lines if line.strip()]
+        raise HeadwiseError(f"labels {str(path)!r} is not text in UTF-8") from None
 
 
-def read_labels(path: Path, count: int, config: Any) -> list[int] | list[str]:
-    """A label a text: numbers, or names that the model's config knows; for encoder-decoders the text to be written."""
+def read_labels(path: Path, count: int, config: Any, field: str = "text") -> list[int] | list[str]:
+    """One label per text: numbers, or names that the config knows; for encoder-decoders the texts to be written."""
     if getattr(config, "is_encoder_decoder", False):
-        targets = read_lines(path, "labels")
+        targets = read_texts(path, field)
         if len(targets) != count:
             raise HeadwiseError(f"{len(targets)} labels for {count} texts; one a line is expected")
         return targets
     names = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
     labels = []
-    for line in read_lines(path, "labels"):
-        if line not in names and not line.lstrip("-").isdigit():
-            raise HeadwiseError(f"label {line!r} is neither a number nor one of {', '.join(names) or 'no names'}")
+    for line in _lines(path):
+        if line not in names and not NUMBER.fullmatch(line):
+            raise HeadwiseError(
+                f"label {line[:60]!r} is neither a number nor one of {', '.join(names)[:200] or 'no names'}"
+            )
         labels.append(names[line] if line in names else int(line))
     if len(labels) != count:
         raise HeadwiseError(f"{len(labels)} labels for {count} texts; one a line is expected")

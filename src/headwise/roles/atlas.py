@@ -13,7 +13,20 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from .definitions import RESTING, ROLES, Definition, definition
+from .definitions import ANY, RESTING, ROLES, Definition, definition
+from .documents import (
+    anything,
+    brief,
+    count,
+    finite,
+    finite_or_none,
+    in_words,
+    items,
+    mapping,
+    parse_json,
+    string,
+    whole_number,
+)
 from .tally import Key, Sums, Tally
 
 if TYPE_CHECKING:
@@ -24,6 +37,7 @@ FORMAT = 1
 DIGITS = 5
 SUMS = ".sums.safetensors"  # beside the atlas: what merging needs
 PARTS = ("scores", "low", "high", "spread")
+TABLES = {"scores": "score", "low": "low", "high": "high", "spread": "spread", "baseline": "baseline"}  # in the JSON
 Tables = dict[str, dict[str, np.ndarray]]  # name -> kind -> (layers, heads)
 
 
@@ -135,10 +149,10 @@ class Atlas:
     def at(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
         if isinstance(head, str):
             kind, _, name = head.strip().rpartition(" ")
-            layer, _, number = name.partition(".")
-            if not (layer.isdigit() and number.isdigit()):
-                raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {head!r}")
-            head = (kind or next(iter(self.layers)), int(layer), int(number))
+            layer, number = (whole_number(side) for side in (name.partition(".")[0], name.partition(".")[2]))
+            if layer is None or number is None:
+                raise HeadwiseError(f"a head is written layer.head, such as 3.1, got {head[:60]!r}")
+            head = (kind or next(iter(self.layers)), layer, number)
         at = head if len(head) == 3 else (next(iter(self.layers)), *head)
         if at not in set(self):
             of, row, number = at
@@ -170,13 +184,17 @@ class Atlas:
             if other.heads != self.heads:
                 raise HeadwiseError("these are atlases of models pruned differently; they cannot be merged")
             probe = probe or other.probe
+            _check_same_model(self.about.get("fingerprint", {}), other.about.get("fingerprint", {}))
             if other.about.get("counts") != self.about.get("counts"):
                 notes.append("rare tokens: each part against its own counts")
         assert tally is not None
         heads = {
             (kind, i): row for kind in self.layers for i, row in zip(self.layers[kind], self.heads[kind], strict=True)
         }
-        kept = {key: x for key, x in self.about.items() if key not in ("texts", "tokens", "cut", "replicates", "part")}
+        left_out = ("texts", "tokens", "cut", "replicates", "part", "likeness")
+        kept = {key: x for key, x in self.about.items() if key not in left_out}
+        if any(other.about.get("fingerprint") != self.about.get("fingerprint") for other in others):
+            kept["fingerprint"] = {key: x for key, x in kept.get("fingerprint", {}).items() if key != "texts"}
         made = Atlas.of(tally, probe, self.model, heads, {**kept, "notes": list(dict.fromkeys(notes))})
         return replace(made, relations=self.relations)
 
@@ -215,44 +233,67 @@ class Atlas:
         if data.get("format") != FORMAT:
             raise HeadwiseError(f"this atlas has format {data.get('format')!r}; this version reads {FORMAT}")
         try:
-            scores, low, high, spread, baseline = (
-                {name: {kind: _table(x[part]) for kind, x in kinds.items()} for name, kinds in data["scores"].items()}
-                for part in ("score", "low", "high", "spread", "baseline")
-            )
-            where = (data["model"], data["layers"], data["heads"], data["ways"])
-            found = _relations(data["relations"]) if "relations" in data else None
-            return cls(*where, scores, low, high, spread, baseline, data["about"], relations=found)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise HeadwiseError(f"this atlas is damaged: {type(error).__name__} {error}") from error
+            return _checked(cls, data)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise HeadwiseError(f"this atlas is damaged: {in_words(error)}") from error
 
     def save(self, path: str | os.PathLike[str], *, sums: bool = False) -> None:
         """As JSON. sums: also the sums behind it, in a file beside it, so that it can be merged later."""
+        if sums and self.tally is None:
+            raise HeadwiseError("this atlas was opened without its sums; they cannot be saved")
         text = json.dumps(self.to_json(), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        beside = Path(os.fspath(path) + SUMS)
         with written(path) as made:
-            made.write_text(text + "\n", encoding="utf-8")
+            made.write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
+            # those of an atlas that was here before; first, so that a run that is killed now leaves no mixture
+            beside.unlink(missing_ok=True)
         if sums:
             from .checkpoint import save_tallies
 
-            if self.tally is None:
-                raise HeadwiseError("this atlas was opened without its sums; they cannot be saved")
-            save_tallies(os.fspath(path) + SUMS, {"tally": self.tally, "probe": self.probe}, {})
+            save_tallies(beside, {"tally": self.tally, "probe": self.probe}, {})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Atlas:
         """An atlas that was saved, with its sums where they are beside it. Needs no torch."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = parse_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise HeadwiseError(f"atlas {str(path)!r} cannot be read: {error.strerror or error}") from error
-        except ValueError:
-            raise HeadwiseError(f"{str(path)!r} is no atlas: it is not JSON") from None
+        except ValueError as error:
+            raise HeadwiseError(f"{str(path)!r} is no atlas: it is not JSON ({in_words(error)})") from None
         atlas = cls.from_json(data)
-        if not os.path.exists(os.fspath(path) + SUMS):
+        beside = os.fspath(path) + SUMS
+        if not os.path.exists(beside):
             return atlas
         from .checkpoint import load_tallies
 
-        tallies, _ = load_tallies(os.fspath(path) + SUMS)
+        tallies = load_tallies(beside).tallies
+        if "tally" not in tallies or not atlas.is_of(tallies["tally"], tallies.get("probe")):
+            raise HeadwiseError(f"{beside!r} holds the sums of another atlas than {str(path)!r}; remove it")
         return cls(**{**vars(atlas), "tally": tallies["tally"], "probe": tallies.get("probe")})
+
+    def is_of(self, tally: Tally, probe: Tally | None) -> bool:
+        """Whether these sums give this atlas."""
+        facts = {"texts": tally.texts, "tokens": tally.tokens, "cut": tally.cut, "replicates": tally.replicates}
+        if any(self.about.get(key, value) != value for key, value in facts.items()) or tally.ways != self.ways:
+            return False
+        if sorted(tally.sums) != sorted((kind, i) for kind, layers in self.layers.items() for i in layers):
+            return False
+        for source in (tally, probe):
+            for (kind, layer), sums in ({} if source is None else source.sums).items():
+                assert source is not None
+                if layer not in self.layers.get(kind, ()):
+                    return False
+                row = self.layers[kind].index(layer)
+                heads, means = self.heads[kind][row], sums.means()
+                alive = [head for head, before in enumerate(heads) if before is not None]
+                if means.shape[1] != len(heads) + 1:
+                    return False
+                for name, mean in zip(source.names[kind], means, strict=True):
+                    known = self.scores.get(name, {}).get(kind)
+                    if known is None or not np.allclose(known[row, alive], mean[alive], 0, 10.0**-DIGITS, True):
+                        return False
+        return True
 
     # tables
 
@@ -304,6 +345,67 @@ class Atlas:
     __repr__ = __str__
 
 
+def _check_same_model(one: dict[str, str], other: dict[str, str]) -> None:
+    """Atlases of versions that wrote no fingerprint are taken as they are."""
+    for key, words in (("weights", "other weights"), ("tokenizer", "another tokenizer")):
+        if key in one and key in other and one[key] != other[key]:
+            raise HeadwiseError(
+                f"these atlases were measured with {words} (fingerprints {one[key][:8]} and {other[key][:8]}); "
+                "only atlases of one model can be merged"
+            )
+
+
+def _checked(cls: type[Atlas], data: dict[str, Any]) -> Atlas:
+    """An atlas of what a JSON file holds; an error where its parts do not fit each other."""
+    layers = mapping(data["layers"], "layers", lambda x, what: items(x, what, count))
+    heads = mapping(data["heads"], "heads", lambda x, what: items(x, what, _numbers_before))
+    ways = mapping(data["ways"], "ways", string)
+    if not layers or not layers.keys() == heads.keys() == ways.keys():
+        raise ValueError(f"layers, heads and ways must be of the same kinds of attention, got {brief([*layers])}")
+    for kind, numbers in layers.items():
+        if not numbers or sorted(set(numbers)) != numbers or len(heads[kind]) != len(numbers):
+            raise ValueError(f"layers of {kind!r} must be different numbers in order, with heads for each")
+        if ways[kind] not in ANY:
+            raise ValueError(f"{kind!r} must attend one of {', '.join(ANY)}, got {brief(ways[kind])}")
+    shapes = {kind: (len(rows), max(map(len, rows))) for kind, rows in heads.items()}
+    tables: dict[str, Any] = {part: {} for part in TABLES}
+    for name, kinds in mapping(data["scores"], "scores", lambda x, what: mapping(x, what, anything)).items():
+        for kind, parts in kinds.items():
+            for part, field_name in TABLES.items():
+                shape = shapes[kind][:1] if part == "baseline" else shapes[kind]
+                table = _table(parts[field_name], f"{name} {kind} {field_name}", shape)
+                tables[part].setdefault(name, {})[kind] = table
+    about = _checked_about(data["about"], layers, heads)
+    found = _relations(data["relations"]) if "relations" in data else None
+    return cls(string(data["model"], "model"), layers, heads, ways, **tables, about=about, relations=found)
+
+
+def _numbers_before(value: Any, what: str) -> list[int | None]:
+    numbers = items(value, what, lambda x, at: None if x is None else count(x, at))
+    if not numbers:
+        raise ValueError(f"{what} has no heads")
+    return numbers
+
+
+def _checked_about(
+    value: Any, layers: dict[str, list[int]], heads: dict[str, list[list[int | None]]]
+) -> dict[str, Any]:
+    about = mapping(value, "about", anything)
+    for key in ("texts", "tokens"):
+        count(about[key], key)
+    count(about.get("cut", 0), "cut")
+    items(about.get("notes", []), "notes", string)
+    mapping(about.get("fingerprint", {}), "fingerprint", string)
+    for kind, one in mapping(about.get("likeness", {}), "likeness", lambda x, what: mapping(x, what, anything)).items():
+        for place in items(one["map"], f"map of {kind}", lambda x, what: mapping(x, what, anything)):
+            for axis in "xy":
+                finite(place[axis], axis)
+            row = layers[string(place["kind"], "kind")].index(count(place["layer"], "layer"))
+            if count(place["head"], "head") >= len(heads[place["kind"]][row]):
+                raise ValueError(f"there is no head {place['layer']}.{place['head']} of {kind}")
+    return about
+
+
 def _relations(data: Any) -> Relations:
     from .found import Relations
 
@@ -339,5 +441,10 @@ def _plain(table: np.ndarray) -> Any:
     return [_plain(row) for row in table] if table.ndim > 1 else [_round(x) for x in table]
 
 
-def _table(rows: Any) -> np.ndarray:
-    return np.array(rows, dtype=float)
+def _table(rows: Any, what: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers of this shape, None where nothing was measured."""
+    nested = [rows] if len(shape) == 1 else items(rows, what, anything)
+    table = [items(row, what, finite_or_none) for row in nested]
+    if len(nested) != (1 if len(shape) == 1 else shape[0]) or any(len(row) != shape[-1] for row in table):
+        raise ValueError(f"{what} must have the shape {shape}")
+    return np.array(table[0] if len(shape) == 1 else table, dtype=float)

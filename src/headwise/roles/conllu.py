@@ -10,10 +10,11 @@ from pathlib import Path
 
 from ..errors import HeadwiseError
 from . import coreference
+from .documents import whole_number
 from .gold import Link, Sentence
 
 COLUMNS = 10
-RANGE, EMPTY = re.compile(r"(\d+)-(\d+)"), re.compile(r"\d+\.\d+")
+RANGE, EMPTY = re.compile(r"([0-9]+)-([0-9]+)"), re.compile(r"[0-9]+\.[0-9]+")
 HEADLESS = ("root",)  # a relation to no word
 UNCOUNTED = ("root", "punct")  # not among "any": the literature leaves punctuation out
 ANY = "any"
@@ -94,6 +95,8 @@ def _lines(path: Path) -> list[str]:
         raise HeadwiseError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
         raise HeadwiseError(f"{str(path)!r} is not text in UTF-8; CoNLL-U is") from None
+    except ValueError as error:  # a NUL in the path
+        raise HeadwiseError(f"{str(path)!r} cannot be read: {error}") from None
 
 
 @dataclass
@@ -132,13 +135,13 @@ def _add(sentence: _Open, line: str, where: str) -> None:
         return  # a node that is not in the text
     expected = len(sentence.rows) + 1
     if found := RANGE.fullmatch(row[0]):
-        first, last = int(found[1]), int(found[2])
-        if first != expected or last < first:
-            raise HeadwiseError(f"{where}: the range {row[0]} does not begin at the next word, {expected}")
+        first, last = whole_number(found[1]), whole_number(found[2])
+        if first != expected or last is None or last < first:
+            raise HeadwiseError(f"{where}: the range {row[0][:60]} does not begin at the next word, {expected}")
         sentence.ranges[first - 1] = last - 1, row[1], row[9]
     elif row[0] != str(expected):
-        raise HeadwiseError(f"{where}: word {row[0]!r} follows word {expected - 1}; {expected} is expected")
-    elif not row[1]:
+        raise HeadwiseError(f"{where}: word {row[0][:60]!r} follows word {expected - 1}; {expected} is expected")
+    elif not row[1].strip():
         raise HeadwiseError(f"{where}: word {expected} has no form")
     else:
         sentence.rows.append([*row, where])
@@ -149,13 +152,31 @@ def _finished(sentence: _Open, document: str, name: str) -> Tree:
     spans, text = _laid_out(sentence, name)
     words = []
     for number, (row, (start, end)) in enumerate(zip(sentence.rows, spans, strict=True)):
-        where = row[COLUMNS]
-        if not row[6].isdecimal() or int(row[6]) > count:
-            raise HeadwiseError(f"{where}: head {row[6]!r} is not a number from 0 to {count}")
-        if int(row[6]) == number + 1:
+        where, head = row[COLUMNS], whole_number(row[6])
+        if head is None or head > count:
+            raise HeadwiseError(f"{where}: head {row[6][:60]!r} is not a number from 0 to {count}")
+        if head == number + 1:
             raise HeadwiseError(f"{where}: word {number + 1} is its own head")
-        words.append(Word(row[1], row[3], row[5], int(row[6]) - 1, row[7], _pairs(row[9]), start, end))
+        words.append(Word(row[1], row[3], row[5], head - 1, row[7], _pairs(row[9]), start, end))
+    at = _in_circle([word.head for word in words])
+    if at is not None:
+        raise HeadwiseError(f"{sentence.rows[at][COLUMNS]}: word {at + 1} depends on itself through its heads")
     return Tree(text, tuple(words), document, sentence.line)
+
+
+def _in_circle(heads: list[int]) -> int | None:
+    """A word from which the way up never ends; None in a tree. heads: -1 for the root."""
+    ended = {-1}
+    for start in range(len(heads)):
+        way: list[int] = []
+        at = start
+        while at not in ended:
+            if len(way) > len(heads):
+                return at
+            way.append(at)
+            at = heads[at]
+        ended.update(way)
+    return None
 
 
 def _laid_out(sentence: _Open, name: str) -> tuple[list[tuple[int, int]], str]:

@@ -6,12 +6,13 @@ the corpus, little is padded, and the same corpus gives the same batches, which 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
 import os
+import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError
+from .documents import brief, parse_json
 from .tally import identity
 
 WINDOW = 2048  # texts that are sorted together
@@ -140,7 +142,9 @@ def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:
 
 def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Iterator[Text], int | None]:
     """The texts of a file or of anything that gives them, and how many there are where that is known."""
-    if isinstance(texts, str) and not os.path.exists(texts):
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise HeadwiseError(f"the limit must be at least 1 text, got {brief(limit)}")
+    if isinstance(texts, str) and not _exists(texts):
         raise HeadwiseError(
             f"texts are a file or several texts; there is no file {texts[:60]!r}, put one text into a list"
         )
@@ -153,15 +157,28 @@ def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Ite
             raise HeadwiseError(f"texts are a file or several texts, got {type(texts).__name__}")
         total, found = (len(texts) if isinstance(texts, Sized) else None), _given(texts)
     if limit is not None:
-        if limit < 1:
-            raise HeadwiseError(f"the limit must be at least 1 text, got {limit}")
-        return itertools.islice(found, limit), limit if total is None else min(limit, total)
+        return itertools.islice(found, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
     return found, total
+
+
+def check_file(path: Path, field: str = "text") -> None:
+    """Refuse a file that has no texts, or that cannot be read up to its first one."""
+    if next(_file(path, field), None) is None:
+        raise HeadwiseError(f"there is not one text in {str(path)!r}; give at least one that is not empty")
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a NUL is in it
+        return False
 
 
 def _file(path: Path, field: str) -> Iterator[str]:
     """A text a line; in .jsonl the value of a field."""
     try:
+        if path.exists() and not (path.is_file() or path.is_fifo()):
+            raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with a text a line")
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 text = _field(path, number, line, field) if path.suffix in (".jsonl", ".ndjson") else line
@@ -171,18 +188,29 @@ def _file(path: Path, field: str) -> Iterator[str]:
         raise HeadwiseError(f"texts {str(path)!r} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
         raise HeadwiseError(f"texts {str(path)!r} is not text in UTF-8") from None
+    except ValueError as error:
+        if isinstance(error, HeadwiseError):
+            raise
+        raise HeadwiseError(f"texts {str(path)!r} cannot be read: {error}") from None  # a NUL in the path
 
 
 def _field(path: Path, number: int, line: str, field: str) -> str:
     if not line.strip():
         return ""
     try:
-        found = json.loads(line)[field]
+        found = parse_json(line)[field]
     except (ValueError, KeyError, TypeError):
         raise HeadwiseError(f"line {number} of {str(path)!r} is no JSON object with a {field!r}") from None
     if not isinstance(found, str):
         raise HeadwiseError(f"{field!r} in line {number} of {str(path)!r} is no text")
-    return found
+    return _checked(found, f"{field!r} in line {number} of {str(path)!r}")
+
+
+def _checked(text: str, what: str) -> str:
+    """JSON and Python can spell half of a surrogate pair, which no tokenizer can read."""
+    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise HeadwiseError(f"{what} has half of a surrogate pair, which is no character; remove it")
+    return text
 
 
 def _given(texts: Iterable[Any]) -> Iterator[Text]:
@@ -190,6 +218,8 @@ def _given(texts: Iterable[Any]) -> Iterator[Text]:
         pair = isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
         if not (isinstance(text, str) or pair):
             raise HeadwiseError(f"text {number} is neither a text nor a pair of texts but {type(text).__name__}")
+        for side in text if pair else (text,):
+            _checked(side, f"text {number}")
         if pair or text.strip():
             yield tuple(text) if pair else text
 
@@ -202,6 +232,12 @@ class Corpus:
     encoder: Encoder
     counts: np.ndarray  # of every token of the vocabulary
     beginning: int  # identity of its first texts, which tells one corpus from another
+    seen: Any = field(default_factory=hashlib.sha256)  # of all texts that were read so far, in their order
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the texts that were read so far, those of other parts among them."""
+        return str(self.seen.hexdigest()[:32])
 
     @classmethod
     def of(cls, texts: Iterator[Text], encoder: Encoder) -> Corpus:
@@ -221,12 +257,18 @@ class Corpus:
 
     def windows(self, skip: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int, list[Batch]]]:
         """From a text's number on: the numbers at which a window begins and ends, and its batches."""
-        rest = itertools.islice(self.texts, skip, None)
-        at = skip
+        rest = map(self._read, self.texts)
+        at = sum(1 for _ in itertools.islice(rest, skip))
         while window := list(itertools.islice(rest, WINDOW)):
             mine = [text for number, text in enumerate(window, at) if number % part[1] == part[0]]
             yield at, at + len(window), list(self._batches(mine)) if mine else []
             at += len(window)
+
+    def _read(self, text: Text) -> Text:
+        for side in _both(text):
+            data = side.encode("utf-8", "surrogatepass")
+            self.seen.update(b"%d %d:" % (isinstance(text, tuple), len(data)) + data)
+        return text
 
     def _batches(self, texts: list[Text]) -> Iterator[Batch]:
         paired = self.encoder.start is not None

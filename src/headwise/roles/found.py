@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,19 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..files import written
+from .documents import (
+    anything,
+    brief,
+    count,
+    finite,
+    finite_or_none,
+    flag,
+    in_words,
+    items,
+    mapping,
+    parse_json,
+    string,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,13 +149,13 @@ class Relations:
         return sorted((row for row in self.rows if row.enough), key=lambda row: (rank[row.verdict], -row.gain))
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from ..terminal import console
 
-        console = Console(width=130, highlight=False, color_system=None)
-        with console.capture() as captured:
-            console.print(self.table())
+        screen = console(width=130, color_system=None)
+        with screen.capture() as captured:
+            screen.print(self.table())
             for line in self.summary():
-                console.print(line, soft_wrap=True)
+                screen.print(line, soft_wrap=True)
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def markdown(self, rows: Iterable[Relation] | None = None) -> str:
@@ -172,51 +185,74 @@ class Relations:
             "heads": [list(head) for head in self.heads],
             "rows": [_plain(row) for row in self.rows],
             "shuffled": [_plain(row) for row in self.shuffled],
-            "scores": {name: [round(float(x), DIGITS) for x in scores] for name, scores in self.scores.items()},
+            "scores": {name: [_rounded(float(x)) for x in scores] for name, scores in self.scores.items()},
         }
 
     @classmethod
     def from_json(cls, made: dict[str, Any]) -> Relations:
-        if made.get("format") != FORMAT:
-            raise CheckpointError(f"these are no relations: their format is {made.get('format')!r}, not {FORMAT!r}")
-        return cls(
-            model=made["model"],
-            causal=made["causal"],
-            sentences=made["sentences"],
-            level=made["level"],
-            rows=tuple(map(_row, made["rows"])),
-            shuffled=tuple(map(_row, made["shuffled"])),
-            heads=tuple((kind, layer, head) for kind, layer, head in made["heads"]),
-            scores={name: np.array(scores) for name, scores in made["scores"].items()},
-            notes=tuple(made["notes"]),
-        )
+        if not isinstance(made, dict) or made.get("format") != FORMAT:
+            got = brief(made.get("format") if isinstance(made, dict) else made)
+            raise CheckpointError(f"these are no relations: their format is {got}, not {FORMAT!r}")
+        try:
+            heads = tuple(items(made["heads"], "heads", read_head))
+            scores = mapping(made["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
+            if wrong := [name for name, found in scores.items() if len(found) != len(heads)]:
+                raise ValueError(f"scores of {brief(wrong[0])} must be {len(heads)}, one for each head")
+            return cls(
+                model=string(made["model"], "model"),
+                causal=flag(made["causal"], "causal"),
+                sentences=count(made["sentences"], "sentences"),
+                level=finite(made["level"], "level"),
+                rows=tuple(items(made["rows"], "rows", _row)),
+                shuffled=tuple(items(made["shuffled"], "shuffled", _row)),
+                heads=heads,
+                scores=scores,
+                notes=tuple(items(made["notes"], "notes", string)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         with written(path) as file:
-            file.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
+            file.write_text(json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Relations:
         try:
-            made = json.loads(Path(path).read_text(encoding="utf-8"))
+            made = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {error}") from error
-        return cls.from_json(made if isinstance(made, dict) else {})
+            raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {in_words(error)}") from error
+        return cls.from_json(made)
+
+
+def _rounded(x: float) -> float | None:
+    """None for what is not a number, which JSON has not."""
+    return None if np.isnan(x) else round(x, DIGITS)
 
 
 def _plain(row: Relation) -> dict[str, Any]:
-    """With what is worked out, and None for what is not a number, which JSON has not."""
-    values: dict[str, Any] = {
-        name: (None if np.isnan(x) else round(float(x), DIGITS)) if isinstance(x, float) else x
-        for name, x in asdict(row).items()
-    }
-    return values | {"gain": round(values["accuracy"] - values["fixed_accuracy"], DIGITS), "verdict": row.verdict}
+    """With what is worked out: from the rounded numbers, as it is when they are read again."""
+    values: dict[str, Any] = {name: _rounded(x) if isinstance(x, float) else x for name, x in asdict(row).items()}
+    own, fixed = values["accuracy"], values["fixed_accuracy"]
+    gain = None if own is None or fixed is None else _rounded(own - fixed)
+    return values | {"gain": gain, "verdict": row.verdict}
 
 
-def _row(values: dict[str, Any]) -> Relation:
-    names = {one.name for one in fields(Relation)}
-    known: dict[str, Any] = {name: float("nan") if x is None else x for name, x in values.items() if name in names}
+def _row(value: Any, what: str) -> Relation:
+    values = mapping(value, what, anything)
+    known: dict[str, Any] = {}
+    for one in fields(Relation):
+        if one.default is MISSING or one.name in values:
+            known[one.name] = READ[str(one.type)](values[one.name], f"{what}.{one.name}")
     return Relation(**known)
+
+
+READ = {"str": string, "int": count, "float": finite_or_none}  # how a field is read, by its type
+
+
+def read_head(value: Any, what: str) -> Head:
+    kind, layer, head = items(value, what, anything)
+    return string(kind, what), count(layer, what), count(head, what)
 
 
 def _cells(row: Relation) -> tuple[str, ...]:

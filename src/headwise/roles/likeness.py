@@ -132,7 +132,7 @@ class Comparison:
             self.heads[kind] = [(index, head) for index, rows in layers for head in range(rows.shape[1])]
             every = torch.cat([rows for _, rows in layers], 1)  # (B, N, K, T)
             every = every.permute(0, 2, 1, 3).flatten(0, 1)  # (Q, N, T)
-            found = _divergences(every).cpu().numpy()
+            found = _divergences(every).numpy()
             self.sums[kind] = self.sums.get(kind, 0) + found
         self.count += len(self.rows) * next(iter(self.held.values()))[0][1].shape[0] if self.held else 0
         self.held = {}
@@ -141,13 +141,13 @@ class Comparison:
 def _divergences(p: Tensor) -> Tensor:
     """(Q, N, T) rows -> (N, N) in float64: the sum over queries, by blocks of heads."""
     queries, heads, keys = p.shape
-    own = -torch.xlogy(p, p).sum(-1).double()  # (Q, N)
-    found = torch.zeros(heads, heads, dtype=torch.float64, device=p.device)
+    own = -torch.xlogy(p, p).sum(-1).cpu().double()  # (Q, N); not every device has float64
+    found = torch.zeros(heads, heads, dtype=torch.float64)
     step = max(1, CELLS // (queries * heads * keys))
     for first in range(0, heads, step):
         last = min(first + step, heads)
         half = (p[:, first:last, None] + p[:, None, first:]) / 2  # (Q, b, N - first, T)
-        mixed = -torch.xlogy(half, half).sum(-1).double()
+        mixed = -torch.xlogy(half, half).sum(-1).cpu().double()
         block = (mixed - (own[:, first:last, None] + own[:, None, first:]) / 2).sum(0)
         found[first:last, first:] = block
         found[first:, first:last] = block.T

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import HeadwiseError
+from ..errors import CheckpointError, HeadwiseError
 from ..models import anatomy
 from ..models.masking import mask_heads
-from .found import Head
+from .documents import anything, count, finite, in_words, items, mapping, string
+from .found import Head, read_head
 from .tasks import Task
 
 DRAWS = 20  # so that being above all of them happens by chance once in 21 times
@@ -69,9 +70,17 @@ class Matter:
 
     @classmethod
     def from_json(cls, made: dict[str, Any]) -> Matter:
-        heads = tuple((kind, layer, head) for kind, layer, head in made["heads"])
-        return cls(made["task"], heads, made["whole"], made["damage"], made["low"], made["high"],
-                   tuple(made["random"]), made["units"])  # fmt: skip
+        try:
+            made = mapping(made, "it", anything)
+            heads = tuple(read_head(head, "heads") for head in items(made["heads"], "heads", anything))
+            whole, damage, low, high = (finite(made[name], name) for name in ("whole", "damage", "low", "high"))
+            random = tuple(items(made["random"], "random", finite))
+            if not heads or not random:
+                raise ValueError("it names no heads, or no random draws")
+            task, units = string(made["task"], "task"), count(made["units"], "units")
+            return cls(task, heads, whole, damage, low, high, random, units)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what matters cannot be read: {in_words(error)}") from error
 
 
 def matter(

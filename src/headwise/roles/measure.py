@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from ..models.reading import Reading
 from ..models.watch import Each, watch
 from .corpus import Batch, Tokens
 from .definitions import BOTH, CAUSAL, CROSS, columns, marks
+from .documents import anything, count, items, mapping, string
 from .marks import Marks, mark
-from .tally import Key, Tally, draws
+from .tally import LARGEST_SUM, Key, Tally, draws
 
 WEIGHTS = 1 << 21  # weights of a layer that are held at once: about what a core's cache holds
 CELLS = 1 << 26  # of marks
@@ -119,7 +120,7 @@ class Observer:
             new = sums(a.float(), marked)
             total = new if total is None else (total[0] + new[0], total[1] + new[1])
         assert total is not None
-        top, bottom = (x.double().cpu().numpy() for x in total)
+        top, bottom = (x.cpu().double().numpy() for x in total)  # not every device has float64
         self.found[layer.key] = Found(columns(way), way, top, bottom)
 
     def way(self, layer: Layer, reading: Reading | EagerReading) -> str:
@@ -204,29 +205,92 @@ def sums(a: Tensor, marked: Marks) -> tuple[Tensor, Tensor]:
     return torch.cat([own, equal[:, None]], 1).transpose(1, 2), bottom
 
 
+class Waiting(NamedTuple):
+    """What was found in one batch, until it is added up."""
+
+    found: dict[Key, Found]
+    identities: np.ndarray  # (B,) uint64
+    tokens: int
+    cut: int
+
+
 class Adding:
-    """Batches on their way into a tally: some together, since adding a few texts lasts as long as adding many."""
+    """Batches on their way into a tally: some together, since adding a few texts lasts as long as adding many.
+
+    Which ones are added together changes the last bits of the sums; so what waits is part of a checkpoint, and a run
+    that was interrupted ends with the same bits as one that was not.
+    """
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
-        self.waiting: list[tuple[dict[Key, Found], Batch]] = []
+        self.waiting: list[Waiting] = []
 
     def take(self, found: dict[Key, Found], batch: Batch) -> None:
-        self.waiting.append((found, batch))
-        if sum(len(one.identities) for _, one in self.waiting) >= TOGETHER:
+        self.waiting.append(Waiting(found, batch.identities, batch.tokens, batch.cut))
+        if sum(len(one.identities) for one in self.waiting) >= TOGETHER:
             self.settle()
 
     def settle(self) -> None:
         """Add up what waits, all layers of it."""
-        weights = [draws(batch.identities, self.tally.replicates) for _, batch in self.waiting]
-        for key in dict.fromkeys(key for found, _ in self.waiting for key in found):
+        weights = [draws(one.identities, self.tally.replicates) for one in self.waiting]
+        for key in dict.fromkeys(key for one in self.waiting for key in one.found):
             parts = []
-            for (found, _), drawn in zip(self.waiting, weights, strict=True):
-                if key in found:
-                    one = found[key]
+            for waiting, drawn in zip(self.waiting, weights, strict=True):
+                if key in waiting.found:
+                    one = waiting.found[key]
                     parts.append((one.top, one.bottom, drawn))
                     sums = self.tally.open(key, one.way, one.names, one.top.shape[2] - 1)
             sums.add(*(np.concatenate(each) for each in zip(*parts, strict=True)))
-        for _, batch in self.waiting:
-            self.tally.count(batch.identities, batch.tokens, batch.cut)
+        for waiting in self.waiting:
+            self.tally.count(waiting.identities, waiting.tokens, waiting.cut)
         self.waiting = []
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What waits, but for its arrays, as JSON."""
+        return [
+            {
+                "tokens": one.tokens,
+                "cut": one.cut,
+                "layers": [[*key, found.way, list(found.names)] for key, found in one.found.items()],
+            }
+            for one in self.waiting
+        ]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of what waits, flat."""
+        made = {}
+        for number, one in enumerate(self.waiting):
+            made[f"{number}/identities"] = one.identities
+            for (kind, layer), found in one.found.items():
+                made[f"{number}/{kind}/{layer}/top"] = found.top
+                made[f"{number}/{kind}/{layer}/bottom"] = found.bottom
+        return made
+
+    def restore(self, facts: Any, arrays: dict[str, np.ndarray]) -> None:
+        """What `facts` and `arrays` gave waits again; a ValueError where they do not fit each other."""
+        rest = dict(arrays)
+        for number, one in enumerate(items(facts, "waiting", lambda x, what: mapping(x, what, anything))):
+            identities = rest.pop(f"{number}/identities")
+            if identities.dtype != np.uint64 or identities.ndim != 1:
+                raise ValueError(f"identities of batch {number} are {identities.dtype} {identities.shape}")
+            found: dict[Key, Found] = {}
+            for kind, layer, way, names in items(one["layers"], "layers", anything):
+                top, bottom = (rest.pop(f"{number}/{kind}/{layer}/{part}") for part in ("top", "bottom"))
+                here = Found(tuple(items(names, "names", string)), string(way, "way"), top, bottom)
+                heads = [x.top.shape[1] - 1 for key, x in self.tally.sums.items() if key == (kind, layer)]
+                _check_waiting(here, len(identities), heads)
+                found[string(kind, "kind"), count(layer, "layer")] = here
+            self.waiting.append(Waiting(found, identities, count(one["tokens"], "tokens"), count(one["cut"], "cut")))
+        if rest:
+            raise ValueError(f"array {min(rest)!r} belongs to no batch")
+
+
+def _check_waiting(found: Found, texts: int, heads: list[int]) -> None:
+    """heads: how many the layer has, where earlier batches have shown it."""
+    shape = (texts, len(found.names))
+    top, bottom = found.top, found.bottom
+    wrong = top.ndim != 3 or top.shape[:2] != shape or top.shape[2] < 2 or bottom.shape != shape
+    if wrong or (heads and top.shape[2] - 1 != heads[0]) or {top.dtype, bottom.dtype} != {np.dtype(np.float64)}:
+        raise ValueError(f"a batch has arrays {top.dtype} {top.shape} and {bottom.dtype} {bottom.shape}")
+    if not all((np.abs(x) <= LARGEST_SUM).all() for x in (top, bottom)):
+        raise ValueError("a batch has values that are not finite, or too large")

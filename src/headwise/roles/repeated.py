@@ -87,16 +87,17 @@ def _found(reading: Reading | EagerReading, begin: int, length: int, way: str) -
     """Each second place of a token is a unit of its own: (B * places, S, H + 1)."""
     last = min(begin + 2 * length, reading.q.shape[2])
     rows = range(begin + length, last)
-    a = reading.weights(list(rows), None).double()  # (B, H, places, Tk)
-    seen = visible(reading, rows, a).sum(-1)  # (B, places)
-    before = torch.arange(begin, begin + len(rows), device=a.device)
+    weights = reading.weights(list(rows), None)
+    seen = visible(reading, rows, weights).sum(-1).cpu()  # (B, places)
+    a = weights.cpu().double()  # (B, H, places, Tk); not every device has float64
+    before = torch.arange(begin, begin + len(rows))
     wanted = (before + 1, before)  # the order of PROBES
     strongest = a.argmax(-1)
     parts = [a.gather(-1, at[None, None, :, None].expand(*a.shape[:2], -1, 1))[..., 0] for at in wanted]
     parts += [(strongest == at).double() for at in wanted]
     top = torch.stack(parts, -1).permute(0, 2, 3, 1).flatten(0, 1)  # (B * places, S, H)
     equal = (1.0 / seen.clamp(min=1).double()).flatten()[:, None, None].expand(-1, len(NAMES), 1)
-    whole = torch.cat([top, equal], -1).cpu().numpy()
+    whole = torch.cat([top, equal], -1).numpy()
     return Found(NAMES, way, whole, np.ones(whole.shape[:2]))
 
 

@@ -14,20 +14,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import HeadwiseError, UnsupportedError
+from ..errors import CheckpointError, HeadwiseError, UnsupportedError
+from ..files import remove_leftovers
 from ..models import anatomy
+from ..models.fingerprint import fingerprint, tokenizer_fingerprint
 from ..models.inspection import longest
 from ..models.load import load
 from ..models.load import tokenizer as load_tokenizer
 from ..models.places import DEFAULT
+from . import corpus as corpora
 from .atlas import Atlas
 from .checkpoint import load_tallies, save_tallies
-from .corpus import PAIRS, TOKENS, Corpus, Encoder, read
+from .corpus import Corpus, Encoder, read
+from .documents import LARGEST, brief, count, in_words, string
 from .measure import Adding, Observer
 from .repeated import probe, vocabulary_of
 from .tally import REPLICATES, Key, Tally, identity
 
 LENGTH = 512  # tokens of a text at most
+FORMAT = 2  # of what a checkpoint holds beside the sums
 EVERY = 30.0  # seconds between checkpoints
 HOLES = 64  # batches after which freed memory goes back to the system
 Progress = Callable[[int, int | None], None]  # texts done, texts in all where that is known
@@ -45,6 +50,7 @@ def atlas(
     field: str = "text",
     part: tuple[int, int] = (0, 1),
     resume: str | os.PathLike[str] | None = None,
+    keep_checkpoint: bool = False,
     replicates: int = REPLICATES,
     seed: int = 0,
     progress: Progress | None = None,
@@ -54,11 +60,12 @@ def atlas(
     model: a name as `load` takes it, or a transformers model with its tokenizer. texts: a file (a text a line, or
     .jsonl with a field), or anything that gives texts, of any size; for encoder-decoders also pairs (source, target),
     else the decoder reads the text itself. part=(i, n) takes every n-th text from the i-th on: the atlases of all parts
-    merge into that of the whole. resume: a file that keeps the sums; an interrupted run goes on from there, and the
-    file is gone when all is done. conllu: files with gold links, to see which heads follow which relation between
-    words (`headwise.relations` does that alone). seed: for the random tokens that are repeated.
+    merge into that of the whole. resume: a file that keeps the sums; an interrupted run goes on from there, if weights,
+    tokenizer, texts and settings are the same, and the file is gone when all is done; keep_checkpoint leaves it there
+    for a caller who removes it once the atlas is saved. conllu: files with gold links, to see which heads follow which
+    relation between words (`headwise.relations` does that alone). seed: for the random tokens that are repeated.
     """
-    _check(length, part, replicates)
+    _check(length, part, replicates, seed)
     name, model, tokenizer = given(model, tokenizer, name)
     found, total = read(texts, field, limit)
     observer = Observer.of(model)
@@ -68,16 +75,29 @@ def atlas(
         "corpus": _corpus_name(texts), "length": encoder.length, "seed": seed,
         "counts": f"{identity(corpus.counts.tobytes().hex()):016x}", "part": list(part), "notes": _notes(encoder),
     }  # fmt: skip
-    asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates, **about}
-    asked["batch"] = [TOKENS, PAIRS]  # where a run stands is counted in batches
-    run = Run(observer, corpus, Path(resume) if resume else None, asked, part, progress, total)
+    content = {"weights": fingerprint(model), "tokenizer": tokenizer_fingerprint(tokenizer)}
+    # where a run stands is counted in windows and batches
+    sizes = {"format": FORMAT, "batch": [corpora.WINDOW, corpora.TOKENS, corpora.PAIRS]}
+    asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates}
+    run = Run(
+        observer,
+        corpus,
+        Path(resume) if resume else None,
+        {**sizes, **content, **asked, **about},
+        part,
+        progress,
+        total,
+    )
     tally, measured = run.all(vocabulary_of(observer.model, tokenizer), seed, replicates)
+    about["fingerprint"] = {**content, "texts": corpus.fingerprint}
     made = Atlas.of(tally, measured, name, _original(model), about)
-    if conllu is None:
-        return made
-    from .relations import relations
+    if conllu is not None:
+        from .relations import relations
 
-    return replace(made, relations=relations(model, conllu, tokenizer=tokenizer, seed=seed))
+        made = replace(made, relations=relations(model, conllu, tokenizer=tokenizer, seed=seed))
+    if resume and not keep_checkpoint:
+        Path(resume).unlink(missing_ok=True)
+    return made
 
 
 class Run:
@@ -91,13 +111,15 @@ class Run:
         self.progress, self.total = progress or (lambda done, total: None), total
         self.tally = Tally()
         self.window, self.batches = 0, 0  # where it stands: a window's first text, and batches done in it
+        self.kept_texts: str | None = None  # the fingerprint of the texts that a run before this one had read
 
     def all(self, vocabulary: int, seed: int, replicates: int) -> tuple[Tally, Tally | None]:
         self.tally = Tally(replicates=replicates)
-        resumed = self.file is not None and self.file.exists()
-        if resumed:
-            self._resume()
         self.adding = Adding(self.tally)
+        if self.file is not None:
+            remove_leftovers(self.file.parent)
+            if os.path.lexists(self.file):
+                self._resume()
         with self.observer.watching(), interruptible() as stopped:
             # also where it was done before: it shows which way each layer attends
             measured = probe(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
@@ -108,18 +130,20 @@ class Run:
                     kept = time.monotonic()
                 if stopped():
                     raise KeyboardInterrupt
-        if self.file and self.file.exists():
-            self.file.unlink()
-        if not self.tally.texts:
+        if not (self.tally.texts or self.adding.waiting):
             raise HeadwiseError("not one text has a token; nothing was measured")
+        self._keep()  # so that nothing is measured again if the run ends before its atlas is saved
+        self.adding.settle()
         return self.tally, measured if self.part[0] == 0 else None
 
     def _steps(self) -> Iterator[None]:
         """Batch after batch from where it stands."""
-        skip = self.batches
+        skip, ends = self.batches, self.window
         for begins, ends, batches in self.corpus.windows(self.window, self.part):
-            self.window = begins
-            self.batches = skip
+            if self.kept_texts not in (None, self.corpus.fingerprint) or skip > len(batches):
+                break  # not what was measured
+            self.kept_texts = None
+            self.window, self.batches = begins, skip
             self.progress(begins, self.total)
             for number, batch in enumerate(batches[skip:], skip + 1):
                 self.adding.take(self.observer.run(batch), batch)
@@ -128,27 +152,68 @@ class Run:
                 self.batches = number
                 self.progress(begins + (ends - begins) * number // len(batches), self.total)
                 yield
-            self.window, self.batches, skip = ends, 0, 0
-        self.adding.settle()
-        self.progress(self.window, self.total or self.window)
+            skip = 0
+        if self.kept_texts is not None:
+            raise HeadwiseError(_left_by(self.file, ["other texts"]))
+        self.progress(ends, self.total or ends)
 
     def _keep(self) -> None:
-        self.adding.settle()
-        if self.file is not None:
-            more = {"asked": self.asked, "window": self.window, "batches": self.batches}
-            save_tallies(self.file, {"tally": self.tally}, more)
+        if self.file is None:
+            return
+        facts = {
+            "asked": self.asked, "window": self.window, "batches": self.batches, "texts": self.corpus.fingerprint,
+            "waiting": self.adding.facts(),
+        }  # fmt: skip
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{str(self.file.parent)!r} cannot be made: {error.strerror or error}") from error
+        save_tallies(self.file, {"tally": self.tally}, facts, self.adding.arrays())
 
     def _resume(self) -> None:
         assert self.file is not None
-        tallies, more = load_tallies(self.file)
-        asked = more.get("asked", {})
-        wrong = [key for key, value in self.asked.items() if asked.get(key) != value]
-        if wrong:
-            raise HeadwiseError(
-                f"{str(self.file)!r} was left by a run with another {wrong[0]}: {asked.get(wrong[0])!r}, now "
-                f"{self.asked[wrong[0]]!r}; remove it to begin again"
-            )
-        self.tally, self.window, self.batches = tallies["tally"], more["window"], more["batches"]
+        tallies, facts, arrays = load_tallies(self.file)
+        asked = facts.get("asked")
+        asked = asked if isinstance(asked, dict) else {}
+        if wrong := _differences(asked, self.asked):
+            raise HeadwiseError(_left_by(self.file, wrong))
+        try:
+            self.tally = self.adding.tally = tallies["tally"]
+            self.window, self.batches = count(facts["window"], "window"), count(facts["batches"], "batches")
+            self.kept_texts = string(facts["texts"], "texts")
+            self.adding.restore(facts["waiting"], arrays)
+            if self.tally.replicates != self.asked["replicates"]:
+                raise ValueError(f"there are {self.tally.replicates} replicates, expected {self.asked['replicates']}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{str(self.file)!r} is damaged: {in_words(error)}; remove it to begin again"
+            ) from error
+
+
+# what differs, where its values would tell a reader nothing
+DIFFERENCES = {
+    "format": "another version of headwise",
+    "batch": "another version of headwise",
+    "weights": "other weights",
+    "tokenizer": "another tokenizer",
+    "beginning": "other texts",
+    "counts": "other texts",
+    "corpus": "other texts",
+}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In words, what a run was asked for before and is not now."""
+    wrong = [key for key, value in now.items() if before.get(key) != value]
+    words = [DIFFERENCES.get(key, f"another {key} ({brief(before.get(key))}, now {brief(now[key])})") for key in wrong]
+    return list(dict.fromkeys(words))
+
+
+def _left_by(file: Path | None, differences: list[str]) -> str:
+    return (
+        f"{str(file)!r} was left by an unfinished run with {', '.join(differences)}; "
+        "finish that run, give another place, or remove the file to begin again"
+    )
 
 
 def _give_back() -> None:
@@ -179,7 +244,9 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _check(length: int, part: tuple[int, int], replicates: int) -> None:
+def _check(length: int, part: tuple[int, int], replicates: int, seed: int) -> None:
+    if not 0 <= seed <= LARGEST:
+        raise HeadwiseError(f"the seed must be a whole number from 0 to {LARGEST}, got {brief(seed)}")
     if length < 4:
         raise HeadwiseError(f"length is the most tokens of a text, at least 4, got {length}")
     if not (len(part) == 2 and 0 <= part[0] < part[1]):

@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeadwiseError
+from .definitions import ANY
+from .documents import anything, brief, count, items, mapping, string
 
 REPLICATES = 200
 INTERVAL = (2.5, 97.5)
+LARGEST_SUM = 1e18  # more than any corpus gives, and its square is still a number
 Key = tuple[str, int]  # kind, layer
+SUMS = ("top", "bottom", "first", "second", "texts")  # the arrays of a layer, see Sums
 
 
 def identity(text: str) -> int:
@@ -52,10 +56,22 @@ class Sums:
 
     @classmethod
     def zero(cls, numbers: int, heads: int, replicates: int) -> Sums:
-        return cls(
-            np.zeros((numbers, heads + 1, 1 + replicates)), np.zeros((numbers, 1 + replicates)),
-            np.zeros((numbers, heads + 1)), np.zeros((numbers, heads + 1)), np.zeros(numbers),
-        )  # fmt: skip
+        return cls(**{part: np.zeros(shape) for part, shape in _shapes(numbers, heads, replicates).items()})
+
+    @classmethod
+    def of(cls, kind: str, layer: int, arrays: dict[str, np.ndarray], names: tuple[str, ...], replicates: int) -> Sums:
+        """Those of one layer among the arrays of a file; a ValueError where they are not what sums are."""
+        found = {part: np.array(arrays[f"{kind}/{layer}/{part}"]) for part in SUMS}
+        columns = found["first"].shape[1] if found["first"].ndim == 2 else 0
+        for part, shape in _shapes(len(names), max(columns - 1, 1), replicates).items():
+            x = found[part]
+            if x.shape != shape or x.dtype != np.float64:
+                raise ValueError(f"{part} of {kind} layer {layer} is {x.dtype} {x.shape}, expected float64 {shape}")
+            if not (np.abs(x) <= LARGEST_SUM).all():
+                raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite, or too large")
+        if min(found[part].min(initial=0.0) for part in ("bottom", "texts")) < 0:
+            raise ValueError(f"{kind} layer {layer} has negative counts")
+        return cls(**found)
 
     def arrays(self) -> dict[str, np.ndarray]:
         return dict(vars(self))
@@ -95,6 +111,17 @@ class Sums:
         with np.errstate(invalid="ignore", divide="ignore"):
             variance = self.second / count - (self.first / count) ** 2
         return np.sqrt(np.maximum(variance, 0))
+
+
+def _shapes(numbers: int, heads: int, replicates: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's arrays."""
+    return {
+        "top": (numbers, heads + 1, 1 + replicates),
+        "bottom": (numbers, 1 + replicates),
+        "first": (numbers, heads + 1),
+        "second": (numbers, heads + 1),
+        "texts": (numbers,),
+    }
 
 
 def _ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
@@ -159,13 +186,27 @@ class Tally:
 
     @classmethod
     def of(cls, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> Tally:
-        """What `facts` and `arrays` gave, put together again."""
-        parts = ("top", "bottom", "first", "second", "texts")
-        sums = {
-            (kind, layer): Sums(*(np.array(arrays[f"{kind}/{layer}/{part}"]) for part in parts))
-            for kind, layer in facts["layers"]
+        """What `facts` and `arrays` gave, put together again; a ValueError where they do not fit each other."""
+        names = {
+            kind: tuple(found)
+            for kind, found in mapping(facts["names"], "names", lambda x, what: items(x, what, string)).items()
         }
-        names = {kind: tuple(found) for kind, found in facts["names"].items()}
-        return cls(
-            names, dict(facts["ways"]), sums, *(facts[x] for x in ("texts", "tokens", "cut", "seen", "replicates"))
-        )
+        ways = mapping(facts["ways"], "ways", string)
+        texts, tokens, cut, replicates = (count(facts[x], x) for x in ("texts", "tokens", "cut", "replicates"))
+        if names.keys() != ways.keys() or not set(ways.values()) <= set(ANY):
+            raise ValueError(f"ways are {ways!r} for names of {', '.join(names) or 'nothing'}")
+        if type(facts["seen"]) is not int or not 0 <= facts["seen"] < 2**64:
+            raise ValueError(f"seen must be a whole number of 64 bits, got {brief(facts['seen'])}")
+        keys = [_key(key) for key in items(facts["layers"], "layers", anything)]
+        if len(set(keys)) < len(keys):
+            raise ValueError("a layer is there twice")
+        sums = {key: Sums.of(*key, arrays, names[key[0]], replicates) for key in keys}
+        if wrong := arrays.keys() - {f"{kind}/{layer}/{part}" for kind, layer in keys for part in SUMS}:
+            raise ValueError(f"array {min(wrong)!r} belongs to no layer")
+        return cls(names, ways, sums, texts, tokens, cut, facts["seen"], replicates)
+
+
+def _key(value: Any) -> Key:
+    if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)):
+        raise ValueError(f"a layer is a kind and a number, got {brief(value)}")
+    return value[0], count(value[1], "a layer's number")

@@ -34,7 +34,7 @@ class Task:
 
 def text(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
     """The language-model loss of a causal model, a text a unit; else how far a text's embedding moves."""
-    groups = _groups([_ids(tokenizer, one) for one in texts])
+    groups = _groups([_ids(tokenizer, one) for one in texts], model.device)
     if speaks(model):
         return Task("text", "language-model loss", model, lambda: _joined(_loss(model, group) for group in groups))
     inner, _ = body(model)
@@ -101,7 +101,7 @@ def agreement(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: 
         with torch.no_grad():
             logits = model(**group).logits.float()
         last = group["attention_mask"].sum(1) - 1
-        chances = logits[torch.arange(len(rows)), last].log_softmax(-1).gather(1, right)
+        chances = logits[torch.arange(len(rows), device=last.device), last].log_softmax(-1).gather(1, right)
         return (chances[:, 1] - chances[:, 0]).cpu().numpy()
 
     return Task("agreement", "log-odds of the verb of the wrong number", model, score)
@@ -126,7 +126,7 @@ def _first(tokenizer: Any, word: str) -> int:
     return int(tokenizer(" " + word, add_special_tokens=False)["input_ids"][0])
 
 
-def _groups(rows: list[list[int]], device: Any = "cpu") -> list[dict[str, Tensor]]:
+def _groups(rows: list[list[int]], device: Any) -> list[dict[str, Tensor]]:
     groups: list[list[list[int]]] = []
     for row in sorted((row for row in rows if len(row) > 2), key=len):
         if not groups or (len(groups[-1]) + 1) * len(row) > TOKENS:
@@ -178,4 +178,4 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _joined(parts: Any) -> np.ndarray:
-    return torch.cat(list(parts)).double().cpu().numpy()
+    return torch.cat(list(parts)).cpu().double().numpy()  # not every device has float64

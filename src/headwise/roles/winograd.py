@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HeadwiseError
+from .documents import in_words, parse_json, string
 from .gold import Link, Sentence
 
 ITEM = re.compile(r"(?P<text>.+?)\s*The '(?P<pronoun>[^']+)' refers to (?P<referent>.+?) because ", re.DOTALL)
@@ -28,10 +28,10 @@ class Winograd:
 def read(path: str | os.PathLike[str]) -> Winograd:
     """Pairs of sentences in which each pronoun has the same two candidates and another one of them is right."""
     try:
-        examples = json.loads(Path(path).read_text(encoding="utf-8"))["examples"]
-        found = [ITEM.match(" ".join(example["input"].split())) for example in examples]
+        examples = parse_json(Path(path).read_text(encoding="utf-8"))["examples"]
+        found = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HeadwiseError(f"{str(path)!r} is not the WinoWhy file of BIG-bench: {error}") from error
+        raise HeadwiseError(f"{str(path)!r} is not the WinoWhy file of BIG-bench: {in_words(error)}") from error
     items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in found if m))
     made: list[Sentence] = []
     at = 0

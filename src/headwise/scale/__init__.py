@@ -10,6 +10,7 @@ _WHERE = {
     "Ranks": "ranks",
     "SequencePlan": "sequence",
     "atlas": "corpus",
+    "clip_grad_norm_": "clip",
     "collected": "ring",
     "counted": "counted",
     "importance": "corpus",
@@ -33,6 +34,7 @@ _WHERE = {
 __all__ = [*_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
+    from .clip import clip_grad_norm_ as clip_grad_norm_
     from .context import split_sequence as split_sequence
     from .context import sum_gradients as sum_gradients
     from .corpus import atlas as atlas

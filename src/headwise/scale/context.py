@@ -6,21 +6,21 @@ weights is a part of their gradient, which `sum_gradients` puts together.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention.contract import Window
+from ..attention.contract import Window, shown
 from ..attention.module import MultiHeadAttention
 from ..attention.positions import Alibi, Rotary
 from ..attention.stack import Decoder, Encoder, Transformer
 from ..attention.stats import HeadStats
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from .heads import SplitAttention, looks
-from .ranks import TIMEOUT, ranks_of
+from .ranks import ranks_of
 from .ring import positions_of, ring_attend, ring_head_stats
 
 
@@ -29,7 +29,7 @@ class RingAttention(MultiHeadAttention):
 
     zigzag: bool
     mesh: DeviceMesh | None
-    timeout: float
+    timeout: float | None
 
     def forward(
         self,
@@ -45,9 +45,18 @@ class RingAttention(MultiHeadAttention):
         **other: Any,
     ) -> Any:
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
+        ranks = ranks_of(self.mesh, self.timeout)
+        with ranks.in_step("the attention of a split sequence"):
+            return self._forward(query, key, positions, other, causal, window, lengths, gates)
+
+    def _forward(
+        self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any], causal: bool,
+        window: Window | None, lengths: Tensor | None, gates: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         q, k, v = self._here(query, key, positions, other)
         out = ring_attend(q, k, v, causal=causal, window=window, lengths=lengths, gates=gates, **self._how(query))
-        return self.W_O(out.transpose(1, 2).flatten(2))
+        found: Tensor = self.W_O(out.transpose(1, 2).flatten(2))
+        return found
 
     def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **how: Any) -> HeadStats:
         """Of the whole sequence, on every rank; queries and classes are of the tokens here."""
@@ -62,15 +71,24 @@ class RingAttention(MultiHeadAttention):
     def _here(
         self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        for name in ("mask", "cache", "need_weights"):
-            if other.get(name) is not None and other[name] is not False:
-                raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
-        if key is not None and key is not query:
-            raise UnsupportedError("a split sequence is for self-attention, got a key of another sequence")
-        if self.training and self.dropout:
-            raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
+        def words() -> str:
+            for name in ("mask", "cache", "need_weights"):
+                if other.get(name) is not None and other[name] is not False:
+                    raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
+            if key is not None and key is not query:
+                raise UnsupportedError("a split sequence is for self-attention, got a key of another sequence")
+            if self.training and self.dropout:
+                raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
+            if query.dim() != 3:
+                raise ShapeError(f"query must be (B, tokens here, d_model), got {shown(query.shape)}")
+            mode = "training" if self.training else "not training"
+            learned = ", with gradient" if torch.is_grad_enabled() else ""
+            return f"a call {'with' if positions is not None else 'without'} positions, {mode}{learned}"
+
+        here = query.shape[1] if query.dim() > 1 else 0
+        places = positions_of(here, self.zigzag, self.mesh, self.timeout, words)
         if positions is None and isinstance(self.position, Rotary):
-            positions = positions_of(query.shape[1], self.zigzag, self.mesh)
+            positions = places.to(query.device)
         q, k, v, _ = self._call(query, None, None, positions=positions)
         return q, k, v
 
@@ -83,11 +101,12 @@ class RingAttention(MultiHeadAttention):
 
 
 def split_sequence(
-    module: Any, mesh: DeviceMesh | None = None, *, zigzag: bool = True, timeout: float = TIMEOUT
+    module: Any, mesh: DeviceMesh | None = None, *, zigzag: bool = True, timeout: float | None = None
 ) -> Any:
     """Let an attention, a block or a stack take this rank's tokens of a sequence (`placed`): in place, as split_heads.
 
     zigzag: how tokens are placed, for all layers alike. A stack's positions are those of the whole sequence.
+    timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
     """
     ranks = ranks_of(mesh, timeout)
     found = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
@@ -103,16 +122,33 @@ def split_sequence(
         def place(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             ids = args[0] if args else kwargs["ids"]
             if kwargs.get("positions") is None:
-                kwargs = {**kwargs, "positions": positions_of(ids.shape[1], zigzag, mesh).to(ids.device)}
+                kwargs = {**kwargs, "positions": positions_of(ids.shape[1], zigzag, mesh, timeout).to(ids.device)}
             return args, kwargs
 
         module.register_forward_pre_hook(place, with_kwargs=True)
     return module
 
 
-def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Each rank's part of every gradient -> the whole one, on all ranks."""
-    ranks = ranks_of(mesh)
-    for x in module.parameters():
-        if x.grad is not None and ranks.count > 1:
-            dist.all_reduce(x.grad, group=ranks.group)
+def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout: float | None = None) -> None:
+    """Each rank's part of every gradient -> the whole one, on all ranks.
+
+    A rank whose tokens gave a parameter no gradient takes part with zeros. One that has no gradient on any rank stays
+    without.
+    """
+    ranks = ranks_of(mesh, timeout)
+    named = dict(module.named_parameters())
+
+    def words() -> str:
+        forms = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in named.items()]
+        digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()[:12]
+        return f"a {type(module).__name__} of {len(forms)} parameters, digest {digest}"
+
+    ranks.agree("the gradients to sum", words)
+    if ranks.count == 1 or not named:
+        return
+    there = torch.tensor([x.grad is not None for x in named.values()], dtype=torch.int32, device=ranks.device)
+    ranks.sum(there, "who has gradients")
+    for has, (name, x) in zip(there.tolist(), named.items(), strict=True):
+        if has:
+            x.grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+            ranks.sum(x.grad, f"the gradient of {name}")

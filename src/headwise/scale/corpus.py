@@ -10,29 +10,30 @@ import hashlib
 import json
 import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from ..errors import CheckpointError, HeadwiseError
+from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from ..files import written
-from ..prune.importance import SCORES, UNITS, places
+from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
+from ..prune.importance import SCORES, UNITS, merged
 from ..prune.importance import importance as importance_of
 from ..prune.scores import Scores
 from ..roles.atlas import SUMS, Atlas
 from ..roles.survey import atlas as atlas_of
+from ..roles.survey import given
 from .ranks import Ranks, ranks_of
+from .run_folder import run_folder, save_and_sync
 
 EVERY = 30.0  # seconds between checkpoints
 PATIENCE = 12 * 3600.0  # seconds that a rank which is done waits for the others; one that died ends all of them
-WHOLE = ("magnitude", "random", "l0", "variance")  # scores that are not sums over batches: every rank computes them
 Progress = Callable[[int, int | None], None]
 
 
@@ -42,21 +43,42 @@ def atlas(
     tokenizer: Any = None,
     *,
     resume: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     timeout: float = PATIENCE,
     **how: Any,
 ) -> Atlas:
     """headwise.atlas over the ranks there are: every rank takes its part of the texts, and all get the whole atlas.
 
-    resume: a folder that keeps each part's sums meanwhile; a run that was killed goes on from there. The rest is as in
-    headwise.atlas; progress is called on the first rank alone, and tells of all.
+    resume: a folder that keeps each part's sums meanwhile; a run that was killed goes on from there, and one of other
+    texts, weights or options is refused. out: a file that the first rank writes the whole atlas and its sums to, before
+    the parts in that folder are removed. The rest is as in headwise.atlas; progress is called on the first rank alone,
+    and tells of all.
     """
     ranks = ranks_of(timeout=timeout)
     if ranks.count == 1:
         file = None if resume is None else Path(resume)
-        return atlas_of(model, texts, tokenizer, resume=file, progress=progress, **how)
-    ranks.agree("what to measure", lambda: _asked(model, texts, how))
-    with _folder(resume, ranks) as folder, stopping_in_order():
+        whole = atlas_of(model, texts, tokenizer, resume=file, progress=progress, **how)
+        if out is not None:
+            whole.save(out, sums=True)
+        return whole
+    content: dict[str, str] = {}
+
+    def words() -> str:
+        nonlocal model, tokenizer
+        how["name"], model, tokenizer = given(model, tokenizer, how.get("name"))
+        content.update(
+            {
+                "task": "atlas", "number of ranks": str(ranks.count), "model": fingerprint(model),
+                "tokenizer": tokenizer_fingerprint(tokenizer), "corpus": _content_of_texts(texts, resume is not None),
+                **{f"option {name}": _option(value) for name, value in sorted(how.items()) if value is not None},
+            }
+        )  # fmt: skip
+        return _words(content)
+
+    ranks.agree("what to measure", words)
+    measuring = ranks.in_step("measuring its texts")
+    with run_folder(resume, ranks, content) as folder, stopping_in_order(), measuring:
         mine = folder / f"part-{ranks.rank}-of-{ranks.count}.json"
         if not _finished(mine):
             part = (ranks.rank, ranks.count)
@@ -67,7 +89,7 @@ def atlas(
         ranks.barrier("the end of the texts")
         parts = [Atlas.load(folder / f"part-{rank}-of-{ranks.count}.json") for rank in range(ranks.count)]
         whole = parts[0].merge(*parts[1:])
-        ranks.barrier("the merging of the parts")
+        ranks.agree("the merging of the parts", lambda: _saved(whole, out if ranks.first else None))
         for file in (mine, _sums(mine)):
             file.unlink(missing_ok=True)
     return whole
@@ -89,14 +111,29 @@ def importance(
     """headwise.importance over the ranks there are: each scores its part of the batches, and all get all scores."""
     ranks = ranks_of(timeout=timeout)
     kept = list(batches)
-    if ranks.count == 1 or score in WHOLE or score not in SCORES or unit not in UNITS or len(kept) < 2:
+    content: dict[str, str] = {}
+
+    def words() -> str:
+        options = {"seed": seed, "loss": getattr(loss, "__qualname__", type(loss).__name__), **how}
+        content.update(
+            {
+                "task": f"importance, {score} of {unit}s", "number of ranks": str(ranks.count),
+                "model": fingerprint(model), "batches": f"{len(kept)}, digest {batches_fingerprint(kept)}",
+                **{f"option {name}": _option(value) for name, value in sorted(options.items())},
+            }
+        )  # fmt: skip
+        return _words(content)
+
+    if ranks.count > 1:
+        ranks.agree("what to score", words)
+    # every rank computes the whole of a score that does not come apart by batches
+    apart = score in SCORES and SCORES[score].additive and unit in UNITS
+    if ranks.count == 1 or not apart or len(kept) < 2:
         shown = progress if ranks.first else None
         return importance_of(model, kept, score, loss, unit=unit, seed=seed, progress=shown, **how)
-    told = ", ".join(f"{key} {value}" for key, value in sorted(how.items()))
-    asked = f"{score} of {unit}s, seed {seed}, {len(kept)} batches, digest {_digest(kept)}, {_weights(model)}, {told}"
-    ranks.agree("what to score", asked)
-    with _folder(resume, ranks) as folder, stopping_in_order():
-        ledger = Ledger(folder, ranks, hashlib.sha256(asked.encode()).hexdigest()[:16])
+    scoring = ranks.in_step("scoring its batches")
+    with run_folder(resume, ranks, content) as folder, stopping_in_order(), scoring:
+        ledger = Ledger(folder, ranks, hashlib.sha256(_words(content).encode()).hexdigest()[:16])
         todo = [number for number in range(ranks.rank, len(kept), ranks.count) if number not in ledger.done]
         with ledger.kept_at_the_end():
             for number in todo:
@@ -107,11 +144,10 @@ def importance(
                 if progress and ranks.first:
                     progress(min(len(kept), len(ledger.done) * ranks.count), len(kept))
         ranks.barrier("the end of the batches")
-        each, objective = ledger.all(len(kept))
+        each, _ = ledger.all(len(kept))
         ranks.barrier("the merging of the scores")
         ledger.file.unlink(missing_ok=True)
-    _, signed, norm = SCORES[score]
-    return Scores(places(model), score, unit, objective, each, signed, norm)
+    return merged(model, kept, score, loss, unit, each)
 
 
 class Ledger:
@@ -187,22 +223,6 @@ class Ledger:
 
 
 @contextmanager
-def _folder(resume: str | os.PathLike[str] | None, ranks: Ranks) -> Iterator[Path]:
-    """Where parts are kept: the folder given, or one that is gone in the end."""
-    with ExitStack() as stack:
-        if resume is not None:
-            folder = Path(resume)
-            folder.mkdir(parents=True, exist_ok=True)
-        else:
-            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="headwise-")) if ranks.first else ""
-            folder = Path(ranks.told(own))
-        yield folder
-        ranks.barrier("the end")
-        if resume is not None and ranks.first and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-@contextmanager
 def stopping_in_order() -> Iterator[None]:
     """torchrun ends those who are left with SIGTERM when one rank has died: take it as Ctrl-C, which keeps the sums."""
 
@@ -220,6 +240,14 @@ def stopping_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _saved(whole: Atlas, out: str | os.PathLike[str] | None) -> str:
+    """Let the whole atlas be on the disk, where it is to be."""
+    if out is not None:
+        whole.save(out, sums=True)
+        save_and_sync([Path(out), _sums(Path(out))])
+    return "merged"
+
+
 def _finished(part: Path) -> bool:
     return part.exists() and _sums(part).exists()
 
@@ -228,31 +256,28 @@ def _sums(part: Path) -> Path:
     return Path(os.fspath(part) + SUMS)
 
 
-def _asked(model: Any, texts: Any, how: dict[str, Any]) -> str:
-    what = os.fspath(model) if isinstance(model, str | os.PathLike) else _weights(model) if model is not None else ""
-    told = ", ".join(f"{key} {value}" for key, value in sorted(how.items()))
-    return f"model {what}, texts {_texts(texts)}, {told}"
-
-
-def _texts(texts: Any) -> str:
+def _content_of_texts(texts: Any, resumed: bool) -> str:
+    """A digest of all texts. Where they can be read only once, they are not, unless a finished part must be told."""
     if isinstance(texts, str | os.PathLike) and os.path.exists(texts):
-        return f"{Path(texts).name} of {os.path.getsize(texts)} bytes"
-    return f"{len(texts)} in a {type(texts).__name__}" if hasattr(texts, "__len__") else type(texts).__name__
+        try:
+            with open(texts, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        except OSError as error:
+            raise HeadwiseError(f"texts {os.fspath(texts)!r} cannot be read: {error.strerror or error}") from error
+    if isinstance(texts, Sequence) or (resumed and isinstance(texts, Iterable) and iter(texts) is not texts):
+        return batches_fingerprint(list(texts))
+    if resumed:
+        raise UnsupportedError(
+            f"texts that can be read only once ({type(texts).__name__}) cannot be told from others when a run goes on; "
+            "give a file or a list, or no folder to resume from"
+        )
+    return type(texts).__name__
 
 
-def _weights(model: nn.Module) -> str:
-    """What a model is, in words that differ where its sizes do."""
-    digest = hashlib.sha256()
-    for name, x in model.named_parameters():
-        digest.update(f"{name} {tuple(x.shape)}".encode())
-        if x.numel():
-            digest.update(repr(float(x.detach().flatten()[0])).encode())
-    return f"a {type(model).__name__}, digest {digest.hexdigest()[:12]}"
+def _option(value: Any) -> str:
+    """An option's content in words: that of tensors by a digest."""
+    return repr(value) if isinstance(value, bool | int | float | str | None) else batches_fingerprint(value)
 
 
-def _digest(batches: list[Any]) -> str:
-    digest = hashlib.sha256()
-    for batch in batches:
-        for x in batch.values() if isinstance(batch, dict) else [batch]:
-            digest.update(x.cpu().numpy().tobytes() if isinstance(x, Tensor) else b"")
-    return digest.hexdigest()[:12]
+def _words(content: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in content.items())

@@ -8,6 +8,7 @@ layer. Embeddings, norms and the output layer stay whole on every rank.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +23,13 @@ from ..attention.contract import pick, shown
 from ..attention.module import MultiHeadAttention
 from ..attention.positions import Alibi
 from ..attention.stats import HeadStats
-from ..errors import MaskError, ShapeError, UnsupportedError
-from .linear import Columns, Piece, Rows, keep, local, spread
+from ..errors import MaskError, RankError, ShapeError, UnsupportedError
+from .agreement import floating, told
+from .linear import Columns, Piece, Rows, keep, local, mark_parts, note_mixture, spread
 from .plan import HeadPlan, spans
-from .ranks import TIMEOUT, Ranks, copied, ranks_of
+from .ranks import Ranks, copied, ranks_of
+
+SHAPES = "shapes"  # a weaker check of a call's inputs
 
 
 class _GatheredHeads(torch.autograd.Function):
@@ -71,6 +75,7 @@ class SplitAttention(MultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **how: Any) -> Any:
         """As MultiHeadAttention's."""
+        mark_parts(self, self.ranks)  # its sinks
         with _own_dropout(self.ranks, self.training and self.dropout > 0):
             found = super().forward(query, key, value, **how)
         return (found[0], self._all_heads(found[1])) if how.get("need_weights") else found
@@ -99,7 +104,7 @@ class SplitAttention(MultiHeadAttention):
         seen: dict[int, Tensor] = {}  # attention asks whether key is query, so one tensor must stay one
 
         def given(x: Tensor | None) -> Tensor | None:
-            return x if x is None else seen.setdefault(id(x), copied(x, self.ranks.group))
+            return x if x is None else seen.setdefault(id(x), copied(x, self.ranks))
 
         how["mask"], how["gates"] = self._mask(how.get("mask")), self._gates(how.get("gates"))
         return super()._call(given(query), given(key), given(value), **how)  # type: ignore[arg-type]
@@ -118,7 +123,7 @@ class SplitAttention(MultiHeadAttention):
         whole = self.plan.heads.query
         if gates.shape[-1:] != (whole,):
             raise ShapeError(f"gates must be one number a query head, shape ({whole},), got {shown(gates.shape)}")
-        return copied(gates, self.ranks.group).index_select(-1, self._slots.to(gates.device))
+        return copied(gates, self.ranks).index_select(-1, self._slots.to(gates.device))
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """(B, heads here, ...) -> (B, all heads, ...)."""
@@ -132,10 +137,10 @@ class SplitNorm(nn.Module):
     ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = copied(self.weight, self.ranks.group)  # type: ignore[arg-type]
+        weight = copied(self.weight, self.ranks)  # type: ignore[arg-type]
         if isinstance(self, nn.RMSNorm):
             return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
-        bias = None if self.bias is None else copied(self.bias, self.ranks.group)  # type: ignore[arg-type]
+        bias = None if self.bias is None else copied(self.bias, self.ranks)  # type: ignore[arg-type]
         return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)  # type: ignore[arg-type]
 
 
@@ -153,16 +158,25 @@ class SplitFeedForward(FeedForward):
     ranks: Ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(copied(x, self.ranks.group))
+        return super().forward(copied(x, self.ranks))
 
 
-def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float = TIMEOUT, checked: bool = True) -> Any:
+def split_heads(
+    module: Any, mesh: DeviceMesh | None = None, *, timeout: float | None = None, checked: bool | str = True
+) -> Any:
     """Let every rank hold and compute some heads of an attention, a block or a whole stack: in place, as
     parallelize_module does; the module comes back.
 
-    All ranks must hold the same module; every call must be made on all of them, with the same inputs. checked: that
-    the shapes are the same is exchanged before each call, so that ranks that disagree get an error and not a hang.
+    All ranks must hold the same module; every call must be made on all of them, with the same inputs.
+
+    Args:
+        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+        checked: ranks exchange 768 bytes before each call, so that ranks that disagree get an error and not a hang or
+            wrong numbers. True: forms, options, dropout and the values of all inputs, those of floating-point ones to
+            rounding, which reads each input once; "shapes": all but floating-point values; False: nothing.
     """
+    if checked not in (True, False, SHAPES):
+        raise UnsupportedError(f"checked is True, False or {SHAPES!r}, got {checked!r}")
     ranks = ranks_of(mesh, timeout)
     found = [part for part in module.modules() if isinstance(part, MultiHeadAttention | FeedForward)]
     attentions = [part for part in found if isinstance(part, MultiHeadAttention)]
@@ -180,8 +194,10 @@ def split_heads(module: Any, mesh: DeviceMesh | None = None, *, timeout: float =
             _split_attention(part, ranks)
         else:
             _split_ffn(part, ranks)
-    if checked:
-        module.register_forward_pre_hook(_Agreement(ranks), with_kwargs=True)
+    note_mixture(module)
+    agreement = _Agreement(ranks, module, checked)
+    module.register_forward_pre_hook(agreement.before, with_kwargs=True)
+    module.register_forward_hook(agreement.after, with_kwargs=True, always_call=True)
     return module
 
 
@@ -251,24 +267,45 @@ def gathered_stats(stats: HeadStats, plan: HeadPlan, ranks: Ranks) -> HeadStats:
 
 
 class _Agreement:
-    """Before every call of a split module: are the inputs of the same shapes on all ranks?"""
+    """Around every call of a split module: do all ranks make the same call, and do all of them come to its end?"""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, module: nn.Module, checked: bool | str) -> None:
+        self.ranks, self.checked = ranks, checked
+        self.what = f"the call of {type(module).__name__}"
+        self.random = [part for part in module.modules() if isinstance(part, nn.Dropout | MultiHeadAttention)]
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.ranks.agree(f"the inputs of {type(module).__name__}", _shapes([*args, *sorted(kwargs.items())]))
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.checked:
+            values = {} if self.checked == SHAPES else floating(list(args)) | floating(kwargs)
+            words = ", ".join(filter(None, [told(list(args)), told(kwargs), self._state(module)]))
+            self.ranks.agree(f"the inputs of {type(module).__name__}", words, values=values)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        error = sys.exc_info()[1]
+        if result is None and isinstance(error, Exception) and not isinstance(error, RankError):
+            self.ranks.failed(self.what, error)
+
+    def _state(self, module: nn.Module) -> str:
+        """What a call depends on beside its inputs: dropout, what is learned, and the precision."""
+        words = ["training" if module.training else "not training"]
+        rates = [_rate(part) if part.training else 0.0 for part in self.random]
+        if any(rates):  # outside attention all ranks must draw the same numbers
+            state = torch.cuda.get_rng_state() if self.ranks.device.type == "cuda" else torch.get_rng_state()
+            words.append(f"dropout {_short(repr(rates).encode())}, random state {_short(state.numpy().tobytes())}")
+        if torch.is_grad_enabled():
+            learned = [x.requires_grad for x in module.parameters()]
+            words.append(f"{sum(learned)} of {len(learned)} parameters learned, {_short(bytes(learned))}")
+        if torch.is_autocast_enabled(self.ranks.device.type):
+            words.append(f"autocast {torch.get_autocast_dtype(self.ranks.device.type)}")
+        return ", ".join(words)
 
 
-def _shapes(x: Any) -> str:
-    """What a call was given, in words: shapes of tensors, the values of small whole numbers."""
-    if isinstance(x, Tensor):
-        words = f"{str(x.dtype).removeprefix('torch.')} {shown(x.shape)}"
-        whole = not x.is_floating_point() and x.device.type == "cpu"
-        return words + f" {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:8]}" if whole else words
-    if isinstance(x, list | tuple):
-        return ", ".join(_shapes(y) for y in x)
-    return str(x) if isinstance(x, bool | int | float | str | None) else type(x).__name__
+def _rate(part: Any) -> float:
+    return float(part.p if isinstance(part, nn.Dropout) else part.dropout)
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def looks(module: nn.Module) -> str:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .gradients import mark_gradients
 from .ranks import Ranks, summed
 
 PIECES = "headwise_pieces"  # on a module: which parts of the whole its parameters are, by name
@@ -28,6 +28,7 @@ class Piece:
     owned: range  # what this rank writes to a checkpoint; less than it holds where others hold it too
     even: bool  # all ranks hold as much, each its own: DTensor can say it
     mesh: DeviceMesh | None = None
+    mixed: bool = False  # some other parameter of the split module is a DTensor
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of the whole that is held."""
@@ -48,6 +49,15 @@ def pieces(module: nn.Module) -> dict[str, Piece]:
     }
 
 
+def note_mixture(module: nn.Module) -> None:
+    """Let every part know whether there are DTensors beside it, which PyTorch does not take together with others."""
+    if any(piece.even for piece in pieces(module).values()):
+        for part in module.modules():
+            known = getattr(part, PIECES, {})
+            if known:
+                setattr(part, PIECES, {name: replace(piece, mixed=True) for name, piece in known.items()})
+
+
 def keep(module: nn.Module, name: str, piece: Piece, ranks: Ranks) -> None:
     """Let a module hold only its rank's part of a parameter: a DTensor where it divides, else a plain tensor."""
     whole = getattr(module, name)
@@ -62,29 +72,39 @@ def keep(module: nn.Module, name: str, piece: Piece, ranks: Ranks) -> None:
     setattr(module, PIECES, {**getattr(module, PIECES, {}), name: replace(piece, mesh=ranks.mesh)})
 
 
+def mark_parts(module: Any, ranks: Ranks) -> None:
+    """Let the gradients of a module's own parts be counted as parts; asked for before each use, since moving a module
+    to another device can make new parameters."""
+    if torch.is_grad_enabled():
+        for name, piece in getattr(module, PIECES, {}).items():
+            mark_gradients(module._parameters[name], piece, ranks)
+
+
 class _SharedRows(torch.autograd.Function):
     """Rows of which some are held elsewhere too: forward as they are, backward summed over those who hold them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shared: Any) -> Tensor:
-        ctx.shared = shared
+    def forward(ctx: Any, rows: Tensor, shared: Any, ranks: Ranks) -> Tensor:
+        ctx.shared, ctx.ranks = shared, ranks
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         slope = slope.clone(memory_format=torch.contiguous_format)
         for start, stop, group in ctx.shared:  # in the order of the heads, which is the same on all ranks
-            dist.all_reduce(slope[start:stop], group=group)
-        return slope, None
+            ctx.ranks.sum(slope[start:stop], "a sum of gradients of KV heads", group)
+        return slope, None, None
 
 
 class RowsHere(nn.Linear):
     """Some rows of a linear layer (column-wise parallel): the whole of x gives some columns of the output."""
 
+    ranks: Ranks
     slots: Tensor | None = None  # rows as they are used, past the last one for zeros; None: as they are held
     shared: tuple[tuple[int, int, Any], ...] = ()  # rows from, up to, and the group of those who hold them too
 
     def forward(self, x: Tensor) -> Tensor:
+        mark_parts(self, self.ranks)
         return F.linear(x, self.used(self.weight), self.used(self.bias))
 
     def used(self, held: Any) -> Any:
@@ -93,20 +113,21 @@ class RowsHere(nn.Linear):
             return None
         rows = local(held)
         if self.shared and torch.is_grad_enabled() and rows.requires_grad:
-            rows = _SharedRows.apply(rows, self.shared)
+            rows = _SharedRows.apply(rows, self.shared, self.ranks)
         return spread(rows, self.slots)
 
 
 class ColumnsHere(nn.Linear):
     """Some columns of a linear layer (row-wise parallel): some columns of x give one part of a sum, the output."""
 
-    group: Any = None
+    ranks: Ranks
     slots: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        mark_parts(self, self.ranks)
         weight = local(self.weight)
         weight = weight if self.slots is None else spread(weight.T, self.slots).T
-        out = summed(F.linear(x, weight), self.group)
+        out = summed(F.linear(x, weight), self.ranks)
         return out if self.bias is None else out + local(self.bias)
 
 
@@ -135,7 +156,7 @@ class Rows(ParallelStyle):
             if x is not None:
                 keep(module, name, Piece(0, tuple(x.shape), self.held, self.owned, self.even), self.ranks)
         module.__class__ = RowsHere
-        module.slots, module.shared = self.slots, self.shared  # type: ignore[assignment]
+        module.ranks, module.slots, module.shared = self.ranks, self.slots, self.shared  # type: ignore[assignment]
         return module
 
 
@@ -152,5 +173,5 @@ class Columns(ParallelStyle):
         shape = tuple(module.weight.shape)  # type: ignore[arg-type]
         keep(module, "weight", Piece(1, shape, self.held, self.held, self.even), self.ranks)
         module.__class__ = ColumnsHere
-        module.group, module.slots = self.ranks.group, self.slots  # type: ignore[assignment]
+        module.ranks, module.slots = self.ranks, self.slots  # type: ignore[assignment]
         return module

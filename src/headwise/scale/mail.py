@@ -55,8 +55,7 @@ class Mail:
             for later in range(n, min(n + 1 + AHEAD, len(self.items))):
                 self._post(later)
             works, _, came = self.posted.pop(n)
-            for work in works:
-                work.wait()
+            self.ring.ranks.wait(works, "the keys and values of other ranks")
             if came is not None:
                 yield item, _opened(came, self._shapes(item))
             else:
@@ -73,7 +72,7 @@ class Mail:
         if item.take is not None and not item.own:
             came = self.k.new_empty(sum(map(math.prod, self._shapes(item))))
             calls.append(self.ring.call(dist.irecv, came, item.source, 2 * n))
-        self.posted[n] = (dist.batch_isend_irecv(calls) if calls else [], sent, came)
+        self.posted[n] = (self.ring.post(calls), sent, came)
 
     def _mine(self, chunk: int, item: Item) -> Parcel:
         where = self.ring.local(chunk)
@@ -109,7 +108,7 @@ class Returns:
         if item.give is not None:
             came = self.dk.new_empty(sum(map(math.prod, self._shapes(item))))
             calls.append(self.ring.call(dist.irecv, came, item.target, 2 * n + 1))
-        self.posted.append((item, dist.batch_isend_irecv(calls) if calls else [], sent, came))
+        self.posted.append((item, self.ring.post(calls), sent, came))
         if len(self.posted) > AHEAD:
             self._settle()
 
@@ -120,8 +119,7 @@ class Returns:
 
     def _settle(self) -> None:
         item, works, _, came = self.posted.pop(0)
-        for work in works:
-            work.wait()
+        self.ring.ranks.wait(works, "gradients that other ranks return")
         if came is not None and item.give is not None:
             self._add(item, item.give, _opened(came, self._shapes(item)))
 

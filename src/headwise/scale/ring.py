@@ -7,7 +7,7 @@ what is under way is a small part of what a rank holds, and the next chunks trav
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,10 @@ from ..attention.sight import check_alike
 from ..attention.stats import HeadStats
 from ..errors import ShapeError
 from . import parts
+from .agreement import form as form_of
 from .mail import Item, Mail, Parcel, Returns
 from .parts import How
-from .ranks import TIMEOUT, Ranks, ranks_of
+from .ranks import Ranks, ranks_of
 from .sequence import SequencePlan
 
 SMALL = 1 << 20  # bytes of a message below which more KV heads share one
@@ -48,7 +49,7 @@ def ring_attend(
     slopes: Tensor | None = None,
     zigzag: bool | None = None,
     mesh: DeviceMesh | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> Tensor:
     """headwise.attend of a sequence over ranks: this rank's q (B, Hq, T here, D), k, v -> (B, Hq, T here, Dv).
 
@@ -78,7 +79,7 @@ def ring_head_stats(
     slopes: Tensor | None = None,
     zigzag: bool | None = None,
     mesh: DeviceMesh | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
 ) -> tuple[Tensor, HeadStats]:
     """headwise.head_stats of a sequence over ranks: the output here, and the statistics of the whole on every rank.
 
@@ -92,15 +93,14 @@ def ring_head_stats(
         return ", ".join(named) or "none"
 
     ring.ranks.agree("the classes of keys", words)
-    with torch.no_grad():
+    with torch.no_grad(), ring.ranks.in_step("the statistics of a split sequence"):
         out, _, kept = ring.forward(q, k, v, sinks, named)
         assert kept is not None
         if sinks is not None:
             kept = parts.based(kept, by_rows.ground(kept.most, sinks))
         stats = measure.stats_of(kept, sinks, queries, list(named), False)
         together = torch.stack([*stats.sums.values(), stats.count])
-        if ring.ranks.count > 1:
-            dist.all_reduce(together, group=ring.ranks.group)
+        ring.ranks.sum(together, "the sum of statistics")
     *sums, count = together.unbind()
     return _gated(out, gates), HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
 
@@ -116,7 +116,7 @@ def placed(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None 
 def collected(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
     """The whole again, on every rank, from each one's tokens. No gradient."""
     ranks = ranks_of(mesh)
-    counts = _counts(x.shape[dim], ranks)
+    counts = ranks.agree("the parts of a sequence", f"{x.dtype}, zigzag {zigzag}", number=x.shape[dim])
     plan = _plan(counts, None, None, zigzag)
     room = x.transpose(0, dim)
     room = torch.cat([room, room.new_zeros(max(counts) - len(room), *room.shape[1:])])
@@ -132,10 +132,15 @@ def positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None = Non
     return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
 
 
-def positions_of(here: int, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
-    """The same, from how many tokens each rank has; all ranks must ask."""
-    plan = _plan(_counts(here, ranks_of(mesh)), None, None, zigzag)
-    return positions(plan.tokens, zigzag=zigzag, mesh=mesh)
+def positions_of(
+    here: int, zigzag: bool = True, mesh: DeviceMesh | None = None, timeout: float | None = None,
+    words: Callable[[], str] = lambda: "",
+) -> Tensor:  # fmt: skip
+    """The same, from how many tokens each rank has; all ranks must ask, and agree about the words."""
+    counts = ranks_of(mesh, timeout).agree(
+        "the tokens of a split sequence", lambda: ", ".join(filter(None, [words(), f"zigzag {zigzag}"])), number=here
+    )
+    return positions(_plan(counts, None, None, zigzag).tokens, zigzag=zigzag, mesh=mesh)
 
 
 def _ring(
@@ -152,39 +157,39 @@ def _ring(
     slopes: Tensor | None,
     zigzag: bool | None,
     mesh: DeviceMesh | None,
-    timeout: float,
+    timeout: float | None,
 ) -> Ring:
     """Check a call, on all ranks together."""
     ranks = ranks_of(mesh, timeout)
     zigzag = causal if zigzag is None else zigzag
-    left, right = band(causal, window)
+    per_head = {name: x for name, x in (("sinks", sinks), ("slopes", slopes), ("gates", gates)) if x is not None}
 
     def words() -> str:
+        left, right = band(causal, window)
         size = sizes(q, k, v)
         check_alike(q, k, v)
         check_numbers(scale, softcap)
         if size.queries != size.keys:
             raise ShapeError(f"a ring is self-attention: as many queries as keys, got {size.queries} and {size.keys}")
-        for name, x in (("sinks", sinks), ("slopes", slopes), ("gates", gates)):
-            if x is not None:
-                check_per_head(name, x.shape, size, batched=name == "gates")
+        for name, x in per_head.items():
+            check_per_head(name, x.shape, size, batched=name == "gates")
         if lengths is not None and tuple(lengths.shape) != (size.batch,):
             raise ShapeError(f"lengths must be ({size.batch},), one a sequence, got {shown(lengths.shape)}")
         form = (
             f"{size.heads} and {size.kv_heads} heads of {size.dim} and {size.value_dim}, batch {size.batch}, {q.dtype}"
         )
         ends = None if lengths is None else lengths.tolist()
-        return f"{form}, window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {zigzag}"
+        options = f"window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {zigzag}"
+        learned = ", with gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) else ""
+        return ", ".join([form, options, *(f"{name} {form_of(x)}" for name, x in per_head.items())]) + learned
 
-    ranks.agree("what to attend to", words)
-    plan = _plan(_counts(q.shape[2], ranks), left, right, zigzag)
+    # values that are no floating-point ones are in the words
+    values = {name: x for name, x in per_head.items() if x.is_floating_point()}
+    counts = ranks.agree("what to attend to", words, values=values, number=q.shape[2] if q.dim() > 2 else 0)
+    left, right = band(causal, window)
+    plan = _plan(counts, left, right, zigzag)
     number = q.shape[3] ** -0.5 if scale is None else float(scale)
     return Ring(ranks, plan, How(left, right, number, softcap, slopes, lengths))
-
-
-def _counts(tokens: int, ranks: Ranks) -> list[int]:
-    """How many tokens each rank has."""
-    return [int(x) for x in ranks.gathered(torch.tensor([tokens], device=ranks.device))]
 
 
 def _plan(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
@@ -238,6 +243,11 @@ class Ring:
     def call(self, way: Any, x: Tensor, peer: int, tag: int) -> Any:
         """A message to or from another rank of this ring."""
         return dist.P2POp(way, x, self.ranks.global_rank(peer), self.ranks.group, tag)
+
+    def post(self, calls: list[Any]) -> list[Any]:
+        """Start messages; what they are waited for with."""
+        with self.ranks.in_words("an exchange of messages"):
+            return dist.batch_isend_irecv(calls) if calls else []
 
     def blocks(self, item: Item, parcel: Parcel | None, q: Tensor) -> Iterator[tuple[Any, range, Call]]:
         """The queries here that may look at an item's keys, chunk by chunk: where, on which tokens, and how."""
@@ -307,7 +317,8 @@ def _write(kept: Rows, at: Any, new: Rows) -> None:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
-        out, lse, _ = ring.forward(q, k, v, sinks)
+        with ring.ranks.in_step("attention over a split sequence"):
+            out, lse, _ = ring.forward(q, k, v, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.ring = ring
         return out
@@ -316,7 +327,8 @@ class _Ring(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        found = ctx.ring.backward(slope, q, k, v, out, lse)
+        with ctx.ring.ranks.in_step("the gradients of a split sequence"):
+            found = ctx.ring.backward(slope, q, k, v, out, lse)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             weight = (sinks.view(1, -1, 1) - lse).exp()  # (B, H, T)

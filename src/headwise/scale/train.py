@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -74,7 +73,7 @@ class Replicas(Alone):
 
     def total(self, x: Tensor) -> Tensor:
         x = x.detach().clone()
-        dist.all_reduce(x, group=self.ranks.group)
+        self.ranks.sum(x, "the sum of losses")
         return x
 
 

@@ -32,7 +32,7 @@ def save_page(atlas: Atlas, path: str | Path) -> None:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
+<title>{page.shown(title)}</title>
 <style>{css}</style>
 </head>
 <body>

@@ -62,6 +62,11 @@ def embedded(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no UTF-8, but it is JSON
 
 
+def shown(text: str) -> str:
+    """Text that may stand between tags or in an attribute; half a surrogate pair, which is no UTF-8, as "?"."""
+    return html.escape(text.encode("utf-8", "replace").decode())
+
+
 def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'") -> tuple[str, str]:
     """The whole HTML and the policy in it. host: the script between the page and the module; connect: where it asks."""
     script = f"{module()}\n{_source(host)}\nmount();\n"
@@ -78,7 +83,7 @@ def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">
 <meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
+<title>{shown(title)}</title>
 <style>{css}</style>
 </head>
 <body>

@@ -15,6 +15,7 @@ from ..models.inspected import STATISTICS
 from ..roles.definitions import MEANING
 from .capture import Pass, Seen
 
+MOST_HEADS = 10_000  # of a layer; a table is as wide as the highest number
 WHAT = "{name: {kind: [[a number for each head] for each layer]}}, an atlas, or what headwise.importance gave"
 Table = list[list[float | None] | None]  # a row a layer of the pass, None where there is nothing of it
 
@@ -72,10 +73,10 @@ def _kinds(name: Any, kinds: Any) -> dict[str, Any]:
 
 
 def _atlas(atlas: Mapping[str, Any]) -> Given:
-    found = Given(roles=[dict(role) for role in atlas.get("roles", ())])
-    texts = atlas.get("about", {}).get("texts")
-    where = f"atlas of {atlas.get('model')}" + (f" over {texts:,} texts" if texts else "")
     try:
+        found = Given(roles=[dict(role) for role in atlas.get("roles", ())])
+        texts = atlas.get("about", {}).get("texts")
+        where = f"atlas of {atlas.get('model')}" + (f" over {texts:,} texts" if texts else "")
         for name, kinds in atlas["scores"].items():
             shown = _free(name, "atlas")
             found.tables[shown] = {kind: table["score"] for kind, table in kinds.items()}
@@ -85,7 +86,7 @@ def _atlas(atlas: Mapping[str, Any]) -> Given:
             if argmax:
                 words = words.replace("weight on", "how often its largest weight is on")
             found.about[shown] = f"{words}; {where}" if words else where
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise HeadwiseError(f"this atlas is not as headwise writes it: {error!r} where its scores are") from None
     return found
 
@@ -97,8 +98,11 @@ def _listed(scores: Mapping[str, Any]) -> Given:
         if scores.get("unit", "head") != "head":
             raise HeadwiseError(f"these scores are of {scores['unit']} units; the map shows heads (unit='head')")
         for row in scores["heads"]:
-            tables.setdefault(str(row["kind"]), {}).setdefault(int(row["layer"]), {})[int(row["head"])] = row["score"]
-    except (KeyError, TypeError, ValueError) as error:
+            head = int(row["head"])
+            if not 0 <= head < MOST_HEADS:
+                raise HeadwiseError(f"a head of these scores has the number {head}; a layer has up to {MOST_HEADS:,}")
+            tables.setdefault(str(row["kind"]), {}).setdefault(int(row["layer"]), {})[head] = row["score"]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, HeadwiseError):
             raise
         raise HeadwiseError(f"these scores are not as headwise writes them: {error!r} where its heads are") from None
@@ -125,7 +129,7 @@ def beside(one: Pass, name: str, by_kind: Mapping[str, Any]) -> list[np.ndarray 
             continue  # such as the decoder's, where the encoder alone was run
         try:
             tables[kind] = np.array(table, float)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ShapeError(f"{name} of {kind} attention must be (layers, heads) of numbers") from None
         _check(name, kind, tables[kind], members[kind])
     if not tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ LARGEST = 1 << 20  # bytes of a request
 QUEUE = 16  # requests that may wait for the model
 SENTENCE = 400  # characters
 POLL = 0.05  # seconds between looks whether a client is still there
+BODY_SECONDS = 20.0  # until the body of a request must be there
+HOST = re.compile(r"(?:(localhost|\d{1,3}(?:\.\d{1,3}){3})|\[([0-9a-f:.]{2,45})\])(?::\d{1,5})?", re.IGNORECASE)
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -35,12 +38,18 @@ HEADERS = {
 
 def local(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def names_this_machine(header: str) -> bool:
+    """Whether a Host header is an address of this machine, with or without a port, and nothing else."""
+    found = HOST.fullmatch(header)
+    return found is not None and local(found[1] or found[2])
 
 
 class Desk:
@@ -94,6 +103,7 @@ def application(service: Service, *, token: str | None = None) -> Starlette:
     try:
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
+        from starlette.requests import ClientDisconnect
         from starlette.responses import HTMLResponse, JSONResponse
         from starlette.routing import Route
     except ImportError as error:
@@ -114,7 +124,9 @@ def application(service: Service, *, token: str | None = None) -> Starlette:
             return JSONResponse({"error": f"a request may have {LARGEST:,} bytes"}, 413)
         except Busy:
             return JSONResponse({"error": f"{QUEUE} requests wait already; try again"}, 503)
-        except Stopped:
+        except TimeoutError:
+            return JSONResponse({"error": f"a request must be whole within {BODY_SECONDS:g} seconds"}, 408)
+        except (Stopped, ClientDisconnect):  # nobody reads this
             return JSONResponse({"error": "stopped"}, 499)
         except HeadwiseError as error:
             return JSONResponse({"error": " ".join(str(error).split())}, 422)
@@ -130,12 +142,15 @@ class Large(Exception):
 
 
 async def _body(request: Request) -> bytes:
-    """No more than is allowed is ever held, whatever the request says about itself."""
+    """No more than is allowed is ever held, and for no longer, whatever the request says about itself."""
+    if int(request.headers.get("content-length", "0")) > LARGEST:
+        raise Large
     held = bytearray()
-    async for part in request.stream():
-        held += part
-        if len(held) > LARGEST:
-            raise Large
+    async with asyncio.timeout(BODY_SECONDS):
+        async for part in request.stream():
+            held += part
+            if len(held) > LARGEST:
+                raise Large
     return bytes(held)
 
 
@@ -154,46 +169,66 @@ class Guard:
         from starlette.responses import PlainTextResponse
 
         request = Request(scope)
-        refused = self._refused(request)
-        if refused:
-            await PlainTextResponse(refused, 403, headers=HEADERS)(scope, receive, send)
-            return
+        unread = _has_body(request)
+
+        async def received() -> Any:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
 
         async def sent(message: Any) -> None:
             if message["type"] == "http.response.start":
-                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                # what is left of a body would be read for as long as the connection lives
+                headers = HEADERS | ({"Connection": "close"} if unread else {})
+                extra = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
-        await self.app(scope, receive, sent)
+        refused = self._refused(request)
+        app = PlainTextResponse(refused, 403) if refused else self.app
+        await app(scope, received, sent)
 
     def _refused(self, request: Request) -> str:
         host = request.headers.get("host", "")
         origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+            return "another site may not ask here"
+        if _from_another_site(request) and not _navigation(request):
             return "another site may not ask here"
         if self.token is None:
-            return "" if local(_name(host)) else "this address is served to this machine alone"
+            return "" if names_this_machine(host) else "this address is served to this machine alone"
         given = request.headers.get("x-headwise-token") or request.query_params.get("token") or ""
         right = secrets.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
         return "" if right else "a token is needed: open the address that headwise serve printed"
 
 
-def _name(host: str) -> str:
-    """A Host header without its port."""
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
+def _from_another_site(request: Request) -> bool:
+    """What the browser says of the page that asks; a program that is no browser says nothing."""
+    return request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+
+
+def _navigation(request: Request) -> bool:
+    """A link to the page, opened in a tab of its own: the page that has the link sees nothing of it."""
+    wanted = (request.headers.get("sec-fetch-mode"), request.headers.get("sec-fetch-dest"))
+    return request.method == "GET" and request.url.path == "/" and wanted == ("navigate", "document")
 
 
 def serve(service: Service, *, host: str = "127.0.0.1", port: int = 7447, tell: Any = None) -> None:
     """Serve until interrupted. tell: is called with the address to open."""
     try:
         import uvicorn
+
+        from .connections import settings
     except ImportError as error:
         raise _missing(error) from error
+    host = host.removeprefix("[").removesuffix("]")
     token = None if local(host) else secrets.token_urlsafe(18)
-    config = uvicorn.Config(
-        application(service, token=token), host=host, port=port, log_level="warning", access_log=False
-    )
+    config = uvicorn.Config(application(service, token=token), host=host, port=port, **settings())
     sockets = [_bound(host, port)]
     shown = f"[{host}]" if ":" in host else host
     if tell:

@@ -63,6 +63,9 @@ class Service:
         asked = {name: request.get(name) or "" for name in ("ask", "text", "target", "model", "off", "head")}
         if not all(isinstance(value, str) for value in asked.values()):
             raise HeadwiseError("ask, text, target, model, off and head are texts")
+        for text in asked.values():
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise HeadwiseError("a text holds half of a character (a lone surrogate); send whole ones")
         for text in (asked["text"], asked["target"]):
             if len(text) > self.longest:
                 raise HeadwiseError(f"the text has {len(text):,} characters, {self.longest:,} are allowed here")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..measure import first_key
 from ..sight import PLAIN as PLAIN_TENSORS
-from ..sight import Sight
+from ..sight import Sight, observed
 from ..stats import HeadStats
 from .native import FORCE, SUMS, apart, choice
 
@@ -40,8 +40,8 @@ def why_not(q: Tensor, sight: Sight) -> str | None:
     """Why the kernel cannot take a call, or None."""
     if choice().why_not == f"{FORCE}=off":
         return choice().why_not
-    if torch.compiler.is_compiling():
-        return "a compiler gets PyTorch's own operations"
+    if observed():
+        return "a compiler or recorder gets PyTorch's own operations"
     if not installed():
         return "triton is not installed"
     if type(q) not in PLAIN_TENSORS:

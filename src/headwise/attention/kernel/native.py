@@ -65,10 +65,12 @@ def library() -> Library | str:
     return Library(code, paths)
 
 
-def borrow_threads(code: ctypes.CDLL, whose: str | None = None) -> None:
-    """Work in PyTorch's threads where it has GNU OpenMP's, in our own ("own") elsewhere and in forked children.
+def borrow_threads(code: ctypes.CDLL, whose: str | None = None) -> bool:
+    """Work in PyTorch's threads where it has GNU OpenMP's, in our own ("own") elsewhere and in forked processes.
 
-    PyTorch's spin for milliseconds after each of its operators, on the very cores that ours would need.
+    PyTorch's spin for milliseconds after each of its operators, on the very cores that ours would need. Threads do not
+    survive a fork, and GNU OpenMP would wait for them for ever; threads.c notices forks, also those from before it was
+    loaded. Returns whether PyTorch's threads are used.
     """
     parallel = number = None
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
@@ -77,7 +79,7 @@ def borrow_threads(code: ctypes.CDLL, whose: str | None = None) -> None:
             parallel, number = gomp.GOMP_parallel, gomp.omp_get_thread_num
     if (whose or os.environ.get(THREADS)) == "own":
         parallel = number = None
-    code.headwise_borrow(parallel, number)
+    return bool(code.headwise_borrow(parallel, number))
 
 
 def _source_hash() -> str:
@@ -303,6 +305,8 @@ def head_stats_form(
 def _unpacked(
     room: ctypes.Array[ctypes.c_double], shape: tuple[int, ...], cross: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
+    if not len(room):  # of no sequence at all; PyTorch takes no empty buffer
+        return apart(torch.zeros(shape, dtype=torch.float64, device="cpu"), (), cross, False)
     return apart(torch.frombuffer(room, dtype=torch.float64).view(shape), (), cross, False)
 
 

@@ -1,17 +1,23 @@
-"""The native kernel as an operator of PyTorch's: torch.compile and torch.export see one node and its shapes.
+"""Attention as an operator of PyTorch's: graphs, tracers, counters and profilers see one node and its shapes.
 
-Outside of graphs native.py is called directly, which is several times faster to begin. Operators take no
-`int | Tensor`, so offset and end come twice: a number, and a tensor that counts where it is given.
+Where nothing looks on, native.py is called directly, which is several times faster to begin. The operator computes
+what the native kernel cannot by PyTorch's own, and has gradients, so that a recorded call serves every input. Operators
+take no `int | Tensor`, so offset and end come twice: a number, and a tensor that counts where it is given.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
-from ..contract import Sizes
+from .. import measure
+from ..calls import Call, call_of, check_counted
+from ..composed import gated, gradients, output
 from ..sight import Sight
-from ..stats import HeadStats
+from ..stats import SHARE, HeadStats
 from . import native
 
 SCHEMA = (
@@ -21,42 +27,85 @@ SCHEMA = (
 )
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    ends: Tensor | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    gates: Tensor | None,
-    asked: Tensor | None,
-    classes: Tensor | None,
-    left: int,
-    right: int,
-    offset: int,
-    end: int,
-    scale: float,
-    softcap: float,
-    measured: bool,
-) -> tuple[Tensor, Tensor]:
+ALIGNED = -(1 << 62)  # as offset: Tk - Tq, whatever they are
+ALL = -1  # as end: all keys, however many
+
+
+class Arguments(NamedTuple):
+    """What the operator is given, by the names of its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    ends: Tensor | None
+    slopes: Tensor | None
+    sinks: Tensor | None
+    gates: Tensor | None
+    asked: Tensor | None
+    classes: Tensor | None
+    left: int
+    right: int
+    offset: int
+    end: int
+    scale: float
+    softcap: float
+    measured: bool
+
+    def call(self) -> Call:
+        """The call, checked once more: a recorded graph may be run on other sizes than it was recorded with."""
+        ends = self.ends
+        if ends is None and self.end != ALL:
+            ends = torch.full(self.q.shape[:1], self.end, device=self.q.device)
+        offset = None if self.offset == ALIGNED else self.offset
+        return call_of(
+            self.q, self.k, self.v,
+            mask=self.mask,
+            window=(None if self.left < 0 else self.left, None if self.right < 0 else self.right),
+            lengths=ends,
+            offset=offset if self.offsets is None else self.offsets,
+            slopes=self.slopes, scale=self.scale, softcap=self.softcap or None, sinks=self.sinks, gates=self.gates,
+        )  # fmt: skip
+
+
+def _attend(*given: Any) -> tuple[Tensor, Tensor]:
     """The output (B, H, Tq, Dv) and, if measured, the sums (SUMS and classes, B, H). left, right: -1 is open."""
-    (batch, heads, queries, dim), (_, kv_heads, keys, value_dim) = q.shape, v.shape
-    sight = Sight(
-        size=Sizes(batch, heads, kv_heads, queries, keys, dim, value_dim),
-        device=q.device,
-        mask=mask,
-        left=None if left < 0 else left,
-        right=None if right < 0 else right,
-        offset=offset if offsets is None else offsets,
-        end=end if ends is None else ends,
-        slopes=slopes,
-        readable=True,
-    )
-    sums = q.new_empty(_columns(classes, measured), batch, heads, dtype=torch.float64)
-    extra = native.Extra(sums, asked, classes) if measured else native.PLAIN
-    return native.run(q, k, v, sight, scale, softcap or None, sinks, gates, extra), sums
+    x = Arguments(*given)
+    with torch.no_grad():
+        return _observed(x, x.call()) if x.measured else (_plain(x, x.call()), _no_sums(x.q))
+
+
+def _plain(x: Arguments, call: Call) -> Tensor:
+    if call.why_not_kernel(x.q) is None:
+        out: Tensor = call.kernel.run(x.q, x.k, x.v, call.sight, call.scale, call.softcap, call.sinks, call.gates)
+        return out
+    return _laid_out(gated(output(x.q, x.k, x.v, call), call))
+
+
+def _observed(x: Arguments, call: Call) -> tuple[Tensor, Tensor]:
+    """The output, and the sums of the statistics with "sink" and positions whether wanted or not."""
+    classes = {} if x.classes is None else {str(i): keys for i, keys in enumerate(x.classes.bool().unbind(1))}
+    check_counted(x.q, call.sight.size, x.asked, classes)
+    numbers = call.sight, call.scale, call.softcap, call.sinks
+    if call.kernel is native and call.why_not_kernel(x.q) is None:
+        sums = x.q.new_empty(_columns(x.classes, True), *x.q.shape[:2], dtype=torch.float64)
+        extra = native.Extra(sums, x.asked, x.classes)
+        return native.run(x.q, x.k, x.v, *numbers, x.gates, extra), sums
+    out, stats = measure.head_stats(x.q, x.k, x.v, *numbers, x.asked, classes, False)
+    assert out is not None  # there were values
+    named = {"sink": torch.zeros_like(stats.count), **stats.sums, "count": stats.count}
+    sums = torch.stack([named[name] for name in (*native.SUMS, *(SHARE + name for name in classes))])
+    return _laid_out(gated(out, call)), sums.double()
+
+
+def _no_sums(q: Tensor) -> Tensor:
+    return q.new_empty(0, *q.shape[:2], dtype=torch.float64)
+
+
+def _laid_out(out: Tensor) -> Tensor:
+    """In the layout that the shapes below promise, in memory of its own."""
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def _columns(classes: Tensor | None, measured: bool) -> int:
@@ -75,6 +124,29 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **more: boo
     return out, q.new_empty(_columns(classes, measured), batch, heads, dtype=torch.float64)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.save_for_backward(*tensors)
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _backward(ctx: Any, slope: Tensor, of_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of every tensor that wants one. The sums carry none."""
+    x = Arguments(*(given if n is None else n for given, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)))
+    of = gradients(slope, x.q, x.k, x.v, x.call())
+    tensors = of.q, of.k, of.v, of.mask, None, None, of.slopes, of.sinks, of.gates
+    return *tensors, *(None for _ in x[len(tensors) :])
+
+
+_operator.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.headwise.attend)
+def _operations(q: Any, k: Any, v: Any, *others: Any, out_shape: Any = None, **more: Any) -> int:
+    """As PyTorch counts its own attention: both products over all pairs of query and key, hidden or not."""
+    return sdpa_flop_count(q, k, v)
+
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -88,8 +160,11 @@ def run(
     classes: Tensor | None = None,
     measured: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """native.run as one node of a graph."""
-    offset, end = sight.offset, sight.end
+    """attend as one node of a graph."""
+    offset = ALIGNED if sight.aligned else sight.offset
+    end: int | Tensor = sight.end
+    if end is sight.size.keys or (not isinstance(end, Tensor) and end == sight.size.keys):
+        end = ALL
     return _operator(  # type: ignore[no-any-return, unused-ignore]
         q, k, v, sight.mask,
         offset if isinstance(offset, Tensor) else None, end if isinstance(end, Tensor) else None,
@@ -113,7 +188,7 @@ def head_stats(
     classes: dict[str, Tensor],
     cross: bool,
 ) -> tuple[Tensor, HeadStats]:
-    """native.head_stats as one node of a graph."""
+    """head_stats as one node of a graph. Only the output carries gradients."""
     marks = torch.stack(list(classes.values()), 1).float() if classes else None
     out, sums = run(q, k, v, sight, scale, softcap, sinks, gates, queries, marks, True)
-    return out, HeadStats(*native.apart(sums, list(classes), cross, sinks is not None))
+    return out, HeadStats(*native.apart(sums.detach(), list(classes), cross, sinks is not None))

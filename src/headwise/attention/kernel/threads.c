@@ -1,6 +1,7 @@
 /* The threads, the choice of an instruction set, and the one function that Python calls. */
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -52,12 +53,28 @@ static struct {
 
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job the pool has */
 static pthread_key_t room_key;
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static atomic_int forked; /* whether an OpenMP pool of this process may be one whose threads stayed behind in a parent */
 
 static void free_room(void *x) {
     Room *room = x;
     free(room->memory);
     free(room);
+}
+
+/* Whether this process was forked and has not called exec since. Linux keeps the answer in the flags of the process
+   (PF_FORKNOEXEC), and a process that was executed has others besides; where they cannot be read, or a sandbox shows 0,
+   the answer is the safe one. */
+static int forked_without_exec(void) {
+    enum { FORKED_NO_EXEC = 0x40 };
+    char text[512];
+    unsigned flags = 0;
+    FILE *file = fopen("/proc/self/stat", "re");
+    if (!file) return 1;
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    const char *rest = strrchr(text, ')'); /* the name of the program ends there, and may hold anything */
+    if (!rest || sscanf(rest + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) return 1;
+    return !flags || flags & FORKED_NO_EXEC;
 }
 
 /* In a child of fork there are no workers, and whoever held a lock is gone. */
@@ -70,11 +87,15 @@ static void after_fork(void) {
     pool.started = 0;
     atomic_store(&pool.working, 0);
     atomic_store(&borrowed, NULL); /* theirs do not outlive a fork */
+    atomic_store(&forked, 1);
 }
 
-static void begin(void) {
+/* When the library is loaded, not at the first call: PyTorch may run its threads and fork in between. If the fork came
+   before, there was nobody to notice it, and the kernel of the system is asked. */
+__attribute__((constructor)) static void begin(void) {
     pthread_key_create(&room_key, free_room);
     pthread_atfork(NULL, NULL, after_fork);
+    atomic_store(&forked, forked_without_exec());
 }
 
 static Room *room_of(int64_t bytes) {
@@ -215,17 +236,19 @@ EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(in
 
 EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
 
-/* Borrow threads from this process's GOMP_parallel; NULL: use our own. */
-EXPORT void headwise_borrow(Parallel *parallel, Number *number) {
+/* Borrow threads from this process's GOMP_parallel; NULL: use our own. A forked process always uses our own: GNU OpenMP
+   would wait for threads that only its parent has. Gives whether they are borrowed. */
+EXPORT int headwise_borrow(Parallel *parallel, Number *number) {
+    if (atomic_load(&forked)) parallel = NULL;
     atomic_store(&number_of, number);
     atomic_store(&borrowed, parallel);
+    return parallel != NULL;
 }
 
 /* Run a call on the path of that index. Gives 0, 1 where there is no such path, 2 where memory ran out. */
 EXPORT int headwise_run(const Call *call, int index) {
     const Path *path = path_at(index);
     if (!path) return 1;
-    pthread_once(&once, begin);
     Plan plan;
     path->plan(call, &plan);
     int64_t group = call->heads / call->kv_heads, failed = 0;

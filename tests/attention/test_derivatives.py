@@ -1,0 +1,152 @@
+"""Forward-mode derivatives and second derivatives of attention, with every option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+import headwise
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+MADE = torch.Generator().manual_seed(3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "bool mask": {"mask": torch.rand(2, 1, 3, 5, generator=MADE) > 0.4},
+    "float mask": {"mask": torch.randn(3, 5, generator=MADE, dtype=torch.float64)},
+    "lengths": {"lengths": torch.tensor([0, 4])},
+    "softcap": {"softcap": 2.0, "causal": True},
+    "sinks": {"sinks": torch.randn(4, generator=MADE, dtype=torch.float64)},
+    "gates": {"gates": torch.randn(4, generator=MADE, dtype=torch.float64)},
+}
+GROUPS = {"grouped": 2, "a KV head per head": 4}
+
+
+def inputs(seed: int = 0, kv: int = 2, width: int = 3) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    shapes = (2, 4, 3, 3), (2, kv, 5, 3), (2, kv, 5, width)
+    return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
+
+
+def single(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for key, x in options.items()}
+
+
+CALLS = {
+    "attend": lambda given, options: headwise.attend(*given, **options),
+    "head_stats": lambda given, options: headwise.head_stats(*given, **options)[0],
+    "weights": lambda given, options: headwise.weights(
+        *given[:2], **{name: x for name, x in options.items() if name != "gates"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("call", CALLS)
+def test_tangents_go_through(call: str, name: str) -> None:
+    def output(*given: Tensor) -> Tensor:
+        return CALLS[call](given, OPTIONS[name])
+
+    point, direction, step = inputs(), inputs(1), 1e-6
+    ahead, behind = (output(*(x + t * d for x, d in zip(point, direction, strict=True))) for t in (step, -step))
+    want = (ahead - behind) / (2 * step)
+    assert float(want.abs().max()) > 1e-2
+    got = torch.func.jvp(output, tuple(point), tuple(direction))[1]
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+    with forward_ad.dual_level():
+        out = output(*(forward_ad.make_dual(x, d) for x, d in zip(point, direction, strict=True)))
+        tangent = forward_ad.unpack_dual(out).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tangents_go_through_a_call_like_earlier_ones(call: str) -> None:
+    def output(*given: Tensor) -> Tensor:
+        return CALLS[call](given, {})
+
+    point, direction = inputs(), inputs(1)
+    want = torch.func.jvp(output, tuple(point), tuple(direction))[1]
+    point, direction = ([x.float() for x in some] for some in (point, direction))
+    for _ in range(3):  # a call of the native kernel that was seen before
+        output(*point)
+    with forward_ad.dual_level():
+        out = output(*(forward_ad.make_dual(x, d) for x, d in zip(point, direction, strict=True)))
+        tangent = forward_ad.unpack_dual(out).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, want.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_module_has_tangents_and_statistics_have_none() -> None:
+    torch.manual_seed(0)
+    module = headwise.MultiHeadAttention(16, 4, 2, position=headwise.Rotary()).double().eval().requires_grad_(False)
+    x, direction, step = torch.randn(2, 5, 16).double(), torch.randn(2, 5, 16).double(), 1e-6
+    want = (module(x + step * direction) - module(x - step * direction)) / (2 * step)
+    torch.testing.assert_close(torch.func.jvp(module, (x,), (direction,))[1], want, rtol=1e-6, atol=1e-7)
+    plain = module.stats(x)
+    with forward_ad.dual_level():
+        stats = module.stats(forward_ad.make_dual(x, direction))
+        assert forward_ad.unpack_dual(stats.sums["entropy"]).tangent is None
+        torch.testing.assert_close(stats.entropy, plain.entropy)
+
+
+def test_a_tangent_in_sinks_and_gates_alone() -> None:
+    q, k, v = inputs()
+    for name in ("sinks", "gates"):
+        at, direction, step = OPTIONS[name][name], torch.randn(4, dtype=torch.float64), 1e-6
+
+        def output(x: Tensor, name: str = name) -> Tensor:
+            options: dict[str, Any] = {name: x}
+            return headwise.attend(q, k, v, **options)
+
+        want = (output(at + step * direction) - output(at - step * direction)) / (2 * step)
+        torch.testing.assert_close(torch.func.jvp(output, (at,), (direction,))[1], want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_hessian_is_that_of_reverse_mode() -> None:
+    q, k, v = inputs()
+
+    def loss(q: Tensor) -> Tensor:
+        return headwise.attend(q, k, v, causal=True).square().sum()
+
+    want = torch.autograd.functional.hessian(loss, q)
+    torch.testing.assert_close(torch.func.hessian(loss)(q), want)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacrev(loss))(q), want)
+    torch.testing.assert_close(torch.func.jacfwd(torch.func.jacfwd(loss))(q), want)
+
+
+@pytest.mark.parametrize("kv", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_second_derivatives(name: str, kv: int) -> None:
+    given = [x.requires_grad_() for x in inputs(kv=kv, width=2)]
+    learned = [
+        x.clone().requires_grad_() for x in OPTIONS[name].values() if isinstance(x, Tensor) and x.is_floating_point()
+    ]
+
+    def output(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        options = dict(OPTIONS[name])
+        if more:
+            options[next(iter(options))] = more[0]
+        return headwise.attend(q, k, v, **options)
+
+    assert torch.autograd.gradgradcheck(output, (*given, *learned), fast_mode=True)
+    assert torch.autograd.gradgradcheck(output, given, fast_mode=True)  # PyTorch's fused kernel, where it fits
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_second_derivatives_after_a_native_forward(name: str) -> None:
+    def second(given: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+        given = [x.clone().requires_grad_() for x in given]
+        out = headwise.attend(*given, **options)
+        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
+        return list(torch.autograd.grad(torch.stack([x.sin().sum() for x in first]).sum(), given))
+
+    want = second(inputs(), OPTIONS[name])
+    got = second([x.float() for x in inputs()], single(OPTIONS[name]))
+    for ours, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))

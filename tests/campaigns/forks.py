@@ -1,0 +1,49 @@
+"""Forks of processes that use PyTorch's threads and the native kernel: no child may hang or compute wrongly."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from campaigns import Report
+from campaigns._forking import STAGES, THREADS, WAYS
+from campaigns._kill import run
+
+SHORT, LONG = 8, 2_000  # forked children; each may have children of its own
+PROGRAM = Path(__file__).with_name("_forking.py")
+
+
+def fork_at_stages(threads: int, seed: int, ways: int, stages: list[str], whose: str) -> tuple[int, list[str]]:
+    """How many children a fresh process had, and what was wrong with them."""
+    words = [sys.executable, str(PROGRAM), str(threads), str(seed), str(ways), *stages]
+    try:
+        done = run(words, OMP_NUM_THREADS=str(threads), HEADWISE_THREADS=whose)
+    except subprocess.TimeoutExpired:
+        return 0, ["the parent hung"]
+    *wrong, last = done.stdout.splitlines() or [""]
+    if not last.endswith(" children"):
+        return 0, [*wrong, last, f"exit {done.returncode}: {done.stderr[-500:]}"]
+    return int(last.split()[0]), wrong
+
+
+def campaign(tries: int, seed: int) -> Report:
+    report = Report()
+    if not hasattr(os, "fork"):
+        report.tries = tries
+        report.count("no fork here")
+        return report
+    draw = random.Random(seed)
+    while report.tries < tries and len(report.failures) < 20:
+        stages = draw.sample(STAGES, draw.randint(1, len(STAGES)))
+        threads, number, whose = draw.choice(THREADS), draw.randrange(1 << 30), draw.choice(["", "", "own"])
+        left = -(-(tries - report.tries) // (len(stages) + 1))
+        ways = min(len(WAYS), left)
+        children, wrong = fork_at_stages(threads, number, ways, stages, whose)
+        report.tries += max(1, children)
+        repeat = f"_forking.py {threads} {number} {ways} {' '.join(stages)} with HEADWISE_THREADS={whose!r}"
+        report.failures += [f"{repeat}: {line}" for line in wrong]
+        report.count(f"processes with {whose or 'PyTorch'} threads")
+    return report

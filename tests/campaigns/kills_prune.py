@@ -1,0 +1,194 @@
+"""`headwise prune` with recovery, killed at random moments and run again.
+
+Half of the kills come after a random time, half at a random operation on files, so that the short moments in which
+files are written are met too. Whatever the moment: the next run goes on from what was kept, gives the model and the
+losses of a run that nobody killed, and leaves nothing behind. A process that has imported everything forks the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from campaigns import Report
+
+TESTS = Path(__file__).parents[1]
+SHORT, LONG = 2, 40
+STEPS, EVERY = 7, 2  # of recovery, and between its checkpoints
+FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree", "shutil.copyfile")
+
+
+def campaign(tries: int, seed: int) -> Report:
+    """In a process of its own: PyTorch's backward passes refuse to run in a fork of one that has run some."""
+    path = os.pathsep.join([str(TESTS), str(TESTS / "prune"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEADWISE_THREADS": "own"}
+    line = [sys.executable, "-m", "campaigns.kills_prune", str(tries), str(seed)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120 + 60 * tries, check=False, env=given)
+    if done.returncode:
+        return Report(tries, [f"the campaign ended with {done.returncode}: {done.stderr[-2000:]}"])
+    return Report(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _main(tries: int, seed: int) -> None:
+    report = Report()
+    with tempfile.TemporaryDirectory() as made:
+        runs = _Runs(Path(made))
+        for number in range(tries):
+            report.tries += 1
+            try:
+                report.count(runs.killed_and_again(random.Random(f"{seed} {number}")))
+            except AssertionError as error:
+                report.failures.append(f"try {number} of seed {seed}: {error}")
+    sys.stdout.write("\n" + json.dumps(asdict(report)) + "\n")
+
+
+class _Runs:
+    """One command, run whole once; then killed and run again, each time in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _prepare(folder)
+        self.whole = folder / "whole"
+        started = time.monotonic()
+        done = _forked(self.whole, folder)
+        self.seconds = time.monotonic() - started
+        assert done["code"] == 0, f"a run that nobody killed failed: {done}"
+        self.events = int(done["events"])
+        self.losses, self.weights = _result(self.whole / "out")
+
+    def killed_and_again(self, chance: random.Random) -> str:
+        work = self.folder / "work"
+        replaced = chance.random() < 0.3
+        if replaced:
+            shutil.copytree(self.whole / "out", work / "out")
+        if chance.random() < 0.5:
+            moment = {"after": chance.uniform(0.01, self.seconds)}
+            words = f"killed after {moment['after']:.3f} of {self.seconds:.3f} s"
+        else:
+            moment = {"event": chance.randrange(self.events)}
+            words = f"killed at operation {moment['event']} of {self.events} on files"
+        done = _forked(work, self.folder, overwrite=replaced, **moment)
+        try:
+            outcome = self._again(work, replaced, killed=done["code"] is None)
+        except AssertionError as error:
+            raise AssertionError(f"{words}{', replacing a folder' if replaced else ''}: {error}") from None
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return outcome
+
+    def _again(self, work: Path, replaced: bool, killed: bool) -> str:
+        kept = _kept_steps(work / ".out.recovery.safetensors")
+        whole = (work / "out").exists() and not replaced
+        if whole:
+            assert _result(work / "out") == (self.losses, self.weights), "a folder is there that is not whole"
+        done = _forked(work, self.folder, overwrite=replaced)
+        left = {path.name for path in work.iterdir()} - {"out"}
+        if whole:
+            assert done["code"] == 2 and "exists and is not empty" in done["err"], f"expected a refusal, got {done}"
+        else:
+            assert done["code"] == 0, f"the next run failed: {done['err']}"
+            assert done["trained"] == STEPS - kept, f"{kept} steps were kept, {done['trained']} were trained again"
+        assert not left, f"left behind after the next run: {left}"
+        assert _result(work / "out") == (self.losses, self.weights), "the result is another than that of a whole run"
+        return "ended before" if not killed else "whole" if whole else f"resumed from {kept}" if kept else "began again"
+
+
+def _result(out: Path) -> tuple[list[float], bytes]:
+    for name in ("plan.json", "pruning.md", "pruning.html", "config.json", "tokenizer.json"):
+        assert (out / name).exists(), f"{name} is missing"
+    return json.loads((out / "pruning.json").read_text())["recovery_losses"], (out / "model.safetensors").read_bytes()
+
+
+def _kept_steps(file: Path) -> int:
+    from safetensors import safe_open
+
+    if not file.exists():
+        return 0
+    with safe_open(file, "pt") as opened:
+        return int(opened.metadata()["step"])
+
+
+def _prepare(folder: Path) -> None:
+    """A model and texts; and everything imported that a run imports."""
+    import rich.progress  # noqa: F401
+    import torch
+    import transformers.models.bert.modeling_bert  # noqa: F401
+    from test_prune_cli import WORDS, saved  # of tests/prune
+
+    import headwise.prune.session
+    import headwise.scale.train  # noqa: F401
+    from headwise.prune import recover
+
+    torch.set_num_threads(1)
+    recover.EVERY = EVERY
+    saved(folder / "source")
+    (folder / "texts.txt").write_text("".join(f"the animal did not cross {word}\n" for word in WORDS))
+
+
+def _forked(
+    work: Path, given: Path, *, overwrite: bool = False, after: float | None = None, event: int | None = None
+) -> dict[str, Any]:
+    """One run in a child: its exit code (None if it was killed), words, steps trained and operations on files."""
+    work.mkdir(exist_ok=True)
+    told = given / "told.json"
+    told.unlink(missing_ok=True)
+    child = os.fork()
+    if not child:
+        try:
+            _run(work, given, told, overwrite, after, event)
+        finally:
+            os._exit(70)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return {"code": None}
+    found: dict[str, Any] = json.loads(told.read_text())
+    return found
+
+
+def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | None, event: int | None) -> None:
+    from headwise.cli import main
+    from headwise.prune import recover
+
+    counted = {"events": 0, "trained": 0}
+    step = recover._step
+
+    def counting(*args: Any) -> float:
+        counted["trained"] += 1
+        return step(*args)
+
+    def look(name: str, args: tuple[Any, ...]) -> None:
+        if name in FILES and args and str(args[0]).startswith(str(work)):
+            if counted["events"] == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+            counted["events"] += 1
+
+    recover._step = counting
+    sys.addaudithook(look)
+    words = given / "words.txt"
+    out = os.open(words, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    line = ["prune", "--model", given / "source", "--texts", given / "texts.txt", "--out", work / "out"]
+    line += ["--batch", 6, "--length", 16, "--recover", STEPS, *(["--overwrite"] if overwrite else [])]
+    if after is not None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once, as SIGKILL does
+        signal.setitimer(signal.ITIMER_REAL, after)
+    code = main([str(part) for part in line])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.stderr.flush()
+    told.write_text(json.dumps({"code": code, "err": words.read_text()[-500:], **counted}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,206 @@
+"""Tampered files of pruning: plans, recovery checkpoints and reports, changed at random and read again.
+
+Reading one gives what it says or a HeadwiseError of one line; never another error, and never a plan that does not hold
+together.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from campaigns import Report
+
+sys.path.append(str(Path(__file__).parents[1] / "prune"))  # tiny.py
+
+SHORT, LONG = 60, 10_000
+VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 5, 6, 1 << 16, 1 << 31, 1 << 63, 10**40, -(10**40), 0.5, -0.5, 1e308, float("nan"),
+    float("inf"), "", "self", "0", "x" * 3000, "\0", "\x1b[2J", "\ud800", [], {}, [[]], [1, 1], ["a"], {"self": 0.5},
+    [[[[[[]]]]]],
+)  # fmt: skip
+
+
+def campaign(tries: int, seed: int) -> Report:
+    report = Report()
+    kinds: tuple[tuple[str, Callable[[Any], Callable[[random.Random, Path], str]]], ...] = (
+        ("plan", lambda setting: _plan),
+        ("recovery", lambda setting: setting.recovery),
+        ("report", lambda setting: _report),
+    )
+    setting = _Setting()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(tries):
+            name, of = kinds[(0, 0, 1, 0, 2)[number % 5]]
+            chance = random.Random(f"{seed} {number}")
+            report.tries += 1
+            try:
+                report.count(f"{name} {of(setting)(chance, Path(folder))}")
+            except Exception as error:
+                report.failures.append(
+                    f"try {number} of seed {seed}, a {name}: {type(error).__name__}: {str(error)[:200]}"
+                )
+    return report
+
+
+def _refused(error: Exception) -> str:
+    """One line, not too long to read."""
+    words = str(error)
+    assert "\n" not in words and 10 < len(words) < 1500, f"not one readable line: {words[:300]!r}"
+    return "refused"
+
+
+def _plan(chance: random.Random, folder: Path) -> str:
+    from headwise import HeadwiseError, Plan
+
+    file = folder / "plan.json"
+    file.write_bytes(_changed_text(_changed_json(_a_plan(), chance), chance))
+    try:
+        found = Plan.load(file)
+    except HeadwiseError as error:
+        return _refused(error)
+    counts = {(kind, layer): query for kind, layer, query, _ in found.layers}
+    assert len(counts) == len(found.layers)
+    many = len({kind for kind, _ in counts}) > 1
+    for key, heads in found.heads.items():
+        query = counts[key] if many else counts[found.layers[0][0], key]
+        assert len(set(heads)) == len(heads) and all(0 <= head < query for head in heads)
+    assert str(found) and Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+    return "read"
+
+
+def _a_plan() -> dict[str, Any]:
+    from headwise import Plan
+
+    layers = tuple((kind, layer, 6, 2) for kind in ("encoder", "decoder") for layer in range(3))
+    return Plan(
+        {("encoder", 1): [2, 3], ("decoder", 0): [5]}, layers, keep={"encoder": 0.5}, notes=("a note",)
+    ).to_json()
+
+
+def _report(chance: random.Random, folder: Path) -> str:
+    """A report beside a checkpoint is looked at only to see which recovery is safe: it is never an error."""
+    from headwise import HeadwiseError
+    from headwise.prune.session import check_out
+
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    content = {"recovery_run": "0" * 32, "quality": {"full": {"value": 1.0}}}
+    (out / "pruning.json").write_bytes(_changed_text(_changed_json(content, chance), chance))
+    try:
+        check_out(out, overwrite=False)
+    except HeadwiseError as error:
+        return _refused(error)
+    raise AssertionError("a directory that is not empty was let pass")
+
+
+class _Setting:
+    """A small model with a checkpoint of its recovery, made once."""
+
+    def __init__(self) -> None:
+        self.made: tuple[Any, Any, Any, bytes] | None = None
+
+    def _make(self, folder: Path) -> tuple[Any, Any, Any, bytes]:
+        import tiny  # of tests/prune
+
+        import headwise
+        from headwise.prune.recover import recover
+
+        full = tiny.build("bert", num_hidden_layers=1, intermediate_size=7)
+        pruned = headwise.prune_heads(full, {0: [1]})
+        batches = [tiny.inputs("bert")]
+        file = folder / "whole.safetensors"
+        recover(copy.deepcopy(pruned), full, batches, 3, checkpoint=file, keep=True)
+        return pruned, full, batches, file.read_bytes()
+
+    def recovery(self, chance: random.Random, folder: Path) -> str:
+        import torch
+
+        from headwise import HeadwiseError
+        from headwise.prune.recover import recover, run_id
+
+        self.made = self.made or self._make(folder)
+        pruned, full, batches, whole = self.made
+        length = int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8 : 8 + length])
+        how = chance.randrange(4)
+        if how == 0:
+            content = _changed_text(whole, chance)
+        elif how == 1:
+            header["__metadata__"] = _changed_json(header["__metadata__"], chance)
+            content = _joined(header, whole[8 + length :])
+        elif how == 2:  # a header of the right form whose losses are tampered with
+            losses = _changed_json({"losses": json.loads(header["__metadata__"]["losses"])}, chance)
+            text = json.dumps(losses.get("losses") if isinstance(losses, dict) else losses)
+            header["__metadata__"]["losses"] = chance.choice([text, text[: len(text) // 2], "[" * 9999])
+            content = _joined(header, whole[8 + length :])
+        else:
+            content = _joined(_changed_json(header, chance), whole[8 + length :])
+        file = folder / "kept.safetensors"
+        file.write_bytes(content)
+        run_id(file)
+        model = copy.deepcopy(pruned)
+        try:
+            recover(model, full, batches, 3, checkpoint=file, keep=True)
+        except HeadwiseError as error:
+            same = zip(model.parameters(), pruned.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in same), "a refused checkpoint changed the model"
+            return _refused(error)
+        return "read"
+
+
+def _joined(header: Any, rest: bytes) -> bytes:
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    return len(text).to_bytes(8, "little") + text + rest
+
+
+def _changed_json(value: Any, chance: random.Random) -> Any:
+    """A copy with one to three of its parts replaced, removed or doubled."""
+    made = copy.deepcopy(value)
+    for _ in range(chance.randint(1, 3)):
+        places = list(_places(made))
+        if not places:
+            return chance.choice(VALUES)
+        holder, key = chance.choice(places)
+        what = chance.randrange(5)
+        if what == 0:
+            del holder[key]
+        elif what == 1 and isinstance(holder, list):
+            holder.append(copy.deepcopy(holder[key]))
+        elif what == 2:
+            holder[key] = copy.deepcopy(chance.choice(places)[0])
+        else:
+            holder[key] = copy.deepcopy(chance.choice(VALUES))
+    return made
+
+
+def _places(value: Any, depth: int = 0) -> Any:
+    """(holder, key) of all that is inside a JSON value."""
+    if depth > 20:
+        return
+    if isinstance(value, (dict, list)):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from _places(value[key], depth + 1)
+
+
+def _changed_text(value: Any, chance: random.Random) -> bytes:
+    """Bytes, or JSON as bytes; now and then cut, doubled, or with a few bytes replaced."""
+    text = value if isinstance(value, bytes) else json.dumps(value).encode("utf-8", "surrogatepass")
+    how = chance.randrange(4 if isinstance(value, bytes) else 10)
+    at = chance.randrange(len(text) + 1)
+    if how == 0:
+        return text[:at]
+    if how == 1:
+        return text[:at] + text[chance.randrange(len(text) + 1) :]
+    if how == 2:
+        return text[:at] + bytes(chance.randrange(256) for _ in range(chance.randint(1, 9))) + text[at + 1 :]
+    if how == 3 and chance.random() < 0.2:
+        return chance.choice([b"[", b'{"a":', b'{"layers":[']) * 50_000
+    return text

@@ -1,0 +1,101 @@
+"""The KV cache that a size and a budget count is the one that a model keeps while it generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny import build, inputs
+
+import headwise
+from headwise import HeadwiseError
+from headwise.prune.importance import places
+from headwise.prune.quality import size
+
+CAUSAL, SEQ2SEQ = transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM
+
+
+def llava() -> Any:
+    """A text model of 3 layers behind a vision tower of 2."""
+    text = transformers.LlamaConfig(
+        vocab_size=89, hidden_size=24, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=8,
+        intermediate_size=17, pad_token_id=0,
+    )  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=17, image_size=14, patch_size=7
+    )
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=5)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def kept(cache: Any) -> int:
+    """Bytes of one sequence in a cache of transformers."""
+    tensors = [x for layer in cache.layers if layer.is_initialized for x in (layer.keys, layer.values)]
+    return sum(x[0].numel() * x.element_size() for x in tensors)
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.arange(7, 7 + length)[None]
+
+
+def per_token(model: Any) -> int:
+    """Bytes that one token more leaves in the cache; of an encoder-decoder one token more on both sides."""
+    found = []
+    for length in (3, 4):
+        with torch.no_grad():
+            if model.config.is_encoder_decoder:
+                out = model(input_ids=ids(length), decoder_input_ids=ids(length), use_cache=True).past_key_values
+                found.append(kept(out.self_attention_cache) + kept(out.cross_attention_cache))
+            else:
+                found.append(kept(model(input_ids=ids(length), use_cache=True).past_key_values))
+    return found[1] - found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"),
+    [
+        ("llama", CAUSAL),
+        ("gpt2", CAUSAL),
+        ("mistral", CAUSAL),
+        ("falcon-mqa", CAUSAL),
+        ("t5", SEQ2SEQ),
+        ("bart", SEQ2SEQ),
+    ],
+)
+def test_the_size_of_a_cache_is_what_transformers_keeps(name: str, auto: Any) -> None:
+    model = build(name, auto)
+    assert size(model).cache == per_token(model) > 0
+
+
+def test_a_vision_tower_keeps_no_cache() -> None:
+    model = llava()
+    assert size(model).cache == per_token(model) == 3 * 3 * 2 * 8 * 4  # layers x KV heads x both x width x bytes
+    pruned = headwise.prune_heads(model, {("language_model", 1): [0, 1], ("vision_tower", 0): [1]})
+    assert size(pruned).cache == per_token(pruned) == (3 + 2 + 3) * 2 * 8 * 4
+
+
+def test_a_budget_of_cache_takes_heads_only_where_there_is_one() -> None:
+    for name, model in (("t5", build("t5", SEQ2SEQ)), ("llava", llava())):
+        free = {place.kind for place in places(model) if not place.cache}
+        assert free == ({"encoder"} if name == "t5" else {"vision_tower"})
+        scores = headwise.importance(model, [], "magnitude")
+        made = headwise.plan(scores, 0.7, budget="cache")
+        assert made.heads and not {kind for kind, _ in made.heads} & free
+        pruned = headwise.prune_heads(model, made)
+        assert size(pruned).cache <= 0.7 * size(model).cache
+        with pytest.raises(HeadwiseError, match=rf'budget="cache": {next(iter(free))} attention has no KV cache'):
+            headwise.plan(scores, {next(iter(free)): 0.5}, budget="cache")
+
+
+def test_a_score_that_is_no_number_is_not_planned_with() -> None:
+    model = build("llama", CAUSAL)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[:, 0] = np.nan
+    with pytest.raises(
+        HeadwiseError, match=r"output of self layer \d is not a finite number; check the model's outputs"
+    ):
+        headwise.importance(model, [inputs("llama")], "output")

@@ -1,0 +1,38 @@
+"""Kernel-facing tests under other instruction sets, thread counts, kernels and orders; `make matrix` runs them all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import matrix
+
+KERNEL = ("tests/attention/test_attend.py", "tests/attention/test_stats.py")
+CONFIGURATIONS = matrix.available()
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_kernel_equals_the_specification_in_every_configuration(name: str) -> None:
+    configuration = CONFIGURATIONS[name]
+    some = "attend_equals" if configuration.load else "specification or layout"  # a load makes everything slow
+    done = matrix.run(configuration, [*KERNEL, "-k", some], timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def test_settings_reach_the_tests(tmp_path: Path) -> None:
+    """A configuration that does nothing would pass every time."""
+    script = (
+        "import torch, headwise\n"
+        "def test_settings():\n"
+        "    q = torch.ones(1, 1, 3, 4)\n"
+        "    assert 'plain C' in headwise.explain(q, q, q) and torch.get_num_threads() == 3\n"
+        "    assert torch.backends.cpu.get_cpu_capability() == 'DEFAULT'\n"
+    )
+    settings = {"HEADWISE_KERNEL": "plain", "ATEN_CPU_CAPABILITY": "default", **matrix.threads(3)}
+    file = tmp_path / "test_settings.py"
+    file.write_text(script)
+    done = matrix.run(matrix.Configuration(settings), ["--rootdir", str(tmp_path), "-c", os.devnull, str(file)], 300)
+    assert done.returncode == 0, done.stdout[-2000:]
