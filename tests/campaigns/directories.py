@@ -32,7 +32,8 @@ CODE = "import pathlib\npathlib.Path(__file__).with_name('CODE-RAN').touch()\ncl
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 7.5, -1e308, float("nan"), float("inf"), 10**30, 10**6, 10**9, 60_000, "",
     "x", "\x1b]52;c;x\x07", "../../etc/passwd", "/dev/zero", "a" * 5_000, [], [0], [[]], {}, {"a": 1},
-    {"model_type": "bert"}, "float8_e4m3fn", "torch.float32", "eval(1)", "evil.Evil", "nope/nope--evil.Evil", ["evil.Evil", None],
+    {"model_type": "bert"}, "float8_e4m3fn", "torch.float32", "eval(1)", "evil.Evil", "nope/nope--evil.Evil",
+    ["evil.Evil", None],
 )  # fmt: skip
 KEYS = (
     "model_type", "architectures", "auto_map", "quantization_config", "torch_dtype", "dtype", "hidden_size", "n_embd",
