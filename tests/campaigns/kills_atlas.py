@@ -32,8 +32,8 @@ from ._kill import run, run_and_kill
 from .commands import WORDS, master
 
 SHORT, LONG = 2, 40
-# A process that has imported everything forks, so that most kills meet the work; every so many tries a command of its own
-# is killed, whose time is mostly that of its imports.
+# A process that has imported everything forks, so that most kills meet the work; every so many tries a command of its
+# own is killed, whose time is mostly that of its imports.
 OWN = 5
 FILES = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}
 PATIENCE = 120.0  # seconds for a run that is left alone
