@@ -48,7 +48,7 @@ VALUES = [
     "9" * 5000, "x" * 5000, "é", "\x1b[31m", "a\nb", "\ud800", "0/2", "1/2", "²/3", "2/1", "0/0", "3.1", "0.0", "².1",
     "9.9", "cpu", "meta", "cuda", "cuda:99", "previous", "nosy", "entropy", "michel", "random", "head", "bf16", "fp9",
     "16G", "7B", "nope/nope", "bert-base", "llama3-8b", "the cat sat", "encoder=0.5", "=", "a=b,c", "None", "true",
-    "127.0.0.1", "65536", "[", "{}", "%s", "*",
+    "127.0.0.1", "65537", "[", "{}", "%s", "*",
 ]  # fmt: skip
 
 SANE = {  # by option: values that mean something, so that commands also get somewhere
