@@ -28,7 +28,8 @@ REFUSED = {
     "was not found": ("xlnet",),
     "multi_head_attention_forward": ("wavlm",),
 }  # fmt: skip
-SINGLE_ONLY = ("xglm",)  # its own code fills a mask with a number that float32 does not hold
+# their own code fills a mask with a number that float32 does not hold (gemma2: NaN), or computes parts in float32
+SINGLE_ONLY = ("xglm", "gemma2", "axk2")
 WHY = {name: words for words, names in REFUSED.items() for name in names}
 
 
