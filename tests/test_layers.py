@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "harness", "machine", "shapes", "terminal"),
+    ("heads", "errors", "files", "harness", "hub", "machine", "shapes", "terminal"),
     ("card",),
     ("attention",),
     ("models",),

@@ -13,6 +13,7 @@ import gguf
 import pytest
 
 import headwise
+from headwise import hub
 from headwise.card import reading
 from headwise.card.famous import FAMOUS
 from headwise.cli import main
@@ -312,12 +313,16 @@ def test_the_hub_is_asked_only_by_name_and_offline_is_one_line(
         raise OSError("no network\nand more lines")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(hub, "unreachable", lambda: False)
     assert main(["card", "someone/some-model"]) == 2
     err = capsys.readouterr().err
     assert (
         "someone/some-model could not be had from the hub (no network); give the path of a config.json instead" in err
     )
     assert err.count("\n") == 1
+    monkeypatch.setattr(hub, "unreachable", lambda: True)
+    assert main(["card", "someone/some-model"]) == 2
+    assert "could not be had from the hub (it cannot be reached)" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **how: pytest.fail("asked the hub"))
     headwise.card.read("llama3-8b")
 
@@ -327,7 +332,7 @@ def test_a_hub_config_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **how: str(path))
     assert headwise.card.read("someone/llama").name == "someone/llama"
 
 

@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # the latter: objects or arrays nested too deep
+    except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
     except RecursionError:
         raise CheckpointError(f"{str(path)!r} is nested too deeply to be a config or an index; get it anew") from None

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import hub
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from .cards import Card, from_config, from_tensors
 
@@ -145,10 +146,13 @@ def _from_hub(name: str) -> Path:
         raise UnsupportedError(
             f"{name} looks like a hub id; `pip install huggingface_hub` to read cards from there"
         ) from None
+    offline = hub.unreachable()
     try:
-        return Path(hf_hub_download(name, "config.json"))
+        with hub.quiet():
+            return Path(hf_hub_download(name, "config.json", local_files_only=offline))
     except Exception as error:  # network, permissions, missing repository: each library version has its own classes
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        reason = "it cannot be reached" if offline else reason
         raise CheckpointError(
             f"{name} could not be had from the hub ({reason}); give the path of a config.json instead"
         ) from None

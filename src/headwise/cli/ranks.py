@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ class Alone:
 @contextmanager
 def together() -> Iterator[Alone | Ranks]:
     """Who this process is among those that torchrun started; alone, without torch having been imported."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not re.fullmatch("[0-9]{1,9}", size):
+        raise HeadwiseError(f"the environment's WORLD_SIZE must be a whole number, got {size!r}; torchrun sets it")
+    if int(size) < 2:
         yield Alone()
         return
     from ..scale.corpus import PATIENCE

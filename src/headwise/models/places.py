@@ -9,12 +9,12 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import hub
 from ..errors import CheckpointError
 
 DEFAULT = "minilm"
@@ -195,12 +195,12 @@ def cache() -> Path:
 def _hub(name: str, weights: bool, code: bool) -> Path:
     try:
         import huggingface_hub
-        from huggingface_hub import constants, errors  # not attributes of the package before they are imported
+        from huggingface_hub import errors  # not an attribute of the package before it is imported
     except ImportError as error:
         raise missing(error) from error
     patterns = [pattern for pattern in HUB_FILES if weights or "safetensors" not in pattern]
-    offline = _unreachable(constants.ENDPOINT)
-    with _quiet("huggingface_hub"):
+    offline = hub.unreachable()
+    with hub.quiet():
         try:
             found = huggingface_hub.snapshot_download(
                 name,
@@ -218,35 +218,6 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
                 "and the hub cannot be reached for it: connect, or give a model that is here"
             ) from error
     return Path(found)
-
-
-def _unreachable(endpoint: str) -> bool:
-    """Whether the hub's name cannot even be resolved: then nothing is tried, for each try takes many seconds."""
-    import socket
-    import urllib.parse
-    import urllib.request
-
-    if urllib.request.getproxies():
-        return False
-    try:
-        socket.getaddrinfo(urllib.parse.urlsplit(endpoint).hostname, None)
-    except OSError:
-        return True
-    return False
-
-
-@contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Warnings of a library kept back: what matters of them is in our own message."""
-    import logging
-
-    log = logging.getLogger(logger)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def missing(error: ImportError) -> CheckpointError:

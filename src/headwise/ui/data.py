@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from .capture import Pass, Seen, Text
 from .equal import Equal
 from .scores import Given, beside, given, roles
 
+NUMBER = re.compile("[0-9]{1,9}")  # "²" is a digit to str.isdigit, and no number to int
 FORMAT = 1
 STEPS = {"f32": 1 << 20, "u8": 1 << 19, "links": 1 << 18}  # bytes of q, k and v, by how the weights are stored
 NORMS = 1 << 17  # heads x tokens whose parts of the output are told in full: the norm, and how much lies along the sum
@@ -121,13 +123,13 @@ def named(one: Pass, head: str) -> tuple[int, int]:
     kind, _, name = head.strip().rpartition(" ")
     layer, _, number = name.partition(".")
     for row, seen in enumerate(one.layers):
-        if str(seen.index) == layer and kind in ("", seen.kind) and number.isdigit():
+        if str(seen.index) == layer and kind in ("", seen.kind) and NUMBER.fullmatch(number):
             if int(number) < seen.layer.heads.query:
                 return row, int(number)
             raise errors.HeadwiseError(
                 f"there is no head {head}; layer {layer} has heads 0 to {seen.layer.heads.query - 1}"
             )
-    if not (layer.isdigit() and number.isdigit()):
+    if not (NUMBER.fullmatch(layer) and NUMBER.fullmatch(number)):
         raise errors.HeadwiseError(f"a head is written layer.head, such as 3.1, got {head!r}")
     raise errors.HeadwiseError(
         f"there is no layer {layer}; {one.name} has layers {', '.join(sorted({str(s.index) for s in one.layers}))}"
