@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..errors import HeadwiseError, UnsupportedError
 
 Context = TypeVar("Context")
+# where a module keeps its hooks; those that hold the functions come last: by them the rest is found again
 DICTS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_hooks",
 )  # fmt: skip
 
 
@@ -53,9 +54,12 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 class Hooks:
     """The hooks of one `with`."""
 
-    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], doing: str) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Iterable[nn.Module], doing: str, undo: Callable[[], None] | None = None
+    ) -> None:
         self.model, self.doing = model, doing  # "watch" or "mask"
         self.claimed = {id(module) for module in modules}  # the attention modules: those of parts and wholes meet
+        self.undo = undo  # what else there is to take back
         self.on = False
         self._touched: list[nn.Module] = []  # whatever had a hook of ours, whether it still has or not
 
@@ -82,17 +86,17 @@ class Hooks:
             self.remove()
             raise
 
-    def remove(self, *first: Callable[[], None]) -> None:
-        """Take everything back, after these steps; all of it, also where an interrupt comes in between."""
+    def remove(self) -> None:
+        """Take everything back, also where an interrupt comes in between."""
         try:
-            self._take_back(first)
+            self._take_back()
         except BaseException:
-            self._take_back(first)
+            self._take_back()
             raise
 
-    def _take_back(self, first: tuple[Callable[[], None], ...]) -> None:
+    def _take_back(self) -> None:
         error = None
-        for step in (*first, self._unhook, lambda: _run_compiled(self), lambda: _release(self)):
+        for step in (self.undo or (lambda: None), self._unhook, lambda: _run_compiled(self), lambda: _release(self)):
             try:
                 step()
             except BaseException as problem:  # the other steps must run whatever it is

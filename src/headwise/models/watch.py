@@ -97,7 +97,7 @@ class Watch:
             raise HeadwiseError("rows says which rows of weights to keep, and no weights are; watch with weights=True")
         self._classes = classes_of(classes, {site.kind for site in self._sites})
         self._seen: dict[tuple[int, int], Layer] = {}
-        self._hooks = Hooks(model, self._modules, "watch")
+        self._hooks = Hooks(model, self._modules, "watch", lambda: registry.remove(self._modules, self))
         self._runner: tuple[threading.Thread, int] | None = None  # who runs the model, in how many models of it
         self._turn: dict[int, int] = {}
         self._padding: dict[int, Tensor | None] = {}  # by owner
@@ -147,7 +147,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._hooks.remove(functools.partial(registry.remove, self._modules, self))
+        self._hooks.remove()
         self._runner = None
         self._padding.clear()
         self._last.clear()
