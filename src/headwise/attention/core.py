@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from ..errors import UnsupportedError
 from . import contract, fused, measure
 from . import rows as by_rows
 from .calls import Call, as_given, autocast, call_of, check_counted, known_form, learns
 from .composed import detached, gated, gradients, output
 from .contract import Window
 from .kernel import native, ops
-from .sight import check_tensor, forward_mode, observed
+from .sight import check_no_vmap, check_tensor, forward_mode, observed, recorded
 from .stats import HeadStats
 
 # so that torch.export can hand statistics out of a graph
@@ -149,7 +150,8 @@ def statistics(
     v = k[..., :1]  # one column stands in for the values
     call = call_of(q, k, v, **how)
     check_counted(q, call.sight.size, queries, classes)
-    if len(classes or {}) <= native.MOST_CLASSES and call.why_not_kernel(q) is None:
+    few = len(classes or {}) <= native.MOST_CLASSES
+    if few and (call.is_recorded() or call.why_not_kernel(q) is None):
         with torch.no_grad():
             return observe(q, k, v, call, queries, classes, cross)[1]
     with torch.no_grad(), as_given(q):
@@ -254,6 +256,7 @@ def observe(
     cross: bool = False,
 ) -> tuple[Tensor, HeadStats]:
     """head_stats, for a call that was checked."""
+    check_no_vmap()
     check_counted(q, call.sight.size, queries, classes)
     classes = classes or {}
     given = call.sight, call.scale, call.softcap, call.sinks
@@ -289,6 +292,11 @@ def links(
     cross: bool = False,
 ) -> tuple[Tensor, HeadStats, native.Links]:
     """observe, and with it the `count` largest weights of every row and their keys."""
+    check_no_vmap()
+    if recorded():
+        raise UnsupportedError(
+            "links cannot be recorded by torch.jit.trace or make_fx; call them outside, or use weights"
+        )
     found = native.Links.empty(q, count)
     learning = learns(q, k, v, call.sight.mask, call.sinks, call.gates)
     fits = 0 < count <= native.MOST_LINKS and len(classes or {}) <= native.MOST_CLASSES

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.utils._device import DeviceContext
 
-from ..errors import MaskError, ShapeError
+from ..errors import MaskError, ShapeError, UnsupportedError
 from . import contract
 from .contract import Sizes, Window
 
@@ -325,6 +325,15 @@ def _fixed_heads(size: Sizes) -> Sizes:
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         names = "heads", "kv_heads", "dim", "value_dim"
         return replace(size, **{name: int(getattr(size, name)) for name in names})
+
+
+def check_no_vmap() -> None:
+    """Statistics are summed in place, which torch.func.vmap cannot transform."""
+    if torch.compiler.is_compiling() or transforms() is None:
+        return
+    vmap = torch._C._functorch.TransformType.Vmap
+    if any(level.key() == vmap for level in torch._C._functorch.get_interpreter_stack() or ()):
+        raise UnsupportedError("statistics cannot be taken inside torch.func.vmap; give head_stats the whole batch")
 
 
 def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:

@@ -120,7 +120,8 @@ def run(
     dim, width = power_of_two(size.dim), power_of_two(size.value_dim)
     cut = blocks(size.group * size.queries, max(dim, width), 8 * q.element_size())
     programs = size.batch * size.kv_heads * -(-size.group * size.queries // cut.rows)
-    mask, mask_stride = _mask(sight.mask)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # views that PyTorch negates as it reads them
+    mask, mask_stride = _mask(None if sight.mask is None else sight.mask.resolve_neg())
     offset, offsets = _whole(sight.offset, q)
     end, ends = _whole(sight.end, q)
     gates = _floats(gates)
@@ -142,7 +143,7 @@ def run(
 
 
 def _floats(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().contiguous()
+    return None if x is None else x.detach().float().resolve_neg().contiguous()
 
 
 def _bits(classes: tuple[Tensor, ...]) -> Tensor | None:

@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -223,6 +223,8 @@ def run(
     """Attention of every head, (B, H, Tq, Dv)."""
     if q.is_neg() or k.is_neg() or v.is_neg():  # views that PyTorch negates as it reads them
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if sight.mask is not None and sight.mask.is_neg():
+        sight = replace(sight, mask=sight.mask.resolve_neg())
     sums, asked, classes, lse, link_weight, link_key = extra
     form = form_of(
         q, k, v, sight, scale, softcap, gates,
@@ -263,7 +265,7 @@ def _at(x: Tensor | None) -> int:
 
 
 def _floats(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float().contiguous()
+    return None if x is None else x.detach().float().resolve_neg().contiguous()
 
 
 def _whole(x: int | Tensor) -> Tensor | None:

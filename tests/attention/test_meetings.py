@@ -1,0 +1,105 @@
+"""Where attention meets other features of PyTorch: it gives the same numbers there, or refuses."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import headwise
+from headwise.attention import core
+from headwise.errors import UnsupportedError
+
+
+def inputs(seed: int = 0, tokens: int = 7) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, tokens, 5, generator=made) for heads in (6, 3, 3)]
+
+
+def negated(x: Tensor) -> Tensor:
+    """The same numbers in a view that PyTorch negates as it reads them."""
+    return torch._neg_view(-x)
+
+
+def test_views_with_a_negative_bit() -> None:
+    q, k, v = inputs()
+    made = torch.Generator().manual_seed(1)
+    numbers = torch.randn(6, generator=made)
+    mask = torch.randn(7, 7, generator=made)
+    for options in ({"sinks": numbers}, {"gates": numbers}, {"mask": mask}, {"slopes": numbers.abs()}):
+        want = core.run(q, k, v, core.call_of(q, k, v, **options))
+        flipped: dict[str, Any] = {name: negated(x) for name, x in options.items()}
+        got = core.run(*map(negated, (q, k, v)), core.call_of(q, k, v, **flipped))
+        torch.testing.assert_close(got, want)
+    imaginary = torch.complex(q, -q).conj().imag  # which is one of these views
+    torch.testing.assert_close(headwise.attend(imaginary, k, v), headwise.attend(q, k, v))
+
+
+def test_vmap_takes_attend_and_refuses_statistics() -> None:
+    q, k, v = inputs()
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return headwise.attend(q[None], k[None], v[None], causal=True)[0]
+
+    torch.testing.assert_close(torch.func.vmap(attended)(q, k, v), headwise.attend(q, k, v, causal=True))
+    with pytest.raises(UnsupportedError, match="inside torch.func.vmap; give head_stats the whole batch"):
+        torch.func.vmap(lambda q, k, v: headwise.head_stats(q[None], k[None], v[None])[0][0])(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_statistics_without_values_are_recorded_and_links_are_refused() -> None:
+    q, k, v = inputs()
+
+    def entropy(q: Tensor, k: Tensor) -> Tensor:
+        found: Tensor = core.statistics(q, k, causal=True).sums["entropy"]
+        return found
+
+    graph = torch.jit.trace(entropy, (q, k))
+    other = inputs(1, tokens=11)[:2]
+    torch.testing.assert_close(graph(*other), entropy(*other))
+    with pytest.raises(UnsupportedError, match="links cannot be recorded"):
+        torch.jit.trace(lambda q, k, v: core.links(q, k, v, core.call_of(q, k, v), 2)[2].weight, (q, k, v))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_gradients(reentrant: bool) -> None:
+    ours, plain = ([x.requires_grad_() for x in inputs()] for _ in range(2))
+    checkpoint(lambda *x: headwise.attend(*x, causal=True), *ours, use_reentrant=reentrant).square().sum().backward()
+    headwise.attend(*plain, causal=True).square().sum().backward()
+    for got, want in zip(ours, plain, strict=True):
+        assert got.grad is not None and want.grad is not None
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_inference_tensors_serve_outside_of_inference_mode() -> None:
+    want = headwise.attend(*inputs(), causal=True)
+    with torch.inference_mode():
+        given = inputs()
+        torch.testing.assert_close(headwise.attend(*given, causal=True), want)
+    torch.testing.assert_close(headwise.attend(*given, causal=True), want)
+
+
+def test_threads_that_call_at_once_get_their_own_results() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for tokens in (2, 3, 5, 7, 11, 13, 17, 19) * 3:
+            given = inputs(number, tokens)
+            exact = [x.double() for x in given]
+            out, stats = headwise.head_stats(*given, causal=True)
+            want, exact_stats = headwise.head_stats(*exact, causal=True)
+            close = torch.allclose(out.double(), want, atol=1e-5)
+            if not (close and torch.allclose(stats.entropy, exact_stats.entropy.double(), atol=1e-4)):
+                wrong.append(tokens)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
