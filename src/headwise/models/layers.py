@@ -132,8 +132,8 @@ class Layer:
     def add_packed(self, new: HeadStats, decoding: list[bool]) -> None:
         """One more call on packed sequences: a row for each of them, with whether it follows cached keys."""
         chosen = torch.tensor(decoding)
-        parts = [_rows_of(new, which) if bool(which.any()) else None for which in (~chosen, chosen)]
-        self._runs.append(Run(new, *parts, packed=True))
+        prefill, decode = (_rows_of(new, which) if bool(which.any()) else None for which in (~chosen, chosen))
+        self._runs.append(Run(new, prefill, decode, packed=True))
 
     def __repr__(self) -> str:
         return f"Layer({self.kind} {self.index}, {self.heads.query} heads, {self.name})"

@@ -259,9 +259,9 @@ class Watch:
         out, rest = function(given)
         if new:
             with torch.no_grad():
-                stats = self._step(scene, reading, own, out)
-                right = reading if stats is not None else self._right(reading, own, out, scene.real)
-                self._keep(scene, given, right, stats)
+                known = self._step(scene, reading, own, out)
+                right = reading if known is not None else self._right(reading, own, out, scene.real)
+                self._keep(scene, given, right, known)
         return out, rest
 
     def _step(self, scene: Scene, reading: Reading, own: EagerReading, out: Tensor) -> HeadStats | None:

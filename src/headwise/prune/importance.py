@@ -258,6 +258,7 @@ def _michel_token(setting: Setting) -> list[np.ndarray]:
 
 def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
     """dL/d gate of every head and example, in one backward pass a batch."""
+    check_slopes(setting.model)
     each: list[list[np.ndarray]] = [[] for _ in setting.places]
     for step, batch in enumerate(setting.batches):
         size = batch_size(batch)
@@ -292,6 +293,16 @@ def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
     return _united(setting, each)
 
 
+def check_slopes(model: nn.Module) -> None:
+    """Refuse layers without gradients: what lies before them would seem not to matter."""
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+            raise UnsupportedError(
+                f"{type(module).__name__} (at {path}) is quantized and has no gradient; use the score ablation, "
+                "confidence or sink"
+            )
+
+
 def _of_tokens(product: Tensor, size: int) -> Tensor:
     """sum over tokens of abs(ctx . dL/d ctx): (B, H)."""
     return product.sum(-1).abs().reshape(size, -1, product.shape[-2]).sum(1)
@@ -322,8 +333,14 @@ def _ablation(setting: Setting) -> list[np.ndarray]:
 
 def _columns(setting: Setting, site: Site) -> Tensor:
     """W_O of each head: (H, width, width of a head)."""
-    _, out = anatomy.w_o(setting.model, site)
-    weight = out.get_parameter("weight").detach().float()
+    path, out = anatomy.w_o(setting.model, site)
+    weight = getattr(out, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
+        raise UnsupportedError(
+            f"the weights of {type(out).__name__} (at {path}) are not plain numbers in memory (quantized, packed or "
+            "offloaded); use the score ablation, confidence or sink, which does without them"
+        )
+    weight = weight.detach().float()
     weight = weight.T if type(out).__name__ == "Conv1D" else weight
     return weight.unflatten(1, (setting.places[setting.row(site)].query, -1)).permute(1, 0, 2)
 
@@ -423,4 +440,5 @@ def _random(setting: Setting) -> list[np.ndarray]:
 
 @score("l0", signed=False, normed=False, additive=False, loss="damage", options=tuple(GATE_OPTIONS))
 def _l0(setting: Setting) -> list[np.ndarray]:
+    check_slopes(setting.model)
     return _united(setting, [[row[None]] for row in opened(setting)])

@@ -1,0 +1,107 @@
+"""Models whose linear layers were replaced by quantized ones: masked and watched as they are, scored or refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from batches import inputs
+from families import BY_NAME, build
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import headwise
+from headwise.errors import UnsupportedError
+from headwise.models import anatomy
+
+torch.set_num_threads(1)
+FAMILY = BY_NAME["llama"]
+GIVEN = inputs(FAMILY, "right")
+HEADS = {1: [0, 4], 3: [2]}
+
+
+class Packed(nn.Module):
+    """As bitsandbytes' layers: weights of 8 bits in one long column, made numbers again in forward."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = float(linear.weight.abs().max()) / 127
+        numbers = (linear.weight / self.scale).round().to(torch.int8).reshape(-1, 1)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.view(self.out_features, self.in_features).to(x.dtype) * self.scale).T
+
+
+def packed(model: nn.Module) -> nn.Module:
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "proj" in path:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, Packed(module))
+    return model
+
+
+def dynamic(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+EACH = pytest.mark.parametrize("quantize", [packed, dynamic])
+
+
+def model_of(quantize: Any) -> Any:
+    return quantize(build(FAMILY, auto=AutoModelForCausalLM))
+
+
+def run(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(**GIVEN)[0]
+
+
+@EACH
+def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
+    model = model_of(quantize)
+    plain = run(model)
+    got: list[Tensor] = []
+    site = anatomy.sites(model)[1]
+    with headwise.mask_heads(model, HEADS):
+        hook = anatomy.w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
+        masked = run(model)
+    hook.remove()
+    each = got[0].unflatten(-1, (6, 10))
+    assert bool((each[..., [0, 4], :] == 0).all()) and bool((each[..., [1, 2, 3, 5], :] != 0).any())
+    assert not torch.allclose(masked, plain, atol=1e-2) and torch.equal(run(model), plain)
+
+
+@EACH
+def test_watching_changes_nothing_and_adds_up(quantize: Any) -> None:
+    model = model_of(quantize)
+    plain = run(model)
+    with headwise.watch(model, weights=True, outputs=True) as seen:
+        assert torch.equal(run(model), plain)
+    real = GIVEN["attention_mask"][:, None, :, None]
+    for layer in seen.layers:
+        assert layer.heads.query == 6 and layer.heads.kv == 2
+        entropy = -(layer.weights * layer.weights.clamp(min=1e-30).log() * real).sum((-1, -2))
+        torch.testing.assert_close(layer.stats.sums["entropy"].float(), entropy, rtol=1e-4, atol=1e-4)
+
+
+@EACH
+def test_scores_that_need_weights_or_slopes_are_refused_by_name(quantize: Any) -> None:
+    model = model_of(quantize)
+    for score in ("output", "variance"):
+        with pytest.raises(
+            UnsupportedError, match="o_proj. are not plain numbers in memory .*; use the score ablation"
+        ):
+            headwise.importance(model, [GIVEN], score)
+    with pytest.raises(UnsupportedError, match="not a plain linear layer|quantized"):
+        headwise.importance(model, [GIVEN], "magnitude")
+    if quantize is dynamic:
+        for score in ("michel", "michel-token", "l0"):
+            with pytest.raises(UnsupportedError, match="is quantized and has no gradient; use the score ablation"):
+                headwise.importance(model, [GIVEN], score)
+    assert float(abs(headwise.importance(model, [GIVEN], "ablation")["self"]).min()) > 0
