@@ -29,6 +29,8 @@ from headwise import attend, explain, head_stats, reference
 from headwise.attention import calls as attention_calls
 from headwise.attention import core
 from headwise.attention.kernel import native
+from headwise.attention.sight import sight_of
+from headwise.attention.stats import HeadStats
 from headwise.errors import MaskError, ShapeError
 
 pytestmark = [
@@ -355,6 +357,78 @@ def test_powers_of_whole_and_half_numbers(name):
         want = 2.0 ** (x[: last + 1] - x[last])
         want /= want.sum()
         np.testing.assert_allclose(got[0, 0, :, : last + 1], np.tile(want, (14, 1)), rtol=1e-6, atol=2e-38)
+
+
+# ---- scores that overflow
+
+
+OVERFLOWS = {  # what to multiply the queries and keys of a head by, in float32
+    "some scores": lambda rng, q, k: (q * 1e20, k * np.where(rng.random(k.shape[:3]) < 0.3, 1e20, 1e15)[..., None]),
+    "all of them": lambda rng, q, k: (q * 1e30, k * 1e30),
+    "far below": lambda rng, q, k: (abs(q) * 1e20, -abs(k) * 1e20),
+    "a part of the sum": lambda rng, q, k: (  # 1e40 and -1e40, beside which float64 still tells 1e32 from 0
+        np.concatenate([np.full_like(q, 1e20), q * 1e16], -1),
+        np.concatenate([np.where(np.arange(k.shape[3]) % 2, 1e20, -1e20) + k * 0, k * 1e16], -1),
+    ),
+}
+OPTIONS = {
+    "plain": lambda rng, size: {},
+    "causal": lambda rng, size: {"causal": True},
+    "softcap": lambda rng, size: {"softcap": 3.0},
+    "sinks and gates": lambda rng, size: {"sinks": rng.normal(size=size[1]), "gates": rng.normal(size=size[1])},
+    "bool mask": lambda rng, size: {"mask": rng.random(size) < 0.7},
+    "float mask": lambda rng, size: {"mask": np.where(rng.random(size) < 0.7, rng.normal(size=size), -np.inf)},
+    "lowest number": lambda rng, size: {"mask": np.where(rng.random(size) < 0.5, 0.0, np.finfo(np.float32).min)},
+}
+
+
+def from_limited_scores(call: Call) -> tuple[np.ndarray, HeadStats]:
+    """The specification, which gets the scores as a mask: in float64, and no further from 0 than 1e38."""
+    how, group = dict(call.how), call.q.shape[1] // call.k.shape[1]
+    scores = np.clip(call.q @ call.k.repeat(group, 1).swapaxes(-1, -2) * call.q.shape[3] ** -0.5, -1e38, 1e38)
+    if cap := how.pop("softcap", None):
+        scores = cap * np.tanh(scores / cap)
+    mask = how.pop("mask", np.ones((1, 1, 1, 1), bool))
+    how["mask"] = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
+    return reference.head_stats(call.q * 0, call.k * 0, call.v, **how, **call.stats)
+
+
+@each_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_scores_that_overflow_equal_the_specification(path, name, option, dtype):
+    for seed, queries, keys in ((0, 5, 7), (1, 71, 23), (2, 1, 2053)):  # few rows, blocks of rows, parts of the keys
+        rng, call = np.random.default_rng(seed), at_random(seed, queries=queries, keys=keys)
+        q, k = OVERFLOWS[name](rng, call.q, call.k)
+        how, classes = OPTIONS[option](rng, (2, 6, queries, keys)), {"some": rng.random((2, keys)) < 0.5}
+        call = Call(q, k, call.v, how, {"classes": classes}).rounded(dtype)
+        want, stats = from_limited_scores(call)
+        given = call.tensors(dtype)
+        with forced(path):
+            out, got = head_stats(given.q, given.k, given.v, **given.how, **given.stats)
+            plain = attend(given.q, given.k, given.v, **given.how)
+        assert plain.equal(out)
+        np.testing.assert_allclose(array(out), want, **CLOSE[dtype])
+        for number in stats.names:
+            np.testing.assert_allclose(got[number], stats[number], rtol=1e-4, atol=1e-5, err_msg=number)
+
+
+@each_path
+def test_links_and_logarithms_of_scores_that_overflow(path):
+    """Every score of the first row is past the limit, of the second below it; the third is ordinary."""
+    q = torch.tensor([1e25, -1e25, 1e-25]).reshape(1, 1, 3, 1)
+    k = torch.tensor([1e20, 1e25, 2e25, 3e20, 4e25, 2e20, 5e20]).reshape(1, 1, 7, 1)
+    v, links, lse = torch.eye(7)[None, None], native.Links.empty(q, 5), torch.empty(1, 1, 3)
+    extra = native.Extra(torch.empty(9, 1, 1, dtype=torch.float64), None, None, lse, *links)
+    with forced(path):
+        out = native.run(q, k, v, sight_of(q, k, v), 1.0, extra=extra)
+    np.testing.assert_allclose(out[0, 0, 0], np.ones(7) / 7, rtol=1e-6)
+    np.testing.assert_allclose(out[0, 0, 1], np.ones(7) / 7, rtol=1e-6)
+    assert links.key[0, 0, :2].tolist() == [[0, 1, 2, 3, 4]] * 2 and links.key[0, 0, 2, 0] == 4
+    np.testing.assert_allclose(links.weight[0, 0, :2], 1 / 7, rtol=1e-6)
+    np.testing.assert_allclose(lse[0, 0, :2], [1e38, -1e38], rtol=1e-6)
+    assert lse.isfinite().all()
 
 
 # ---- calls of a form that was seen before: what was checked once holds for the numbers, not for what is around them

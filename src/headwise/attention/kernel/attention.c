@@ -14,6 +14,10 @@
 
    A key that a row may not look at has e = 0 whatever lies there. Two parts of the keys are merged as two blocks are.
 
+   A score of a finite query and a finite key counts as 1e38 where it is larger, as -1e38 where it is lower (in nats,
+   before softcap and bias). Single precision may have overflowed there, or in a part of the sum, and lost even the sign:
+   such a row is noticed, and when its keys are done it is done again in double precision.
+
    Memory: an item is a block of rows. Its scaled queries lie row by row; keys are packed once a head into panels of
    TILE_ROWS x PANEL tiles ([dim][PANEL], so that a multiply-add takes whole vectors of keys); values are used as they
    lie where that is possible. A strip of TILE_ROWS rows meets a block of keys: scores, softmax and o += e v, all of it
@@ -26,6 +30,7 @@
 enum { WIDEST = 8, PANEL = TILE_VECTORS * W, BLOCK_ROWS = 8 * TILE_ROWS, PART_KEYS = 1024 };
 enum { LINE = 16, AHEAD = 8, FEW_ROWS = 12, STRIP_ROWS = TILE_ROWS > FEW_ROWS ? TILE_ROWS : FEW_ROWS };
 static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+static const float LIMIT = 1e38f; /* of a score, in nats */
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -271,6 +276,7 @@ typedef struct {
     float m;
     float at[4];  /* e at the first, previous, next and own key */
     int32_t sees; /* whether it may look anywhere */
+    int32_t beyond; /* whether a product q . k passed LIMIT */
     vf *c;        /* (class_count) */
     float *links; /* (link_count) largest scores, the largest first, */
     int32_t *best; /* and their keys */
@@ -281,7 +287,7 @@ typedef struct {
 /* The same for one row when its keys are done. */
 typedef struct {
     float m, l, w, d, at[4], c[MOST_CLASSES], links[MOST_LINKS];
-    int32_t sees, best[MOST_LINKS];
+    int32_t sees, beyond, best[MOST_LINKS];
 } Kept;
 
 enum { KEPT_FLOATS = sizeof(Kept) / 4 };
@@ -302,9 +308,15 @@ typedef struct {
     float *links;            /* (rows, link_count) */
     int32_t *best;
     uint8_t *key_state, *value_state; /* a block: 1 packed or looked at, 2 also odd */
+    float *key_size;                  /* a block: its largest number, where `bounds` */
+    float reach; /* no part of a product is larger than this times the keys' largest number; inf: unknown */
 } Item;
 
 static int few(const Call *call, const Plan *p) { return p->rows <= FEW_ROWS && call->k_stride[3] == 1; }
+
+/* Whether what keeps scores from overflowing is known from the packed keys and the queries: so many rows share the keys
+   that it costs less than a look at the scores. */
+static int bounds(const Call *call, const Plan *p) { return p->row_blocks > 1 && !few(call, p); }
 
 /* Rows of a strip: as many as make all strips alike. */
 static int64_t strip_rows(const Call *call, const Plan *p, int64_t rows) {
@@ -349,7 +361,7 @@ static void plan(const Call *call, Plan *p) {
     int64_t kept = p->row_blocks > 1 ? p->key_blocks : 1, rows = up(p->block_rows, TILE_ROWS);
     int64_t packed = (in_place(call, p) ? 1 : kept * p->key_block) * p->width;
     int64_t each = sizeof(Row) + call->class_count * sizeof(vf) + call->link_count * 8; /* bytes of a row */
-    p->room = 64 * 12 + rows * each + 2 * up(p->key_blocks, 64) +
+    p->room = 64 * 13 + rows * each + 2 * up(p->key_blocks, 64) + 4 * up(p->key_blocks, 16) +
               4 * (rows * (call->dim + p->width) + 2 * STRIP_ROWS * p->key_block + kept * p->key_block * call->dim + packed);
 }
 
@@ -362,6 +374,18 @@ static void *take(char **from, int64_t bytes) {
 /* Lengths out of a graph were never looked at. */
 static int64_t end_of(const Call *call, int64_t batch) {
     return most(0, least(call->ends ? call->ends[batch] : call->end, call->keys));
+}
+
+/* Where a row stands, and the keys that band, length and padding let it see; its query is set. */
+static void place_row(const Call *call, const Plan *p, int64_t batch, Row *row) {
+    int64_t end = end_of(call, batch);
+    row->place = row->query + (call->offsets ? call->offsets[batch] : call->offset);
+    row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
+    row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
+    if (p->low) {
+        row->low = most(row->low, p->low[batch]);
+        row->high = least(row->high, p->high[batch]);
+    }
 }
 
 static int shows(const char *x, int64_t kind) { return kind == BOOL ? *x != 0 : number(x, kind) != -INFINITY; }
@@ -388,6 +412,17 @@ static int all_finite(const float *x, int64_t row, int64_t rows, int64_t n) {
     return sum(zero[0] + zero[1] + zero[2] + zero[3]) == 0;
 }
 
+/* The largest |x| of n numbers, whole vectors; NaN among them is passed over or stays. */
+static float largest_size(const float *x, int64_t n) {
+    vf size[4] = {{0}};
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W) UNROLL for (int u = 0; u < 4; u++)
+        size[u] = larger(magnitude(load(x + i + u * W)), size[u]); /* in this order, so that NaN hides no infinity */
+    for (; i < n; i += W) size[0] = larger(magnitude(load(x + i)), size[0]);
+    vf top = larger(larger(size[0], size[1]), larger(size[2], size[3]));
+    return any(~(top <= all(0x1.fffffep127f))) ? INFINITY : largest(top);
+}
+
 /* The keys of a block in panels, and its values; packed once for all row blocks of a head. Some row may not look at the
    keys before all_low, or from all_high on. */
 static const float *fetch(Item *it, int64_t block, int64_t count, int64_t all_low, int64_t all_high) {
@@ -402,6 +437,7 @@ static const float *fetch(Item *it, int64_t block, int64_t count, int64_t all_lo
     it->spare = here && call->value_dim % W ? call->keys - 1 : call->keys;
     if (!it->key_state[block]) {
         if (!few(call, p)) pack_keys(keys, it->k + from * call->k_stride[2] * size, call, count);
+        if (bounds(call, p)) it->key_size[block] = largest_size(keys, up(count, PANEL) * call->dim);
         if (!here) pack_values(values, p->width, v, call, count);
         else if (it->spare < call->keys && from + count == call->keys)
             pack_values(it->packed, p->width, v + (count - 1) * 4 * it->value_row, call, 1);
@@ -465,7 +501,7 @@ static void keep_links(Row *row, const float *s, int64_t n, int64_t from, int co
 
 /* Nothing in this file may run when the library is loaded (no constructors): it is compiled for instruction sets that
    the processor may not have. */
-_Static_assert(W <= WIDEST_VECTOR, "headwise_distances is read in whole vectors");
+_Static_assert((int)W <= (int)WIDEST_VECTOR, "headwise_distances is read in whole vectors");
 
 /* The largest of n scores, whole vectors; a NaN among them may be passed over. */
 INLINE float peak_of(const float *s, int64_t n) {
@@ -548,6 +584,19 @@ static void adjust(const Item *it, const Row *row, float *s, const float *bias, 
         }
 }
 
+/* Whether the product of a row and a key that it sees, s[a] to s[b - 1], is past what scores may be. Any other number may
+   lie in the rest of the vectors that hold them. */
+static int passes(const Item *it, const Row *row, const float *s, int64_t a, int64_t b, int64_t from) {
+    const Call *call = it->call;
+    float limit = call->softcap > 0 ? LIMIT / call->softcap : LIMIT * LOG2E;
+    if (it->reach < INFINITY && it->reach * it->key_size[from / it->plan->key_block] < 0.99f * limit) return 0;
+    int64_t start = a / W * W;
+    if (largest_size(s + start, up(b, W) - start) <= limit) return 0;
+    for (int64_t j = a; j < b; j++)
+        if (fabsf(s[j]) > limit && may_see(it, row, from + j)) return 1;
+    return 0;
+}
+
 /* Values with NaN or infinities among them, key by key: they reach the rows that may look there, and no others. */
 static void mix_odd(Item *it, Row *row, const float *s, float *o, int64_t low, int64_t high, int64_t from) {
     for (int64_t j = low; j < high; j++)
@@ -612,6 +661,7 @@ static void strip(Item *it, int64_t first, int rows, const float *keys, int64_t 
             tail[r] = head[r];
             continue;
         }
+        row[r].beyond |= passes(it, row + r, s, a, b, from);
         for (int64_t j = start; j < head[r]; j += W) store(s + j, all(0));
         for (int64_t j = tail[r]; j < stop; j += W) store(s + j, all(0));
         hide_edges(s, a, b);
@@ -665,6 +715,7 @@ static void keep(const Call *call, const Row *row, Kept *kept) {
     kept->m = row->m;
     kept->l = sums[0];
     kept->sees = row->sees;
+    kept->beyond = row->beyond;
     if (call->link_count) {
         memcpy(kept->links, row->links, 4 * call->link_count);
         memcpy(kept->best, row->best, 4 * call->link_count);
@@ -690,8 +741,104 @@ static float lower_to(const Call *call, Kept *x, float top) {
     return f;
 }
 
+/* Whether single precision may have failed a row: a product or a sum with its bias overflowed, or there is NaN. */
+static int overflowed(const Kept *x) { return x->sees && (x->beyond || x->l != x->l || fabsf(x->m) == INFINITY); }
+
+/* q . k in double precision; NaN and infinities are among the numbers where `finite` is 0. */
+static double exact_dot(const Call *call, const char *q, const char *k, int *finite) {
+    enum { SOME = 64, LANES = 8 };
+    float a[SOME], b[SOME];
+    double lane[LANES] = {0}, odd = 0, total = 0;
+    int64_t size = width_of(call->kind);
+    for (int64_t i = 0; i < call->dim; i += SOME) {
+        int64_t n = least(SOME, call->dim - i);
+        read_row(a, q + i * call->q_stride[3] * size, call->kind, call->q_stride[3], n, 1);
+        read_row(b, k + i * call->k_stride[3] * size, call->kind, call->k_stride[3], n, 1);
+        for (int64_t x = n; x % LANES; x++) a[x] = b[x] = 0;
+        for (int64_t x = 0; x < n; x++) odd += a[x] * 0.0f + b[x] * 0.0f; /* 0 * x is 0, or NaN */
+        for (int64_t x = 0; x < n; x += LANES)
+            for (int y = 0; y < LANES; y++) lane[y] += (double)a[x + y] * b[x + y];
+    }
+    for (int y = 0; y < LANES; y++) total += lane[y];
+    *finite = odd == 0;
+    return total;
+}
+
+/* What the row adds to its score on key j, in nats; -inf where it may not look. */
+static double exact_bias(const Item *it, const Row *row, int64_t j) {
+    const Call *call = it->call;
+    if (!may_see(it, row, j)) return -INFINITY;
+    double bias = call->slopes ? -(double)call->slopes[row->head] * fabs((double)(j - row->place)) : 0;
+    if (!call->mask || call->mask_kind == BOOL) return bias;
+    const int64_t *stride = call->mask_stride;
+    int64_t at = it->batch * stride[0] + row->head * stride[1] + row->query * stride[2] + j * stride[3];
+    return bias + number(call->mask + at * width_of(call->mask_kind), call->mask_kind);
+}
+
+/* A row all over again, key by key in double precision. What is kept is as after `keep`; where NaN or infinities reach
+   the row it stays as it is, NaN. Scores that differ at all at 1e38 differ by far more than an exponent holds. */
+static void redo(const Call *call, const Plan *p, int64_t batch, int64_t head, int64_t query, Kept *kept, float *o) {
+    int64_t size = width_of(call->kind), kv_head = head / (call->heads / call->kv_heads);
+    const char *q = call->q + (batch * call->q_stride[0] + head * call->q_stride[1] + query * call->q_stride[2]) * size;
+    const char *k = call->k + (batch * call->k_stride[0] + kv_head * call->k_stride[1]) * size;
+    const char *v = call->v + (batch * call->v_stride[0] + kv_head * call->v_stride[1]) * size;
+    Item it = {.call = call, .plan = p, .batch = batch};
+    Row row = {.head = head, .query = query};
+    place_row(call, p, batch, &row);
+    const int64_t spots[4] = {p->first ? p->first[batch] : 0, row.place - 1, row.place + 1, row.place};
+    double peak = -INFINITY, l = 0, w = 0, d = 0, at[4] = {0}, c[MOST_CLASSES] = {0}, links[MOST_LINKS];
+    int32_t best[MOST_LINKS];
+    for (int64_t i = 0; i < call->link_count; i++) links[i] = -INFINITY, best[i] = -1;
+    for (int64_t i = 0; i < call->value_dim; i++) o[i] = 0;
+    for (int64_t j = row.low; j < row.high; j++) {
+        int finite;
+        double bias = exact_bias(&it, &row, j);
+        if (bias == -INFINITY) continue;
+        double s = exact_dot(call, q, k + j * call->k_stride[2] * size, &finite) * call->scale;
+        if (finite) s = fmax(-(double)LIMIT, fmin(s, LIMIT));
+        if (call->softcap > 0) s = call->softcap * tanh(s / call->softcap);
+        s = (s + bias) * 1.4426950408889634;
+        if (!(s < INFINITY)) {
+            kept->l = NAN;
+            return;
+        }
+        if (s > peak) {
+            double f = exp2(peak - s);
+            w = l > 0 ? f * (w + (peak - s) * l) : 0;
+            l *= f, d *= f;
+            for (int i = 0; i < 4; i++) at[i] *= f;
+            for (int64_t i = 0; i < call->class_count; i++) c[i] *= f;
+            for (int64_t i = 0; i < call->value_dim; i++) o[i] *= f;
+            peak = s;
+        }
+        double t = s == -INFINITY ? s : s - peak, e = exp2(t);
+        l += e, d += e * fabs((double)(j - row.place));
+        if (e > 0) w += e * t;
+        for (int i = 0; i < 4; i++) at[i] += spots[i] == j ? e : 0;
+        for (int64_t i = 0; i < call->class_count; i++)
+            c[i] += e * call->classes[(batch * call->class_count + i) * call->keys + j];
+        for (int64_t i = 0; i < call->value_dim; i++)
+            o[i] += e * number(v + (j * call->v_stride[2] + i * call->v_stride[3]) * size, call->kind);
+        int64_t place = call->link_count;
+        while (place > 0 && s > links[place - 1]) place--;
+        if (place == call->link_count) continue;
+        for (int64_t x = call->link_count - 1; x > place; x--) links[x] = links[x - 1], best[x] = best[x - 1];
+        links[place] = s, best[place] = j;
+    }
+    kept->m = peak == -INFINITY ? peak : fmax(-0x1.fffffep127, fmin(peak, 0x1.fffffep127));
+    kept->l = l, kept->w = w, kept->d = d;
+    for (int i = 0; i < 4; i++) kept->at[i] = at[i];
+    for (int64_t i = 0; i < call->class_count; i++) kept->c[i] = c[i];
+    for (int64_t i = 0; i < call->link_count; i++) {
+        kept->links[i] = peak - links[i] < 200 ? kept->m + (float)(links[i] - peak) : -INFINITY;
+        kept->best[i] = best[i];
+    }
+}
+
 /* The output and the statistics of a row out of what was kept; o (width) is used up. */
-static void finish(const Call *call, Kept *x, float *o, int64_t batch, int64_t head, int64_t query, double *sums) {
+static void finish(const Call *call, const Plan *p, Kept *x, float *o, int64_t batch, int64_t head, int64_t query,
+                   double *sums) {
+    if (overflowed(x)) redo(call, p, batch, head, query, x, o);
     float peak = x->m, sink = call->sinks ? call->sinks[head] * LOG2E : -INFINITY;
     float top = sink > peak ? sink : peak, f = 1;
     if (top == -INFINITY) top = 0;
@@ -749,6 +896,7 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
             float top = y->m > x->m ? y->m : x->m;
             if (call->link_count) merge_links(x, y, call->link_count);
             x->sees |= y->sees;
+            x->beyond |= y->beyond;
             float f = lower_to(call, x, top), g = lower_to(call, y, top);
             for (int64_t d = 0; d < call->value_dim; d++) o[d] = o[d] * f + more[d] * g;
             x->m = top;
@@ -758,7 +906,7 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
             for (int d = 0; d < 4; d++) x->at[d] += y->at[d];
             for (int64_t d = 0; d < call->class_count; d++) x->c[d] += y->c[d];
         }
-        finish(call, x, o, batch, group % call->kv_heads * heads + r % heads, r / heads,
+        finish(call, p, x, o, batch, group % call->kv_heads * heads + r % heads, r / heads,
                p->item_sums + (group * p->parts * heads + r % heads) * SUMS);
     }
 }
@@ -767,7 +915,7 @@ static void merge(const Call *call, const Plan *p, int64_t group) {
 
 static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
     Row *row = it->row + at;
-    int64_t group = call->heads / call->kv_heads, end = end_of(call, it->batch);
+    int64_t group = call->heads / call->kv_heads;
     memset(row, 0, sizeof *row);
     row->m = -INFINITY;
     row->c = it->classes + at * call->class_count;
@@ -777,13 +925,7 @@ static void begin_row(const Call *call, Item *it, int64_t at, int64_t r) {
     for (int i = 0; i < call->link_count; i++) row->links[i] = -INFINITY, row->best[i] = -1;
     row->query = group == 1 ? r : r / group;
     row->head = it->kv_head * group + r - row->query * group;
-    row->place = row->query + (call->offsets ? call->offsets[it->batch] : call->offset);
-    row->low = call->left < 0 ? 0 : most(0, row->place - call->left);
-    row->high = call->right < 0 ? end : least(end, row->place + call->right + 1);
-    if (it->plan->low) {
-        row->low = most(row->low, it->plan->low[it->batch]);
-        row->high = least(row->high, it->plan->high[it->batch]);
-    }
+    place_row(call, it->plan, it->batch, row);
 }
 
 /* The first key that exists for a sequence: that the mask shows to some row that counts. Past all where there is none. */
@@ -838,6 +980,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
     it.best = take(&memory, rows * call->link_count * 4);
     it.key_state = take(&memory, p->key_blocks);
     it.value_state = take(&memory, p->key_blocks);
+    it.key_size = take(&memory, 4 * p->key_blocks);
     it.q = take(&memory, 4 * rows * call->dim);
     it.o = take(&memory, 4 * rows * p->width);
     it.s = take(&memory, 4 * STRIP_ROWS * p->key_block);
@@ -860,6 +1003,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
         all_low = most(all_low, row->low), all_high = least(all_high, row->high);
         if (row->low < row->high) low = least(low, row->low), high = most(high, row->high);
     }
+    it.reach = bounds(call, p) ? call->dim * largest_size(it.q, up(it.rows * call->dim, W)) : INFINITY;
     memset(it.o, 0, 4 * it.rows * p->width);
     int64_t height = strip_rows(call, p, it.rows);
     low = most(low, part * p->split * p->key_block);
@@ -880,7 +1024,7 @@ static void item(const Call *call, const Plan *p, int64_t number, Room *room) {
         Kept one, *kept_row = out ? (Kept *)out + r : &one;
         keep(call, it.row + r, kept_row);
         if (!out)
-            finish(call, kept_row, it.o + r * p->width, it.batch, it.row[r].head, it.row[r].query,
+            finish(call, p, kept_row, it.o + r * p->width, it.batch, it.row[r].head, it.row[r].query,
                    p->item_sums + (number * group + it.row[r].head - it.kv_head * group) * SUMS);
     }
     if (out) memcpy(out + p->block_rows * KEPT_FLOATS, it.o, 4 * it.rows * p->width);

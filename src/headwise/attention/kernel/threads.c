@@ -5,6 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "call.h"
 
 #ifndef HEADWISE_SOURCE
@@ -215,22 +219,34 @@ __attribute__((constructor)) static void fill_distances(void) {
         headwise_distances[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
 }
 
-/* Which instruction sets this binary has and this processor can run, the fastest first. */
-static const Path *path_at(int index) {
-    const Path *paths[4];
+/* Which instruction sets this binary has and this processor can run, the fastest first; then NULL. */
+static const Path *paths[4];
+
+#if defined(__x86_64__)
+/* What both vector paths are compiled with besides their own instructions. Older compilers know no "f16c" by name. */
+static int has_fma_and_f16c(void) {
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}
+#endif
+
+/* Once: asking the processor takes longer than a short call where the machine is a virtual one. */
+__attribute__((constructor)) static void find_paths(void) {
     int count = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+    int common = has_fma_and_f16c();
+    if (common && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         paths[count++] = &headwise_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths[count++] = &headwise_avx2;
+    if (common && __builtin_cpu_supports("avx2")) paths[count++] = &headwise_avx2;
 #elif defined(__aarch64__)
     paths[count++] = &headwise_neon;
 #endif
     paths[count++] = &headwise_plain;
-    return index >= 0 && index < count ? paths[index] : NULL;
 }
+
+static const Path *path_at(int index) { return index >= 0 && index < 3 ? paths[index] : NULL; }
 
 EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(index)->name : NULL; }
 
