@@ -92,7 +92,7 @@ def check_options(options: Iterable[str], known: Sequence[str]) -> None:
 def band(causal: bool, window: Window | None) -> Window:
     """How far left and right of its own position a query may look; None is open. Causal is a right edge of 0."""
     left, right = (None, None) if window is None else _window(window)
-    if type(causal).__name__ != "bool":  # Python's or NumPy's
+    if type(causal).__name__.rstrip("_") != "bool":  # Python's, or NumPy's bool_
         raise MaskError(f"causal must be True or False, got {causal!r}")
     if causal:
         right = 0
