@@ -64,6 +64,7 @@ def watched_heads_are_all_there(ranks: Ranks, folder: Path) -> None:
                 torch.testing.assert_close(mine.stats[statistic], theirs.stats[statistic], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(mine.outputs, theirs.outputs, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(mine.links(2).weights, theirs.links(2).weights, rtol=1e-3, atol=1e-4)
+        assert got[1].weights.rows == want[1].weights.rows == [4, 12]
         torch.testing.assert_close(got[1].weights[:, 3], want[1].weights[:, 3], rtol=1e-3, atol=1e-4)
 
 

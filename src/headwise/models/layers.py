@@ -71,7 +71,8 @@ class Layer:
     index: int  # the model's own layer number
     name: str  # the module's path
     heads: Heads
-    all_weights: list[Any] = field(default_factory=list)  # one a call
+    all_weights: list[Any] = field(default_factory=list)  # one per call
+    all_rows: list[list[int] | None] = field(default_factory=list)  # the queries of each of them; None for all
     all_outputs: list[Any] = field(default_factory=list)
     all_links: list[Links] = field(default_factory=list)
     links_asked: int = 0  # how many were to be kept

@@ -357,6 +357,7 @@ class Watch:
                 layer.add(_named(stats), decoding)
         heads = asked(self._weights, site)
         if heads is not None:
+            layer.all_rows.append(self._kept_rows(reading))
             layer.all_weights.append(self._some(reading, heads, given.key.shape[2]))
         if self._links:
             layer.links_asked = self._links
@@ -365,8 +366,7 @@ class Watch:
             self._each(layer, reading, scene.real)
 
     def _some(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
-        queries = reading.q.shape[2]
-        rows = None if self._rows is None else [i % queries for i in self._rows if -queries <= i < queries]
+        rows, queries = self._kept_rows(reading), reading.q.shape[2]
         if self._rows is not None:
             self._longest = max(self._longest, queries)
             self._rows_left = [i for i in self._rows_left if not -queries <= i < queries]
@@ -375,6 +375,11 @@ class Watch:
         kept = reading.weights(rows, None if heads is True else heads)
         kept = torch.nn.functional.pad(kept, (0, keys - kept.shape[-1]))  # a cache may hold more keys than exist yet
         return kept if heads is True else Rows(kept, heads, rows)
+
+    def _kept_rows(self, reading: Reading | EagerReading) -> list[int] | None:
+        """Which of a call's queries keep their weights; None for all."""
+        queries = reading.q.shape[2]
+        return None if self._rows is None else [i % queries for i in self._rows if -queries <= i < queries]
 
     def _no_rows(self, reading: Reading | EagerReading, heads: Any, keys: int) -> Any:
         batch, count = reading.q.shape[:2]

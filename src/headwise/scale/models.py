@@ -108,8 +108,8 @@ class SplitWatch(Watch):
                 part = getattr(run, name)
                 setattr(run, name, None if part is None else gathered_stats(part, plan, self.ranks))
         heads = [asked(wanted, site) for wanted in self._wanted]
-        rows = [None if self._rows is None else [i % int(x.shape[2]) for i in self._rows] for x in layer.all_weights]
-        layer.all_weights = [_picked(self._all(x), heads[0], r) for x, r in zip(layer.all_weights, rows, strict=True)]
+        kept = zip(layer.all_weights, layer.all_rows, strict=True)
+        layer.all_weights = [_picked(self._all(x), heads[0], rows) for x, rows in kept]
         layer.all_outputs = [_picked(self._all(x), heads[1], None) for x in layer.all_outputs]
         layer.all_links = [Links(self._all(x.keys), self._all(x.weights)) for x in layer.all_links]
 
