@@ -92,7 +92,8 @@ def check_options(options: Iterable[str], known: Sequence[str]) -> None:
 def band(causal: bool, window: Window | None) -> Window:
     """How far left and right of its own position a query may look; None is open. Causal is a right edge of 0."""
     left, right = (None, None) if window is None else _window(window)
-    if not isinstance(causal, bool) and type(causal).__name__ != "bool":  # NumPy's is one too
+    kind: object = type(causal)
+    if getattr(kind, "__name__", None) != "bool":  # Python's, or NumPy's
         raise MaskError(f"causal must be True or False, got {causal!r}")
     if causal:
         right = 0
