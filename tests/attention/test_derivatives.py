@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from cases import LAYOUTS
 from torch import Tensor
 
 import headwise
@@ -150,3 +151,23 @@ def test_second_derivatives_after_a_native_forward(name: str) -> None:
     got = second([x.float() for x in inputs()], single(OPTIONS[name]))
     for ours, exact in zip(got, want, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_inputs_in_any_layout(causal: bool, dtype: torch.dtype) -> None:
+    made = torch.Generator().manual_seed(7)
+    given = [torch.randn(2, 3, 7, 5, generator=made, dtype=torch.float64) for _ in range(4)]
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> list[Tensor]:
+        learned = [x.requires_grad_() for x in (q, k, v)]
+        return list(torch.autograd.grad(headwise.attend(*learned, causal=causal), learned, slope))
+
+    want = gradients(*given)
+    for lay in LAYOUTS.values():
+        got = gradients(*(lay(x.detach().to(dtype)).detach() for x in given))
+        for ours, exact in zip(got, want, strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5 * float(exact.abs().max()))
+    one = torch.ones((), dtype=dtype).expand(2, 3, 7, 5)  # the gradient that a sum hands back
+    plain = [x.detach().to(dtype) for x in given[:3]]
+    torch.testing.assert_close(gradients(*plain, one), gradients(*plain, one.contiguous()))

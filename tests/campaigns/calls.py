@@ -125,8 +125,6 @@ def _valid(rng: Rng, report: Report) -> str | None:
     lay = LAYOUTS[str(rng.choice(list(LAYOUTS)))]
     q, k, v = (_zero_strided(lay(x)) for x in (given.q, given.k, given.v))
     learning = bool(rng.random() < 0.2)
-    if learning:
-        q = q.detach().requires_grad_()
     mark = f"{path}, {dtype}, {list(call.how)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
     try:
         want, stats = reference.head_stats(call.q, call.k, call.v, **call.how, **call.stats)
@@ -136,8 +134,8 @@ def _valid(rng: Rng, report: Report) -> str | None:
             out = attend(q, k, v, **given.how)
             again, measured = head_stats(q, k, v, **given.how, **given.stats)
             looked = weights(q, k, **given.looks)
-            if learning:
-                out.sum().backward()
+            slope = gradient(q, k, v, given.how) if learning else None
+        exact = exact_gradient(call) if learning else None
     except Exception as error:
         return f"{type(error).__name__}: {error} ({mark})"
     report.count("equal to the specification")
@@ -150,8 +148,22 @@ def _valid(rng: Rng, report: Report) -> str | None:
         or next(
             filter(None, (differ(n, measured.sums[n], x, bounds.sums(n), mark) for n, x in stats.sums.items())), None
         )
-        or (f"a gradient that is not finite ({mark})" if learning and not bool(q.grad.isfinite().all()) else None)
+        or (None if slope is None or exact is None else differ("gradient", slope, exact, bounds.gradient, mark))
     )
+
+
+def gradient(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+    """Of the sum of all outputs, by the queries."""
+    q = q.detach().requires_grad_()
+    return torch.autograd.grad(attend(q, k, v, **how).sum(), q)[0]
+
+
+def exact_gradient(call: Call) -> np.ndarray:
+    """The same in float64, by operators of PyTorch's that have every derivative."""
+    given = call.tensors(torch.float64)
+    with forced("one block of rows"):
+        found: np.ndarray = gradient(given.q, given.k, given.v, given.how).numpy()
+    return found
 
 
 class Bounds:
@@ -169,6 +181,7 @@ class Bounds:
         gates = float(abs(np.asarray(call.how.get("gates", 1.0))).max(initial=0.0))
         self.weight = one
         self.output = one * (largest[2] + 1e-3) * max(1.0, gates) * 2
+        self.gradient = 8 * self.output * call.v.shape[3] * scale * (largest[1] + 1e-3) * max(1.0, math.sqrt(keys))
         self._each, self._far = one * max(1, queries), keys + queries + 50
 
     def sums(self, name: str) -> float:

@@ -214,8 +214,7 @@ class Flash(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = kernel(slope, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale)
+            found = _flash_backward(slope, q, k, v, out, lse, ctx.causal, mask, ctx.scale)
             return *found, None, None, None
         given = [x for x in (q, k, v) if x.requires_grad]
         out = _spelled_out(q, k, v, mask, ctx.causal, ctx.scale)
@@ -280,7 +279,14 @@ def backward(
     slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v by PyTorch's kernel, from the output and each row's log-sum-exp (B, H, Tq)."""
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        slope, q, k, v, out, lse, 0.0, sight.banded, scale=scale
-    )
+    return _flash_backward(slope, q, k, v, out, lse, sight.banded, None, scale)
+
+
+def _flash_backward(
+    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Any, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # the kernel reads each row's numbers one after another, whatever their stride says
+    slope, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (slope, q, k, v, out))
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found = kernel(slope, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return found[0], found[1], found[2]
