@@ -77,7 +77,8 @@ campaign: setup tools  ## random and hostile inputs, kills, forks and attacks in
 	PYTHONPATH=tests $(BIN)/python -m campaigns
 
 sanitize:  ## the kernel's C tests under AddressSanitizer, UBSan and ThreadSanitizer
-	$(PYTHON) hatch_build.py driver build/driver-address -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+	$(PYTHON) hatch_build.py driver build/driver-address -Wall -Wextra -Werror -g -O1 -fsanitize=address,undefined \
+	  -fno-sanitize-recover=all
 	build/driver-address 200
 	$(PYTHON) hatch_build.py driver build/driver-thread -g -O1 -fsanitize=thread
 	build/driver-thread 60

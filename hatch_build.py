@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,12 @@ def build(cc: list[str], target: Path, more: Sequence[str] = (), driver: Path | 
         jobs.append((driver, "driver", [f"-I{KERNEL}"]))
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in jobs]
-        for (source, _, options), made in zip(jobs, objects, strict=True):
-            subprocess.run([*cc, *FLAGS, *more, *options, "-c", str(source), "-o", made], check=True)
+
+        def compile_source(job: tuple[Path, str, list[str]], made: str) -> None:
+            subprocess.run([*cc, *FLAGS, *more, *job[2], "-c", str(job[0]), "-o", made], check=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # an instruction set takes seconds, and they wait for nothing
+            list(pool.map(compile_source, jobs, objects))
         fresh = target.with_suffix(f".{os.getpid()}")  # a process that has the old one loaded keeps it
         kind = ["-shared"] if driver is None else []
         subprocess.run([*cc, *more, *kind, *objects, "-o", str(fresh), "-lm", "-lpthread"], check=True)

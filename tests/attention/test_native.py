@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +23,7 @@ from test_stats import LARGE as LARGE_STATS
 from test_stats import check as check_stats
 
 from campaigns.forks import fork_at_stages
+from campaigns.sanitizers import SANITIZED, VARIANTS
 from headwise import attend, explain, head_stats, reference
 from headwise.attention import calls as attention_calls
 from headwise.attention import core
@@ -552,33 +551,35 @@ def test_transforms_modes_and_shapes_after_a_call_that_was_recognised():
 
 # ---- the C tests: plain loops in double precision, tensors that end at pages which may not be touched
 
-ROOT = Path(__file__).parents[2]
-DRIVERS = {  # compiler, flags, what runs it
-    "as it is": ("cc", "", ""),
-    "ASan and UBSan": ("cc", "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all", ""),
-    "TSan": ("cc", "-g -O1 -fsanitize=thread", ""),
-    "NEON": ("aarch64-linux-gnu-gcc", "-static", "qemu-aarch64"),
-}
-if platform.machine() == "x86_64":
-    # the AVX2 and AVX-512 code is in the binary; loading it must execute none of it
-    DRIVERS["a processor without AVX"] = ("cc", "", "qemu-x86_64 -cpu Nehalem")
+
+@pytest.fixture(scope="module")
+def build_driver(tmp_path_factory):
+    """Builds a variant's driver, once for all that only run it elsewhere."""
+    folder, done = tmp_path_factory.mktemp("drivers"), {}
+
+    def build(variant):
+        key = variant.compiler, variant.flags
+        if key not in done:
+            driver = folder / str(len(done))
+            done[key] = driver, variant.build(driver)
+        return done[key]
+
+    return build
 
 
 @pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", DRIVERS)
-def test_the_drivers_random_calls(name, calls, tmp_path):
-    cc, flags, runner = DRIVERS[name]
-    missing = [tool for tool in (cc, *runner.split()[:1]) if not shutil.which(tool)]
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != SANITIZED])  # that one is a campaign
+def test_the_drivers_random_calls(name, calls, build_driver):
+    variant = VARIANTS[name]
+    missing = variant.missing()
     if missing:
-        pytest.skip(f"{missing[0]} is not installed")
-    build = [sys.executable, str(ROOT / "hatch_build.py"), "driver", str(tmp_path / "driver"), *flags.split()]
-    made = subprocess.run(build, capture_output=True, text=True, check=False, env={**os.environ, "CC": cc})
-    if "fsanitize" in flags and made.returncode:
-        pytest.skip(f"{cc} has no sanitizers here: {made.stderr[-200:]}")
-    assert made.returncode == 0, made.stderr
-    run = [*runner.split(), str(tmp_path / "driver"), str(calls)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0 and done.stdout.endswith("0 wrong\n"), done.stdout[-2000:] + done.stderr[-2000:]
+        pytest.skip(f"{missing} is not installed")
+    driver, built = build_driver(variant)
+    if "fsanitize" in variant.flags and built.returncode:
+        pytest.skip(f"cc has no sanitizers here: {built.stderr[-200:]}")
+    assert built.returncode == 0, built.stderr
+    wrong = variant.run(driver, calls, seed=1)
+    assert wrong is None, wrong
 
 
 # ---- threads and processes
