@@ -16,7 +16,7 @@ from .calls import Call, as_given, autocast, call_of, check_counted, known_form,
 from .composed import detached, gated, gradients, output
 from .contract import Window
 from .kernel import native, ops
-from .sight import check_no_vmap, check_tensor, forward_mode, observed, recorded
+from .sight import check_no_vmap, check_values, forward_mode, observed, recorded
 from .stats import HeadStats
 
 # so that torch.export can hand statistics out of a graph
@@ -59,7 +59,7 @@ def attend(
         form = known_form(q, k, v, mask, causal, window, scale, softcap)
         if form is not None:
             return native.run_form(form, q, k, v, mask)
-    check_tensor("v", v)
+    check_values(v)
     q, k, v = autocast(q, k, v)
     call = call_of(
         q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
@@ -126,7 +126,7 @@ def head_stats(
             if queries is not None:
                 check_counted(q, contract.sizes(q, k, v), queries, None)
             return native.head_stats_form(form, q, k, v, mask, queries, cross)
-    check_tensor("v", v)
+    check_values(v)
     q, k, v = autocast(q, k, v)
     call = call_of(
         q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
@@ -170,7 +170,7 @@ def one_pass(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> bool:
 def explain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> str:
     """Which way attend would take with these arguments, and why."""
     contract.check_options(how, OPTIONS)
-    check_tensor("v", v)
+    check_values(v)
     q, k, v = autocast(q, k, v)
     call = call_of(q, k, v, **how)
     instead = call.why_not_kernel(q)

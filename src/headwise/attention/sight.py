@@ -352,6 +352,12 @@ def check_tensor(name: str, x: Any, like: Tensor | None = None) -> None:
         raise ShapeError(f"{name} is on {x.device} and q on {like.device}; use {name}.to(q.device)")
 
 
+def check_values(v: Any) -> None:
+    """None, which inside means that no values are wanted, is a mistake where a caller gives it."""
+    if v is None:
+        check_tensor("v", v)
+
+
 def check_alike(q: Tensor, k: Tensor, v: Tensor | None) -> None:
     """q, k and v share a floating dtype and a device."""
     last = k if v is None else v

@@ -7,11 +7,12 @@ take no `int | Tensor`, so offset and end come twice: a number, and a tensor tha
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .. import measure
 from ..calls import Call, call_of, check_counted
@@ -141,10 +142,23 @@ def _backward(ctx: Any, slope: Tensor, of_sums: Tensor | None) -> tuple[Tensor |
 _operator.register_autograd(_backward, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.headwise.attend)
-def _operations(q: Any, k: Any, v: Any, *others: Any, out_shape: Any = None, **more: Any) -> int:
-    """As PyTorch counts its own attention: both products over all pairs of query and key, hidden or not."""
-    return sdpa_flop_count(q, k, v)
+def count_operations() -> None:
+    """Let FlopCounterMode count as PyTorch does its own attention: both products over all pairs, hidden or not.
+
+    Its module imports Triton, so it is looked for where it is loaded already; counters that are at work have copied
+    the formulas.
+    """
+    flops = sys.modules.get("torch.utils.flop_counter")
+    if flops is None:
+        return
+    operator = torch.ops.headwise.attend
+    if operator not in flops.flop_registry:
+        formula = flops.register_flop_formula(operator)
+        formula(lambda q, k, v, *others, out_shape=None, **more: flops.sdpa_flop_count(q, k, v))
+    for mode in _get_current_dispatch_mode_stack():
+        formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(formulas, dict):
+            formulas.setdefault(operator, flops.flop_registry[operator])
 
 
 def run(
@@ -161,6 +175,8 @@ def run(
     measured: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """attend as one node of a graph."""
+    if not torch.compiler.is_compiling():
+        count_operations()
     offset = ALIGNED if sight.aligned else sight.offset
     end: int | Tensor = sight.end
     if end is sight.size.keys or (not isinstance(end, Tensor) and end == sight.size.keys):
