@@ -323,7 +323,8 @@ def test_scores_of_a_hostile_file_are_refused_in_one_line(text: str, tmp_path: P
     path = tmp_path / "scores.json"
     path.write_text(text)
     with pytest.raises(
-        headwise.HeadwiseError, match="is not JSON|as headwise writes|up to 10,000|must be|hold an obj"
+        headwise.HeadwiseError,
+        match="is not JSON|nested too deeply|as headwise writes|up to 10,000|must be|hold an obj",
     ) as e:
         scores.read([path])
     assert "\n" not in str(e.value)

@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
     except RecursionError:
-        raise CheckpointError(f"{str(path)!r} is nested too deeply to be a config or an index; get it anew") from None
+        raise CheckpointError(f"{str(path)!r} is nested too deeply to be read; get it anew") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} must hold an object, got {type(content).__name__}")
     return content
