@@ -300,20 +300,23 @@ def test_transformer_and_its_generation(pre_norm):
     assert torch.equal(model.generate(source, 6, bos=2, source_mask=mask), want)
 
 
-@pytest.mark.parametrize(("model", "inputs"), [(Decoder(LLAMA), 1), (Decoder(CAUSAL), 1), (Transformer(BOTH), 2)])
-def test_every_parameter_learns(model, inputs):
-    model.train()
+@pytest.mark.parametrize(
+    ("kind", "config", "inputs"), [(Decoder, LLAMA, 1), (Decoder, CAUSAL, 1), (Transformer, BOTH, 2)]
+)
+def test_every_parameter_learns(kind, config, inputs):
+    torch.manual_seed(0)
+    model = kind(config).train()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     x = ids()
     losses = []
-    for _ in range(12):
+    for _ in range(30):
         loss = nn.functional.cross_entropy(model(*[x] * inputs)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]  # below 0.5 with any of twelve seeds
 
 
 @pytest.mark.parametrize("model", [Encoder(SMALL), Decoder(LLAMA), Decoder(DECODERS["sinusoidal"])])
