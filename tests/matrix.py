@@ -32,7 +32,10 @@ class Configuration:
 
 
 def threads(count: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
+    more = count > (os.cpu_count() or 1)  # threads that spin while they wait would take the cores of those that work
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)} | (
+        {"OMP_WAIT_POLICY": "passive"} if more else {}
+    )
 
 
 CONFIGURATIONS = {

@@ -10,14 +10,13 @@ import pytest
 import matrix
 
 KERNEL = ("tests/attention/test_attend.py", "tests/attention/test_stats.py")
-CONFIGURATIONS = matrix.available()
+# a load changes times alone, and makes everything slow: `make matrix` has it
+CONFIGURATIONS = {name: one for name, one in matrix.available().items() if not one.load}
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_kernel_equals_the_specification_in_every_configuration(name: str) -> None:
-    configuration = CONFIGURATIONS[name]
-    some = "attend_equals" if configuration.load else "specification or layout"  # a load makes everything slow
-    done = matrix.run(configuration, [*KERNEL, "-k", some], timeout=1200)
+    done = matrix.run(CONFIGURATIONS[name], [*KERNEL, "-k", "attend_equals or stats_equal"], timeout=2400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
 
