@@ -149,19 +149,25 @@ typedef struct {
     int sees, vague; /* vague: the order of its scores hangs on the last bits of single precision */
     double out[MOST_DIM], lse, sums[SUMS];
     double *weights; /* (keys) */
+    double error;    /* how far single precision may be off in a score, which is also the weights' relative error */
 } Expected;
 
 static void expect(const Call *c, int64_t b, int64_t h, int64_t i, int64_t first, Expected *row) {
     int64_t kv = h / (c->heads / c->kv_heads), place = place_of(c, b, i);
     double *s = row->weights, sink = c->sinks ? c->sinks[h] : -INFINITY, top = sink, total = 0;
     double gate = c->gates ? c->gates[b * c->gates_stride + h] : 1, *sums = row->sums;
-    row->sees = row->vague = 0;
+    row->sees = row->vague = 0, row->error = 0;
     for (int64_t j = 0; j < c->keys; j++) {
         s[j] = -INFINITY;
         if (!sees(c, b, h, i, j)) continue;
-        double dot = 0;
-        for (int64_t d = 0; d < c->dim; d++)
-            dot += (double)element(c, c->q, c->q_stride, b, h, i, d) * element(c, c->k, c->k_stride, b, kv, j, d);
+        double dot = 0, size = 0;
+        for (int64_t d = 0; d < c->dim; d++) {
+            double x = (double)element(c, c->q, c->q_stride, b, h, i, d) * element(c, c->k, c->k_stride, b, kv, j, d);
+            dot += x, size += fabs(x) * c->scale;
+        }
+        double error = c->scale > 1 ? 0 : size * (1 + c->dim / 4.0); /* scores that overflow are redone exactly */
+        if (c->slopes) error += 2 * c->slopes[h] * fabs((double)(place - j));
+        row->error = fmax(row->error, error * 0x1p-23);
         dot = fmax(-1e38, fmin(dot * c->scale, 1e38));
         if (c->softcap > 0) dot = c->softcap * tanh(dot / c->softcap);
         if (c->slopes) dot -= c->slopes[h] * fabs((double)(place - j));
@@ -246,29 +252,31 @@ enum { OUTPUT, LOGARITHM, LINKS, STATISTICS, KINDS_OF_WRONG = STATISTICS + SUMS 
 
 /* Every number of a call that was run; counts what is wrong by kind. */
 static void check(const Call *c, int64_t wrong[KINDS_OF_WRONG]) {
-    double close = c->kind == F32 ? 2e-5 : 2e-2, fine = 2e-5;
+    double rounding = c->kind == F32 ? 0 : 2e-2, fine = 2e-5;
     Expected want = {.weights = malloc((c->keys + 1) * sizeof(double))};
     for (int64_t b = 0; b < c->batch; b++) {
         int64_t first = first_key(c, b);
         for (int64_t h = 0; h < c->heads; h++) {
-            double sums[SUMS] = {0};
+            double sums[SUMS] = {0}, error = 0;
             int vague = 0;
             for (int64_t i = 0; i < c->queries; i++) {
                 int64_t row = (b * c->heads + h) * c->queries + i;
                 expect(c, b, h, i, first, &want);
                 if (asked(c, b, i)) {
                     for (int x = 0; x < SUMS; x++) sums[x] += want.sums[x];
-                    vague |= want.vague;
+                    vague |= want.vague, error += want.error;
                 }
                 if (want.vague) continue;
+                double close = rounding + fine + 4 * want.error;
                 for (int64_t x = 0; x < c->value_dim; x++)
                     wrong[OUTPUT] += far(element(c, c->out, c->out_stride, b, h, i, x), want.out[x], close);
-                if (c->lse) wrong[LOGARITHM] += far(c->lse[row], want.lse, fine * (1 + fabs(want.lse)));
-                if (c->link_count) wrong[LINKS] += wrong_links(c, row, &want, fine);
+                if (c->lse) wrong[LOGARITHM] += far(c->lse[row], want.lse, fine * (1 + fabs(want.lse)) + want.error);
+                if (c->link_count) wrong[LINKS] += wrong_links(c, row, &want, fine + want.error);
             }
             for (int64_t x = 0; c->sums && !vague && x < CLASS + c->class_count; x++) {
                 double got = c->sums[x * c->batch * c->heads + b * c->heads + h];
-                double rough = x == DISTANCE ? 1e-4 * (1 + sums[x]) : x == COUNT ? 0 : fine * (1 + sums[COUNT]);
+                double rough = x == COUNT ? 0 : fine * (1 + sums[COUNT]) + (x == ENTROPY ? 10 : 1) * error;
+                if (x == DISTANCE) rough = 1e-4 * (1 + sums[x]) + error * c->keys;
                 wrong[STATISTICS + x] += far(got, sums[x], rough);
             }
         }
