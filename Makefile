@@ -64,11 +64,15 @@ tools:
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq $(TOOLS); \
 	else echo "some tests need more: apt-get install -y $(TOOLS)" >&2; fi
 
+# a file's tests stay in one worker, since they share models; four workers at most, each takes 2 to 3 GB
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
+PARALLEL := -n $(WORKERS) --dist loadfile
+
 test: lint tools  ## lint, types and the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-full: lint tools  ## the long tests as well
-	$(BIN)/python -m pytest -m 'full or not full'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'full or not full'
 
 matrix: setup tools  ## the tests under other instruction sets, threads, kernels, orders and loads (hours)
 	$(BIN)/python tests/matrix.py

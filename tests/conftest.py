@@ -23,7 +23,12 @@ _unlisted: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled code of this run's own: inductor's cache does not know which instructions ATen may use."""
+    """Compiled code of this run's own: inductor's cache does not know which instructions ATen may use.
+
+    Several workers share the cores, so their threads wait without spinning.
+    """
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="headwise-inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HeadwiseError, RankError
+from ..terminal import echo
 from .agreement import FAILED, FINE, Record, difference
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others before it gives up, where nobody said how long
@@ -294,7 +294,7 @@ def _end_with_parent() -> None:
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(ORPHAN_POLL)
-        sys.stderr.write("the torchrun agent that started this rank is gone; the rank saves its work and ends\n")
+        echo("the torchrun agent that started this rank is gone; the rank saves its work and ends", err=True)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE)
         os._exit(1)
