@@ -75,7 +75,7 @@ test-full: lint tools  ## the long tests as well
 	$(BIN)/python -m pytest $(PARALLEL) -m 'full or not full'
 
 matrix: setup tools  ## the tests under other instruction sets, threads, kernels, orders and loads (hours)
-	$(BIN)/python tests/matrix.py
+	$(BIN)/python tests/matrix.py -- $(PARALLEL)
 
 campaign: setup tools  ## random and hostile inputs, kills, forks and attacks in their long form (hours)
 	PYTHONPATH=tests $(BIN)/python -m campaigns
