@@ -47,7 +47,9 @@ CONFIGURATIONS = {
         {"ATEN_CPU_CAPABILITY": "avx2", "HEADWISE_KERNEL": "plain", **threads(4)}, needs="avx2"
     ),
     "ATen avx2, kernel avx2, 2 threads, random order": Configuration(
-        {"ATEN_CPU_CAPABILITY": "avx2", "HEADWISE_KERNEL": "avx2", **threads(2)}, ("--random-order", f"--random-order-seed={SEED}"), needs="avx2"
+        {"ATEN_CPU_CAPABILITY": "avx2", "HEADWISE_KERNEL": "avx2", **threads(2)},
+        ("--random-order", f"--random-order-seed={SEED}"),
+        needs="avx2",
     ),
     "ATen avx512, kernel avx512, 2 threads": Configuration(
         {"ATEN_CPU_CAPABILITY": "avx512", "HEADWISE_KERNEL": "avx512", **threads(2)}, needs="avx512dq"
