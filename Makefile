@@ -15,7 +15,7 @@ help:  ## show this list
 setup: $(STAMP)  ## make .venv; again only when pyproject.toml, constraints.txt or the kernel's source changes
 
 # torch comes first and alone: resolved with the rest, a looser match may win and bring its CUDA libraries along.
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/headwise/attention/kernel/*.[ch])
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/headwise/attention/backends/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[dev]'

@@ -23,7 +23,7 @@ try:
 except ImportError:  # only needed while a package is built
     BuildHookInterface = object
 
-KERNEL = Path(__file__).parent / "src/headwise/attention/kernel"
+KERNEL = Path(__file__).parent / "src/headwise/attention/backends/native"
 BINARY = "kernel.so"
 # no -ffast-math: at link time it changes how the whole process treats subnormals; no -march=native: wheels travel
 FLAGS = "-O3 -std=gnu11 -fPIC -fvisibility=hidden -ffp-contract=fast -fno-math-errno -fno-trapping-math".split()
@@ -110,7 +110,7 @@ class NativeKernel(BuildHookInterface):  # type: ignore[misc, valid-type, unused
             (KERNEL / BINARY).unlink(missing_ok=True)
             self.app.display_warning(f"headwise without its native kernel: {why_not}")
             return
-        build_data["artifacts"].append(f"src/headwise/attention/kernel/{BINARY}")
+        build_data["artifacts"].append(f"src/headwise/attention/backends/native/{BINARY}")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

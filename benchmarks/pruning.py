@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 import headwise
-from headwise.machine import describe, in_words
 from headwise.prune.objective import choose, embedding
 from headwise.prune.plan import Plan, in_steps
 from headwise.prune.quality import Each, text_by_text
 from headwise.prune.scores import Scores, spearman
+from headwise.timing.machine import describe, in_words
 
 RESULTS = Path(__file__).parent / "results"
 PIECES = Path(__file__).parents[1] / "build"  # what a run has measured so far, text by text

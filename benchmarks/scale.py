@@ -27,10 +27,10 @@ import headwise
 from headwise import TransformerBlock, scale
 from headwise.bench.memory import above
 from headwise.files import written
-from headwise.machine import describe
-from headwise.roles.survey import atlas as atlas_alone
-from headwise.scale.plan import HeadPlan
+from headwise.roles.atlas.build import atlas as atlas_alone
+from headwise.scale.head_plan import HeadPlan
 from headwise.scale.ranks import Ranks
+from headwise.timing.machine import describe
 
 ROUNDS = 5
 WORDS = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split()

@@ -30,9 +30,9 @@ from playwright.sync_api import sync_playwright
 import headwise
 from headwise.bench.models import bert
 from headwise.files import written
-from headwise.machine import describe, in_words
-from headwise.models.examples import EXAMPLES
-from headwise.ui import capture, data, page, server
+from headwise.inspection.examples import EXAMPLES
+from headwise.timing.machine import describe, in_words
+from headwise.ui import capture, page, payload, server
 from headwise.ui.service import Service
 
 README = Path(__file__).parent / "README.md"
@@ -97,7 +97,7 @@ def written_page(tokens: int, path: Path) -> float:
     model, tokenizer, given = bert(tokens, vocab_size=30_522), headwise.tokenizer(), text(tokens)
 
     def make() -> None:
-        page.save(data.data(capture.run(given, model, tokenizer=tokenizer, name="bert-base")), path)
+        page.save(payload.data(capture.run(given, model, tokenizer=tokenizer, name="bert-base")), path)
 
     capture.run(SENTENCES[0], model, tokenizer=tokenizer)  # the first time reads modules and warms up
     return timed(make, ROUNDS)

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from headwise.files import written
-from headwise.roles.atlas import Atlas
-from headwise.roles.definitions import ARGMAX, OFFSETS, ROLES
-from headwise.roles.shipped import NAMES, shipped
-from headwise.roles.stability import stability
+from headwise.roles.atlas.atlas import Atlas
+from headwise.roles.atlas.bundled import NAMES, shipped
+from headwise.roles.atlas.roles import ARGMAX, OFFSETS, ROLES
+from headwise.roles.atlas.stability import stability
 
 DOCS = Path(__file__).parent
 BUILD, DATA = DOCS.parent / "build", DOCS.parent / "src" / "headwise" / "roles" / "data"

@@ -10,7 +10,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 import headwise
-from headwise.ui import capture, data, page
+from headwise.ui import capture, page, payload
 
 DOCS = Path(__file__).parent
 LARGEST = 300_000  # bytes
@@ -29,7 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as tool:
         file = Path(folder) / "page.html"
         seen = capture.run(model=headwise.load(), tokenizer=headwise.tokenizer(), name="minilm")
-        page.save(data.data(seen), file)
+        page.save(payload.data(seen), file)
         browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         for name, (part, state, (width, height), scale) in PICTURES.items():
             tab = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=scale)

@@ -14,13 +14,15 @@ from typing import Any
 
 import headwise
 from headwise.files import written
-from headwise.roles import conllu, probe, tasks, winograd
-from headwise.roles.coreference import NOUN_ANTECEDENT
-from headwise.roles.found import BETTER, FOUND, NOT_FOUND, Head, Relations
-from headwise.roles.gold import Sentence
-from headwise.roles.matter import LESS, MORE, SAME, Matter, matter
-from headwise.roles.relations import FEWEST, Choice, choices, relations, reported
-from headwise.roles.shipped import shipped
+from headwise.roles.ablation import tasks
+from headwise.roles.ablation.ablate import LESS, MORE, SAME, Matter, matter
+from headwise.roles.atlas.bundled import shipped
+from headwise.roles.relations import conllu, winograd
+from headwise.roles.relations.coreference import NOUN_ANTECEDENT
+from headwise.roles.relations.find import FEWEST, Choice, choices, relations, reported
+from headwise.roles.relations.gold import Sentence
+from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, Head, Relations
 
 ROOT = Path(__file__).parents[1]
 DATA, MADE = ROOT / "build" / "data", ROOT / "build" / "relations"

@@ -1,4 +1,4 @@
-"""Beside this file lie the tools that tests of all folders share; pytest puts its folder on the path."""
+"""Settings of every test run. This folder is on the path, so tests import what they share from `helpers`."""
 
 from __future__ import annotations
 

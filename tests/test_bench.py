@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import headwise
-from headwise import harness, machine
 from headwise.bench import cases, limits, memory, models, peers, suite, sweep, table
 from headwise.cli import main
 from headwise.errors import HeadwiseError
+from headwise.timing import machine, race
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def contestant(self, name: str, *durations: float) -> harness.Contestant:
+    def contestant(self, name: str, *durations: float) -> race.Contestant:
         """Takes these durations in turn, the last one ever after."""
         left = list(durations)
 
@@ -49,7 +49,7 @@ class Clock:
 def test_every_round_times_everyone_once_and_nobody_always_follows_the_same() -> None:
     clock = Clock()
     contestants = {name: clock.contestant(name, 1.0) for name in "abc"}
-    harness.race(contestants, rounds=20, clock=clock)
+    race.race(contestants, rounds=20, clock=clock)
     timed = "".join(clock.calls[len("aabbcc") :])  # after warming up
     assert all(set(timed[i : i + 3]) == set("abc") for i in range(0, 60, 3))
     assert {timed[i : i + 2] for i in range(59)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
@@ -61,19 +61,19 @@ def test_the_best_round_counts_and_warming_up_does_not() -> None:
         "steady": clock.contestant("steady", 3.0),
         "uneven": clock.contestant("uneven", 0.1, 9.0, 9.0, 2.0, 7.0),  # two calls to warm up, then the rounds
     }
-    assert harness.race(contestants, rounds=3, clock=clock) == {"steady": 3.0, "uneven": 2.0}
+    assert race.race(contestants, rounds=3, clock=clock) == {"steady": 3.0, "uneven": 2.0}
 
 
 def test_short_contestants_have_as_many_rounds_as_a_spell_allows() -> None:
     clock = Clock()
     contestants = {name: clock.contestant(name, 0.25) for name in "ab"}
-    harness.race(contestants, rounds=3, shortest=0.25, spell=5.0, clock=clock)
+    race.race(contestants, rounds=3, shortest=0.25, spell=5.0, clock=clock)
     assert len(clock.calls) == 2 * 2 + 2 * 10  # warming up, and ten rounds of half a second
 
 
 def test_a_fast_call_is_repeated_within_its_turn() -> None:
     clock = Clock()
-    times = harness.race({"fast": clock.contestant("fast", 0.25)}, rounds=1, shortest=1.0, clock=clock)
+    times = race.race({"fast": clock.contestant("fast", 0.25)}, rounds=1, shortest=1.0, clock=clock)
     assert times == {"fast": 0.25}
     assert len(clock.calls) == 2 + 4
 
@@ -87,13 +87,13 @@ def test_a_fast_call_is_repeated_within_its_turn() -> None:
         (torch.zeros(2), (torch.zeros(2), torch.zeros(2)), r"peer gives shapes \(2,\), \(2,\), headwise \(2,\)"),
     ],
 )
-def test_different_outputs_are_not_timed(ours: torch.Tensor, theirs: harness.Output, words: str) -> None:
-    with pytest.raises(harness.Mismatch, match=words):
-        harness.verify(lambda: ours, {"peer": lambda: theirs})
+def test_different_outputs_are_not_timed(ours: torch.Tensor, theirs: race.Output, words: str) -> None:
+    with pytest.raises(race.Mismatch, match=words):
+        race.verify(lambda: ours, {"peer": lambda: theirs})
 
 
 def test_rounding_is_no_difference() -> None:
-    harness.verify(lambda: torch.ones(3), {"peer": lambda: torch.ones(3) + 1e-6})
+    race.verify(lambda: torch.ones(3), {"peer": lambda: torch.ones(3) + 1e-6})
 
 
 # --- cases ---
@@ -190,7 +190,7 @@ def test_every_sdpa_call_of_a_kind_computes_what_ours_does(kind: str, kv_heads: 
     assert len(calls) == (1 if kind in ("dense", "causal") else 2) * (1 if kv_heads == 6 else 2)
     assert path
     for run in ours.values():
-        harness.verify(run, calls)
+        race.verify(run, calls)
 
 
 def test_kinds_hide_what_they_say() -> None:

@@ -10,10 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "harness", "hub", "machine", "shapes", "terminal"),
+    ("heads", "errors", "files", "hub", "shapes", "terminal"),
     ("card",),
     ("attention",),
+    ("timing",),
     ("models",),
+    ("inspection",),
     ("roles",),
     ("prune",),
     ("scale",),
@@ -78,7 +80,7 @@ def test_the_package_was_found() -> None:
         ("attention/made_up.py", "from headwise.roles.atlas import Atlas", "roles"),
         ("attention/made_up.py", "import headwise", "the root"),
         ("attention/made_up.py", "from .. import attend", "the root"),
-        ("attention/kernel/__init__.py", "from ...cli import main", "cli"),
+        ("attention/backends/__init__.py", "from ...cli import main", "cli"),
         ("heads.py", "from .attention import reference", "attention"),
         ("bench/made_up.py", "from ..cli import main", "cli"),
     ],
@@ -92,7 +94,7 @@ def test_a_violation_is_caught(path: str, source: str, wrong: str) -> None:
     ("path", "source"),
     [
         ("attention/made_up.py", "from ..errors import ShapeError\nfrom . import masks\nimport torch"),
-        ("attention/kernel/__init__.py", "from ..masks import bias\nfrom ...heads import Heads"),
+        ("attention/backends/__init__.py", "from ..masks import bias\nfrom ...heads import Heads"),
         ("bench/made_up.py", "import headwise\nfrom ..attention import module"),
         ("heads.py", "from .errors import ShapeError"),
     ],

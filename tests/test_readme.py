@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from guide import guide
+from helpers.guide import guide
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *guide.pages()]

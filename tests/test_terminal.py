@@ -14,9 +14,9 @@ from rich.text import Text
 
 from headwise import HeadwiseError
 from headwise.card import diff, read
-from headwise.card.safetensor import DTYPES
+from headwise.card.sources.safetensors import DTYPES
 from headwise.cli import main
-from headwise.roles.shipped import shipped
+from headwise.roles.atlas.bundled import shipped
 from headwise.terminal import CONTROL, console, echo, neutralised, one_line
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
@@ -223,7 +223,7 @@ def test_an_atlas_with_a_hostile_name(
     assert found is not None
     named = dataclasses.replace(found, about={**found.about, "model": HOSTILE})
     named.save(tmp_path / "atlas.json")
-    monkeypatch.setattr("headwise.roles.shipped.shipped", lambda model: named)
+    monkeypatch.setattr("headwise.roles.atlas.bundled.shipped", lambda model: named)
     printed(capsys, "atlas", *options)
     printed(capsys, "atlas", "--against", str(tmp_path / "atlas.json"))
 

@@ -9,51 +9,51 @@ __version__ = "0.1.0"
 
 # Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
 _WHERE = {
-    "Alibi": "attention.positions",
-    "Atlas": "roles.atlas",
+    "Alibi": "attention.nn.positions",
+    "Atlas": "roles.atlas.atlas",
     "CacheError": "errors",
     "CheckpointError": "errors",
-    "Decoder": "attention.stack",
-    "Encoder": "attention.stack",
+    "Decoder": "attention.nn.stack",
+    "Encoder": "attention.nn.stack",
     "HeadStats": "attention.stats",
     "Heads": "heads",
     "HeadwiseError": "errors",
-    "KVCache": "attention.cache",
+    "KVCache": "attention.nn.kv_cache",
     "MaskError": "errors",
-    "MemoryCache": "attention.cache",
-    "MultiHeadAttention": "attention.module",
+    "MemoryCache": "attention.nn.kv_cache",
+    "MultiHeadAttention": "attention.nn.module",
     "Plan": "prune.plan",
     "RankError": "errors",
-    "Relations": "roles.found",
-    "Rotary": "attention.positions",
+    "Relations": "roles.relations.result",
+    "Rotary": "attention.nn.positions",
     "Shape": "shapes",
     "ShapeError": "errors",
-    "SlidingCache": "attention.cache",
-    "StaticCache": "attention.cache",
-    "Transformer": "attention.stack",
-    "TransformerBlock": "attention.stack",
+    "SlidingCache": "attention.nn.kv_cache",
+    "StaticCache": "attention.nn.kv_cache",
+    "Transformer": "attention.nn.stack",
+    "TransformerBlock": "attention.nn.stack",
     "UnsupportedError": "errors",
-    "atlas": "roles.survey",
-    "attend": "attention.core",
+    "atlas": "roles.atlas.build",
+    "attend": "attention.functional",
     "card": "card",
-    "explain": "attention.core",
-    "head_stats": "attention.core",
+    "explain": "attention.functional",
+    "head_stats": "attention.functional",
     "importance": "prune.importance",
-    "inspect": "models.inspection",
-    "load": "models.load",
-    "mask_heads": "models.masking",
+    "inspect": "inspection.run",
+    "load": "models.loading.loader",
+    "mask_heads": "models.intervene.masking",
     "plan": "prune.plan",
-    "prune_heads": "models.surgery",
+    "prune_heads": "models.surgery.removal",
     "reference": "attention.reference",
-    "register": "models.implementation",
-    "relations": "roles.relations",
-    "save": "models.saving",
+    "register": "models.register",
+    "relations": "roles.relations.find",
+    "save": "models.surgery.saving",
     "scale": "scale",
     "shape": "shapes",
-    "tokenizer": "models.load",
+    "tokenizer": "models.loading.loader",
     "view": "ui.widget",
-    "watch": "models.watch",
-    "weights": "attention.core",
+    "watch": "models.watching.watcher",
+    "weights": "attention.functional",
 }
 
 _MODULES = ("card", "reference", "scale")  # public names that are modules themselves
@@ -64,21 +64,21 @@ if TYPE_CHECKING:
     from . import card as card
     from . import scale as scale
     from .attention import reference as reference
-    from .attention.cache import KVCache as KVCache
-    from .attention.cache import MemoryCache as MemoryCache
-    from .attention.cache import SlidingCache as SlidingCache
-    from .attention.cache import StaticCache as StaticCache
-    from .attention.core import attend as attend
-    from .attention.core import explain as explain
-    from .attention.core import head_stats as head_stats
-    from .attention.core import weights as weights
-    from .attention.module import MultiHeadAttention as MultiHeadAttention
-    from .attention.positions import Alibi as Alibi
-    from .attention.positions import Rotary as Rotary
-    from .attention.stack import Decoder as Decoder
-    from .attention.stack import Encoder as Encoder
-    from .attention.stack import Transformer as Transformer
-    from .attention.stack import TransformerBlock as TransformerBlock
+    from .attention.functional import attend as attend
+    from .attention.functional import explain as explain
+    from .attention.functional import head_stats as head_stats
+    from .attention.functional import weights as weights
+    from .attention.nn.kv_cache import KVCache as KVCache
+    from .attention.nn.kv_cache import MemoryCache as MemoryCache
+    from .attention.nn.kv_cache import SlidingCache as SlidingCache
+    from .attention.nn.kv_cache import StaticCache as StaticCache
+    from .attention.nn.module import MultiHeadAttention as MultiHeadAttention
+    from .attention.nn.positions import Alibi as Alibi
+    from .attention.nn.positions import Rotary as Rotary
+    from .attention.nn.stack import Decoder as Decoder
+    from .attention.nn.stack import Encoder as Encoder
+    from .attention.nn.stack import Transformer as Transformer
+    from .attention.nn.stack import TransformerBlock as TransformerBlock
     from .attention.stats import HeadStats as HeadStats
     from .errors import CacheError as CacheError
     from .errors import CheckpointError as CheckpointError
@@ -88,21 +88,21 @@ if TYPE_CHECKING:
     from .errors import ShapeError as ShapeError
     from .errors import UnsupportedError as UnsupportedError
     from .heads import Heads as Heads
-    from .models.implementation import register as register
-    from .models.inspection import inspect as inspect
-    from .models.load import load as load
-    from .models.load import tokenizer as tokenizer
-    from .models.masking import mask_heads as mask_heads
-    from .models.saving import save as save
-    from .models.surgery import prune_heads as prune_heads
-    from .models.watch import watch as watch
+    from .inspection.run import inspect as inspect
+    from .models.intervene.masking import mask_heads as mask_heads
+    from .models.loading.loader import load as load
+    from .models.loading.loader import tokenizer as tokenizer
+    from .models.register import register as register
+    from .models.surgery.removal import prune_heads as prune_heads
+    from .models.surgery.saving import save as save
+    from .models.watching.watcher import watch as watch
     from .prune.importance import importance as importance
     from .prune.plan import Plan as Plan
     from .prune.plan import plan as plan
-    from .roles.atlas import Atlas as Atlas
-    from .roles.found import Relations as Relations
-    from .roles.relations import relations as relations
-    from .roles.survey import atlas as atlas
+    from .roles.atlas.atlas import Atlas as Atlas
+    from .roles.atlas.build import atlas as atlas
+    from .roles.relations.find import relations as relations
+    from .roles.relations.result import Relations as Relations
     from .shapes import Shape as Shape
     from .shapes import shape as shape
     from .ui.widget import view as view

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import FEW, LAYOUTS, TRITON, array, at_random, calls, forced, measured, spoiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attend import check_attend
@@ -21,8 +20,9 @@ from test_rules import BESIDE, DARK, UNSEEN, gradients
 from test_stats import check as check_stats
 
 from headwise import attend, explain, head_stats, reference
-from headwise.attention import core
-from headwise.attention.kernel import cuda
+from headwise.attention import functional
+from headwise.attention.backends.triton import launch
+from helpers.attention_cases import FEW, LAYOUTS, TRITON, array, at_random, calls, forced, measured, spoiled
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_triton.py instead"
 
@@ -101,8 +101,8 @@ def test_blocks_of_the_usual_sizes_equal_the_specification(name):
     call.how.update(how)
     call.stats["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
     with forced("as it comes"), pytest.MonkeyPatch.context() as patch:  # the usual blocks
-        patch.setattr(core.native, "_chosen", core.native.Choice.of(None))
-        patch.setattr(cuda, "interpreting", True)
+        patch.setattr(functional.native, "_chosen", functional.native.Choice.of(None))
+        patch.setattr(launch, "interpreting", True)
         check_stats(call, torch.float32)
 
 
@@ -162,21 +162,21 @@ def test_alibi_is_a_float_mask(how):
     away = abs(np.arange(21) - np.arange(19)[:, None] - how.get("offset", 2))
     want = reference.attend(call.q, call.k, call.v, mask=-slopes[:, None, None] * away, **how)
     given = replace(call, how={**how, "slopes": slopes}).tensors(torch.float32)
-    out = core.run(given.q, given.k, given.v, core.call_of(given.q, given.k, given.v, **given.how))
+    out = functional.run(given.q, given.k, given.v, functional.call_of(given.q, given.k, given.v, **given.how))
     np.testing.assert_allclose(array(out), want, rtol=1e-4, atol=2e-5)
 
 
 def test_each_rows_log_sum_exp():
     call = at_random(queries=19, keys=21).tensors(torch.float32)
     sinks = torch.linspace(-1, 1, 6)
-    checked = core.call_of(call.q, call.k, call.v, sinks=sinks, causal=True, offset=-1)
+    checked = functional.call_of(call.q, call.k, call.v, sinks=sinks, causal=True, offset=-1)
     lse = torch.empty(2, 6, 19)
-    cuda.run(call.q, call.k, call.v, checked.sight, checked.scale, None, sinks, extra=cuda.Extra(lse=lse))
+    launch.run(call.q, call.k, call.v, checked.sight, checked.scale, None, sinks, extra=launch.Extra(lse=lse))
     scores = call.q.double() @ call.k.double().repeat_interleave(3, 1).mT * checked.scale
     scores = scores.masked_fill(torch.ones(19, 21).triu(0).bool(), -torch.inf)
     both = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 19, 1)], -1)
     torch.testing.assert_close(lse, both.logsumexp(-1).float())
-    cuda.run(call.q, call.k, call.v, checked.sight, checked.scale, extra=cuda.Extra(lse=lse))
+    launch.run(call.q, call.k, call.v, checked.sight, checked.scale, extra=launch.Extra(lse=lse))
     assert (lse[:, :, 0] == -torch.inf).all() and lse[:, :, 1:].isfinite().all()
 
 
@@ -195,9 +195,9 @@ def test_far_places_fit(how):
 def test_a_length_past_the_keys_reads_nothing_that_is_not_there():
     """On another device lengths cannot be read, and so not checked."""
     call = at_random().tensors(torch.float32)
-    sight = core.call_of(call.q, call.k, call.v, lengths=torch.tensor([7, 3])).sight
+    sight = functional.call_of(call.q, call.k, call.v, lengths=torch.tensor([7, 3])).sight
     past = replace(sight, end=torch.tensor([999, 3]))
-    assert cuda.run(call.q, call.k, call.v, past, 0.5).equal(cuda.run(call.q, call.k, call.v, sight, 0.5))
+    assert launch.run(call.q, call.k, call.v, past, 0.5).equal(launch.run(call.q, call.k, call.v, sight, 0.5))
 
 
 @pytest.mark.parametrize("count", [8, 9])
@@ -238,8 +238,8 @@ def test_what_the_kernel_cannot_do_goes_another_way_and_says_so(name):
 
 
 def test_heads_too_wide_go_another_way():
-    q = torch.randn(1, 1, 2, cuda.WIDEST + 1)
-    assert explain(q, q, q).endswith(f"(the triton kernel takes heads up to {cuda.WIDEST} wide)")
+    q = torch.randn(1, 1, 2, launch.WIDEST + 1)
+    assert explain(q, q, q).endswith(f"(the triton kernel takes heads up to {launch.WIDEST} wide)")
 
 
 def test_a_compiler_gets_pytorchs_own_operations():
@@ -252,4 +252,4 @@ def test_it_is_the_kernel_that_ran():
     call = at_random().tensors(torch.float32)
     said = explain(call.q, call.k, call.v, causal=True)
     assert said == "triton: one pass on cuda (not yet tried on hardware)"
-    assert "headwise.attention.kernel.cuda_attention" in sys.modules
+    assert "headwise.attention.backends.triton.kernel" in sys.modules

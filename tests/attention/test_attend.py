@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cases import FEW, LAYOUTS, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, spoiled
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise import attend, explain, head_stats, reference, weights
-from headwise.attention import fused
+from headwise.attention.backends import sdpa
+from helpers.attention_cases import FEW, LAYOUTS, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, spoiled
 
 # a random mask of one number may round to one
 pytestmark = pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones")
@@ -244,8 +244,8 @@ def test_kernels_of_other_devices_may_do_what_they_like_with_rows_that_see_nothi
     given = call.tensors()
     leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
     q, k, v = (x.as_subclass(Elsewhere) for x in leaves)
-    monkeypatch.setattr(fused.F, "scaled_dot_product_attention", dark_rows_are_nan)
-    out = fused._call(q, k, v, given.how["mask"], 0.5, 0.0).as_subclass(torch.Tensor)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", dark_rows_are_nan)
+    out = sdpa._call(q, k, v, given.how["mask"], 0.5, 0.0).as_subclass(torch.Tensor)
     expected = reference.attend(call.q, call.k, call.v, **call.how)
     np.testing.assert_allclose(array(out), expected, **CLOSE[torch.float64])
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))

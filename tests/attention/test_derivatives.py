@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from cases import LAYOUTS
 from torch import Tensor
 
 import headwise
+from helpers.attention_cases import LAYOUTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 MADE = torch.Generator().manual_seed(3)

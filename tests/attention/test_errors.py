@@ -8,11 +8,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import forced
 
 from headwise import MultiHeadAttention, attend, explain, head_stats, reference, weights
-from headwise.attention import core
+from headwise.attention import functional
 from headwise.errors import HeadwiseError, MaskError, ShapeError, UnsupportedError
+from helpers.attention_cases import forced
 
 B, H, KV, TQ, TK, D, DV = 2, 6, 3, 5, 7, 4, 3
 
@@ -366,8 +366,8 @@ def test_a_misspelt_option_is_named_with_the_nearest_one():
     spec = reference.MultiHeadAttention(8, 2)
     calls = [
         lambda **how: explain(q, k, v, **how),
-        lambda **how: core.statistics(q, k, **how),
-        lambda **how: core.one_pass(q, k, v, **how),
+        lambda **how: functional.statistics(q, k, **how),
+        lambda **how: functional.one_pass(q, k, v, **how),
         lambda **how: module.stats(x, **how),
         lambda **how: module.weights(x, **how),
         lambda **how: reference.attend(*arrays, **how),

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import FEW, LAYOUTS, MANY, NATIVE, Call, array, at_random, calls, forced, measured, spoiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attend import CLOSE, LARGE, check_attend
@@ -25,12 +24,13 @@ from test_stats import check as check_stats
 from campaigns.forks import fork_at_stages
 from campaigns.sanitizers import SANITIZED, VARIANTS
 from headwise import attend, explain, head_stats, reference
-from headwise.attention import calls as attention_calls
-from headwise.attention import core
-from headwise.attention.kernel import native
-from headwise.attention.sight import sight_of
+from headwise.attention import call as attention_calls
+from headwise.attention import functional
+from headwise.attention.backends.native import library
 from headwise.attention.stats import HeadStats
+from headwise.attention.visibility import sight_of
 from headwise.errors import MaskError, ShapeError
+from helpers.attention_cases import FEW, LAYOUTS, MANY, NATIVE, Call, array, at_random, calls, forced, measured, spoiled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones"),
@@ -244,8 +244,8 @@ def test_links_are_the_largest_weights_of_every_row(path, call, count):
     call, a = given.tensors(torch.float32), reference.weights(given.q, given.k, **given.looks)
     for way in (path, "as it comes"):
         with forced(way):
-            checked = core.call_of(call.q, call.k, call.v, **call.how)
-            out, stats, found = core.links(call.q, call.k, call.v, checked, count)
+            checked = functional.call_of(call.q, call.k, call.v, **call.how)
+            out, stats, found = functional.links(call.q, call.k, call.v, checked, count)
             _, same = head_stats(call.q, call.k, call.v, **call.how)
         assert out.shape[:3] == found.weight.shape[:3] and stats == same
         largest = -np.sort(-a, -1)[..., :count]
@@ -418,10 +418,10 @@ def test_links_and_logarithms_of_scores_that_overflow(path):
     """Every score of the first row is past the limit, of the second below it; the third is ordinary."""
     q = torch.tensor([1e25, -1e25, 1e-25]).reshape(1, 1, 3, 1)
     k = torch.tensor([1e20, 1e25, 2e25, 3e20, 4e25, 2e20, 5e20]).reshape(1, 1, 7, 1)
-    v, links, lse = torch.eye(7)[None, None], native.Links.empty(q, 5), torch.empty(1, 1, 3)
-    extra = native.Extra(torch.empty(9, 1, 1, dtype=torch.float64), None, None, lse, *links)
+    v, links, lse = torch.eye(7)[None, None], library.Links.empty(q, 5), torch.empty(1, 1, 3)
+    extra = library.Extra(torch.empty(9, 1, 1, dtype=torch.float64), None, None, lse, *links)
     with forced(path):
-        out = native.run(q, k, v, sight_of(q, k, v), 1.0, extra=extra)
+        out = library.run(q, k, v, sight_of(q, k, v), 1.0, extra=extra)
     np.testing.assert_allclose(out[0, 0, 0], np.ones(7) / 7, rtol=1e-6)
     np.testing.assert_allclose(out[0, 0, 1], np.ones(7) / 7, rtol=1e-6)
     assert links.key[0, 0, :2].tolist() == [[0, 1, 2, 3, 4]] * 2 and links.key[0, 0, 2, 0] == 4
@@ -588,10 +588,10 @@ def test_the_drivers_random_calls(name, calls, build_driver):
 @pytest.fixture(params=["own", "PyTorch's"])
 def _threads(request):
     count = torch.get_num_threads()
-    native.borrow_threads(native.library().code, request.param)
+    library.borrow_threads(library.library().code, request.param)
     yield
     torch.set_num_threads(count)
-    native.borrow_threads(native.library().code)
+    library.borrow_threads(library.library().code)
 
 
 THREADED = {
@@ -746,20 +746,20 @@ def test_random_calls_do_not_leak():
 
 def test_numbers_of_a_call_fit_the_struct():
     """Every field of Call in call.h is 8 bytes wide; Python packs as many."""
-    text = (native.FOLDER / "call.h").read_text()
+    text = (library.FOLDER / "call.h").read_text()
     body = text[text.index("typedef struct {") : text.index("} Call;")]
     import re
 
     body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
     fields = [name for line in body.split(";") for name in line.split("{")[-1].split(",") if name.strip()]
     count = sum(int(m.group(1)) if (m := re.search(r"\[(\d+)\]", name)) else 1 for name in fields)
-    assert count * 8 == native.FORM.size + native.POINTERS.size
+    assert count * 8 == library.FORM.size + library.POINTERS.size
 
 
 def test_the_statistics_stand_where_the_source_puts_them():
-    text = (native.FOLDER / "call.h").read_text()
+    text = (library.FOLDER / "call.h").read_text()
     names = text[text.index("enum { ENTROPY") + 7 : text.index(", CLASS,")].lower().split(", ")
-    assert tuple(names) == native.SUMS
+    assert tuple(names) == library.SUMS
 
 
 def test_closeness_is_that_of_single_precision():

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import NATIVE, READABLE, forced
 
 from headwise import attend, head_stats, reference, weights
+from helpers.attention_cases import NATIVE, READABLE, forced
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

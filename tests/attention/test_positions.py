@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from headwise.attention.positions import Alibi, Rotary, sinusoidal, sinusoidal_at
+from headwise.attention.nn.positions import Alibi, Rotary, sinusoidal, sinusoidal_at
 from headwise.errors import ShapeError, UnsupportedError
 
 DIM, TOKENS = 26, 11

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from checkpoints import minilm, smollm2
 from headwise import Decoder, Encoder
 from headwise.errors import HeadwiseError
+from helpers.real_weights import minilm, smollm2
 
 TOLERANCE = 1e-4
 VOCAB, TOKENS, BATCH = 29, 11, 3

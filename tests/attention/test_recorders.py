@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise
-from headwise.attention.cache import KVCache
+from headwise.attention.nn.kv_cache import KVCache
 from headwise.errors import ShapeError
 
 pytestmark = [

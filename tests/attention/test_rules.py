@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import FEW, PATHS, READABLE, array, at_random, calls, forced
 from hypothesis import given, settings
 
 from headwise import HeadStats, attend, head_stats, weights
 from headwise.errors import ShapeError
+from helpers.attention_cases import FEW, PATHS, READABLE, array, at_random, calls, forced
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from headwise import Decoder, Encoder, Transformer, TransformerBlock
-from headwise.attention.positions import Rotary
-from headwise.attention.stack import FeedForward
+from headwise.attention.nn.positions import Rotary
+from headwise.attention.nn.stack import FeedForward
 from headwise.errors import HeadwiseError
 from headwise.heads import Heads
 from headwise.shapes import PRESETS, Shape

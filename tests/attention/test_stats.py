@@ -12,12 +12,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import FEW, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, measured
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise import HeadStats, attend, head_stats, reference
 from headwise.errors import HeadwiseError
+from helpers.attention_cases import FEW, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, measured
 
 # the output is rounded to its dtype, the statistics are not
 OUTPUT = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2}

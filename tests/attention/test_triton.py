@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headwise.attention.kernel import cuda
+from headwise.attention.backends.triton import launch
 
 HERE = Path(__file__).parent
-needs_triton = pytest.mark.skipif(not cuda.installed(), reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not launch.installed(), reason="triton is not installed")
 
 
 def run(*command: str, **environment: str) -> str:

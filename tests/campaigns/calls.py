@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,7 @@ from torch import Tensor
 from campaigns import Report
 from headwise import attend, explain, head_stats, reference, weights
 from headwise.errors import HeadwiseError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "attention"))
-from cases import NATIVE, PATHS, READABLE, Call, forced
+from helpers.attention_cases import NATIVE, PATHS, READABLE, Call, forced
 
 SHORT, LONG = 200, 40_000
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -28,13 +28,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from headwise.cli import main
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
-from headwise.roles import probe
+from headwise.roles.relations.probe_set import sentences
 
 from . import Report
 from .documents import CONLLU, relations
 
 SHORT, LONG = 12, 10_000
-SENTENCES = probe.sentences()[::40]  # of those that --probe asks about
+SENTENCES = sentences.sentences()[::40]  # of those that --probe asks about
 SECONDS = 20  # after which a command hangs
 
 WORDS = "a the cat dog bird sat ran on by old new red house tree river hill . ,".split()
@@ -135,10 +135,12 @@ def without_long_work() -> Iterator[None]:
     environment = {"XDG_CACHE_HOME": os.path.join(os.getcwd(), "cache")}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        for place in (*places, "headwise.machine.restrict"):
+        for place in (*places, "headwise.timing.machine.restrict"):
             stack.enter_context(mock.patch(place, nothing))
         stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
-        stack.enter_context(mock.patch("headwise.roles.probe.sentences", return_value=SENTENCES))
+        stack.enter_context(
+            mock.patch("headwise.roles.relations.probe_set.sentences.sentences", return_value=SENTENCES)
+        )
         yield
 
 

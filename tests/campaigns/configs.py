@@ -11,8 +11,8 @@ from typing import Any
 
 import headwise
 from headwise.card import read
-from headwise.card.famous import FAMOUS
-from headwise.card.nodes import defaults, model_types
+from headwise.card.sources.config import defaults, model_types
+from headwise.card.sources.presets import FAMOUS
 from headwise.terminal import CONTROL
 
 from . import Report

@@ -11,14 +11,11 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))  # the small models
 
 import headwise
 from campaigns import Report
@@ -56,12 +53,12 @@ class SlowError(BaseException):
 
 
 def campaign(tries: int, seed: int) -> Report:
-    import small
+    from helpers import small_checkpoints
 
     report = Report()
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sources = {kind: small.saved(kind, Path(place, kind)) for kind in KINDS}
+        sources = {kind: small_checkpoints.saved(kind, Path(place, kind)) for kind in KINDS}
         pruned = headwise.prune_heads(headwise.load(sources["bert"]), {0: [1]})
         headwise.save(pruned, Path(place, "pruned"))
         sources["pruned"] = Path(place, "pruned")

@@ -19,14 +19,15 @@ import numpy as np
 from headwise.errors import HeadwiseError
 from headwise.lab import session
 from headwise.lab.store import Lab
-from headwise.roles import conllu, corpus, measure, winograd
-from headwise.roles.atlas import SUMS, Atlas
-from headwise.roles.definitions import CAUSAL, columns
-from headwise.roles.found import Relation, Relations
-from headwise.roles.matter import Matter
-from headwise.roles.measure import Adding, Found
-from headwise.roles.survey import Run
-from headwise.roles.tally import Tally, draws
+from headwise.roles.ablation.ablate import Matter
+from headwise.roles.atlas import corpus, observer
+from headwise.roles.atlas.atlas import SUMS, Atlas
+from headwise.roles.atlas.build import Run
+from headwise.roles.atlas.observer import Adding, Found
+from headwise.roles.atlas.roles import CAUSAL, columns
+from headwise.roles.atlas.sums import Tally, draws
+from headwise.roles.relations import conllu, winograd
+from headwise.roles.relations.result import Relation, Relations
 
 from . import Report
 
@@ -76,7 +77,7 @@ def fill(adding: Adding) -> Adding:
     for layer in range(LAYERS):
         top, bottom = drawn.random((TEXTS, len(names), HEADS + 1)), np.ones((TEXTS, len(names)))
         found["self", layer] = Found(names, CAUSAL, top, bottom)
-    adding.waiting.append(measure.Waiting(found, np.arange(TEXTS, dtype=np.uint64), 31, 1))
+    adding.waiting.append(observer.Waiting(found, np.arange(TEXTS, dtype=np.uint64), 31, 1))
     return adding
 
 

@@ -23,8 +23,8 @@ import torch
 
 from headwise.cli import main
 from headwise.cli.atlas import UNFINISHED
-from headwise.roles import corpus, likeness, survey  # noqa: F401
-from headwise.roles.atlas import Atlas
+from headwise.roles.atlas import build, corpus, similarity  # noqa: F401
+from headwise.roles.atlas.atlas import Atlas
 from headwise.ui import atlas as drawing  # noqa: F401
 
 from . import Report
@@ -57,7 +57,7 @@ def forked(args: list[str], after: float) -> int | None:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 torch.set_num_threads(1)
-                survey.EVERY = 0.0
+                build.EVERY = 0.0
                 vars(corpus).update(SIZES)
                 code = main(args)
         finally:

@@ -59,9 +59,9 @@ def _by_torchrun(folder: Path, seed: str) -> tuple[str, str]:
     """The same with torchrun, one kill; the atlas of a run without one comes first."""
     sys.path[:0] = [str(SCALE)]
     import on_kills
-    from launch import torchrun
 
     import headwise
+    from helpers.torchrun import torchrun
 
     whole, broken = folder / "whole" / "out", folder / "broken" / "out"
     for place in (whole, broken):

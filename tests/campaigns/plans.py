@@ -9,15 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from campaigns import Report
-
-sys.path.append(str(Path(__file__).parents[1] / "prune"))  # tiny.py
 
 SHORT, LONG = 60, 10_000
 VALUES: tuple[Any, ...] = (
@@ -107,14 +104,13 @@ class _Setting:
         self.made: tuple[Any, Any, Any, bytes] | None = None
 
     def _make(self, folder: Path) -> tuple[Any, Any, Any, bytes]:
-        import tiny  # of tests/prune
-
         import headwise
         from headwise.prune.recover import recover
+        from helpers import prunable_models  # of tests/prune
 
-        full = tiny.build("bert", num_hidden_layers=1, intermediate_size=7)
+        full = prunable_models.build("bert", num_hidden_layers=1, intermediate_size=7)
         pruned = headwise.prune_heads(full, {0: [1]})
-        batches = [tiny.inputs("bert")]
+        batches = [prunable_models.inputs("bert")]
         file = folder / "whole.safetensors"
         recover(copy.deepcopy(pruned), full, batches, 3, checkpoint=file, keep=True)
         return pruned, full, batches, file.read_bytes()

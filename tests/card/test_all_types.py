@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
-from headwise.card.values import Part
+from headwise.card.types import Part
 
 NAMES = {
     "num_hidden_layers": "layers",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.card.values import Layer
+from headwise.card.types import Layer
 from headwise.cli import cards, main, quick
 
 LLAMA = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 40}

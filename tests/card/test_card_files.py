@@ -15,7 +15,7 @@ import pytest
 import headwise
 from headwise import hub
 from headwise.card import reading
-from headwise.card.famous import FAMOUS
+from headwise.card.sources.presets import FAMOUS
 from headwise.cli import main
 
 LLAMA = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.card.famous import FAMOUS
+from headwise.card.sources.presets import FAMOUS
 from headwise.shapes import PRESETS
 
 SMALL = {

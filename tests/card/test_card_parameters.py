@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from card_builds import built, classes, small, variants
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
-from headwise.card.outputs import OUTPUTS
-from headwise.card.tables import FACTS
-from headwise.card.totals import ending
+from headwise.card.parameters.output_heads import OUTPUTS
+from headwise.card.parameters.table import FACTS
+from headwise.card.parameters.totals import ending
+from helpers.meta_models import built, classes, small, variants
 
 TYPES = sorted(name for name in FACTS if name in CONFIG_MAPPING)
 MAIN = (

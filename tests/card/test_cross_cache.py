@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from card_builds import small
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
+from helpers.meta_models import small
 
 TOKENS, SOURCE, BATCH = 5, 13, 3  # of the decoder, of the encoder, sequences
 

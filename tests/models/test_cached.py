@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import BY_NAME, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
-from truth import recorded, statistics
 
 import headwise
+from helpers.eager_weights import recorded, statistics
+from helpers.model_families import BY_NAME, build
 
 torch.set_num_threads(1)
 WAYS: dict[str, dict[str, Any]] = {

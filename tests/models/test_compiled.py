@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import inputs
-from families import BY_NAME, build
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
+from helpers.model_families import BY_NAME, build
+from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 LLAMA = BY_NAME["llama"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small
 import torch
 import transformers
 
@@ -18,11 +17,12 @@ from headwise.models.fingerprint import (
     tensor_fingerprint,
     tokenizer_fingerprint,
 )
+from helpers import small_checkpoints
 
 
 @pytest.fixture
 def model() -> Any:
-    return small.sharp(transformers.GPT2LMHeadModel(small.gpt2()))
+    return small_checkpoints.sharp(transformers.GPT2LMHeadModel(small_checkpoints.gpt2()))
 
 
 def test_the_same_weights_have_the_same_fingerprint(model: Any, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_config_dtype_and_class_belong_to_the_content(model: Any) -> None:
 
 def test_offloaded_models_have_the_fingerprint_of_their_weights(model: Any, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    encoder = small.sharp(transformers.BertModel(small.bert()))
+    encoder = small_checkpoints.sharp(transformers.BertModel(small_checkpoints.bert()))
     expected = fingerprint(encoder)
     assert fingerprint(accelerate.cpu_offload(copy.deepcopy(encoder))) == expected
     assert fingerprint(accelerate.disk_offload(copy.deepcopy(encoder), tmp_path)) == expected
@@ -83,13 +83,13 @@ def test_large_tensors_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tokenizer_is_its_rules_not_its_last_call() -> None:
-    tokenizer = small.word_piece()
+    tokenizer = small_checkpoints.word_piece()
     expected = tokenizer_fingerprint(tokenizer)
     tokenizer(["a", "bank by the river"], truncation=True, max_length=5, padding=True)
     assert tokenizer_fingerprint(tokenizer) == expected
     tokenizer.add_tokens(["bank"])
     assert tokenizer_fingerprint(tokenizer) != expected
-    assert tokenizer_fingerprint(small.byte_level()) != expected
+    assert tokenizer_fingerprint(small_checkpoints.byte_level()) != expected
 
 
 def test_batches_are_compared_by_their_values() -> None:

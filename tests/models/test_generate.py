@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import BATCH, LENGTH, inputs
-from families import BY_NAME, SINKS, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
-from truth import Call, added, assert_same, recorded, statistics
 
 import headwise
+from helpers.eager_weights import Call, added, assert_same, recorded, statistics
+from helpers.model_families import BY_NAME, SINKS, build
+from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
 NEW = 7

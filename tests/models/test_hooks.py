@@ -14,14 +14,16 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from batches import inputs
-from families import BY_NAME, build
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import hooks, registry, taps
+from headwise.models import hooks
+from headwise.models.intervene import head_outputs
+from headwise.models.watching import registry
+from helpers.model_families import BY_NAME, build
+from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 FAMILY = BY_NAME["llama"]
@@ -30,7 +32,7 @@ HEADS = {1: [0, 4], 3: [2]}
 CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
     "watch": lambda model: headwise.watch(model, outputs=True),
     "mask": lambda model: headwise.mask_heads(model, HEADS),
-    "taps": lambda model: taps.tapped(model, lambda site, heads: None),
+    "taps": lambda model: head_outputs.tapped(model, lambda site, heads: None),
 }
 EACH = pytest.mark.parametrize("name", CONTEXTS)
 

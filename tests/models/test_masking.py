@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from batches import BATCH, LENGTH, inputs
-from families import BY_NAME, FAMILIES, OFF, build
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import HeadwiseError, ShapeError, UnsupportedError
-from headwise.models import anatomy
+from headwise.models.structure import sites as anatomy
+from helpers.model_families import BY_NAME, FAMILIES, OFF, build
+from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
 REFUSED = {  # whose W_O cannot be told

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import BATCH, LENGTH, inputs
-from families import BY_NAME, Family, build
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from truth import assert_same, recorded, statistics
 
 import headwise
-from headwise.models import masks
+from headwise.models.watching import lazy_masks
+from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.model_families import BY_NAME, Family, build
+from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
 
@@ -41,7 +41,7 @@ def eager_weights(family: Family, **given: Any) -> list[Tensor]:
 def test_a_padded_batch_is_the_sum_of_its_sequences(
     name: str, side: str, lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masks, "LARGE", 0 if lazy else masks.LARGE)
+    monkeypatch.setattr(lazy_masks, "LARGE", 0 if lazy else lazy_masks.LARGE)
     family = BY_NAME[name]
     model, given = build(family), inputs(family, side)
     mask = given["attention_mask"]
@@ -108,7 +108,7 @@ def test_one_form_of_mask_is_no_proof_of_another() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_packed_sequences(name: str, implementation: str, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions that start again begin another sequence, which sees nothing of the one before."""
-    monkeypatch.setattr(masks, "LARGE", 0 if lazy else masks.LARGE)
+    monkeypatch.setattr(lazy_masks, "LARGE", 0 if lazy else lazy_masks.LARGE)
     family = BY_NAME[name]
     ids = inputs(family, None)["input_ids"][:1]
     positions = torch.cat([torch.arange(6), torch.arange(LENGTH - 6)])[None]
@@ -155,7 +155,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and type(x) is not masks.LazyMask:
+            if isinstance(x, Tensor) and type(x) is not lazy_masks.LazyMask:
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
         return out
 
@@ -184,10 +184,10 @@ def test_no_mask_of_t_by_t_at_8192_tokens(name: str, more: dict[str, Any], padde
 
 @pytest.mark.parametrize("name", ["mistral", "llama", "gemma3_text", "modernbert", "bart", "olmo3"])
 def test_lazy_masks_are_never_made_for_bands_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "LARGE", 0)
+    monkeypatch.setattr(lazy_masks, "LARGE", 0)
     made = []
-    whole = masks.Recipe.whole
-    monkeypatch.setattr(masks.Recipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
+    whole = lazy_masks.Recipe.whole
+    monkeypatch.setattr(lazy_masks.Recipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
     family = BY_NAME[name]
     model, given = build(family), inputs(family, "right")
     watched(model, **given)
@@ -211,9 +211,9 @@ def test_a_lazy_mask_is_a_mask_to_whoever_computes_with_it(monkeypatch: pytest.M
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]], dtype=torch.bool),
         "allow_is_causal_skip": False,
     }  # fmt: skip
-    recipe = masks.Recipe.of(sdpa_mask, given)
+    recipe = lazy_masks.Recipe.of(sdpa_mask, given)
     real = sdpa_mask(**given)
-    lazy = masks.LazyMask(recipe, torch.bool)
+    lazy = lazy_masks.LazyMask(recipe, torch.bool)
     assert lazy.shape == real.shape and repr(lazy) == "LazyMask(2, 1, 5, 7)"
     assert recipe.band() == (2, 0) and recipe.offset == 2
     checks: list[Callable[[Tensor], Tensor]] = [
@@ -222,7 +222,7 @@ def test_a_lazy_mask_is_a_mask_to_whoever_computes_with_it(monkeypatch: pytest.M
     ]  # fmt: skip
     for check in checks:
         assert torch.equal(check(lazy), check(real))
-    assert isinstance(lazy[:, :, :, :4], masks.LazyMask) and isinstance(lazy.contiguous(), masks.LazyMask)
+    assert isinstance(lazy[:, :, :, :4], lazy_masks.LazyMask) and isinstance(lazy.contiguous(), lazy_masks.LazyMask)
     for first, last in ((0, 5), (1, 3), (4, 5)):
         assert torch.equal(recipe.rows(first, last), real[:, :, first:last])
     assert np.array_equal(recipe.first_token(7).numpy().argmax(1), [0, 3])

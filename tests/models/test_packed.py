@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import BY_NAME, build
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -15,7 +14,8 @@ from transformers.masking_utils import sdpa_mask
 
 import headwise
 from headwise.errors import UnsupportedError
-from headwise.models import masks, reading
+from headwise.models.watching import call_reader, lazy_masks
+from helpers.model_families import BY_NAME, build
 
 torch.set_num_threads(1)
 LENGTHS = (5, 11, 2, 7)
@@ -58,7 +58,7 @@ def test_sequences_in_one_row_are_seen_apart(
 ) -> None:
     headwise.register()
     if path != "plain":
-        monkeypatch.setattr(*((masks, "LARGE", 0) if path.startswith("masks") else (reading, "ONE_PASS", 0)))
+        monkeypatch.setattr(*((lazy_masks, "LARGE", 0) if path.startswith("masks") else (call_reader, "ONE_PASS", 0)))
     model, sequences = build(BY_NAME[name], implementation).double(), tokens()
     together = watched(model, in_one_row(sequences), weights=True)
     apart = watched(model, *({"input_ids": x[None]} for x in sequences))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from batches import inputs
-from families import BY_NAME, build
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import UnsupportedError
-from headwise.models import anatomy
+from headwise.models.structure import sites
+from helpers.model_families import BY_NAME, build
+from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 FAMILY = BY_NAME["llama"]
@@ -67,9 +67,9 @@ def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     got: list[Tensor] = []
-    site = anatomy.sites(model)[1]
+    site = sites.sites(model)[1]
     with headwise.mask_heads(model, HEADS):
-        hook = anatomy.w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
+        hook = sites.w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
         masked = run(model)
     hook.remove()
     each = got[0].unflatten(-1, (6, 10))

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from batches import counted, inputs
-from families import BY_NAME, FAMILIES, SPARSE, Family, build, core_first
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -17,11 +15,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
 )
-from truth import recorded
 
 import headwise
 from headwise.errors import UnsupportedError
-from headwise.models import implementation
+from headwise.models import register
+from helpers.eager_weights import recorded
+from helpers.model_families import BY_NAME, FAMILIES, SPARSE, Family, build, core_first
+from helpers.model_inputs import counted, inputs
 
 torch.set_num_threads(1)
 SPARSE_NAMES = [family.name for family in FAMILIES if family.config is SPARSE]
@@ -37,8 +37,8 @@ def _registered() -> None:
 
 def test_registering_again_changes_nothing() -> None:
     headwise.register()
-    assert AttentionInterface._global_mapping["headwise"] is implementation.attention
-    assert AttentionMaskInterface._global_mapping["headwise"] is implementation.mask
+    assert AttentionInterface._global_mapping["headwise"] is register.attention
+    assert AttentionMaskInterface._global_mapping["headwise"] is register.mask
 
 
 def real_part(family: Family, given: dict[str, Tensor], model: Any, out: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ def test_a_decoding_step_gives_its_weights_when_asked() -> None:
     q, k = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 5, 8)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    out, weights = implementation.attention(module, q, k, k, None, scaling=0.3, output_attentions=True)
-    plain, none = implementation.attention(module, q, k, k, None, scaling=0.3)
+    out, weights = register.attention(module, q, k, k, None, scaling=0.3, output_attentions=True)
+    plain, none = register.attention(module, q, k, k, None, scaling=0.3)
     torch.testing.assert_close(out, plain)
     assert none is None and weights is not None
     torch.testing.assert_close(weights, headwise.weights(q, k, scale=0.3))

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from batches import BATCH, LENGTH, inputs
-from families import BY_NAME, OFF, SHARP, build
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from truth import assert_same, recorded, statistics
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import masks, registry
+from headwise.models.watching import lazy_masks, registry
+from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.model_families import BY_NAME, OFF, SHARP, build
+from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
 
@@ -400,7 +400,7 @@ def test_sharp_heads_in_16_bits_under_masks_never_made(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager rounds its scores to 16 bits; that is no reason to distrust what is computed in 32."""
-    monkeypatch.setattr(masks, "LARGE", 0)
+    monkeypatch.setattr(lazy_masks, "LARGE", 0)
     family = BY_NAME[name]
     model, given = build(family), inputs(family, "left")
     with torch.no_grad():

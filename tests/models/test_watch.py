@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import counted, inputs
-from families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build, core_first
 from torch import Tensor, nn
-from truth import Call, assert_same, recorded, statistics
 
 import headwise
-from headwise.models import anatomy, masks, reading
+from headwise.models.structure import sites as anatomy
+from headwise.models.watching import call_reader, lazy_masks
+from helpers.eager_weights import Call, assert_same, recorded, statistics
+from helpers.model_families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build, core_first
+from helpers.model_inputs import counted, inputs
 
 torch.set_num_threads(1)
 NAMES = [family.name for family in FAMILIES]
@@ -32,7 +33,9 @@ def eager_calls(family: Family, given: dict[str, Tensor]) -> dict[str, list[Call
     return by_path
 
 
-def seen_of(model: nn.Module, given: dict[str, Tensor], **how: Any) -> tuple[Any, headwise.models.watch.Watch]:
+def seen_of(
+    model: nn.Module, given: dict[str, Tensor], **how: Any
+) -> tuple[Any, headwise.models.watching.watcher.Watch]:
     with torch.no_grad(), headwise.watch(model, **how) as seen:
         out = model(**given)
     return out, seen
@@ -108,7 +111,7 @@ def test_left_padding_and_none(name: str, side: str | None) -> None:
 @pytest.mark.parametrize("large", ["masks that are never made", "output and statistics in one pass"])
 def test_what_large_inputs_take(name: str, large: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ways of long inputs, on short ones: the same output but for rounding, and the same statistics."""
-    monkeypatch.setattr(*((masks, "LARGE", 0) if large.startswith("masks") else (reading, "ONE_PASS", 0)))
+    monkeypatch.setattr(*((lazy_masks, "LARGE", 0) if large.startswith("masks") else (call_reader, "ONE_PASS", 0)))
     family = BY_NAME[name]
     given = inputs(family, "left" if family.inputs == "text" else "right", seed=5)
     model = build(family)
@@ -154,7 +157,7 @@ def test_each_call_is_handed_on() -> None:
     given, model, calls = inputs(family, "right"), build(family, "sdpa"), []
 
     def each(layer: Any, reading: Any, real: Tensor | None) -> None:
-        calls.append((layer.key, reading.weights([1, 2], None), real))
+        calls.append((layer.key, call_reader.weights([1, 2], None), real))
 
     _, seen = seen_of(model, given, weights=True, each=each)
     assert [key for key, _, _ in calls] == [layer.key for layer in seen.layers]

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import BATCH, LENGTH, SOURCE, inputs
-from families import BY_NAME, build
 from torch import Tensor, nn
-from truth import assert_same, recorded, statistics
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import masks, reading
+from headwise.models.watching import call_reader, lazy_masks
+from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.model_families import BY_NAME, build
+from helpers.model_inputs import BATCH, LENGTH, SOURCE, inputs
 
 torch.set_num_threads(1)
 
@@ -84,7 +84,7 @@ def test_rows_of_a_decoding_step_that_has_none(monkeypatch: pytest.MonkeyPatch) 
     model = build(BY_NAME["mistral"], auto=AutoModelForCausalLM)
     for large in (False, True):
         if large:
-            monkeypatch.setattr(masks, "LARGE", 0)
+            monkeypatch.setattr(lazy_masks, "LARGE", 0)
         with torch.no_grad(), headwise.watch(model, weights={2: [1]}, rows=[5]) as seen:
             model.generate(
                 torch.arange(4, 15)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
@@ -123,7 +123,7 @@ def test_ways_to_name_a_layer(bert: Any, wanted: Any) -> None:
 
 def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given, attentions = bert
-    monkeypatch.setattr(reading, "ROWS", 5)
+    monkeypatch.setattr(call_reader, "ROWS", 5)
     seen = watched(model, given, links=3)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         links = layer.links(3)
@@ -144,8 +144,8 @@ def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3_text"])
 def test_links_of_masks_that_are_made_by_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "LARGE", 0)
-    monkeypatch.setattr(reading, "ROWS", 4)
+    monkeypatch.setattr(lazy_masks, "LARGE", 0)
+    monkeypatch.setattr(call_reader, "ROWS", 4)
     family = BY_NAME[name]
     given = inputs(family, None)
     with torch.no_grad(), recorded() as calls:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zoo
 from torch import Tensor, nn
-from truth import Call, assert_same, recorded, statistics
 
 import headwise
 from headwise.errors import UnsupportedError
+from helpers import any_model_type
+from helpers.eager_weights import Call, assert_same, recorded, statistics
 
 torch.set_num_threads(1)
 SECONDS = 60  # for one type
@@ -47,12 +47,12 @@ def in_time() -> Iterator[None]:
 def verdict(model_type: str) -> tuple[str, str]:
     """How it goes with one type: right, refused, cannot be built, cannot be run; and why. Wrong raises."""
     why = "too large"
-    for kind, config in zoo.small_models(model_type):
+    for kind, config in any_model_type.small_models(model_type):
         if kind is None:
             why = config
             continue
         try:
-            model = zoo.build(kind, config, "eager")
+            model = any_model_type.build(kind, config, "eager")
         except Exception as error:  # as many kinds of failure as there are models
             why = f"{type(error).__name__}: {error}"
             continue
@@ -75,7 +75,7 @@ def _refusal(model: nn.Module) -> str | None:
 
 
 def _runs(model: Any) -> dict[str, Tensor] | None:
-    for given in zoo.made_up(model):
+    for given in any_model_type.made_up(model):
         try:
             with torch.no_grad():
                 model(**given)
@@ -89,10 +89,12 @@ def _runs(model: Any) -> dict[str, Tensor] | None:
 
 def _check(model_type: str, kind: Any, config: Any, given: dict[str, Tensor]) -> str:
     """All statistics under every implementation, plain and padded."""
-    models = {name: zoo.build(kind, config, name) for name in ("eager", *(["sdpa"] if kind._supports_sdpa else []))}
+    models = {
+        name: any_model_type.build(kind, config, name) for name in ("eager", *(["sdpa"] if kind._supports_sdpa else []))
+    }
     cases = [given]
     if "input_ids" in given and "attention_mask" in inspect.signature(models["eager"].forward).parameters:
-        mask = torch.ones(zoo.BATCH, zoo.LENGTH, dtype=torch.long)
+        mask = torch.ones(any_model_type.BATCH, any_model_type.LENGTH, dtype=torch.long)
         mask[1, 9:] = mask[2, 5:] = 0
         cases.append({**given, "attention_mask": mask})
     layers = 0
@@ -142,9 +144,9 @@ def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor 
         weights = call.weights
         if not torch.isfinite(weights).all():
             return  # the model's own numbers are NaN
-        ours = mask is not None and weights.shape[0] == zoo.BATCH
-        real = mask if ours and weights.shape[2] == zoo.LENGTH else None
-        exists = mask if ours and weights.shape[3] == zoo.LENGTH else None
+        ours = mask is not None and weights.shape[0] == any_model_type.BATCH
+        real = mask if ours and weights.shape[2] == any_model_type.LENGTH else None
+        exists = mask if ours and weights.shape[3] == any_model_type.LENGTH else None
         if model_type not in OTHER_WEIGHTS:
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
             if not torch.allclose(kept * rows, weights * rows, rtol=5e-3, atol=5e-3):
@@ -191,7 +193,7 @@ def test_every_model_type_is_right_or_refused(capsys: pytest.CaptureFixture[str]
     found: dict[str, list[str]] = {}
     wrong = {}
     warnings.simplefilter("ignore")
-    for model_type in zoo.TYPES:
+    for model_type in any_model_type.TYPES:
         try:
             with in_time():
                 outcome, why = verdict(model_type)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import build, inputs
 
 import headwise
 from headwise import HeadwiseError
 from headwise.prune.importance import places
 from headwise.prune.quality import size
+from helpers.prunable_models import build, inputs
 
 CAUSAL, SEQ2SEQ = transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM
 

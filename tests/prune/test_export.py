@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from test_surgery import uneven
-from tiny import CLOSE, TWO_STACKS, build, error, inputs
 from torch import Tensor, nn
 
 import headwise
+from helpers.prunable_models import CLOSE, TWO_STACKS, build, error, inputs
 
 
 class Bare(nn.Module):

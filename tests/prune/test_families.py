@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from test_surgery import even, masked, uneven
-from tiny import CLOSE, converted, error
 
 import headwise
 from headwise import UnsupportedError
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))  # the families and what they are called with
-from batches import inputs
-from families import FAMILIES, OFF, build
+from helpers.model_families import FAMILIES, OFF, build
+from helpers.model_inputs import inputs
+from helpers.prunable_models import CLOSE, converted, error
 
 # Why heads of these are not cut out.
 REFUSED = {

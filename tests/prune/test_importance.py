@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import build, inputs
 
 import headwise
 from headwise import HeadwiseError
-from headwise.models import anatomy
+from headwise.models.structure import sites
 from headwise.prune.importance import SCORES, merged, places
 from headwise.prune.importance import score as register
 from headwise.prune.objective import distance
 from headwise.prune.plan import Plan, cost, in_steps
 from headwise.prune.scores import Place, Scores, spearman
+from helpers.prunable_models import build, inputs
 
 
 def causal(name: str = "llama") -> Any:
@@ -194,7 +194,7 @@ def test_gates_learn_to_close_a_head_that_is_pure_noise() -> None:
     with torch.no_grad():
         for batch in given:
             batch["labels"] = model(**batch).logits.argmax(-1)
-    _, out = anatomy.w_o(model, anatomy.sites(model)[2])
+    _, out = sites.w_o(model, sites.sites(model)[2])
     noise = torch.Generator().manual_seed(0)
 
     def spoil(linear: Any, args: Any) -> Any:

@@ -12,22 +12,22 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from tiny import CLOSE, build, error, inputs
 
 import headwise
 from headwise import HeadwiseError
 from headwise.cli import main
 from headwise.prune import recover as recovery
+from headwise.prune.batches import batched, read_labels, read_texts
 from headwise.prune.curve import curve
 from headwise.prune.importance import SCORES
 from headwise.prune.latency import attention_time, times
-from headwise.prune.page import page
 from headwise.prune.quality import quality, size
 from headwise.prune.recover import recover
 from headwise.prune.report import markdown
-from headwise.prune.texts import batched, read_labels, read_texts
-from headwise.roles.corpus import read
+from headwise.prune.report_html import page
+from headwise.roles.atlas.corpus import read
 from headwise.terminal import one_line
+from helpers.prunable_models import CLOSE, build, error, inputs
 
 WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
 
@@ -359,7 +359,7 @@ HOSTILE = (
 
 def report_of(name: str, note: str = "") -> Any:
     """A report whose every text of others is a given one."""
-    from headwise.models.saving import Saved
+    from headwise.models.surgery.saving import Saved
     from headwise.prune.plan import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.session import Asked, Latency, Report

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import transformers
 from test_surgery import even, size, uneven
-from tiny import TWO_STACKS, build
 
 import headwise
 from headwise import CheckpointError
-from headwise.models import anatomy
-from headwise.models.surgery import head_count
+from headwise.models.structure import sites
+from headwise.models.surgery.removal import head_count
+from helpers.prunable_models import TWO_STACKS, build
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "falcon-grouped", "gpt_oss", "t5", "bart", "deepseek_v3"])
@@ -31,9 +31,9 @@ def test_heads_and_parameters_of_a_compact_directory(name: str, tmp_path: Path) 
     shown = {
         (kinds[part.name][layer.role], layer.index): layer.query for part in card.parts for layer in part.layers
     }  # fmt: skip
-    assert shown == {site.key: head_count(model, site) for site in anatomy.sites(model)}
+    assert shown == {site.key: head_count(model, site) for site in sites.sites(model)}
     gone = sum(map(len, uneven(full).values()))
-    total = sum(head_count(full, site) for site in anatomy.sites(full))
+    total = sum(head_count(full, site) for site in sites.sites(full))
     assert f"{total - gone} of {total} heads are left" in card.explain()
     assert not [words for words in card.warnings if " rows; " in words]
     assert headwise.card.read(tmp_path / "model" / "config.json").to_json() == card.to_json()

@@ -17,13 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_prune_cli import WORDS, saved
-from tiny import build, inputs
 
 import headwise
 from headwise import CheckpointError, HeadwiseError
 from headwise.cli import main
 from headwise.prune import recover as recovery
 from headwise.prune.recover import recover
+from helpers.prunable_models import build, inputs
 
 GONE = {0: [1, 2]}
 STEPS = 7
@@ -195,7 +195,7 @@ PLACES = {
     "headwise.prune.session._latency": KEPT,
     "headwise.prune.session.save": KEPT,
     "headwise.prune.plan.Plan.save": KEPT,
-    "headwise.prune.page.page": KEPT,
+    "headwise.prune.report_html.page": KEPT,
 }
 
 
@@ -249,7 +249,7 @@ def test_a_full_disk_at_the_end_costs_no_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.page.page", raises(OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr("headwise.prune.report_html.page", raises(OSError(errno.ENOSPC, "No space left on device")))
         assert headwise_prune(folder) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "out' cannot be written: No space left on device" in err

@@ -18,11 +18,11 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from test_surgery import even, uneven
-from tiny import CLOSE, DECODER, build, error, inputs
 
 import headwise
 from headwise import CheckpointError, HeadwiseError
-from headwise.models import saving
+from headwise.models.surgery import saving
+from helpers.prunable_models import CLOSE, DECODER, build, error, inputs
 
 ROOT = Path(__file__).parents[2]
 WHOLE_GROUP = {layer: [0, 1, 2] for layer in range(3)}

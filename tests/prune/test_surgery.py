@@ -6,27 +6,27 @@ import copy
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import transformers
-from tiny import CLOSE, DECODER, DECODERS, FAMILIES, TWO_STACKS, converted, error
 
 import headwise
 from headwise import HeadwiseError, UnsupportedError
-from headwise.models import anatomy
-from headwise.models.surgery import head_count
+from headwise.models.structure import sites as anatomy
+from headwise.models.surgery.removal import head_count
+from helpers import prunable_models
+from helpers.prunable_models import CLOSE, DECODER, DECODERS, FAMILIES, TWO_STACKS, converted, error
 
 EXACT = CLOSE[torch.float64]
 
 
 def build(*args: Any, **kwargs: Any) -> Any:
     """A small model in float64, where another order of summation hardly shows on any processor."""
-    return converted(torch.float64, tiny.build(*args, **kwargs), {})[0]
+    return converted(torch.float64, prunable_models.build(*args, **kwargs), {})[0]
 
 
 def inputs(name: str) -> dict[str, Any]:
     """What such a model is called with."""
-    return {key: x.double() if x.is_floating_point() else x for key, x in tiny.inputs(name).items()}
+    return {key: x.double() if x.is_floating_point() else x for key, x in prunable_models.inputs(name).items()}
 
 
 def size(model: Any) -> int:
@@ -58,7 +58,7 @@ def masked(model: Any, heads: Any, given: Any, **how: Any) -> Any:
 @pytest.mark.parametrize("which", [even, uneven])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pruned_model_gives_the_masked_models_outputs(name: str, which: Any, dtype: torch.dtype) -> None:
-    model, given = converted(dtype, tiny.build(name), tiny.inputs(name))
+    model, given = converted(dtype, prunable_models.build(name), prunable_models.inputs(name))
     heads = which(model)
     want = masked(model, heads, given)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
     model, given = build(name), inputs(name)
     heads = {0: [1], 2: [0, 3]}
     found = {site.index: headwise_projections(model, site) for site in anatomy.sites(model)}
-    from headwise.models.projections import value_bias
+    from headwise.models.structure.projections import value_bias
 
     value = {}
     for layer, gone in heads.items():
@@ -209,7 +209,7 @@ def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
 
 
 def headwise_projections(model: Any, site: Any) -> Any:
-    from headwise.models.projections import projections
+    from headwise.models.structure.projections import projections
 
     return projections(model, site)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from test_surgery import masked
-from tiny import CLOSE, build, error, inputs
 from torch import Tensor, nn
 from torch.nn import functional
 
 import headwise
 from headwise import UnsupportedError
-from headwise.models import offloading
+from headwise.models.surgery import offloading
+from helpers.prunable_models import CLOSE, build, error, inputs
 
 HEADS = {0: [1], 2: [0]}
 CAUSAL = transformers.AutoModelForCausalLM
@@ -334,8 +334,8 @@ def test_unknown_code_is_cut_only_where_a_try_shows_that_it_is_exact(
 
 
 def test_a_pruned_model_that_does_not_run_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.models import surgery
+    from headwise.models.surgery import removal
 
-    monkeypatch.setattr(surgery, "_recount", lambda *args: None)  # as if a family kept its numbers under other names
+    monkeypatch.setattr(removal, "_recount", lambda *args: None)  # as if a family kept its numbers under other names
     with pytest.raises(UnsupportedError, match="cannot be cut out: without them its code fails .*; zero=True zeroes"):
         headwise.prune_heads(build("gpt2"), {0: [1]})

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from handmade import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 import headwise
-from headwise.roles.atlas import SUMS
-from headwise.roles.checkpoint import save_tallies
-from headwise.roles.likeness import Likeness, likeness
-from headwise.roles.shipped import NAMES, shipped
-from headwise.roles.stability import stability
+from headwise.roles.atlas.atlas import SUMS
+from headwise.roles.atlas.bundled import NAMES, shipped
+from headwise.roles.atlas.checkpoint import save_tallies
+from headwise.roles.atlas.similarity import Likeness, likeness
+from headwise.roles.atlas.stability import stability
+from helpers.role_heads import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 
 @pytest.fixture(scope="module")

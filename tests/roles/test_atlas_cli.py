@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import circuit, texts, tokenizer
 
 import headwise
 from headwise.cli import main
 from headwise.files import written
-from headwise.roles import likeness, survey
+from headwise.roles.atlas import build, similarity
+from helpers.role_heads import circuit, texts, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,13 @@ def test_the_atlas_that_comes_along_needs_no_torch() -> None:
 def test_ctrl_c_leaves_what_can_be_gone_on_with(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = survey.Adding.take
-    monkeypatch.setattr(survey.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = build.Adding.take
+    monkeypatch.setattr(build.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert (code, out) == (130, "")
     assert err.endswith("headwise: interrupted\n")
     assert (tmp_path / "unfinished.safetensors").exists()
-    monkeypatch.setattr(survey.Adding, "take", plain)
+    monkeypatch.setattr(build.Adding, "take", plain)
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
 
@@ -171,7 +171,7 @@ def test_bad_texts_leave_nothing_behind(
 def test_a_place_that_is_no_folder_is_told_before_the_work(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey.Run, "all", lambda *args: pytest.fail("it was measured"))
+    monkeypatch.setattr(build.Run, "all", lambda *args: pytest.fail("it was measured"))
     file = tmp_path / "file"
     file.write_text("mine")
     for out, message in ((file, "is not a directory; give one to write to"), (file / "below", "cannot be made")):
@@ -189,10 +189,10 @@ def test_other_weights_under_the_same_name_are_not_mixed(
     first = circuit()
     first.save_pretrained(name)
     tokenizer(around=False).save_pretrained(name)
-    plain = survey.Adding.take
-    monkeypatch.setattr(survey.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = build.Adding.take
+    monkeypatch.setattr(build.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     assert run(capsys, "--model", name, "--texts", corpus, "--out", out)[0] == 130
-    monkeypatch.setattr(survey.Adding, "take", plain)
+    monkeypatch.setattr(build.Adding, "take", plain)
     kept = (out / "unfinished.safetensors").read_bytes()
     with torch.no_grad():
         next(first.parameters()).mul_(1.5)
@@ -209,11 +209,11 @@ def test_nothing_is_measured_again_when_the_end_was_interrupted(
     def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    plain = likeness.likeness
-    monkeypatch.setattr(likeness, "likeness", interrupted)
+    plain = similarity.likeness
+    monkeypatch.setattr(similarity, "likeness", interrupted)
     assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 130
-    monkeypatch.setattr(likeness, "likeness", plain)
-    monkeypatch.setattr(survey.Adding, "take", lambda *args: pytest.fail("it was measured again"))
+    monkeypatch.setattr(similarity, "likeness", plain)
+    monkeypatch.setattr(build.Adding, "take", lambda *args: pytest.fail("it was measured again"))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
     files = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from handmade import circuit, texts, tokenizer
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import headwise
-from headwise.roles import corpus as corpora
-from headwise.roles.checkpoint import load_tallies
+from headwise.roles.atlas import corpus as corpora
+from headwise.roles.atlas.checkpoint import load_tallies
+from helpers.role_heads import circuit, texts, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(corpora, "WINDOW", 13)
     patch.setattr(corpora, "PAIRS", 3000)
-    patch.setattr("headwise.roles.measure.TOGETHER", 11)
+    patch.setattr("headwise.roles.atlas.observer.TOGETHER", 11)
 
 
 def measure(file: Path, progress: Any = None) -> headwise.Atlas:

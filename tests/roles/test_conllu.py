@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.roles import conllu, coreference
-from headwise.roles.gold import Link
+from headwise.roles.relations import conllu, coreference
+from headwise.roles.relations.gold import Link
 
 COLUMNS = 10
 

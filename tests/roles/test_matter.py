@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import built
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.roles import matter as matters
-from headwise.roles import probe, tasks
-from headwise.roles.gold import Link, Sentence
-from headwise.roles.matter import LESS, MORE, SAME, Matter, head_counts, matter, random_heads
+from headwise.roles.ablation import ablate as matters
+from headwise.roles.ablation import tasks
+from headwise.roles.ablation.ablate import LESS, MORE, SAME, Matter, head_counts, matter, random_heads
+from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.probe_set import sentences as probe
+from helpers import relation_heads
 
 
 def task_of(model: Any, carrying: set[tuple[int, int]], units: int = 13) -> tasks.Task:
@@ -51,7 +52,7 @@ HEADS = 31
 @pytest.fixture(scope="module")
 def model() -> Any:
     config = transformers.BertConfig(
-        vocab_size=len(built.SPECIAL + built.WORDS), hidden_size=2 * HEADS, num_hidden_layers=2,
+        vocab_size=len(relation_heads.SPECIAL + relation_heads.WORDS), hidden_size=2 * HEADS, num_hidden_layers=2,
         num_attention_heads=HEADS, intermediate_size=5, max_position_embeddings=31,
     )  # fmt: skip
     torch.manual_seed(1)
@@ -143,7 +144,7 @@ TEXTS = ["a0 x1 n0 x2", "x3 x4", "a1 n1 x5 x6 x7 x8"]
 
 
 def test_the_loss_of_a_text_is_transformers_own() -> None:
-    model, tokenizer = llama(), built.tokenizer()
+    model, tokenizer = llama(), relation_heads.tokenizer()
     got = tasks.text(model, tokenizer, TEXTS).score()
     alone = []
     for one in sorted(TEXTS, key=lambda t: len(t.split())):
@@ -154,23 +155,23 @@ def test_the_loss_of_a_text_is_transformers_own() -> None:
 
 
 def test_a_whole_encoder_is_no_distance_from_itself(model: Any) -> None:
-    task = tasks.text(model, built.tokenizer(), TEXTS)
+    task = tasks.text(model, relation_heads.tokenizer(), TEXTS)
     assert task.score() == pytest.approx(np.zeros(3), abs=1e-6) and "cosine" in task.words
     found = matter(task, [("self", 0, 1)], draws=2)
     assert found.damage > 1e-6
 
 
 def test_the_words_that_ask_move(model: Any) -> None:
-    some = built.sentences(17)
-    task = tasks.words(model, built.tokenizer(), some, "adjective > noun")
+    some = relation_heads.sentences(17)
+    task = tasks.words(model, relation_heads.tokenizer(), some, "adjective > noun")
     assert task.score() == pytest.approx(np.zeros(34), abs=1e-6)  # two pairs a sentence
     assert matter(task, [("self", 1, 0)], draws=1).damage > 1e-6
     with pytest.raises(HeadwiseError, match="no sentence has a link 'nothing'"):
-        tasks.words(model, built.tokenizer(), some, "nothing")
+        tasks.words(model, relation_heads.tokenizer(), some, "nothing")
 
 
 def test_repeating_is_scored_on_the_second_half_alone() -> None:
-    model, tokenizer = llama(), built.tokenizer()
+    model, tokenizer = llama(), relation_heads.tokenizer()
     task = tasks.repeat(model, tokenizer)
     assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
     assert (task.score() == tasks.repeat(model, tokenizer).score()).all()
@@ -189,14 +190,14 @@ def test_repeating_is_scored_on_the_second_half_alone() -> None:
 
 def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not predict the next token; it repeats nothing"):
-        tasks.repeat(model, built.tokenizer())
+        tasks.repeat(model, relation_heads.tokenizer())
     with pytest.raises(UnsupportedError, match="does not predict the next token, so no verb either"):
-        tasks.agreement(model, built.tokenizer(), probe.sentences()[:3])
+        tasks.agreement(model, relation_heads.tokenizer(), probe.sentences()[:3])
 
 
 def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
     """A model that has learnt nothing but one word, said by its output bias."""
-    model, tokenizer = llama(), built.tokenizer()
+    model, tokenizer = llama(), relation_heads.tokenizer()
     tokenizer.add_tokens(["is", "are"])
     model.resize_token_embeddings(31)
     likes = torch.zeros(31)
@@ -210,7 +211,7 @@ def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
 
 def test_texts_that_are_too_short(model: Any) -> None:
     with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
-        tasks.text(model, built.tokenizer(), [""])
+        tasks.text(model, relation_heads.tokenizer(), [""])
     assert matters.SURE == 0.05
 
 
@@ -221,9 +222,9 @@ class Arrived(Exception):
 @pytest.mark.parametrize("task", ["text", "causal text", "words", "repeat", "agreement"])
 def test_batches_go_where_the_model_is(task: str) -> None:
     """On the device "meta", which every machine has."""
-    words = built.tokenizer()
+    words = relation_heads.tokenizer()
     if task in ("text", "words"):
-        model: Any = built.model().to("meta")
+        model: Any = relation_heads.model().to("meta")
     else:
         sizes = {"vocab_size": len(words), "n_positions": 131, "n_embd": 15, "n_layer": 2, "n_head": 3}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval().to("meta")
@@ -232,7 +233,7 @@ def test_batches_go_where_the_model_is(task: str) -> None:
         raise Arrived({name: x.device.type for name, x in inputs.items()})
 
     model.register_forward_pre_hook(arrive, with_kwargs=True)
-    sentences = built.sentences(7)
+    sentences = relation_heads.sentences(7)
     verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (Link("verb > subject", 2, (1,)),))]
     texts = [one.text for one in sentences]
     scores = {

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from headwise.errors import HeadwiseError
-from headwise.roles import grammar, lexicon, probe, winograd
-from headwise.roles.gold import Link, Sentence
-from headwise.roles.schemas import SCHEMAS
+from headwise.roles.relations import winograd
+from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.probe_set import grammar, lexicon
+from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.probe_set.schemas import SCHEMAS
 
 
 @pytest.fixture(scope="module")

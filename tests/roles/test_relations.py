@@ -7,29 +7,30 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import built
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
-from headwise.roles import align, asking, conllu, gold, probe, relations
-from headwise.roles.found import BETTER, FOUND, NOT_FOUND, TOO_FEW, Relation, Relations
-from headwise.roles.gold import Link, Sentence
+from headwise.roles.relations import alignment, conllu, find, gold, scoring
+from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, TOO_FEW, Relation, Relations
+from helpers import relation_heads
 
 DATA = Path(__file__).parents[2] / "build" / "data"
 
 
 @pytest.fixture(scope="module")
 def found() -> Relations:
-    return relations.relations(built.model(), built.sentences(), tokenizer=built.tokenizer())
+    return find.relations(relation_heads.model(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
 
 
 def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
     for name in ("adjective > noun", "noun > adjective"):
         row = found[name]
-        assert (row.kind, row.layer, row.head) == ("self", 1, built.FOLLOWS)
+        assert (row.kind, row.layer, row.head) == ("self", 1, relation_heads.FOLLOWS)
         assert row.accuracy == 1 and row.low == row.high == 1
         assert row.weight == pytest.approx(0.5, abs=0.01)  # the other half is on the word itself
         assert row.verdict == FOUND and row.fixed_accuracy < 0.3 and row.gain_low > 0.5
@@ -39,7 +40,7 @@ def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
 def test_an_offset_does_not_pass_as_a_relation(found: Relations) -> None:
     """The head of the word before is right every time, and so is the offset."""
     row = found["word > before"]
-    assert (row.layer, row.head, row.accuracy) == (1, built.PREVIOUS, 1.0)
+    assert (row.layer, row.head, row.accuracy) == (1, relation_heads.PREVIOUS, 1.0)
     assert (row.fixed, row.fixed_accuracy, row.verdict) == ("-1", 1.0, NOT_FOUND)
     assert found["anything"].verdict == NOT_FOUND
 
@@ -52,7 +53,7 @@ def test_shuffled_gold_finds_nothing(found: Relations) -> None:
 
 def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
     """A fixed offset is as good on it as on the gold; the links themselves are others."""
-    real = built.sentences(97)
+    real = relation_heads.sentences(97)
     moved = gold.shuffled(real, seed=5)
     assert moved == gold.shuffled(real, seed=5) != gold.shuffled(real, seed=6)
 
@@ -74,26 +75,28 @@ def test_a_choice_is_shuffled_among_its_candidates() -> None:
 
 def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
     """On the reporting half the relation is turned round: what was chosen stands, and fails."""
-    first = built.sentences(101)
+    first = relation_heads.sentences(101)
     second = [
         Sentence(s.text, s.spans, tuple(Link(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
-        for s in built.sentences(103, seed=11)
+        for s in relation_heads.sentences(103, seed=11)
     ]
-    made = relations.relations(built.model(), first, report=second, tokenizer=built.tokenizer())
+    made = find.relations(relation_heads.model(), first, report=second, tokenizer=relation_heads.tokenizer())
     row = made["adjective > noun"]
-    assert (row.layer, row.head) == (1, built.FOLLOWS) and row.accuracy < 0.3
+    assert (row.layer, row.head) == (1, relation_heads.FOLLOWS) and row.accuracy < 0.3
     assert made.sentences == 103
 
 
 def test_the_two_steps_by_themselves_are_the_same(found: Relations) -> None:
-    first, second = gold.halves(built.sentences())
-    chosen = relations.choices(built.model(), first, tokenizer=built.tokenizer())
-    assert chosen["noun > adjective"].head == ("self", 1, built.FOLLOWS)
-    again = relations.reported(built.model(), second, chosen, tokenizer=built.tokenizer(), least=relations.FEWEST)
+    first, second = gold.halves(relation_heads.sentences())
+    chosen = find.choices(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
+    assert chosen["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
+    again = find.reported(
+        relation_heads.model(), second, chosen, tokenizer=relation_heads.tokenizer(), least=find.FEWEST
+    )
     assert again.to_json() == found.to_json()
     only = {"noun > adjective": chosen["word > before"]}  # a head that was chosen for something else
-    [row] = relations.reported(built.model(), second, only, tokenizer=built.tokenizer()).rows
-    assert row.head == built.PREVIOUS and row.accuracy < 0.5
+    [row] = find.reported(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
+    assert row.head == relation_heads.PREVIOUS and row.accuracy < 0.5
 
 
 def test_halves_keep_documents_together() -> None:
@@ -106,9 +109,9 @@ def test_halves_keep_documents_together() -> None:
 
 
 def test_few_links_are_not_judged() -> None:
-    made = relations.relations(built.model(), built.sentences(23), tokenizer=built.tokenizer())
+    made = find.relations(relation_heads.model(), relation_heads.sentences(23), tokenizer=relation_heads.tokenizer())
     row = made["anything"]
-    assert row.links < relations.FEWEST and row.verdict == TOO_FEW and np.isnan(row.low)
+    assert row.links < find.FEWEST and row.verdict == TOO_FEW and np.isnan(row.low)
     assert row.name not in str(made) and "with too few links" in str(made)
 
 
@@ -119,9 +122,9 @@ def test_the_level_is_shared_by_all_that_are_judged(found: Relations) -> None:
 # words and pieces
 
 
-def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[Link, ...], tokens: int) -> align.Batch:
-    one = align.Encoded(0, list(range(tokens)), pieces, links)
-    return align._batch([one], "cpu", causal=False)
+def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[Link, ...], tokens: int) -> alignment.Batch:
+    one = alignment.Encoded(0, list(range(tokens)), pieces, links)
+    return alignment._batch([one], "cpu", causal=False)
 
 
 def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
@@ -137,7 +140,7 @@ def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
         ]
     )[None, None]
     links = (Link("r", 0, (2,)), Link("r", 0, (1,)), Link("r", 2, (0,)), Link("r", 2, (0, 1)), Link("r", 1, (0,), (2,)))
-    hits, shares = asking.marked(weights, encoded(((1, 2), (3,), (4,)), links, 6))
+    hits, shares = scoring.marked(weights, encoded(((1, 2), (3,), (4,)), links, 6))
     assert shares[:, 0].tolist() == pytest.approx([0.25, 0.15, 0.3, 0.55, 0.2])
     # 0.25 on word 2 beats 0.15; 0.2 + 0.1 of word 0 beat the 0.25 of word 1, and its own 0.4 does not count
     assert hits[:, 0].tolist() == [True, False, True, True, False]
@@ -147,22 +150,27 @@ def test_a_word_without_a_piece_is_no_answer() -> None:
     weights = torch.full((1, 1, 3, 3), 1 / 3)
     batch = encoded(((1,), (), (2,)), (Link("r", 0, (2,)),), 3)
     assert batch.allowed.tolist() == [[False, False, True]]
-    assert asking.marked(weights, batch)[0].tolist() == [[True]]
+    assert scoring.marked(weights, batch)[0].tolist() == [[True]]
 
 
 def test_pieces_go_where_most_of_them_lies() -> None:
     words = (0, 2), (2, 5), (5, 6), (7, 10)  # do n't , now
-    assert align.align(words, [(0, 0), (0, 3), (3, 4), (4, 5), (5, 6), (6, 10), (0, 0)]) == ((1,), (2, 3), (4,), (5,))
-    assert align.align(((0, 3), (3, 6)), [(0, 6)]) == ((0,), ())  # "cannot" as one piece: the second word has none
+    assert alignment.align(words, [(0, 0), (0, 3), (3, 4), (4, 5), (5, 6), (6, 10), (0, 0)]) == (
+        (1,),
+        (2, 3),
+        (4,),
+        (5,),
+    )
+    assert alignment.align(((0, 3), (3, 6)), [(0, 6)]) == ((0,), ())  # "cannot" as one piece: the second word has none
 
 
 def test_links_of_words_without_pieces_are_counted() -> None:
     word = Sentence("a0x1 n0", ((0, 2), (2, 4), (5, 7)), (Link("r", 0, (2,)), Link("r", 1, (2,)), Link("r", 2, (1,))))
-    lost = align.Lost()
-    [made] = align.encode([word, Sentence("x1", ((0, 2),), ())], built.tokenizer(), 31, lost)
+    lost = alignment.Lost()
+    [made] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, lost)
     assert made.links == (Link("r", 0, (2,)),)
     assert (lost.unaligned, lost.links, lost.long) == (1, 2, 0)
-    assert list(align.encode([word], built.tokenizer(), 3, lost)) == [] and lost.long == 1
+    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, lost)) == [] and lost.long == 1
     assert lost.notes(7) == (
         "1 of 7 sentences have words that share all their pieces with another: 2 links left out",
         "1 of 7 sentences are longer than the model takes: left out",
@@ -174,17 +182,17 @@ def test_batches_of_any_size_give_the_same_answers(
     dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With random weights: heads that attend evenly have no strongest weight but by rounding."""
-    model = built.model()
+    model = relation_heads.model()
     drawn = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.5, generator=drawn)
     model = model.to(dtype)
-    found = relations.relations(model, built.sentences(), tokenizer=built.tokenizer())
-    monkeypatch.setattr(align, "TOKENS", 1)
-    monkeypatch.setattr(align, "AHEAD", 7)
-    again = relations.relations(model, built.sentences(), tokenizer=built.tokenizer())
+    found = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    monkeypatch.setattr(alignment, "TOKENS", 1)
+    monkeypatch.setattr(alignment, "AHEAD", 7)
+    again = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
     assert again.scores.keys() == found.scores.keys() and again.heads == found.heads
     for name, scores in found.scores.items():
         assert scores.max() > scores.min() + 0.05 or "shuffled" in name or name == "anything"
@@ -200,11 +208,11 @@ def test_answers_that_know_no_meaning() -> None:
     sentence = Sentence("he b c he d he", ((0, 2), (3, 4), (5, 6), (7, 9), (10, 11), (12, 14)), ())
     links = (Link("r", 5, (2,), (0, 2, 4)), Link("r", 5, (0,), (0, 1, 4)), Link("r", 0, (1, 4)))
     batch = encoded(((0,), (1,), (2,), (3,), (4,), (5,)), links, 6)
-    right = asking.fixed(batch, [sentence])
-    told = [[name for name, mark in zip(asking.FIXED, row, strict=True) if mark] for row in right.tolist()]
+    right = scoring.fixed(batch, [sentence])
+    told = [[name for name, mark in zip(scoring.FIXED, row, strict=True) if mark] for row in right.tolist()]
     assert told == [
         ["-3", "the second nearest candidate"],
-        ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", asking.SAME],  # past the edge
+        ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", scoring.SAME],  # past the edge
         ["-10", "-9", "-8", "-7", "-6", "-5", "-4", "-3", "-2", "-1", "+1", "+4"],  # the first word has none before
     ]
 
@@ -222,8 +230,8 @@ def tiny_llama() -> Any:
 
 
 def test_a_causal_model_is_asked_backwards_alone() -> None:
-    assert asking.is_causal(tiny_llama().model) and not asking.is_causal(built.model())
-    made = relations.relations(tiny_llama(), built.sentences(), tokenizer=built.tokenizer())
+    assert scoring.is_causal(tiny_llama().model) and not scoring.is_causal(relation_heads.model())
+    made = find.relations(tiny_llama(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
     assert made.causal and "links to later words cannot be followed" in str(made)
     assert made["word > before"].visible == 1
     assert 0.4 < made["adjective > noun"].visible < 0.6
@@ -239,11 +247,11 @@ def test_what_a_causal_model_sees() -> None:
 
 def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
     plain = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built.tokenizer().backend_tokenizer, bos_token="[PAD]"
+        tokenizer_object=relation_heads.tokenizer().backend_tokenizer, bos_token="[PAD]"
     )
     plain.backend_tokenizer.post_processor = __import__("tokenizers").processors.Sequence([])
     sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))
-    [one] = align.encode([sentence], plain, 31, align.Lost())
+    [one] = alignment.encode([sentence], plain, 31, alignment.Lost())
     assert one.ids[0] == 0 and one.pieces == ((1,), (2,))
 
 
@@ -260,7 +268,7 @@ def test_it_saves_loads_and_prints(found: Relations, tmp_path: Path) -> None:
     lines = found.markdown().splitlines()
     assert len(lines) == 6 and "| adjective > noun | 1.0 | 100.0% |" in found.markdown()
     assert len({line.count("|") for line in lines}) == 1
-    assert [head for head, _ in again.best("noun > adjective", 1)] == [("self", 1, built.FOLLOWS)]
+    assert [head for head, _ in again.best("noun > adjective", 1)] == [("self", 1, relation_heads.FOLLOWS)]
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["rows"]
 
 
@@ -297,8 +305,8 @@ def test_intervals_are_those_of_a_mean_over_sentences() -> None:
 
     def width(sentences: np.ndarray, hits: np.ndarray) -> float:
         zeros = np.zeros(len(hits))
-        record = relations.Record(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
-        ends = relations._intervals(record, ["r"], 0.05, 0)["r"]
+        record = find.Record(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
+        ends = find._intervals(record, ["r"], 0.05, 0)["r"]
         assert ends["low"] < hits.mean() < ends["high"] and ends["gain_low"] == ends["low"]
         return ends["high"] - ends["low"]
 
@@ -313,15 +321,17 @@ def test_intervals_are_those_of_a_mean_over_sentences() -> None:
 
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(HeadwiseError, match="2 sentences without a gold link"):
-        relations.relations(built.model(), [Sentence("x1", ((0, 2),), ())] * 2, tokenizer=built.tokenizer())
+        find.relations(
+            relation_heads.model(), [Sentence("x1", ((0, 2),), ())] * 2, tokenizer=relation_heads.tokenizer()
+        )
     with pytest.raises(HeadwiseError, match="needs its tokenizer"):
-        relations.relations(built.model(), built.sentences(5))
+        find.relations(relation_heads.model(), relation_heads.sentences(5))
     ahead = [Sentence("x1 x2", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))] * 3
     with pytest.raises(HeadwiseError, match="none of 2 sentences has a link that the model can follow"):
-        relations.relations(tiny_llama(), ahead, tokenizer=built.tokenizer())
+        find.relations(tiny_llama(), ahead, tokenizer=relation_heads.tokenizer())
     slow = type("Slow", (), {"is_fast": False})()
     with pytest.raises(UnsupportedError, match="Slow knows no offsets"):
-        relations.relations(built.model(), ahead, tokenizer=slow)
+        find.relations(relation_heads.model(), ahead, tokenizer=slow)
 
 
 def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
@@ -329,8 +339,10 @@ def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
         vocab_size=29, d_model=12, d_kv=3, d_ff=7, num_layers=2, num_decoder_layers=2, num_heads=4, pad_token_id=0,
         decoder_start_token_id=0,
     )  # fmt: skip
-    made = relations.relations(
-        transformers.T5ForConditionalGeneration(config).eval(), built.sentences(53), tokenizer=built.tokenizer()
+    made = find.relations(
+        transformers.T5ForConditionalGeneration(config).eval(),
+        relation_heads.sentences(53),
+        tokenizer=relation_heads.tokenizer(),
     )
     assert "cross-attention links two texts" in " ".join(made.notes) and not made.causal
     assert {kind for kind, _, _ in made.heads} <= {"encoder", "self"} and len(made.heads) == 8
@@ -341,7 +353,7 @@ def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
 
 def test_a_real_model_on_our_own_sentences() -> None:
     some = [s for s in probe.sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
-    made = relations.relations("minilm", some)
+    made = find.relations("minilm", some)
     assert made.model == "minilm" and len(made.heads) == 72
     assert made["object > verb"].verdict == FOUND
     assert [row for row in made.shuffled if row.verdict == FOUND] == []
@@ -351,7 +363,7 @@ def test_a_real_model_on_our_own_sentences() -> None:
 def test_a_real_model_on_a_real_treebank() -> None:
     """The figures of docs/relations.md: choose on dev, report on test."""
     data = _fetched()
-    made = relations.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
+    made = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
     assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in made.found}
     assert [row for row in made.shuffled if row.verdict == FOUND] == []
     treebank = conllu.read(data / "en_gum-ud-dev.conllu")

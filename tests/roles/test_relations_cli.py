@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import built
 import pytest
 
 import headwise
 from headwise.cli import main
-from headwise.roles.found import FOUND, Relations
+from headwise.roles.relations.result import FOUND, Relations
+from helpers import relation_heads
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head 1.0 follows pairs, a treebank in its language, and the same as plain text."""
     made = tmp_path_factory.mktemp("built")
-    built.model().save_pretrained(made / "model")
-    built.tokenizer().save_pretrained(made / "model")
+    relation_heads.model().save_pretrained(made / "model")
+    relation_heads.tokenizer().save_pretrained(made / "model")
     trees, texts = [], []
-    for sentence in built.sentences():
+    for sentence in relation_heads.sentences():
         heads = {link.word: link.targets[0] for link in sentence.links if link.relation == "adjective > noun"}
         root = next(i for i in range(len(sentence.words)) if i not in heads)
         lines = []
@@ -49,20 +49,24 @@ def test_they_are_written_and_printed_as_json(folder: Path, tmp_path: Path, caps
     assert main([*command, "--out", f"{tmp_path}/made"]) == 0
     printed = json.loads(capsys.readouterr().out)
     saved = Relations.load(tmp_path / "made" / "relations.json")
-    assert saved.to_json() == printed and saved.sentences == len(built.sentences())
+    assert saved.to_json() == printed and saved.sentences == len(relation_heads.sentences())
     assert saved["amod > head"].verdict == FOUND
 
 
 def test_an_atlas_carries_them(folder: Path, tmp_path: Path) -> None:
     atlas = headwise.atlas(
-        built.model(), folder / "texts.txt", built.tokenizer(), conllu=folder / "gold.conllu", limit=31
+        relation_heads.model(),
+        folder / "texts.txt",
+        relation_heads.tokenizer(),
+        conllu=folder / "gold.conllu",
+        limit=31,
     )
     atlas.save(tmp_path / "atlas.json")
     again = headwise.Atlas.load(tmp_path / "atlas.json")
     assert again.relations is not None and atlas.relations is not None
     assert again.relations.to_json() == atlas.relations.to_json()
     assert "Relations between words" in str(again) and "amod > head" in str(again)
-    assert headwise.atlas(built.model(), ["a0 x1 n0"], built.tokenizer()).relations is None
+    assert headwise.atlas(relation_heads.model(), ["a0 x1 n0"], relation_heads.tokenizer()).relations is None
 
 
 def test_what_a_role_is_worth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +76,7 @@ def test_what_a_role_is_worth(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert line.startswith("without 1.1: 1 - cosine with the whole model's embedding") and "random heads" in line
     assert main([*given, "--matter", "previous", "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)
-    assert found["heads"] == [["self", 1, built.PREVIOUS]] and len(found["random"]) == 5  # all others
+    assert found["heads"] == [["self", 1, relation_heads.PREVIOUS]] and len(found["random"]) == 5  # all others
 
 
 @pytest.mark.parametrize(

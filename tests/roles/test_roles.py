@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from handmade import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 import headwise
-from headwise.roles.definitions import BY_NAME, ROLES
+from headwise.roles.atlas.roles import BY_NAME, ROLES
+from helpers.role_heads import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 
 def counts(corpus: list[str]) -> np.ndarray:

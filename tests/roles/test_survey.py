@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from handmade import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
 
 import headwise
-from headwise.models.layers import Layer
-from headwise.models.reading import Reading
-from headwise.roles import corpus as corpora
-from headwise.roles import measure, survey
-from headwise.roles.definitions import NEAR, OFFSETS
-from headwise.roles.tally import Tally, draws, identity
+from headwise.models.watching.call_reader import Reading
+from headwise.models.watching.layers import Layer
+from headwise.roles.atlas import build
+from headwise.roles.atlas import corpus as corpora
+from headwise.roles.atlas import observer as measure
+from headwise.roles.atlas.roles import NEAR, OFFSETS
+from headwise.roles.atlas.sums import Tally, draws, identity
+from helpers.role_heads import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
@@ -438,7 +439,7 @@ def test_pairs_go_to_encoder_and_decoder() -> None:
 def test_bad_inputs_are_told_in_one_line(given: dict[str, Any], message: str) -> None:
     arguments = {"texts": ["the cat sat."], "tokenizer": tokenizer(), **given}
     with pytest.raises(headwise.HeadwiseError, match=message) as caught:
-        survey.atlas(bert(), arguments.pop("texts"), arguments.pop("tokenizer"), **arguments)
+        build.atlas(bert(), arguments.pop("texts"), arguments.pop("tokenizer"), **arguments)
     assert "\n" not in str(caught.value)
 
 

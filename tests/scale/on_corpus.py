@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import says
 
 import headwise
 from headwise import scale
 from headwise.errors import HeadwiseError
 from headwise.prune.importance import SCORES
 from headwise.prune.recover import recover as recover_alone
-from headwise.roles.survey import atlas as atlas_alone
+from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale import run_folder
 from headwise.scale.ranks import Ranks
 from headwise.scale.train import crew, learned_alike
+from helpers.torchrun import says
 
 CHECKS: dict[str, Any] = {}
 WORDS = "the cat sat on a mat and saw that dogs ran far from home with it , but no one knew why .".split()
@@ -47,7 +47,7 @@ def small_bert() -> Any:
 
 
 def batches(size: int = 3) -> list[dict[str, Any]]:
-    from headwise.prune.texts import batched
+    from headwise.prune.batches import batched
 
     return batched(texts(), headwise.tokenizer("minilm"), batch=size).scoring
 

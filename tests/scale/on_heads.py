@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import says
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
-from headwise.attention.blocks import FeedForward
+from headwise.attention.nn.blocks import FeedForward
 from headwise.errors import UnsupportedError
-from headwise.scale import clip_grad_norm_, counted, load_state, save_state, split_heads
+from headwise.scale import clip_grad_norm_, load_state, save_state, split_heads, traffic
 from headwise.scale import ranks as meeting
 from headwise.scale.linear import local, pieces
 from headwise.scale.ranks import RankError, Ranks
+from helpers.torchrun import says
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -221,9 +221,9 @@ def bytes_sent_are_those_of_the_head_plan(ranks: Ranks, folder: Path) -> None:
     for name in ("divides", "uneven", "grouped", "fewer_kv", "one_kv", "idle"):
         split = split_heads(MultiHeadAttention(**{**LAYERS[name], "qk_norm": None}), checked=False)
         x = torch.randn(2, 13, split.plan.heads.width, requires_grad=True)
-        with counted() as forward:
+        with traffic() as forward:
             out = split(x)
-        with counted() as backward:
+        with traffic() as backward:
             out.sum().backward()
         assert forward == {"sums": split.plan.sent(2, 13)}, name
         assert backward == {"sums": split.plan.sent_backward(ranks.rank, 2, 13, bias=split.W_Q.bias is not None)}, name

@@ -18,8 +18,8 @@ import on_corpus
 import headwise
 from headwise import scale
 from headwise.prune import importance as scoring
-from headwise.roles import corpus, measure, survey
-from headwise.scale import corpus as shared
+from headwise.roles.atlas import build, corpus, observer
+from headwise.scale import data_parallel as shared
 
 FOLDER = Path(sys.argv[1])
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -41,12 +41,12 @@ def counting(what: str, call: Any, kill: bool) -> Any:
 
 
 # small batches, and a checkpoint after each
-corpus.PAIRS, survey.EVERY, shared.EVERY = 1 << 11, -1.0, -1.0
+corpus.PAIRS, build.EVERY, shared.EVERY = 1 << 11, -1.0, -1.0
 
 with scale.started(timeout=60) as ranks:
     model, tokenizer, texts = on_corpus.small_bert(), headwise.tokenizer("minilm"), on_corpus.texts()
     second = ranks.rank == 1
-    measure.Observer.run = counting("measured", measure.Observer.run, second and ATTEMPT == 0)  # type: ignore[method-assign]
+    observer.Observer.run = counting("measured", observer.Observer.run, second and ATTEMPT == 0)  # type: ignore[method-assign]
     shared.importance_of = counting("scored", scoring.importance, second and ATTEMPT == 1)
     atlas = scale.atlas(model, texts, tokenizer, resume=FOLDER / "atlas")
     scores = scale.importance(model, on_corpus.batches(1), "michel", resume=FOLDER / "scores")

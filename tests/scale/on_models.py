@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import says
 
 import headwise
 from headwise import scale
 from headwise.scale.ranks import Ranks
+from helpers.torchrun import says
 
 CHECKS: dict[str, Any] = {}
 

@@ -6,9 +6,9 @@ import on_corpus
 import on_heads
 import on_models
 import on_ring
-from launch import report
 
 from headwise.scale import started
+from helpers.torchrun import report
 
 CHECKS = {**on_heads.CHECKS, **on_ring.CHECKS, **on_models.CHECKS, **on_corpus.CHECKS}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import says
 from on_heads import own_mesh
 from torch import Tensor
 
@@ -17,15 +16,16 @@ from headwise import Heads, Shape
 from headwise.scale import (
     SequencePlan,
     collected,
-    counted,
     placed,
     positions,
     ring_attend,
     ring_head_stats,
     split_sequence,
     sum_gradients,
+    traffic,
 )
 from headwise.scale.ranks import Ranks
+from helpers.torchrun import says
 
 BATCH, DIM, VALUE_DIM = 2, 6, 5
 CHECKS: dict[str, Any] = {}
@@ -272,9 +272,9 @@ def bytes_sent_are_those_of_the_plan(ranks: Ranks, folder: Path) -> None:
     a_token = BATCH * 2 * (DIM + VALUE_DIM) * 4
     for how, plan in ways:
         mine = [placed(x, 2, zigzag=plan.zigzag).clone().requires_grad_() for x in (q, k, v)]
-        with counted() as forward:
+        with traffic() as forward:
             out = ring_attend(*mine, **how)
-        with counted() as backward:
+        with traffic() as backward:
             out.sum().backward()
         assert forward["messages"] == forward.data == plan.bytes_sent(ranks.rank, a_token)
         assert backward["messages"] == backward.data == plan.bytes_sent_backward(ranks.rank, a_token, a_token)

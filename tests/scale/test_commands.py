@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import on_corpus
 import pytest
-from launch import torchrun
 
 from headwise import Atlas, Plan, tokenizer
 from headwise.cli import main
+from helpers.torchrun import torchrun
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import pytest
 from headwise import HeadwiseError, UnsupportedError
 from headwise.card import read
 from headwise.cli import main
-from headwise.scale.paper import Cost, costs, crossings, in_bytes, rewritten
-from headwise.scale.plan import HeadPlan
-from headwise.scale.sequence import SequencePlan
+from headwise.scale.cost_model import Cost, costs, crossings, in_bytes, rewritten
+from headwise.scale.head_plan import HeadPlan
+from headwise.scale.sequence_plan import SequencePlan
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def by_way(name: str, ranks: int, tokens: int, batch: int = 1) -> dict[str, Cost
 def test_the_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     new = rewritten(page, ROOT / "benchmarks" / "results")
-    assert new == page, "python -m headwise.scale.paper docs/scale.md writes it again"
+    assert new == page, "python -m headwise.scale.cost_model docs/scale.md writes it again"
     with pytest.raises(HeadwiseError, match="the page has no place between"):
         rewritten("nothing", ROOT)
 
@@ -76,7 +76,7 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, headwise.scale.paper; assert 'torch' not in sys.modules"
+    code = "import sys, headwise.scale.cost_model; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise import Heads, ShapeError
-from headwise.scale.plan import HeadPlan, all_reduced, plan, spans
-from headwise.scale.sequence import SequencePlan
+from headwise.scale.head_plan import HeadPlan, all_reduced, plan, spans
+from headwise.scale.sequence_plan import SequencePlan
 
 COUNTS = st.builds(
     lambda kv, group, ranks: HeadPlan(Heads(97, kv * group, kv, 5), ranks),

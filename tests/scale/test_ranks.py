@@ -13,13 +13,13 @@ import on_models
 import on_ranks
 import pytest
 import torch
-from launch import HERE, found, torchrun
 
 from headwise import CheckpointError, MultiHeadAttention, importance, tokenizer
-from headwise.roles import corpus
-from headwise.roles.atlas import Atlas
-from headwise.roles.survey import atlas
+from headwise.roles.atlas import corpus
+from headwise.roles.atlas.atlas import Atlas
+from headwise.roles.atlas.build import atlas
 from headwise.scale import load_state, save_state, split_heads, started
+from helpers.torchrun import WORKERS, found, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_one_process_alone_needs_no_torchrun() -> None:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
-    run = torchrun(2, str(HERE / "on_absence.py"), str(tmp_path))
+    run = torchrun(2, str(WORKERS / "on_absence.py"), str(tmp_path))
     assert (tmp_path / "told").read_text().startswith("not all ranks came to the meeting within 2 s"), run.stderr[
         -2000:
     ]
@@ -106,12 +106,12 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: P
 
 def test_no_rank_is_aborted_when_it_ends() -> None:
     for _ in range(3):  # without the rest at the end one launch of two or three fails
-        run = torchrun(4, str(HERE / "on_end.py"))
+        run = torchrun(4, str(WORKERS / "on_end.py"))
         assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = torchrun(2, str(HERE / "on_killed.py"), str(tmp_path), options=("--max-restarts=2",))
+    run = torchrun(2, str(WORKERS / "on_killed.py"), str(tmp_path), options=("--max-restarts=2",))
     assert run.returncode == 0, run.stderr[-3000:]
 
     def did(attempt: int, rank: int) -> dict[str, int]:

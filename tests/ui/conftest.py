@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))  # small.py
 
 import headwise
 from headwise.ui import capture
@@ -42,14 +39,15 @@ def run(minilm: tuple[Any, Any]) -> Callable[..., capture.Pass]:
 @pytest.fixture(scope="session")
 def bart() -> tuple[Any, Any]:
     """A small encoder-decoder, all counts apart."""
-    import small
     import transformers
+
+    from helpers import small_checkpoints
 
     config = transformers.BartConfig(
         vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
     )  # fmt: skip
-    return small.sharp(transformers.BartForConditionalGeneration(config)), small.byte_level()
+    return small_checkpoints.sharp(transformers.BartForConditionalGeneration(config)), small_checkpoints.byte_level()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.roles.shipped import shipped
+from headwise.roles.atlas.bundled import shipped
 from headwise.ui.atlas import save_page
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small
 import transformers
 
 import headwise
-from headwise.ui import capture, data, pack, page
+from headwise.ui import capture, pack, page, payload
+from helpers import small_checkpoints
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 WIDE = "The animal didn't cross the street because it was too wide."
@@ -41,7 +41,7 @@ def told(minilm: tuple[Any, Any]) -> Any:
 @pytest.fixture(scope="module")
 def sentence(run: Callable[..., capture.Pass], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "sentence.html"
-    page.save(data.data(run()), path)
+    page.save(payload.data(run()), path)
     return path
 
 
@@ -140,7 +140,7 @@ def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: 
         "headwise": "atlas", "model": "minilm", "about": {"texts": 1234}, "roles": [{**role, "low": 0.5, "high": 0.7}],
         "scores": {"entropy": {"self": {"score": table, "baseline": [7.0] * 6}}},
     }  # fmt: skip
-    page.save(data.data(run(), scores=atlas), tmp_path / "a.html")
+    page.save(payload.data(run(), scores=atlas), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
     assert shown.get_by_role("radio", name="role").is_checked()  # what came along is what one wants to see
     shown.get_by_role("radio", name="statistic or score").click()
@@ -263,9 +263,9 @@ def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
-    model, tokenizer = small.sharp(small.MODELS[kind]()), small.TOKENIZERS[kind]()
+    model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
     seen = capture.run("The animal was too tired.", model, tokenizer=tokenizer)
-    page.save(data.data(seen), tmp_path / "a.html")
+    page.save(payload.data(seen), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "heads=1.2")
     groups = shown.locator(".hw-map .cell.group").count()
     assert groups == (2 if kind == "llama" else 0)
@@ -280,7 +280,7 @@ def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
 def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tuple[Any, Any]) -> None:
     one = capture.run("The animal was tired.", bart[0], tokenizer=bart[1], target="It was too wide and tired.")
     assert one.texts[1].ids[0] == bart[0].config.decoder_start_token_id  # what the decoder is given begins with it
-    page.save(data.data(one), tmp_path / "a.html")
+    page.save(payload.data(one), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
     assert shown.locator(".hw-map .hw-kind h3").all_inner_texts() == [
         "encoder attention", "decoder attention", "cross attention",
@@ -295,9 +295,11 @@ def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tup
 
 
 def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
-    config = small.bert(hidden_size=10, num_attention_heads=5, num_hidden_layers=53, intermediate_size=11)
-    seen = capture.run("animal", small.sharp(transformers.BertModel(config)), tokenizer=small.word_piece())
-    page.save(data.data(seen), tmp_path / "a.html")
+    config = small_checkpoints.bert(hidden_size=10, num_attention_heads=5, num_hidden_layers=53, intermediate_size=11)
+    seen = capture.run(
+        "animal", small_checkpoints.sharp(transformers.BertModel(config)), tokenizer=small_checkpoints.word_piece()
+    )
+    page.save(payload.data(seen), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "view=head&heads=47.2")
     box = shown.locator(".hw-nav .hw-grids").bounding_box()
     for key in ("ArrowDown", "ArrowUp", "ArrowUp"):
@@ -311,7 +313,7 @@ def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
 
 
 def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
-    page.save(data.data([run(), run(WIDE)], heads=["3.1"]), tmp_path / "a.html")
+    page.save(payload.data([run(), run(WIDE)], heads=["3.1"]), tmp_path / "a.html")
     one = tab()
     shown = one.open(tmp_path / "a.html")
     assert shown.get_by_role("tab", selected=True).inner_text() == "Compare"
@@ -333,11 +335,13 @@ def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.
 def test_compare_with_and_without_heads_and_other_models(
     tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]
 ) -> None:
-    tiny = capture.run(ANIMAL, small.sharp(small.MODELS["gpt2"]()), tokenizer=small.byte_level())
-    page.save(data.data([run(off={3: [1]}), run()]), tmp_path / "off.html")
+    tiny = capture.run(
+        ANIMAL, small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]()), tokenizer=small_checkpoints.byte_level()
+    )
+    page.save(payload.data([run(off={3: [1]}), run()]), tmp_path / "off.html")
     shown = tab().open(tmp_path / "off.html")
     assert "minilm without 3.1" in shown.locator(".hw-compare").inner_text()
-    page.save(data.data([run(), tiny]), tmp_path / "two.html")
+    page.save(payload.data([run(), tiny]), tmp_path / "two.html")
     shown = tab().open(tmp_path / "two.html")
     assert "not the same layers and heads" in shown.locator(".hw-compare").inner_text()
 
@@ -357,8 +361,8 @@ def long(monkeypatch: pytest.MonkeyPatch, run: Callable[..., capture.Pass]) -> c
 def test_long_texts_tell_what_they_know(
     tab: Any, tmp_path: Path, long: capture.Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(data.STEPS, "links", 10)
-    page.save(data.data(long, heads=["0.2"]), tmp_path / "a.html")
+    monkeypatch.setitem(payload.STEPS, "links", 10)
+    page.save(payload.data(long, heads=["0.2"]), tmp_path / "a.html")
     one = tab()
     shown = one.open(tmp_path / "a.html", "view=head&heads=3.1")
     one.frame()
@@ -383,7 +387,7 @@ def test_links_of_a_long_text_can_be_moved_along(
 ) -> None:
     monkeypatch.setattr(pack, "EXACT", 0)
     monkeypatch.setattr(pack, "BYTES", 0)
-    page.save(data.data(run("The street was wide and the animal tired. " * 23)), tmp_path / "a.html")
+    page.save(payload.data(run("The street was wide and the animal tired. " * 23)), tmp_path / "a.html")
     one = tab()
     shown = one.open(tmp_path / "a.html", "view=head&heads=3.1&token=101")
     one.frame()
@@ -401,14 +405,14 @@ def test_links_of_a_long_text_can_be_moved_along(
 
 
 def test_right_to_left_text_runs_so(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
-    page.save(data.data(run("הכלב לא חצה את הרחוב")), tmp_path / "a.html")
+    page.save(payload.data(run("הכלב לא חצה את הרחוב")), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "view=head&heads=0.2")
     first, last = shown.locator(".hw-sentence .token").first, shown.locator(".hw-sentence .token").last
     assert first.inner_text() == "[CLS]" and first.bounding_box()["x"] > last.bounding_box()["x"]
 
 
 def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
-    value = data.data(run())
+    value = payload.data(run())
     text = value["runs"][0]["texts"][0]
     text["pieces"][1 : 1 + len(NASTY)] = NASTY
     text["words"][1 : 1 + len(NASTY)] = NASTY

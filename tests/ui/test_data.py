@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small
 import torch
 import transformers
 
 import headwise
-from headwise.models import inspection
-from headwise.ui import capture, data, pack, page, scores
+from headwise.inspection import run as inspection
+from headwise.ui import capture, overlays, pack, page, payload
+from helpers import small_checkpoints
 
 ANIMAL = inspection.SENTENCE
 
@@ -26,12 +26,17 @@ def decoded(text: str, kind: str = "<f4") -> np.ndarray:
 
 
 def tiny(kind: str, text: str = "The animal was too tired.", **how: Any) -> capture.Pass:
-    return capture.run(text, small.sharp(small.MODELS[kind]()), tokenizer=small.TOKENIZERS[kind](), **how)
+    return capture.run(
+        text,
+        small_checkpoints.sharp(small_checkpoints.MODELS[kind]()),
+        tokenizer=small_checkpoints.TOKENIZERS[kind](),
+        **how,
+    )
 
 
 def test_numbers_are_those_of_inspect(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
     one = run()
-    found = data.data(one)["runs"][0]
+    found = payload.data(one)["runs"][0]
     told = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
     for name, table in told.stats.items():
         assert np.array(found["stats"][name]) == pytest.approx(table, abs=2e-5), name
@@ -48,9 +53,9 @@ def test_numbers_are_those_of_inspect(run: Callable[..., capture.Pass], minilm: 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_equal_attention_and_kinds_on_other_models(kind: str) -> None:
-    model, tokenizer = small.sharp(small.MODELS[kind]()), small.TOKENIZERS[kind]()
+    model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
     text = "The animal didn't cross the street."
-    found = data.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
+    found = payload.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
     told = headwise.inspect(text, model, tokenizer=tokenizer)
     for name, row in told.equal.items():
         assert np.array(found["equal"][name]) == pytest.approx(row, abs=2e-5)
@@ -61,22 +66,22 @@ def test_equal_attention_and_kinds_on_other_models(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
     one = tiny(kind)
-    model = small.sharp(small.MODELS[kind]())
-    found = data.data(one)["runs"][0]
+    model = small_checkpoints.sharp(small_checkpoints.MODELS[kind]())
+    found = payload.data(one)["runs"][0]
     for row, seen in enumerate(one.layers):
         step, layer = found["steps"][row], found["layers"][row]
         tokens = len(one.texts[0].pieces)
         q = decoded(step["q"]).reshape(layer["heads"], tokens, -1)
         k = decoded(step["k"]).reshape(layer["kv"], tokens, -1).repeat(layer["heads"] // layer["kv"], 0)
-        scores = q @ k.transpose(0, 2, 1) * step["scale"]
+        overlays = q @ k.transpose(0, 2, 1) * step["scale"]
         if step["causal"]:
-            scores = np.where(np.tril(np.ones((tokens, tokens), bool)), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
+            overlays = np.where(np.tril(np.ones((tokens, tokens), bool)), overlays, -np.inf)
+        weights = np.exp(overlays - overlays.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         assert weights == pytest.approx(seen.rows(list(range(tokens))), abs=1e-5)
     # the norm of the sum of all parts is what W_O gave in the model
     got: list[torch.Tensor] = []
-    linear = headwise.models.anatomy.w_o(model, headwise.models.anatomy.sites(model)[1])[1]
+    linear = headwise.models.structure.sites.w_o(model, headwise.models.structure.sites.sites(model)[1])[1]
     hook = linear.register_forward_hook(lambda module, args, out: got.append(out))
     with torch.no_grad():
         model(torch.tensor([one.texts[0].ids]))
@@ -89,11 +94,11 @@ def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
 
 def test_norms_are_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tiny("bert").layers[0]
-    few = decoded(data.output(seen, [])["norms"])
+    few = decoded(payload.output(seen, [])["norms"])
     outputs = seen.outputs
     seen.outputs = np.concatenate([outputs] * 4, 1)  # more tokens than a head is wide
     assert seen.outputs.shape[1] > seen.outputs.shape[2]
-    many = decoded(data.output(seen, [])["norms"]).reshape(len(outputs), -1)[:, : outputs.shape[1]]
+    many = decoded(payload.output(seen, [])["norms"]).reshape(len(outputs), -1)[:, : outputs.shape[1]]
     assert many == pytest.approx(few.reshape(len(outputs), -1), rel=1e-3, abs=1e-5)
 
 
@@ -102,9 +107,11 @@ def test_encoder_decoder_and_cross_attention_apart() -> None:
         vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
     )  # fmt: skip
-    model = small.sharp(transformers.BartForConditionalGeneration(config))
-    one = capture.run("The animal was tired.", model, tokenizer=small.byte_level(), target="It was too wide and tired.")
-    found = data.data(one, heads=["cross 0.4"])["runs"][0]
+    model = small_checkpoints.sharp(transformers.BartForConditionalGeneration(config))
+    one = capture.run(
+        "The animal was tired.", model, tokenizer=small_checkpoints.byte_level(), target="It was too wide and tired."
+    )
+    found = payload.data(one, heads=["cross 0.4"])["runs"][0]
     kinds = [(layer["kind"], layer["heads"], layer["from"], layer["to"]) for layer in found["layers"]]
     assert kinds == [("encoder", 3, 0, 0), ("encoder", 3, 0, 0), ("decoder", 5, 1, 1), ("cross", 5, 1, 0)]
     assert found["stats"]["previous"][3] is None and found["stats"]["entropy"][3] is not None
@@ -115,7 +122,7 @@ def test_encoder_decoder_and_cross_attention_apart() -> None:
 
 def test_heads_that_are_off_add_nothing(run: Callable[..., capture.Pass]) -> None:
     one = run(off={3: [1, 7]})
-    found = data.data(one)["runs"][0]
+    found = payload.data(one)["runs"][0]
     assert found["off"] == [[3, 1], [3, 7]]
     norms = decoded(found["output"][3]["norms"]).reshape(12, -1)
     assert (norms[[1, 7]] == 0).all() and (norms[0] > 0).all()
@@ -124,13 +131,13 @@ def test_heads_that_are_off_add_nothing(run: Callable[..., capture.Pass]) -> Non
 
 def test_scores_stand_beside_the_layers(run: Callable[..., capture.Pass]) -> None:
     table = np.arange(72.0).reshape(6, 12)
-    found = data.data(run(), scores={"importance": {"self": table}})["runs"][0]
+    found = payload.data(run(), scores={"importance": {"self": table}})["runs"][0]
     assert found["scores"]["importance"] == table.tolist()
     with pytest.raises(
         headwise.ShapeError,
         match=r"importance of self attention must be \(layers, heads\) = \(6, 12\) here, got \(2, 12\)",
     ):
-        data.data(run(), scores={"importance": {"self": table[:2]}})
+        payload.data(run(), scores={"importance": {"self": table[:2]}})
 
 
 class Importance(dict[str, Any]):
@@ -149,11 +156,11 @@ class Importance(dict[str, Any]):
     ],
 )  # fmt: skip
 def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
-    found = data.data(run(), scores=given)["runs"][0]
+    found = payload.data(run(), scores=given)["runs"][0]
     assert found["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
     if "heads" in given:
         (tmp_path / "a.json").write_text(json.dumps(given))
-        assert scores.read([tmp_path / "a.json"]) == scores.given(given)
+        assert overlays.read([tmp_path / "a.json"]) == overlays.given(given)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +177,7 @@ def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_pa
 )
 def test_scores_that_make_no_sense(given: Any, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
-        data.data(run(), scores=given)
+        payload.data(run(), scores=given)
 
 
 # --- how weights are stored ---
@@ -237,17 +244,22 @@ def test_forms_by_size(longest: int, form: str, kind: str, links: int) -> None:
 
 def bert_base_sized(tokens: int) -> capture.Pass:
     """144 heads over so many tokens, each head narrow to save time: what is stored does not depend on it."""
-    config = small.bert(
+    config = small_checkpoints.bert(
         hidden_size=96, num_hidden_layers=12, num_attention_heads=12, max_position_embeddings=tokens, vocab_size=101
     )
     text = " ".join(["animal", "street", "tired", "because"] * (tokens // 4))[: 8 * tokens]
-    return capture.run(text, small.sharp(transformers.BertModel(config)), tokenizer=small.word_piece(), truncate=True)
+    return capture.run(
+        text,
+        small_checkpoints.sharp(transformers.BertModel(config)),
+        tokenizer=small_checkpoints.word_piece(),
+        truncate=True,
+    )
 
 
 def test_144_heads_of_256_tokens_take_less_than_3_megabytes() -> None:
     one = bert_base_sized(256)
     assert len(one.texts[0].pieces) == 256
-    whole, _ = page.page(data.data(one))
+    whole, _ = page.page(payload.data(one))
     assert len(whole.encode()) < 3e6
 
 
@@ -255,12 +267,12 @@ def test_144_heads_of_256_tokens_take_less_than_3_megabytes() -> None:
 def test_144_heads_of_2048_tokens_take_less_than_25_megabytes() -> None:
     one = bert_base_sized(2048)
     assert len(one.texts[0].pieces) == 2048
-    whole, _ = page.page(data.data(one))
+    whole, _ = page.page(payload.data(one))
     assert len(whole.encode()) < 25e6
 
 
 def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
-    json.dumps(data.data(run()), allow_nan=False)
+    json.dumps(payload.data(run()), allow_nan=False)
 
 
 # --- mistakes ---
@@ -276,7 +288,7 @@ def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
 )
 def test_heads_that_do_not_exist(head: str, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
-        data.data(run(), heads=[head])
+        payload.data(run(), heads=[head])
 
 
 def test_a_target_needs_a_decoder(run: Callable[..., capture.Pass]) -> None:
@@ -326,5 +338,5 @@ def test_scores_of_a_hostile_file_are_refused_in_one_line(text: str, tmp_path: P
         headwise.HeadwiseError,
         match="is not JSON|nested too deeply|as headwise writes|up to 10,000|must be|hold an obj",
     ) as e:
-        scores.read([path])
+        overlays.read([path])
     assert "\n" not in str(e.value)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise.roles.shipped import shipped
-from headwise.ui import capture, data, page
+from headwise.roles.atlas.bundled import shipped
+from headwise.ui import capture, page, payload
 from headwise.ui.atlas import save_page
 
 JS = Path(page.__file__).parent / "js"
@@ -106,7 +106,7 @@ def test_a_place_that_cannot_be_written_is_one_line(place: str, tmp_path: Path) 
 
 
 def test_saved_whole_or_not_at_all(tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
-    value = data.data(run())
+    value = payload.data(run())
     page.save(value, tmp_path / "a.html")
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
     with pytest.raises(headwise.HeadwiseError, match=r"'.*none/a.html' cannot be written: No such file"):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.prune.page import page
 from headwise.prune.plan import Plan
 from headwise.prune.quality import Quality, Size
+from headwise.prune.report_html import page
 from headwise.prune.session import Asked, Latency, Report
 
 NAME = '<img src=x onerror="document.title = 1"><script>document.title = 2</script>'

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-import small
 import torch
 
 import headwise
-from headwise.ui import capture, connections, data, server
+from headwise.ui import capture, connections, payload, server
 from headwise.ui.service import Service, heads_off
+from helpers import small_checkpoints
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 LM = "The animal was too"
@@ -27,7 +27,7 @@ TABLE = [[3.0, 5.0, 7.0], [11.0, 13.0, 17.0]]
 
 @pytest.fixture(scope="module")
 def service(minilm: tuple[Any, Any]) -> Service:
-    lm = small.sharp(small.MODELS["gpt2"]()), small.byte_level()
+    lm = small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]()), small_checkpoints.byte_level()
     return Service({"minilm": minilm, "tiny": lm}, longest=500, tokens=40)
 
 
@@ -188,11 +188,11 @@ def test_what_is_no_json(service: Service) -> None:
 
 def test_a_run_is_what_python_has(service: Service, run: Callable[..., capture.Pass]) -> None:
     [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm"})
-    found, own = answer.json(), json.loads(json.dumps(data.run(run(), live=True)))
+    found, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
     assert found.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
     assert found == own
     [steps] = ask(server.application(service), {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"})
-    assert steps.json()["steps"] == json.loads(json.dumps(data.steps(run().layers[5], [11])))
+    assert steps.json()["steps"] == json.loads(json.dumps(payload.steps(run().layers[5], [11])))
 
 
 def test_heads_off_move_the_embedding(service: Service, minilm: tuple[Any, Any]) -> None:
@@ -224,7 +224,7 @@ def test_heads_off_change_the_next_token(service: Service) -> None:
 
 
 def test_labels_of_heads() -> None:
-    model = small.MODELS["gpt2"]()
+    model = small_checkpoints.MODELS["gpt2"]()
     assert heads_off(model, "1.2, 1.0,0.1,1.2") == {("self", 1): [0, 2], ("self", 0): [1]}
     assert heads_off(model, "") == {}
 

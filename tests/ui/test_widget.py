@@ -12,7 +12,7 @@ import pytest
 
 import headwise
 from headwise.cli import main
-from headwise.models import inspection
+from headwise.inspection import run as inspection
 from headwise.ui import capture, page, widget
 
 ANIMAL = "The animal didn't cross the street because it was too tired."

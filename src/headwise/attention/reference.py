@@ -24,7 +24,7 @@ import numpy as np
 
 from ..errors import MaskError
 from ..heads import Heads
-from . import contract
+from . import validation
 from .stats import HeadStats
 
 LIMIT = 1e307  # the largest score there is, in magnitude
@@ -42,8 +42,8 @@ def visible(
     offset: Any = None,
 ) -> Array:
     """Which keys each query may look at: (B, Hq, Tq, Tk), True where it may."""
-    size = contract.sizes(q, k)
-    left, right = contract.band(causal, window)
+    size = validation.sizes(q, k)
+    left, right = validation.band(causal, window)
     start = np.asarray(size.keys - size.queries if offset is None else offset)
     i = np.arange(size.queries)[:, None] + start.reshape(-1, 1, 1, 1)  # (B or 1, 1, Tq, 1): where each query stands
     j = np.arange(size.keys)  # (Tk,)
@@ -59,10 +59,10 @@ def visible(
     return seen
 
 
-def shown_by(mask: Any, size: contract.Sizes) -> Array:
+def shown_by(mask: Any, size: validation.Sizes) -> Array:
     """True where a mask lets a query look: where it is True, or where what it adds is not -inf."""
     mask = np.asarray(mask)
-    contract.check_mask(mask.shape, size)
+    validation.check_mask(mask.shape, size)
     if mask.dtype == bool:
         return mask
     if mask.dtype.kind != "f":
@@ -87,8 +87,8 @@ def weights(
 
     A query that may look nowhere gets a row of zeros. With sinks, a row sums to less than one.
     """
-    contract.check_options(sight, contract.WEIGHTS)
-    size = contract.sizes(q, k)
+    validation.check_options(sight, validation.WEIGHTS)
+    size = validation.sizes(q, k)
     seen = visible(q, k, mask=mask, **sight)
     k = np.repeat(np.asarray(k, float), size.group, axis=1)  # query head i reads KV head i // group
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities travel; they are not hidden
@@ -109,7 +109,7 @@ def weights(
         raised = np.exp(scores - highest)
         total = raised.sum(-1, keepdims=True) + np.exp(sink - highest)
         row = np.where(seen, raised / np.where(total == 0, 1.0, total), 0.0)
-    return row[:, contract.pick("head", heads, size.heads)][:, :, contract.pick("row", rows, size.queries)]
+    return row[:, validation.pick("head", heads, size.heads)][:, :, validation.pick("row", rows, size.queries)]
 
 
 def mix(a: Array, v: Any, seen: Array) -> Array:
@@ -137,8 +137,8 @@ def attend(
 
     dropout sets that share of the weights to zero and divides the others by 1 - dropout.
     """
-    contract.check_options(how, (*contract.ATTEND, "rng"))
-    size = contract.sizes(q, k, v)
+    validation.check_options(how, (*validation.ATTEND, "rng"))
+    size = validation.sizes(q, k, v)
     a = weights(q, k, **how)
     if dropout:
         kept = (rng or np.random.default_rng()).random(a.shape) >= dropout
@@ -160,14 +160,14 @@ def head_stats(
     **how: Any,
 ) -> tuple[Array, HeadStats]:
     """attend's output and what each head does with its weights, from the whole T x T of them."""
-    contract.check_options(how, (*contract.ATTEND, "rng"))
-    size = contract.sizes(q, k, v)
-    contract.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
+    validation.check_options(how, (*validation.ATTEND, "rng"))
+    size = validation.sizes(q, k, v)
+    validation.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     attended = {name: how.pop(name) for name in ("gates", "dropout", "rng") if name in how}
     a = weights(q, k, **how)  # (B, H, Tq, Tk), before dropout
     seen = visible(q, k, **_sight(how))
     asked = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)
-    contract.check_queries(asked, size, asked.dtype == bool)
+    validation.check_queries(asked, size, asked.dtype == bool)
     real = asked[:, None] & seen.any(-1)  # (B, H, Tq): those that count and may look somewhere
 
     offset = how.get("offset")
@@ -193,10 +193,10 @@ def head_stats(
 
 def _sight(how: dict[str, Any]) -> dict[str, Any]:
     """Of all that weights takes, what says who may look where."""
-    return {name: how[name] for name in contract.VISIBILITY if name in how}
+    return {name: how[name] for name in validation.VISIBILITY if name in how}
 
 
-def _first_key(size: contract.Sizes, how: dict[str, Any], asked: Array) -> Array:
+def _first_key(size: validation.Sizes, how: dict[str, Any], asked: Array) -> Array:
     """(B, Tk), True at the first key that exists for a sequence: that the mask shows to some query, within its length.
 
     A window does not make a key cease to exist, so only mask and lengths count.

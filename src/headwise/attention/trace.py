@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError
 from ..heads import Heads
-from .module import MultiHeadAttention
+from .nn.module import MultiHeadAttention
 
 GIB = 2**30
 SCORES_LIMIT = GIB

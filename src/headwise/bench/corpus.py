@@ -17,7 +17,7 @@ WORDS = 997  # of the vocabulary
 
 def sentences(count: int) -> Iterator[Any]:
     """Batches of made-up sentences, 5 to 75 tokens long, as a corpus gives them."""
-    from ..roles.corpus import Batch, Tokens, chunks
+    from ..roles.atlas.corpus import Batch, Tokens, chunks
 
     drawn = np.random.default_rng(0)
     lengths = np.sort(np.clip(drawn.lognormal(3.2, 0.5, count), 5, 75).astype(int))
@@ -36,8 +36,8 @@ def sentences(count: int) -> Iterator[Any]:
 
 
 def _corpus(make: Callable[[int], Any], flops: int, quick: bool, *, texts: int, layers: int) -> Entry:
-    from ..roles.measure import Adding, Observer, forward
-    from ..roles.tally import Tally
+    from ..roles.atlas.observer import Adding, Observer, forward
+    from ..roles.atlas.sums import Tally
 
     model, batches = make(layers), list(sentences(texts))
     adding = Adding(Tally())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ..attention.module import MultiHeadAttention
+    from ..attention.nn.module import MultiHeadAttention
 
 
 class Unavailable(Exception):

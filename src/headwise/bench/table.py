@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..machine import in_words
+from ..timing.machine import in_words
 
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 SWEEP = 1.1, 0.9  # the goals of head_stats over the sweep: median and worst ratio

@@ -6,20 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cards import Card as Card
-    from .compare import Diff as Diff
-    from .compare import diff as diff
+    from .card import Card as Card
     from .designs import Option as Option
     from .designs import design as design
+    from .differences import Diff as Diff
+    from .differences import diff as diff
     from .reading import read as read
 
 # Loaded when first asked for: a command that reads one card needs neither the comparison nor the design help.
 _WHERE = {
-    "Card": "cards",
-    "Diff": "compare",
+    "Card": "card",
+    "Diff": "differences",
     "Option": "designs",
     "design": "designs",
-    "diff": "compare",
+    "diff": "differences",
     "read": "reading",
 }
 

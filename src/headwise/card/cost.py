@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import ShapeError, UnsupportedError
-from .values import Counts, Layer, Part, Unknown
+from .types import Counts, Layer, Part, Unknown
 
 BITS = {
     "float32": 32, "fp32": 32, "f32": 32, "bfloat16": 16, "bf16": 16, "float16": 16, "fp16": 16, "f16": 16, "half": 16,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hub
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
-from .cards import Card, from_config, from_tensors
+from .card import Card, from_config, from_tensors
 
 if TYPE_CHECKING:
-    from .pruned import Pruned
-    from .safetensor import Tensors
+    from .sources.pruned import Pruned
+    from .sources.safetensors import Tensors
 
 LARGEST_JSON = 64 * 2**20
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -41,7 +41,7 @@ def read(source: Any) -> Card:
         raise CheckpointError(f"{name[:120]!r} cannot be read: {str(error)[:120]}") from None
     import difflib
 
-    from .famous import FAMOUS
+    from .sources.presets import FAMOUS
 
     if name in FAMOUS:
         return from_config(FAMOUS[name], name)
@@ -84,11 +84,12 @@ def _file(path: Path) -> Card:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is no regular file; give a config.json, a .safetensors or a .gguf")
     if path.suffix == ".gguf" or _starts(path, b"GGUF"):
-        from . import checking, ggufs
+        from . import weights_check
+        from .sources import gguf
 
-        said, tensors = ggufs.read(path)
-        plain = ggufs.config(said, tensors, path.name)
-        return from_config(plain, path.name, counted=checking.counts(tensors), written=ggufs.written(said))
+        said, tensors = gguf.read(path)
+        plain = gguf.config(said, tensors, path.name)
+        return from_config(plain, path.name, counted=weights_check.counts(tensors), written=gguf.written(said))
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return _weights(path)
     if path.name == "config.json" and (path.parent / "headwise.json").is_file():
@@ -100,7 +101,7 @@ def _pruned(file: Path) -> Pruned | None:
     """What headwise.save wrote beside a file; looked for before anything is imported, since most models are whole."""
     if not file.with_name("headwise.json").is_file():
         return None
-    from .pruned import read as read_pruned
+    from .sources.pruned import read as read_pruned
 
     return read_pruned(file.parent)
 
@@ -112,9 +113,9 @@ def _starts(path: Path, magic: bytes) -> bool:
 
 def _weights(path: Path) -> Card:
     """Weights alone say no head count; a config.json beside them does."""
-    from . import safetensor
+    from .sources import safetensors
 
-    tensors: Tensors = safetensor.header(path) if path.suffix == ".safetensors" else safetensor.sharded(path)
+    tensors: Tensors = safetensors.header(path) if path.suffix == ".safetensors" else safetensors.sharded(path)
     config = path.with_name("config.json")
     if config.is_file():
         return from_config(load_json(config), path.parent.name or path.name, weights=tensors, pruned=_pruned(path))
@@ -122,10 +123,10 @@ def _weights(path: Path) -> Card:
 
 
 def _folder(path: Path) -> Card:
-    from . import safetensor
+    from .sources import safetensors
 
     name = path.resolve().name
-    config, tensors = path / "config.json", safetensor.of_folder(path)
+    config, tensors = path / "config.json", safetensors.of_folder(path)
     if config.is_file():
         return from_config(load_json(config), name, weights=tensors, pruned=_pruned(config))
     if tensors is not None:

@@ -17,8 +17,8 @@ from .checks import LARGEST_SEED, check_output_folder, make_folder
 from .ranks import Alone, together
 
 if TYPE_CHECKING:
-    from ..roles.atlas import Atlas
-    from ..roles.survey import Progress
+    from ..roles.atlas.atlas import Atlas
+    from ..roles.atlas.build import Progress
     from ..scale.ranks import Ranks
 
 UNFINISHED = "unfinished.safetensors"  # in the output folder, the sums of a run that is not done
@@ -58,7 +58,7 @@ def atlas(
     as_json: Annotated[bool, typer.Option("--json", help="Print the atlas as JSON.")] = False,
 ) -> None:
     """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
-    from ..roles.definitions import definition
+    from ..roles.atlas.roles import definition
     from .relations import alone, damage, related
 
     # what cannot be is said before anything is measured
@@ -92,7 +92,7 @@ def atlas(
 
 
 def _loaded(path: Path) -> Atlas:
-    from ..roles.atlas import Atlas
+    from ..roles.atlas.atlas import Atlas
 
     return Atlas.load(path)
 
@@ -106,7 +106,7 @@ def _show(found: Atlas, before: Atlas | None, head: str | None, best: int, as_js
     elif as_json:
         echo(json.dumps(found.to_json(), ensure_ascii=False))
     else:
-        from ..roles.tables import text
+        from ..roles.atlas.export import text
 
         echo(text(found, best))
 
@@ -114,7 +114,7 @@ def _show(found: Atlas, before: Atlas | None, head: str | None, best: int, as_js
 def _part(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 1
-    from ..roles.documents import whole_number
+    from ..roles.json_documents import whole_number
 
     i, n = (whole_number(side) for side in (text.partition("/")[0], text.partition("/")[2]))
     if i is None or n is None or i >= n:
@@ -134,7 +134,7 @@ def _measured(
     part: tuple[int, int], seed: int, ranks: Alone | Ranks,
 ) -> Atlas:  # fmt: skip
     if texts is None:
-        from ..roles.shipped import NAMES, shipped
+        from ..roles.atlas.bundled import NAMES, shipped
 
         found = shipped(model)
         if found is None:
@@ -142,8 +142,8 @@ def _measured(
                 f"give --texts, a file with a text a line; atlases come along for {', '.join(NAMES)}, not for {model!r}"
             )
         return found
-    from ..models.load import load, tokenizer
-    from ..roles.corpus import check_file
+    from ..models.loading.loader import load, tokenizer
+    from ..roles.atlas.corpus import check_file
 
     check_file(texts, field)  # before a model is loaded
     kept = None if out is None else out / (UNFINISHED if ranks.count == 1 else "unfinished")
@@ -154,18 +154,18 @@ def _measured(
     how: dict[str, Any] = {"name": model, "limit": limit, "length": length, "field": field, "seed": seed}
     with _bar(ranks.first) as progress:
         if ranks.count > 1:
-            from ..scale.corpus import atlas as measure_together
+            from ..scale.data_parallel import atlas as measure_together
 
             found = measure_together(
                 loaded, texts, words, resume=kept, out=out and out / "atlas.json", progress=progress, **how
             )
         else:
-            from ..roles.survey import atlas as measure
+            from ..roles.atlas.build import atlas as measure
 
             how |= {"part": part, "resume": kept, "keep_checkpoint": True}
             found = measure(loaded, texts, words, progress=progress, **how)
     if out is not None and ranks.first:
-        from ..roles.likeness import likeness
+        from ..roles.atlas.similarity import likeness
 
         make_folder(out)
         found.save(out / "atlas.json", sums=True)  # what took long is safe before what comes now

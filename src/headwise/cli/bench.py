@@ -35,7 +35,7 @@ def bench(
     if isa:
         import sys
 
-        from ..machine import restrict
+        from ..timing.machine import restrict
 
         restrict(isa, sys.argv[1:])
     import torch
@@ -83,7 +83,7 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
     from rich.text import Text
 
     from ..bench.table import notes, rounds_in_words
-    from ..machine import in_words
+    from ..timing.machine import in_words
 
     blocks: list[list[RenderableType]] = [
         [Text(in_words(results["machine"]), style="dim")],

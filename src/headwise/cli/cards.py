@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ..card import Card, Diff, Option
-    from ..card.values import Layer
+    from ..card.types import Layer
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -56,7 +56,7 @@ def show_diff(
     a: str, b: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
 ) -> None:
     """Compare two cards and print what differs."""
-    from ..card.compare import diff
+    from ..card.differences import diff
 
     found = diff(a, b, context=context, dtype=dtype, batch=batch)
     if as_json:
@@ -161,7 +161,7 @@ def _halves(width: int) -> tuple[int, int]:
 
 
 def _numbers(found: Card) -> Table:
-    from ..card.words import SHOWN
+    from ..card.explain import SHOWN
 
     several = len(found.parts) > 1
     table = _table(*(("tower",) if several else ()), "number", " ", "source")
@@ -194,7 +194,7 @@ def _sides(found: Diff) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..card.words import size
+    from ..card.explain import size
 
     table = _table("", *map(one_line, found.names), "")
     for what, first, second in found.rows:
@@ -214,7 +214,7 @@ def _options(width: int, options: list[Option]) -> RenderableType:
     from rich.text import Text
 
     from ..card.designs import CONTEXT
-    from ..card.words import big, size
+    from ..card.explain import big, size
 
     table = _table("heads", "KV", "d_k", "a token", f"at {CONTEXT:,}", "parameters", "")
     for option in options:

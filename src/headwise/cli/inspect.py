@@ -14,8 +14,8 @@ from ..terminal import console, echo
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..models.compared import Comparison
-    from ..models.inspected import Inspection
+    from ..inspection.comparison import Comparison
+    from ..inspection.result import Inspection
 
 SENTENCE = 400  # characters
 NONE = "no clean role"
@@ -92,8 +92,8 @@ def inspect(
 
 
 def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **how: Any) -> None:
-    from ..models import inspection
-    from ..ui.scores import read
+    from ..inspection import run as inspection
+    from ..ui.overlays import read
     from ..ui.service import heads_off
     from ..ui.widget import passes, saved
 
@@ -117,7 +117,7 @@ def _picture(found: Inspection | Comparison, path: Path, ending: str, head: str 
 
 def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """The text and the words to follow in it."""
-    from ..models.examples import EXAMPLES
+    from ..inspection.examples import EXAMPLES
 
     if example is not None:
         if example not in EXAMPLES:
@@ -134,7 +134,7 @@ def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> t
 def _inspected(text: str, model: str, **how: Any) -> Any:
     import torch
 
-    from ..models.inspection import inspect as run
+    from ..inspection.run import inspect as run
 
     threads = torch.get_num_threads()
     if len(text) <= SENTENCE:  # so little work that threads wait for each other longer than they compute
@@ -164,20 +164,20 @@ def _drawing(
     from rich.console import Group
     from rich.text import Text
 
-    from ..models import drawing
-    from ..models.compared import Comparison
+    from ..inspection import terminal
+    from ..inspection.comparison import Comparison
 
     if isinstance(found, Comparison):
         if head is None:
-            return drawing.comparison(found, width, colour=colour, statistic=stat)
-        return Group(*(drawing.matrix(one, head, width, colour=colour) for one in (found.first, found.second)))
+            return terminal.comparison(found, width, colour=colour, statistic=stat)
+        return Group(*(terminal.matrix(one, head, width, colour=colour) for one in (found.first, found.second)))
     parts: list[RenderableType] = []
     if head is not None:
-        parts.append(drawing.matrix(found, head, width, colour=colour))
+        parts.append(terminal.matrix(found, head, width, colour=colour))
     if ranked:
-        parts += [Text()] * bool(parts) + [drawing.ranking(found)]
+        parts += [Text()] * bool(parts) + [terminal.ranking(found)]
     if not parts:
-        parts.append(drawing.overview(found, width, colour=colour, statistic=stat))
+        parts.append(terminal.overview(found, width, colour=colour, statistic=stat))
     return Group(*parts, *_roles(found, head))
 
 
@@ -185,15 +185,15 @@ def _roles(found: Inspection, head: str | None) -> list[RenderableType]:
     """What the heads that were named do over a corpus, where an atlas of the model comes along."""
     from rich.text import Text
 
-    from ..models import drawing
-    from ..roles.shipped import known_roles
+    from ..inspection import terminal
+    from ..roles.atlas.bundled import known_roles
 
     known = known_roles(found.model)
     if known is None:
         return []
     texts, roles = known
     named: dict[str, list[str]] = {}
-    for at in [found.at(head)] if head is not None else drawing.named(found):
+    for at in [found.at(head)] if head is not None else terminal.named(found):
         named.setdefault(", ".join(roles.get(at, ())) or NONE, []).append(f"{at[0]}.{at[1]}")
     text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {found.model})")
     for role, heads in sorted(named.items(), key=lambda one: one[0] == NONE):
@@ -203,7 +203,7 @@ def _roles(found: Inspection, head: str | None) -> list[RenderableType]:
 
 def _known(found: Any) -> dict[str, Any]:
     """The same for JSON: every head that has a role."""
-    from ..roles.shipped import known_roles
+    from ..roles.atlas.bundled import known_roles
 
     known = known_roles(getattr(found, "first", found).model)
     if known is None:
@@ -212,7 +212,7 @@ def _known(found: Any) -> dict[str, Any]:
 
 
 def _list() -> None:
-    from ..models.examples import EXAMPLES
+    from ..inspection.examples import EXAMPLES
 
     for name, example in EXAMPLES.items():
         echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
@@ -221,8 +221,8 @@ def _list() -> None:
 
 def _page(model: str) -> str:
     """The examples and what was measured on them, as a page of Markdown."""
-    from ..models.drawing import plain
-    from ..models.examples import EXAMPLES
+    from ..inspection.examples import EXAMPLES
+    from ..inspection.terminal import plain
 
     parts = [PAGE]
     for name, example in EXAMPLES.items():

@@ -51,7 +51,7 @@ def lab(
     from ..lab.claims import NUMBERS, claim
     from ..lab.session import measure, write
     from ..lab.store import DEFAULT, FULL, Lab
-    from ..models.places import cache
+    from ..models.loading.locate import cache
 
     if claims and all_claims:
         raise HeadwiseError("give numbers of claims or --all, not both")

@@ -16,8 +16,8 @@ from . import Interrupted
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
+    from ..prune.batches import Texts
     from ..prune.session import Progress, Report
-    from ..prune.texts import Texts
     from ..scale.ranks import Ranks
 
 
@@ -99,7 +99,7 @@ def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
         return {}
     from functools import partial
 
-    from ..scale.corpus import importance
+    from ..scale.data_parallel import importance
     from ..scale.train import recover
 
     kept = out.parent / f".{out.name}.scores"
@@ -121,7 +121,7 @@ def _shares(text: str) -> float | dict[str, float]:
 
 def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
     """What is asked for exists, and no option is given that another makes void."""
-    from ..models.surgery import COMPENSATE
+    from ..models.surgery.removal import COMPENSATE
     from ..prune.importance import SCORES
 
     if score not in SCORES:
@@ -146,10 +146,10 @@ def _run(
     name: str, texts: Path, labels: Path | None, field: str, asked: Any, out: Path, plan: Path | None, curve: bool,
     overwrite: bool, shared: dict[str, Any],
 ) -> Report:  # fmt: skip
-    from ..models.load import load, tokenizer
+    from ..models.loading.loader import load, tokenizer
+    from ..prune.batches import batched, read_labels, read_texts
     from ..prune.plan import Plan
     from ..prune.session import kept, pruned_and_measured
-    from ..prune.texts import batched, read_labels, read_texts
 
     lines = read_texts(texts, field)
     given = Plan.load(plan) if plan else None

@@ -33,7 +33,7 @@ def together() -> Iterator[Alone | Ranks]:
     if int(size) < 2:
         yield Alone()
         return
-    from ..scale.corpus import PATIENCE
+    from ..scale.data_parallel import PATIENCE
     from ..scale.ranks import started
 
     with started(timeout=PATIENCE) as ranks:

@@ -11,8 +11,8 @@ from ..terminal import echo
 from .checks import make_folder
 
 if TYPE_CHECKING:
-    from ..roles.atlas import Atlas
-    from ..roles.found import Relations
+    from ..roles.atlas.atlas import Atlas
+    from ..roles.relations.result import Relations
 
 TEXTS = 200  # that damage is measured on
 
@@ -27,9 +27,9 @@ def related(
         return None
     if conllu and probe:
         raise HeadwiseError("give --conllu or --probe, not both: heads chosen on one would be reported on the other")
-    from ..roles import conllu as files
-    from ..roles import probe as own
-    from ..roles.relations import relations, sentences_of
+    from ..roles.relations import conllu as files
+    from ..roles.relations.find import relations, sentences_of
+    from ..roles.relations.probe_set import sentences as own
     from .atlas import _bar
 
     first = sentences_of(files.read(*conllu) if conllu else own.sentences())[0]  # before a model is loaded
@@ -59,10 +59,10 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path, field: str, as_json
     heads = [(one.kind, one.layer, one.head) for one in atlas.having(role)]
     if not heads:
         raise HeadwiseError(f"no head of {model} has the role {role!r}, so nothing can be masked")
-    from ..models.load import load, tokenizer
-    from ..roles import tasks
-    from ..roles.corpus import read
-    from ..roles.matter import DRAWS, matter
+    from ..models.loading.loader import load, tokenizer
+    from ..roles.ablation import tasks
+    from ..roles.ablation.ablate import DRAWS, matter
+    from ..roles.atlas.corpus import read
     from .atlas import _bar
 
     words, loaded = tokenizer(model), load(model)

@@ -20,8 +20,8 @@ def scale(
 ) -> None:
     """Plan a model over ranks: where its heads live, which counts divide, bytes and FLOPs for each way of splitting."""
     from ..card import read
-    from ..scale.paper import costs, crossings
-    from ..scale.plan import HeadPlan
+    from ..scale.cost_model import costs, crossings
+    from ..scale.head_plan import HeadPlan
 
     card = read(model)
     kinds = {layer.heads: layer.index for layer in reversed(card.attention.layers) if layer.sharing != "none"}
@@ -50,7 +50,7 @@ def scale(
 
 
 def _table(found: list[Any]) -> str:
-    from ..scale.paper import in_bytes
+    from ..scale.cost_model import in_bytes
 
     rows = [("way", "sent forward", "a training step", "computed", "weights held", "")]
     rows += [

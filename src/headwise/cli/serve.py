@@ -29,8 +29,8 @@ def serve(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that one pass may take.")] = 60.0,
 ) -> None:
     """Look into a model in the browser: type a sentence, choose a model, switch heads off."""
-    from ..models.inspection import SENTENCE
-    from ..ui.scores import read
+    from ..inspection.run import SENTENCE
+    from ..ui.overlays import read
     from ..ui.server import serve as run
     from ..ui.service import Service
 

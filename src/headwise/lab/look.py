@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.blocks import TransformerBlock
-from ..attention.stack import Decoder
+from ..attention.nn.blocks import TransformerBlock
+from ..attention.nn.stack import Decoder
 
 
 @torch.no_grad()

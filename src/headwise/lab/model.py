@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.blocks import TransformerBlock
-from ..attention.module import MultiHeadAttention
-from ..attention.stack import Decoder
+from ..attention.nn.blocks import TransformerBlock
+from ..attention.nn.module import MultiHeadAttention
+from ..attention.nn.stack import Decoder
 from ..errors import HeadwiseError
 from ..heads import Heads
 from ..shapes import Shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..machine import in_words
+from ..timing.machine import in_words
 from .claim import Claim, Table
 from .terminal import MARKS, verdicts_of
 

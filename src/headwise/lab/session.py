@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..roles.documents import parse_json
+from ..roles.json_documents import parse_json
 from .claim import Claim, Verdict
 from .claims import NUMBERS, claim
 from .page import index, page, stem
@@ -29,7 +29,7 @@ DIGITS = 6  # significant ones that are kept
 
 def measure(number: int, lab: Lab) -> dict[str, Any]:
     """The record of one claim: figures, verdicts, machine and versions, as it is kept in JSON."""
-    from ..machine import describe
+    from ..timing.machine import describe
 
     chosen, began = claim(number), time.perf_counter()
     figures = tidy(chosen.run(lab))

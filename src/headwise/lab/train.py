@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.stack import Decoder
+from ..attention.nn.stack import Decoder
 from ..prune.recover import Alone
 from .model import Recipe, build, task_of
 from .tasks import IGNORED, Batch, Relations, Text

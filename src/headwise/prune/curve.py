@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import HeadwiseError
-from ..models.masking import mask_heads
+from ..models.intervene.masking import mask_heads
 from .importance import importance
 from .objective import batch_size
 from .plan import plan

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeadwiseError, UnsupportedError
-from ..models import anatomy
-from ..models.anatomy import Site
-from ..models.masking import mask_heads
-from ..models.projections import output_width, projections
-from ..models.surgery import head_count
-from ..models.taps import real_tokens, run, tapped
-from ..models.watch import watch
-from .gates import OPTIONS as GATE_OPTIONS
-from .gates import opened
+from ..models.intervene.head_outputs import real_tokens, run, tapped
+from ..models.intervene.masking import mask_heads
+from ..models.structure import sites as anatomy
+from ..models.structure.projections import output_width, projections
+from ..models.structure.sites import Site
+from ..models.surgery.removal import head_count
+from ..models.watching.watcher import watch
+from .l0 import OPTIONS as GATE_OPTIONS
+from .l0 import opened
 from .objective import Loss, Objective, batch_size, choose
 from .scores import Place, Scores
 
@@ -378,7 +378,7 @@ def _output(setting: Setting) -> list[np.ndarray]:
 # not additive: it measures from the mean over all batches
 @score("variance", signed=False, normed=False, additive=False, loss="no loss")
 def _variance(setting: Setting) -> list[np.ndarray]:
-    from ..models.taps import means
+    from ..models.intervene.head_outputs import means
 
     mean = {name: x.float() for name, x in means(setting.model, setting.batches).items()}
     columns = {site.key: _columns(setting, site).square().sum(1) for site in setting.sites}  # (H, d)

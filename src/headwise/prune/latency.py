@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import HeadwiseError
-from ..harness import settle
-from ..models import anatomy
-from ..models.surgery import prune_heads
-from ..models.taps import run
+from ..models.intervene.head_outputs import run
+from ..models.structure import sites
+from ..models.surgery.removal import prune_heads
+from ..timing.race import settle
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -54,8 +54,8 @@ def attention_time(model: Any, batch: Any, rounds: int = 7) -> float:
         settle()
         total += time.perf_counter() - started.pop()
 
-    for site in anatomy.sites(model):
-        _, out = anatomy.w_o(model, site)
+    for site in sites.sites(model):
+        _, out = sites.w_o(model, site)
         for part in {id(site.module): site.module, **({} if _holds(site.module, out) else {id(out): out})}.values():
             if id(part) not in seen:
                 seen.add(id(part))

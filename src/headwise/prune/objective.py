@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import HeadwiseError
-from ..models.probing import outputs
+from ..models.surgery.dummy_inputs import outputs
 
 IGNORED = -100
 Loss = Callable[[Any, Any], Tensor]  # (model's output, batch) -> a loss an example (B,), or their mean

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..models.taps import run
+from ..models.intervene.head_outputs import run
 from .importance import places
 from .objective import Loss, choose, predicted
 from .scores import INTERVAL, RESAMPLES

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
-from ..models import anatomy
 from ..models.fingerprint import batches_fingerprint, fingerprint
-from ..models.probing import outputs
-from ..models.projections import row_dim
-from ..models.surgery import head_count
-from ..models.taps import run
-from ..roles.documents import parse_json
+from ..models.intervene.head_outputs import run
+from ..models.structure import sites
+from ..models.structure.projections import row_dim
+from ..models.surgery.dummy_inputs import outputs
+from ..models.surgery.removal import head_count
+from ..roles.json_documents import parse_json
 
 EVERY = 25  # steps between checkpoints
 RATE = 1e-4
@@ -173,11 +173,11 @@ def distilled(
 def _zeros(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """W_O of layers with heads of zeros, which must stay zeros: (weight, 1 or 0 for each of its columns)."""
     found: list[tuple[Tensor, Tensor]] = []
-    for site in anatomy.sites(model):
+    for site in sites.sites(model):
         kept = getattr(site.module, "headwise_kept", None)
         if kept is None or None not in kept.query:
             continue
-        _, out = anatomy.w_o(model, site)
+        _, out = sites.w_o(model, site)
         weight, dim = out.get_parameter("weight"), 1 - row_dim(out)
         alive = torch.tensor([float(number is not None) for number in kept.query], device=weight.device)
         columns = alive.repeat_interleave(weight.shape[dim] // head_count(model, site))

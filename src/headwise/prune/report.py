@@ -12,7 +12,7 @@ from ..files import written
 from ..terminal import neutralised, one_line
 
 if TYPE_CHECKING:
-    from .against import Against
+    from .rank_scores import Against
     from .session import Report
 
 Rows = list[tuple[str, str, str]]
@@ -144,7 +144,7 @@ def compared(found: Against) -> Rows:
 
 def write(report: Report, folder: Path, picture: bool = False) -> None:
     """pruning.md, pruning.html and pruning.json in a directory."""
-    from .page import page
+    from .report_html import page
 
     text = json.dumps(to_json(report), indent=2)
     for name, content in (

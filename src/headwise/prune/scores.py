@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeadwiseError
-from ..roles.stability import spearman
+from ..roles.atlas.stability import spearman
 
 RESAMPLES = 1000
 INTERVAL = (2.5, 97.5)

@@ -14,17 +14,17 @@ import torch
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import folder_written, remove_leftovers
-from ..models.saving import Saved, save
-from ..models.surgery import prune_heads
-from ..roles.documents import parse_json
-from .against import Against, against_ablation
+from ..models.surgery.removal import prune_heads
+from ..models.surgery.saving import Saved, save
+from ..roles.json_documents import parse_json
+from .batches import Texts
 from .importance import importance
 from .latency import attention_time, times
 from .plan import Plan, in_steps, plan
 from .quality import Quality, Size, quality, size
+from .rank_scores import Against, against_ablation
 from .recover import kept_note, recover, run_id
 from .scores import Scores
-from .texts import Texts
 
 Progress = Callable[[str, int, int], None]  # what is going on, steps done, steps in all
 

@@ -6,55 +6,55 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _WHERE = {
-    "HeadPlan": "plan",
+    "HeadPlan": "head_plan",
     "Ranks": "ranks",
-    "SequencePlan": "sequence",
-    "atlas": "corpus",
-    "clip_grad_norm_": "clip",
-    "collected": "ring",
-    "counted": "counted",
-    "importance": "corpus",
+    "SequencePlan": "sequence_plan",
+    "atlas": "data_parallel",
+    "clip_grad_norm_": "clipping",
+    "collected": "context_parallel",
+    "counted": "traffic",
+    "importance": "data_parallel",
     "load_split": "models",
-    "load_state": "state",
+    "load_state": "checkpoint",
     "mask_heads": "models",
-    "placed": "ring",
-    "plan": "plan",
-    "positions": "ring",
+    "placed": "context_parallel",
+    "plan": "head_plan",
+    "positions": "context_parallel",
     "recover": "train",
-    "ring_attend": "ring",
-    "ring_head_stats": "ring",
-    "save_state": "state",
-    "split_heads": "heads",
-    "split_sequence": "context",
+    "ring_attend": "context_parallel",
+    "ring_head_stats": "context_parallel",
+    "save_state": "checkpoint",
+    "split_heads": "tensor_parallel",
+    "split_sequence": "context_modules",
     "started": "ranks",
-    "sum_gradients": "context",
+    "sum_gradients": "context_modules",
     "watch": "models",
 }
 
 __all__ = [*_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
-    from .clip import clip_grad_norm_ as clip_grad_norm_
-    from .context import split_sequence as split_sequence
-    from .context import sum_gradients as sum_gradients
-    from .corpus import atlas as atlas
-    from .corpus import importance as importance
-    from .counted import counted as counted
-    from .heads import split_heads as split_heads
+    from .checkpoint import load_state as load_state
+    from .checkpoint import save_state as save_state
+    from .clipping import clip_grad_norm_ as clip_grad_norm_
+    from .context_modules import split_sequence as split_sequence
+    from .context_modules import sum_gradients as sum_gradients
+    from .context_parallel import collected as collected
+    from .context_parallel import placed as placed
+    from .context_parallel import positions as positions
+    from .context_parallel import ring_attend as ring_attend
+    from .context_parallel import ring_head_stats as ring_head_stats
+    from .data_parallel import atlas as atlas
+    from .data_parallel import importance as importance
+    from .head_plan import HeadPlan as HeadPlan
     from .models import load_split as load_split
     from .models import mask_heads as mask_heads
     from .models import watch as watch
-    from .plan import HeadPlan as HeadPlan
     from .ranks import Ranks as Ranks
     from .ranks import started as started
-    from .ring import collected as collected
-    from .ring import placed as placed
-    from .ring import positions as positions
-    from .ring import ring_attend as ring_attend
-    from .ring import ring_head_stats as ring_head_stats
-    from .sequence import SequencePlan as SequencePlan
-    from .state import load_state as load_state
-    from .state import save_state as save_state
+    from .sequence_plan import SequencePlan as SequencePlan
+    from .tensor_parallel import split_heads as split_heads
+    from .traffic import counted as counted
     from .train import recover as recover
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.contract import shown
+from ..attention.validation import shown
 
 FINE, FAILED = 0, 1
 SLOTS, NUMBERS = 8, 4  # tensors that are compared, and numbers of each: a norm and three projections

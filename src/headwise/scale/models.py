@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from ..card import read
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
-from ..models import anatomy
-from ..models.chosen import asked
-from ..models.layers import Layer, Links, Rows
-from ..models.load import load
-from ..models.masking import Change, MaskedHeads
-from ..models.places import DEFAULT, directory
-from ..models.watch import Watch
-from ..models.watch import watch as watch_one
-from .heads import gathered_stats
-from .plan import HeadPlan, check_divides
+from ..models.intervene.masking import Change, MaskedHeads
+from ..models.loading.loader import load
+from ..models.loading.locate import DEFAULT, directory
+from ..models.structure import sites
+from ..models.structure.selection import asked
+from ..models.watching.layers import Layer, Links, Rows
+from ..models.watching.watcher import Watch
+from ..models.watching.watcher import watch as watch_one
+from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of
+from .tensor_parallel import gathered_stats
 
 RANKS = "headwise_ranks"  # on a model that load_split split
 
@@ -95,9 +95,9 @@ class SplitWatch(Watch):
         for at, layer in self._seen.items():
             self._gather(layer, self._site[at])
 
-    def _gather(self, layer: Layer, site: anatomy.Site) -> None:
-        linear = anatomy.w_o(self.model, site)[1]
-        whole = anatomy.query_heads(self.model, site, anatomy.input_width(linear) or 0)
+    def _gather(self, layer: Layer, site: sites.Site) -> None:
+        linear = sites.w_o(self.model, site)[1]
+        whole = sites.query_heads(self.model, site, sites.input_width(linear) or 0)
         here = layer.heads
         if here.query == whole:  # transformers left this layer whole
             return
@@ -135,7 +135,7 @@ class SplitChange(Change):
 
     def __init__(self, ranks: Ranks, model: nn.Module, **whole: Any) -> None:
         super().__init__(**whole)
-        self.ranks, self.width = ranks, anatomy.input_width(anatomy.w_o(model, self.site)[1])
+        self.ranks, self.width = ranks, sites.input_width(sites.w_o(model, self.site)[1])
 
     def apply(self, x: Tensor, real: Tensor | None) -> Tensor:
         """This rank's part of W_O's input (..., heads here * width), changed."""

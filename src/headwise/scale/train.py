@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import UnsupportedError
 from ..prune.recover import Alone
 from ..prune.recover import recover as recover_of
-from .plan import spans
+from .head_plan import spans
 from .ranks import Ranks, ranks_of
 
 WAYS = ("ddp", "fsdp")

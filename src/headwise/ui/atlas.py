@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..roles.atlas import Atlas
-from ..roles.definitions import MEANING, ROLES
+from ..roles.atlas.atlas import Atlas
+from ..roles.atlas.roles import MEANING, ROLES
 from . import page
 
 COLUMNS = 4  # of a picture

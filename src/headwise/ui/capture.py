@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import core
+from ..attention import functional
 from ..errors import HeadwiseError, UnsupportedError
-from ..models import anatomy, inspection
-from ..models.eager import EagerReading
-from ..models.inspected import STATISTICS
-from ..models.layers import Layer
-from ..models.masking import mask_heads
-from ..models.reading import Reading
-from ..models.watch import Watch, watch
-from ..models.words import Words, words
+from ..inspection import run as inspection
+from ..inspection.result import STATISTICS
+from ..inspection.words import Words, words
+from ..models.intervene.masking import mask_heads
+from ..models.structure import sites as anatomy
+from ..models.watching.call_reader import Reading
+from ..models.watching.eager import EagerReading
+from ..models.watching.layers import Layer
+from ..models.watching.watcher import Watch, watch
 
 BLOCK = 1 << 20  # weights that are held at once, of all heads of a layer together: what a core has near at hand
 Off = Mapping[tuple[str, int], Sequence[int]]
@@ -88,7 +89,7 @@ class Seen:
     def _plain(self, rows: list[int], heads: list[int] | None) -> Tensor:
         assert isinstance(self.reading, Reading)
         if self.reading.recipe is None:
-            return core.weights(self.reading.q, self.reading.k, rows=rows, heads=heads, **self.reading.how)
+            return functional.weights(self.reading.q, self.reading.k, rows=rows, heads=heads, **self.reading.how)
         return self.reading.weights(rows, heads)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..models.compared import Comparison
-from ..models.inspected import STATISTICS, Inspection
+from ..inspection.comparison import Comparison
+from ..inspection.result import STATISTICS, Inspection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import HeadwiseError
-from ..models import anatomy, inspection
-from . import capture, data
+from ..inspection import run
+from ..models.structure import sites
+from . import capture, payload
+from .ablation_effect import effect
 from .capture import Pass, Stopped
-from .effect import effect
-from .scores import given
+from .overlays import given
 
 KEPT = 8  # passes: two to compare, and some to come back to
 LONGEST = 40_000  # characters of a text
@@ -29,7 +30,7 @@ class Service:
         self,
         models: Sequence[str] | Mapping[str, tuple[Any, Any]],
         *,
-        text: str = inspection.SENTENCE,
+        text: str = run.SENTENCE,
         target: str | None = None,
         scores: Any = None,
         longest: int = LONGEST,
@@ -52,7 +53,7 @@ class Service:
         if name not in self.names:
             raise HeadwiseError(f"there is no model of that name here; there are {', '.join(self.names)}")
         if name not in self._loaded:
-            _, model, tokenizer = inspection._pair(name, None)
+            _, model, tokenizer = run._pair(name, None)
             self._loaded[name] = model, tokenizer
         return self._loaded[name]
 
@@ -73,8 +74,8 @@ class Service:
         if asked["ask"] == "run":
             return self._run(seen, stop)
         if asked["ask"] == "steps":
-            row, head = data.named(seen, asked["head"])
-            return {"steps": data.steps(seen.layers[row], [head])}
+            row, head = payload.named(seen, asked["head"])
+            return {"steps": payload.steps(seen.layers[row], [head])}
         raise HeadwiseError("ask for run or steps")
 
     def _run(self, seen: Pass, stop: Callable[[], bool]) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class Service:
         if stop():
             raise Stopped
         scores = self.scores if seen.name == self.names[0] else None
-        return {**data.run(seen, live=True, scores=scores), "effect": effect(seen, model, tokenizer)}
+        return {**payload.run(seen, live=True, scores=scores), "effect": effect(seen, model, tokenizer)}
 
     def _pass(self, name: str, text: str, target: str, off: str, stop: Callable[[], bool]) -> Pass:
         key = name, text, target, off
@@ -107,8 +108,8 @@ class Service:
 
 def heads_off(model: Any, labels: str, *, whole: bool = False) -> dict[tuple[str, int], list[int]]:
     """ "3.1,5.11", or "cross 3.1" where there are several kinds -> as mask_heads takes them; whole: decoder too."""
-    body = model if whole else inspection._text_model("the model", model)[0]
-    kinds = list(dict.fromkeys(site.kind for site in anatomy.sites(body)))
+    body = model if whole else run._text_model("the model", model)[0]
+    kinds = list(dict.fromkeys(site.kind for site in sites.sites(body)))
     found: dict[tuple[str, int], list[int]] = {}
     for label in filter(None, (part.strip() for part in labels.split(","))):
         parts = LABEL.fullmatch(label)

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeadwiseError
-from ..models import inspection
+from ..inspection import run
 from . import capture, page
 from .capture import Pass, Stopped
-from .data import data
+from .payload import data
 from .service import Service
 
 HEIGHT = 820  # pixels of a page inside a notebook
 
 
 def view(
-    text: str | Pass | Sequence[Pass] = inspection.SENTENCE,
+    text: str | Pass | Sequence[Pass] = run.SENTENCE,
     model: Any = None,
     *,
     tokenizer: Any = None,
@@ -41,7 +41,7 @@ def view(
     """
     service = None
     if isinstance(text, str):
-        name, model, tokenizer = inspection._pair(model, tokenizer)
+        name, model, tokenizer = run._pair(model, tokenizer)
         how: dict[str, Any] = {"against": against, "beside": beside, "target": target, "off": off, "truncate": truncate}
         seen = passes(text, model, tokenizer=tokenizer, name=name, **how)
         service = Service({name: (model, tokenizer)}, scores=scores)
@@ -65,7 +65,7 @@ def passes(
     if against is not None:
         return [first, capture.run(against, model, off=off, **how)]
     if beside is not None:
-        name, other, tokenizer = inspection._pair(*(beside if isinstance(beside, tuple) else (beside, None)))
+        name, other, tokenizer = run._pair(*(beside if isinstance(beside, tuple) else (beside, None)))
         return [first, capture.run(text, other, **{**how, "name": name, "tokenizer": tokenizer})]
     return [first, capture.run(text, model, **how)] if off else [first]
 

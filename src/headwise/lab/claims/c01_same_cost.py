@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...attention.module import MultiHeadAttention
-from ...attention.stack import Encoder
+from ...attention.nn.module import MultiHeadAttention
+from ...attention.nn.stack import Encoder
 from ...card import read
+from ...timing.cpu_time import ratios, seconds, where
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
-from ..timing import ratios, seconds, where
 
 # the thresholds, written before the full run
 SAME_TIME = 1.25  # times the fastest: up to this, in every race, a number of heads takes the same time

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.core import attend
-from ...attention.module import MultiHeadAttention
-from ...attention.stack import Encoder
-from ...models.load import load, tokenizer
+from ...attention.functional import attend
+from ...attention.nn.module import MultiHeadAttention
+from ...attention.nn.stack import Encoder
+from ...models.loading.loader import load, tokenizer
 from ..claim import HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
 

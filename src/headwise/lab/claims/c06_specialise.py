@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.stack import Decoder
-from ...roles.survey import atlas
+from ...attention.nn.stack import Decoder
+from ...roles.atlas.build import atlas
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
 from ..look import patterns, unlike
 from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, as_gpt2, attentions, build, task_of

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...attention.blocks import TransformerBlock
-from ...attention.stack import Decoder
+from ...attention.nn.blocks import TransformerBlock
+from ...attention.nn.stack import Decoder
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
 from ..model import TEXT_HEADS, TEXT_RECIPE, attentions, task_of
 from ..store import Lab

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...attention.stack import Decoder
+from ...attention.nn.stack import Decoder
 from ...errors import CheckpointError
-from ...models.load import load, tokenizer
+from ...models.loading.loader import load, tokenizer
 from ...prune.curve import curve
 from ...prune.importance import importance
 from ...prune.plan import plan

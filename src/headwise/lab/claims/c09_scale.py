@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...attention.core import weights
+from ...attention.functional import weights
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
 from ..model import TEXT_HEADS, TEXT_RECIPE, task_of
 from ..store import Lab

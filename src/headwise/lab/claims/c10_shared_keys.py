@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...attention.stack import Decoder
+from ...attention.nn.stack import Decoder
 from ...heads import Heads
 from ...shapes import Shape
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen

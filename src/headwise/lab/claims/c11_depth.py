@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...roles import probe
-from ...roles.found import FOUND
-from ...roles.relations import relations
-from ...roles.shipped import shipped
+from ...roles.atlas.bundled import shipped
+from ...roles.relations.find import relations
+from ...roles.relations.probe_set import sentences
+from ...roles.relations.result import FOUND
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
 
@@ -44,7 +44,7 @@ def run(lab: Lab) -> Figures:
     every = lab.budget.pick(60, 1, 1)  # of the probe sentences, each so many-th
     made: Figures = {}
     for model in models:
-        asked = {"model": model, "probe": probe.SHA256, "every": every}
+        asked = {"model": model, "probe": sentences.SHA256, "every": every}
         made[model] = {"local": _local(model), **lab.piece("depth", asked, partial(_depth, model, every))}
     return made
 
@@ -67,7 +67,7 @@ def _local(model: str) -> Figures | None:
 
 def _depth(model: str, every: int) -> Figures:
     """For each relation of the probe sentences: the head that was chosen, and the best accuracy of every layer."""
-    found = relations(model, probe.sentences()[::every])
+    found = relations(model, sentences.sentences()[::every])
     layer_of = np.array([layer for _, layer, _ in found.heads])
     layers = int(layer_of.max()) + 1
     rows = {

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ...attention.stack import Encoder
+from ...attention.nn.stack import Encoder
 from ...card import read
-from ...card.famous import FAMOUS
-from ...card.values import Counts
-from ...models.load import load, tokenizer
-from ...models.masking import mask_heads
-from ...models.watch import watch
+from ...card.sources.presets import FAMOUS
+from ...card.types import Counts
+from ...models.intervene.masking import mask_heads
+from ...models.loading.loader import load, tokenizer
+from ...models.watching.watcher import watch
 from ..claim import HOLDS, NOT, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
 

@@ -1,0 +1,1 @@
+"""The ways to compute an attention call: the native kernel, Triton, PyTorch's sdpa, blocks of query rows."""

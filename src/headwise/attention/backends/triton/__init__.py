@@ -1,0 +1,1 @@
+"""Attention and exact statistics in one pass on a GPU, in Triton."""

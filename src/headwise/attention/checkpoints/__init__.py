@@ -1,0 +1,1 @@
+"""Published checkpoints in the stacks of `nn`."""

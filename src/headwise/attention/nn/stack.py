@@ -1,0 +1,369 @@
+"""Stacks of blocks: an encoder, a decoder, and the two of 2017 together. Each is built from a Shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import CacheError, MaskError, ShapeError, UnsupportedError
+from ...shapes import Shape
+from ...shapes import shape as preset
+from ..stats import HeadStats
+from ..validation import shown
+from ..visibility import check_tensor
+from .blocks import NORMS, Embedding, FeedForward, TransformerBlock
+from .inputs import check_integers, key_mask, of_held_keys, positions_of, range_of
+from .kv_cache import KVCache, MemoryCache, SlidingCache, StaticCache
+from .positions import Rotary
+
+__all__ = ["Caches", "Decoder", "Encoder", "FeedForward", "Transformer", "TransformerBlock"]
+
+
+class _Stack(nn.Module):
+    """Embeddings, blocks, and where the norms come first a last norm."""
+
+    def __init__(
+        self, shape: Shape, windows: Sequence[int | None], cross: bool, dropout: float, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = Embedding(shape, dropout, **factory)
+        heads, position = shape.heads, None
+        if shape.positions == "rotary":
+            config = {"rope_parameters": shape.rope, "max_position_embeddings": shape.max_length}
+            position = Rotary.from_config(config, heads.dim)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                heads.width,
+                heads.query,
+                heads.kv,
+                head_dim=heads.dim,
+                ffn=shape.ffn,
+                activation=shape.activation,
+                norm=shape.norm,
+                norm_eps=shape.norm_eps,
+                pre_norm=shape.pre_norm,
+                cross=cross,
+                bias=shape.qkv_bias,
+                out_bias=shape.out_bias,
+                ffn_bias=shape.ffn_bias,
+                qk_norm=shape.qk_norm,
+                position=position,
+                window=window,
+                dropout=dropout,
+                **factory,
+            )
+            for window in windows
+        )
+        self.norm = NORMS[shape.norm](heads.width, eps=shape.norm_eps, **factory) if shape.pre_norm else None
+
+    @classmethod
+    def from_shape(cls, shape: str | Shape, **options: Any) -> Self:
+        """By the name of a famous shape ("bert-base"); device="meta" builds without memory."""
+        return cls(preset(shape) if isinstance(shape, str) else shape, **options)
+
+    def stats(
+        self,
+        ids: Tensor,
+        *,
+        queries: Tensor | None = None,
+        classes: dict[str, Tensor] | None = None,
+        **how: Any,
+    ) -> list[HeadStats]:
+        """What every head of each layer's self-attention does on ids (B, T); `how` as in forward, but no cache.
+
+        queries (B, T) are the tokens that count: by default those that a mask (B, T) calls real.
+        """
+        if queries is None and how.get("mask") is not None and how["mask"].dim() == 2:
+            queries = how["mask"].bool()
+        found: list[HeadStats] = []
+
+        def look(block: TransformerBlock, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+            seen = {key: options.get(key) for key in ("mask", "lengths", "positions")}
+            found.append(
+                block.stats(inputs[0], causal=options.get("causal", False), queries=queries, classes=classes, **seen)
+            )
+
+        hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in self.blocks]
+        try:
+            with torch.no_grad():
+                self(ids, **how)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def _check_ids(self, ids: Tensor) -> None:
+        check_tensor("ids", ids)
+        check_integers("ids", ids, "(B, T)", ids.dim() == 2)
+        low, high = range_of(ids)
+        if low < 0 or high >= self.shape.vocab:
+            wrong = low if low < 0 else high
+            raise ShapeError(f"id {wrong} is not in the vocabulary of {self.shape.vocab} tokens; ids count from 0")
+
+    def _check_positions(self, positions: Tensor, ids: Tensor) -> None:
+        fits = tuple(positions.shape) in (tuple(ids.shape), tuple(ids.shape[1:]))
+        check_integers("positions", positions, f"(T,) or (B, T) = {shown(ids.shape)}", fits)
+        if self.shape.positions != "learned":
+            return
+        low, high = range_of(positions, unseen=ids.shape[1] - 1)
+        most = self.shape.max_length or 0
+        if high >= most or low < -self.shape.position_offset:
+            raise ShapeError(f"positions {low} to {high} do not fit the model's 0 to {most - 1}; give fewer tokens")
+
+
+class Encoder(_Stack):
+    """Every token sees every other: BERT and its like, or the first half of an encoder-decoder."""
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+        if not shape.decoder_layers and (shape.head or shape.window):
+            raise UnsupportedError("an Encoder has no output layer and no sliding window; this is a Decoder's shape")
+        super().__init__(shape, (None,) * shape.layers, False, dropout, **factory)
+        self.pooler = nn.Linear(shape.width, shape.width, **factory) if shape.pooler else None
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """From a directory with config.json and safetensors of a BERT-like model; dtype None: the file's."""
+        from ..checkpoints.pretrained import load
+
+        return load(cls, path, dtype, device)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+        types: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """ids (B, T) -> hidden states (B, T, d).
+
+        mask (B, T): True or 1 is a real token, as tokenizers give it; or (B, H, T, T) as in attend.
+        """
+        self._check_ids(ids)
+        positions = self._positions(ids) if positions is None else positions
+        self._check_positions(positions, ids)
+        self._check_types(types, ids)
+        seen = key_mask(mask, "mask", ids.shape)
+        x = self.embed(ids, positions, types)
+        for block in self.blocks:
+            x = block(x, mask=seen, lengths=lengths, positions=positions)
+        return x if self.norm is None else self.norm(x)
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """BERT's summary of a text: tanh of a dense layer over the first token, (B, T, d) -> (B, d)."""
+        if self.pooler is None:
+            raise UnsupportedError("this encoder has no pooler; take hidden[:, 0] or a mean over the tokens")
+        return torch.tanh(self.pooler(hidden[:, 0]))
+
+    def _check_types(self, types: Tensor | None, ids: Tensor) -> None:
+        if types is None:
+            return
+        check_integers("types", types, f"(B, T) = {shown(ids.shape)}", types.shape == ids.shape)
+        low, high = range_of(types)
+        if low < 0 or high >= self.shape.token_types:
+            raise ShapeError(f"types {low} to {high} do not fit the model, which has {self.shape.token_types} of them")
+
+    def _positions(self, ids: Tensor) -> Tensor:
+        if not self.shape.position_offset:
+            return torch.arange(ids.shape[1], device=ids.device)
+        real = (ids != self.shape.position_offset - 1).long()  # RoBERTa counts over the tokens that are not padding
+        return real.cumsum(1) * real - 1
+
+
+@dataclass
+class Caches:
+    """What a decoder keeps of the tokens it has seen: a cache a layer, and one of the memory where there is one."""
+
+    layers: list[KVCache]
+    memory: list[MemoryCache | None]
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far."""
+        return self.layers[0].length
+
+
+class Decoder(_Stack):
+    """Every token sees those before it: GPT-2, Llama and their like, or the second half of an encoder-decoder."""
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+        if shape.pooler and not shape.decoder_layers:
+            raise UnsupportedError("a Decoder has no pooler; this is an Encoder's shape")
+        cross = shape.decoder_layers > 0
+        super().__init__(shape, (None,) * shape.decoder_layers or shape.windows, cross, dropout, **factory)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False, **factory) if shape.head == "own" else None
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """From a directory with config.json and safetensors of GPT-2, Llama and the like; dtype None: the file's."""
+        from ..checkpoints.pretrained import load
+
+        return load(cls, path, dtype, device)
+
+    def forward(self, ids: Tensor, **options: Any) -> Tensor:
+        """ids (B, T) -> logits (B, T, vocab), or hidden states where there is no output layer. Options as in hidden."""
+        return self.logits(self.hidden(ids, **options))
+
+    def hidden(
+        self,
+        ids: Tensor,
+        *,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: Caches | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """ids (B, T) -> hidden states (B, T, d); with a cache, ids are the tokens after those it has seen.
+
+        mask (B, all tokens so far): True or 1 is a real token; positions then count from the first real one.
+        memory (B, S, d) is what cross-attention reads, memory_mask (B, S) its real tokens.
+        """
+        self._check_ids(ids)
+        if lengths is not None and cache is not None and any(isinstance(kept, SlidingCache) for kept in cache.layers):
+            raise CacheError("layers with a window keep one length for all sequences; give a mask in place of lengths")
+        seen_before = 0 if cache is None else cache.length
+        seen = key_mask(mask, "mask", (ids.shape[0], seen_before + ids.shape[1]))
+        positions = positions_of(ids, mask, cache) if positions is None else positions
+        self._check_positions(positions, ids)
+        if memory is not None:
+            memory_mask = key_mask(memory_mask, "memory_mask", memory.shape[:2])
+        x = self.embed(ids, positions)
+        for i, block in enumerate(self.blocks):
+            kept = {} if cache is None else {"cache": cache.layers[i], "memory_cache": cache.memory[i]}
+            x = block(
+                x,
+                memory,
+                mask=of_held_keys(seen, kept.get("cache"), ids.shape[1]),
+                causal=True,
+                lengths=lengths,
+                memory_mask=memory_mask,
+                positions=positions,
+                **kept,
+            )
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, T, d) -> (B, T, vocab); as it came where there is no output layer."""
+        if self.shape.head == "tied":
+            return F.linear(hidden, self.embed.tokens.weight)
+        return hidden if self.head is None else self.head(hidden)
+
+    def cache(self, max_length: int | None = None) -> Caches:
+        """Empty caches: they grow, or hold max_length tokens; layers with a window keep no more than they see."""
+
+        def new(block: TransformerBlock) -> KVCache:
+            if block.window is not None:
+                return SlidingCache(block.window[0] + 1)
+            return KVCache() if max_length is None else StaticCache(max_length)
+
+        blocks = [block for block in self.blocks if isinstance(block, TransformerBlock)]
+        return Caches([new(b) for b in blocks], [None if b.cross is None else MemoryCache() for b in blocks])
+
+    @torch.no_grad()
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        mask: Tensor | None = None,
+        eos: int | Sequence[int] | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The likeliest next token, again and again: ids (B, T) -> (B, T + at most max_new_tokens).
+
+        mask (B, T) marks padding, which must be on the left. A sequence ends at eos and is padded with it.
+        """
+        self._check_generate(ids, max_new_tokens, mask)
+        ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), device=ids.device)
+        cache = self.cache()
+        step, done = ids, torch.zeros_like(ids[:, :1], dtype=torch.bool)  # (B, 1)
+        for _ in range(max_new_tokens):
+            x = self.hidden(step, memory=memory, mask=mask, memory_mask=memory_mask, cache=cache)
+            step = self.logits(x[:, -1:]).argmax(-1).to(ids.dtype)  # (B, 1)
+            if len(ends):
+                step = torch.where(done, ends[0].to(ids.dtype), step)
+                done = done | torch.isin(step, ends)
+            ids = torch.cat((ids, step), 1)
+            mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+            if len(ends) and done.all():
+                break
+        return ids
+
+    def _check_generate(self, ids: Tensor, max_new_tokens: int, mask: Tensor | None) -> None:
+        if self.shape.head is None:
+            raise UnsupportedError("this decoder has no output layer to generate with; load a checkpoint with its head")
+        self._check_ids(ids)
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0 or not ids.numel():
+            raise ShapeError(
+                f"generate needs a first token and a count, got ids {shown(ids.shape)} and {max_new_tokens}"
+            )
+        if mask is not None:
+            key_mask(mask, "mask", ids.shape, flat=True)
+            if not mask[:, -1].all():
+                raise MaskError("generate goes on from the last column, so padding must be on the left; mask ends in 0")
+        start, most = int(positions_of(ids, mask, None).max()) + 1, self.shape.max_length
+        if self.shape.positions == "learned" and most is not None and start + max_new_tokens - 1 > most:
+            raise ShapeError(
+                f"{start} tokens and {max_new_tokens} new ones do not fit the model's {most} positions; "
+                f"{most + 1 - start} new ones would"
+            )
+
+
+class Transformer(nn.Module):
+    """The encoder-decoder of 2017: one table of embeddings for source, target and output."""
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+        super().__init__()
+        if not shape.decoder_layers:
+            raise UnsupportedError("a Transformer needs decoder_layers; for this shape use Encoder or Decoder")
+        self.shape = shape
+        self.encoder = Encoder(shape, dropout=dropout, **factory)
+        self.decoder = Decoder(shape, dropout=dropout, **factory)
+        self.decoder.embed = self.encoder.embed
+
+    @classmethod
+    def from_shape(cls, shape: str | Shape, **options: Any) -> Self:
+        """By the name of a famous shape ("transformer-base"); device="meta" builds without memory."""
+        return cls(preset(shape) if isinstance(shape, str) else shape, **options)
+
+    def forward(
+        self,
+        source_ids: Tensor,
+        target_ids: Tensor,
+        *,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> Tensor:
+        """source (B, S), target (B, T) -> logits (B, T, vocab) of the token after each. Masks: True or 1 is real."""
+        memory = self.encoder(source_ids, mask=source_mask)  # (B, S, d)
+        return self.decoder(target_ids, memory=memory, mask=target_mask, memory_mask=source_mask)
+
+    def generate(
+        self,
+        source_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        bos: int,
+        eos: int | Sequence[int] | None = None,
+        source_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The likeliest target token by token, begun with bos: (B, S) -> (B, 1 + at most max_new_tokens)."""
+        with torch.no_grad():
+            memory = self.encoder(source_ids, mask=source_mask)
+        start = source_ids.new_full((source_ids.shape[0], 1), bos)
+        return self.decoder.generate(start, max_new_tokens, eos=eos, memory=memory, memory_mask=source_mask)

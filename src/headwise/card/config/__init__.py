@@ -1,0 +1,1 @@
+"""What a config.json says about towers, layers and heads."""

@@ -1,0 +1,361 @@
+"""Every layer's heads, from one config: where the numbers stand, and where one layer differs from the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointError
+from ..sources.config import LARGEST, MOST_LAYERS, Node
+from ..types import Attention, Layer, Source
+from . import keys as names
+from . import layer_types
+
+Keys = tuple[str, ...]
+
+
+@dataclass
+class Stack:
+    """What one stack of layers says of itself, each number with its source; the layers are made from it."""
+
+    node: Node
+    side: str = ""  # "encoder" or "decoder" of a flat config that has both
+    causal: bool = False
+    cross: bool = False  # every layer also attends to an encoder that has a config of its own
+    numbers: dict[str, int | None] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        return self.numbers.get("blocks") or self.numbers["layers"] or 0
+
+    def read(self, name: str, keys: Keys, *, least: int = 0, most: int = LARGEST) -> int | None:
+        number, source = self.node.number(*keys, least=least, most=most)
+        return self.note(name, number, source)
+
+    def note(self, name: str, number: int | None, source: Source | None) -> int | None:
+        self.numbers[name] = number
+        if source is not None:
+            self.sources[name] = source
+        return number
+
+    def derive(self, name: str, number: int | None, how: str) -> int | None:
+        return self.note(name, number, Source("derived", how))
+
+
+def stack(node: Node, side: str = "", *, causal: bool = False, cross: bool = False) -> tuple[Stack, Attention]:
+    """The numbers of a config's stack and each of its layers."""
+    own = Stack(node, side, causal, cross)
+    layers, heads, ffn = names.SIDES.get(side, (names.LAYERS, (), ()))
+    own.read("width", names.OWN_WIDTH.get(node.model_type, names.WIDTH), least=1)
+    own.read("layers", layers, most=MOST_LAYERS)
+    own.read("query_heads", heads + names.HEADS, least=1)
+    _depth(own)
+    _kv_heads(own)
+    _head_dim(own)
+    own.read("ffn", ffn + names.FFN)
+    _ffn(own)
+    own.read("vocab", names.VOCAB)
+    own.read("context", names.CONTEXT)
+    if own.read("experts", names.EXPERTS):
+        own.read("experts_per_token", names.EXPERTS_PER_TOKEN)
+        own.read("expert_ffn", names.EXPERT_FFN)
+        own.read("shared_experts", names.SHARED_EXPERTS)
+    return own, Attention(tuple(_layers(own)))
+
+
+def _depth(own: Stack) -> None:
+    """Blocks are what is built: the stages of a pyramid add up, LongCat has two attentions a layer."""
+    node, numbers = own.node, own.numbers
+    listed = node.sequence("depths") or node.sequence("block_sizes")
+    if times := names.ATTENTIONS_A_LAYER.get(node.model_type):
+        own.derive(
+            "layers", min(times * (numbers["layers"] or 0), MOST_LAYERS), f"{times} attentions for each of num_layers"
+        )
+    elif numbers["layers"] is None and (words := node.sequence("layers_block_type") or node.sequence("layer_types")):
+        own.derive("layers", min(len(words), MOST_LAYERS), "the number of entries of the list of layer types")
+    if listed and all(isinstance(n, int) and 0 <= n <= MOST_LAYERS for n in listed) and len(listed) < 100:
+        total = min(sum(listed), MOST_LAYERS)
+        if numbers["layers"] is None or node.sequence("block_sizes"):
+            own.derive("layers", total, "the sum over the stages")
+        own.derive("blocks", total, "the sum over the stages")
+
+
+def _kv_heads(own: Stack) -> None:
+    node, query = own.node, own.numbers["query_heads"]
+    if query is None:
+        return
+    nested = node.value("attn_config")
+    if isinstance(nested, dict) and isinstance(nested.get("kv_n_heads"), int):
+        own.note("kv_heads", nested["kv_n_heads"], Source("read", node.place("attn_config.kv_n_heads")))
+    elif node.model_type in ("falcon", "RefinedWeb", "RefinedWebModel"):
+        _falcon(own, query)
+    elif node.has("multi_query_group_num"):  # ChatGLM
+        grouped = node.flag("multi_query_attention")
+        own.read("kv_heads", ("multi_query_group_num",), least=1) if grouped else _same(own, query)
+    elif node.flag("multi_query"):
+        own.note("kv_heads", 1, Source("derived", "multi_query: one key/value head for all"))
+    elif node.model_type == "gpt_bigcode":  # the file has a number that counts only with multi_query
+        _same(own, query)
+    elif own.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
+        own.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
+    elif (
+        own.read("kv_heads", ("encoder_num_key_value_heads",) * (own.side == "encoder") + names.KV_HEADS, least=1)
+        is None
+    ):
+        _same(own, query)
+    if node.map.get("num_key_value_heads") in ("encoder_attention_heads", "num_attention_heads"):
+        _same(own, query)
+
+
+def _same(own: Stack, query: int) -> None:
+    own.derive("kv_heads", query, "as many as query heads, since the config names no other number")
+
+
+def _falcon(own: Stack, query: int) -> None:
+    """num_kv_heads counts only in the new architecture; multi_query means one head."""
+    if own.node.flag("new_decoder_architecture"):
+        if own.read("kv_heads", ("num_kv_heads", "n_head_kv"), least=1) is None:
+            _same(own, query)
+    elif own.node.flag("multi_query"):
+        own.derive("kv_heads", 1, "multi_query without new_decoder_architecture: one key/value head for all")
+    else:
+        _same(own, query)
+
+
+def _head_dim(own: Stack) -> None:
+    node, query, width = own.node, own.numbers["query_heads"], own.numbers["width"]
+    rope, nope = node.amount("qk_rope_head_dim"), node.amount("qk_nope_head_dim")
+    own.read("latent", ("kv_lora_rank",))
+    if own.numbers["latent"] and rope is not None and nope is not None:
+        own.derive("head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim (head_dim in the file is RoPE's)")
+        own.read("value_dim", ("v_head_dim",), least=1)
+        own.derive("kv_heads", query, "MLA: every head has keys and values of its own, made from one latent")
+        own.derive("latent", own.numbers["latent"] + rope, "kv_lora_rank + qk_rope_head_dim, cached a token a layer")
+        return
+    own.numbers["latent"] = None
+    own.sources.pop("latent", None)
+    if own.read("head_dim", names.HEAD_DIM, least=1) is None and query and width:
+        wide = width * names.TIMES_WIDTH.get(node.model_type, 1)
+        own.derive("head_dim", max(wide // query, 1), f"width / query heads: {wide} / {query}")
+    own.read("value_dim", ("v_head_dim",), least=1)
+
+
+def _ffn(own: Stack) -> None:
+    node, width = own.node, own.numbers["width"]
+    if own.numbers["ffn"] is None and width:
+        ratio = node.value("mlp_ratio", "expansion_ratio")
+        if isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 < ratio < 1e6:
+            own.derive("ffn", int(width * ratio), f"mlp_ratio x width: {ratio} x {width}")
+        elif "n_inner" in node.assumed or "ffn_hidden_size" in node.assumed or node.model_type in FOURFOLD:
+            own.derive("ffn", 4 * width, "4 x width, since the config names no other")
+
+
+FOURFOLD = ("falcon", "bloom", "gpt2", "gptj", "gpt_neo", "codegen", "gpt_bigcode", "RefinedWeb", "RefinedWebModel")
+
+
+def _layers(own: Stack) -> list[Layer]:
+    depth, node = own.depth, own.node
+    words = layer_types.layer_words(node, depth)
+    window = _window(own)
+    if own.numbers["query_heads"] is None or node.model_type in names.NO_ATTENTION:
+        mixers = words or [node.model_type or "no attention"] * depth
+        return [Layer(i, own.numbers["width"] or 0, kind="none", mixer=word) for i, word in enumerate(mixers)]
+    stages = _stages(own, depth)
+    first_shared = depth - (node.amount("num_kv_shared_layers") or 0)
+    cross = _cross(own, depth)
+    made = []
+    for i in range(depth):
+        base = _plain(own, i, words[i] if words else None, window) | stages[i] | {"causal": own.causal}
+        layer = Layer(index=i, **base, shares=i >= first_shared > 0)
+        if cross[i] != "instead":
+            made.append(layer)
+        if cross[i]:
+            wide = {k: v for k, v in base.items() if k not in ("kind", "window", "causal")} | _cross_heads(node)
+            made.append(Layer(index=i, **wide, role="cross"))
+    return made
+
+
+def _plain(own: Stack, i: int, word: str | None, window: int | None) -> dict[str, Any]:
+    """What one layer has: the stack's numbers, over them those for its kind, over them those for itself."""
+    node, numbers = own.node, own.numbers
+    kind = _kind(word, window, node)
+    heads = {"query": numbers["query_heads"], "kv": numbers.get("kv_heads"), "dim": numbers.get("head_dim")}
+    if kind == "linear":
+        heads = _linear(node, heads)
+    heads |= _by_kind(node, kind) | _by_layer(own, i)
+    dim = heads["dim"] or 1
+    value_dim = numbers.get("value_dim") if kind != "linear" else heads.get("value_dim")
+    if kind == "sliding" and (swa := node.amount("swa_v_head_dim")):
+        value_dim = swa
+    return {
+        "width": numbers["width"] or (heads["query"] or 1) * dim,
+        "query": heads["query"] or 1,
+        "kv": heads["kv"] or 1,
+        "dim": dim,
+        "value_dim": value_dim or dim,
+        "kind": kind,
+        "window": window if kind in ("sliding", "chunked") else None,
+        "latent": (numbers.get("latent") or 0) if kind not in ("linear", "none") else 0,
+        "mixer": word if kind in ("none", "linear") and word else "",
+    }
+
+
+def _kind(word: str | None, window: int | None, node: Node) -> str:
+    if word is None:
+        slides = window is not None and node.value("use_sliding_window") is not False
+        return "sliding" if slides else "full"
+    kind = names.LAYER_KINDS.get(word.lower(), "full" if "attention" in word else "none")
+    if kind == "linear" and not any(
+        node.value(key) is not None for key in ("linear_num_value_heads", "linear_num_heads")
+    ):
+        return "linear" if node.model_type == "minimax" else "none"  # Mamba under the newer word
+    return "full" if kind == "sliding" and window is None else kind
+
+
+def _linear(node: Node, heads: dict[str, int | None]) -> dict[str, int | None]:
+    """Delta nets count value heads (as queries here) and key heads."""
+    value, key = node.amount("linear_num_value_heads", "linear_num_heads"), node.amount("linear_num_key_heads")
+    if value is None:
+        return heads
+    dims = (
+        node.amount("linear_key_head_dim", "linear_head_dim"),
+        node.amount("linear_value_head_dim", "linear_head_dim"),
+    )
+    return {"query": value, "kv": key or value, "dim": dims[0], "value_dim": dims[1]}
+
+
+# Keys under which sliding layers have heads of their own.
+SLIDING: dict[str, Keys] = {
+    "query": ("swa_num_attention_heads", "num_sliding_attention_heads"),
+    "kv": ("swa_num_key_value_heads",),
+    "dim": ("swa_head_dim",),
+}
+FULL: dict[str, Keys] = {"dim": ("global_head_dim",), "kv": ("num_global_key_value_heads",)}  # raw Gemma 4
+BY_KIND: dict[str, dict[str, Keys]] = {"sliding": SLIDING, "full": FULL}
+PER_LAYER = {
+    "query": ("num_attention_heads_per_layer", "num_query_heads", "num_attention_heads"),
+    "kv": ("num_key_value_heads_per_layer", "num_kv_heads", "num_key_value_heads"),
+    "dim": ("head_dim",),
+}
+
+
+def _by_kind(node: Node, kind: str) -> dict[str, int | None]:
+    table = BY_KIND.get(kind, {})
+    found = {name: node.amount(*keys, least=1) for name, keys in table.items()}
+    if kind == "full" and not node.flag("attention_k_eq_v"):
+        found.pop("kv", None)  # raw Gemma 4 has the number and uses it only then
+    if kind == "full" and "per_layer_config" not in node.raw and node.model_type in GLOBAL_512 and not found.get("dim"):
+        found["dim"] = 512
+    return {name: number for name, number in found.items() if number is not None}
+
+
+GLOBAL_512 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text")
+
+
+def _by_layer(own: Stack, i: int) -> dict[str, int | None]:
+    """Lists of one entry a layer (OpenELM, Laguna), and Gemma 4's per_layer_config."""
+    node, depth = own.node, own.depth
+    found: dict[str, int | None] = {}
+    for name, keys in PER_LAYER.items():
+        for key in keys:
+            listed = node.raw.get(key)
+            if isinstance(listed, list) and len(listed) == depth:
+                source = Source("read", f"{node.place(key)}[{i}]")
+                found[name] = node._whole(source, listed[i], 1, LARGEST)
+                break
+    found |= _block(own, i)
+    table = node.raw.get("per_layer_config")
+    own_row = next((table[k] for k in (f"{i:02d}", str(i)) if k in table), None) if isinstance(table, dict) else None
+    if isinstance(own_row, dict):
+        for name, key in (("query", "num_attention_heads"), ("kv", "num_key_value_heads"), ("dim", "head_dim")):
+            if own_row.get(key) is not None:
+                source = Source("read", f"{node.place('per_layer_config')}.{i}.{key}")
+                found[name] = node._whole(source, own_row[key], 1, LARGEST)
+    return found
+
+
+def _block(own: Stack, i: int) -> dict[str, int | None]:
+    """Nemotron-NAS gives the size of a layer's groups instead of its KV heads."""
+    blocks, query = own.node.raw.get("block_configs"), own.numbers["query_heads"]
+    attention = blocks[i].get("attention") if isinstance(blocks, list) and _is_dict(blocks, i) else None
+    group = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
+    if not isinstance(group, int) or isinstance(group, bool) or group < 1 or not query:
+        return {}
+    return {"kv": max(query // group, 1)}
+
+
+def _is_dict(blocks: list[Any], i: int) -> bool:
+    return i < len(blocks) and isinstance(blocks[i], dict)
+
+
+def _stages(own: Stack, depth: int) -> list[dict[str, Any]]:
+    """A pyramid's stages (Swin, SegFormer): heads and width change with the stage."""
+    node, plain = own.node, [dict[str, Any]() for _ in range(depth)]
+    depths = node.sequence("depths")
+    heads = next((got for key in ("num_heads", "num_attention_heads") if (got := node.sequence(key))), None)
+    if not depths or not heads or len(heads) != len(depths):
+        return plain
+    widths = node.sequence("hidden_sizes") or node.sequence("embed_dims") or node.sequence("embed_dim")
+    first = node.amount("embed_dim") or own.numbers["width"] or 1
+    at = 0
+    for stage, (count, number) in enumerate(zip(depths, heads, strict=True)):
+        width = widths[stage] if widths and len(widths) == len(depths) else first * 2**stage
+        if not (
+            isinstance(width, int) and isinstance(number, int) and isinstance(count, int) and number > 0 and width > 0
+        ):
+            raise CheckpointError(f"{node.place('depths')} and its heads must be whole numbers, got stage {stage}")
+        for i in range(at, min(at + count, depth)):
+            dim = max(width // number, 1)
+            plain[i] = {"width": width, "query": number, "kv": number, "dim": dim, "value_dim": dim}
+        at += count
+    return plain
+
+
+def _window(own: Stack) -> int | None:
+    """How many tokens a query of a windowed layer sees, itself included."""
+    node = own.node
+    if node.model_type.startswith("llama4") or node.has("attention_chunk_size"):
+        return own.read("window", ("attention_chunk_size",), least=1)
+    if (patches := _image_window(node)) is not None:
+        return own.derive("window", patches, "a square window of the image, in patches")
+    keys = [key for key in names.WINDOW if not (key == "window_size" and node.model_type not in TOKEN_WINDOWS)]
+    got, source = node.find(*keys)
+    if isinstance(got, bool) or got is None or isinstance(got, list) or got == 0 or got == -1:
+        return None
+    if node.value("use_sliding_window") is False and source is not None and source.what.endswith("sliding_window"):
+        return None
+    return own.note("window", node._whole(source, got, 1, LARGEST), source)
+
+
+def _image_window(node: Node) -> int | None:
+    """Windows over an image: Qwen-VL gives pixels, Swin and SAM patches along a side."""
+    side, patch = node.value("window_size"), node.value("patch_size")
+    pixels = node.value("fullatt_block_indexes") is not None
+    squares = pixels or node.value("global_attn_indexes") is not None or node.sequence("depths") is not None
+    if not squares or isinstance(side, bool) or not isinstance(side, int) or not 0 < side < 10**6:
+        return None
+    if pixels:
+        side = side // patch if isinstance(patch, int) and 0 < patch <= side else side
+    return side**2
+
+
+TOKEN_WINDOWS = ("gpt_neo",)  # elsewhere window_size is patches of an image, or pixels
+
+
+def _cross(own: Stack, depth: int) -> list[str]:
+    """For each layer: "" (self-attention alone), "also" or "instead"."""
+    listed = own.node.value("cross_attention_layers")
+    if isinstance(listed, list):
+        chosen = layer_types.numbered(listed)
+        return ["instead" if i in chosen else "" for i in range(depth)]
+    also = own.cross or own.side == "decoder" or (own.side != "encoder" and own.node.flag("add_cross_attention"))
+    return ["also" if also else ""] * depth
+
+
+def _cross_heads(node: Node) -> dict[str, int]:
+    """Numbers of cross-attention that differ from self-attention's (Dia)."""
+    query, kv = (node.amount(f"cross_num_{name}_heads", least=1) for name in ("attention", "key_value"))
+    dim = node.amount("cross_head_dim", least=1)
+    found = {"query": query, "kv": kv or query, "dim": dim, "value_dim": dim}
+    return {name: number for name, number in found.items() if number}

@@ -1,0 +1,103 @@
+"""The towers of a config: itself, its encoder and decoder, and the configs nested in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..sources.config import Node
+from ..types import Attention, Part
+from . import keys
+from .encoder_length import encoder_length
+from .layers import stack
+
+ENCODERS, DECODERS = ("encoder", "encoder_config"), ("decoder", "decoder_config")
+NO_CROSS = ("musicgen_melody_decoder",)  # it reads its encoder as tokens before its own
+GENERATE = ("CausalLM", "LMHead", "ForConditionalGeneration", "DoubleHeads")
+
+
+def parts(root: Node) -> Iterator[tuple[Part, Node]]:
+    """Every tower, its own numbers first, each with the config it was read from."""
+    length = encoder_length(root)
+    for part, node in _walk(root, "", generates(root)):
+        yield (part if length is None else _reading(part, length)), node
+
+
+def _reading(part: Part, length: int) -> Part:
+    """The same tower with the number of keys that its cross-attention reads."""
+    layers = (replace(one, encoder_length=length) if one.role == "cross" else one for one in part.layers)
+    return replace(part, attention=Attention(tuple(layers)))
+
+
+def generates(root: Node) -> bool:
+    """Whether it writes token after token, so that it keeps keys and values; by its class, else by its model type."""
+    classes = root.raw.get("architectures")
+    if isinstance(classes, list) and classes and isinstance(classes[0], str):
+        return any(word in classes[0] for word in GENERATE) or (
+            "_generates" in root.assumed and classes[0].endswith("Model")
+        )
+    return "_generates" in root.assumed or not root.assumed
+
+
+def _walk(node: Node, name: str, writes: bool, cross: bool = False) -> Iterator[tuple[Part, Node]]:
+    children = [(key, child) for key, child in _children(node)]
+    nested = any(child.value(*keys.HEADS) is not None for _, child in children)
+    if node.value(*keys.HEADS) is not None and not _is_text(node, children):
+        own_cross = cross or (node.flag("is_encoder_decoder") and any(key in ENCODERS for key, _ in children))
+        yield from _own(node, name or ("main" if nested else "model"), writes, own_cross)
+    elif not children:
+        yield from _own(node, name or "model", writes, cross)
+    for key, child in children:
+        own = key.removesuffix("_config")
+        reads = _reads_encoder(node, key, child)
+        yield from _walk(child, f"{name}.{own}" if name else own, writes and _writes(own, child), reads)
+
+
+def _reads_encoder(node: Node, key: str, child: Node) -> bool:
+    """Whether a tower attends to an encoder beside it, with a config of its own."""
+    pair = node.flag("is_encoder_decoder") and key in DECODERS and child.model_type not in NO_CROSS
+    return pair or (child.model_type == "blip_text_model" and child.flag("is_decoder"))
+
+
+def _is_text(node: Node, children: list[tuple[str, Node]]) -> bool:
+    """Whether the config's own heads are those of its text part, as flat files of old have it."""
+    return any(child.path == node.path for _, child in children)
+
+
+def _writes(name: str, child: Node) -> bool:
+    side = any(word in name for word in ("vision", "audio", "image", "encoder", "qformer", "backbone", "patcher"))
+    return not side or ("_generates" in child.assumed and "encoder" not in name)
+
+
+def _children(node: Node) -> Iterator[tuple[str, Node]]:
+    flat = {key: value for key, value in node.raw.items() if not isinstance(value, dict) and key != "model_type"}
+    for key, child in node.children():
+        assumed = node.assumed.get(key)
+        own_heads = any(name in flat for name in keys.HEADS)
+        if key == "text_config" and key not in node.raw and isinstance(assumed, dict) and own_heads:
+            yield key, Node(flat, node.path, {"model_type": assumed["model_type"]})
+        elif child.model_type or _any_heads(child.raw):
+            yield key, child
+
+
+def _any_heads(raw: dict[str, Any], depth: int = 4) -> bool:
+    if any(raw.get(name) is not None for name in keys.HEADS):
+        return True
+    return depth > 0 and any(_any_heads(value, depth - 1) for value in raw.values() if isinstance(value, dict))
+
+
+def _own(node: Node, name: str, writes: bool, cross: bool) -> Iterator[tuple[Part, Node]]:
+    for side in _sides(node):
+        causal = side != "encoder" and (writes or node.flag("is_decoder"))
+        own, attention = stack(node, side, causal=causal, cross=cross)
+        title = side if name == "model" and side else f"{name}.{side}" if side else name
+        yield Part(title, node.path, node.model_type or "unknown", own.numbers, attention, own.sources), node
+
+
+def _sides(node: Node) -> tuple[str, ...]:
+    def given(side: str) -> bool:
+        return any(node.value(key) is not None for key in keys.SIDES[side][0][:3])
+
+    both = (given("encoder") and given("decoder")) or (node.flag("is_encoder_decoder") and given("decoder"))
+    return ("encoder", "decoder") if both and node.value(*keys.HEADS) is not None else ("",)

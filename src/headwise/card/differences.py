@@ -1,0 +1,116 @@
+"""Two cards side by side, and what the difference means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..terminal import one_line
+from .card import Card
+from .explain import big, change, size
+from .types import Counts
+
+CONTEXT = 32_768
+ROWS = (
+    ("layers", "layers"), ("width", "width"), ("query_heads", "query heads"), ("kv_heads", "key/value heads"),
+    ("head_dim", "d_k"), ("value_dim", "d_v"), ("latent", "latent a token"), ("window", "window"), ("ffn",
+    "feed-forward width"),
+    ("experts", "experts"), ("experts_per_token", "experts a token"), ("vocab", "vocabulary"), ("context", "context"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What differs between two cards: rows of (what, of the first, of the second), and sentences."""
+
+    names: tuple[str, str]
+    rows: tuple[tuple[str, Any, Any], ...]
+    sentences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(one_line, self.sentences))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"names": list(self.names), "rows": [list(row) for row in self.rows], "sentences": list(self.sentences)}
+
+
+def diff(a: Any, b: Any, *, context: int = CONTEXT, dtype: str = "bf16", batch: int = 1) -> Diff:
+    """From a to b; both may be cards or anything `read` takes. The caches are compared at one context."""
+    from .reading import read
+
+    first, second = (card if isinstance(card, Card) else read(card) for card in (a, b))
+    rows = tuple(row for row in _rows(first, second, context, dtype, batch) if row[1] != row[2])
+    said = tuple(_sentences(first, second, context, dtype, batch))
+    if not rows:
+        said = (f"{first.name} and {second.name} have the same shape.",)
+    return Diff((first.name, second.name), rows, said)
+
+
+def _rows(a: Card, b: Card, context: int, dtype: str, batch: int) -> Iterator[tuple[str, Any, Any]]:
+    yield "model type", a.model_type, b.model_type
+    yield "attention", a.attention.kind, b.attention.kind
+    for key, title in ROWS:
+        yield title, a.main.numbers.get(key), b.main.numbers.get(key)
+    yield "parameters", a.parameters.total, b.parameters.total
+    yield "active", a.parameters.active, b.parameters.active
+    yield f"cache at {context:,}", a.kv_cache(context, dtype, batch), b.kv_cache(context, dtype, batch)
+
+
+def times(a: int, b: int, noun: str) -> str:
+    """ "4 times fewer KV heads", "1.5 times more layers"."""
+    if a == b:
+        return f"as many {noun}"
+    factor = max(a, b) / min(a, b)
+    return f"{factor:.3g} times {'fewer' if b < a else 'more'} {noun}"
+
+
+def _sentences(a: Card, b: Card, context: int, dtype: str, batch: int) -> Iterator[str]:
+    first, second = a.main.numbers, b.main.numbers
+    yield f"From {a.name} to {b.name}:"
+    latent = "MLA" in (a.attention.kind, b.attention.kind)  # there KV heads say nothing of the cache
+    keys = (("layers", "layers"), ("query_heads", "query heads"), ("kv_heads", "KV heads"))[: 2 if latent else 3]
+    changed = {
+        key: times(first[key] or 0, second[key] or 0, noun)
+        for key, noun in keys
+        if first.get(key) and second.get(key) and first[key] != second[key]
+    }
+    before, after = a.kv_cache(context, dtype, batch), b.kv_cache(context, dtype, batch)
+    yield _cache(changed, before, after, context, dtype)
+    if a.attention.kind != b.attention.kind:
+        yield f"Attention goes from {a.attention.kind} to {b.attention.kind}."
+    for key, noun in (("head_dim", "d_k"), ("width", "The width"), ("window", "The window"), ("latent", "The latent")):
+        if first.get(key) != second.get(key):
+            yield f"{noun} goes from {_number(first.get(key))} to {_number(second.get(key))}."
+    yield from _parameters(a, b)
+
+
+def _number(got: int | None) -> str:
+    return "none" if got is None else f"{got:,}"
+
+
+def _cache(changed: dict[str, str], before: int, after: int, context: int, dtype: str) -> str:
+    what = ", ".join(changed.values())
+    what = what[:1].upper() + what[1:]
+    shown = f"{context // 1024}k" if context % 1024 == 0 else f"{context:,}"
+    if not before and not after:
+        return f"{what + '. ' if what else ''}Neither keeps a cache."
+    if before == after:
+        return f"{what + '. ' if what else ''}The cache at {shown} stays at {size(before)} ({dtype})."
+    falls = after < before
+    so = any(("fewer" in changed.get(key, "")) == falls for key in ("layers", "kv_heads") if key in changed)
+    start = f"{what}, so the" if so else f"{what}. The" if what else "The"
+    return f"{start} cache at {shown} {'falls' if falls else 'grows'} {change(before, after)} ({dtype})."
+
+
+def _parameters(a: Card, b: Card) -> Iterator[str]:
+    first, second = a.parameters, b.parameters
+    if not isinstance(first, Counts) or not isinstance(second, Counts):
+        for card in (a, b):
+            if not isinstance(card.parameters, Counts):
+                yield f"Parameters of {card.name}: {card.parameters}."
+        return
+    if first.total != second.total:
+        yield f"Parameters: {big(first.total)} to {big(second.total)} ({second.total - first.total:+,})."
+    if first.idle or second.idle:
+        yield f"A token meets {big(first.active)} there and {big(second.active)} here."

@@ -1,0 +1,1 @@
+"""Exact parameter counts: one row of facts per model type."""

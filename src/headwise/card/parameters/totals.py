@@ -1,0 +1,110 @@
+"""The whole model's parameters: which class is counted, its towers, its head; a refusal where it would be a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..config import keys
+from ..sources.config import Node
+from ..types import Counts, Part, Source, Unknown
+from .count import count_head, count_stack
+from .output_heads import ENCODER_ALONE, SUFFIXES
+from .spec import Facts, Sizes
+from .table import FACTS
+
+Towers = Sequence[tuple[Part, Node]]
+
+
+def class_name(root: Node) -> tuple[str, Source]:
+    """The class the count is for: the one in architectures, else the type's usual one."""
+    given = root.raw.get("architectures")
+    if isinstance(given, list) and given and isinstance(given[0], str):
+        return given[0], Source("read", root.place("architectures"))
+    usual = root.assumed.get("_generates") or root.assumed.get("_base") or ""
+    return usual, Source("defaulted", f"no architectures in the file; the usual class of {root.model_type}")
+
+
+def ending(name: str) -> str:
+    """The end of a class's name that says what its head does: "ForCausalLM"."""
+    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
+
+
+def count(root: Node, towers: Towers) -> tuple[Counts | Unknown, list[Part]]:
+    """Parameters of the class, and the towers with those of their own."""
+    name, _ = class_name(root)
+    facts = FACTS.get(keys.TWINS.get(root.model_type, root.model_type))
+    plain = [part for part, _ in towers]
+    if facts is None:
+        return Unknown(f"not known for this model type ({root.model_type or 'none is named'})"), plain
+    if not name or not _fits(root, name):
+        return Unknown(f"not known for {name or 'a class without a name'} of model type {root.model_type}"), plain
+    if facts.towers:
+        return _composite(root, facts, towers, ending(name))
+    return _single(facts, towers, ending(name))
+
+
+def _fits(root: Node, name: str) -> bool:
+    """Whether a class belongs to the model type: its name starts as the type's own classes do, whatever their case.
+
+    The hub's MPTForCausalLM is the library's MptForCausalLM.
+    """
+    own = [root.assumed.get(key) for key in ("_base", "_generates")]
+    starts = {known.removesuffix(ending(known)).lower() for known in own if known}
+    starts |= {start.removesuffix("text") for start in starts} | {start + "text" for start in starts}
+    return ending(name) != "" and name.removesuffix(ending(name)).lower() in starts
+
+
+def _single(facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown, list[Part]]:
+    counted, total = [], Counts()
+    alone = ENCODER_ALONE.get(suffix) if facts.twin else None
+    if alone:
+        part, node = towers[0]
+        counts = count_stack(facts, part, node)
+        return counts + Counts(other=alone(Sizes(node, part.numbers, None, {}), facts)), [
+            replace(part, parameters=counts)
+        ]
+    sides = [facts, FACTS[facts.twin]] if facts.twin else [facts]
+    for (part, node), own in zip(towers, sides, strict=False):
+        counts = count_stack(own, part, node)
+        counted.append(replace(part, parameters=counts))
+        total += counts
+    part, node = towers[-1] if facts.twin else towers[0]
+    head = count_head(facts, part, node, suffix)
+    if head is None:
+        return Unknown(f"not known for classes that end in {suffix} of model type {part.model_type}"), counted
+    return total + head, counted
+
+
+def _composite(root: Node, facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown, list[Part]]:
+    """Each tower by its own type's facts, then what joins them and the head over the text."""
+    by_key = {node.path.split(".")[-1] or "text_config": (part, node) for part, node in towers}
+    total, counted, sizes = Counts(), {part.name: part for part, _ in towers}, dict[str, Sizes]()
+    for key, role in facts.towers.items():
+        if key not in by_key:
+            if role.endswith("?"):
+                continue
+            return Unknown(f"not known without the {key} that model type {root.model_type} has"), [*counted.values()]
+        part, node = by_key[key]
+        own = FACTS.get(keys.TWINS.get(node.model_type, node.model_type))
+        if own is None:
+            return Unknown(f"not known for model type {node.model_type} ({node.path})"), [*counted.values()]
+        counts = count_stack(own, part, node)
+        head = count_head(own, part, node, role.rstrip("?"))
+        if head is None:
+            return Unknown(f"not known for {node.model_type} as a tower"), [*counted.values()]
+        counted[part.name] = replace(part, parameters=counts + head)
+        total += counts + head
+        sizes[key.removesuffix("_config")] = Sizes(node, part.numbers, None, {})
+    joined = _joined(root, facts, sizes)
+    head = count_head(facts, Part("", "", ""), root, suffix, sizes)
+    if head is None:
+        return Unknown(f"not known for classes that end in {suffix} of model type {root.model_type}"), [
+            *counted.values()
+        ]
+    return total + joined + head, [*counted.values()]
+
+
+def _joined(root: Node, facts: Facts, below: Mapping[str, Sizes]) -> Counts:
+    s = Sizes(root, {}, None, below)
+    return Counts(**{group: term(s) for group, term in facts.once.items()})

@@ -1,0 +1,188 @@
+"""The header of a GGUF file: what it says of the model, and the names and shapes of its tensors.
+
+Read here in a few lines, since the package gguf maps the whole file and needs numpy.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ...errors import CheckpointError
+from ...terminal import one_line
+from .config import defaults
+from .safetensors import Tensor, Tensors
+
+PLAIN = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+MOST_PAIRS, MOST_TENSORS, LONGEST_ARRAY, LONGEST_TEXT = 100_000, 1_000_000, 10_000_000, 2**24
+KEPT = 20_000  # entries of an array that are kept; a longer one (the vocabulary) is counted
+
+# GGUF's key behind the architecture's name -> the name in a config.json
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "v_head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.key_length_mla": "_key_length_mla",
+    "attention.value_length_mla": "_value_length_mla",
+    "rope.dimension_count": "_rope_dim",
+    "context_length": "max_position_embeddings",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "vocab_size": "vocab_size",
+}
+
+
+# Architectures whose files name a window but not which layers have it: the model type that knows.
+LIKE = {
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gpt-oss": "gpt_oss", "cohere2": "cohere2",
+    "olmo3": "olmo3", "exaone4": "exaone4",
+}  # fmt: skip
+ENCODERS = ("bert", "t5encoder", "embedding")  # architectures that write nothing, by a part of their name
+
+
+def written(said: dict[str, Any]) -> dict[str, str]:
+    """Under which key of the file each name of a config stands."""
+    arch = said.get("general.architecture")
+    return {ours: f"{arch}.{key}" for key, ours in KEYS.items() if f"{arch}.{key}" in said}
+
+
+class Reader:
+    """Reads numbers and texts, and refuses to go past the end."""
+
+    def __init__(self, file: BinaryIO, name: str, size: int) -> None:
+        self.file, self.name, self.left = file, name, size
+
+    def take(self, count: int) -> bytes:
+        if count > self.left:
+            raise CheckpointError(f"{self.name} ends in the middle of its header; it is cut short or damaged")
+        self.left -= count
+        return self.file.read(count)
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, what: str, most: int, form: str = "<Q") -> int:
+        got = self.number(form)
+        if got > most:
+            raise CheckpointError(
+                f"{self.name} claims {got:,} {what}; at most {most:,} are taken for real: it is damaged"
+            )
+        return got
+
+    def text(self) -> str:
+        return self.take(self.count("bytes of text", LONGEST_TEXT)).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in PLAIN:
+            return self.number(PLAIN[kind])
+        if kind == STRING:
+            return self.text()
+        if kind == ARRAY and depth < 4:
+            inner, length = self.number("<I"), self.count("entries of an array", LONGEST_ARRAY)
+            return self._array(inner, length, depth)
+        raise CheckpointError(f"{self.name} has a value of kind {kind}; GGUF knows 0 to 12: it is damaged")
+
+    def _array(self, inner: int, length: int, depth: int) -> Any:
+        if inner in PLAIN and length > KEPT:
+            self.take(length * struct.calcsize(PLAIN[inner]))
+            return length
+        if inner in PLAIN:
+            form = PLAIN[inner]
+            data = self.take(length * struct.calcsize(form))
+            return [number for (number,) in struct.iter_unpack(form, data)]
+        values = []
+        for i in range(length):
+            value = self.value(inner, depth + 1)
+            if i < KEPT:
+                values.append(value)
+        return values if length <= KEPT else length
+
+
+def read(path: Path) -> tuple[dict[str, Any], Tensors]:
+    """All key-value pairs (a long array as its length), and the tensors with their shapes, rows first as elsewhere."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        reader = Reader(file, path.name, size)
+        if reader.take(4) != b"GGUF":
+            raise CheckpointError(f"{path.name} does not start with GGUF; it is another kind of file, or damaged")
+        version = reader.number("<I")
+        if version not in (2, 3):
+            raise CheckpointError(
+                f"{path.name} is GGUF version {version}; 2 and 3 are read (1 and big-endian files are not)"
+            )
+        tensors, pairs = reader.count("tensors", MOST_TENSORS), reader.count("key-value pairs", MOST_PAIRS)
+        said = {reader.text(): reader.value(reader.number("<I")) for _ in range(pairs)}
+        return said, dict(_tensor(reader) for _ in range(tensors))
+
+
+def _tensor(reader: Reader) -> tuple[str, Tensor]:
+    name, rank = reader.text(), reader.count("dimensions", 8, "<I")
+    shape = tuple(reader.count("numbers in a row", 2**48) for _ in range(rank))
+    kind, _ = reader.number("<I"), reader.number("<Q")
+    return name, Tensor(f"ggml type {kind}", shape[::-1])
+
+
+def config(said: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
+    """What the header says under the names of a config.json."""
+    arch = said.get("general.architecture")
+    if not isinstance(arch, str) or not arch:
+        raise CheckpointError(f"{name} has no general.architecture; it holds no language model that can be read")
+    found: dict[str, Any] = {"model_type": f"gguf:{arch}"}
+    if any(word in arch for word in ENCODERS):
+        found["architectures"] = ["EncoderModel"]
+    for key, ours in KEYS.items():
+        value = said.get(f"{arch}.{key}")
+        if value is not None and not (key.endswith("sliding_window") and value == 0):
+            found[ours] = value
+    words = tensors.get("token_embd.weight")
+    if words is not None and len(words.shape) == 2:
+        found["vocab_size"] = words.shape[0]
+    if "num_attention_heads" not in found or "num_hidden_layers" not in found:
+        shown = one_line(arch[:60])
+        raise CheckpointError(
+            f"{name} names no {shown}.attention.head_count and {shown}.block_count; is it a whole model?"
+        )
+    if arch in LIKE and "sliding_window" in found and "sliding_window_pattern" not in found:
+        found["layer_types"] = defaults(LIKE[arch])["layer_types"]
+    return _pattern(_mla(found))
+
+
+def _pattern(found: dict[str, Any]) -> dict[str, Any]:
+    """A pattern of booleans (True: the layer slides) as layer types; a layer of no KV heads has no attention."""
+    pattern = found.get("sliding_window_pattern")
+    if isinstance(pattern, list) and all(isinstance(slides, bool) for slides in pattern):
+        del found["sliding_window_pattern"]
+        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    kv = found.get("num_key_value_heads")
+    if isinstance(kv, list) and 0 in kv:
+        heads = found["num_attention_heads"]
+        found["layer_types"] = ["full_attention" if number else "recurrent" for number in kv]
+        found["num_key_value_heads"] = [number or 1 for number in kv]
+        if isinstance(heads, list):
+            found["num_attention_heads"] = [number or 1 for number in heads]
+    return found
+
+
+def _mla(found: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp writes MLA as one KV head of the latent's width; the heads' own widths stand under other keys."""
+    key, value, rope = (found.pop(name, None) for name in ("_key_length_mla", "_value_length_mla", "_rope_dim"))
+    if found.get("kv_lora_rank") and isinstance(rope, int):
+        whole = key or found.get("head_dim")
+        if isinstance(whole, int) and whole > rope:
+            found |= {"qk_nope_head_dim": whole - rope, "qk_rope_head_dim": rope}
+            found["v_head_dim"] = value or found.get("v_head_dim")
+            found.pop("head_dim", None)
+    return found

@@ -1,0 +1,133 @@
+"""Pruned models: what the headwise.json beside a config says of the heads that are left, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..types import Attention, Layer, Part, Source
+
+FILE = "headwise.json"
+VERSION = 1
+TOWERS = {"vision": ("vision", "visual", "image"), "audio": ("audio", "speech"), "text": ("text", "language")}
+
+
+@dataclass(frozen=True)
+class Left:
+    """One attention layer after pruning."""
+
+    kind: str  # "self", "encoder", "decoder", "cross" or a tower's name
+    index: int
+    query: int  # heads that there are
+    kv: int
+    zeros: int  # of them, those whose output is zero
+    query_of: int  # before pruning
+
+    @property
+    def gone(self) -> int:
+        return self.query_of - self.query + self.zeros
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What headwise.save wrote about a pruned model."""
+
+    form: str  # "plain", "zeroed" or "compact"
+    layers: tuple[Left, ...]
+    buffers: tuple[str, ...] = ()  # tensors of the file that are no parameters
+
+    @property
+    def compact(self) -> bool:
+        """Whether the config still has the heads of before, and only headwise.json those that are left."""
+        return self.form == "compact" and any(layer.query != layer.query_of for layer in self.layers)
+
+    def cut(self, parts: list[Part]) -> tuple[list[Part], list[str]]:
+        """The towers with the heads that are left, and a warning for each kind of layer that was not found."""
+        by_place = {place: layer for layer in self.layers if (place := _place(layer.kind, layer.index, parts))}
+        lost = sorted({layer.kind for layer in self.layers if not _place(layer.kind, layer.index, parts)})
+        cut = [_cut(part, {key[1:]: left for key, left in by_place.items() if key[0] == part.name}) for part in parts]
+        said = [
+            f"{FILE} speaks of {kind} layers that the config has not; their heads are shown as before" for kind in lost
+        ]
+        return cut, said
+
+    def words(self, attentions: int) -> str:
+        """How many heads are left; `attentions`: all heads of the card, those of layers that lost none too."""
+        if not self.layers:
+            return ""
+        zeros, gone = (sum(getattr(x, what) for x in self.layers) for what in ("zeros", "gone"))
+        here = attentions - zeros
+        if self.compact:
+            stay = f" ({zeros} more are zeros that keep the shapes even)" if zeros else ""
+            stay += "; headwise.load reads this form, plain transformers does not"
+        else:
+            stay = ", the others are zeros" if zeros else ""
+        return f"Pruned by headwise: {here} of {here + gone} heads are left{stay}."
+
+
+def read(folder: Path) -> Pruned | None:
+    """The headwise.json of a folder, or None where it has none."""
+    from ..reading import load_json
+
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    plain = load_json(file)
+    layers = plain.get("layers")
+    if plain.get("headwise") != VERSION or not isinstance(layers, dict):
+        raise CheckpointError(f"{FILE} is not one that this version wrote (headwise {plain.get('headwise')!r})")
+    try:
+        return Pruned(str(plain["form"]), tuple(_left(entry) for entry in layers.values()), _buffers(plain))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{FILE} does not say what the heads of a layer are: {error}") from None
+
+
+def _buffers(plain: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, plain.get("buffers") or ()))
+
+
+def _left(entry: dict[str, Any]) -> Left:
+    query, kv, before = list(entry["query"]), list(entry["kv"]), int(entry["query_of"])
+    zeros = sum(number is None for number in query)
+    return Left(str(entry["kind"]), int(entry["layer"]), len(query), len(kv) or len(query), zeros, before)
+
+
+def _place(kind: str, index: int, parts: list[Part]) -> tuple[str, str, int] | None:
+    """(tower, role, layer) in a card's words."""
+    role = "cross" if kind.split(".")[-1] == "cross" else "self"
+    side = "decoder" if kind == "cross" else kind
+    for part in parts:
+        named = part.name.split(".")[-1] == side or any(
+            part.name.startswith(name) and any(word in kind for word in words) for name, words in TOWERS.items()
+        )
+        if (named or len(parts) == 1) and any(layer.index == index and layer.role == role for layer in part.layers):
+            return part.name, role, index
+    return None
+
+
+def _cut(part: Part, left: dict[tuple[str, int], Left]) -> Part:
+    if not left:
+        return part
+    layers = tuple(_layer(layer, left.get((layer.role, layer.index))) for layer in part.layers)
+    numbers, sources = dict(part.numbers), dict(part.sources)
+    for name, what in (("query_heads", "query"), ("kv_heads", "kv")):
+        counts = {getattr(layer, what) for layer in layers if layer.sharing != "none" and layer.role == "self"}
+        uneven = f"; the most of any layer, the least is {min(counts)}" if len(counts) > 1 else ""
+        sources[name] = Source("read", f"{FILE} ({numbers.get(name)} before pruning{uneven})")
+        numbers[name] = max(counts)
+    if "head_dim" in sources:
+        sources["head_dim"] = Source(sources["head_dim"].how, f"as before pruning, {sources['head_dim'].what}")
+    return replace(part, attention=Attention(layers), numbers=numbers, sources=sources)
+
+
+def _layer(layer: Layer, left: Left | None) -> Layer:
+    if left is None:
+        return layer
+    if left.query_of != layer.query:
+        raise CheckpointError(
+            f"{FILE} is for {left.query_of} heads in layer {layer.index}, config.json says {layer.query}: "
+            "not the same model"
+        )
+    return replace(layer, query=left.query, kv=left.kv)

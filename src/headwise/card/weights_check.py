@@ -1,0 +1,185 @@
+"""Weights by their names and shapes: what they hold, and what of a config they contradict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .parameters.table import FACTS
+from .sources.safetensors import Tensor, Tensors
+from .types import Counts, Layer, Part, Source
+
+# The first pattern that a tensor's name matches says what it serves.
+GROUPS = (
+    ("norms", re.compile(r"norm|(^|\.)ln_|layrnorm|\bln\d?\b|LayerNorm")),
+    ("embeddings", re.compile(r"embed|embd|wte|wpe|token_types|cls_token|position|shared\.weight")),
+    (
+        "attention",
+        re.compile(r"attn|attention|self_att|q_proj|k_proj|v_proj|o_proj|SelfAttention|EncDecAttention|Wqkv|ssm|mamba"),
+    ),
+    ("ffn", re.compile(r"mlp|ffn|feed_forward|intermediate|expert|moe|fc1|fc2|DenseReluDense|\.output\.dense|router")),
+)
+LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|blk)\.(\d+)\.")
+# Where a layer keeps its projections: what -> endings of names. Rows are outputs, but for Conv1D (GPT-2).
+PROJECTIONS = {
+    "query": (
+        "q_proj.weight",
+        "attention.self.query.weight",
+        "attn_q.weight",
+        "q_lin.weight",
+        "SelfAttention.q.weight",
+    ),
+    "key": ("k_proj.weight", "attention.self.key.weight", "attn_k.weight", "k_lin.weight", "SelfAttention.k.weight"),
+    "value": (
+        "v_proj.weight",
+        "attention.self.value.weight",
+        "attn_v.weight",
+        "v_lin.weight",
+        "SelfAttention.v.weight",
+    ),
+    "fused": ("qkv_proj.weight", "query_key_value.weight", "Wqkv.weight", "attn_qkv.weight"),
+}
+GATES = ("gate_proj.weight", "gate_up_proj.weight", "gate_up_proj", "w1.weight", "ffn_gate.weight", "wi_0.weight")
+UPS = (
+    "up_proj.weight",
+    "fc1.weight",
+    "c_fc.weight",
+    "dense_h_to_4h.weight",
+    "intermediate.dense.weight",
+    "fc_in.weight",
+    "ffn_up.weight",
+)
+WORDS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "token_embd.weight",
+    "shared.weight",
+    "embed_in.weight",
+)
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+
+
+NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks that old checkpoints carry: nothing that is learned
+
+
+def group(name: str) -> str:
+    if any(name == head or name.endswith("." + head) for head in HEADS) and not LAYER.search(name):
+        return "other"
+    return next((found for found, pattern in GROUPS if pattern.search(name)), "other")
+
+
+def counts(tensors: Tensors) -> Counts:
+    """Parameters as they stand in the file, by what their names say they serve."""
+    sums: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype in NO_NUMBERS:
+            continue
+        sums[group(name)] = sums.get(group(name), 0) + tensor.size
+    return Counts(**sums)
+
+
+def by_layer(tensors: Tensors) -> dict[int | None, Tensors]:
+    """The tensors of each layer, and under None those of no layer: a large model has a hundred thousand."""
+    found: dict[int | None, Tensors] = {}
+    for name, tensor in tensors.items():
+        match = LAYER.search(name)
+        found.setdefault(int(match[1]) if match else None, {})[name] = tensor
+    return found
+
+
+def _first(tensors: Tensors, endings: tuple[str, ...]) -> tuple[str, Tensor] | None:
+    for name, tensor in tensors.items():
+        if name.endswith(endings) and len(tensor.shape) == 2 and "encoder_attn" not in name and "vision" not in name:
+            return name, tensor
+    return None
+
+
+def contradictions(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
+    """What the weights say otherwise than the config, one sentence each."""
+    yield from _layers(part, tensors)
+    layers = by_layer(tensors)
+    for layer in {layer.index: layer for layer in part.layers if layer.role == "self"}.values():
+        problems = list(_projections(layer, layers.get(layer.index, {})))
+        if problems:
+            yield from problems
+            break  # one layer says it; the others say the same
+    yield from _words(part, tied, layers.get(None, {}))
+    yield from _gate(part, layers.get(0, {}))
+
+
+def _layers(part: Part, tensors: Tensors) -> Iterator[str]:
+    found = [int(match[1]) for name in tensors if "vision" not in name and (match := LAYER.search(name))]
+    if found and part.model_type != "albert" and part.depth not in (max(found) + 1, 0):
+        yield f"the config says {part.depth} layers, the weights have {max(found) + 1}"
+
+
+def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
+    if layer.latent or layer.sharing == "none":
+        return
+    sizes = {"query": (layer.query, layer.dim), "key": (layer.kv, layer.dim), "value": (layer.kv, layer.value_dim)}
+    fused = _first(tensors, PROJECTIONS["fused"])
+    if fused:
+        rows, want = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
+        if rows != want:
+            said = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
+            yield f"{fused[0]} has {rows} rows; {said} make {want}"
+        return
+    for name, (heads, dim) in sizes.items():
+        found = _first(tensors, PROJECTIONS[name])
+        if found and found[1].shape[0] != heads * dim:
+            fits = f"; {found[1].shape[0] // heads} a head would fit" if found[1].shape[0] % heads == 0 else ""
+            yield f"{found[0]} has {found[1].shape[0]} rows; {heads} heads with head_dim {dim} make {heads * dim}{fits}"
+
+
+def _words(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
+    words, head = _first(tensors, WORDS), _first(tensors, HEADS)
+    vocab = part.numbers.get("vocab")
+    if words and vocab and words[1].shape[0] != vocab:
+        yield f"{words[0]} has {words[1].shape[0]:,} rows; the config says a vocabulary of {vocab:,}"
+    writes = any(layer.causal for layer in part.layers)
+    if writes and words and head and tied:
+        yield f"the config ties the output layer to the embeddings, and the weights have {head[0]} of their own"
+    if writes and words and not head and not tied:
+        yield "the config says the output layer is not tied to the embeddings, and the weights have none of their own"
+
+
+def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
+    facts = FACTS.get(part.model_type)
+    if facts is None or not isinstance(facts.gated, bool) or facts.ffn is not None:
+        return
+    gate, up = _first(tensors, GATES), _first(tensors, UPS)
+    if facts.gated and up and not gate:
+        yield f"{part.model_type} has a gated feed-forward part, and the weights have {up[0]} without a gate"
+    if not facts.gated and gate:
+        yield f"{part.model_type} has no gate in its feed-forward part, and the weights have {gate[0]}"
+    inner = part.numbers.get("ffn")
+    if (
+        up
+        and inner
+        and up[0].endswith(("up_proj.weight", "fc1.weight"))
+        and up[1].shape[0] != inner
+        and not part.numbers.get("experts")
+    ):
+        yield f"{up[0]} has {up[1].shape[0]} rows; the config says a feed-forward width of {inner}"
+
+
+def sizes(tensors: Tensors) -> tuple[dict[str, int | None], dict[str, Source]]:
+    """What shapes alone say: layers, width, vocabulary, and how many query rows there are to a row of keys."""
+    numbers: dict[str, int | None] = {}
+    sources: dict[str, Source] = {}
+
+    def note(name: str, number: int, how: str) -> None:
+        numbers[name], sources[name] = number, Source("derived", how)
+
+    found = [int(match[1]) for name in tensors if (match := LAYER.search(name))]
+    if found:
+        note("layers", max(found) + 1, "the highest number of a layer in the names of the weights, and one")
+    if words := _first(tensors, WORDS):
+        note("vocab", words[1].shape[0], f"rows of {words[0]}")
+        note("width", words[1].shape[1], f"columns of {words[0]}")
+    first = by_layer(tensors).get(0, {})
+    query, key = _first(first, PROJECTIONS["query"]), _first(first, PROJECTIONS["key"])
+    if query and key and key[1].shape[0] and query[1].shape[0] % key[1].shape[0] == 0:
+        note("group", query[1].shape[0] // key[1].shape[0], f"rows of {query[0]} / rows of {key[0]}")
+    return numbers, sources

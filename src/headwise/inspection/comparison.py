@@ -1,0 +1,156 @@
+"""Two texts beside each other, seen by the same model: what each head does on one and not on the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import HeadwiseError
+from .result import STATISTICS, Inspection, Link
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+# these grow with the text, so they are compared as shares of what equal attention would have
+GROWING = ("entropy", "distance")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A statistic of one head on both texts; entropy and distance as shares of what equal attention has."""
+
+    layer: int
+    head: int
+    statistic: str
+    first: float
+    second: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+    @property
+    def difference(self) -> float:
+        return self.second - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where one head looks from a word in both texts: its strongest link in each, and how much of its weight moved."""
+
+    layer: int
+    head: int
+    first: Link | None
+    second: Link | None
+    moved: float | None  # half the sum of differences, word by word; None where the texts have not as many words
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """Two Inspections by one model."""
+
+    first: Inspection
+    second: Inspection
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the texts have as many words, so that word i of one can be set beside word i of the other."""
+        return len(self.first.words.names) == len(self.second.words.names)
+
+    def followed(self) -> tuple[int, int, str]:
+        """The words that are followed in both, and why: the same word where both have it."""
+        place, why = self.first.followed()[0]
+        if self.aligned:
+            return place, place, why
+        asked = self.first.follow[0] if self.first.follow else None
+        try:
+            return place, self.second.find(asked or self.first.words.names[place]), why
+        except HeadwiseError:
+            if asked:
+                raise
+            return place, self.second.followed()[0][0], why
+
+    def turns(self) -> list[Turn]:
+        """Every head's look from the followed word, those that moved most or look most firmly first."""
+        here, there, _ = self.followed()
+        first = {(link.layer, link.head): link for link in reversed(self.first.links(here))}
+        second = {(link.layer, link.head): link for link in reversed(self.second.links(there))}
+        turns = [
+            Turn(*head, first.get(head), second.get(head), self._moved(head, here, there)) for head in self.first.heads
+        ]
+        return sorted(turns, key=_firmness)
+
+    def _moved(self, head: tuple[int, int], here: int, there: int) -> float | None:
+        if not self.aligned:
+            return None
+        return float(abs(self.first.matrix(head)[here] - self.second.matrix(head)[there]).sum() / 2)
+
+    def difference(self, statistic: str) -> np.ndarray:
+        """(L, H): the statistic on the second text less that on the first."""
+        return self.second.table(statistic) - self.first.table(statistic)
+
+    def changes(self) -> list[Change]:
+        """Every head's statistic that changed most, the largest change first."""
+        names = list(STATISTICS)
+        first, second = (np.stack([_share(one, name) for name in names]) for one in (self.first, self.second))
+        most = np.nan_to_num(abs(second - first), nan=-1).argmax(0)  # (L, H)
+        found = [
+            Change(
+                layer, head, names[most[row, head]], *(float(x[most[row, head], row, head]) for x in (first, second))
+            )
+            for row, layer in enumerate(self.first.layers)
+            for head in range(len(self.first.weights[row]))
+        ]
+        return sorted(found, key=lambda change: -abs(change.difference))
+
+    def to_json(self, head: str | tuple[int, int] | None = None) -> dict[str, Any]:
+        """Both texts, and for each head its changes."""
+        return {
+            "first": self.first.to_json(head),
+            "second": self.second.to_json(head),
+            "turns": [
+                {
+                    "head": turn.name,
+                    "moved": turn.moved,
+                    "first": turn.first and self.first._link_json(turn.first),
+                    "second": turn.second and self.second._link_json(turn.second),
+                }
+                for turn in self.turns()
+            ],
+            "changes": [
+                {"head": one.name, "statistic": one.statistic, "first": one.first, "second": one.second}
+                for one in self.changes()
+            ],
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from .terminal import comparison
+
+        yield comparison(self, options.max_width, colour=console.color_system is not None)
+
+    def __repr__(self) -> str:
+        from .terminal import plain
+
+        return plain(self)
+
+
+def _firmness(turn: Turn) -> float:
+    """Heads whose strongest link is strong and moved come first."""
+    strongest = max(link.weight if link else 0.0 for link in (turn.first, turn.second))
+    return -strongest * (1.0 if turn.moved is None else turn.moved)
+
+
+def _share(one: Inspection, name: str) -> np.ndarray:
+    """A statistic on a scale that does not grow with the text, (L, H)."""
+    table = one.table(name)
+    if name not in GROWING:
+        return table
+    equal = np.maximum(one.equal[name], 1e-12)[:, None]
+    share: np.ndarray = table / equal
+    return share

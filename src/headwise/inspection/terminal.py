@@ -1,0 +1,271 @@
+"""An Inspection or a Comparison drawn for the terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..terminal import console
+from . import heatmap
+from .comparison import Comparison
+from .result import STATISTICS, Inspection, Link
+
+BAR = 20  # cells of a weight of 1
+SHOWN = 5  # heads on the first target
+NAMED = 4  # heads of a kind
+FEW = 2  # heads on each further target
+TARGETS = 4
+FAINT = 0.1  # weights below it are not worth a line
+RANKED = 15
+LONG = 300  # characters of a text that are shown
+PLAIN_WIDTH = 100
+
+
+def plain(value: Any) -> str:
+    """What would be printed, without colours."""
+    out = io.StringIO()
+    console(file=out, width=PLAIN_WIDTH, color_system=None).print(value)
+    return out.getvalue().rstrip("\n")
+
+
+def overview(one: Inspection, width: int, *, colour: bool, statistic: str = "entropy") -> RenderableType:
+    """The followed words, the heads that stand out, and all heads by one statistic."""
+    followed = [part for place, why in one.followed() for part in (_followed(one, place, why, colour), Text())]
+    return Group(title(one), Text(), *followed, _standouts(one), Text(), _table(one, statistic, width, colour))
+
+
+def named(one: Inspection) -> list[tuple[int, int]]:
+    """The heads that the overview names, in its order."""
+    links = [_rows(found, earlier=one.pronoun(place)) for place, _ in one.followed() if (found := _strong(one, place))]
+    shown = [(link.layer, link.head) for rows in links for link in rows]
+    shown += [(head.layer, head.head) for kind in one.kinds for head in one.standouts(kind)[:NAMED]]
+    return list(dict.fromkeys(shown))
+
+
+def title(one: Inspection) -> Text:
+    layers, count = len(one.layers), len(list(one.heads))
+    even = len(set(map(len, one.weights))) == 1
+    size = f"{layers} layers x {count // layers} heads" if even else f"{count} heads in {layers} layers"
+    text = Text.assemble((one.text if len(one.text) <= LONG else one.text[:LONG] + "…", "bold"), "\n")
+    text.append(
+        f"{one.model}: {size}; {_several(one.tokens, 'token')}, {_several(len(one.words.names), 'word')}", "dim"
+    )
+    text.append("".join(f"; {note}" for note in one.notes), "dim")
+    return text
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# --- the followed word ---
+
+
+def _followed(one: Inspection, place: int, why: str, colour: bool) -> Text:
+    word = one.words.names[place]
+    links = _strong(one, place)
+    text = Text.assemble("Where ", (f"“{word}”", "bold"), " looks", (f" ({why})" if why else "", "dim"), "\n")
+    if not links:
+        strongest = next(iter(one.links(place)), None)
+        said = f"; the strongest is {_said(one, strongest)}" if strongest else ""
+        return text.append(f"  no head sends {FAINT} or more of it to another word beyond its neighbours{said}")
+    rows = _rows(links, earlier=one.pronoun(place))
+    if colour:
+        text.append_text(_shaded(one, rows[0])).append("\n")
+    size = max(cell_len(one.words.names[link.target]) for link in rows)
+    for number, link in enumerate(rows):
+        target = one.words.names[link.target]
+        repeated = number and rows[number - 1].target == link.target
+        left = " " * (cell_len(word) + 3 + size) if repeated else f"{word} → {' ' * (size - cell_len(target))}{target}"
+        text.append(f"  {left}  ").append(f"{link.name:<5}", "bold cyan")
+        text.append(f" {link.weight:.2f} ").append(heatmap.bar(link.weight, BAR), "cyan").append("\n")
+    return text.append(f"  equal attention sends {_equal_weight(one, place):.2f} to each token{_resting(one)}", "dim")
+
+
+def _strong(one: Inspection, place: int) -> list[Link]:
+    return [link for link in one.links(place) if link.weight >= FAINT]
+
+
+def _resting(one: Inspection) -> str:
+    return "; first word left out, causal heads rest there" if one.causal else ""
+
+
+def _equal_weight(one: Inspection, place: int) -> float:
+    """What each token would get if all that a word can see were looked at equally."""
+    return 1 / (one.words.pieces[place][-1] + 1 if one.causal else one.tokens)
+
+
+def _rows(links: Sequence[Link], *, earlier: bool) -> list[Link]:
+    """The strongest links, target by target; a word before the followed one first where it may stand for it."""
+    targets: dict[int, list[Link]] = {}
+    for link in links:
+        targets.setdefault(link.target, []).append(link)
+    before = next((target for target in targets if earlier and target < links[0].source), links[0].target)
+    order = [before, *(target for target in targets if target != before)][:TARGETS]
+    return [link for target in order for link in targets[target][: SHOWN if target == before else FEW]]
+
+
+def _shaded(one: Inspection, link: Link) -> Text:
+    """The words on the colours of one head's weights from the followed word."""
+    row = one.matrix((link.layer, link.head))[link.source]
+    most = max(float(row.max()), 1e-9)
+    text = Text("  ").append(f"{link.name:<6}", "bold cyan")
+    for place, (name, weight, special) in enumerate(zip(one.words.names, row, one.words.special, strict=True)):
+        if not special:
+            text.append(
+                name, heatmap.style(heatmap.ramp(float(weight) / most)) + " underline bold" * (place == link.source)
+            )
+            text.append(" ")
+    return text
+
+
+def _said(one: Inspection, link: Link) -> str:
+    return f"{one.words.names[link.target]} {link.weight:.2f} in {link.name}"
+
+
+def ranking(one: Inspection) -> RenderableType:
+    """The heads by what they do with each followed word: the strongest word first, neighbours too."""
+    parts = [part for place, why in one.followed() for part in (Text(), _ranked(one, place, why))]
+    return Group(title(one), *parts)
+
+
+def _ranked(one: Inspection, place: int, why: str) -> Text:
+    names, ranked = one.words.names, one.ranking(place)
+    text = Text.assemble("Heads by where ", (f"“{names[place]}”", "bold"), " looks most")
+    text.append(f" ({why})\n" if why else "\n", "dim")
+    size = max((cell_len(names[link.target]) for link in ranked[:RANKED]), default=0)
+    for number, link in enumerate(ranked[:RANKED], start=1):
+        target = names[link.target]
+        text.append(f"{number:>4}  ", "dim").append(f"{link.name:<6}", "bold cyan")
+        near = "±1" if abs(link.target - place) == 1 else "  "
+        text.append(f"{' ' * (size - cell_len(target))}{target} ").append(near, "dim").append(f" {link.weight:.2f} ")
+        text.append(f"{heatmap.bar(link.weight, BAR):<{BAR}}", "cyan")
+        row = one.matrix((link.layer, link.head))[place]
+        rest = sum(float(x) for x, mark in zip(row, one.words.delimiter, strict=True) if mark)
+        text.append(f" delimiters {rest:.2f}\n", "dim")
+    return text.append(
+        f"{len(ranked)} of {len(list(one.heads))} heads look at another word, {_aside(one)} aside; --json lists all",
+        "dim",
+    )
+
+
+# --- the heads that stand out ---
+
+
+def _standouts(one: Inspection) -> Text:
+    text = Text.assemble("Heads that stand out on this text\n")
+    quiet = []
+    for kind in one.kinds:
+        found = one.standouts(kind)
+        if not found:
+            quiet.append(kind)
+            continue
+        text.append(f"  {kind.name:<15}")
+        for head in found[:NAMED]:
+            text.append(f"{head.name:>5}", "bold cyan").append(f" {head.score:.2f} ")
+        more = f"and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        text.append(f" {more}".rstrip() + "\n")
+        text.append(f"      {one.criterion(kind)} ({_equal_said(found[0].equal)})\n", "dim")
+    told = [kind for kind in quiet if one.can_tell(kind)]
+    short = [kind for kind in quiet if not one.can_tell(kind)]
+    text.append("".join(f"  none: {kind.name}, {one.criterion(kind)}\n" for kind in told), "dim")
+    text.append("".join(f"  the text is too short to tell: {kind.name}\n" for kind in short), "dim")
+    text.right_crop(1)
+    return text
+
+
+def _equal_said(equal: float) -> str:
+    return f"equal attention: {equal:.2f}"
+
+
+def _aside(one: Inspection) -> str:
+    """What links leave out, in words."""
+    return "itself, delimiters and the first word" if one.causal else "itself and delimiters"
+
+
+def _table(one: Inspection, statistic: str, width: int, colour: bool) -> Text:
+    table = one.table(statistic)
+    equal = one.equal[statistic]
+    text = Text.assemble((f"{statistic}", "bold"), f": {STATISTICS[statistic]} ({_equal_said(float(equal.mean()))})\n")
+    return text.append_text(heatmap.head_table(table, one.layers, width, colour=colour))
+
+
+def matrix(one: Inspection, head: str, width: int, *, colour: bool) -> RenderableType:
+    """One head's weights: each row a word, each column a word it looks at."""
+    layer, number = one.at(head)
+    weights = one.matrix(head)
+    row = one.layers.index(layer)
+    facts = ", ".join(
+        f"{name} {one.stats[name][row, number]:.2f}" for name in ("entropy", "previous", "delimiter", "self")
+    )
+    text, count = heatmap.matrix(weights, one.words.names, width, colour=colour)
+    head_line = Text.assemble("Head ", (f"{layer}.{number}", "bold cyan"), f": {facts}\n")
+    head_line.append("Each row is a word, the columns are where it looks; a row sums to 1.", "dim")
+    parts: list[RenderableType] = [title(one), Text(), head_line, Text(), text]
+    if count < len(one.words.names):
+        parts.append(Text(f"The first {count} of {len(one.words.names)} words; --png and --json have all.", "dim"))
+    return Group(*parts)
+
+
+# --- two texts ---
+
+
+def comparison(two: Comparison, width: int, *, colour: bool, statistic: str = "entropy") -> RenderableType:
+    """Two texts side by side: where the followed word looks in each, and the heads that changed most."""
+    difference = Text.assemble((statistic, "bold"), ": the second text less the first\n")
+    difference.append_text(
+        heatmap.head_table(two.difference(statistic), two.first.layers, width, colour=colour, signed=True)
+    )
+    return Group(title(two.first), title(two.second), Text(), _turns(two), Text(), _changes(two), Text(), difference)
+
+
+def _turns(two: Comparison) -> Text:
+    here, there, why = two.followed()
+    words = two.first.words.names[here], two.second.words.names[there]
+    said = f"“{words[0]}”" if words[0].casefold() == words[1].casefold() else f"“{words[0]}” and “{words[1]}”"
+    text = Text.assemble("Where ", (said, "bold"), " looks in each", (f" ({why})" if why else "", "dim"), "\n")
+    shown = [turn for turn in two.turns()[: 2 * SHOWN] if _strongest(turn.first, turn.second) >= FAINT]
+    if not shown:
+        return text.append(f"  no head sends {FAINT} or more of it to another word beyond its neighbours")
+    sides = [
+        [_side(one, turn.first if one is two.first else turn.second) for turn in shown]
+        for one in (two.first, two.second)
+    ]
+    sizes = [max(len("first text"), *map(cell_len, column)) for column in sides]
+    text.append(f"  {'head':<6}{_pad('first text', sizes[0])}   second text\n", "dim")
+    for turn, left, right in zip(shown, *sides, strict=True):
+        text.append(f"  {turn.name:<6}", "bold cyan")
+        text.append(_pad(left, sizes[0]) + "   " + _pad(right, sizes[1]))
+        text.append("" if turn.moved is None else f"   {turn.moved:.2f} moved", "dim").append("\n")
+    told = (
+        "moved: the share of the word's attention that went to another word"
+        if two.aligned
+        else ("the texts have not as many words, so how much moved is not told")
+    )
+    return text.append(f"  {told}", "dim")
+
+
+def _strongest(*links: Link | None) -> float:
+    return max(link.weight if link else 0.0 for link in links)
+
+
+def _side(one: Inspection, link: Link | None) -> str:
+    return f"{one.words.names[link.target]} {link.weight:.2f}" if link else "nowhere"
+
+
+def _pad(words: str, size: int) -> str:
+    return words + " " * (size - cell_len(words))
+
+
+def _changes(two: Comparison) -> Text:
+    text = Text("Heads that changed most\n")
+    for change in two.changes()[: 2 * SHOWN]:
+        text.append(f"  {change.name:<6}", "bold cyan").append(
+            f"{change.statistic:<11}{change.first:.2f} → {change.second:.2f}\n"
+        )
+    return text.append("  entropy and distance as shares of equal attention's", "dim")

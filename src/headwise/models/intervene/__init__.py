@@ -1,0 +1,1 @@
+"""Heads masked, gated or replaced while a model runs."""

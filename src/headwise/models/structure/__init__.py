@@ -1,0 +1,1 @@
+"""Where a model keeps its heads and projections."""

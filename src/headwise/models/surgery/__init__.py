@@ -1,0 +1,1 @@
+"""Heads cut out of a model; pruned models saved and loaded again."""

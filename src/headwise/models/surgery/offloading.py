@@ -1,0 +1,99 @@
+"""Models whose weights accelerate keeps in host memory or on disk, and fetches for each call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import UnsupportedError
+
+# what accelerate sets on a model or module; `to` and its relatives are closures over the first model
+ATTRIBUTES = (
+    "_hf_hook", "_old_forward", "hf_device_map", "to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron",
+)  # fmt: skip
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether a hook of accelerate fetches weights of this model for each call."""
+    return any(True for module in model.modules() for _ in _offloading_hooks(module))
+
+
+def in_memory(model: nn.Module) -> Any:
+    """A copy of a model with all weights in memory: an offloaded one becomes a plain model on the CPU."""
+    offloaded = is_offloaded(model)
+    weights = dict(_fetched(model)) if offloaded else {}
+    check_present(model, weights)
+    hooks = [vars(module).get("_hf_hook") for module in model.modules()]
+    # the weights are taken from the hooks: these are left out of the copy, and so is what they hold
+    made = copy.deepcopy(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
+    if not offloaded:
+        return made
+    for module in made.modules():
+        _unhook(module)
+    for path, tensor in weights.items():
+        owner, _, name = path.rpartition(".")
+        _set(made.get_submodule(owner), name, tensor)
+    tie: Any = getattr(made, "tie_weights", None)
+    if tie is not None:
+        tie()
+    return made.to("cpu")
+
+
+def _hooks(hook: Any) -> Iterator[Any]:
+    """A hook, or those that it chains."""
+    parts = getattr(hook, "hooks", None)
+    if isinstance(parts, (tuple, list)):
+        for part in parts:
+            yield from _hooks(part)
+    elif hook is not None:
+        yield hook
+
+
+def _offloading_hooks(module: nn.Module) -> Iterator[Any]:
+    for hook in _hooks(vars(module).get("_hf_hook")):
+        if getattr(hook, "offload", False) and getattr(hook, "weights_map", None) is not None:
+            yield hook
+
+
+def _fetched(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each weight that is on no device, from where accelerate keeps it."""
+    for path, module in model.named_modules():
+        for hook in _offloading_hooks(module):
+            deep = bool(getattr(hook, "place_submodules", False))
+            tensors = [*module.named_parameters(recurse=deep), *module.named_buffers(recurse=deep)]
+            for name, tensor in tensors:
+                if tensor.is_meta:
+                    yield f"{path}.{name}".lstrip("."), hook.weights_map[name].detach().clone().cpu()
+
+
+def check_present(model: nn.Module, fetched: Collection[str] = ()) -> None:
+    """Every weight has values, but for those whose names are given."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    absent = [name for name, tensor in tensors if tensor.is_meta and name not in fetched]
+    if absent:
+        raise UnsupportedError(
+            f"{len(absent)} of {len(tensors)} weights of {type(model).__name__} are not in memory (meta device), "
+            f"such as {absent[0]}; load the model with its weights"
+        )
+
+
+def _unhook(module: nn.Module) -> None:
+    values = vars(module)
+    first = values.get("_old_forward")
+    if first is not None:
+        values.pop("forward", None)
+        if getattr(first, "__func__", None) is not type(module).forward:
+            values["forward"] = first
+    for name in ATTRIBUTES:
+        values.pop(name, None)
+
+
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    old = module._parameters.get(name)
+    if old is None:
+        module._buffers[name] = tensor
+    else:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=old.requires_grad)

@@ -1,0 +1,85 @@
+"""`save_pretrained` of a pruned model, which writes what headwise.save writes; transformers' own could not be read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, HeadwiseError
+from ...files import scratch_folder
+
+# what an earlier save may have left in the same directory, and this one does not write again
+STALE = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+
+
+def attach(model: nn.Module) -> None:
+    """Give a model whose heads were cut out, and each whole model inside it, a `save_pretrained` that can be loaded."""
+    for module in model.modules():
+        cut = any(_is_cut(part) for part in module.modules()) if hasattr(type(module), "save_pretrained") else False
+        if cut:
+            # not a bound method: a partial is copied and pickled together with its model
+            vars(module)["save_pretrained"] = functools.partial(save_pretrained, module)
+        else:
+            vars(module).pop("save_pretrained", None)
+
+
+def _is_cut(module: nn.Module) -> bool:
+    kept = getattr(module, "headwise_kept", None)
+    return kept is not None and not kept.zeroed
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    push_to_hub: bool = False,
+    safe_serialization: bool = True,
+    variant: str | None = None,
+    **options: Any,
+) -> None:
+    """As headwise.save, into a directory whose other files stay, as transformers does; read it with headwise.load."""
+    from .saving import save
+
+    if not is_main_process:
+        return
+    if push_to_hub or variant is not None or not safe_serialization:
+        raise HeadwiseError(
+            "a pruned model is saved as safetensors in a directory: without push_to_hub, variant or "
+            "safe_serialization=False; model.push_to_hub(name) uploads it"
+        )
+    folder = Path(save_directory).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise HeadwiseError(f"{str(save_directory)!r} is a file; give a directory")
+    source = model if state_dict is None else _with_weights(model, state_dict)
+    if not folder.exists():
+        save(source, folder)
+        return
+    with scratch_folder(folder, CheckpointError) as scratch:
+        save(source, scratch / "model")
+        _move_files(scratch / "model", folder)
+
+
+def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    """A copy with the weights that a trainer gathered."""
+    made = copy.deepcopy(model)
+    try:
+        made.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        words = " ".join(str(error).split())[:160]
+        raise HeadwiseError(f"state_dict does not fit this pruned model: {words}") from error
+    return made
+
+
+def _move_files(source: Path, folder: Path) -> None:
+    files = [file.relative_to(source) for file in sorted(source.rglob("*")) if file.is_file()]
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / file, folder / file)
+    for stale in {found for pattern in STALE for found in folder.glob(pattern)} - {folder / file for file in files}:
+        stale.unlink()

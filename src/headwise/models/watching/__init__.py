@@ -1,0 +1,1 @@
+"""Statistics of every head while a model runs."""

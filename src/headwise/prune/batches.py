@@ -1,0 +1,127 @@
+"""Texts and labels from files -> batches of model inputs, half to score heads with, half to measure on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import HeadwiseError
+from ..roles.atlas.corpus import read
+from .objective import IGNORED
+
+NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)  # "²" is a digit to str.isdigit, and no number to int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Batches for choosing heads, and others for telling what that did."""
+
+    scoring: list[dict[str, Any]]
+    measuring: list[dict[str, Any]]
+    scored: int
+    measured: int
+
+
+def read_texts(path: Path, field: str = "text") -> list[str]:
+    """The texts of a file as the atlas reads them: one per line, in .jsonl the value of a field; no empty ones."""
+    return [text for text in read(path, field)[0] if isinstance(text, str)]
+
+
+def _lines(path: Path) -> list[str]:
+    """The labels of a file that are not empty, in lines that end where those of texts do."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return [line.strip() for line in lines if line.strip()]
+    except OSError as error:
+        raise HeadwiseError(f"labels {str(path)!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise HeadwiseError(f"labels {str(path)!r} is not text in UTF-8") from None
+
+
+def read_labels(path: Path, count: int, config: Any, field: str = "text") -> list[int] | list[str]:
+    """One label per text: numbers, or names that the config knows; for encoder-decoders the texts to be written."""
+    if getattr(config, "is_encoder_decoder", False):
+        targets = read_texts(path, field)
+        if len(targets) != count:
+            raise HeadwiseError(f"{len(targets)} labels for {count} texts; one a line is expected")
+        return targets
+    names = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    labels = []
+    for line in _lines(path):
+        if line not in names and not NUMBER.fullmatch(line):
+            raise HeadwiseError(
+                f"label {line[:60]!r} is neither a number nor one of {', '.join(names)[:200] or 'no names'}"
+            )
+        labels.append(names[line] if line in names else int(line))
+    if len(labels) != count:
+        raise HeadwiseError(f"{len(labels)} labels for {count} texts; one a line is expected")
+    known = getattr(config, "num_labels", 0)
+    wrong = [label for label in labels if not 0 <= label < known]
+    if wrong and known > 1:
+        raise HeadwiseError(f"label {wrong[0]} is not one of the model's {known} classes, 0 to {known - 1}")
+    return labels
+
+
+def batched(
+    texts: Sequence[str],
+    tokenizer: Any,
+    *,
+    labels: Sequence[int] | Sequence[str] | None = None,
+    config: Any = None,
+    batch: int = 16,
+    length: int = 128,
+) -> Texts:
+    """Every other text is for scoring, the rest for measuring, so that no head is judged on what it was chosen by.
+
+    The decoder of an encoder-decoder (as config says) is given the labels, which are texts, else the text itself.
+    """
+    if len(texts) < 4:
+        raise HeadwiseError(
+            f"{len(texts)} texts are too few: half are for scoring, half for measuring; give at least 4"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+
+    def tensors(some: list[str]) -> dict[str, torch.Tensor]:
+        given = tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        return {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
+
+    halves = []
+    for start in (0, 1):
+        rows = list(range(start, len(texts), 2))
+        made = []
+        for i in range(0, len(rows), batch):
+            some = rows[i : i + batch]
+            inputs = tensors([texts[row] for row in some])
+            if getattr(config, "is_encoder_decoder", False):
+                inputs = _for_decoder(inputs, tensors([str((labels or texts)[row]) for row in some]), config)
+                if labels is not None:
+                    inputs["labels"] = inputs.pop("targets")
+                inputs.pop("targets", None)
+            elif labels is not None:
+                inputs["labels"] = torch.tensor([labels[row] for row in some])
+            made.append(inputs)
+        halves.append((made, len(rows)))
+    (scoring, scored), (measuring, measured) = halves
+    return Texts(scoring, measuring, scored, measured)
+
+
+def _for_decoder(
+    inputs: dict[str, torch.Tensor], written: dict[str, torch.Tensor], config: Any
+) -> dict[str, torch.Tensor]:
+    """What the encoder reads; what the decoder is to write ("targets"), and has written before each token."""
+    ids, mask = written["input_ids"], written["attention_mask"]
+    start = getattr(config, "decoder_start_token_id", None)
+    first = torch.full_like(ids[:, :1], start if start is not None else (config.pad_token_id or 0))
+    return {
+        "input_ids": inputs["input_ids"],
+        "attention_mask": inputs["attention_mask"],
+        "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1),
+        "decoder_attention_mask": mask,
+        "targets": ids.masked_fill(mask == 0, IGNORED),
+    }

@@ -1,0 +1,1 @@
+"""Whether the heads of a role matter more than random heads."""

@@ -1,0 +1,188 @@
+"""Does a role matter? Mask its heads, and as many random ones, and compare what the model loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import CheckpointError, HeadwiseError
+from ...models.intervene.masking import mask_heads
+from ...models.structure import sites
+from ..json_documents import anything, count, finite, in_words, items, mapping, string
+from ..relations.result import Head, read_head
+from .tasks import Task
+
+DRAWS = 20  # so that being above all of them happens by chance once in 21 times
+TRIES = 60  # drawings of sets that were there already, before other layers are taken, or no more are looked for
+RESAMPLES = 2_000
+SURE = 0.05
+MORE, LESS, SAME = "more than random heads", "less than random heads", "no different from random heads"
+
+
+@dataclass(frozen=True, slots=True)
+class Matter:
+    """What a model loses at a task without some heads, beside what it loses without random ones."""
+
+    task: str  # what is measured, in words
+    heads: tuple[Head, ...]
+    whole: float  # the whole model's score
+    damage: float  # what is added to it without the heads: the mean over units
+    low: float  # the ends of its 95 % interval, by bootstrap over units
+    high: float
+    random: tuple[float, ...]  # the damage of as many random heads, one a drawing
+    units: int
+
+    @property
+    def random_mean(self) -> float:
+        return float(np.mean(self.random))
+
+    @property
+    def random_range(self) -> tuple[float, float]:
+        """What 95 % of drawings lie between."""
+        low, high = np.percentile(self.random, (2.5, 97.5))
+        return float(low), float(high)
+
+    @property
+    def verdict(self) -> str:
+        """By rank among the drawings: the chance that one more random drawing would lie as far out."""
+        above, below = (sum(x >= self.damage for x in self.random), sum(x <= self.damage for x in self.random))
+        if (1 + above) / (1 + len(self.random)) <= SURE:
+            return MORE
+        return LESS if (1 + below) / (1 + len(self.random)) <= SURE else SAME
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{layer}.{head}" for _, layer, head in self.heads)
+        low, high = self.random_range
+        return (
+            f"without {names}: {self.task} {self.whole:.3f} {self.damage:+.4f} ({self.low:+.4f} to {self.high:+.4f}); "
+            f"without random ones {self.random_mean:+.4f} ({low:+.4f} to {high:+.4f}): {self.verdict}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "task": self.task, "heads": [list(head) for head in self.heads], "whole": self.whole, "damage": self.damage,
+            "low": self.low, "high": self.high, "random": list(self.random), "units": self.units,
+            "verdict": self.verdict,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, made: dict[str, Any]) -> Matter:
+        try:
+            made = mapping(made, "it", anything)
+            heads = tuple(read_head(head, "heads") for head in items(made["heads"], "heads", anything))
+            whole, damage, low, high = (finite(made[name], name) for name in ("whole", "damage", "low", "high"))
+            random = tuple(items(made["random"], "random", finite))
+            if not heads or not random:
+                raise ValueError("it names no heads, or no random draws")
+            task, units = string(made["task"], "task"), count(made["units"], "units")
+            return cls(task, heads, whole, damage, low, high, random, units)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what matters cannot be read: {in_words(error)}") from error
+
+
+def matter(
+    task: Task,
+    heads: Iterable[Head],
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+    value: Any = "zero",
+    progress: Callable[[int], None] | None = None,
+) -> Matter:
+    """Whether some heads matter for a task more than as many random ones of the same layers do.
+
+    heads: (kind, layer, head) each. draws: random sets, no two the same, none of which holds one of the heads; where
+    these layers have too few, of other layers too, and fewer where there are no more. value: what takes their place,
+    as in mask_heads.
+    """
+    chosen = tuple(dict.fromkeys((kind, int(layer), int(head)) for kind, layer, head in heads))
+    if not chosen:
+        raise HeadwiseError("there are no heads to mask; a role that no head has cannot matter")
+    if draws < 1:
+        raise HeadwiseError(f"at least 1 random draw is needed to compare with, got {draws}")
+    counts = head_counts(task.model)
+    for kind, layer, head in chosen:
+        if head >= counts.get((kind, layer), 0):
+            raise HeadwiseError(f"there is no {kind} head {layer}.{head} in {type(task.model).__name__}")
+    whole = task.score()
+    damage = _without(task, chosen, value) - whole
+    chance = np.random.default_rng(seed)
+    random = []
+    for drawn in _distinct(counts, chosen, chance, draws):
+        random.append(float((_without(task, drawn, value) - whole).mean()))
+        if progress:
+            progress(1)
+    share = chance.multinomial(len(damage), np.full(len(damage), 1 / len(damage)), RESAMPLES) / len(damage)
+    low, high = np.percentile(share @ damage, (2.5, 97.5))
+    return Matter(
+        task.words,
+        chosen,
+        float(whole.mean()),
+        float(damage.mean()),
+        float(low),
+        float(high),
+        tuple(random),
+        len(damage),
+    )
+
+
+def _distinct(
+    counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], chance: np.random.Generator, draws: int
+) -> Iterator[tuple[Head, ...]]:
+    """A set that comes twice would count twice in the rank, as if more chance had been tried."""
+    seen: set[frozenset[Head]] = set()
+    misses = 0
+    while len(seen) < draws and misses < 2 * TRIES:
+        drawn = random_heads(counts, chosen, chance, anywhere=misses >= TRIES)
+        if frozenset(drawn) in seen:
+            misses += 1
+            continue
+        seen.add(frozenset(drawn))
+        misses = TRIES if misses >= TRIES else 0
+        yield drawn
+
+
+def random_heads(
+    counts: Mapping[tuple[str, int], int],
+    chosen: Sequence[Head],
+    chance: np.random.Generator,
+    *,
+    anywhere: bool = False,
+) -> tuple[Head, ...]:
+    """As many other heads: of the same layers, and where a layer has too few left, of any layer of that kind."""
+    taken = set(chosen)
+    drawn: list[Head] = []
+    for key in dict.fromkeys((kind, layer) for kind, layer, _ in chosen if not anywhere):
+        wanted = sum(head[:2] == key for head in chosen)
+        free = [(*key, i) for i in range(counts[key]) if (*key, i) not in taken]
+        drawn += [free[i] for i in chance.permutation(len(free))[:wanted]]
+    for kind in dict.fromkeys(kind for kind, _, _ in chosen):
+        missing = sum(head[0] == kind for head in chosen) - sum(head[0] == kind for head in drawn)
+        rest = [(*key, i) for key, count in counts.items() if key[0] == kind for i in range(count)]
+        rest = [head for head in rest if head not in taken and head not in drawn]
+        if missing > len(rest):
+            raise HeadwiseError(
+                f"{len(chosen)} heads of {sum(counts.values())}: too few others are left to compare with"
+            )
+        drawn += [rest[i] for i in chance.permutation(len(rest))[:missing]]
+    return tuple(drawn)
+
+
+def head_counts(model: Any) -> dict[tuple[str, int], int]:
+    """How many query heads each layer has, by (kind, layer)."""
+    found = {}
+    for site in sites.sites(model):
+        _, linear = sites.w_o(model, site)
+        found[site.key] = sites.query_heads(model, site, sites.input_width(linear) or 0)
+    return found
+
+
+def _without(task: Task, heads: Sequence[Head], value: Any) -> np.ndarray:
+    by_layer: dict[Any, list[int]] = {}
+    for kind, layer, head in heads:
+        by_layer.setdefault((kind, layer), []).append(head)
+    with mask_heads(task.model, by_layer, value):
+        return task.score()

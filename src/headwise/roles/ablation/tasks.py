@@ -1,0 +1,181 @@
+"""What a model must do, as one number a unit, higher being worse: to see what it loses without some heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import HeadwiseError, UnsupportedError
+from ..relations.alignment import Batch, Lost, batches, encode
+from ..relations.gold import Sentence
+from ..relations.probe_set import lexicon
+from ..relations.scoring import body, longest
+
+LENGTH = 64  # tokens of a text that are read
+REPEATED, SEQUENCES = 50, 8  # random tokens, each sequence twice in a row
+TOKENS = 2048  # in a batch
+
+
+@dataclass(frozen=True)
+class Task:
+    """model: what is run and masked. score: one number a unit; relative to the whole model where that is a distance."""
+
+    name: str
+    words: str
+    model: Any
+    score: Callable[[], np.ndarray]
+
+
+def text(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
+    """The language-model loss of a causal model, a text a unit; else how far a text's embedding moves."""
+    groups = _groups([_ids(tokenizer, one) for one in texts], model.device)
+    if speaks(model):
+        return Task("text", "language-model loss", model, lambda: _joined(_loss(model, group) for group in groups))
+    inner, _ = body(model)
+    before = [_embedding(inner, group) for group in groups]
+    return Task(
+        "text",
+        "1 - cosine with the whole model's embedding",
+        inner,
+        lambda: _joined(_apart(_embedding(inner, group), x) for group, x in zip(groups, before, strict=True)),
+    )
+
+
+def repeat(model: Any, tokenizer: Any, seed: int = 0) -> Task:
+    """The loss on random tokens when they come a second time: what induction heads are for. A token a unit."""
+    if not speaks(model):
+        raise UnsupportedError(f"{type(model).__name__} does not predict the next token; it repeats nothing")
+    special = set(tokenizer.all_special_ids)
+    size = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))
+    allowed = np.array([token for token in range(size) if token not in special])
+    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, REPEATED))
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    group = _padded([[*start, *half, *half] for half in drawn.tolist()], model.device)
+
+    def score() -> np.ndarray:
+        return _token_losses(model, group)[:, -REPEATED:].flatten().cpu().numpy()
+
+    return Task("repeat", "loss on repeated random tokens", model, score)
+
+
+def words(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: str, limit: int = 200) -> Task:
+    """How far the last layer's vectors of the words that ask move: pronouns, for a relation of pronouns."""
+    inner, _ = body(model)
+    chosen = [one for one in sentences if any(link.relation == relation for link in one.links)][:limit]
+    if not chosen:
+        raise HeadwiseError(f"no sentence has a link {relation!r}")
+    only = [Sentence(one.text, one.spans, tuple(x for x in one.links if x.relation == relation)) for one in chosen]
+    made = list(batches(encode(only, tokenizer, longest(inner), Lost()), inner.device, causal=False))
+    before = [_asking_words(inner, batch) for batch in made]
+    return Task(
+        relation,
+        f"1 - cosine of the words that ask ({relation.split(' > ')[0]})",
+        inner,
+        lambda: _joined(_apart(_asking_words(inner, batch), x) for batch, x in zip(made, before, strict=True)),
+    )
+
+
+def agreement(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: int = 100) -> Task:
+    """How much likelier the verb of the wrong number is than the right one, after all that stands before it."""
+    if not speaks(model):
+        raise UnsupportedError(f"{type(model).__name__} does not predict the next token, so no verb either")
+    forms = {one: many for many, one in lexicon.IDLE} | {"is": "are"}
+    forms |= {many: one for one, many in forms.items()}
+    rows: list[list[int]] = []
+    ends: list[list[int]] = []
+    for one in sentences:
+        for link in one.links:
+            if link.relation.startswith("verb > subject") and len(rows) < limit:
+                verb = one.words[link.word]
+                rows.append(_ids(tokenizer, one.text[: one.spans[link.word][0]].rstrip()))
+                ends.append([_first(tokenizer, form) for form in (verb, forms[verb])])
+    group, right = _padded(rows, model.device), torch.tensor(ends, device=model.device)
+
+    def score() -> np.ndarray:
+        with torch.no_grad():
+            logits = model(**group).logits.float()
+        last = group["attention_mask"].sum(1) - 1
+        chances = logits[torch.arange(len(rows), device=last.device), last].log_softmax(-1).gather(1, right)
+        return (chances[:, 1] - chances[:, 0]).cpu().numpy()
+
+    return Task("agreement", "log-odds of the verb of the wrong number", model, score)
+
+
+def speaks(model: Any) -> bool:
+    """Whether a model predicts the next token."""
+    name = type(model).__name__
+    return "CausalLM" in name or "LMHeadModel" in name
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    given = tokenizer(text, truncation=True, max_length=LENGTH, return_special_tokens_mask=True, verbose=False)
+    ids = list(given["input_ids"])
+    if ids and not given["special_tokens_mask"][0] and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id, *ids]
+    return ids
+
+
+def _first(tokenizer: Any, word: str) -> int:
+    """The first piece of a word inside a text."""
+    return int(tokenizer(" " + word, add_special_tokens=False)["input_ids"][0])
+
+
+def _groups(rows: list[list[int]], device: Any) -> list[dict[str, Tensor]]:
+    groups: list[list[list[int]]] = []
+    for row in sorted((row for row in rows if len(row) > 2), key=len):
+        if not groups or (len(groups[-1]) + 1) * len(row) > TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    if not groups:
+        raise HeadwiseError("there is no text of two tokens or more")
+    return [_padded(group, device) for group in groups]
+
+
+def _padded(rows: list[list[int]], device: Any) -> dict[str, Tensor]:
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+        mask[i, : len(row)] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _token_losses(model: Any, group: dict[str, Tensor]) -> Tensor:
+    """(B, T - 1): the loss of each token but the first; 0 for padding."""
+    with torch.no_grad():
+        logits = model(**group).logits[:, :-1].float()
+    losses = F.cross_entropy(logits.flatten(0, 1), group["input_ids"][:, 1:].flatten(), reduction="none")
+    return losses.view(logits.shape[:2]) * group["attention_mask"][:, 1:]
+
+
+def _loss(model: Any, group: dict[str, Tensor]) -> Tensor:
+    return _token_losses(model, group).sum(1) / group["attention_mask"][:, 1:].sum(1)
+
+
+def _embedding(inner: Any, group: dict[str, Tensor]) -> Tensor:
+    mask = group["attention_mask"][..., None]
+    with torch.no_grad():
+        states = inner(**group).last_hidden_state.float()
+    return (states * mask).sum(1) / mask.sum(1)
+
+
+def _asking_words(inner: Any, batch: Batch) -> Tensor:
+    """(N, width): the mean of the pieces of each word that asks."""
+    with torch.no_grad():
+        states = inner(**batch.inputs).last_hidden_state.float()
+    each = (batch.to / batch.to.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2) @ states  # (B, W, width)
+    return each[batch.sentence, batch.word]
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(one, other, dim=-1)
+
+
+def _joined(parts: Any) -> np.ndarray:
+    return torch.cat(list(parts)).cpu().double().numpy()  # not every device has float64

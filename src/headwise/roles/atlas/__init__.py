@@ -1,0 +1,1 @@
+"""What every head does on a corpus: streamed statistics, roles, baselines and intervals."""

@@ -1,0 +1,73 @@
+"""Sums in a file: arrays as safetensors, the rest as JSON in its header. Written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import CheckpointError
+from ...files import written
+from ..json_documents import anything, in_words, mapping, parse_json
+from .sums import Tally
+
+FORMAT = "1"
+EXTRA = "extra/"  # before the names of arrays that belong to no tally
+
+
+class Saved(NamedTuple):
+    """What a file of sums holds."""
+
+    tallies: dict[str, Tally]
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+def save_tallies(
+    path: str | os.PathLike[str],
+    tallies: dict[str, Tally | None],
+    facts: dict[str, Any],
+    arrays: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Tallies by name, None left out; facts: anything that JSON can hold; arrays: others that go with them."""
+    from safetensors.numpy import save_file
+
+    there = {name: tally for name, tally in tallies.items() if tally is not None}
+    held = {f"{name}/{key}": x for name, tally in there.items() for key, x in tally.arrays().items()}
+    held |= {EXTRA + key: x for key, x in (arrays or {}).items()}
+    about = {"tallies": {name: tally.facts() for name, tally in there.items()}, "more": facts}
+    with written(path, CheckpointError) as made:
+        save_file(
+            {key: np.ascontiguousarray(x) for key, x in held.items()},
+            made,
+            {"headwise-sums": FORMAT, "facts": json.dumps(about)},
+        )
+
+
+def load_tallies(path: str | os.PathLike[str]) -> Saved:
+    """What `save_tallies` wrote; whatever does not fit together is an error."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if not os.path.isfile(path):
+            raise ValueError("it is not a file")
+        with safe_open(os.fspath(path), framework="numpy") as file:
+            about = file.metadata() or {}
+            if about.get("headwise-sums") != FORMAT:
+                raise CheckpointError(f"{str(path)!r} holds no sums of an atlas that this version reads")
+            facts = parse_json(about["facts"])
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # this is no dict
+        extra = {key.removeprefix(EXTRA): arrays.pop(key) for key in list(arrays) if key.startswith(EXTRA)}
+        tallies = {}
+        for name, found in mapping(facts["tallies"], "tallies", anything).items():
+            own = {key.removeprefix(name + "/"): arrays.pop(key) for key in list(arrays) if key.startswith(name + "/")}
+            tallies[name] = Tally.of(found, own)
+        if arrays:
+            raise ValueError(f"array {next(iter(arrays))!r} belongs to no sums")
+        return Saved(tallies, mapping(facts["more"], "more", anything), extra)
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {in_words(error)}; remove it to begin again") from error

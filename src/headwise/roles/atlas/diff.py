@@ -1,0 +1,117 @@
+"""Two atlases side by side: which heads gained a role, lost one, or do it more or less than before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import HeadwiseError
+from .atlas import Atlas, Role
+from .roles import BY_NAME
+
+SHOWN = 8
+
+
+class Change(NamedTuple):
+    """A score of a head before and after, whose intervals do not touch."""
+
+    kind: str
+    layer: int
+    head: int  # its number in the first atlas
+    score: str
+    before: float
+    after: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+
+@dataclass(frozen=True, repr=False)
+class Changes:
+    """What a second atlas has that the first had not. Heads are named as in the first."""
+
+    first: str
+    second: str
+    gained: list[Role]
+    lost: list[Role]
+    kept: list[Role]
+    gone: list[tuple[str, int, int]]  # heads that the second model no longer has
+    moved: list[Change]  # scores that changed beyond both intervals, the largest change first
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first": self.first, "second": self.second,
+            **{name: [role._asdict() for role in getattr(self, name)] for name in ("gained", "lost", "kept", "moved")},
+            "gone": [f"{kind} {layer}.{head}" for kind, layer, head in self.gone],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.first} -> {self.second}: {len(self.kept)} roles kept, {len(self.gained)} gained, "
+            f"{len(self.lost)} lost"
+        ]
+        if self.gone:
+            names = [f"{layer}.{head}" for _, layer, head in self.gone[:SHOWN]]
+            lines.append(
+                f"heads gone: {len(self.gone)} ({', '.join(names)}{', ...' if len(self.gone) > SHOWN else ''})"
+            )
+        for sign, roles in (("+", self.gained), ("-", self.lost)):
+            lines += [f"  {sign} {role.name} {role.role} {role.score:.2f}" for role in roles[:SHOWN]]
+            lines += ["    ..."] * (len(roles) > SHOWN)
+        if self.moved:
+            lines.append("largest changes of a score")
+            lines += [f"    {one.name} {one.score} {one.before:.2f} -> {one.after:.2f}" for one in self.moved[:SHOWN]]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def changes(first: Atlas, second: Atlas) -> Changes:
+    """Heads are matched by their numbers before any pruning."""
+    if first.ways != second.ways or first.layers.keys() != second.layers.keys():
+        raise HeadwiseError(f"these are atlases of different kinds of models: {first.model} and {second.model}")
+    here, there = _numbers(first), _numbers(second)
+    shared = {at: there[before] for before, at in here.items() if before in there}  # in the first -> in the second
+    back = {at: before for before, at in shared.items()}
+    old = {(*shared[role[:3]], role.role): role for role in first.roles if role[:3] in shared}
+    new = {(*role[:3], role.role): role for role in second.roles if role[:3] in back}
+    named = {key: Role._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
+    gone = [at for before, at in here.items() if before not in there]
+    return Changes(
+        first.model, second.model,
+        [named[key] for key in new if key not in old],
+        [role for key, role in old.items() if key not in new] + [role for role in first.roles if role[:3] in set(gone)],
+        [named[key] for key in new if key in old],
+        gone,
+        sorted(_moved(first, second, shared), key=lambda one: -abs(one.after - one.before)),
+    )  # fmt: skip
+
+
+def _numbers(atlas: Atlas) -> dict[tuple[str, int, int], tuple[str, int, int]]:
+    """(kind, layer, number before pruning) -> (kind, layer, number)."""
+    found = {}
+    for kind, layer, head in atlas:
+        before = atlas.heads[kind][atlas.layers[kind].index(layer)][head]
+        assert before is not None
+        found[kind, layer, before] = (kind, layer, head)
+    return found
+
+
+def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[Change]:
+    found = []
+    for name in dict.fromkeys(role.score for role in BY_NAME.values()):
+        for (kind, layer, head), (_, layer2, head2) in shared.items():
+            if kind not in first.scores.get(name, {}) or kind not in second.scores.get(name, {}):
+                continue
+            at, to = (first.layers[kind].index(layer), head), (second.layers[kind].index(layer2), head2)
+            before, after = first.scores[name][kind][at], second.scores[name][kind][to]
+            apart = (
+                first.high[name][kind][at] < second.low[name][kind][to]
+                or second.high[name][kind][to] < first.low[name][kind][at]
+            )
+            if apart and not np.isnan(before + after):
+                found.append(Change(kind, layer, head, name, float(before), float(after)))
+    return found

@@ -1,0 +1,98 @@
+"""An atlas in words, as CSV, Parquet or DataFrames."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import HeadwiseError
+from ...files import written
+from .roles import ROLES, Definition
+
+if TYPE_CHECKING:
+    from .atlas import Atlas, Role
+
+BEST = 4  # heads that are named in a line
+REST = "on the first token, added tokens or punctuation"
+
+
+def text(atlas: Atlas, best: int = BEST) -> str:
+    """A line a role with its best heads, and the share of heads without one."""
+    lines = [_title(atlas), ""]
+    width = max(len(one.name) for one in ROLES)
+    many = len(atlas.layers) > 1
+    for one in ROLES:
+        if not any(way in one.ways for way in atlas.ways.values()) or one.score not in atlas.scores:
+            continue
+        having = atlas.having(one)
+        if not having and one.name.startswith("offset"):
+            continue  # ten lines of nothing would hide the rest
+        shown = ", ".join(_head(role, many) for role in having[:best]) + (", ..." if len(having) > best else "")
+        lines.append(f"{one.name:<{width}}  {len(having):>4}  {shown or _nearest(atlas, one, many)}")
+    lines += [
+        "",
+        f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role.",
+        f"{atlas.resting:.0%} only rest: {REST}.",
+    ]
+    lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
+    lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]
+    if atlas.relations is not None:
+        lines += ["", "Relations between words, on gold links that no head was chosen by:", str(atlas.relations)]
+    return "\n".join(lines)
+
+
+def _title(atlas: Atlas) -> str:
+    about = atlas.about
+    sizes = ", ".join(
+        f"{'' if len(atlas.layers) == 1 else kind + ' '}{len(layers)} layers, {atlas.ways[kind]}"
+        for kind, layers in atlas.layers.items()
+    )
+    cut = f", {about['cut']:,} of them cut" if about.get("cut") else ""
+    return f"{atlas.model}: {len(atlas)} heads ({sizes}); {about['texts']:,} texts, {about['tokens']:,} tokens{cut}"
+
+
+def _head(role: Role, many: bool) -> str:
+    kind = f"{role.kind} " if many else ""
+    return f"{kind}{role.name} {role.score:.2f} [{role.low:.2f}–{role.high:.2f}] ({role.baseline:.2f})"
+
+
+def _nearest(atlas: Atlas, one: Definition, many: bool) -> str:
+    ranked = [role for role in atlas.ranked(one) if not one.held(role.score, role.baseline, role.low)]
+    if not ranked:
+        return "cannot tell: nothing in these texts shows it"
+    return f"none; nearest is {_head(ranked[0], many)}, {one.level(ranked[0].baseline):.2f} needed"
+
+
+def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    every = list(rows)
+    with written(path) as made, open(made, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, every[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(every)
+
+
+def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    table = pandas().DataFrame(list(rows))
+    with written(path) as made:
+        try:
+            table.to_parquet(made, index=False)
+        except ImportError:
+            raise HeadwiseError(
+                "Parquet needs pyarrow; get it with: pip install 'headwise[tables]', or use to_csv"
+            ) from None
+
+
+def frame(rows: Iterable[dict[str, Any]]) -> Any:
+    """A row a head, a column a score."""
+    long = pandas().DataFrame(list(rows))
+    return long.pivot(index=["kind", "layer", "head"], columns="score", values="value")
+
+
+def pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise HeadwiseError("DataFrames need pandas: pip install 'headwise[tables]', or use to_csv") from None
+    return pandas

@@ -1,0 +1,1 @@
+"""Which heads follow a relation between words, against gold annotation."""

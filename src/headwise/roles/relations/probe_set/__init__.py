@@ -1,0 +1,1 @@
+"""Sentences of our own grammar with exact gold links."""

@@ -1,0 +1,270 @@
+"""What was found out about relations, as a plain value: it prints, saves, loads and compares without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import CheckpointError
+from ...files import written
+from ..json_documents import (
+    anything,
+    brief,
+    count,
+    finite,
+    finite_or_none,
+    flag,
+    in_words,
+    items,
+    mapping,
+    parse_json,
+    string,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Head = tuple[str, int, int]  # kind, layer, head
+MARGIN = 0.10  # by which a head must beat the best fixed offset (Voita 2019)
+FOUND, BETTER, NOT_FOUND, TOO_FEW = "found", "above the offset", "not found", "too few links"
+FORMAT = "headwise relations 1"
+DIGITS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """How the head that was chosen for a relation does on links that it was not chosen by.
+
+    Intervals are at a level that holds for all relations together; `gain` is accuracy beyond the best fixed answer.
+    """
+
+    name: str
+    kind: str
+    layer: int
+    head: int
+    links: int  # reported on
+    chosen_by: int  # links of the choosing half; 0 where the head was chosen by another relation or corpus
+    visible: float  # share of all links that the model can follow: a causal one sees backwards alone
+    accuracy: float
+    weight: float  # mean weight on the gold word
+    fixed: str  # the best answer that knows no meaning: "-1" is the word before
+    fixed_accuracy: float
+    median: float  # accuracy of a random head: the median of all heads
+    high_heads: float  # the accuracy that one head in twenty exceeds
+    low: float = float("nan")  # of accuracy
+    high: float = float("nan")
+    weight_low: float = float("nan")
+    weight_high: float = float("nan")
+    gain_low: float = float("nan")
+    gain_high: float = float("nan")
+
+    @property
+    def gain(self) -> float:
+        return self.accuracy - self.fixed_accuracy
+
+    @property
+    def label(self) -> str:
+        return f"{self.layer}.{self.head}"
+
+    @property
+    def enough(self) -> bool:
+        return not np.isnan(self.gain_low)
+
+    @property
+    def verdict(self) -> str:
+        """Found: 10 points above the best fixed answer, and an interval that does not reach down to it."""
+        if not self.enough:
+            return TOO_FEW
+        if self.gain_low <= 0:
+            return NOT_FOUND
+        return FOUND if self.gain >= MARGIN else BETTER
+
+
+@dataclass(frozen=True)
+class Relations:
+    """All relations of a corpus in one model, and the same with shuffled gold, which must find nothing."""
+
+    model: str
+    causal: bool
+    sentences: int  # reported on
+    level: float  # of each interval, so that all of them hold together at 0.05
+    rows: tuple[Relation, ...]
+    shuffled: tuple[Relation, ...]
+    heads: tuple[Head, ...]
+    scores: dict[str, np.ndarray]  # relation -> accuracy of every head on the reporting half, (heads,)
+    notes: tuple[str, ...] = ()
+    record: Any = field(default=None, repr=False, compare=False)  # link by link; not saved
+
+    def __getitem__(self, name: str) -> Relation:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    @property
+    def found(self) -> tuple[Relation, ...]:
+        return tuple(row for row in self.rows if row.verdict == FOUND)
+
+    def best(self, name: str, count: int = 5) -> list[tuple[Head, float]]:
+        """The heads that do best at a relation on the reporting half: to look at, not to report."""
+        order = np.argsort(self.scores[name])[::-1][:count]
+        return [(self.heads[i], float(self.scores[name][i])) for i in order]
+
+    def summary(self) -> list[str]:
+        """What there is to say in a few lines."""
+        judged = [row for row in self.rows if row.enough]
+        counts = {verdict: sum(row.verdict == verdict for row in judged) for verdict in (FOUND, BETTER, NOT_FOUND)}
+        false = [row for row in self.shuffled if row.enough]
+        lines = [
+            f"{self.model}: {len(judged)} relations judged on {self.sentences:,} texts, "
+            + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+            + f"; {len(self.rows) - len(judged)} with too few links",
+            f"shuffled gold: {sum(row.verdict == FOUND for row in false)} of {len(false)} found",
+        ]
+        if self.causal:
+            lines.append("a causal model: links to later words cannot be followed; `visible` tells the share that can")
+        return [*lines, *self.notes]
+
+    def table(self, rows: Iterable[Relation] | None = None) -> Table:
+        """As rich draws it."""
+        from rich.table import Table
+
+        drawn = Table(box=None, header_style="bold", pad_edge=False)
+        for title in ("relation", "head", "accuracy", "interval", "fixed", "its", "random head", "weight", "links"):
+            drawn.add_column(title, justify="left" if title in ("relation", "fixed") else "right")
+        drawn.add_column("")
+        for row in self.ordered() if rows is None else rows:
+            drawn.add_row(*_cells(row), style=None if row.verdict == FOUND else "dim")
+        return drawn
+
+    def ordered(self) -> list[Relation]:
+        """Those that were found first, each kind by its gain; without those that have too few links."""
+        rank = {FOUND: 0, BETTER: 1, NOT_FOUND: 2}
+        return sorted((row for row in self.rows if row.enough), key=lambda row: (rank[row.verdict], -row.gain))
+
+    def __str__(self) -> str:
+        from ...terminal import console
+
+        screen = console(width=130, color_system=None)
+        with screen.capture() as captured:
+            screen.print(self.table())
+            for line in self.summary():
+                screen.print(line, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def markdown(self, rows: Iterable[Relation] | None = None) -> str:
+        """The table for a page."""
+        head = "| relation | head | accuracy | interval | best fixed | its | median head | weight | links | visible | |"
+        lines = [head, "|" + "---|" * (head.count("|") - 1)]
+        for row in self.ordered() if rows is None else rows:
+            name, label, accuracy, interval, fixed, its, median, weight, links, verdict = _cells(row)
+            cells = (name, label, accuracy, interval, fixed, its, median, weight, links, f"{row.visible:.0%}", verdict)
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines)
+
+    def frame(self) -> Any:
+        """One row a relation, as a pandas DataFrame."""
+        from ..atlas.export import pandas
+
+        return pandas().DataFrame([_plain(row) for row in self.rows])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "causal": self.causal,
+            "sentences": self.sentences,
+            "level": self.level,
+            "notes": list(self.notes),
+            "heads": [list(head) for head in self.heads],
+            "rows": [_plain(row) for row in self.rows],
+            "shuffled": [_plain(row) for row in self.shuffled],
+            "scores": {name: [_rounded(float(x)) for x in scores] for name, scores in self.scores.items()},
+        }
+
+    @classmethod
+    def from_json(cls, made: dict[str, Any]) -> Relations:
+        if not isinstance(made, dict) or made.get("format") != FORMAT:
+            got = brief(made.get("format") if isinstance(made, dict) else made)
+            raise CheckpointError(f"these are no relations: their format is {got}, not {FORMAT!r}")
+        try:
+            heads = tuple(items(made["heads"], "heads", read_head))
+            scores = mapping(made["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
+            if wrong := [name for name, found in scores.items() if len(found) != len(heads)]:
+                raise ValueError(f"scores of {brief(wrong[0])} must be {len(heads)}, one for each head")
+            return cls(
+                model=string(made["model"], "model"),
+                causal=flag(made["causal"], "causal"),
+                sentences=count(made["sentences"], "sentences"),
+                level=finite(made["level"], "level"),
+                rows=tuple(items(made["rows"], "rows", _row)),
+                shuffled=tuple(items(made["shuffled"], "shuffled", _row)),
+                heads=heads,
+                scores=scores,
+                notes=tuple(items(made["notes"], "notes", string)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        with written(path) as file:
+            file.write_text(json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Relations:
+        try:
+            made = parse_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {in_words(error)}") from error
+        return cls.from_json(made)
+
+
+def _rounded(x: float) -> float | None:
+    """None for what is not a number, which JSON has not."""
+    return None if np.isnan(x) else round(x, DIGITS)
+
+
+def _plain(row: Relation) -> dict[str, Any]:
+    """With what is worked out: from the rounded numbers, as it is when they are read again."""
+    values: dict[str, Any] = {name: _rounded(x) if isinstance(x, float) else x for name, x in asdict(row).items()}
+    own, fixed = values["accuracy"], values["fixed_accuracy"]
+    gain = None if own is None or fixed is None else _rounded(own - fixed)
+    return values | {"gain": gain, "verdict": row.verdict}
+
+
+def _row(value: Any, what: str) -> Relation:
+    values = mapping(value, what, anything)
+    known: dict[str, Any] = {}
+    for one in fields(Relation):
+        if one.default is MISSING or one.name in values:
+            known[one.name] = READ[str(one.type)](values[one.name], f"{what}.{one.name}")
+    return Relation(**known)
+
+
+READ = {"str": string, "int": count, "float": finite_or_none}  # how a field is read, by its type
+
+
+def read_head(value: Any, what: str) -> Head:
+    kind, layer, head = items(value, what, anything)
+    return string(kind, what), count(layer, what), count(head, what)
+
+
+def _cells(row: Relation) -> tuple[str, ...]:
+    return (
+        row.name,
+        row.label,
+        f"{row.accuracy:.1%}",
+        f"{row.low:.1%} to {row.high:.1%}" if row.enough else "",
+        row.fixed,
+        f"{row.fixed_accuracy:.1%}",
+        f"{row.median:.1%}",
+        f"{row.weight:.2f}",
+        f"{row.links:,}",
+        row.verdict,
+    )

@@ -1,0 +1,122 @@
+"""Ask every head of a model about gold links: does its strongest weight fall on the right word, and how much does?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from ...models.watching.watcher import watch
+from .alignment import Batch, Lost, batches, encode
+from .gold import Sentence
+from .result import Head
+
+REACH = 10  # words, on either side, of a fixed offset
+OFFSETS = [*range(-REACH, 0), *range(1, REACH + 1)]
+RANKS = ("the nearest candidate", "the second nearest candidate", "the first candidate")  # where there are candidates
+SAME = "the nearest same word, else candidate"
+EDGES = ("the first word", "the last word")
+FIXED = [*(f"{offset:+d}" for offset in OFFSETS), *EDGES, *RANKS, SAME]
+
+
+class Answers(NamedTuple):
+    """What each head answers to the links of a batch."""
+
+    heads: list[Head]
+    batch: Batch
+    hits: Tensor  # (N, heads) bool: its strongest weight is on the right word
+    weights: Tensor  # (N, heads): how much of its weight is
+
+
+def body(model: Any) -> tuple[Any, tuple[str, ...]]:
+    """The part of a model that reads one text by itself, without an output head, and what to say about it."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return model.get_encoder(), (
+            "the encoder alone: cross-attention links two texts, so relations within one do not apply to it",
+        )
+    inner = getattr(model, "base_model", model)
+    wanted = getattr(inner, "main_input_name", "input_ids")
+    if wanted != "input_ids":
+        raise UnsupportedError(f"{type(model).__name__} takes {wanted}, not text; relations need a text model")
+    return inner, ()
+
+
+def is_causal(model: Any) -> bool:
+    """Whether no head of a model looks ahead, seen on a few tokens."""
+    ids = torch.arange(1, 8, device=model.device)[None]
+    ahead: list[bool] = []
+
+    def each(layer: Any, reading: Any, real: Any) -> None:
+        ahead.append(bool(reading.weights(None, None).triu(1).any()))
+
+    with torch.no_grad(), watch(model, each=each):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    return not any(ahead)
+
+
+def longest(model: Any) -> int:
+    """The most tokens a model takes."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20) - 2
+
+
+def ask(model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, lost: Lost) -> Iterator[Answers]:
+    """Every head's answers, batch by batch."""
+    for batch in batches(encode(sentences, tokenizer, longest(model), lost), model.device, causal=causal):
+        if batch.links:
+            yield answer(model, batch)
+
+
+def answer(model: Any, batch: Batch) -> Answers:
+    """What every head answers to the links of one batch."""
+    heads: list[Head] = []
+    hits, shares = [], []
+
+    def each(layer: Any, reading: Any, real: Any) -> None:
+        hit, share = marked(reading.weights(None, None).float(), batch)
+        heads.extend((layer.kind, layer.index, head) for head in range(hit.shape[1]))
+        hits.append(hit)
+        shares.append(share)
+
+    with torch.no_grad(), watch(model, each=each):
+        model(**batch.inputs)
+    return Answers(heads, batch, torch.cat(hits, 1).cpu(), torch.cat(shares, 1).cpu())
+
+
+def marked(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(B, H, T, T) between pieces -> (N, H): whether the answer is right, and the weight on what would be.
+
+    Between words: weights to the pieces of a word add up, those from them are averaged.
+    """
+    to = batch.to[:, None]  # (B, 1, T, W)
+    mean = (batch.to / batch.to.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2)[:, None]  # (B, 1, W, T)
+    words = mean @ (weights @ to)  # (B, H, W, W)
+    rows = words[batch.sentence, :, batch.word]  # (N, H, W)
+    best = rows.masked_fill(~batch.allowed[:, None], -1.0).argmax(-1)  # (N, H)
+    return batch.targets.gather(1, best), (rows * batch.targets[:, None]).sum(-1)
+
+
+def fixed(batch: Batch, sentences: Sequence[Sentence]) -> Tensor:
+    """(N, FIXED) bool: where answers that know no meaning are right, such as always the word before.
+
+    An offset that leads out of the text takes the word at that edge, as a head must look somewhere too.
+    """
+    targets, word = batch.targets.cpu(), batch.word.cpu()[:, None]
+    numbers = batch.numbers[batch.sentence.cpu()].tolist()
+    last = torch.tensor([len(sentences[number].spans) - 1 for number in numbers])[:, None]
+    offsets = torch.tensor(OFFSETS)
+    places = (word + offsets).clamp(min=0).minimum(last)  # (N, offsets)
+    places = torch.where(places == word, word - offsets.sign(), places)  # at the edge itself: the other neighbour
+    places = torch.cat([places, torch.zeros_like(last), last], 1).clamp(min=0).minimum(last)
+    right = torch.zeros(len(batch.links), len(FIXED), dtype=torch.bool)
+    right[:, : places.shape[1]] = targets.gather(1, places)
+    for n, link in enumerate(batch.links):
+        if link.among:
+            near = sorted(link.among, key=lambda i: abs(i - link.word))
+            words = sentences[numbers[n]].words
+            same = [i for i in near if words[i].lower() == words[link.word].lower()]
+            picks = (near[0], near[min(1, len(near) - 1)], min(link.among), (same or near)[0])
+            right[n, places.shape[1] :] = targets[n, list(picks)]
+    return right

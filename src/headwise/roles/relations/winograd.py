@@ -1,0 +1,88 @@
+"""Winograd sentences with their referents, from BIG-bench's WinoWhy file: pairs that differ in what a pronoun means."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import HeadwiseError
+from ..json_documents import in_words, parse_json, string
+from .gold import Link, Sentence
+
+ITEM = re.compile(r"(?P<text>.+?)\s*The '(?P<pronoun>[^']+)' refers to (?P<referent>.+?) because ", re.DOTALL)
+WORD = re.compile(r"[A-Za-z0-9$][\w-]*(?:'(?!s\b)\w+)?|'s|[^\w\s]")
+PRONOUN, DECIDING = "pronoun > referent", "deciding word > referent"
+
+
+@dataclass(frozen=True)
+class Winograd:
+    """Sentences in pairs, one after the other, and what was left out."""
+
+    sentences: list[Sentence]
+    notes: tuple[str, ...]
+
+
+def read(path: str | os.PathLike[str]) -> Winograd:
+    """Pairs of sentences in which each pronoun has the same two candidates and another one of them is right."""
+    try:
+        examples = parse_json(Path(path).read_text(encoding="utf-8"))["examples"]
+        found = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HeadwiseError(f"{str(path)!r} is not the WinoWhy file of BIG-bench: {in_words(error)}") from error
+    items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in found if m))
+    made: list[Sentence] = []
+    at = 0
+    while at + 1 < len(items):
+        pair = _pair(items[at], items[at + 1], f"pair {at}")
+        made += pair
+        at += 2 if pair or _alike(items[at][0], items[at + 1][0]) else 1
+    left = len(items) - len(made)
+    note = f"{left} of {len(items)} Winograd sentences left out: no twin, or a word that is not found once"
+    return Winograd(made, (note,) if left else ())
+
+
+def _alike(one: str, other: str) -> bool:
+    a, b = WORD.findall(one), WORD.findall(other)
+    return a[:3] == b[:3]
+
+
+def _pair(one: tuple[str, str, str], other: tuple[str, str, str], document: str) -> list[Sentence]:
+    """Two sentences, where they are twins and every word that matters is found; else none."""
+    if not _alike(one[0], other[0]) or one[1].lower() != other[1].lower() or one[2].lower() == other[2].lower():
+        return []
+    made = [_sentence(one, other, document), _sentence(other, one, document)]
+    return [sentence for sentence in made if sentence] if all(made) else []
+
+
+def _sentence(own: tuple[str, str, str], twin: tuple[str, str, str], document: str) -> Sentence | None:
+    text, pronoun, referent = own
+    spans = [match.span() for match in WORD.finditer(text)]
+    words = [text[start:end].lower() for start, end in spans]
+    places = [i for i, word in enumerate(words) if word == pronoun.lower()]
+    right, wrong = _head_word(words, referent), _head_word(words, twin[2])
+    if len(places) != 1 or right is None or wrong is None or right == wrong:
+        return None
+    among = (min(right, wrong), max(right, wrong))
+    links = [Link(PRONOUN, places[0], (right,), among)]
+    twins = [word.lower() for word in WORD.findall(twin[0])]
+    deciding = next((i for i, word in enumerate(words) if i >= len(twins) or word != twins[i]), None)
+    if deciding is not None and deciding not in (*among, places[0]):
+        links.append(Link(DECIDING, deciding, (right,), among))
+    return Sentence(text, tuple(spans), tuple(links), document)
+
+
+def _head_word(words: Sequence[str], name: str) -> int | None:
+    """Where the noun of a name stands in a text, if the name is there: "sack" of "the sack of potatoes".
+
+    Articles may differ; where the name is there several times, the last one counts.
+    """
+    parts = [part.lower() for part in WORD.findall(name)]
+    parts = [part for part in parts if part not in ("the", "a", "an", "his", "her", "my")]
+    noun = parts.index("of") - 1 if "of" in parts[1:] else len(parts) - 1
+    for end in range(len(words), len(parts) - 1, -1):
+        if parts and list(words[end - len(parts) : end]) == parts:
+            return end - len(parts) + noun
+    return None

@@ -1,0 +1,1 @@
+"""Fair timing: interleaved races, processor time, the machine's description."""

@@ -1,0 +1,1 @@
+"""What tests of several folders share: models, inputs, expected values and ways to run them."""
