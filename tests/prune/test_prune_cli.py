@@ -208,7 +208,7 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
     with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
         recover(headwise.prune_heads(model, {0: [1, 2]}), model, given, 12, checkpoint=file, progress=stop)
     again = headwise.prune_heads(model, {0: [1, 2]})
-    assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-5)
+    assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-4)
     for one, other in zip(again.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     assert not file.exists()
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_in_recovery_is_one_line_and_what_was_kept_stays(
     monkeypatch.undo()
     losses = recover(again := headwise.prune_heads(model, {0: [1]}), model, given, 6, checkpoint=file)
     whole = recover(other := headwise.prune_heads(model, {0: [1]}), model, given, 6)
-    assert losses == pytest.approx(whole, rel=1e-5)
+    assert losses == pytest.approx(whole, rel=1e-4)
     for one, two in zip(again.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two)
 

@@ -128,7 +128,7 @@ def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monke
     want, got = atlas(model, on_corpus.texts(), tokenizer("minilm")), Atlas.load(tmp_path / "atlas.json")
     assert got.about["texts"] == want.about["texts"] == 23
     for name, kinds in want.scores.items():
-        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=1e-4, err_msg=name)
     scores = importance(model, on_corpus.batches(1))["self"]
-    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), scores, rtol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), scores, rtol=1e-4)
     assert not list(tmp_path.glob("**/*.safetensors"))
