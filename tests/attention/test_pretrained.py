@@ -396,6 +396,7 @@ def test_tensors_that_are_refused(tmp_path, originals, name, change, words):
 def test_directories_that_are_refused(tmp_path, originals):
     refused(Encoder, tmp_path / "nowhere", "nowhere' is not a directory; give one with config.json")
     refused(Encoder, originals / "bert" / "config.json", "is not a directory")
+    refused(Encoder, Path("x" * 5000), "is not a directory")
     refused(Decoder, originals / "bert", "bert checkpoints are encoders; use Encoder.from_pretrained")
     refused(Encoder, originals / "gpt2", "gpt2 checkpoints are decoders; use Decoder.from_pretrained")
     folder = shutil.copytree(originals / "bert", tmp_path / "bert")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -30,7 +31,7 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device: torch.device | str) -> Stack:
     """The Encoder or Decoder that a checkpoint's directory holds, in eval mode; dtype None keeps the file's."""
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{str(path)!r} is not a directory; give one with config.json and model.safetensors")
     config = read_json(folder / "config.json")
     architecture = _architecture(stack, config)

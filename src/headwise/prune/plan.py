@@ -108,7 +108,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        if not Path(os.fspath(path)).is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(f"there is no plan at {str(path)!r}")
         try:
             given = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
