@@ -59,9 +59,9 @@ def _run(args: Sequence[str] | None) -> int:
         return INTERRUPTED
 
 
-def _show_warning(message: Any, category: Any, filename: str, number: int, file: Any = None, line: Any = None) -> None:
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
     """A library's warning may quote a text: matplotlib names the characters that a font has not."""
-    echo(warnings.formatwarning(message, category, filename, number, line), err=True, nl=False)
+    echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)
 
 
 def _usage(error: Exception) -> str:
