@@ -103,7 +103,7 @@ class Plan:
         given = self.to_json()
         rows = ",\n".join("    " + json.dumps(row) for row in given.pop("layers"))
         head = json.dumps(given, indent=2).removesuffix("\n}")
-        with written(path) as made:
+        with written(path, CheckpointError) as made:
             made.write_text(f'{head},\n  "layers": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
     @classmethod
