@@ -452,6 +452,7 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual[:-1], texts], "exists and is not empty"),
         ([*usual[:-1], tmp_path / ("x" * 234)], "'... is too long for a directory and what is kept beside it"),
         ([*usual[:-1], tmp_path / ("x" * 5000)], "'... is too long for a directory and what is kept beside it"),
+        ([*usual[:-1], tmp_path / "\udcff"], "\\udcff' is not a path in UTF-8; give another directory"),
         ([*usual, "--model", "x" * 5000], "'... (5,000 characters); give a directory"),
         ([*usual, "--texts", "x" * 5000], "cannot be read: File name too long"),
         ([*usual, "--labels", "x" * 5000], "cannot be read: File name too long"),
