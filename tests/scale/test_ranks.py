@@ -90,6 +90,13 @@ def test_a_state_of_another_module_is_refused(tmp_path: Path) -> None:
         load_state(MultiHeadAttention(15, 5), tmp_path)
 
 
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "file/state"])
+def test_a_state_that_cannot_be_saved_is_told(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be made: "):
+        save_state(MultiHeadAttention(15, 5), str(tmp_path / path))
+
+
 def test_one_process_alone_needs_no_torchrun() -> None:
     attention = MultiHeadAttention(15, 5)
     with started() as ranks:

@@ -165,6 +165,12 @@ def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_pa
         ({"a": {"self": [["x"]]}}, "must be .layers, heads. of numbers"),
         ({"score": "michel", "unit": "kv", "heads": []}, "of kv units; the map shows heads"),
         ({"score": "michel", "heads": [{"kind": "self"}]}, "not as headwise writes them: KeyError"),
+        ({"headwise": "atlas", "scores": {"a": {"self": {"score": [[1]], "baseline": 7.5}}}}, "this atlas is not as"),
+        ({"headwise": "atlas", "scores": {"a": {"self": {"score": [], "baseline": [[]]}}}}, "this atlas is not as"),
+        (
+            {"headwise": "atlas", "scores": {"a": {"self": {"score": [], "baseline": [10**400]}}}},
+            "this atlas is not as",
+        ),
         ({"headwise": "atlas", "scores": {"a": {"self": [1]}}}, "this atlas is not as headwise writes it"),
     ],
 )

@@ -534,6 +534,12 @@ def test_with_a_token(tab: Any, service: Service) -> None:
         assert shown.locator(".hw-map .cell").count() == 72
 
 
+@pytest.mark.parametrize("host", ["\x1b[31m", "é" * 90, "a b", "x" * 5000, "\ud800", "a..b"])
+def test_an_address_that_is_none(host: str) -> None:
+    with pytest.raises(headwise.HeadwiseError, match="port 0 cannot be served: "):
+        server._bound(host, 0)
+
+
 def test_an_address_in_use() -> None:
     taken = server._bound("127.0.0.1", 0)
     port = taken.getsockname()[1]
