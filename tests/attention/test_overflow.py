@@ -89,6 +89,17 @@ def test_a_sum_whose_parts_overflow_with_both_signs(path: str) -> None:
         check([q, k, v], {})
 
 
+@pytest.mark.parametrize("path", [*READABLE, *NATIVE])
+def test_a_float_mask_that_overflows_with_the_scores(path: str) -> None:
+    mask = torch.zeros(5, 7)
+    mask[1], mask[2, 3], mask[3, 2:4] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min, -torch.inf
+    with forced(path):
+        for sign in SIGNS.values():
+            check(alike(call(torch.float32, sign)), {"mask": mask * 1.0})
+        mask[1], mask[2, 3] = 0, 3e38
+        check(alike(call(torch.float32, 1.0)), {"mask": mask})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_stay_finite(dtype: torch.dtype) -> None:
     for sign in SIGNS.values():
