@@ -19,6 +19,9 @@ from .sight import Sight, observed, open_sizes
 BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the calls
 LIMIT = {torch.float64: 1e307}  # the largest score there is in a dtype's sums, in magnitude; see reference.py
 LIMIT_OF_OTHERS = 1e38
+# a log-sum-exp past this, in float32, is rounded by 5e-4 and more: PyTorch's fused backward raises e to scores less it,
+# which makes weights that are off by as much, and infinite ones past 1e9
+LARGE = 1e4
 ROWS = 256  # more rows a block gain nothing and skip less of a band
 
 
