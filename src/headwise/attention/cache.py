@@ -49,6 +49,10 @@ class KVCache:
                 "per layer, or .reset() it"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it is of the layer that uses it next, which may be a copy too."""
+        return {**vars(self), "layer": None}
+
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Where the next tokens stand: (count,), or (B, count) where the sequences differ."""
         new = torch.arange(count, device=device)

@@ -16,6 +16,7 @@ from ..attention import contract
 from ..errors import HeadwiseError, UnsupportedError
 from . import anatomy, projections
 from .anatomy import Key, Site
+from .hooks import idle
 from .offloading import in_memory
 from .probing import close, difference, failure, first_line, probe
 from .projections import Block, Projections
@@ -377,8 +378,8 @@ def _zero(model: nn.Module, site: Site, gone: list[int]) -> None:
 def _copied(model: nn.Module) -> Any:
     """A copy to cut, with all weights in memory."""
     for module in model.modules():
-        if module._forward_pre_hooks and any("headwise" in (getattr(hook, "__module__", "") or "")
-                                             for hook in module._forward_pre_hooks.values()):  # fmt: skip
+        hooks = [hook for hook in module._forward_pre_hooks.values() if hook is not idle]  # a copy has idle ones
+        if any("headwise" in (getattr(hook, "__module__", "") or "") for hook in hooks):
             raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
     try:
         return in_memory(model)
