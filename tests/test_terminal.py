@@ -208,6 +208,12 @@ def test_inspect_of_a_hostile_text(options: tuple[str, ...], capsys: pytest.Capt
         assert json.loads(out)["text"].startswith("The cat a")
 
 
+def test_a_picture_of_a_hostile_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """matplotlib warns of characters that its font has not, and quotes them."""
+    words = printed(capsys, "inspect", "a \x1b[8m\x9b b", "--png", str(tmp_path / "a.png"))
+    assert "Glyph 27 (\\u001b) missing" in words
+
+
 def test_files_that_are_written_are_named_harmlessly(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, ending in (("--html", ".html"), ("--png", ".png"), ("--svg", ".svg")):
         assert "wrote" in printed(capsys, "inspect", "a b", option, str(folder / f"{HOSTILE[:40]}{ending}"))

@@ -87,7 +87,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
     """Remove from a folder what processes left that were killed while they wrote; those that live are not touched."""
     try:
         names = [name for name in os.listdir(folder) if WORKING.fullmatch(name)]
-    except OSError:  # the folder does not exist, or may not be listed
+    except (OSError, ValueError):  # the folder does not exist, may not be listed, or is no path
         return []
     return [name for name in names if _remove_if_dead(Path(folder, name))]
 

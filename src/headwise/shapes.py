@@ -70,8 +70,9 @@ class Shape:
             check_at_least(1, "max_length of learned positions", self.max_length)
         if not isinstance(self.norm_eps, float | int) or self.norm_eps < 0:
             raise ShapeError(f"norm_eps must be a small number of at least 0, got {self.norm_eps!r}")
-        for window in filter(lambda window: window is not None, self.windows):
-            check_at_least(1, "window", window)
+        for window in self.window if isinstance(self.window, tuple) else (self.window,):
+            if window is not None:
+                check_at_least(1, "window", window)
         if isinstance(self.window, tuple) and len(self.window) != self.layers:
             raise ShapeError(f"window names {len(self.window)} layers and there are {self.layers}; give one a layer")
         if self.window is not None and self.decoder_layers:

@@ -83,6 +83,32 @@ def test_tangents_go_through_a_call_like_earlier_ones(call: str) -> None:
     torch.testing.assert_close(tangent, want.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["plain", "causal", "softcap"])
+@pytest.mark.parametrize("call", ["attend", "head_stats"])
+def test_tangents_go_through_compiled_code(call: str, name: str) -> None:
+    def output(*given: Tensor) -> Tensor:
+        return CALLS[call](given, single(OPTIONS[name]))
+
+    def tangent(point: list[Tensor], direction: list[Tensor]) -> Tensor:
+        return torch.func.jvp(output, tuple(point), tuple(direction))[1]
+
+    torch.compiler.reset()
+    point, direction = ([x.float() for x in inputs(seed)] for seed in (0, 1))
+    want = tangent(inputs(), inputs(1)).float()  # of what is compiled nowhere, in double precision
+    scale = float(want.abs().max())
+    assert scale > 1e-2
+    inside = torch.compile(tangent, backend="aot_eager", fullgraph=True)(point, direction)
+    torch.testing.assert_close(inside, want, rtol=0, atol=1e-5 * scale)
+    compiled = torch.compile(output, backend="aot_eager", fullgraph=True)
+    compiled(*point)  # without tangents first
+    with forward_ad.dual_level():
+        got = compiled(*(forward_ad.make_dual(x, t) for x, t in zip(point, direction, strict=True)))
+        outside = forward_ad.unpack_dual(got).tangent
+    assert outside is not None
+    torch.testing.assert_close(outside, want, rtol=0, atol=1e-5 * scale)
+    torch.compiler.reset()
+
+
 def test_a_frozen_module_has_tangents_and_statistics_have_none() -> None:
     torch.manual_seed(0)
     module = headwise.MultiHeadAttention(16, 4, 2, position=headwise.Rotary()).double().eval().requires_grad_(False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -397,6 +398,17 @@ def test_compiled_decoding_of_different_lengths_takes_one_graph():
             close(decode(compiled, token, cache, [1]), decode(module, token, plain, [1]))
             counts.append(graphs.frame_count)
     assert counts[1:] == [2] * 8  # the first step knows no better than that its length is fixed
+
+
+@torch.no_grad()
+def test_copies_of_a_cache_serve_copies_of_its_layer():
+    module, x = made(num_kv_heads=2), tokens()
+    for cache in (KVCache(), StaticCache(13), SlidingCache(WINDOW)):
+        module(x[:, :5], causal=True, cache=cache)
+        copies = copy.deepcopy((cache, module)), pickle.loads(pickle.dumps((cache, module)))
+        want = module(x[:, 5:6], causal=True, cache=cache)
+        for held, layer in copies:
+            close(layer(x[:, 5:6], causal=True, cache=held), want)
 
 
 @torch.no_grad()

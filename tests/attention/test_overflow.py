@@ -89,12 +89,41 @@ def test_a_sum_whose_parts_overflow_with_both_signs(path: str) -> None:
         check([q, k, v], {})
 
 
+@pytest.mark.parametrize("path", [*READABLE, *NATIVE])
+def test_a_float_mask_that_overflows_with_the_scores(path: str) -> None:
+    mask = torch.zeros(5, 7)
+    mask[1], mask[2, 3], mask[3, 2:4] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).min, -torch.inf
+    with forced(path):
+        for sign in SIGNS.values():
+            check(alike(call(torch.float32, sign)), {"mask": mask * 1.0})
+        mask[1], mask[2, 3] = 0, 3e38
+        check(alike(call(torch.float32, 1.0)), {"mask": mask})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_stay_finite(dtype: torch.dtype) -> None:
     for sign in SIGNS.values():
         given = [x.requires_grad_() for x in alike(call(dtype, sign))]
         attend(*given).sum().backward()
         assert all(x.grad is not None and x.grad.isfinite().all() for x in given)
+
+
+@pytest.mark.parametrize("largest", [1e2, 1e5, 1e10])
+def test_gradients_of_large_scores_are_those_of_double_precision(largest: float) -> None:
+    made = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(2, heads, 11, 8, generator=made) for heads in (4, 2, 2))
+    k[:, :, 5] = k[:, :, 3]  # two keys that share the weight, so that there is a gradient
+    q, k = q * largest**0.5, k * largest**0.5
+    single = [x.clone().requires_grad_() for x in (q, k, v)]
+    double = [x.double().requires_grad_() for x in (q, k, v)]
+    attend(*single).sum().backward()
+    attend(*double).sum().backward()
+    assert float(double[1].grad.abs().max()) > largest**0.5 / 10
+    weighed = 8 * float(v.abs().max())  # the largest gradient of a weight; scores have it times a weight
+    of_scores = 1e-5 * weighed * 8**-0.5
+    bounds = of_scores * float(k.abs().max()), 22 * of_scores * float(q.abs().max()), 22e-5
+    for got, want, bound in zip(single, double, bounds, strict=True):
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=0, atol=bound)
 
 
 def test_an_infinity_in_the_input_is_not_hidden() -> None:

@@ -328,6 +328,9 @@ def originals(tmp_path_factory):
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False; only True"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True; only False"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = True; only False"),
+        ("gpt2", {"n_inner": 10**30}, "config.json has a size that no tensor can have: "),
+        ("gpt2", {"n_layer": 10**400}, "layers, but the file has [0-9]+ tensors in all"),
+        ("llama", {"num_hidden_layers": 10**9}, "config.json says 1000000000 layers, but the file has [0-9]+ tensors"),
         ("roberta", {"pad_token_id": None}, "config.json has a value that cannot be meant: "),
         ("llama", {"rope_parameters": {"rope_theta": "many"}}, "cannot be meant: could not convert string to float"),
         ("llama", {"rms_norm_eps": None}, "norm_eps must be a small number"),
@@ -396,6 +399,7 @@ def test_tensors_that_are_refused(tmp_path, originals, name, change, words):
 def test_directories_that_are_refused(tmp_path, originals):
     refused(Encoder, tmp_path / "nowhere", "nowhere' is not a directory; give one with config.json")
     refused(Encoder, originals / "bert" / "config.json", "is not a directory")
+    refused(Encoder, Path("x" * 5000), "is not a directory")
     refused(Decoder, originals / "bert", "bert checkpoints are encoders; use Encoder.from_pretrained")
     refused(Encoder, originals / "gpt2", "gpt2 checkpoints are decoders; use Decoder.from_pretrained")
     folder = shutil.copytree(originals / "bert", tmp_path / "bert")

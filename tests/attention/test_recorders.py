@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise
 from headwise.attention.nn.kv_cache import KVCache
-from headwise.errors import ShapeError
+from headwise.errors import ShapeError, UnsupportedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
@@ -229,3 +229,20 @@ def test_a_default_device_records_nothing() -> None:
             torch.testing.assert_close(out, want[0])
             assert stats == want[1]
         torch.testing.assert_close(headwise.weights(*given[:2], causal=True).sum(-1), torch.ones(2, 4, 5, device="cpu"))
+
+
+@pytest.mark.parametrize("kind", [headwise.KVCache, lambda: headwise.StaticCache(11), lambda: headwise.SlidingCache(5)])
+def test_a_step_after_a_cache_that_was_filled_before_is_not_recorded(kind: Callable[[], Any]) -> None:
+    """A recorded step would repeat its position: wrong from the next token on."""
+    layer, x = headwise.MultiHeadAttention(12, 3).eval(), torch.randn(1, 4, 12)
+    with torch.no_grad():
+        cache = kind()
+        layer(x, causal=True, cache=cache)
+
+        def step(token: Tensor) -> Tensor:
+            out: Tensor = layer(token, causal=True, cache=cache)
+            return out
+
+        for record in (lambda: torch.jit.trace(step, x[:, :1]), lambda: make_fx(step)(x[:, :1])):
+            with pytest.raises(UnsupportedError, match="this cache holds 4 tokens, and .* would repeat this one step"):
+                record()

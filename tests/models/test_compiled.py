@@ -63,11 +63,24 @@ def replaced_layers(model: Any) -> Any:
     return model
 
 
+def replaced_forward(model: Any) -> Any:
+    model.forward = compiled(model.forward)
+    return model
+
+
+def replaced_forwards(model: Any) -> Any:
+    for layer in model.layers:
+        layer.self_attn.forward = compiled(layer.self_attn.forward)
+    return model
+
+
 WAYS: dict[str, Callable[[Any], Any]] = {
     "model.compile()": whole,
     "layer.compile()": layers,
     "attention.compile()": attentions,
     "torch.compile(layer) in its place": replaced_layers,
+    "torch.compile(model.forward) in its place": replaced_forward,
+    "torch.compile(attention.forward) in its place": replaced_forwards,
     "torch.compile(model)": compiled,
     "a compiled function around it": lambda model: compiled(lambda **given: model(**given)),
 }
@@ -91,6 +104,30 @@ def test_compiled_code_is_masked_and_watched_as_the_plain_model(way: str) -> Non
             True
         ] * 2
         torch.testing.assert_close(run(call), plain)  # nothing was compiled with the mask in it
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pruned_copy_of_a_compiled_model_computes_with_its_own_weights(way: str, zero: bool) -> None:
+    plain, model = build(FAMILY).double(), build(FAMILY).double()
+    with headwise.mask_heads(plain, HEADS):
+        masked = run(plain)
+    WAYS[way](model)
+    pruned = headwise.prune_heads(model, HEADS, zero=zero)
+    torch.testing.assert_close(run(pruned), masked, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run(model), run(plain), rtol=0, atol=1e-9)
+    with torch.no_grad():
+        next(iter(model.parameters())).zero_()  # another model's weights are nothing to the copy
+    torch.testing.assert_close(run(pruned), masked, rtol=0, atol=1e-9)
+
+
+def test_a_model_whose_forward_is_a_function_is_not_copied() -> None:
+    model = build(FAMILY)
+    attention = model.layers[1].self_attn
+    first = attention.forward
+    attention.forward = lambda *args, **kwargs: first(*args, **kwargs)
+    with pytest.raises(UnsupportedError, match=r"\(at layers\.1\.self_attn\) has a function in the place"):
+        headwise.prune_heads(model, HEADS)
 
 
 def test_importance_of_a_compiled_model() -> None:

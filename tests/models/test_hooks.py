@@ -71,6 +71,7 @@ def test_a_copy_of_a_model_with_hooks_is_a_plain_model(llama: nn.Module, name: s
             masked = run(other)
     assert torch.equal(run(other), plain) and len(seen.layers) == 4
     assert not torch.equal(masked, plain)
+    torch.testing.assert_close(run(headwise.prune_heads(other, HEADS)), masked)
     assert_nothing_left(llama)
 
 

@@ -129,7 +129,7 @@ def test_a_score_says_rightly_whether_it_comes_apart_by_batches(name: str) -> No
     for table in ({"self": got["self"]}, got.low, got.high):
         assert np.isfinite(table["self"]).all()
     for a, b in ((got, whole), (got.low, whole.low), (got.high, whole.high)):
-        np.testing.assert_allclose(a["self"], b["self"], rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(a["self"], b["self"], rtol=1e-4, atol=1e-7)
     assert (got.objective, got.relative, got.count) == (whole.objective, whole.relative, whole.count)
     assert got.relative and got.count == 15
 

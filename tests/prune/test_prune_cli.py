@@ -208,7 +208,7 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
     with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
         recover(headwise.prune_heads(model, {0: [1, 2]}), model, given, 12, checkpoint=file, progress=stop)
     again = headwise.prune_heads(model, {0: [1, 2]})
-    assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-5)
+    assert recover(again, model, given, 12, checkpoint=file) == pytest.approx(losses, rel=1e-4)
     for one, other in zip(again.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     assert not file.exists()
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_in_recovery_is_one_line_and_what_was_kept_stays(
     monkeypatch.undo()
     losses = recover(again := headwise.prune_heads(model, {0: [1]}), model, given, 6, checkpoint=file)
     whole = recover(other := headwise.prune_heads(model, {0: [1]}), model, given, 6)
-    assert losses == pytest.approx(whole, rel=1e-5)
+    assert losses == pytest.approx(whole, rel=1e-4)
     for one, two in zip(again.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two)
 
@@ -450,6 +450,13 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual[:-1], "a\0b"], "Invalid value for '--out'"),
         ([*usual[:-1], texts / "out"], "is no directory that can be written to"),
         ([*usual[:-1], texts], "exists and is not empty"),
+        ([*usual[:-1], tmp_path / ("x" * 234)], "'... is too long for a directory and what is kept beside it"),
+        ([*usual[:-1], tmp_path / ("x" * 5000)], "'... is too long for a directory and what is kept beside it"),
+        ([*usual[:-1], tmp_path / "\udcff"], "\\udcff' is not a path in UTF-8; give another directory"),
+        ([*usual, "--model", "x" * 5000], "'... (5,000 characters); give a directory"),
+        ([*usual, "--texts", "x" * 5000], "cannot be read: File name too long"),
+        ([*usual, "--labels", "x" * 5000], "cannot be read: File name too long"),
+        ([*usual, "--plan", "x" * 5000], "there is no plan at 'xxx"),
         ([*usual, "--steps", "0"], "--steps must be at least 1"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),
         (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out"], "2 texts are too few"),

@@ -69,6 +69,10 @@ def test_a_record_that_does_not_fit_is_told(tmp_path: Path) -> None:
     for change, words in [
         ({"headwise": 7}, "not one that this version wrote"),
         ({"layers": {path: entry | {"query_of": 9}}}, "is for 9 heads in layer 0, config.json says 5"),
+        (
+            {"layers": {path: {"query": [], "kv": [], "query_of": float("inf")}}},
+            "does not say what the heads of a layer are",
+        ),
         ({"layers": {path: {}}}, "does not say what the heads of a layer are"),
     ]:
         file.write_text(json.dumps(record | change))

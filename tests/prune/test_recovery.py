@@ -259,6 +259,24 @@ def test_a_full_disk_at_the_end_costs_no_training(
     assert headwise_prune(folder) == 0 and len(losses(folder)) == 5
 
 
+@pytest.mark.parametrize("name", ["plan.json", "pruning.md"])
+def test_a_full_disk_for_any_file_says_that_the_recovery_is_kept(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_text
+
+    def fills_up(path: Path, *args: Any, **options: Any) -> int:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", fills_up)
+    assert headwise_prune(folder) == 2
+    err = capsys.readouterr().err
+    assert f"{name}' cannot be written: No space left on device; the recovery is kept, and the same command" in err
+    assert names(folder) == {".out.recovery.safetensors"}
+
+
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """Writing more into one file fails as it does on a full disk; a process may lower this limit for itself."""

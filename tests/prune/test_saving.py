@@ -213,6 +213,14 @@ def test_overwriting_is_asked_for(tmp_path: Path) -> None:
         headwise.save(model, tmp_path / "other", form="onnx")
 
 
+@pytest.mark.parametrize(("path", "words"), [("x" * 5000, "File name too long"), ("a\0b", "it is not a path")])
+def test_what_is_no_path_is_told(path: str, words: str) -> None:
+    pruned = headwise.prune_heads(build("bert"), {0: [1]})
+    for write in (pruned.save_pretrained, lambda target: headwise.save(pruned, target)):
+        with pytest.raises(CheckpointError, match=f"cannot be written: {words}"):
+            write(path)
+
+
 def test_a_record_of_another_model_is_told(tmp_path: Path) -> None:
     headwise.save(headwise.prune_heads(build("bert"), {0: [1]}), tmp_path / "model")
     file = tmp_path / "model" / "headwise.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import subprocess
@@ -50,6 +51,13 @@ print(atlas)
     lines = (tmp_path / "a.csv").read_text().splitlines()
     assert lines[0] == "kind,layer,head,original,score,value,low,high,spread,baseline"
     assert len(lines) == 1 + len(found.scores) * len(HEADS)
+
+
+def test_names_that_are_no_utf_8_are_saved_and_loaded(found: headwise.Atlas, tmp_path: Path) -> None:
+    """A file name of undecodable bytes, which Python has as lone surrogates."""
+    named = dataclasses.replace(found, about={**found.about, "model": "a\udcff\x1b b"})
+    named.save(tmp_path / "a.json", sums=True)
+    assert headwise.Atlas.load(tmp_path / "a.json").model == named.model
 
 
 def test_what_is_saved_is_what_is_loaded(found: headwise.Atlas, tmp_path: Path) -> None:

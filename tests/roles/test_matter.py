@@ -151,7 +151,7 @@ def test_the_loss_of_a_text_is_transformers_own() -> None:
         ids = tokenizer(one, return_tensors="pt").input_ids
         with torch.no_grad():
             alone.append(float(model(input_ids=ids, labels=ids).loss))
-    assert got == pytest.approx(alone, rel=1e-5)
+    assert got == pytest.approx(alone, rel=1e-4)
 
 
 def test_a_whole_encoder_is_no_distance_from_itself(model: Any) -> None:
@@ -185,7 +185,7 @@ def test_repeating_is_scored_on_the_second_half_alone() -> None:
     with torch.no_grad():
         chances = model(input_ids=seen[0]).logits.log_softmax(-1)
     second = [-float(chances[0, at - 1, seen[0][0, at]]) for at in range(half, 2 * half)]  # nothing comes before
-    assert task.score()[:half] == pytest.approx(second, rel=1e-5)
+    assert task.score()[:half] == pytest.approx(second, rel=1e-4)
 
 
 def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:

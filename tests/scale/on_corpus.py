@@ -61,7 +61,7 @@ def an_atlas_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
         for name in want.scores:
             for table in ("scores", "low", "high", "baseline"):
                 a, b = getattr(got, table)[name]["self"], getattr(want, table)[name]["self"]
-                np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5, equal_nan=True, err_msg=f"{name} {table}")
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True, err_msg=f"{name} {table}")
     assert not (folder / "parts").exists()
 
 
@@ -75,8 +75,8 @@ def importance_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
             model, batches(), score, seed=3, progress=lambda *now, steps=steps: steps.append(now), **options
         )
         want = headwise.importance(model, batches(), score, seed=3, **options)
-        np.testing.assert_allclose(got["self"], want["self"], rtol=1e-6, err_msg=score)
-        np.testing.assert_allclose(got.low["self"], want.low["self"], rtol=1e-6, err_msg=score)
+        np.testing.assert_allclose(got["self"], want["self"], rtol=1e-4, atol=1e-6, err_msg=score)
+        np.testing.assert_allclose(got.low["self"], want.low["self"], rtol=1e-4, atol=1e-6, err_msg=score)
         assert (got.objective, got.relative, got.count) == (want.objective, want.relative, want.count), score
         assert bool(steps) == (ranks.first and score not in ("magnitude", "random")), score
 

@@ -90,6 +90,13 @@ def test_a_state_of_another_module_is_refused(tmp_path: Path) -> None:
         load_state(MultiHeadAttention(15, 5), tmp_path)
 
 
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "file/state"])
+def test_a_state_that_cannot_be_saved_is_told(path: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be made: "):
+        save_state(MultiHeadAttention(15, 5), str(tmp_path / path))
+
+
 def test_one_process_alone_needs_no_torchrun() -> None:
     attention = MultiHeadAttention(15, 5)
     with started() as ranks:
@@ -128,7 +135,7 @@ def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monke
     want, got = atlas(model, on_corpus.texts(), tokenizer("minilm")), Atlas.load(tmp_path / "atlas.json")
     assert got.about["texts"] == want.about["texts"] == 23
     for name, kinds in want.scores.items():
-        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=1e-4, err_msg=name)
     scores = importance(model, on_corpus.batches(1))["self"]
-    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), scores, rtol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), scores, rtol=1e-4)
     assert not list(tmp_path.glob("**/*.safetensors"))

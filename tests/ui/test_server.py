@@ -204,7 +204,7 @@ def test_heads_off_move_the_embedding(service: Service, minilm: tuple[Any, Any])
         with headwise.mask_heads(model, {3: [1], 5: [11]}):
             after = model(**inputs).last_hidden_state[0]
     apart = 1 - torch.cosine_similarity(before.mean(0), after.mean(0), 0)
-    assert answer.json()["effect"]["distance"] == pytest.approx(float(apart), abs=1e-6) and float(apart) > 1e-4
+    assert answer.json()["effect"]["distance"] == pytest.approx(float(apart), abs=1e-5) and float(apart) > 1e-4
 
 
 def test_heads_off_change_the_next_token(service: Service) -> None:
@@ -218,8 +218,8 @@ def test_heads_off_change_the_next_token(service: Service) -> None:
     effect = answer.json()["effect"]
     best = int(torch.maximum(before, after).argmax())
     assert effect["what"] == "Next token"
-    assert effect["tokens"][0]["before"] == pytest.approx(float(before[best]), abs=1e-5)
-    assert effect["tokens"][0]["after"] == pytest.approx(float(after[best]), abs=1e-5)
+    assert effect["tokens"][0]["before"] == pytest.approx(float(before[best]), abs=1e-4)
+    assert effect["tokens"][0]["after"] == pytest.approx(float(after[best]), abs=1e-4)
     assert effect["divergence"] == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-3)
 
 
@@ -532,6 +532,12 @@ def test_with_a_token(tab: Any, service: Service) -> None:
     with served(service, token="abc") as url:
         shown = tab().open(url + "?token=abc")
         assert shown.locator(".hw-map .cell").count() == 72
+
+
+@pytest.mark.parametrize("host", ["\x1b[31m", "é" * 90, "a b", "x" * 5000, "\ud800", "a..b"])
+def test_an_address_that_is_none(host: str) -> None:
+    with pytest.raises(headwise.HeadwiseError, match="port 0 cannot be served: "):
+        server._bound(host, 0)
 
 
 def test_an_address_in_use() -> None:

@@ -42,11 +42,10 @@ class Call:
     def why_not_kernel(self, q: Tensor) -> str | None:
         """Why PyTorch computes this call instead of the one-pass kernel, or None."""
         sight = self.sight
-        if not torch.compiler.is_compiling():
-            if forward_mode():
-                return "forward-mode derivatives go through PyTorch's own operators"
-            if transforms() is not None:
-                return "torch.func transforms PyTorch's own operators"
+        if forward_mode():
+            return "forward-mode derivatives go through PyTorch's own operators"
+        if not torch.compiler.is_compiling() and transforms() is not None:
+            return "torch.func transforms PyTorch's own operators"
         why: str | None = self.kernel.why_not(q, sight)
         if why is not None:
             return why
@@ -63,7 +62,7 @@ class Call:
     def why_rows(self) -> str | None:
         """Why this call goes by blocks of rows instead of PyTorch's fused kernel, or None."""
         mask = self.sight.mask
-        if not torch.compiler.is_compiling() and (forward_mode() or nested_transforms()):
+        if forward_mode() or (not torch.compiler.is_compiling() and nested_transforms()):
             return "PyTorch's fused kernel has no forward-mode and no second derivative"
         if self.softcap is not None:
             return "softcap comes between the scores and the mask"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import HeadwiseError
 from ..terminal import echo
@@ -22,7 +24,9 @@ def main(args: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that knows no "√" shows "?" instead of failing
     try:
-        code = _run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _run(args)
         sys.stdout.flush()
     except Interrupted as error:
         return _fail(str(error), INTERRUPTED)
@@ -53,6 +57,11 @@ def _run(args: Sequence[str] | None) -> int:
         return _fail(_usage(error), USAGE_ERROR)
     except typer.Abort:
         return INTERRUPTED
+
+
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    """A library's warning may quote a text: matplotlib names the characters that a font has not."""
+    echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)
 
 
 def _usage(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +137,7 @@ def _check_choices(context: typer.Context, plan: Path | None, score: str, compen
 def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
     """Nothing that is read lies in the directory that is replaced."""
     for name, path in inputs.items():
-        if path is not None and path.exists() and path.resolve().is_relative_to(out.resolve()):
+        if path is not None and os.path.exists(path) and path.resolve().is_relative_to(out.resolve()):
             raise HeadwiseError(
                 f"{name} {str(path)!r} lies in {str(out)!r}, which would be replaced; give another --out"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -111,7 +112,7 @@ def results(places: Iterable[Path] = (IN_CLONE, SHIPPED)) -> dict[int, dict[str,
         found = {}
         for number in NUMBERS:
             path = place / f"{stem(number)}.json"
-            if path.is_file():
+            if os.path.isfile(path):
                 found[number] = _read(path)
         if found:
             return found

@@ -44,10 +44,10 @@ class Hook:
 
 
 def _idle_hook() -> Callable[..., None]:
-    return _ignore
+    return idle
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def idle(*args: Any, **kwargs: Any) -> None:
     """The hook of a copy: it was made of a model that had hooks, and has none itself."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import HeadwiseError
+from ..models.copying import copied
 from ..models.intervene.masking import mask_heads
 from .importance import importance
 from .objective import batch_size
@@ -50,7 +50,7 @@ def curve(
     """Masked models at every share; a seed draws other texts to score with, and other random numbers."""
     if seeds < 1:
         raise HeadwiseError(f"seeds must be at least 1, got {seeds}")
-    full = copy.deepcopy(model)  # the masks are on the model itself
+    full = copied(model)  # the masks are on the model itself
     values: dict[str, np.ndarray] = {}
     total, done = len(scores) * seeds * len(shares), 0
     for score in scores:

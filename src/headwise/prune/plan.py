@@ -103,12 +103,12 @@ class Plan:
         given = self.to_json()
         rows = ",\n".join("    " + json.dumps(row) for row in given.pop("layers"))
         head = json.dumps(given, indent=2).removesuffix("\n}")
-        with written(path) as made:
+        with written(path, CheckpointError) as made:
             made.write_text(f'{head},\n  "layers": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        if not Path(os.fspath(path)).is_file():
+        if not os.path.isfile(path):
             raise CheckpointError(f"there is no plan at {str(path)!r}")
         try:
             given = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))

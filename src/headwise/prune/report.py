@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import CheckpointError
 from ..files import written
 from ..terminal import neutralised, one_line
 
@@ -157,5 +158,5 @@ def write(report: Report, folder: Path, picture: bool = False) -> None:
 
 def put(path: Path, content: str) -> None:
     """A file written aside and moved into place."""
-    with written(path) as made:
+    with written(path, CheckpointError) as made:
         made.write_text(content, encoding="utf-8")

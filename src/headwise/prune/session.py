@@ -26,6 +26,7 @@ from .rank_scores import Against, against_ablation
 from .recover import kept_note, recover, run_id
 from .scores import Scores
 
+LONGEST_NAME = 255  # bytes of a file's name
 Progress = Callable[[str, int, int], None]  # what is going on, steps done, steps in all
 
 
@@ -225,6 +226,14 @@ def check_out(out: Path, overwrite: bool) -> None:
         raise HeadwiseError(f"{str(out)!r} cannot be made: give a new directory, by its name")
     if Path.cwd().is_relative_to(os.path.realpath(out)):
         raise HeadwiseError(f"{str(out)!r} is the current directory, which is not replaced; give a new directory")
+    try:
+        os.path.realpath(out).encode()
+    except UnicodeEncodeError:  # no safetensors can be there
+        raise HeadwiseError(f"{str(out)!r} is not a path in UTF-8; give another directory") from None
+    if len(os.fsencode(recovery_file(out).name)) > LONGEST_NAME:
+        raise HeadwiseError(
+            f"{out.name[:40]!r}... is too long for a directory and what is kept beside it; give a shorter name"
+        )
     remove_leftovers(out.parent)  # which finishes a replacement that only lacked its last rename
     remove_leftovers(out)
     there = next((folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder)), out)

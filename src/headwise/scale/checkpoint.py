@@ -39,13 +39,15 @@ def save_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
     ranks, target = ranks_of(), Path(path)
 
     def empty() -> str:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if os.path.exists(target) and (not os.path.isdir(target) or any(target.iterdir())):
             raise CheckpointError(f"{str(path)!r} exists and is not empty; give another directory")
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+            raise CheckpointError(f"{str(path)!r} cannot be made: {error}") from error
         return str(path)
 
     ranks.agree("where to save", empty)
-    if ranks.first:
-        target.mkdir(parents=True, exist_ok=True)
     writer = writing(str(target), save_distributed=True)
     with _in_words("written", path):
         dcp.save(state_of(module, owned=True), storage_writer=writer, no_dist=ranks.count == 1)

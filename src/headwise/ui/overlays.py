@@ -80,13 +80,17 @@ def _atlas(atlas: Mapping[str, Any]) -> Given:
         for name, kinds in atlas["scores"].items():
             shown = _free(name, "atlas")
             found.tables[shown] = {kind: table["score"] for kind, table in kinds.items()}
-            found.equal[shown] = {kind: table["baseline"] for kind, table in kinds.items() if "baseline" in table}
+            found.equal[shown] = {
+                kind: [None if x is None else float(x) for x in table["baseline"]]
+                for kind, table in kinds.items()
+                if "baseline" in table
+            }
             base, _, argmax = name.partition(":")
             words = MEANING.get(base, "")
             if argmax:
                 words = words.replace("weight on", "how often its largest weight is on")
             found.about[shown] = f"{words}; {where}" if words else where
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise HeadwiseError(f"this atlas is not as headwise writes it: {error!r} where its scores are") from None
     return found
 
@@ -159,12 +163,12 @@ def roles(one: Pass, given: Given) -> list[dict[str, Any]]:
     for role in given.roles:
         try:
             row, head = rows.get((role["kind"], role["layer"])), int(role["head"])
-            if row is None or head >= one.layers[row].layer.heads.query:
+            if row is None or not 0 <= head < one.layers[row].layer.heads.query:
                 continue
             words = (
                 f"{role['score']:.2f} ({role['low']:.2f} to {role['high']:.2f}), equal attention {role['baseline']:.2f}"
             )
             found.append({"kind": str(role["role"]), "criterion": words, "head": [row, head], "score": role["score"]})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise HeadwiseError(f"this atlas is not as headwise writes it: {error!r} where its roles are") from None
     return found

@@ -246,11 +246,10 @@ def _bound(host: str, port: int) -> Any:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
         made.listen()  # from here on a browser waits instead of being refused
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # a name that is none is any of these
         made.close()
-        raise HeadwiseError(
-            f"{host} port {port} cannot be served: {error.strerror or error}; --port takes another"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise HeadwiseError(f"{host} port {port} cannot be served: {why}; --port takes another") from error
     return made
 
 

@@ -19,6 +19,9 @@ from ..visibility import Sight, observed, open_sizes
 BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the calls
 LIMIT = {torch.float64: 1e307}  # the largest score there is in a dtype's sums, in magnitude; see reference.py
 LIMIT_OF_OTHERS = 1e38
+# a log-sum-exp past this, in float32, is rounded by 5e-4 and more: PyTorch's fused backward raises e to scores less it,
+# which makes weights that are off by as much, and infinite ones past 1e9
+LARGE = 1e4
 ROWS = 256  # more rows a block gain nothing and skip less of a band
 
 
@@ -130,13 +133,14 @@ def scores(
     """The scores of q's rows (B, H, rows, D) on keys low to high - 1, (B, H, rows, keys). Hidden ones are -inf."""
     k = between(k, low, high)
     s = by_group(inside(q) * scale, inside(k).transpose(-1, -2), room)
-    if sight.readable and not (few_scores(s, k) and within(s)) and not bounded(q, k, scale):
+    large = sight.readable and not (few_scores(s, k) and within(s)) and not bounded(q, k, scale)
+    if large:
         s = limited(q, k, scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     bias = sight.bias(rows, low, high)
     if bias is not None:
-        s = s.add_(bias.to(s.dtype))
+        s = biased(s, bias) if large and s.dtype == torch.float32 else s.add_(bias.to(s.dtype))
     for first, stop in sight.edges(rows, low, high):
         seen = sight.allowed(rows, first, stop)
         if seen is not None:
@@ -172,6 +176,12 @@ def limited(q: Tensor, k: Tensor, scale: float) -> Tensor:
     finite = q.isfinite().all(-1)[..., None] & keys[:, :, None]
     limit = LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
     return torch.where(finite, wide.clamp(-limit, limit), wide).to(inside(q[:0]).dtype)
+
+
+def biased(s: Tensor, bias: Tensor) -> Tensor:
+    """Scores and a float mask's numbers, added up; finite ones, such as a mask of finfo.min, have a finite sum."""
+    wide, most = s.double() + bias, torch.finfo(s.dtype).max
+    return torch.where(s.isfinite() & bias.isfinite(), wide.clamp(-most, most), wide).to(s.dtype)
 
 
 def raised(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

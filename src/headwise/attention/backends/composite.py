@@ -14,13 +14,14 @@ from . import blockwise as by_rows
 from . import sdpa
 
 
-def output(q: Tensor, k: Tensor, v: Tensor, call: Call, again: bool = False) -> Tensor:
+def output(q: Tensor, k: Tensor, v: Tensor, call: Call, again: bool = False, large: bool = False) -> Tensor:
     """The output (B, H, Tq, Dv) without gates, by PyTorch's fused kernel where that is exact, else by blocks of rows.
 
-    again: it was computed before, and only its gradients are wanted.
+    again: it was computed before, and only its gradients are wanted. large: scores are, see rows.LARGE.
     """
     sight = call.sight
-    if again and observed():  # PyTorch's counters of operations know its products, and not this kernel's backward
+    # PyTorch's counters of operations know its products, and not this kernel's backward
+    if large or (again and observed()):
         return by_rows.attend(q, k, v, sight, call.scale, call.softcap, call.sinks, call.dropout)
     blind = sdpa.may_lose_nan(sight) and not (sight.readable and by_rows.finite(q) and by_rows.finite(k))
     if call.why_rows() is None and not blind:
@@ -66,7 +67,7 @@ class Gradients(NamedTuple):
     gates: Tensor | None
 
 
-def gradients(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Gradients:
+def gradients(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, large: bool = False) -> Gradients:
     """What the output's gradient (B, H, Tq, Dv) gives for every tensor of the call, by computing the output again.
 
     With gradients enabled, as they are in a backward with create_graph=True, the result can be differentiated itself.
@@ -82,7 +83,7 @@ def gradients(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Gra
             )
         q, k, v, mask, slopes, sinks, gates = given
         call = replace(call, sight=replace(call.sight, mask=mask, slopes=slopes), sinks=sinks, gates=gates)
-        out = gated(output(q, k, v, call, again=True), call)
+        out = gated(output(q, k, v, call, again=True, large=large), call)
         wanted = [x for x, learns in zip(given, learning, strict=True) if x is not None and learns]
         found = iter(torch.autograd.grad(out, wanted, slope, create_graph=twice, allow_unused=True))
     return Gradients(*(next(found) if learns else None for learns in learning))

@@ -56,7 +56,7 @@ class Architecture:
             return self._shape(config, tensors)
         except HeadwiseError:
             raise
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"config.json has a value that cannot be meant: {error}") from error
 
     def _shape(self, config: Config, tensors: Collection[str]) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError, UnsupportedError
+from ...shapes import Shape
 from ..nn.stack import Decoder, Encoder
 from ..validation import shown
 from ..visibility import FLOATS
@@ -30,7 +32,7 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device: torch.device | str) -> Stack:
     """The Encoder or Decoder that a checkpoint's directory holds, in eval mode; dtype None keeps the file's."""
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{str(path)!r} is not a directory; give one with config.json and model.safetensors")
     config = read_json(folder / "config.json")
     architecture = _architecture(stack, config)
@@ -38,7 +40,7 @@ def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device
     shape = architecture.shape(config, checkpoint.tensors)
     if shape.head == "tied" and not checkpoint.tied():
         shape = replace(shape, head="own")
-    model: Stack = stack(shape, device="meta")  # takes no memory: the file's tensors become the parameters
+    model = _empty(stack, shape, len(checkpoint.tensors))
     wanted = model.state_dict()
     checkpoint.check_names(wanted)
     state = {ours: checkpoint.read(ours, like).to(dtype) for ours, like in wanted.items()}
@@ -46,6 +48,17 @@ def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device
     model.load_state_dict(state, assign=True)
     model.eval()
     return model
+
+
+def _empty(stack: type[Stack], shape: Shape, tensors: int) -> Stack:
+    """A model that takes no memory: the tensors of the file, which are so many, become its parameters."""
+    if shape.layers > tensors:  # all of them would be built before one is missed
+        raise CheckpointError(f"config.json says {shape.layers} layers, but the file has {tensors} tensors in all")
+    try:
+        return stack(shape, device="meta")
+    except (TypeError, RuntimeError, OverflowError) as error:
+        why = str(error).splitlines()[0]
+        raise CheckpointError(f"config.json has a size that no tensor can have: {why}") from error
 
 
 def _architecture(stack: type, config: dict[str, Any]) -> Architecture:

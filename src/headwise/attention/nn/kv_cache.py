@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import CacheError, MaskError
+from ...errors import CacheError, MaskError, UnsupportedError
 from ...shapes import check_at_least
+from ..visibility import recorded
 
 
 class Held(NamedTuple):
@@ -39,15 +40,27 @@ class KVCache:
         self._k: Tensor | None = None  # (B, Hkv, room, D)
         self._v: Tensor | None = None
         self.layer: weakref.ref[Any] | None = None  # the module whose keys these are
+        self.recording = False  # whether torch.jit.trace or make_fx saw all of it come in
 
     def check_layer(self, layer: Any) -> None:
-        """One cache serves one layer: what another one put here would be taken for its own."""
+        """One cache serves one layer, whose keys these are; and a recording holds all that is in it, or nothing."""
+        recording = recorded()
+        if recording and self.length and not self.recording:
+            raise UnsupportedError(
+                f"this cache holds {self.length} tokens, and torch.jit.trace or make_fx would repeat this one step "
+                "after them in every call; make the cache inside of what is recorded, or use torch.compile"
+            )
+        self.recording = recording
         owner = None if self.layer is None else self.layer()
         if owner is not None and owner is not layer:
             raise CacheError(
                 "this cache holds the keys and values of another layer; one cache serves one layer: make one "
                 "per layer, or .reset() it"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: it is of the layer that uses it next, which may be a copy too."""
+        return {**vars(self), "layer": None}
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Where the next tokens stand: (count,), or (B, count) where the sequences differ."""

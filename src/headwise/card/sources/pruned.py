@@ -80,7 +80,7 @@ def read(folder: Path) -> Pruned | None:
         raise CheckpointError(f"{FILE} is not one that this version wrote (headwise {plain.get('headwise')!r})")
     try:
         return Pruned(str(plain["form"]), tuple(_left(entry) for entry in layers.values()), _buffers(plain))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(Infinity) overflows
         raise CheckpointError(f"{FILE} does not say what the heads of a layer are: {error}") from None
 
 

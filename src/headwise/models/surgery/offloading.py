@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
+from ..copying import copied
 
 # what accelerate sets on a model or module; `to` and its relatives are closures over the first model
 ATTRIBUTES = (
@@ -28,7 +28,7 @@ def in_memory(model: nn.Module) -> Any:
     check_present(model, weights)
     hooks = [vars(module).get("_hf_hook") for module in model.modules()]
     # the weights are taken from the hooks: these are left out of the copy, and so is what they hold
-    made = copy.deepcopy(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
+    made = copied(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
     if not offloaded:
         return made
     for module in made.modules():

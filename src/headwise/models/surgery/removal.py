@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...attention import validation
 from ...errors import HeadwiseError, UnsupportedError
+from ..hooks import idle
 from ..structure import projections
 from ..structure import sites as anatomy
 from ..structure.projections import Block, Projections
@@ -378,8 +379,8 @@ def _zero(model: nn.Module, site: Site, gone: list[int]) -> None:
 def _copied(model: nn.Module) -> Any:
     """A copy to cut, with all weights in memory."""
     for module in model.modules():
-        if module._forward_pre_hooks and any("headwise" in (getattr(hook, "__module__", "") or "")
-                                             for hook in module._forward_pre_hooks.values()):  # fmt: skip
+        hooks = [hook for hook in module._forward_pre_hooks.values() if hook is not idle]  # a copy has idle ones
+        if any("headwise" in (getattr(hook, "__module__", "") or "") for hook in hooks):
             raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
     try:
         return in_memory(model)

@@ -54,10 +54,10 @@ def save_pretrained(
             "safe_serialization=False; model.push_to_hub(name) uploads it"
         )
     folder = Path(save_directory).expanduser()
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise HeadwiseError(f"{str(save_directory)!r} is a file; give a directory")
     source = model if state_dict is None else _with_weights(model, state_dict)
-    if not folder.exists():
+    if not os.path.exists(folder):
         save(source, folder)
         return
     with scratch_folder(folder, CheckpointError) as scratch:

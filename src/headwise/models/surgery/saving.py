@@ -86,10 +86,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: str | None = N
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
-    if target.is_file():
+    if os.path.isfile(target):
         raise HeadwiseError(f"{str(target)!r} is a file; give a directory")
     remove_leftovers(target)
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
+    if os.path.isdir(target) and any(target.iterdir()) and not overwrite:
         raise HeadwiseError(f"{str(target)!r} is not empty; give another directory, or say overwrite=True")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import HeadwiseError
 from ...files import written
+from ...terminal import neutralised
 from ..json_documents import (
     anything,
     brief,
@@ -244,7 +245,7 @@ class Atlas:
         text = json.dumps(self.to_json(), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         beside = Path(os.fspath(path) + SUMS)
         with written(path) as made:
-            made.write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
+            made.write_text(neutralised(text) + "\n", encoding="utf-8")  # a file's name may hold what UTF-8 has not
             # those of an atlas that was here before; first, so that a run that is killed now leaves no mixture
             beside.unlink(missing_ok=True)
         if sums:

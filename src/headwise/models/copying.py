@@ -1,0 +1,38 @@
+"""Copies of models that run on their own weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedError
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a model. What `module.forward = torch.compile(module.forward)` made is not compiled in it.
+
+    copy.deepcopy does not copy functions: one in the place of a forward would go on computing with the first model.
+    """
+    memo = {} if memo is None else memo
+    made = copy.deepcopy(model, memo)
+    for (path, first), second in zip(model.named_modules(), made.modules(), strict=True):
+        forward: Any = vars(first).get("forward")
+        if forward is None or vars(second).get("forward") is not forward:
+            continue
+        plain: Any = forward
+        while hasattr(plain, "_torchdynamo_orig_callable"):
+            plain = plain._torchdynamo_orig_callable
+        own = copy.deepcopy(plain, memo)
+        if own is plain:
+            raise UnsupportedError(
+                f"{type(first).__name__} (at {path or 'the top'}) has a function in the place of its forward, and a "
+                "copy would compute with the weights of this model; give it a method, types.MethodType(function, "
+                "module)"
+            )
+        if getattr(own, "__func__", None) is type(second).forward:
+            del vars(second)["forward"]
+        else:
+            vars(second)["forward"] = own
+    return made
