@@ -56,8 +56,10 @@ def source_hash(folder: Path = KERNEL) -> str:
 
 def machine_of(cc: list[str]) -> str:
     """The processor that a compiler compiles for: x86_64, aarch64, ..."""
-    triple = subprocess.run([*cc, "-dumpmachine"], check=True, capture_output=True, text=True).stdout
-    name = triple.split("-")[0].strip()
+    answer = subprocess.run([*cc, "-dumpmachine"], check=False, capture_output=True, text=True)
+    if not answer.stdout.strip():  # zig prints the machine, but fails, for a target with a version of glibc
+        answer.check_returncode()
+    name = answer.stdout.split("-")[0].strip()
     return MACHINE_NAMES.get(name, name)
 
 

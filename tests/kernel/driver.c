@@ -23,7 +23,7 @@ enum { MAX_DIM = 64, MAX_BATCH = 2 };
 typedef struct {
     void *pages, *start;
     size_t size;
-} Buffer; /* ends where an inaccessible page begins */
+} Buffer; /* ends where an inaccessible page begins; start is NULL if it is empty, as in PyTorch */
 
 static __thread uint64_t state;
 
@@ -46,7 +46,7 @@ static Buffer allocate(size_t bytes) {
     char *pages = mmap(NULL, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) abort();
     mprotect(pages + size, page, PROT_NONE);
-    return (Buffer){pages, pages + size - bytes, size + page};
+    return (Buffer){pages, bytes ? pages + size - bytes : NULL, size + page};
 }
 
 static void release(Buffer b) { munmap(b.pages, b.size); }

@@ -19,8 +19,12 @@
 
    Blocking: a work item (plan.h) is a block of rows. Its queries are scaled and stored row by row. Keys are packed once
    per KV head into panels [dim][PANEL], so that a multiply-add takes whole vectors of keys; values are read in place
-   where possible. A strip of TILE_ROWS rows meets one block of keys at a time: scores, softmax and o += e v happen
-   within the L1 and L2 caches. When decoding, the few rows are a single strip and meet keys and values in place.
+   where possible. A strip of up to TILE_ROWS rows is processed with one block of keys at a time, so that scores,
+   softmax and o += e v stay within the L1 and L2 caches. When decoding, the few rows are a single strip, and keys and
+   values are read in place.
+
+   Limits: any sizes and strides; class_count <= MAX_CLASSES, strongest_count <= MAX_STRONGEST (call.h); BLOCK_ROWS rows
+   per item, STRIP_ROWS per strip (item.h), KEY_BLOCK keys per block (plan.h).
 
    This file and the headers it includes are compiled once per instruction set (hatch_build.py). Nothing here may run
    when the library is loaded (no constructors), since the processor may lack the instructions.
@@ -70,7 +74,7 @@ static void make_plan(const Call *call, Plan *plan) {
     plan->key_blocks = div_up(call->keys, plan->key_block);
     plan->parts = 1;
     plan->part_blocks = max(1, plan->key_blocks);
-    /* few KV heads, in an odd number, are cut finer, so that two threads have as much to do */
+    /* few KV heads, in an odd number, are cut finer, so that two threads get equal work */
     int64_t kv_heads = call->batch * call->kv_heads, few_and_odd = kv_heads < 8 && kv_heads % 2;
     int64_t part_keys = few_and_odd ? KEY_BLOCK : PART_KEYS;
     if (plan->row_blocks == 1 && call->keys >= 2 * part_keys) {
