@@ -634,7 +634,7 @@ def test_several_python_threads_may_call_at_once():
 
 RUN = """
 import os, sys, torch, headwise
-from headwise.attention.kernel import native
+from headwise.attention.backends.native import library as native
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 4, 500, 64)
 """
