@@ -80,15 +80,16 @@ matrix: setup tools  ## the tests under other instruction sets, threads, kernels
 campaign: setup tools  ## random and hostile inputs, kills, forks and attacks in their long form (hours)
 	PYTHONPATH=tests $(BIN)/python -m campaigns
 
+WARNINGS := -Wall -Wextra -Werror
 sanitize:  ## the kernel's C tests under AddressSanitizer, UBSan and ThreadSanitizer
-	$(PYTHON) hatch_build.py driver build/driver-address -Wall -Wextra -Werror -g -O1 -fsanitize=address,undefined \
+	$(PYTHON) hatch_build.py driver build/driver-address $(WARNINGS) -g -O1 -fsanitize=address,undefined \
 	  -fno-sanitize-recover=all
 	build/driver-address 200
 	$(PYTHON) hatch_build.py driver build/driver-thread -g -O1 -fsanitize=thread
 	build/driver-thread 60
 
 neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu and qemu-user)
-	CC=aarch64-linux-gnu-gcc $(PYTHON) hatch_build.py driver build/driver-neon -static
+	CC=aarch64-linux-gnu-gcc $(PYTHON) hatch_build.py driver build/driver-neon $(WARNINGS) -static
 	qemu-aarch64 build/driver-neon 100
 
 bench: setup  ## speed and memory against the peers

@@ -634,7 +634,7 @@ def test_several_python_threads_may_call_at_once():
 
 RUN = """
 import os, sys, torch, headwise
-from headwise.attention.kernel import native
+from headwise.attention.backends.native import library as native
 torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 4, 500, 64)
 """
@@ -742,24 +742,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_random_calls_do_not_leak():
     assert int(run(LEAK)) < 8 << 10  # KiB
-
-
-def test_numbers_of_a_call_fit_the_struct():
-    """Every field of Call in call.h is 8 bytes wide; Python packs as many."""
-    text = (library.FOLDER / "call.h").read_text()
-    body = text[text.index("typedef struct {") : text.index("} Call;")]
-    import re
-
-    body = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL)
-    fields = [name for line in body.split(";") for name in line.split("{")[-1].split(",") if name.strip()]
-    count = sum(int(m.group(1)) if (m := re.search(r"\[(\d+)\]", name)) else 1 for name in fields)
-    assert count * 8 == library.FORM.size + library.POINTERS.size
-
-
-def test_the_statistics_stand_where_the_source_puts_them():
-    text = (library.FOLDER / "call.h").read_text()
-    names = text[text.index("enum { ENTROPY") + 7 : text.index(", CLASS,")].lower().split(", ")
-    assert tuple(names) == library.SUMS
 
 
 def test_closeness_is_that_of_single_precision():

@@ -1,6 +1,6 @@
-"""Random calls of the kernel's C driver under sanitizers and emulators; it compares every number with plain loops.
+"""Random calls of the kernel's C driver under sanitizers and emulators. The driver compares them with plain loops.
 
-A variant whose compiler or emulator is missing here is counted, not failed.
+A variant whose compiler or emulator is not installed is counted, and does not fail.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from campaigns import Report
 from campaigns._kill import run
 
 SHORT, LONG = 40, 40_000  # calls; the short form has one variant, tests/attention/test_native.py the others
+WARNINGS = "-Wall -Wextra -Werror"  # in tests only: a newer compiler may find something new to warn of
 ROOT = Path(__file__).parents[2]
 CALLS_PER_RUN = 2_000
 TIMEOUT = 1_200.0
@@ -25,14 +26,14 @@ TIMEOUT = 1_200.0
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to build the driver and to run it."""
+    """One way to build and run the driver."""
 
     compiler: str = "cc"
-    flags: str = ""
+    flags: str = WARNINGS
     runner: str = ""
 
     def missing(self) -> str | None:
-        """The tool that is not installed here, or None."""
+        """The tool that is not installed, or None."""
         tools = (self.compiler, *self.runner.split()[:1])
         return next((tool for tool in tools if not shutil.which(tool)), None)
 
@@ -41,7 +42,7 @@ class Variant:
         return run(command, CC=self.compiler)
 
     def run(self, driver: Path, calls: int, seed: int) -> str | None:
-        """What was wrong with so many calls on every path, or None."""
+        """Run random calls on every path. Returns None, or the output of a run that failed."""
         done = run([*self.runner.split(), str(driver), str(calls), str(seed)], TIMEOUT)
         if done.returncode == 0 and done.stdout.endswith("\n0 wrong\n"):
             return None
@@ -53,16 +54,16 @@ VARIANTS = {
     SANITIZED: Variant(flags="-g -O0 -fsanitize=address,undefined -fno-sanitize-recover=all"),
     "TSan": Variant(flags="-g -O1 -fsanitize=thread"),
     "as it is": Variant(),
-    "NEON": Variant("aarch64-linux-gnu-gcc", "-static", "qemu-aarch64"),
+    "NEON": Variant("aarch64-linux-gnu-gcc", f"{WARNINGS} -static", "qemu-aarch64"),
 }
 if platform.machine() == "x86_64":
-    # the AVX2 and AVX-512 code is in the binary; loading it must execute none of it
+    # the binary contains AVX2 and AVX-512 code, none of which may run here
     VARIANTS["a processor without AVX"] = Variant(runner="qemu-x86_64 -cpu Nehalem")
     VARIANTS["a processor without F16C"] = Variant(runner="qemu-x86_64 -cpu Haswell,-f16c")
 
 
 def campaign(tries: int, seed: int) -> Report:
-    """At least `tries` calls, the same number for every variant that can be built."""
+    """Run at least `tries` calls, as many for every variant that can be built."""
     report, draw = Report(), random.Random(seed)
     names = [SANITIZED] if tries <= SHORT else list(VARIANTS)
     each = -(-tries // len(names))

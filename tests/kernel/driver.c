@@ -1,8 +1,8 @@
-/* Random calls of the kernel against plain loops in double precision, on every path that this processor can run: outputs,
-   links, logarithms and every statistic. `driver CALLS SEED`.
+/* Compares random calls of the kernel with plain loops in double precision, in every instruction set that this machine
+   can run: outputs, strongest keys, log-sum-exp and every statistic. `driver CALLS SEED`.
 
-   Every tensor ends at a page that may not be touched, and what nobody may look at is NaN. Then several threads call at
-   once. `make sanitize` runs it under ASan, UBSan and TSan, `make neon` under an emulator. */
+   Every tensor ends at an inaccessible page, and keys and values that no row may see are NaN. At the end, several
+   threads call at once. `make sanitize` runs it under ASan, UBSan and TSan, `make neon` under an emulator. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <pthread.h>
@@ -13,50 +13,53 @@
 #include <unistd.h>
 
 #include "call.h"
+#include "cpu.h"
 
 int headwise_run(const Call *, int);
 const char *headwise_path(int);
 
-enum { MOST_DIM = 64, MOST_HEADS = 9, MOST_BATCH = 2 };
+enum { MAX_DIM = 64, MAX_BATCH = 2 };
 
 typedef struct {
     void *pages, *start;
     size_t size;
-} Block;
+} Buffer; /* ends where an inaccessible page begins; start is NULL if it is empty, as in PyTorch */
 
 static __thread uint64_t state;
 
-static uint64_t draw(void) { /* splitmix64 */
+static uint64_t next_random(void) { /* splitmix64 */
     uint64_t z = state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return z ^ z >> 31;
 }
 
-static int64_t between(int64_t low, int64_t high) { return low + (int64_t)(draw() % (uint64_t)(high - low + 1)); }
-static double uniform(void) { return (draw() >> 11) * 0x1p-53; }
-static int chance(double share) { return uniform() < share; }
+static int64_t random_int(int64_t low, int64_t high) { /* both included */
+    return low + (int64_t)(next_random() % (uint64_t)(high - low + 1));
+}
 
-static Block block(size_t bytes) {
+static double uniform(void) { return (next_random() >> 11) * 0x1p-53; }
+static int chance(double probability) { return uniform() < probability; }
+
+static Buffer allocate(size_t bytes) {
     size_t page = sysconf(_SC_PAGESIZE), size = (bytes + page - 1) / page * page;
     char *pages = mmap(NULL, size + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) abort();
     mprotect(pages + size, page, PROT_NONE);
-    return (Block){pages, pages + size - bytes, size + page};
+    return (Buffer){pages, bytes ? pages + size - bytes : NULL, size + page};
 }
 
-static void release(Block b) { munmap(b.pages, b.size); }
+static void release(Buffer b) { munmap(b.pages, b.size); }
 
-static float rounded(float x, int64_t kind) { /* to bf16, which every test number also fits as f16 */
+static float truncate_to_bf16(float x) {
     uint32_t bits;
-    if (kind == F32) return x;
     memcpy(&bits, &x, 4);
     bits &= 0xffff0000u;
     memcpy(&x, &bits, 4);
     return x;
 }
 
-static uint16_t half(float x) { /* exact: few bits, exponents that fit */
+static uint16_t to_f16(float x) { /* for numbers of random_value, NaN and infinities */
     uint32_t bits;
     memcpy(&bits, &x, 4);
     if (x != x) return 0x7e00;
@@ -65,118 +68,124 @@ static uint16_t half(float x) { /* exact: few bits, exponents that fit */
     return (bits >> 16 & 0x8000) | ((bits >> 13 & 0x3ffff) - (112 << 10));
 }
 
-static void put(char *at, int64_t kind, float x) {
+static void store_element(char *at, int64_t dtype, float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    uint16_t small = kind == BF16 ? bits >> 16 : half(x);
-    if (kind == F32) memcpy(at, &x, 4);
+    uint16_t small = dtype == BF16 ? bits >> 16 : to_f16(x);
+    if (dtype == F32) memcpy(at, &x, 4);
     else memcpy(at, &small, 2);
 }
 
-static float get(const char *at, int64_t kind) {
+static float load_element(const char *at, int64_t dtype) {
     uint16_t small;
     uint32_t bits;
     float x;
-    if (kind == F32) {
+    if (dtype == F32) {
         memcpy(&x, at, 4);
         return x;
     }
     memcpy(&small, at, 2);
-    if (kind == BF16) bits = (uint32_t)small << 16;
-    else bits = (uint32_t)(small & 0x8000) << 16 | ((uint32_t)(small & 0x7fff) ? ((uint32_t)(small & 0x7fff) << 13) + (112u << 23) : 0);
-    if (kind == F16 && (small & 0x7c00) == 0x7c00) return small & 0x3ff ? NAN : small >> 15 ? -INFINITY : INFINITY;
+    uint32_t sign = (uint32_t)(small & 0x8000) << 16, size = small & 0x7fff;
+    if (dtype == BF16) bits = (uint32_t)small << 16;
+    else bits = sign | (size ? (size << 13) + (112u << 23) : 0);
+    if (dtype == F16 && size >= 0x7c00) return size > 0x7c00 ? NAN : sign ? -INFINITY : INFINITY;
     memcpy(&x, &bits, 4);
     return x;
 }
 
-static int64_t width_of(int64_t kind) { return kind == F32 ? 4 : kind == BOOL ? 1 : 2; }
+static int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL ? 1 : 2; }
 
-/* A number that 16 bits of either kind hold. */
-static float short_number(double low, double high) {
-    float value = rounded((float)(low + uniform() * (high - low)), BF16);
+/* A number that is exact in bf16 and in f16. */
+static float random_value(double low, double high) {
+    float value = truncate_to_bf16((float)(low + uniform() * (high - low)));
     return fabsf(value) < 0x1p-13f ? 0 : value;
 }
 
-/* A tensor (b, h, t, d): dense, heads inside of tokens, with gaps between numbers, numbers of a token far apart, or
-   expanded (a stride of 0 wherever chance says). */
-static Block tensor(int64_t kind, int64_t b, int64_t h, int64_t t, int64_t d, int64_t stride[4]) {
-    int64_t layout = between(0, 4), step = layout == 2 ? 2 : 1, count = b * h * t * d * step;
+/* A tensor (b, h, t, d) in one of five layouts: dense, (b, t, h, d) transposed, with gaps between elements,
+   (b, h, d, t) transposed, or expanded (some strides are 0). */
+static Buffer random_tensor(int64_t dtype, int64_t b, int64_t h, int64_t t, int64_t d, int64_t stride[4]) {
+    int64_t layout = random_int(0, 4), step = layout == 2 ? 2 : 1, count = b * h * t * d * step;
     int64_t dense[4] = {h * t * d * step, t * d * step, d * step, step};
     if (layout == 1) dense[1] = d, dense[2] = h * d;
     if (layout == 3) dense[2] = 1, dense[3] = t;
     for (int i = 0; i < 4; i++) stride[i] = layout == 4 && chance(0.4) ? 0 : dense[i];
-    Block x = block(count * width_of(kind));
-    for (int64_t i = 0; i < count; i++) put((char *)x.start + i * width_of(kind), kind, short_number(-2, 2));
+    Buffer x = allocate(count * dtype_size(dtype));
+    for (int64_t i = 0; i < count; i++)
+        store_element((char *)x.start + i * dtype_size(dtype), dtype, random_value(-2, 2));
     return x;
 }
 
-static int expanded(const int64_t stride[4]) { return !stride[0] || !stride[1] || !stride[2] || !stride[3]; }
+static int is_expanded(const int64_t stride[4]) { return !stride[0] || !stride[1] || !stride[2] || !stride[3]; }
 
-/* What the mask adds, -inf where it hides. */
-static double masked(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+/* What the mask adds to a score; -inf where it hides the key. */
+static double mask_bias(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
     if (!c->mask) return 0;
     const int64_t *s = c->mask_stride;
-    const char *at = c->mask + (b * s[0] + h * s[1] + i * s[2] + j * s[3]) * width_of(c->mask_kind);
-    if (c->mask_kind == BOOL) return *at ? 0 : -INFINITY;
-    return get(at, c->mask_kind);
+    const char *at = c->mask + (b * s[0] + h * s[1] + i * s[2] + j * s[3]) * dtype_size(c->mask_dtype);
+    if (c->mask_dtype == BOOL) return *at ? 0 : -INFINITY;
+    return load_element(at, c->mask_dtype);
 }
 
 static int64_t end_of(const Call *c, int64_t b) { return c->ends ? c->ends[b] : c->end; }
-static int64_t place_of(const Call *c, int64_t b, int64_t i) { return i + (c->offsets ? c->offsets[b] : c->offset); }
-static int asked(const Call *c, int64_t b, int64_t i) { return !c->asked || c->asked[b * c->queries + i]; }
+static int64_t position_of(const Call *c, int64_t b, int64_t i) {
+    return i + (c->offsets ? c->offsets[b] : c->offset);
+}
+static int is_counted(const Call *c, int64_t b, int64_t i) { return !c->counted || c->counted[b * c->queries + i]; }
 
-static int sees(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
-    int64_t place = place_of(c, b, i);
-    if (j >= end_of(c, b) || (c->left >= 0 && j < place - c->left) || (c->right >= 0 && j > place + c->right)) return 0;
-    return masked(c, b, h, i, j) != -INFINITY;
+static int is_visible(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    int64_t position = position_of(c, b, i);
+    if (j >= end_of(c, b)) return 0;
+    if ((c->left >= 0 && j < position - c->left) || (c->right >= 0 && j > position + c->right)) return 0;
+    return mask_bias(c, b, h, i, j) != -INFINITY;
 }
 
 static float element(const Call *c, const char *x, const int64_t *s, int64_t b, int64_t h, int64_t t, int64_t d) {
-    return get(x + (b * s[0] + h * s[1] + t * s[2] + d * s[3]) * width_of(c->kind), c->kind);
+    return load_element(x + (b * s[0] + h * s[1] + t * s[2] + d * s[3]) * dtype_size(c->dtype), c->dtype);
 }
 
-/* The first key that the mask shows to some query that counts; band and window do not matter. */
+/* The first key that the mask shows to some counted query, whatever the window. -1: none. */
 static int64_t first_key(const Call *c, int64_t b) {
     for (int64_t j = 0; c->mask && j < end_of(c, b); j++)
         for (int64_t h = 0; h < c->heads; h++)
             for (int64_t i = 0; i < c->queries; i++)
-                if (asked(c, b, i) && masked(c, b, h, i, j) != -INFINITY) return j;
+                if (is_counted(c, b, i) && mask_bias(c, b, h, i, j) != -INFINITY) return j;
     return c->mask ? -1 : 0;
 }
 
-/* One row by plain loops. */
+/* One row, computed by plain loops. */
 typedef struct {
-    int sees, vague; /* vague: the order of its scores hangs on the last bits of single precision */
-    double out[MOST_DIM], lse, sums[SUMS];
+    int visible;   /* whether any key is */
+    int ambiguous; /* the order of its scores depends on rounding in single precision */
+    double out[MAX_DIM], lse, sums[MAX_STATS];
     double *weights; /* (keys) */
-    double error;    /* how far single precision may be off in a score, which is also the weights' relative error */
-} Expected;
+    double error;    /* bound of the error of a score in single precision, and of the relative error of a weight */
+} Reference;
 
-static void expect(const Call *c, int64_t b, int64_t h, int64_t i, int64_t first, Expected *row) {
-    int64_t kv = h / (c->heads / c->kv_heads), place = place_of(c, b, i);
+static void reference_row(const Call *c, int64_t b, int64_t h, int64_t i, int64_t first, Reference *row) {
+    int64_t kv = h / (c->heads / c->kv_heads), position = position_of(c, b, i);
     double *s = row->weights, sink = c->sinks ? c->sinks[h] : -INFINITY, top = sink, total = 0;
     double gate = c->gates ? c->gates[b * c->gates_stride + h] : 1, *sums = row->sums;
-    row->sees = row->vague = 0, row->error = 0;
+    row->visible = row->ambiguous = 0, row->error = 0;
     for (int64_t j = 0; j < c->keys; j++) {
         s[j] = -INFINITY;
-        if (!sees(c, b, h, i, j)) continue;
+        if (!is_visible(c, b, h, i, j)) continue;
         double dot = 0, size = 0;
         for (int64_t d = 0; d < c->dim; d++) {
             double x = (double)element(c, c->q, c->q_stride, b, h, i, d) * element(c, c->k, c->k_stride, b, kv, j, d);
             dot += x, size += fabs(x) * c->scale;
         }
-        double error = c->scale > 1 ? 0 : size * (1 + c->dim / 4.0); /* scores that overflow are redone exactly */
-        if (c->slopes) error += 2 * c->slopes[h] * fabs((double)(place - j));
+        double error = c->scale > 1 ? 0 : size * (1 + c->dim / 4.0); /* scores that overflow are recomputed exactly */
+        if (c->slopes) error += 2 * c->slopes[h] * fabs((double)(position - j));
         row->error = fmax(row->error, error * 0x1p-23);
         dot = fmax(-1e38, fmin(dot * c->scale, 1e38));
         if (c->softcap > 0) dot = c->softcap * tanh(dot / c->softcap);
-        if (c->slopes) dot -= c->slopes[h] * fabs((double)(place - j));
-        s[j] = dot + masked(c, b, h, i, j);
+        if (c->slopes) dot -= c->slopes[h] * fabs((double)(position - j));
+        s[j] = dot + mask_bias(c, b, h, i, j);
         if (s[j] > top) top = s[j];
-        row->sees = 1;
+        row->visible = 1;
     }
     for (int64_t j = 0; j < c->keys; j++) {
-        if (c->scale > 1 && s[j] < top && top - s[j] < 1e-4 * fabs(top)) row->vague = 1;
+        if (c->scale > 1 && s[j] < top && top - s[j] < 1e-4 * fabs(top)) row->ambiguous = 1;
         s[j] = s[j] == -INFINITY ? 0 : exp(s[j] - top);
         total += s[j];
     }
@@ -184,136 +193,149 @@ static void expect(const Call *c, int64_t b, int64_t h, int64_t i, int64_t first
     row->lse = total > 0 ? top + log(total) : -INFINITY;
     memset(row->out, 0, sizeof row->out);
     memset(sums, 0, sizeof row->sums);
-    if (!row->sees) return;
-    sums[COUNT] = 1;
-    sums[SINK] = c->sinks ? exp(sink - top) / total : 0;
+    if (!row->visible) return;
+    sums[STAT_COUNT] = 1;
+    sums[STAT_SINK] = c->sinks ? exp(sink - top) / total : 0;
     for (int64_t j = 0; j < c->keys; j++) {
         double a = s[j] /= total;
         if (a == 0) continue;
-        sums[ENTROPY] -= a * log(a);
-        sums[CONFIDENCE] = fmax(sums[CONFIDENCE], a);
-        sums[FIRST] += j == first ? a : 0;
-        sums[DISTANCE] += a * fabs((double)(place - j));
-        sums[PREVIOUS] += j == place - 1 ? a : 0;
-        sums[NEXT] += j == place + 1 ? a : 0;
-        sums[SELF] += j == place ? a : 0;
+        sums[STAT_ENTROPY] -= a * log(a);
+        sums[STAT_CONFIDENCE] = fmax(sums[STAT_CONFIDENCE], a);
+        sums[STAT_FIRST] += j == first ? a : 0;
+        sums[STAT_DISTANCE] += a * fabs((double)(position - j));
+        sums[STAT_PREVIOUS] += j == position - 1 ? a : 0;
+        sums[STAT_NEXT] += j == position + 1 ? a : 0;
+        sums[STAT_SELF] += j == position ? a : 0;
         for (int64_t x = 0; x < c->class_count; x++)
-            sums[CLASS + x] += a * c->classes[(b * c->class_count + x) * c->keys + j];
+            sums[STAT_CLASS + x] += a * c->classes[(b * c->class_count + x) * c->keys + j];
         for (int64_t d = 0; d < c->value_dim; d++)
             row->out[d] += gate * a * element(c, c->v, c->v_stride, b, kv, j, d);
     }
 }
 
-/* NaN into every key and value that nobody may look at. */
-static void spoil(const Call *c) {
-    int64_t group = c->heads / c->kv_heads, size = width_of(c->kind);
+/* Store NaN in every key and value that no row may see. */
+static void poison_hidden(const Call *c) {
+    int64_t group = c->heads / c->kv_heads, size = dtype_size(c->dtype);
     const int64_t *ks = c->k_stride, *vs = c->v_stride;
     for (int64_t b = 0; b < c->batch; b++)
         for (int64_t kv = 0; kv < c->kv_heads; kv++)
             for (int64_t j = 0; j < c->keys; j++) {
                 int seen = 0;
                 for (int64_t h = kv * group; h < (kv + 1) * group; h++)
-                    for (int64_t i = 0; i < c->queries && !seen; i++) seen = sees(c, b, h, i, j);
+                    for (int64_t i = 0; i < c->queries && !seen; i++) seen = is_visible(c, b, h, i, j);
                 if (seen) continue;
-                for (int64_t d = 0; d < c->dim && !expanded(ks); d++)
-                    put((char *)c->k + (b * ks[0] + kv * ks[1] + j * ks[2] + d * ks[3]) * size, c->kind, NAN);
-                for (int64_t d = 0; d < c->value_dim && !expanded(vs); d++)
-                    put((char *)c->v + (b * vs[0] + kv * vs[1] + j * vs[2] + d * vs[3]) * size, c->kind, NAN);
+                char *k = (char *)c->k + (b * ks[0] + kv * ks[1] + j * ks[2]) * size;
+                char *v = (char *)c->v + (b * vs[0] + kv * vs[1] + j * vs[2]) * size;
+                for (int64_t d = 0; d < c->dim && !is_expanded(ks); d++)
+                    store_element(k + d * ks[3] * size, c->dtype, NAN);
+                for (int64_t d = 0; d < c->value_dim && !is_expanded(vs); d++)
+                    store_element(v + d * vs[3] * size, c->dtype, NAN);
             }
 }
 
-static int far(double got, double want, double close) { return !(fabs(got - want) <= close || got == want); }
+static int differs(double got, double want, double tolerance) {
+    return !(fabs(got - want) <= tolerance || got == want);
+}
 
-/* Links are the largest weights, the largest first, each with its key. Of nearly equal ones either may come first. */
-static int wrong_links(const Call *c, int64_t row, const Expected *want, double close) {
-    const float *weight = c->link_weight + row * c->link_count;
-    const int32_t *key = c->link_key + row * c->link_count;
+/* Count the errors in a row's largest weights and their keys. Nearly equal weights may come in any order. */
+static int check_strongest(const Call *c, int64_t row, const Reference *want, double tolerance) {
+    const float *weight = c->strongest_weight + row * c->strongest_count;
+    const int32_t *key = c->strongest_key + row * c->strongest_count;
     char *taken = calloc(1, c->keys + 1);
     int wrong = 0;
-    for (int64_t i = 0; i < c->link_count; i++) {
+    for (int64_t i = 0; i < c->strongest_count; i++) {
         if (key[i] < -1 || key[i] >= c->keys || (key[i] >= 0 && taken[key[i]])) {
             wrong++;
             break;
         }
-        double largest = 0; /* of those that are left */
+        double largest = 0; /* of the keys that are not taken */
         for (int64_t j = 0; j < c->keys; j++)
             if (!taken[j] && want->weights[j] > largest) largest = want->weights[j];
-        wrong += far(weight[i], want->sees ? largest : 0, close);
+        wrong += differs(weight[i], want->visible ? largest : 0, tolerance);
         if (key[i] < 0) continue;
-        wrong += far(weight[i], want->weights[key[i]], close);
+        wrong += differs(weight[i], want->weights[key[i]], tolerance);
         taken[key[i]] = 1;
     }
     free(taken);
     return wrong;
 }
 
-static const char *NAMES[] = {"entropy", "confidence", "first", "distance", "previous", "next", "self", "sink", "count"};
-enum { OUTPUT, LOGARITHM, LINKS, STATISTICS, KINDS_OF_WRONG = STATISTICS + SUMS };
+enum { OUTPUT, LSE, STRONGEST, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
 
-/* Every number of a call that was run; counts what is wrong by kind. */
-static void check(const Call *c, int64_t wrong[KINDS_OF_WRONG]) {
-    double rounding = c->kind == F32 ? 0 : 2e-2, fine = 2e-5;
-    Expected want = {.weights = malloc((c->keys + 1) * sizeof(double))};
+static const char *check_name(int check) {
+#define NAME(id, name) name,
+    static const char *names[] = {"output", "lse", "strongest", STATISTICS(NAME)};
+#undef NAME
+    return check < FIRST_STATISTIC + STAT_CLASS ? names[check] : "class";
+}
+
+/* Check everything that a call wrote; counts what is wrong per kind of check. */
+static void check(const Call *c, int64_t wrong[CHECKS]) {
+    double rounding = c->dtype == F32 ? 0 : 2e-2, base = 2e-5;
+    Reference want = {.weights = malloc((c->keys + 1) * sizeof(double))};
     for (int64_t b = 0; b < c->batch; b++) {
         int64_t first = first_key(c, b);
         for (int64_t h = 0; h < c->heads; h++) {
-            double sums[SUMS] = {0}, error = 0;
-            int vague = 0;
+            double sums[MAX_STATS] = {0}, error = 0;
+            int ambiguous = 0;
             for (int64_t i = 0; i < c->queries; i++) {
                 int64_t row = (b * c->heads + h) * c->queries + i;
-                expect(c, b, h, i, first, &want);
-                if (asked(c, b, i)) {
-                    for (int x = 0; x < SUMS; x++) sums[x] += want.sums[x];
-                    vague |= want.vague, error += want.error;
+                reference_row(c, b, h, i, first, &want);
+                if (is_counted(c, b, i)) {
+                    for (int x = 0; x < MAX_STATS; x++) sums[x] += want.sums[x];
+                    ambiguous |= want.ambiguous, error += want.error;
                 }
-                if (want.vague) continue;
-                double close = rounding + fine + 4 * want.error;
+                if (want.ambiguous) continue;
+                double tolerance = rounding + base + 4 * want.error;
                 for (int64_t x = 0; x < c->value_dim; x++)
-                    wrong[OUTPUT] += far(element(c, c->out, c->out_stride, b, h, i, x), want.out[x], close);
-                if (c->lse) wrong[LOGARITHM] += far(c->lse[row], want.lse, fine * (1 + fabs(want.lse)) + want.error);
-                if (c->link_count) wrong[LINKS] += wrong_links(c, row, &want, fine + want.error);
+                    wrong[OUTPUT] += differs(element(c, c->out, c->out_stride, b, h, i, x), want.out[x], tolerance);
+                if (c->lse) wrong[LSE] += differs(c->lse[row], want.lse, base * (1 + fabs(want.lse)) + want.error);
+                if (c->strongest_count) wrong[STRONGEST] += check_strongest(c, row, &want, base + want.error);
             }
-            for (int64_t x = 0; c->sums && !vague && x < CLASS + c->class_count; x++) {
+            for (int64_t x = 0; c->sums && !ambiguous && x < STAT_CLASS + c->class_count; x++) {
                 double got = c->sums[x * c->batch * c->heads + b * c->heads + h];
-                double rough = x == COUNT ? 0 : fine * (1 + sums[COUNT]) + (x == ENTROPY ? 10 : 1) * error;
-                if (x == DISTANCE) rough = 1e-4 * (1 + sums[x]) + error * c->keys;
-                wrong[STATISTICS + x] += far(got, sums[x], rough);
+                double tolerance = base * (1 + sums[STAT_COUNT]) + (x == STAT_ENTROPY ? 10 : 1) * error;
+                if (x == STAT_COUNT) tolerance = 0;
+                if (x == STAT_DISTANCE) tolerance = 1e-4 * (1 + sums[x]) + error * c->keys;
+                wrong[FIRST_STATISTIC + x] += differs(got, sums[x], tolerance);
             }
         }
     }
     free(want.weights);
 }
 
-static void report(const Call *c, int path, const int64_t wrong[KINDS_OF_WRONG]) {
+static void report(const Call *c, int path, const int64_t wrong[CHECKS]) {
     printf("%s: wrong", headwise_path(path));
-    for (int x = 0; x < KINDS_OF_WRONG; x++)
-        if (wrong[x])
-            printf(" %s %ld", x == OUTPUT ? "output" : x == LOGARITHM ? "lse" : x == LINKS ? "links"
-                   : x < STATISTICS + CLASS ? NAMES[x - STATISTICS] : "class", (long)wrong[x]);
-    printf(": B %ld H %ld/%ld T %ld/%ld D %ld/%ld kind %ld mask %ld scale %g softcap %g left %ld right %ld%s%s%s%s%s%s\n",
+    for (int x = 0; x < CHECKS; x++)
+        if (wrong[x]) printf(" %s %ld", check_name(x), (long)wrong[x]);
+    printf(": B %ld H %ld/%ld T %ld/%ld D %ld/%ld dtype %ld mask %ld scale %g softcap %g left %ld right %ld"
+           "%s%s%s%s%s%s\n",
            (long)c->batch, (long)c->heads, (long)c->kv_heads, (long)c->queries, (long)c->keys, (long)c->dim,
-           (long)c->value_dim, (long)c->kind, c->mask ? (long)c->mask_kind : -1L, c->scale, c->softcap, (long)c->left,
+           (long)c->value_dim, (long)c->dtype, c->mask ? (long)c->mask_dtype : -1L, c->scale, c->softcap, (long)c->left,
            (long)c->right, c->gates ? " gates" : "", c->slopes ? " slopes" : "", c->sinks ? " sinks" : "",
-           c->asked ? " asked" : "", c->ends ? " ends" : "", c->offsets ? " offsets" : "");
+           c->counted ? " counted" : "", c->ends ? " ends" : "", c->offsets ? " offsets" : "");
 }
 
-static Block floats(int64_t count, double low, double high) {
-    Block x = block(count * sizeof(float));
+static Buffer random_floats(int64_t count, double low, double high) {
+    Buffer x = allocate(count * sizeof(float));
     for (int64_t i = 0; i < count; i++) ((float *)x.start)[i] = (float)(low + uniform() * (high - low));
     return x;
 }
 
-static Block mask_for(Call *c) {
+static Buffer random_mask(Call *c) {
     int64_t b = chance(0.5) ? c->batch : 1, h = chance(0.5) ? c->heads : 1, i = chance(0.7) ? c->queries : 1;
-    c->mask_kind = between(F32, BOOL);
-    Block mask = block(b * h * i * c->keys * width_of(c->mask_kind));
+    c->mask_dtype = random_int(F32, BOOL);
+    Buffer mask = allocate(b * h * i * c->keys * dtype_size(c->mask_dtype));
     int padding = i == 1 && h == 1 && chance(0.5);
-    int64_t only = chance(0.5) ? between(0, i) : -1; /* the one query that the first keys exist for */
+    int64_t only = chance(0.5) ? random_int(0, i) : -1; /* the only query that may see the first keys */
     for (int64_t x = 0; x < b * h * i * c->keys; x++) {
         int shown = padding ? x % c->keys >= 3 : chance(0.6);
         if (only >= 0 && x % c->keys < 4 && x / c->keys % i != only) shown = 0;
-        if (c->mask_kind == BOOL) ((char *)mask.start)[x] = shown;
-        else put((char *)mask.start + x * width_of(c->mask_kind), c->mask_kind, shown ? short_number(0, 1) : -INFINITY);
+        if (c->mask_dtype == BOOL) ((char *)mask.start)[x] = shown;
+        else {
+            float bias = shown ? random_value(0, 1) : -INFINITY;
+            store_element((char *)mask.start + x * dtype_size(c->mask_dtype), c->mask_dtype, bias);
+        }
     }
     int64_t stride[4] = {b > 1 ? h * i * c->keys : 0, h > 1 ? i * c->keys : 0, i > 1 ? c->keys : 0, 1};
     memcpy(c->mask_stride, stride, sizeof stride);
@@ -321,93 +343,161 @@ static Block mask_for(Call *c) {
     return mask;
 }
 
-/* A random call, checked; gives whether anything was wrong. */
-static int one(int path, int64_t longest) {
-    int64_t offsets[MOST_BATCH], ends[MOST_BATCH], group = between(1, 3), wrong[KINDS_OF_WRONG] = {0}, total = 0;
-    Call c = {.batch = between(1, MOST_BATCH), .kv_heads = between(1, 3), .queries = between(0, chance(0.3) ? 60 : 7),
-              .keys = between(0, chance(0.3) ? longest : 40), .dim = between(1, 40), .value_dim = between(1, 40),
-              .kind = between(0, 2), .left = -1, .right = -1, .scale = uniform(), .threads = between(1, 3)};
-    if (chance(0.5)) c.dim = 16 * between(1, 4), c.value_dim = 16 * between(1, 4);
-    if (longest > 1000) c.keys = between(1000, longest), c.queries = between(1, 3); /* in parts, which are merged */
-    if (chance(0.1)) c.scale = 3e38; /* almost every score overflows */
-    c.heads = c.kv_heads * group;
-    c.offset = c.keys - c.queries;
-    c.end = c.keys;
-    int64_t rows = c.batch * c.heads * c.queries;
-    Block used[16];
-    int blocks = 0;
-#define USE(x) (used[blocks++] = (x)).start
-    c.q = USE(tensor(c.kind, c.batch, c.heads, c.queries, c.dim, c.q_stride));
-    c.k = USE(tensor(c.kind, c.batch, c.kv_heads, c.keys, c.dim, c.k_stride));
-    c.v = USE(tensor(c.kind, c.batch, c.kv_heads, c.keys, c.value_dim, c.v_stride));
-    c.out = USE(block(rows * c.value_dim * width_of(c.kind)));
-    c.out_stride[0] = c.queries * c.heads * c.value_dim;
-    c.out_stride[1] = c.value_dim, c.out_stride[2] = c.heads * c.value_dim, c.out_stride[3] = 1;
+/* A random call and the memory that it points to. */
+typedef struct {
+    Call call;
+    int64_t offsets[MAX_BATCH], ends[MAX_BATCH];
+    Buffer buffers[16];
+    int count;
+} Case;
+
+static void *own(Case *x, Buffer buffer) {
+    x->buffers[x->count++] = buffer;
+    return buffer.start;
+}
+
+static void choose_sizes(Call *c, int64_t max_keys) {
+    c->batch = random_int(1, MAX_BATCH);
+    c->kv_heads = random_int(1, 3);
+    c->heads = c->kv_heads * random_int(1, 3);
+    c->dtype = random_int(F32, F16);
+    c->queries = random_int(0, chance(0.3) ? 60 : 7);
+    c->keys = random_int(0, chance(0.3) ? max_keys : 40);
+    c->dim = random_int(1, 40), c->value_dim = random_int(1, 40);
+    if (chance(0.5)) c->dim = 16 * random_int(1, 4), c->value_dim = 16 * random_int(1, 4);
+    if (max_keys > 1000) c->keys = random_int(1000, max_keys), c->queries = random_int(1, 3); /* merged parts */
+    c->scale = chance(0.1) ? 3e38 : uniform(); /* 3e38: almost every score overflows */
+    c->threads = random_int(1, 3);
+}
+
+static void make_tensors(Case *x) {
+    Call *c = &x->call;
+    c->q = own(x, random_tensor(c->dtype, c->batch, c->heads, c->queries, c->dim, c->q_stride));
+    c->k = own(x, random_tensor(c->dtype, c->batch, c->kv_heads, c->keys, c->dim, c->k_stride));
+    c->v = own(x, random_tensor(c->dtype, c->batch, c->kv_heads, c->keys, c->value_dim, c->v_stride));
+    c->out = own(x, allocate(c->batch * c->heads * c->queries * c->value_dim * dtype_size(c->dtype)));
+    c->out_stride[0] = c->queries * c->heads * c->value_dim;
+    c->out_stride[1] = c->value_dim, c->out_stride[2] = c->heads * c->value_dim, c->out_stride[3] = 1;
+}
+
+static void request_statistics(Case *x) {
+    Call *c = &x->call;
+    int64_t rows = c->batch * c->heads * c->queries;
     if (chance(0.8)) {
-        c.class_count = chance(0.5) ? between(1, MOST_CLASSES) : 0;
-        c.sums = USE(block((CLASS + c.class_count) * c.batch * c.heads * sizeof(double)));
+        c->class_count = chance(0.5) ? random_int(1, MAX_CLASSES) : 0;
+        c->sums = own(x, allocate((STAT_CLASS + c->class_count) * c->batch * c->heads * sizeof(double)));
     }
-    if (c.class_count) {
-        float *member = USE(block(c.batch * c.class_count * c.keys * sizeof(float)));
-        for (int64_t i = 0; i < c.batch * c.class_count * c.keys; i++) member[i] = chance(0.5);
-        c.classes = member;
+    if (c->class_count) {
+        float *member = own(x, allocate(c->batch * c->class_count * c->keys * sizeof(float)));
+        for (int64_t i = 0; i < c->batch * c->class_count * c->keys; i++) member[i] = chance(0.5);
+        c->classes = member;
     }
     if (chance(0.4)) {
-        uint8_t *rows_asked = USE(block(c.batch * c.queries));
-        for (int64_t i = 0; i < c.batch * c.queries; i++) rows_asked[i] = chance(0.6);
-        c.asked = rows_asked;
+        uint8_t *counted = own(x, allocate(c->batch * c->queries));
+        for (int64_t i = 0; i < c->batch * c->queries; i++) counted[i] = chance(0.6);
+        c->counted = counted;
     }
-    if (chance(0.4)) c.lse = USE(block(rows * sizeof(float)));
+    if (chance(0.4)) c->lse = own(x, allocate(rows * sizeof(float)));
     if (chance(0.4)) {
-        c.link_count = between(1, MOST_LINKS);
-        c.link_weight = USE(block(rows * c.link_count * sizeof(float)));
-        c.link_key = USE(block(rows * c.link_count * sizeof(int32_t)));
+        c->strongest_count = random_int(1, MAX_STRONGEST);
+        c->strongest_weight = own(x, allocate(rows * c->strongest_count * sizeof(float)));
+        c->strongest_key = own(x, allocate(rows * c->strongest_count * sizeof(int32_t)));
     }
-    if (chance(0.4)) c.right = between(0, 5);
-    if (chance(0.3)) c.left = between(0, 30);
-    for (int b = 0; b < MOST_BATCH; b++) ends[b] = between(0, c.keys), offsets[b] = between(-5, c.keys);
-    if (chance(0.3)) c.ends = ends;
-    if (chance(0.3)) c.offsets = offsets;
-    if (chance(0.3)) c.softcap = 1 + uniform();
-    if (chance(0.3)) c.sinks = USE(floats(c.heads, 0, 1));
-    if (chance(0.3)) c.slopes = USE(floats(c.heads, 0, 0.5));
+}
+
+static void choose_options(Case *x) {
+    Call *c = &x->call;
+    c->right = chance(0.4) ? random_int(0, 5) : -1;
+    c->left = chance(0.3) ? random_int(0, 30) : -1;
+    c->offset = c->keys - c->queries;
+    c->end = c->keys;
+    for (int b = 0; b < MAX_BATCH; b++) x->ends[b] = random_int(0, c->keys), x->offsets[b] = random_int(-5, c->keys);
+    if (chance(0.3)) c->ends = x->ends;
+    if (chance(0.3)) c->offsets = x->offsets;
+    if (chance(0.3)) c->softcap = 1 + uniform();
+    if (chance(0.3)) c->sinks = own(x, random_floats(c->heads, 0, 1));
+    if (chance(0.3)) c->slopes = own(x, random_floats(c->heads, 0, 0.5));
     if (chance(0.4)) {
-        c.gates_stride = chance(0.5) ? c.heads : 0;
-        c.gates = USE(floats(c.gates_stride ? c.batch * c.heads : c.heads, -1, 1));
+        c->gates_stride = chance(0.5) ? c->heads : 0;
+        c->gates = own(x, random_floats(c->gates_stride ? c->batch * c->heads : c->heads, -1, 1));
     }
-    if (chance(0.4)) used[blocks++] = mask_for(&c);
-    spoil(&c);
-    if (headwise_run(&c, path)) printf("%s: refused\n", headwise_path(path)), total++;
-    else check(&c, wrong);
-    for (int x = 0; x < KINDS_OF_WRONG; x++) total += wrong[x];
-    if (total) report(&c, path, wrong);
-    while (blocks) release(used[--blocks]);
+    if (chance(0.4)) own(x, random_mask(c));
+}
+
+/* Returns whether anything was wrong with a random call. */
+static int test_random_call(int path, int64_t max_keys) {
+    int64_t wrong[CHECKS] = {0}, total = 0;
+    Case x = {.count = 0};
+    choose_sizes(&x.call, max_keys);
+    make_tensors(&x);
+    request_statistics(&x);
+    choose_options(&x);
+    poison_hidden(&x.call);
+    if (headwise_run(&x.call, path)) printf("%s: headwise_run failed\n", headwise_path(path)), total++;
+    else check(&x.call, wrong);
+    for (int i = 0; i < CHECKS; i++) total += wrong[i];
+    if (total) report(&x.call, path, wrong);
+    while (x.count) release(x.buffers[--x.count]);
     return total != 0;
+}
+
+/* Which paths machines of different abilities may run: cpuid and xgetbv of real ones, less one feature at a time. */
+static int test_cpu_features(void) {
+    const uint32_t ecx = CPU_FMA | CPU_OSXSAVE | CPU_AVX | CPU_F16C;
+    const uint32_t ebx = CPU_AVX2 | CPU_AVX512F | CPU_AVX512DQ | CPU_AVX512BW | CPU_AVX512VL;
+    const struct {
+        CpuFeatures cpu;
+        int avx2, avx512;
+        const char *name;
+    } cases[] = {
+        {{ecx, ebx, 0xe7}, 1, 1, "all"},
+        {{ecx, CPU_AVX2, 0x7}, 1, 0, "AVX2"},
+        {{ecx & ~(uint32_t)CPU_F16C, ebx, 0xe7}, 0, 0, "no F16C"},
+        {{ecx & ~(uint32_t)CPU_FMA, ebx, 0xe7}, 0, 0, "no FMA"},
+        {{ecx & ~(uint32_t)CPU_AVX, ebx, 0xe7}, 0, 0, "no AVX"},
+        {{ecx & ~(uint32_t)CPU_OSXSAVE, ebx, 0}, 0, 0, "no XSAVE"},
+        {{ecx, ebx & ~(uint32_t)CPU_AVX2, 0xe7}, 0, 0, "no AVX2"},
+        {{ecx, ebx & ~(uint32_t)CPU_AVX512F, 0xe7}, 1, 0, "no AVX-512 F"},
+        {{ecx, ebx & ~(uint32_t)CPU_AVX512DQ, 0xe7}, 1, 0, "no AVX-512 DQ"},
+        {{ecx, ebx & ~(uint32_t)CPU_AVX512BW, 0xe7}, 1, 0, "no AVX-512 BW"},
+        {{ecx, ebx & ~(uint32_t)CPU_AVX512VL, 0xe7}, 1, 0, "no AVX-512 VL"},
+        {{ecx, ebx, 0x3}, 0, 0, "an operating system without YMM"},
+        {{ecx, ebx, 0x7}, 1, 0, "an operating system without ZMM"},
+        {{ecx, ebx, 0x67}, 1, 0, "an operating system without ZMM16 to ZMM31"},
+    };
+    int wrong = 0;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        if (can_run_avx2(&cases[i].cpu) == cases[i].avx2 && can_run_avx512(&cases[i].cpu) == cases[i].avx512) continue;
+        printf("wrong paths for a processor with: %s\n", cases[i].name);
+        wrong++;
+    }
+    return wrong;
 }
 
 static uint64_t seed = 1;
 
-static void *many(void *number) {
+/* Random calls in one of several threads; returns how many were wrong. */
+static void *run_calls(void *number) {
     state = seed * 1000 + (uintptr_t)number;
     intptr_t wrong = 0;
-    for (int i = 0; i < 20; i++) wrong += one(0, 900);
+    for (int i = 0; i < 20; i++) wrong += test_random_call(0, 900);
     return (void *)wrong;
 }
 
-int main(int count, char **words) {
-    int calls = count > 1 ? atoi(words[1]) : 300, wrong = 0;
-    if (count > 2) seed = strtoull(words[2], NULL, 10);
+int main(int argc, char **argv) {
+    int calls = argc > 1 ? atoi(argv[1]) : 300, wrong = test_cpu_features();
+    if (argc > 2) seed = strtoull(argv[2], NULL, 10);
     for (int path = 0; headwise_path(path); path++) {
         state = seed;
-        for (int i = 0; i < calls; i++) wrong += one(path, i % 5 ? 700 : 3000);
+        for (int i = 0; i < calls; i++) wrong += test_random_call(path, i % 5 ? 700 : 3000);
         printf("%s: %d calls\n", headwise_path(path), calls);
     }
     pthread_t threads[4];
-    for (intptr_t i = 0; i < 4; i++) pthread_create(threads + i, NULL, many, (void *)(i + 1));
+    for (intptr_t i = 0; i < 4; i++) pthread_create(threads + i, NULL, run_calls, (void *)(i + 1));
     for (int i = 0; i < 4; i++) {
-        void *more;
-        pthread_join(threads[i], &more);
-        wrong += (int)(intptr_t)more;
+        void *result;
+        pthread_join(threads[i], &result);
+        wrong += (int)(intptr_t)result;
     }
     printf("%d wrong\n", wrong);
     return wrong != 0;

@@ -1,88 +1,109 @@
-/* One call of attention, as Python hands it over: every field is 8 bytes wide, in the order of native.py. */
+/* One attention call as Python passes it to headwise_run, and the statistics that come back.
+
+   library.py packs a Call with `struct`, field by field, without padding. Every field is therefore 8 bytes wide; the
+   assertions below fix the position of each. */
 #ifndef HEADWISE_CALL_H
 #define HEADWISE_CALL_H
 
+#include <stddef.h>
 #include <stdint.h>
 
-enum { F32, BF16, F16, BOOL };       /* kinds of numbers */
-enum { MOST_CLASSES = 8, MOST_LINKS = 16 };
+enum { F32, BF16, F16, BOOL }; /* dtypes of tensors; BOOL is for masks only */
+enum { MAX_CLASSES = 8, MAX_STRONGEST = 16 };
 
-/* What is kept of a row of weights, and summed over the rows that count. */
-enum { ENTROPY, CONFIDENCE, FIRST, DISTANCE, PREVIOUS, NEXT, SELF, SINK, COUNT, CLASS, SUMS = CLASS + MOST_CLASSES };
+/* The statistics of a row of attention weights, in the order of the columns of Call.sums. The shares of the key classes
+   follow. Python compares these names with its own when it loads the library. */
+#define STATISTICS(X)                                                   \
+    X(ENTROPY, "entropy")       /* in nats */                           \
+    X(CONFIDENCE, "confidence") /* the largest weight */                \
+    X(FIRST, "first")           /* the weight of the first key */       \
+    X(DISTANCE, "distance")     /* the mean of |query - key| */         \
+    X(PREVIOUS, "previous")     /* the weight of the key before, */     \
+    X(NEXT, "next")             /* after, */                            \
+    X(SELF, "self")             /* and at the query's own position */   \
+    X(SINK, "sink")             /* the weight that goes to the sink */  \
+    X(COUNT, "count")           /* 1 per row, so that sums have means */
+
+#define STATISTIC_COLUMN(id, name) STAT_##id,
+enum { STATISTICS(STATISTIC_COLUMN) STAT_CLASS, MAX_STATS = STAT_CLASS + MAX_CLASSES };
 
 typedef struct {
-    /* FORM in native.py: what calls of the same sizes, strides and options share.
-       q (batch, heads, queries, dim), k (batch, kv_heads, keys, dim), v and out likewise with value_dim */
+    /* Part 1: shared by all calls with the same sizes, strides and options.
+       q (batch, heads, queries, dim), k (batch, kv_heads, keys, dim), v (batch, kv_heads, keys, value_dim),
+       out (batch, heads, queries, value_dim) */
     int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
-    int64_t kind; /* of q, k, v and out */
-    int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4]; /* in numbers, not bytes; the output's last is 1 */
-    /* who may look where: query i stands at i + offset, and sees keys from left before to right after it (-1: open) */
+    int64_t dtype; /* of q, k, v and out */
+    int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4]; /* in elements */
+    /* visibility: query i has position i + offset and sees the keys from position - left to position + right (-1: no
+       limit) that are below end */
     int64_t left, right, offset, end;
-    int64_t mask_kind, mask_stride[4];
-    int64_t gates_stride; /* from one sequence's gates to the next one's */
-    int64_t class_count, link_count;
+    int64_t mask_dtype, mask_stride[4]; /* stride 0: broadcast */
+    int64_t gates_stride;               /* between sequences; 0: all sequences share their gates */
+    int64_t class_count, strongest_count;
     double scale, softcap; /* softcap 0: none */
 
-    /* POINTERS in native.py: what differs from call to call */
+    /* Part 2: different in every call. */
     const char *q, *k, *v;
     char *out;
-    const int64_t *offsets, *ends; /* (batch,) where sequences differ, else NULL */
-    const char *mask;              /* NULL: none */
-    const float *sinks;            /* (heads,) or NULL */
-    const float *slopes;           /* (heads,) or NULL: ALiBi */
-    const float *gates;            /* a number a head, or NULL */
+    const int64_t *offsets, *ends; /* (batch,): replace offset and end; or NULL */
+    const char *mask;              /* bool (0: hidden) or floats added to the scores, or NULL */
+    const float *sinks;            /* (heads,) extra logits in the softmax denominator, or NULL */
+    const float *slopes;           /* (heads,) ALiBi slopes, or NULL */
+    const float *gates;            /* (heads,) or (batch, heads) factors of the outputs, or NULL */
 
-    /* statistics: wanted where sums is not NULL */
-    double *sums;          /* (CLASS + class_count, batch, heads), of the rows that count */
-    const uint8_t *asked;  /* (batch, queries): the rows that count; NULL: all */
-    const float *classes;  /* (batch, class_count, keys) of zeros and ones, or NULL */
-    float *lse;            /* (batch, heads, queries), natural logarithm, or NULL */
-    float *link_weight;    /* (batch, heads, queries, link_count), the so many largest of every row, the largest first */
-    int32_t *link_key;     /* the same shape; -1 where a row sees fewer keys */
+    double *sums;            /* (STAT_CLASS + class_count, batch, heads), written: summed over rows; NULL: not wanted */
+    const uint8_t *counted;  /* (batch, queries): the rows that are summed; NULL: all */
+    const float *classes;    /* (batch, class_count, keys) zeros and ones, or NULL */
+    float *lse;              /* (batch, heads, queries), written: log-sum-exp in nats; NULL: not wanted */
+    float *strongest_weight; /* (batch, heads, queries, strongest_count), written: the largest weights, descending, */
+    int32_t *strongest_key;  /* and their keys; -1 where a row has fewer visible keys */
     int64_t threads;
 } Call;
 
-/* How a call is cut. An item is a block of rows of one KV head, on all its keys or (split) on a part of them. */
-typedef struct {
-    int64_t rows;        /* queries of one KV head: the whole group's, those of one position side by side */
-    int64_t block_rows;  /* of one item */
-    int64_t row_blocks;  /* of one KV head */
-    int64_t key_block;   /* keys that are worked on together */
-    int64_t key_blocks;
-    int64_t split;       /* key blocks of one part */
-    int64_t parts;       /* of the keys; more than 1: their results are merged at the end */
-    int64_t items;
-    int64_t width;       /* value_dim, rounded up to whole vectors */
-    int64_t part_floats; /* of what one item keeps for merging */
-    int64_t room;        /* bytes of working memory that a thread needs */
-    double *item_sums;   /* (items, group, SUMS) */
-    float *part;         /* (items, part_floats) where parts > 1 */
-    int64_t *first;      /* (batch,): the first key that exists; NULL: key 0 */
-    int64_t *low, *high; /* (batch,): outside of these the mask hides all keys from all rows; NULL: unknown */
-} Plan;
+enum { CALL_FIELDS = 55, CALL_POINTERS = 38 /* the first field of part 2 */ };
 
-/* Working memory of one thread. */
-typedef struct {
-    char *memory;
-    int64_t size;
-    int64_t head; /* (sequence, KV head) whose packed keys are in there, -1: none */
-} Room;
-
-/* One instruction set: the same functions, compiled for it. */
-typedef struct {
-    const char *name;
-    void (*plan)(const Call *, Plan *);
-    void (*item)(const Call *, const Plan *, int64_t item, Room *);
-    void (*merge)(const Call *, const Plan *, int64_t group); /* of a row block, when all its parts are done */
-    int64_t (*first_key)(const Call *, int64_t batch);
-    int (*span)(const Call *, int64_t batch, int64_t *low, int64_t *high);
-} Path;
-
-enum { KEY_BLOCK = 512, WIDEST_VECTOR = 16 };
-
-/* |x| for x from -KEY_BLOCK on: distances within a block of keys; beyond its reach they differ by a constant. */
-extern float headwise_distances[2 * KEY_BLOCK + WIDEST_VECTOR];
-
-extern const Path headwise_avx512, headwise_avx2, headwise_neon, headwise_plain;
+#define FIELD(name, index) _Static_assert(offsetof(Call, name) == 8 * (index), "Call." #name " has moved")
+FIELD(batch, 0);
+FIELD(heads, 1);
+FIELD(kv_heads, 2);
+FIELD(queries, 3);
+FIELD(keys, 4);
+FIELD(dim, 5);
+FIELD(value_dim, 6);
+FIELD(dtype, 7);
+FIELD(q_stride, 8);
+FIELD(k_stride, 12);
+FIELD(v_stride, 16);
+FIELD(out_stride, 20);
+FIELD(left, 24);
+FIELD(right, 25);
+FIELD(offset, 26);
+FIELD(end, 27);
+FIELD(mask_dtype, 28);
+FIELD(mask_stride, 29);
+FIELD(gates_stride, 33);
+FIELD(class_count, 34);
+FIELD(strongest_count, 35);
+FIELD(scale, 36);
+FIELD(softcap, 37);
+FIELD(q, CALL_POINTERS);
+FIELD(k, 39);
+FIELD(v, 40);
+FIELD(out, 41);
+FIELD(offsets, 42);
+FIELD(ends, 43);
+FIELD(mask, 44);
+FIELD(sinks, 45);
+FIELD(slopes, 46);
+FIELD(gates, 47);
+FIELD(sums, 48);
+FIELD(counted, 49);
+FIELD(classes, 50);
+FIELD(lse, 51);
+FIELD(strongest_weight, 52);
+FIELD(strongest_key, 53);
+FIELD(threads, 54);
+#undef FIELD
+_Static_assert(sizeof(Call) == 8 * CALL_FIELDS, "a field of Call is missing above, or pointers are not 8 bytes wide");
 
 #endif

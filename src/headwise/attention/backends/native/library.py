@@ -58,6 +58,10 @@ def library() -> Library | str:
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
     if code.headwise_source().decode() != _source_hash():
         return f"the native kernel is stale, its source has changed: {REBUILD}"
+    code.headwise_statistics.restype = ctypes.c_char_p
+    layout = (ctypes.c_int64 * 4).in_dll(code, "headwise_layout")
+    assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MOST_CLASSES, MOST_LINKS)
+    assert tuple(code.headwise_statistics().decode().split()) == SUMS
     borrow_threads(code)
     paths: list[str] = []
     while name := code.headwise_path(len(paths)):

@@ -1,156 +1,167 @@
-/* The threads, the choice of an instruction set, and the one function that Python calls. */
+/* The threads: a pool of our own, or those of PyTorch's OpenMP runtime; and the scratch memory of each thread. */
+#include "threads.h"
+
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
+enum { MAX_THREADS = 256, CACHE_LINE = 64, SPINS = 200 };
+enum { MAX_CACHED_SCRATCH = 8 << 20 /* bytes: larger scratch memory is freed after the call */ };
 
-#include "call.h"
-
-#ifndef HEADWISE_SOURCE
-#define HEADWISE_SOURCE "" /* hash of the sources, so that a binary older than they are is noticed */
-#endif
-
-enum { MOST_THREADS = 256, KEEP = 8 << 20 /* bytes of working memory that outlive a call */, SPINS = 200 };
-
-#define EXPORT __attribute__((visibility("default")))
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
 #else
 #define PAUSE() ((void)0)
 #endif
 
-/* A thread begins with items of its own stretch, neighbours of one head; when they are done it takes others'. */
+/* A thread first runs the items of its own range, which are neighbours of one head, then helps with the others'. */
 typedef struct {
-    atomic_llong next;
-    int64_t stop;
-    char apart[48]; /* a cache line each */
-} Stretch;
+    _Alignas(CACHE_LINE) atomic_llong next; /* no two threads count in the same cache line */
+    int64_t end;
+} Range;
+_Static_assert(sizeof(Range) == CACHE_LINE, "one cache line per range");
 
 typedef struct {
     const Path *path;
     const Call *call;
     const Plan *plan;
-    Stretch *stretch;
-    int count;
+    Range *ranges; /* (threads) */
+    int threads;
     atomic_int failed;
 } Job;
 
-/* Runs a function in several threads at once and waits for them: GOMP_parallel's form. */
-typedef void Parallel(void (*)(void *), void *, unsigned threads, unsigned flags);
-typedef int Number(void); /* of the thread that asks, omp_get_thread_num's form */
-static _Atomic(Parallel *) borrowed; /* PyTorch's own threads, which would else spin beside ours for milliseconds */
-static _Atomic(Number *) number_of;
+/* PyTorch's own threads are used where possible: after each operator they spin for milliseconds, on the cores that ours
+   would need. */
+static _Atomic(OmpParallel *) omp_parallel;
+static _Atomic(OmpThreadNumber *) omp_thread_number;
 
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
-    Job *job;
-    atomic_long turn;     /* counts jobs */
-    atomic_int working;   /* workers inside of the job */
-    int wanted, started;
+    Job *job;               /* NULL: none */
+    atomic_long generation; /* counts jobs */
+    atomic_int working;     /* workers inside of the job */
+    int threads;            /* of the job: workers with a higher number sleep on */
+    int started;            /* workers; numbered from 1, the caller is 0 */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
-static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job the pool has */
-static pthread_key_t room_key;
-static atomic_int forked; /* whether an OpenMP pool of this process may be one whose threads stayed behind in a parent */
+static pthread_mutex_t pool_in_use = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job the pool runs */
+static pthread_key_t scratch_key;
+static atomic_int forked; /* whether the OpenMP threads of this process may be ones that exist only in a parent */
 
-static void free_room(void *x) {
-    Room *room = x;
-    free(room->memory);
-    free(room);
-}
+/* ---- processes ---- */
 
 /* Whether this process was forked and has not called exec since. Linux keeps the answer in the flags of the process
-   (PF_FORKNOEXEC), and a process that was executed has others besides; where they cannot be read, or a sandbox shows 0,
-   the answer is the safe one. */
+   (PF_FORKNOEXEC); a process that called exec has other flags. Where they cannot be read, or a sandbox shows 0, the
+   answer is the safe one. */
 static int forked_without_exec(void) {
-    enum { FORKED_NO_EXEC = 0x40 };
+    enum { PF_FORKNOEXEC = 0x40 };
     char text[512];
     unsigned flags = 0;
     FILE *file = fopen("/proc/self/stat", "re");
     if (!file) return 1;
     text[fread(text, 1, sizeof text - 1, file)] = 0;
     fclose(file);
-    const char *rest = strrchr(text, ')'); /* the name of the program ends there, and may hold anything */
+    const char *rest = strrchr(text, ')'); /* end of the program's name, which may contain anything */
     if (!rest || sscanf(rest + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) return 1;
-    return !flags || flags & FORKED_NO_EXEC;
+    return !flags || flags & PF_FORKNOEXEC;
 }
 
-/* In a child of fork there are no workers, and whoever held a lock is gone. */
+/* The child of a fork has no workers, and whoever held a lock is gone. */
 static void after_fork(void) {
     pthread_mutex_init(&pool.lock, NULL);
-    pthread_mutex_init(&busy, NULL);
+    pthread_mutex_init(&pool_in_use, NULL);
     pthread_cond_init(&pool.wake, NULL);
     pthread_cond_init(&pool.done, NULL);
     pool.job = NULL;
     pool.started = 0;
     atomic_store(&pool.working, 0);
-    atomic_store(&borrowed, NULL); /* theirs do not outlive a fork */
+    atomic_store(&omp_parallel, NULL); /* its threads did not survive either */
     atomic_store(&forked, 1);
 }
 
-/* When the library is loaded, not at the first call: PyTorch may run its threads and fork in between. If the fork came
-   before, there was nobody to notice it, and the kernel of the system is asked. */
-__attribute__((constructor)) static void begin(void) {
-    pthread_key_create(&room_key, free_room);
+static void free_scratch(void *x) {
+    Scratch *scratch = x;
+    free(scratch->memory);
+    free(scratch);
+}
+
+/* When the library is loaded, not at the first call: PyTorch may run its threads and fork in between. Nobody noticed a
+   fork from before; the operating system is asked for it. */
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_key_create(&scratch_key, free_scratch);
     pthread_atfork(NULL, NULL, after_fork);
     atomic_store(&forked, forked_without_exec());
 }
 
-static Room *room_of(int64_t bytes) {
-    Room *room = pthread_getspecific(room_key);
-    if (!room) {
-        room = calloc(1, sizeof *room);
-        if (!room) return NULL;
-        pthread_setspecific(room_key, room);
-    }
-    if (room->size < bytes) {
-        free(room->memory);
-        room->memory = malloc(bytes);
-        room->size = room->memory ? bytes : 0;
-    }
-    room->head = -1;
-    return room->memory ? room : NULL;
+int headwise_use_openmp(OmpParallel *parallel, OmpThreadNumber *thread_number) {
+    if (atomic_load(&forked)) parallel = NULL;
+    atomic_store(&omp_thread_number, thread_number);
+    atomic_store(&omp_parallel, parallel);
+    return parallel != NULL;
 }
 
-static void work(Job *job, int me) {
-    Room *room = room_of(job->plan->room);
-    if (!room) {
+/* ---- one thread ---- */
+
+/* This thread's scratch memory of at least so many bytes, without packed keys; NULL where memory ran out. */
+static Scratch *get_scratch(int64_t bytes) {
+    Scratch *scratch = pthread_getspecific(scratch_key);
+    if (!scratch) {
+        scratch = calloc(1, sizeof *scratch);
+        if (!scratch) return NULL;
+        pthread_setspecific(scratch_key, scratch);
+    }
+    if (scratch->size < bytes) {
+        void *memory = NULL;
+        free(scratch->memory);
+        if (posix_memalign(&memory, SCRATCH_ALIGN, bytes)) memory = NULL;
+        scratch->memory = memory;
+        scratch->size = memory ? bytes : 0;
+    }
+    scratch->packed_head = -1;
+    return scratch->memory ? scratch : NULL;
+}
+
+static void work(Job *job, int thread) {
+    Scratch *scratch = get_scratch(job->plan->scratch_bytes);
+    if (!scratch) {
         atomic_store(&job->failed, 1);
         return;
     }
-    for (int i = 0; i < job->count; i++) {
-        Stretch *stretch = job->stretch + (me + i) % job->count;
-        for (int64_t next; (next = atomic_fetch_add(&stretch->next, 1)) < stretch->stop;)
-            job->path->item(job->call, job->plan, next, room);
+    for (int i = 0; i < job->threads; i++) {
+        Range *range = job->ranges + (thread + i) % job->threads;
+        for (int64_t next; (next = atomic_fetch_add(&range->next, 1)) < range->end;)
+            job->path->run_item(job->call, job->plan, next, scratch);
     }
-    if (room->size > KEEP) {
-        free(room->memory);
-        room->memory = NULL;
-        room->size = 0;
+    if (scratch->size > MAX_CACHED_SCRATCH) {
+        free(scratch->memory);
+        scratch->memory = NULL;
+        scratch->size = 0;
     }
 }
 
+/* By the thread's own number: what it cached in the last call it is likely to need again. */
+static void work_in_openmp(void *job) { work(job, atomic_load(&omp_thread_number)()); }
+
+/* ---- our own pool ---- */
+
 static void *worker(void *number) {
-    int me = (int)(intptr_t)number;
-    long seen = 0;
+    int thread = (int)(intptr_t)number;
+    long seen = 0; /* the last generation that this worker need not look at */
     for (;;) {
-        for (int i = 0; i < SPINS && atomic_load(&pool.turn) == seen; i++) PAUSE();
+        for (int i = 0; i < SPINS && atomic_load(&pool.generation) == seen; i++) PAUSE();
         pthread_mutex_lock(&pool.lock);
-        while (!pool.job || atomic_load(&pool.turn) == seen || me >= pool.wanted) {
-            if (!pool.job) seen = atomic_load(&pool.turn);
+        while (!pool.job || atomic_load(&pool.generation) == seen || thread >= pool.threads) {
+            if (!pool.job) seen = atomic_load(&pool.generation);
             pthread_cond_wait(&pool.wake, &pool.lock);
         }
-        seen = atomic_load(&pool.turn);
+        seen = atomic_load(&pool.generation);
         Job *job = pool.job;
         atomic_fetch_add(&pool.working, 1);
         pthread_mutex_unlock(&pool.lock);
-        work(job, me);
+        work(job, thread);
         pthread_mutex_lock(&pool.lock);
         atomic_fetch_sub(&pool.working, 1);
         pthread_cond_signal(&pool.done);
@@ -168,13 +179,13 @@ static void start_workers(int count) {
     pthread_attr_destroy(&attributes);
 }
 
-/* The caller works, too; workers that have not woken by the end are not waited for. */
-static void run_together(Job *job) {
+/* The caller works as thread 0; workers that have not woken by the time it is done are not waited for. */
+static void run_in_pool(Job *job) {
     pthread_mutex_lock(&pool.lock);
-    start_workers(job->count - 1);
+    start_workers(job->threads - 1);
     pool.job = job;
-    pool.wanted = job->count;
-    atomic_fetch_add(&pool.turn, 1);
+    pool.threads = job->threads;
+    atomic_fetch_add(&pool.generation, 1);
     pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.lock);
     work(job, 0);
@@ -185,138 +196,37 @@ static void run_together(Job *job) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* By the thread's own number: what it had in its cache at the last call it is likely to need again. */
-static void join(void *job) { work(job, atomic_load(&number_of)()); }
+/* ---- one call ---- */
 
-static int threads_for(const Call *call, const Plan *plan) {
-    double numbers = (double)call->batch * call->kv_heads * call->keys * (call->dim + call->value_dim); /* of k and v */
-    double work = numbers * (call->heads / call->kv_heads * call->queries + 8); /* reading one lasts as long as 8 */
+/* As many threads as were asked for, but no more than pay. */
+static int choose_threads(const Call *call, const Plan *plan) {
+    double elements = (double)call->batch * call->kv_heads * call->keys * (call->dim + call->value_dim); /* k and v */
+    double work = elements * (call->heads / call->kv_heads * call->queries + 8); /* reading one costs as much as 8 */
     double worth = work / 150e3; /* multiply-adds that pay for waking a thread */
     int64_t count = call->threads;
     if (count > plan->items) count = plan->items;
-    if (count > MOST_THREADS) count = MOST_THREADS;
+    if (count > MAX_THREADS) count = MAX_THREADS;
     if (count > worth) count = (int64_t)worth;
     return count < 1 ? 1 : (int)count;
 }
 
-static void add_up(const Call *call, const Plan *plan) {
-    int64_t group = call->heads / call->kv_heads, each = plan->row_blocks * plan->parts;
-    for (int64_t head = 0; head < call->batch * call->kv_heads; head++)
-        for (int64_t g = 0; g < group; g++) {
-            const double *from = plan->item_sums + (head * each * group + g) * SUMS;
-            for (int64_t x = 0; x < CLASS + call->class_count; x++) {
-                double total = 0;
-                for (int64_t i = 0; i < each; i++) total += from[i * group * SUMS + x];
-                call->sums[x * call->batch * call->heads + head * group + g] = total;
-            }
-        }
-}
-
-float headwise_distances[2 * KEY_BLOCK + WIDEST_VECTOR];
-
-__attribute__((constructor)) static void fill_distances(void) {
-    for (int x = 0; x < 2 * KEY_BLOCK + WIDEST_VECTOR; x++)
-        headwise_distances[x] = x < KEY_BLOCK ? KEY_BLOCK - x : x - KEY_BLOCK;
-}
-
-/* Which instruction sets this binary has and this processor can run, the fastest first; then NULL. */
-static const Path *paths[4];
-
-#if defined(__x86_64__)
-/* What both vector paths are compiled with besides their own instructions. Older compilers know no "f16c" by name. */
-static int has_fma_and_f16c(void) {
-    unsigned a, b, c, d;
-    return __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
-}
-#endif
-
-/* Once: asking the processor takes longer than a short call where the machine is a virtual one. */
-__attribute__((constructor)) static void find_paths(void) {
-    int count = 0;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    int common = has_fma_and_f16c();
-    if (common && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        paths[count++] = &headwise_avx512;
-    if (common && __builtin_cpu_supports("avx2")) paths[count++] = &headwise_avx2;
-#elif defined(__aarch64__)
-    paths[count++] = &headwise_neon;
-#endif
-    paths[count++] = &headwise_plain;
-}
-
-static const Path *path_at(int index) { return index >= 0 && index < 3 ? paths[index] : NULL; }
-
-EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(index)->name : NULL; }
-
-EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
-
-/* Borrow threads from this process's GOMP_parallel; NULL: use our own. A forked process always uses our own: GNU OpenMP
-   would wait for threads that only its parent has. Gives whether they are borrowed. */
-EXPORT int headwise_borrow(Parallel *parallel, Number *number) {
-    if (atomic_load(&forked)) parallel = NULL;
-    atomic_store(&number_of, number);
-    atomic_store(&borrowed, parallel);
-    return parallel != NULL;
-}
-
-/* Run a call on the path of that index. Gives 0, 1 where there is no such path, 2 where memory ran out. */
-EXPORT int headwise_run(const Call *call, int index) {
-    const Path *path = path_at(index);
-    if (!path) return 1;
-    Plan plan;
-    path->plan(call, &plan);
-    int64_t group = call->heads / call->kv_heads, failed = 0;
-    int64_t sums = call->sums ? plan.items * group * SUMS * sizeof(double) : 0, parts = 0;
-    if (plan.parts > 1) parts = plan.items * plan.part_floats * sizeof(float);
-    plan.item_sums = calloc(1, sums + 1);
-    plan.part = malloc(parts + 1);
-    plan.first = NULL;
-    int marks = call->sums && call->mask;
-    if (marks && (plan.first = malloc((call->batch + 1) * sizeof(int64_t))))
-        for (int64_t b = 0; b < call->batch; b++) plan.first[b] = path->first_key(call, b);
-    plan.low = plan.high = NULL;
-    int shared = plan.items && call->mask && !call->mask_stride[1] && !call->mask_stride[2];
-    Call unmasked;
-    if (shared && (plan.low = malloc(2 * call->batch * sizeof(int64_t)))) {
-        plan.high = plan.low + call->batch;
-        int64_t solid = 0;
-        for (int64_t b = 0; b < call->batch; b++) solid += path->span(call, b, plan.low + b, plan.high + b);
-        if (solid == call->batch) { /* padding: from here on, its ends say it all */
-            unmasked = *call;
-            unmasked.mask = NULL;
-            call = &unmasked;
-        }
+int headwise_run_items(const Path *path, const Call *call, const Plan *plan) {
+    Range ranges[MAX_THREADS];
+    Job job = {.path = path, .call = call, .plan = plan, .ranges = ranges, .threads = choose_threads(call, plan)};
+    OmpParallel *parallel = atomic_load(&omp_parallel);
+    int alone = job.threads == 1 || (!parallel && pthread_mutex_trylock(&pool_in_use));
+    if (alone) job.threads = 1;
+    for (int i = 0; i < job.threads; i++) {
+        atomic_init(&ranges[i].next, plan->items * i / job.threads);
+        ranges[i].end = plan->items * (i + 1) / job.threads;
     }
-    if (plan.item_sums && plan.part && (plan.first || !marks)) {
-        Job job = {.path = path, .call = call, .plan = &plan, .count = threads_for(call, &plan)};
-        Parallel *parallel = atomic_load(&borrowed);
-        int alone = job.count == 1 || (!parallel && pthread_mutex_trylock(&busy));
-        if (alone) job.count = 1;
-        Stretch stretch[MOST_THREADS];
-        job.stretch = stretch;
-        for (int i = 0; i < job.count; i++) {
-            atomic_init(&stretch[i].next, plan.items * i / job.count);
-            stretch[i].stop = plan.items * (i + 1) / job.count;
-        }
-        if (alone) {
-            work(&job, 0);
-        } else if (parallel) {
-            parallel(join, &job, job.count, 0);
-        } else {
-            run_together(&job);
-            pthread_mutex_unlock(&busy);
-        }
-        failed = atomic_load(&job.failed);
-        for (int64_t i = 0; plan.parts > 1 && !failed && i < call->batch * call->kv_heads; i++) path->merge(call, &plan, i);
-        if (call->sums && !failed) add_up(call, &plan);
+    if (alone) {
+        work(&job, 0);
+    } else if (parallel) {
+        parallel(work_in_openmp, &job, job.threads, 0);
     } else {
-        failed = 1;
+        run_in_pool(&job);
+        pthread_mutex_unlock(&pool_in_use);
     }
-    free(plan.item_sums);
-    free(plan.part);
-    free(plan.first);
-    free(plan.low);
-    return failed ? 2 : 0;
+    return atomic_load(&job.failed);
 }

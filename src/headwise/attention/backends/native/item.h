@@ -1,0 +1,152 @@
+/* The state of one work item: its rows, its scratch buffers, and which keys its rows may see. */
+#ifndef HEADWISE_ITEM_H
+#define HEADWISE_ITEM_H
+
+#include <assert.h>
+
+#include "pack.h"
+#include "plan.h"
+
+enum {
+    BLOCK_ROWS = 8 * TILE_ROWS, /* rows of a work item at most */
+    PART_KEYS = 1024,           /* keys per part, where they are split */
+    MAX_DECODING_ROWS = 12,     /* up to so many rows read the keys in place */
+};
+/* rows of a strip at most */
+enum { STRIP_ROWS = (int)TILE_ROWS > (int)MAX_DECODING_ROWS ? (int)TILE_ROWS : (int)MAX_DECODING_ROWS };
+
+static const float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+static const float SCORE_LIMIT = 1e38f; /* scores are clamped to this size, in nats, before softcap and bias */
+
+/* Keys whose weight is a statistic of its own. */
+enum { AT_FIRST, AT_PREVIOUS, AT_NEXT, AT_SELF, LANDMARKS };
+
+/* Running sums of one row over the keys so far; attention.c defines m, l, w, d and c. */
+typedef struct {
+    vfloat l, w, d; /* one partial sum per lane */
+    float m;
+    float landmark[LANDMARKS]; /* e at these keys */
+    int32_t visible;           /* whether the row has a visible key */
+    int32_t overflow;          /* whether a product q . k was larger than SCORE_LIMIT */
+    vfloat *c;                 /* (class_count) */
+    float *top_score;          /* (strongest_count) the largest scores, descending, */
+    int32_t *top_key;          /* and their keys */
+    int64_t head, query;       /* in the call */
+    int64_t position;          /* of the query among the keys */
+    int64_t low, high;         /* the visible keys, of which a mask may hide some */
+} Row;
+
+/* The sums of one row when its keys are done. */
+typedef struct {
+    float m, l, w, d, landmark[LANDMARKS], c[MAX_CLASSES], top_score[MAX_STRONGEST];
+    int32_t visible, overflow, top_key[MAX_STRONGEST];
+} RowResult;
+
+enum { RESULT_FLOATS = sizeof(RowResult) / 4 };
+_Static_assert(sizeof(RowResult) == 4 * RESULT_FLOATS && _Alignof(RowResult) == 4, "it is counted in floats");
+
+enum { NOT_PACKED, PACKED };
+enum { NOT_CHECKED, ALL_FINITE, SOME_NOT_FINITE };
+
+typedef struct {
+    const Call *call;
+    const Plan *plan;
+    int64_t number, batch, kv_head;
+    int64_t first_row, rows; /* of the KV head's rows */
+    int64_t first_key;       /* of this sequence, for AT_FIRST */
+    const char *k, *v;       /* of this sequence and KV head */
+    float dot_bound;         /* no partial sum of q . k is larger than this times the largest |k|; infinity: unknown */
+
+    /* the current block of keys: */
+    const float *keys;   /* in panels */
+    const float *values; /* rows value_stride floats apart */
+    int64_t value_stride;
+    int64_t values_end; /* the values from this key on are in packed_values */
+    int nonfinite;      /* whether a value that some row may not see is NaN or infinite */
+
+    /* scratch, see carve_scratch: */
+    Row *row;
+    vfloat *class_sums;
+    float *top_score;
+    int32_t *top_key;
+    uint8_t *key_state, *value_state;
+    float *max_key;
+    float *q, *o, *s, *bias, *packed_keys, *packed_values;
+} Item;
+
+typedef struct {
+    char *memory; /* NULL: only count */
+    int64_t used;
+} Arena;
+
+static void *take(Arena *arena, int64_t bytes) {
+    void *start = arena->memory ? arena->memory + arena->used : NULL;
+    arena->used += round_up(bytes, SCRATCH_ALIGN);
+    return start;
+}
+
+/* Divide the scratch memory of a thread among the buffers of an item; each begins at a multiple of SCRATCH_ALIGN bytes.
+   Returns the bytes used. memory NULL: only count.
+
+   The layout is the same for every item of a call: with row_blocks > 1, the packed keys and values of all key blocks,
+   and the states that say what is packed, are kept for the next row blocks of the same KV head. */
+static int64_t carve_scratch(const Call *call, const Plan *plan, char *memory, Item *item) {
+    int64_t rows = round_up(plan->block_rows, TILE_ROWS), blocks = plan->key_blocks, width = plan->value_width;
+    int64_t slots = plan->row_blocks > 1 ? blocks : 1; /* key blocks that are kept packed */
+    int64_t packed_rows = plan->values_in_place ? 1 : slots * plan->key_block;
+    Arena arena = {memory, 0};
+    item->row = take(&arena, rows * sizeof(Row));                                          /* (rows) */
+    item->class_sums = take(&arena, rows * call->class_count * sizeof(vfloat));            /* (rows, class_count) */
+    item->top_score = take(&arena, rows * call->strongest_count * sizeof(float));          /* (rows, strongest) */
+    item->top_key = take(&arena, rows * call->strongest_count * sizeof(int32_t));          /* (rows, strongest) */
+    item->key_state = take(&arena, blocks);                                                /* (blocks), PACKED or not */
+    item->value_state = take(&arena, blocks);                                              /* (blocks), finite or not */
+    item->max_key = take(&arena, blocks * sizeof(float));                                  /* (blocks), largest |k| */
+    item->q = take(&arena, rows * call->dim * sizeof(float));                              /* (rows, dim), scaled */
+    item->o = take(&arena, rows * width * sizeof(float));                                  /* (rows, width) */
+    item->s = take(&arena, STRIP_ROWS * plan->key_block * sizeof(float));                  /* (STRIP_ROWS, key_block) */
+    item->bias = take(&arena, STRIP_ROWS * plan->key_block * sizeof(float));               /* (STRIP_ROWS, key_block) */
+    item->packed_keys = take(&arena, slots * plan->key_block * call->dim * sizeof(float)); /* (slots, panels) */
+    item->packed_values = take(&arena, packed_rows * width * sizeof(float));               /* (packed_rows, width) */
+    return arena.used;
+}
+
+_Static_assert(SCRATCH_ALIGN % _Alignof(Row) == 0 && SCRATCH_ALIGN % sizeof(vfloat) == 0, "buffers begin aligned");
+/* the last row of a buffer is read up to whole vectors, and scores are computed up to whole panels */
+_Static_assert(SCRATCH_ALIGN >= 4 * LANES && KEY_BLOCK % PANEL == 0, "reads end within the buffer");
+_Static_assert((int)LANES <= (int)MAX_LANES, "headwise_distances is read in whole vectors");
+
+/* The number of keys of a sequence. Lengths that come out of a compiled graph were not checked by Python. */
+static int64_t sequence_end(const Call *call, int64_t batch) {
+    return max(0, min(call->ends ? call->ends[batch] : call->end, call->keys));
+}
+
+/* Set the position and the visible range of a row whose query is set. */
+static void locate_row(const Call *call, const Plan *plan, int64_t batch, Row *row) {
+    int64_t end = sequence_end(call, batch);
+    row->position = row->query + (call->offsets ? call->offsets[batch] : call->offset);
+    row->low = call->left < 0 ? 0 : max(0, row->position - call->left);
+    row->high = call->right < 0 ? end : min(end, row->position + call->right + 1);
+    if (plan->low) {
+        row->low = max(row->low, plan->low[batch]);
+        row->high = min(row->high, plan->high[batch]);
+    }
+}
+
+/* The element of the mask for a row and key j. */
+static const char *mask_at(const Call *call, int64_t batch, const Row *row, int64_t j) {
+    const int64_t *stride = call->mask_stride;
+    int64_t index = batch * stride[0] + row->head * stride[1] + row->query * stride[2] + j * stride[3];
+    return call->mask + index * dtype_size(call->mask_dtype);
+}
+
+static int mask_shows(const char *x, int64_t dtype) {
+    return dtype == BOOL ? *x != 0 : load_scalar(x, dtype) != -INFINITY;
+}
+
+static int is_visible(const Call *call, int64_t batch, const Row *row, int64_t j) {
+    if (j < row->low || j >= row->high) return 0;
+    return !call->mask || mask_shows(mask_at(call, batch, row, j), call->mask_dtype);
+}
+
+#endif

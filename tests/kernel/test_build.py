@@ -1,0 +1,102 @@
+"""The native kernel's build: what C and Python must agree on is asserted, and every source is part of its hash."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from campaigns.sanitizers import ROOT, VARIANTS
+from headwise.attention.backends.native import library
+
+SOURCES = sorted(library.FOLDER.glob("*.[ch]"))
+needs_compiler = pytest.mark.skipif(not shutil.which("cc"), reason="cc is not installed")
+needs_kernel = pytest.mark.skipif(isinstance(library.library(), str), reason="the native kernel was not built")
+
+
+@pytest.fixture(scope="module")
+def hatch_build():
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of the C sources."""
+    for path in SOURCES:
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def errors_of(folder: Path, source: str) -> str:
+    """What the compiler says about one source, without writing anything."""
+    command = ["cc", "-std=gnu11", "-fsyntax-only", str(folder / source)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+def replace_in(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def test_source_hash_covers_every_source_and_header(hatch_build, sources):
+    assert {path.suffix for path in SOURCES} == {".c", ".h"}
+    before = hatch_build.source_hash(sources)
+    assert before == library._source_hash()
+    for path in SOURCES:
+        text = (sources / path.name).read_bytes()
+        (sources / path.name).write_bytes(text + b"\n")
+        assert hatch_build.source_hash(sources) != before, path.name
+        (sources / path.name).write_bytes(text)
+
+
+def test_warnings_are_errors_in_test_builds_and_not_for_users(hatch_build):
+    """The drivers of these variants are compiled, for all instruction sets, in tests/attention/test_native.py."""
+    assert not any(flag.startswith("-W") for flag in hatch_build.FLAGS)
+    for name in ("as it is", "NEON"):
+        assert VARIANTS[name].flags.startswith("-Wall -Wextra -Werror"), name
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("int64_t batch, heads, kv_heads,", "int64_t heads, batch, kv_heads,", "Call.batch has moved"),
+        ("int64_t left, right, offset, end;", "int64_t left, right; int32_t offset, end;", "Call.end has moved"),
+        ("    int64_t threads;\n} Call;", "    int64_t threads, extra;\n} Call;", "a field of Call is missing above"),
+    ],
+    ids=["order", "width", "count"],
+)
+def test_call_struct_that_python_would_pack_differently_does_not_compile(sources, old, new, message):
+    assert errors_of(sources, "kernel.c") == ""
+    replace_in(sources / "call.h", old, new)
+    assert message in errors_of(sources, "kernel.c")
+
+
+@needs_compiler
+def test_scratch_buffers_that_vectors_would_overrun_do_not_compile(sources):
+    assert errors_of(sources, "attention.c") == ""
+    replace_in(sources / "plan.h", "SCRATCH_ALIGN = 64", "SCRATCH_ALIGN = 8")
+    assert "reads end within the buffer" in errors_of(sources, "attention.c")
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("name", "value"), [("SUMS", library.SUMS[::-1]), ("MOST_CLASSES", 9), ("POINTERS", library.FORM)]
+)
+def test_library_whose_layout_differs_from_python_is_not_loaded(monkeypatch, name, value):
+    monkeypatch.setattr(library, name, value)
+    with pytest.raises(AssertionError):
+        library.library.__wrapped__()
+
+
+@needs_kernel
+def test_binary_needs_no_symbols_of_the_compilers_runtime_to_detect_the_processor():
+    binary = (library.FOLDER / "kernel.so").read_bytes()
+    assert b"headwise_run" in binary and b"__cpu_model" not in binary and b"__cpu_indicator_init" not in binary
