@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 import headwise
+from headwise.prune.head_scores import Scores, spearman
 from headwise.prune.objective import choose, embedding
 from headwise.prune.plan import Plan, in_steps
 from headwise.prune.quality import Each, text_by_text
-from headwise.prune.scores import Scores, spearman
 from headwise.timing.machine import describe, in_words
 
 RESULTS = Path(__file__).parent / "results"

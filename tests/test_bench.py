@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import headwise
-from headwise.bench import cases, limits, memory, models, peers, suite, sweep, table
+from headwise.bench import cases, limits, memory, models, peers, suite, sweep
+from headwise.bench import result_rows as table
 from headwise.cli import main
 from headwise.errors import HeadwiseError
-from headwise.timing import machine, race
+from headwise.timing import interleaved_race as race
+from headwise.timing import machine
 
 
 class Clock:

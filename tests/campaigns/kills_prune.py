@@ -127,7 +127,7 @@ def _prepare(folder: Path) -> None:
 
     import headwise.prune.session
     import headwise.scale.train  # noqa: F401
-    from headwise.prune import recover
+    from headwise.prune import recovery as recover
 
     torch.set_num_threads(1)
     recover.EVERY = EVERY
@@ -157,7 +157,7 @@ def _forked(
 
 def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | None, event: int | None) -> None:
     from headwise.cli import main
-    from headwise.prune import recover
+    from headwise.prune import recovery as recover
 
     counted = {"events": 0, "trained": 0}
     step = recover._step

@@ -105,7 +105,7 @@ class _Setting:
 
     def _make(self, folder: Path) -> tuple[Any, Any, Any, bytes]:
         import headwise
-        from headwise.prune.recover import recover
+        from headwise.prune.recovery import recover
         from helpers import prunable_models  # of tests/prune
 
         full = prunable_models.build("bert", num_hidden_layers=1, intermediate_size=7)
@@ -119,7 +119,7 @@ class _Setting:
         import torch
 
         from headwise import HeadwiseError
-        from headwise.prune.recover import recover, run_id
+        from headwise.prune.recovery import recover, run_id
 
         self.made = self.made or self._make(folder)
         pruned, full, batches, whole = self.made

@@ -14,11 +14,11 @@ import transformers
 import headwise
 from headwise import HeadwiseError
 from headwise.models.structure import sites
+from headwise.prune.head_scores import Place, Scores, spearman
 from headwise.prune.importance import SCORES, merged, places
 from headwise.prune.importance import score as register
 from headwise.prune.objective import distance
 from headwise.prune.plan import Plan, cost, in_steps
-from headwise.prune.scores import Place, Scores, spearman
 from helpers.prunable_models import build, inputs
 
 

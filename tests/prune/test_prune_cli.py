@@ -16,13 +16,13 @@ import transformers
 import headwise
 from headwise import HeadwiseError
 from headwise.cli import main
-from headwise.prune import recover as recovery
+from headwise.prune import recovery as recovery
 from headwise.prune.batches import batched, read_labels, read_texts
 from headwise.prune.curve import curve
 from headwise.prune.importance import SCORES
 from headwise.prune.latency import attention_time, times
 from headwise.prune.quality import quality, size
-from headwise.prune.recover import recover
+from headwise.prune.recovery import recover
 from headwise.prune.report import markdown
 from headwise.prune.report_html import page
 from headwise.roles.atlas.corpus import read

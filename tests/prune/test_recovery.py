@@ -21,8 +21,8 @@ from test_prune_cli import WORDS, saved
 import headwise
 from headwise import CheckpointError, HeadwiseError
 from headwise.cli import main
-from headwise.prune import recover as recovery
-from headwise.prune.recover import recover
+from headwise.prune import recovery as recovery
+from headwise.prune.recovery import recover
 from helpers.prunable_models import build, inputs
 
 GONE = {0: [1, 2]}
@@ -209,14 +209,14 @@ def test_ctrl_c_anywhere_is_one_line_and_costs_no_training(
         with monkeypatch.context() as patch:
             patch.setattr(place, raises(KeyboardInterrupt()))
             if (folder / ".out.recovery.safetensors").exists():
-                patch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+                patch.setattr("headwise.prune.recovery._step", raises(AssertionError("it was trained already")))
             assert headwise_prune(folder, "--overwrite") == 130
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and words in err, place
         assert losses(folder) == whole, "the earlier result is untouched"
         assert names(folder) == ({"out", ".out.recovery.safetensors"} if words == KEPT else {"out"})
     shutil.rmtree(folder / "out")
-    monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+    monkeypatch.setattr("headwise.prune.recovery._step", raises(AssertionError("it was trained already")))
     assert headwise_prune(folder) == 0
     assert losses(folder) == whole and names(folder) == {"out"}
 
@@ -237,7 +237,7 @@ def test_a_plan_by_measured_time_is_taken_up_with_its_recovery(folder: Path, mon
         assert headwise_prune(folder, *line) == 130
     weight = 1.3
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+        patch.setattr("headwise.prune.recovery._step", raises(AssertionError("it was trained already")))
         assert headwise_prune(folder, *line) == 0
     assert names(folder) == {"out"}
     resumed = json.loads((folder / "out" / "plan.json").read_text())
@@ -255,7 +255,7 @@ def test_a_full_disk_at_the_end_costs_no_training(
     assert err.count("\n") == 1 and "out' cannot be written: No space left on device" in err
     assert "the recovery is kept, and the same command takes it up" in err
     assert names(folder) == {".out.recovery.safetensors"}
-    monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
+    monkeypatch.setattr("headwise.prune.recovery._step", raises(AssertionError("it was trained already")))
     assert headwise_prune(folder) == 0 and len(losses(folder)) == 5
 
 

@@ -14,7 +14,7 @@ import headwise
 from headwise import scale
 from headwise.errors import HeadwiseError
 from headwise.prune.importance import SCORES
-from headwise.prune.recover import recover as recover_alone
+from headwise.prune.recovery import recover as recover_alone
 from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale import run_folder
 from headwise.scale.ranks import Ranks
@@ -180,7 +180,7 @@ def stop(done: int, total: int) -> None:
 
 @check
 def recovery_goes_on_from_a_checkpoint(ranks: Ranks, folder: Path) -> None:
-    from headwise.prune import recover as module
+    from headwise.prune import recovery as module
 
     full, plan, given = small_bert(), {0: [0], 1: [2, 3]}, batches()
     for how in ("ddp", "fsdp"):

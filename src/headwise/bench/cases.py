@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import headwise
 
-from ..timing.race import ATOL, Contestant, drawn
+from ..timing.interleaved_race import ATOL, Contestant, drawn
 from . import peers
 from .limits import Limit, multiplying, reading
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..timing.race import Contestant
+from ..timing.interleaved_race import Contestant
 
 SIDE = 1536  # of the matrices: large enough for full speed
 

@@ -14,8 +14,8 @@ import torch
 
 from .. import __version__
 from ..errors import HeadwiseError
+from ..timing.interleaved_race import Mismatch, race, verify
 from ..timing.machine import describe
-from ..timing.race import Mismatch, race, verify
 from . import cases as attention
 from . import corpus, memory, models, pruned, sweep
 from .cases import Case

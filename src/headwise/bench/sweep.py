@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headwise
 
-from ..timing.race import Contestant, drawn
+from ..timing.interleaved_race import Contestant, drawn
 from .peers import repeated
 
 COUNT, SEED = 40, 20261118

@@ -82,7 +82,7 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..bench.table import notes, rounds_in_words
+    from ..bench.result_rows import notes, rounds_in_words
     from ..timing.machine import in_words
 
     blocks: list[list[RenderableType]] = [
@@ -105,7 +105,7 @@ def _table(results: dict[str, Any]) -> Table:
     """A line for each case, and below it one for each peer."""
     from rich.table import Table
 
-    from ..bench.table import rows
+    from ..bench.result_rows import rows
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("case and peers")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.nn.stack import Decoder
-from ..prune.recover import Alone
+from ..prune.recovery import Alone
 from .model import Recipe, build, task_of
 from .tasks import IGNORED, Batch, Relations, Text
 

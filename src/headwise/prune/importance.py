@@ -19,10 +19,10 @@ from ..models.structure.projections import output_width, projections
 from ..models.structure.sites import Site
 from ..models.surgery.removal import head_count
 from ..models.watching.watcher import watch
-from .l0 import OPTIONS as GATE_OPTIONS
-from .l0 import opened
+from .head_scores import Place, Scores
 from .objective import Loss, Objective, batch_size, choose
-from .scores import Place, Scores
+from .scores.l0 import OPTIONS as GATE_OPTIONS
+from .scores.l0 import opened
 
 UNITS = ("head", "kv", "layer")
 LARGEST_SEED = 2**32 - 1  # of NumPy's older generators; PyTorch's take more

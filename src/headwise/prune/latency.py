@@ -14,7 +14,7 @@ from ..errors import HeadwiseError
 from ..models.intervene.head_outputs import run
 from ..models.structure import sites
 from ..models.surgery.removal import prune_heads
-from ..timing.race import settle
+from ..timing.interleaved_race import settle
 
 if TYPE_CHECKING:
     from .plan import Plan

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..models.intervene.head_outputs import run
+from .head_scores import INTERVAL, RESAMPLES
 from .importance import places
 from .objective import Loss, choose, predicted
-from .scores import INTERVAL, RESAMPLES
 
 ROUNDING = 1e-6  # a distance to the full model below this is none
 

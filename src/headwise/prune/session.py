@@ -18,13 +18,13 @@ from ..models.surgery.removal import prune_heads
 from ..models.surgery.saving import Saved, save
 from ..roles.json_documents import parse_json
 from .batches import Texts
+from .head_scores import Scores
 from .importance import importance
 from .latency import attention_time, times
 from .plan import Plan, in_steps, plan
 from .quality import Quality, Size, quality, size
 from .rank_scores import Against, against_ablation
-from .recover import kept_note, recover, run_id
-from .scores import Scores
+from .recovery import kept_note, recover, run_id
 
 Progress = Callable[[str, int, int], None]  # what is going on, steps done, steps in all
 

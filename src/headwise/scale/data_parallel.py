@@ -23,9 +23,9 @@ from torch import nn
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from ..files import written
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
+from ..prune.head_scores import Scores
 from ..prune.importance import SCORES, UNITS, merged
 from ..prune.importance import importance as importance_of
-from ..prune.scores import Scores
 from ..roles.atlas.atlas import SUMS, Atlas
 from ..roles.atlas.build import atlas as atlas_of
 from ..roles.atlas.build import given

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UnsupportedError
-from ..prune.recover import Alone
-from ..prune.recover import recover as recover_of
+from ..prune.recovery import Alone
+from ..prune.recovery import recover as recover_of
 from .head_plan import spans
 from .ranks import Ranks, ranks_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..lab.store import Lab
-from .race import SHORTEST, race
+from .interleaved_race import SHORTEST, race
 
 Run = Callable[[], Any]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...attention.functional import attend
 from ...timing.cpu_time import ratios, seconds, where
-from ...timing.race import verify
+from ...timing.interleaved_race import verify
 from ..claim import HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..models.intervene.head_outputs import run, tapped
-from ..models.structure.sites import Site
+from ...models.intervene.head_outputs import run, tapped
+from ...models.structure.sites import Site
 
 if TYPE_CHECKING:
-    from .importance import Setting
+    from ..importance import Setting
 
 TEMPERATURE, LOW, HIGH = 0.33, -0.1, 1.1  # and the stretch: a gate is exactly 0 or 1 with some probability
 OPTIONS = {"steps": 200, "strength": 0.05, "rate": 0.1, "start": 2.0}

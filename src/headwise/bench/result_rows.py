@@ -1,4 +1,4 @@
-"""The benchmark in words, and as the README's table: `python -m headwise.bench.table RESULTS.json README.md`."""
+"""The benchmark in words, and as the README's table: `python -m headwise.bench.result_rows RESULTS.json README.md`."""
 
 from __future__ import annotations
 
@@ -120,5 +120,5 @@ def main(results: str, page: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
-        sys.exit("usage: python -m headwise.bench.table RESULTS.json README.md")
+        sys.exit("usage: python -m headwise.bench.result_rows RESULTS.json README.md")
     main(*sys.argv[1:])
