@@ -1,4 +1,7 @@
-"""Fair timing on a machine that does other things too: all contestants in every round, the best of each is kept."""
+"""Interleaved races: every contestant in every round, the best round of each counts.
+
+A machine that also does other things slows all contestants down alike, and a best time is the least disturbed one.
+"""
 
 from __future__ import annotations
 
@@ -16,74 +19,83 @@ from ..errors import HeadwiseError
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
 Contestant: TypeAlias = Callable[[], Output]
 
-SHORTEST = 20e-3  # seconds; a call faster than this is repeated within its turn, so that all run on warm caches
+MIN_TURN = 20e-3  # seconds; a faster call is repeated within its turn, so that all contestants run on warm caches
 RTOL, ATOL = 1e-3, 1e-4
 
 
 class Mismatch(HeadwiseError):
-    """Two contestants that should give the same do not; their times cannot be compared."""
+    """Two contestants that should compute the same do not; their times cannot be compared."""
 
 
 def race(
     contestants: Mapping[str, Contestant],
     *,
     rounds: int,
-    shortest: float = SHORTEST,
-    spell: float = 0.0,
+    min_turn: float = MIN_TURN,
+    min_seconds: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds a call of each contestant, the best of `rounds`, or of as many as `spell` seconds allow if that is more.
+    """Seconds per call of each contestant, the best of all rounds.
 
-    Every round times every contestant once, in another order each time, so that a slow spell of the machine hits all of
-    them and nobody always runs on the cache, or the heat, of the same neighbour.
+    Every round times every contestant once, in another order each time, so that a slow phase of the machine affects
+    all of them and none always runs on the cache, or the heat, of the same neighbour.
+
+    Args:
+        contestants: name -> a function without arguments.
+        rounds: how often each is timed.
+        min_turn: a call that takes less than these seconds is repeated within its turn.
+        min_seconds: rounds go on until the race has taken this long.
+        clock: seconds, from any start.
+
+    Returns:
+        name -> seconds per call.
+
+    Example:
+        >>> race({"sum": lambda: x.sum(), "matmul": lambda: x @ x}, rounds=5)
+        {'sum': 0.0001, 'matmul': 0.004}
     """
-    repeats = {name: _repeats(run, shortest, clock) for name, run in contestants.items()}
+    repeats = {name: _repeats(run, min_turn, clock) for name, run in contestants.items()}
     best = dict.fromkeys(contestants, math.inf)
-    shuffle = random.Random(0)
+    order = random.Random(0)
     done, start = 0, clock()
-    while done < rounds or clock() - start < spell:
+    while done < rounds or clock() - start < min_seconds:
         done += 1
-        for name in shuffle.sample(list(contestants), len(contestants)):
+        for name in order.sample(list(contestants), len(contestants)):
             best[name] = min(best[name], _time(contestants[name], repeats[name], clock))
     return best
 
 
-def drawn(*shape: int, generator: torch.Generator) -> Tensor:
-    """Normal numbers of a CPU's generator, the same wherever tensors are made by default."""
-    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
-
-
 def verify(ours: Contestant, peers: Mapping[str, Contestant], atol: float = ATOL) -> None:
-    """Raise Mismatch unless every peer gives what ours gives."""
+    """Raise Mismatch unless every peer gives the output of `ours`."""
     expected = _tensors(ours())
     for name, run in peers.items():
-        got = _tensors(run())
-        if len(got) != len(expected) or any(a.shape != b.shape for a, b in zip(got, expected, strict=True)):
-            raise Mismatch(f"{name} gives shapes {_shapes(got)}, headwise {_shapes(expected)}")
-        for a, b in zip(got, expected, strict=True):
+        outputs = _tensors(run())
+        if len(outputs) != len(expected) or any(a.shape != b.shape for a, b in zip(outputs, expected, strict=True)):
+            raise Mismatch(f"{name} gives shapes {_shapes(outputs)}, headwise {_shapes(expected)}")
+        for a, b in zip(outputs, expected, strict=True):
             if not torch.allclose(a, b, rtol=RTOL, atol=atol):
                 raise Mismatch(f"{name} and headwise differ by {(a - b).abs().max().item():.2g}")
 
 
-def _repeats(run: Contestant, shortest: float, clock: Callable[[], float]) -> int:
-    """How often to call within one turn; the first call of all warms up and is not looked at."""
+def synchronize() -> None:
+    """Wait until an accelerator, where there is one, has finished its queue."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _repeats(run: Contestant, min_turn: float, clock: Callable[[], float]) -> int:
+    """How often to call within one turn; the first call of all warms up and is not timed."""
     run()
-    return max(1, math.ceil(shortest / max(_time(run, 1, clock), 1e-9)))
+    return max(1, math.ceil(min_turn / max(_time(run, 1, clock), 1e-9)))
 
 
 def _time(run: Contestant, repeats: int, clock: Callable[[], float]) -> float:
-    settle()
+    synchronize()
     start = clock()
     for _ in range(repeats):
         run()
-    settle()
+    synchronize()
     return (clock() - start) / repeats
-
-
-def settle() -> None:
-    """A GPU has done all it was told to."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def _tensors(output: Output) -> tuple[Tensor, ...]:
