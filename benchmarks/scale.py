@@ -1,11 +1,10 @@
-"""Two ranks of one thread against one rank of one thread, in one run; and what they send against what the plan says.
+"""Two ranks of one thread against one rank of one thread, in one run; and the bytes they send against the formula.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/scale.py benchmarks/results/scale-NAME.json
 
-Parts can be named after the file; they take the place of the same ones in it. Memory is measured first, before anything
-has been freed that could be used again. Every round times every contestant once; the best of each counts. "beside" is
-one rank's work done by every rank at once, without a word between them: what two processes give on this machine is the
-most that sharing can.
+Parts can be named after the file; they replace the same ones in it. Memory is measured first, before anything has been
+freed that could be used again. Every round times every contestant once; the best of each counts. "beside" is one rank's
+work done by every rank at once, without communication: its speed is the upper bound of what sharing can reach here.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ import torch
 
 import headwise
 from headwise import TransformerBlock, scale
-from headwise.bench.memory import above
+from headwise.bench.memory import peak_above
 from headwise.files import written
 from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale.head_plan import HeadPlan
 from headwise.scale.ranks import Ranks
-from headwise.timing.machine import describe
+from headwise.timing import describe_machine
 
 ROUNDS = 5
 WORDS = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split()
 
 
 def race(ranks: Ranks, one: Callable[[], Any], both: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, Any]:
-    """Seconds of the first rank alone, of all ranks doing the same beside each other, and of all sharing it."""
+    """Seconds of the first rank alone, of all ranks each doing the whole, and of all ranks sharing it."""
     best: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> None:
         ranks.barrier(name)
         start = time.perf_counter()
         call()
-        taken = time.perf_counter() - start
-        slowest = max(float(x) for x in ranks.gathered(torch.tensor([taken], dtype=torch.float64)))
+        seconds = time.perf_counter() - start
+        slowest = max(float(x) for x in ranks.gathered(torch.tensor([seconds], dtype=torch.float64)))
         best[name] = min(best.get(name, slowest), slowest)
 
     for _ in range(rounds):
@@ -56,22 +55,27 @@ def race(ranks: Ranks, one: Callable[[], Any], both: Callable[[], Any], rounds: 
     return {"seconds": best, "times_as_fast": ratio, "most_here": most, "rounds": rounds}
 
 
-def wire() -> int:
-    """Bytes that this machine has sent to itself."""
+def loopback_bytes() -> int:
+    """Bytes that this machine has sent over its loopback interface."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
 def counted(ranks: Ranks, call: Callable[[], Any], formula: int) -> dict[str, int]:
-    """What one call sends on this rank: by the plan, counted, and of all ranks on the wire."""
+    """Bytes that one call sends: by the formula and counted on this rank, and of all ranks on the wire."""
     call()
     ranks.barrier("quiet")
-    before = wire()
+    before = loopback_bytes()
     with scale.counted() as sent:
         call()
     ranks.barrier("done")
     assert sent.data == formula, (dict(sent), formula)
-    return {"formula": formula, "counted": sent.data, "agreeing": sent["gathers"], "wire_of_all_ranks": wire() - before}
+    return {
+        "formula": formula,
+        "counted": sent.data,
+        "agreeing": sent["gathers"],
+        "wire_of_all_ranks": loopback_bytes() - before,
+    }
 
 
 def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, layers: int = 2) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> di
 
 
 def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
-    """The most that a rank takes, its tokens included, against all tokens on one rank."""
+    """The peak memory of a rank, its tokens included, against all tokens on one rank."""
 
     def here() -> None:
         mine = [torch.ones(1, count, tokens // ranks.count, dim) for _ in range(3)]
@@ -121,11 +125,11 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
 
     trim = ctypes.CDLL(None).malloc_trim
     here()
-    trim(0)  # what is free goes back, or it would be used again without being seen
-    peaks = [int(x) for x in ranks.gathered(torch.tensor([above(here)]))]
+    trim(0)  # free memory goes back to the system, or its reuse would not be counted
+    peaks = [int(x) for x in ranks.gathered(torch.tensor([peak_above(here)]))]
     ranks.barrier("one alone")
     trim(0)
-    one = above(alone) if ranks.first else 0
+    one = peak_above(alone) if ranks.first else 0
     ranks.barrier("measured")
     return {
         "what": "bytes above the start, tokens included",
@@ -161,7 +165,9 @@ def main() -> None:
         if ranks.first:
             about = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1}
             with written(file) as made:
-                made.write_text(json.dumps({**found, "machine": describe(), "settings": about}, indent=2) + "\n")
+                made.write_text(
+                    json.dumps({**found, "machine": describe_machine(), "settings": about}, indent=2) + "\n"
+                )
 
 
 if __name__ == "__main__":

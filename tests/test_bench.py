@@ -15,12 +15,15 @@ import pytest
 import torch
 
 import headwise
-from headwise.bench import cases, limits, memory, models, peers, suite, sweep
-from headwise.bench import result_rows as table
+from headwise.bench import cases, limits, memory, models, peers, result_rows, suite, sweep
 from headwise.cli import main
 from headwise.errors import HeadwiseError
-from headwise.timing import interleaved_race as race
-from headwise.timing import machine
+from headwise.timing import Contestant, Mismatch, Output, machine, machine_summary, race, verify
+from headwise.timing.machine import describe_machine
+from helpers.tools import load_tool
+
+bench_table, sections = load_tool("bench_table"), load_tool("markdown_sections")
+BEGIN, END = sections.markers(bench_table.SECTION)
 
 
 class Clock:
@@ -33,7 +36,7 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def contestant(self, name: str, *durations: float) -> race.Contestant:
+    def contestant(self, name: str, *durations: float) -> Contestant:
         """Takes these durations in turn, the last one ever after."""
         left = list(durations)
 
@@ -51,7 +54,7 @@ class Clock:
 def test_every_round_times_everyone_once_and_nobody_always_follows_the_same() -> None:
     clock = Clock()
     contestants = {name: clock.contestant(name, 1.0) for name in "abc"}
-    race.race(contestants, rounds=20, clock=clock)
+    race(contestants, rounds=20, clock=clock)
     timed = "".join(clock.calls[len("aabbcc") :])  # after warming up
     assert all(set(timed[i : i + 3]) == set("abc") for i in range(0, 60, 3))
     assert {timed[i : i + 2] for i in range(59)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
@@ -63,19 +66,19 @@ def test_the_best_round_counts_and_warming_up_does_not() -> None:
         "steady": clock.contestant("steady", 3.0),
         "uneven": clock.contestant("uneven", 0.1, 9.0, 9.0, 2.0, 7.0),  # two calls to warm up, then the rounds
     }
-    assert race.race(contestants, rounds=3, clock=clock) == {"steady": 3.0, "uneven": 2.0}
+    assert race(contestants, rounds=3, clock=clock) == {"steady": 3.0, "uneven": 2.0}
 
 
 def test_short_contestants_have_as_many_rounds_as_a_spell_allows() -> None:
     clock = Clock()
     contestants = {name: clock.contestant(name, 0.25) for name in "ab"}
-    race.race(contestants, rounds=3, shortest=0.25, spell=5.0, clock=clock)
+    race(contestants, rounds=3, min_turn=0.25, min_seconds=5.0, clock=clock)
     assert len(clock.calls) == 2 * 2 + 2 * 10  # warming up, and ten rounds of half a second
 
 
 def test_a_fast_call_is_repeated_within_its_turn() -> None:
     clock = Clock()
-    times = race.race({"fast": clock.contestant("fast", 0.25)}, rounds=1, shortest=1.0, clock=clock)
+    times = race({"fast": clock.contestant("fast", 0.25)}, rounds=1, min_turn=1.0, clock=clock)
     assert times == {"fast": 0.25}
     assert len(clock.calls) == 2 + 4
 
@@ -89,13 +92,13 @@ def test_a_fast_call_is_repeated_within_its_turn() -> None:
         (torch.zeros(2), (torch.zeros(2), torch.zeros(2)), r"peer gives shapes \(2,\), \(2,\), headwise \(2,\)"),
     ],
 )
-def test_different_outputs_are_not_timed(ours: torch.Tensor, theirs: race.Output, words: str) -> None:
-    with pytest.raises(race.Mismatch, match=words):
-        race.verify(lambda: ours, {"peer": lambda: theirs})
+def test_different_outputs_are_not_timed(ours: torch.Tensor, theirs: Output, words: str) -> None:
+    with pytest.raises(Mismatch, match=words):
+        verify(lambda: ours, {"peer": lambda: theirs})
 
 
 def test_rounding_is_no_difference() -> None:
-    race.verify(lambda: torch.ones(3), {"peer": lambda: torch.ones(3) + 1e-6})
+    verify(lambda: torch.ones(3), {"peer": lambda: torch.ones(3) + 1e-6})
 
 
 # --- cases ---
@@ -140,13 +143,13 @@ def test_every_goal_has_its_peer_and_every_title_its_sizes() -> None:
 
 
 def test_a_limit_scales_with_the_work() -> None:
-    assert limits.multiplying(2 * limits.SIDE**3).scale == 1.0
-    assert limits.multiplying(limits.SIDE**3).scale == 0.5
+    assert limits.matmul_limit(2 * limits.SIDE**3).scale == 1.0
+    assert limits.matmul_limit(limits.SIDE**3).scale == 0.5
 
 
 def test_reading_touches_all_of_k_and_v() -> None:
     k, v = torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5, 7)
-    read = limits.reading(k, v).run()
+    read = limits.read_limit(k, v).run()
     assert torch.allclose(read[0], k.sum(-1).flatten(), atol=1e-6)
     assert torch.allclose(read[1], v.sum(-1).flatten(), atol=1e-6)
 
@@ -192,7 +195,7 @@ def test_every_sdpa_call_of_a_kind_computes_what_ours_does(kind: str, kv_heads: 
     assert len(calls) == (1 if kind in ("dense", "causal") else 2) * (1 if kv_heads == 6 else 2)
     assert path
     for run in ours.values():
-        race.verify(run, calls)
+        verify(run, calls)
 
 
 def test_kinds_hide_what_they_say() -> None:
@@ -212,7 +215,9 @@ def test_kinds_hide_what_they_say() -> None:
 def test_memory_above_sees_the_peak_of_a_call() -> None:
     """In a process of its own, where nothing else takes or gives back memory meanwhile."""
     size = 256 * 2**20
-    script = f"import torch; from headwise.bench import memory; print(memory.above(lambda: torch.ones({size // 4})))"
+    script = (
+        f"import torch; from headwise.bench import memory; print(memory.peak_above(lambda: torch.ones({size // 4})))"
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert 0.9 * size < int(run.stdout) < 1.5 * size
 
@@ -230,11 +235,11 @@ def test_a_measurement_that_fails_says_so_in_one_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def report() -> suite.Report:
+def report() -> suite.BenchReport:
     return suite.run(suite.Options(tiny=True, rounds=2))
 
 
-def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.Report) -> None:
+def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.BenchReport) -> None:
     assert report.errors == []
     assert [case.name for case in report.cases] == list(suite.CASES)
     assert len(report.sweep) == len(sweep.KINDS)
@@ -249,7 +254,7 @@ def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.Report) 
             assert peer.met == (None if peer.goal is None else peer.ratio >= peer.goal)
 
 
-def test_the_summary_names_the_worst_shape(report: suite.Report) -> None:
+def test_the_summary_names_the_worst_shape(report: suite.BenchReport) -> None:
     ratios = {result.title: dict(result.ratios)["head_stats"] for result in report.sweep}
     found = report.summary("head_stats")
     assert found is not None
@@ -258,7 +263,7 @@ def test_the_summary_names_the_worst_shape(report: suite.Report) -> None:
     assert found["shapes"] == 5
 
 
-def test_the_json_is_plain(report: suite.Report) -> None:
+def test_the_json_is_plain(report: suite.BenchReport) -> None:
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["settings"]["rounds"] == 2
     assert data["machine"]["torch"] == torch.__version__
@@ -321,7 +326,7 @@ def test_a_wrong_result_is_an_error_not_a_time(
     found = suite.run(suite.Options(("decode",), tiny=True))
     assert found.cases[0].seconds is None
     assert found.errors == [f"{cases.CASES['decode'].title}: sdpa enable_gqa and headwise differ by 0.5"]
-    [row] = table.rows(found.to_json())
+    [row] = result_rows.rows(found.to_json())
     assert row.cells[2:] == ("sdpa enable_gqa and headwise differ by 0.5", "", "error", "")
 
 
@@ -332,7 +337,7 @@ def test_a_peer_that_does_not_run_here_says_why(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(peers, "bert", unavailable)
     found = suite.run(suite.Options(("module",), rounds=1, tiny=True))
     assert found.errors == []
-    assert "transformers' BERT, sdpa: not here" in [row.peer for row in table.rows(found.to_json())]
+    assert "transformers' BERT, sdpa: not here" in [row.peer for row in result_rows.rows(found.to_json())]
 
 
 # --- the table ---
@@ -342,7 +347,7 @@ def sample(ratio: float = 0.9699) -> dict:
     peer = {"name": "sdpa", "seconds": 0.05, "ratio": ratio, "goal": 0.97, "missing": "", "met": ratio >= 0.97}
     case = {"title": "dense", "seconds": 0.0516, "error": "", "peers": [peer], "limit": "sgemm"}
     return {
-        "machine": machine.describe(),
+        "machine": describe_machine(),
         "settings": {"rounds": 3, "device": "cpu"},
         "cases": [{**case, "limit_seconds": 0.0387, "of_limit": 0.75}],
         "sweep": {
@@ -354,12 +359,14 @@ def sample(ratio: float = 0.9699) -> dict:
 
 
 def test_markdown() -> None:
-    text = table.markdown(sample())
+    text = bench_table.table(sample())
     assert "| dense | 51.6 ms | sdpa | 50.0 ms | 0.969 | ≥ 0.97 ✗ |" in text
     assert "|  |  | limit: sgemm | 38.7 ms | 75% of it |  |" in text
     assert "Best of 3 interleaved rounds" in text
-    assert table.rounds_in_words({"rounds": 9, "spell": 1.5}).endswith("(of more where they last less than 1.5 s)")
-    assert machine.in_words(machine.describe()) in text
+    assert result_rows.rounds_in_words({"rounds": 9, "spell": 1.5}).endswith(
+        "(of more where they last less than 1.5 s)"
+    )
+    assert machine_summary(describe_machine()) in text
     assert "median ratio 12.340, worst 0.500 (odd one)" in text
     assert "- bad one: differs" in text
     assert "- memory of head_stats: 110 MB above the inputs (goal: under 1,000 MB)" in text
@@ -367,38 +374,38 @@ def test_markdown() -> None:
 
 def test_the_readme_gets_its_table_and_keeps_the_rest(tmp_path: Path) -> None:
     page, results = tmp_path / "README.md", tmp_path / "x.json"
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter √\n", encoding="utf-8")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter √\n", encoding="utf-8")
     page.chmod(0o640)
     results.write_text(json.dumps(sample(0.98)), encoding="utf-8")
     for _ in range(2):  # the second time changes nothing
-        table.main(str(results), str(page))
+        bench_table.main(str(results), str(page))
         text = page.read_text(encoding="utf-8")
-        assert text == f"before\n{table.BEGIN}\n{table.markdown(sample(0.98))}\n{table.END}\nafter √\n"
+        assert text == f"before\n{BEGIN}\n{bench_table.table(sample(0.98))}\n{END}\nafter √\n"
     assert page.stat().st_mode & 0o777 == 0o640
     assert sorted(tmp_path.iterdir()) == [page, results]
 
 
-@pytest.mark.parametrize("text", ["", table.BEGIN, f"{table.END}\n{table.BEGIN}", f"{table.BEGIN * 2}{table.END}"])
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN * 2}{END}"])
 def test_a_readme_without_markers_is_left_alone(text: str, tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text(text)
     with pytest.raises(HeadwiseError, match="needs one line <!-- benchmark:begin -->"):
-        table.write(sample(), page)
+        sections.write_section(page, bench_table.SECTION, bench_table.table(sample()))
     assert page.read_text() == text
     assert list(tmp_path.iterdir()) == [page]
 
 
 def test_a_failing_write_leaves_the_page_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "README.md"
-    page.write_text(f"{table.BEGIN}\n{table.END}\n")
+    page.write_text(f"{BEGIN}\n{END}\n")
 
     def full(*args: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(HeadwiseError, match="README.md.* cannot be written: disk full$"):
-        table.write(sample(), page)
-    assert page.read_text() == f"{table.BEGIN}\n{table.END}\n"
+        sections.write_section(page, bench_table.SECTION, bench_table.table(sample()))
+    assert page.read_text() == f"{BEGIN}\n{END}\n"
     assert list(tmp_path.iterdir()) == [page]
 
 
@@ -453,15 +460,15 @@ def test_a_lesser_instruction_set_begins_anew(
 ) -> None:
     begun: list[Any] = []
     monkeypatch.setattr(machine.os, "execve", lambda *how: begun.append(how))
-    machine.restrict("avx2", ["bench", "--isa", "avx2"])
+    machine.restrict_instructions("avx2", ["bench", "--isa", "avx2"])
     ((_, command, told),) = begun
     assert command[1:] == ["-m", "headwise", "bench", "--isa", "avx2"]
     assert told["HEADWISE_KERNEL"] == "avx2" and told["ATEN_CPU_CAPABILITY"] == "avx2"
-    assert "restricted" not in machine.in_words(machine.describe())
-    for name, value in machine.LESSER["avx2"].items():
+    assert "restricted" not in machine_summary(describe_machine())
+    for name, value in machine.RESTRICTIONS["avx2"].items():
         monkeypatch.setenv(name, value)
-    machine.restrict("avx2", ["bench"])
+    machine.restrict_instructions("avx2", ["bench"])
     assert len(begun) == 1  # it is what was asked for already
-    assert "all restricted to avx2" in machine.in_words(machine.describe())
+    assert "all restricted to avx2" in machine_summary(describe_machine())
     assert main("bench --isa mmx".split()) == 2
     assert "there is no instruction set 'mmx' to go back to; there is avx2" in capsys.readouterr().err

@@ -35,9 +35,9 @@ def bench(
     if isa:
         import sys
 
-        from ..timing.machine import restrict
+        from ..timing.machine import restrict_instructions
 
-        restrict(isa, sys.argv[1:])
+        restrict_instructions(isa, sys.argv[1:])
     import torch
 
     from ..bench.suite import Options, run
@@ -83,10 +83,10 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
     from rich.text import Text
 
     from ..bench.result_rows import notes, rounds_in_words
-    from ..timing.machine import in_words
+    from ..timing.machine import machine_summary
 
     blocks: list[list[RenderableType]] = [
-        [Text(in_words(results["machine"]), style="dim")],
+        [Text(machine_summary(results["machine"]), style="dim")],
         [_table(results)] if results["cases"] else [],
         [Text(f"{MARKS[met]} {text}", style=STYLES[met]) for text, met in notes(results)],
         _paths([*results["cases"], *results["sweep"]["shapes"]]) if explain else [],
