@@ -11,7 +11,7 @@ import transformers
 
 import headwise
 from headwise import HeadwiseError
-from headwise.prune.importance import places
+from headwise.prune.attention_layers import attention_layers
 from headwise.prune.quality import size
 from helpers.prunable_models import build, inputs
 
@@ -80,7 +80,7 @@ def test_a_vision_tower_keeps_no_cache() -> None:
 
 def test_a_budget_of_cache_takes_heads_only_where_there_is_one() -> None:
     for name, model in (("t5", build("t5", SEQ2SEQ)), ("llava", llava())):
-        free = {place.kind for place in places(model) if not place.cache}
+        free = {layer.kind for layer in attention_layers(model) if not layer.cache}
         assert free == ({"encoder"} if name == "t5" else {"vision_tower"})
         scores = headwise.importance(model, [], "magnitude")
         made = headwise.plan(scores, 0.7, budget="cache")

@@ -14,12 +14,15 @@ import transformers
 import headwise
 from headwise import HeadwiseError
 from headwise.models.structure import sites
-from headwise.prune.head_scores import Place, Scores, spearman
-from headwise.prune.importance import SCORES, merged, places
-from headwise.prune.importance import score as register
-from headwise.prune.objective import distance
-from headwise.prune.plan import Plan, cost, in_steps
+from headwise.prune import HeadScores, registry
+from headwise.prune.attention_layers import AttentionLayer, attention_layers
+from headwise.prune.importance import merge_examples
+from headwise.prune.objective import embedding_distance
+from headwise.prune.plan import Plan, cost, plan_in_steps
+from headwise.roles.atlas.stability import spearman
 from helpers.prunable_models import build, inputs
+
+SCORES = registry.scores()
 
 
 def causal(name: str = "llama") -> Any:
@@ -34,7 +37,7 @@ def batches(name: str, count: int = 2, **more: Any) -> list[dict[str, Any]]:
     return [inputs(name, seed) | more for seed in range(count)]
 
 
-@pytest.mark.parametrize("score", [name for name in SCORES if name != "l0"])
+@pytest.mark.parametrize("score", [name for name, score in SCORES.items() if not score.trained])
 @pytest.mark.parametrize(
     ("name", "kinds"), [("bert", ["self"]), ("llama", ["self"]), ("t5", ["encoder", "decoder", "cross"])]
 )
@@ -107,7 +110,7 @@ def by_parts(model: Any, given: list[Any], name: str, parts: int, **options: Any
     rows: dict[int, list[np.ndarray]] = {}
     for part in range(parts):
         for number in range(part, len(given), parts):
-            found = headwise.importance(model, [given[number]], name, seed=3, numbers=[number], **options)
+            found = headwise.importance(model, [given[number]], name, seed=3, batch_numbers=[number], **options)
             rows[number] = found.examples
     return [np.concatenate(each) for each in zip(*(rows[number] for number in range(len(given))), strict=True)]
 
@@ -122,29 +125,16 @@ def test_a_score_says_rightly_whether_it_comes_apart_by_batches(name: str) -> No
     rows = by_parts(model, given, name, 2, **options)
     if not SCORES[name].additive:
         assert any(a.shape != b.shape or not np.allclose(a, b) for a, b in zip(rows, whole.examples, strict=True))
-        with pytest.raises(HeadwiseError, match=f"score '{name}' does not come apart by batches"):
-            merged(model, given, name, None, "head", rows)
+        with pytest.raises(HeadwiseError, match=f"score '{name}' is not additive over batches"):
+            merge_examples(model, given, name, None, "head", rows)
         return
-    got = merged(model, given, name, None, "head", rows)
+    got = merge_examples(model, given, name, None, "head", rows)
     for table in ({"self": got["self"]}, got.low, got.high):
         assert np.isfinite(table["self"]).all()
     for a, b in ((got, whole), (got.low, whole.low), (got.high, whole.high)):
         np.testing.assert_allclose(a["self"], b["self"], rtol=1e-6, atol=1e-12)
     assert (got.objective, got.relative, got.count) == (whole.objective, whole.relative, whole.count)
     assert got.relative and got.count == 15
-
-
-def test_a_score_must_say_what_it_is_and_is_held_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match="additive"):
-        register("mine", signed=False, normed=False, loss="no loss")  # type: ignore[call-arg]
-    monkeypatch.setattr("headwise.prune.importance.SCORES", dict(SCORES))
-
-    @register("mine", signed=False, normed=False, additive=True, loss="no loss")
-    def mine(setting: Any) -> list[np.ndarray]:
-        return [np.ones((1, place.query)) for place in setting.places]
-
-    with pytest.raises(HeadwiseError, match=r"score 'mine' gave 1 rows for 6 examples; .* say additive=False"):
-        headwise.importance(build("bert"), batches("bert"), "mine")
 
 
 def test_units_add_up() -> None:
@@ -171,7 +161,7 @@ def test_a_distance_to_the_full_model_has_no_slope_and_is_refused() -> None:
     with pytest.raises(HeadwiseError, match="has no slope here"):
         headwise.importance(model, [batch], "michel", flat)
     assert headwise.importance(model, [batch], "ablation", flat)["self"].min() > 0
-    assert float(distance(full, batch, full).abs().max()) < 1e-6
+    assert float(embedding_distance(full, batch, full).abs().max()) < 1e-6
 
 
 def test_without_labels_each_kind_of_model_has_its_own_way() -> None:
@@ -223,10 +213,10 @@ def test_ranks() -> None:
 
 def test_the_interval_covers_the_mean_of_many_examples() -> None:
     random = np.random.default_rng(1)
-    place = Place("self", 0, 2, 2, "x")
+    layer = AttentionLayer("self", 0, 2, 2, "x")
     hits = 0
     for _ in range(100):
-        found = Scores([place], "made", "head", "", [random.normal([1, 3], 1, (40, 2))], False, False)
+        found = HeadScores([layer], "made", "head", "", [random.normal([1, 3], 1, (40, 2))], False, False)
         hits += bool(found.low["self"][0, 1] <= 3 <= found.high["self"][0, 1])
     assert 85 <= hits <= 100
 
@@ -253,8 +243,10 @@ def test_groups_and_the_budgets_that_only_they_meet() -> None:
     cache = headwise.plan(scores, 0.67, budget="cache")
     assert len(cache.heads) == 2 and all(len(heads) == 3 for heads in cache.heads.values())
     parameters = headwise.plan(scores, 0.7, budget="parameters", unit="kv")
-    full = sum(cost(place, set(), "parameters") for place in places(model))
-    left = sum(cost(place, set(parameters.heads.get(place.index, ())), "parameters") for place in places(model))
+    full = sum(cost(layer, set(), "parameters") for layer in attention_layers(model))
+    left = sum(
+        cost(layer, set(parameters.heads.get(layer.index, ())), "parameters") for layer in attention_layers(model)
+    )
     assert left <= 0.7 * full
     pruned = headwise.prune_heads(model, parameters)
     gone = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in pruned.parameters())
@@ -388,7 +380,7 @@ def test_scoring_again_between_steps_beats_one_shot_where_heads_stand_in_for_eac
 
     scores = headwise.importance(model, given, "ablation", loss)
     once = headwise.plan(scores, 0.6, per="layer").heads[last]
-    steps = in_steps(model, given, 0.6, "ablation", 2, scoring={"loss": loss}, per="layer").heads[last]
+    steps = plan_in_steps(model, given, 0.6, "ablation", 2, loss=loss, per="layer").heads[last]
     assert once == [0, 1], "alone, each twin can be spared"
     assert len({0, 1} & set(steps)) == 1, "once one is gone, the other cannot"
 
@@ -402,7 +394,10 @@ def test_scoring_again_between_steps_beats_one_shot_where_heads_stand_in_for_eac
 def test_bad_input() -> None:
     model = build("bert")
     for call, words in [
-        (lambda: headwise.importance(model, batches("bert"), "taylor"), "there is no score 'taylor'; there are michel"),
+        (
+            lambda: headwise.importance(model, batches("bert"), "taylor"),
+            "there is no score 'taylor'; there are ablation, confidence",
+        ),
         (lambda: headwise.importance(model, [], "michel"), "michel needs batches"),
         (lambda: headwise.importance(model, ["text"], "michel"), "a batch is a dict of model inputs or a tensor"),
         (lambda: headwise.importance(model, batches("bert"), unit="neuron"), "unit must be one of head, kv, layer"),
@@ -420,7 +415,7 @@ def test_bad_input() -> None:
         ),
         (lambda: headwise.plan(table([[1.0]]), budget="latency"), 'budget="latency" needs model='),
         (lambda: headwise.plan({}), "there are no scores to plan with"),
-        (lambda: in_steps(model, batches("bert"), 0.5, steps=0), "steps must be a whole number of at least 1"),
+        (lambda: plan_in_steps(model, batches("bert"), 0.5, steps=0), "steps must be a whole number of at least 1"),
     ]:
         with pytest.raises(HeadwiseError, match=words):
             call()

@@ -16,42 +16,24 @@ import transformers
 import headwise
 from headwise import HeadwiseError
 from headwise.cli import main
-from headwise.prune import recovery as recovery
-from headwise.prune.batches import batched, read_labels, read_texts
+from headwise.prune import recovery
+from headwise.prune.batches import make_batches, read_labels, read_texts
 from headwise.prune.curve import curve
-from headwise.prune.importance import SCORES
-from headwise.prune.latency import attention_time, times
+from headwise.prune.latency import attention_time, pass_times
 from headwise.prune.quality import quality, size
 from headwise.prune.recovery import recover
-from headwise.prune.report import markdown
+from headwise.prune.registry import scores
 from headwise.prune.report_html import page
+from headwise.prune.report_markdown import markdown
 from headwise.roles.atlas.corpus import read
 from headwise.terminal import one_line
 from helpers.prunable_models import CLOSE, build, error, inputs
-
-WORDS = "the animal did not cross street because it was too tired she sat by river bank after money from".split()
-
-
-def saved(folder: Path, auto: Any = transformers.AutoModel, name: str = "bert", **more: Any) -> Path:
-    """A tiny model with a tokenizer that knows a few words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    build(name, auto, **more).save_pretrained(folder)
-    known = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    made = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
-        folder
-    )
-    return folder
+from helpers.prune_command import save_model, write_random_texts
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    lines = [" ".join(random.choice(WORDS, random.integers(4, 12))) for _ in range(24)]
-    (tmp_path / "texts.txt").write_text("\n".join(lines) + "\n")
-    return tmp_path / "texts.txt"
+    return write_random_texts(tmp_path / "texts.txt")
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
@@ -61,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
 
 
 def test_from_texts_to_a_directory(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = saved(tmp_path / "source")
+    source = save_model(tmp_path / "source")
     code, out, _ = run(capsys, "--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.6, "--json")
     assert code == 0
     report = json.loads(out)
@@ -82,7 +64,7 @@ def test_from_texts_to_a_directory(tmp_path: Path, texts: Path, capsys: pytest.C
 
 
 def test_words_plan_by_hand_zero_and_curve(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = saved(tmp_path / "source")
+    source = save_model(tmp_path / "source")
     code, out, _ = run(capsys, "--model", source, "--texts", texts, "--out", tmp_path / "a", "--score", "output")
     assert code == 0 and "The most that removing heads can save: all heads together are" in out and "compact" in out
     made = json.loads((tmp_path / "a" / "plan.json").read_text())
@@ -103,7 +85,7 @@ def test_words_plan_by_hand_zero_and_curve(tmp_path: Path, texts: Path, capsys: 
 def test_a_causal_model_has_perplexity_and_a_cache(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = saved(tmp_path / "source", transformers.AutoModelForCausalLM, "mistral")
+    source = save_model(tmp_path / "source", transformers.AutoModelForCausalLM, "mistral")
     args = [
         "--model",
         source,
@@ -125,7 +107,7 @@ def test_a_causal_model_has_perplexity_and_a_cache(
 
 
 def test_labels_and_recovery(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = saved(tmp_path / "source", transformers.AutoModelForSequenceClassification, num_labels=3)
+    source = save_model(tmp_path / "source", transformers.AutoModelForSequenceClassification, num_labels=3)
     (tmp_path / "labels.txt").write_text("\n".join(["0", "LABEL_1", "2"] * 8) + "\n")
     args = ["--model", source, "--texts", texts, "--labels", tmp_path / "labels.txt", "--out", tmp_path / "out"]
     code, out, _ = run(capsys, *args, "--recover", 8, "--json")
@@ -141,7 +123,7 @@ def test_an_encoder_decoder_from_texts(
     targets: bool, tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its decoder is given the texts to be written, else the texts themselves; kinds have budgets of their own."""
-    source = saved(tmp_path / "source", transformers.AutoModelForSeq2SeqLM, "t5")
+    source = save_model(tmp_path / "source", transformers.AutoModelForSeq2SeqLM, "t5")
     args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", "encoder=0.6,cross=0.8"]
     if targets:
         (tmp_path / "written.txt").write_text("\n".join(reversed(texts.read_text().splitlines())) + "\n")
@@ -160,15 +142,15 @@ def test_an_encoder_decoder_from_texts(
 
 
 def test_scores_against_ablation(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = saved(tmp_path / "source", transformers.AutoModelForCausalLM, "llama")
+    source = save_model(tmp_path / "source", transformers.AutoModelForCausalLM, "llama")
     args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare"]
     code, out, _ = run(capsys, *args)
     assert code == 0 and "rank correlation with ablation:" in out and "of 18 heads matter alone" in out
     report = json.loads((tmp_path / "out" / "pruning.json").read_text())
     rows = {row["score"]: row["correlation"] for row in report["against_ablation"]["rows"]}
-    assert set(rows) == set(SCORES) - {"ablation", "l0"} and max(rows.values()) < 1
+    assert set(rows) == set(scores()) - {"ablation", "l0"} and max(rows.values()) < 1
     lines = texts.read_text().splitlines()
-    given = batched(lines, headwise.tokenizer(source), batch=6, length=16).scoring
+    given = make_batches(lines, headwise.tokenizer(source), batch=6, length=16).scoring
     model = headwise.load(source)
     truth, output = (headwise.importance(model, given, score) for score in ("ablation", "output"))
     assert rows["output"] == pytest.approx(truth.correlation(output))
@@ -195,7 +177,7 @@ def test_recovery_comes_nearer_and_keeps_zeros_zero() -> None:
 def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "EVERY", 5)
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 5)
     model, given = build("bert"), [inputs("bert", seed) for seed in range(2)]
     whole = headwise.prune_heads(model, {0: [1, 2]})
     losses = recover(whole, model, given, 12)
@@ -220,7 +202,7 @@ def test_an_interrupted_recovery_goes_on_as_if_nothing_had_happened(
 def test_a_disk_that_fills_up_in_recovery_is_one_line_and_what_was_kept_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "EVERY", 2)
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 2)
     model, given, file = build("bert"), [inputs("bert")], tmp_path / "kept.safetensors"
     write, done = safetensors.torch.save_file, []
 
@@ -257,7 +239,7 @@ def test_sizes_and_times() -> None:
     pruned = headwise.prune_heads(model, {0: [0, 1, 2]})
     assert size(model).cache * 5 == size(pruned).cache * 6
     given = inputs("llama")
-    taken = times({"full": model, "pruned": pruned}, given, 2)
+    taken = pass_times({"full": model, "pruned": pruned}, given, 2)
     assert set(taken) == {"full", "pruned"} and 0 < attention_time(model, given, 2) < 10 * taken["full"]
 
 
@@ -288,7 +270,7 @@ def test_times_wait_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.attention.self.value.register_forward_hook(clock.queue(2))
         layer.output.register_forward_hook(clock.queue(7))
     other.embeddings.register_forward_hook(clock.queue(11))
-    assert times({"bert": model, "other": other}, given, 3) == {"bert": 3 * 14, "other": 11}
+    assert pass_times({"bert": model, "other": other}, given, 3) == {"bert": 3 * 14, "other": 11}
     assert attention_time(model, given, 3) == 3 * 7
 
 
@@ -299,7 +281,7 @@ def test_texts_of_jsonl_are_read_as_the_atlas_reads_them(
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"said": line, "id": i}) + "\n\n" for i, line in enumerate(lines)))
     assert read_texts(file, "said") == lines == list(read(file, "said")[0])
-    source = saved(tmp_path / "source")
+    source = save_model(tmp_path / "source")
     plain = ["--model", source, "--score", "output", "--json"]
     found = []
     for name, more in (("a", ["--texts", texts]), ("b", ["--texts", file, "--field", "said"])):
@@ -338,7 +320,7 @@ def test_a_plan_for_a_time_that_can_be_had_and_one_that_cannot(monkeypatch: pyte
     def counted(models: dict[str, Any], batch: Any, rounds: int = 0) -> dict[str, float]:
         return {name: 100.0 + sum(p.numel() for p in m.encoder.parameters()) / 1000 for name, m in models.items()}
 
-    monkeypatch.setattr(latency, "times", counted)
+    monkeypatch.setattr(latency, "pass_times", counted)
     scores = headwise.importance(model, [given], "output")
     made = headwise.plan(scores, 0.9, budget="latency", model=model, inputs=given)
     assert made.budget == "latency" and made.keep == 0.9 and "of the full model's time" in str(made)
@@ -362,15 +344,26 @@ def report_of(name: str, note: str = "") -> Any:
     from headwise.models.surgery.saving import Saved
     from headwise.prune.plan import Plan
     from headwise.prune.quality import Quality, Size
-    from headwise.prune.session import Asked, Latency, Report
+    from headwise.prune.report import Latency, PruneOptions, PruneReport
 
     found = Quality(name, 1, 1, 1, True, 2)
     made = Plan({0: [1]}, (("self", 0, 2, 2),), score=name, notes=(note or name,))
     slow = [Latency(1, 8, 1.0, 1.01), Latency(4, 8, 1.0, 0.5)]
     quality = {"full": found, "pruned": found, "recovered": found}
     saved = Saved(name, "plain", name, f"headwise.load({name!r})", None)
-    return Report(
-        name, Asked(), made, Size(9, 4, 0), Size(7, 2, 0), quality, slow, 0.3, 1, 1, saved=saved, losses=[2.0, 1.0]
+    return PruneReport(
+        name,
+        PruneOptions(),
+        made,
+        Size(9, 4, 0),
+        Size(7, 2, 0),
+        quality,
+        slow,
+        0.3,
+        1,
+        1,
+        saved=saved,
+        losses=[2.0, 1.0],
     )
 
 
@@ -403,7 +396,7 @@ def test_a_verdict_says_where_it_is_faster() -> None:
 
 
 def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = saved(tmp_path / "source")
+    source = save_model(tmp_path / "source")
     capsys.readouterr()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
@@ -480,7 +473,7 @@ def test_halves_do_not_overlap() -> None:
         def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
             return {"input_ids": torch.tensor([[int(text)] for text in texts])}
 
-    made = batched([str(i) for i in range(11)], Words(), batch=4)
+    made = make_batches([str(i) for i in range(11)], Words(), batch=4)
     scored = {int(i) for batch in made.scoring for i in batch["input_ids"]}
     measured = {int(i) for batch in made.measuring for i in batch["input_ids"]}
     assert not scored & measured and scored | measured == set(range(11))

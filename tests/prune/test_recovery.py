@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_prune_cli import WORDS, saved
 
 import headwise
 from headwise import CheckpointError, HeadwiseError
 from headwise.cli import main
-from headwise.prune import recovery as recovery
+from headwise.prune import recovery
 from headwise.prune.recovery import recover
 from helpers.prunable_models import build, inputs
+from helpers.prune_command import save_model, write_similar_texts
 
 GONE = {0: [1, 2]}
 STEPS = 7
@@ -50,7 +50,7 @@ def full() -> Any:
 @pytest.fixture
 def interrupted(full: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The checkpoint of a recovery that ended after 5 of its 7 steps and kept 3."""
-    monkeypatch.setattr(recovery, "EVERY", 3)
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 3)
     file = tmp_path / "kept.safetensors"
     with pytest.raises(Stop):
         recover(headwise.prune_heads(full, GONE), full, batches(), STEPS, checkpoint=file, progress=stop)
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(
     pruned = headwise.prune_heads(teacher if change == "weights" else full, {0: [1, 3]} if change == "heads" else GONE)
     pruned = other_weights(pruned) if change == "pruned" else pruned
     given = [batches()[0], batches()[0]] if change == "texts" else batches()
-    steps, rate = STEPS + (change == "steps"), 2e-4 if change == "rate" else recovery.RATE
+    steps, rate = STEPS + (change == "steps"), 2e-4 if change == "rate" else recovery.LEARNING_RATE
     with pytest.raises(CheckpointError, match=rf"interrupted recovery of another run \({words}\); it is left as it is"):
         recover(pruned, teacher, given, steps, checkpoint=interrupted, rate=rate)
     assert interrupted.read_bytes() == before
@@ -168,8 +168,8 @@ def headwise_prune(folder: Path, *more: object) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    saved(tmp_path / "source")
-    (tmp_path / "texts.txt").write_text("".join(f"the animal did not cross {word}\n" for word in WORDS))
+    save_model(tmp_path / "source")
+    write_similar_texts(tmp_path / "texts.txt")
     return tmp_path
 
 
@@ -192,7 +192,7 @@ def raises(error: BaseException) -> Any:
 KEPT = "interrupted; the recovery is kept, and the same command takes it up"
 PLACES = {
     "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
-    "headwise.prune.session._latency": KEPT,
+    "headwise.prune.session._measure_latency": KEPT,
     "headwise.prune.session.save": KEPT,
     "headwise.prune.plan.Plan.save": KEPT,
     "headwise.prune.report_html.page": KEPT,
@@ -230,7 +230,7 @@ def test_a_plan_by_measured_time_is_taken_up_with_its_recovery(folder: Path, mon
     def counted(models: dict[str, Any], batch: Any, rounds: int = 0) -> dict[str, float]:
         return {name: 9e4 + weight * sum(p.numel() for p in m.parameters()) for name, m in models.items()}
 
-    monkeypatch.setattr(latency, "times", counted)
+    monkeypatch.setattr(latency, "pass_times", counted)
     line = ("--budget", "latency", "--keep", 0.9)
     with monkeypatch.context() as patch:
         patch.setattr("headwise.prune.session.save", raises(KeyboardInterrupt()))
@@ -273,7 +273,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_a_disk_that_is_full_anywhere_is_one_line_and_leaves_all_as_it_was(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recovery, "EVERY", 2)
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 2)
     assert headwise_prune(folder) == 0
     whole = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
     sizes = sorted(map(len, whole.values()))
@@ -291,7 +291,7 @@ def test_a_disk_that_is_full_anywhere_is_one_line_and_leaves_all_as_it_was(
         assert err.count("\n") == 1 and words in err and "File too large" in err, err
         assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == whole
         assert names(folder) == {"out"}
-    monkeypatch.setattr(recovery, "EVERY", 25)
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 25)
     for limit in (100, sizes[-1] // 2):  # the recovery is not kept meanwhile, and the model does not fit
         with files_of_at_most(limit):
             assert headwise_prune(folder, "--overwrite") == 2
@@ -329,7 +329,7 @@ def test_a_recovery_of_another_command_is_refused_and_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.session._latency", raises(KeyboardInterrupt()))
+        patch.setattr("headwise.prune.session._measure_latency", raises(KeyboardInterrupt()))
         assert headwise_prune(folder) == 130
     before = (folder / ".out.recovery.safetensors").read_bytes()
     capsys.readouterr()
