@@ -51,7 +51,7 @@ class Clock:
 # --- harness ---
 
 
-def test_every_round_times_everyone_once_and_nobody_always_follows_the_same() -> None:
+def test_every_round_times_every_contestant_once_in_varying_order() -> None:
     clock = Clock()
     contestants = {name: clock.contestant(name, 1.0) for name in "abc"}
     race(contestants, rounds=20, clock=clock)
@@ -60,7 +60,7 @@ def test_every_round_times_everyone_once_and_nobody_always_follows_the_same() ->
     assert {timed[i : i + 2] for i in range(59)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
 
 
-def test_the_best_round_counts_and_warming_up_does_not() -> None:
+def test_the_best_round_counts_and_warm_up_calls_do_not() -> None:
     clock = Clock()
     contestants = {
         "steady": clock.contestant("steady", 3.0),
@@ -69,7 +69,7 @@ def test_the_best_round_counts_and_warming_up_does_not() -> None:
     assert race(contestants, rounds=3, clock=clock) == {"steady": 3.0, "uneven": 2.0}
 
 
-def test_short_contestants_have_as_many_rounds_as_a_spell_allows() -> None:
+def test_a_race_goes_on_until_its_minimum_time() -> None:
     clock = Clock()
     contestants = {name: clock.contestant(name, 0.25) for name in "ab"}
     race(contestants, rounds=3, min_turn=0.25, min_seconds=5.0, clock=clock)
@@ -92,12 +92,12 @@ def test_a_fast_call_is_repeated_within_its_turn() -> None:
         (torch.zeros(2), (torch.zeros(2), torch.zeros(2)), r"peer gives shapes \(2,\), \(2,\), headwise \(2,\)"),
     ],
 )
-def test_different_outputs_are_not_timed(ours: torch.Tensor, theirs: Output, words: str) -> None:
+def test_verify_refuses_peers_with_other_outputs(ours: torch.Tensor, theirs: Output, words: str) -> None:
     with pytest.raises(Mismatch, match=words):
         verify(lambda: ours, {"peer": lambda: theirs})
 
 
-def test_rounding_is_no_difference() -> None:
+def test_verify_accepts_differences_of_rounding() -> None:
     verify(lambda: torch.ones(3), {"peer": lambda: torch.ones(3) + 1e-6})
 
 
@@ -115,7 +115,7 @@ STATISTICS = {
 }
 
 
-def test_the_goals_are_those_that_were_set() -> None:
+def test_the_goals_of_the_attention_cases() -> None:
     assert {(case.name, peer): goal for case in cases.CASES.values() for peer, goal in case.goals.items()} == {
         ("dense", "sdpa"): 0.97,
         ("causal", "sdpa is_causal"): 1.1,
@@ -132,7 +132,7 @@ def test_the_goals_are_those_that_were_set() -> None:
     }
 
 
-def test_every_goal_has_its_peer_and_every_title_its_sizes() -> None:
+def test_every_goal_names_a_peer_and_every_title_has_its_sizes() -> None:
     for case in cases.CASES.values():
         assert set(case.goals) <= set(case.build(True, **case.tiny).peers)
         assert case.sizes.keys() == case.tiny.keys()
@@ -142,19 +142,19 @@ def test_every_goal_has_its_peer_and_every_title_its_sizes() -> None:
             )
 
 
-def test_a_limit_scales_with_the_work() -> None:
+def test_the_matmul_limit_scales_with_the_floating_point_operations() -> None:
     assert limits.matmul_limit(2 * limits.SIDE**3).scale == 1.0
     assert limits.matmul_limit(limits.SIDE**3).scale == 0.5
 
 
-def test_reading_touches_all_of_k_and_v() -> None:
+def test_the_read_limit_reads_all_of_k_and_v() -> None:
     k, v = torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5, 7)
     read = limits.read_limit(k, v).run()
     assert torch.allclose(read[0], k.sum(-1).flatten(), atol=1e-6)
     assert torch.allclose(read[1], v.sum(-1).flatten(), atol=1e-6)
 
 
-def test_textbook_with_a_mask_equals_the_specification() -> None:
+def test_the_textbook_peer_equals_the_reference_with_a_mask() -> None:
     q, k, v = torch.randn(3, 2, 3, 5, 7).unbind()
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     out, weights = peers.textbook(q, k, v, mask)
@@ -169,7 +169,7 @@ def test_textbook_with_a_mask_equals_the_specification() -> None:
 # --- sweep ---
 
 
-def test_the_sweep_is_the_same_everywhere_and_covers_what_it_says() -> None:
+def test_the_sweep_is_deterministic_and_covers_its_ranges() -> None:
     shapes = sweep.shapes()
     assert shapes == sweep.shapes()
     assert shapes != sweep.shapes(seed=1)
@@ -187,7 +187,7 @@ def test_the_sweep_is_the_same_everywhere_and_covers_what_it_says() -> None:
 
 @pytest.mark.parametrize("kind", sweep.KINDS)
 @pytest.mark.parametrize("kv_heads", [6, 2])
-def test_every_sdpa_call_of_a_kind_computes_what_ours_does(kind: str, kv_heads: int) -> None:
+def test_every_sdpa_call_of_a_shape_computes_the_output_of_attend(kind: str, kv_heads: int) -> None:
     queries = 5 if kind == "chunk" else 13
     shape = sweep.Shape(kind, 3, 6, kv_heads, queries, 13, 8, window=4 if kind == "window" else 0)
     ours, calls, path = sweep.contestants(shape)
@@ -198,7 +198,7 @@ def test_every_sdpa_call_of_a_kind_computes_what_ours_does(kind: str, kv_heads: 
         verify(run, calls)
 
 
-def test_kinds_hide_what_they_say() -> None:
+def test_the_masks_of_window_chunk_and_padding_hide_the_right_keys() -> None:
     """A mask that hides nothing would still let all calls agree."""
     draw = torch.Generator().manual_seed(0)
     window = sweep._mask(sweep.Shape("window", 1, 1, 1, 9, 9, 4, window=3), draw)
@@ -212,7 +212,7 @@ def test_kinds_hide_what_they_say() -> None:
 # --- memory ---
 
 
-def test_memory_above_sees_the_peak_of_a_call() -> None:
+def test_peak_above_sees_the_peak_of_a_call() -> None:
     """In a process of its own, where nothing else takes or gives back memory meanwhile."""
     size = 256 * 2**20
     script = (
@@ -222,11 +222,11 @@ def test_memory_above_sees_the_peak_of_a_call() -> None:
     assert 0.9 * size < int(run.stdout) < 1.5 * size
 
 
-def test_memory_is_measured_in_a_process_of_its_own() -> None:
+def test_the_memory_of_head_stats_is_measured_in_its_own_process() -> None:
     assert 0 <= memory.peak("head_stats", memory.Sizes(tokens=257, heads=2, dim=16)) < memory.GOAL
 
 
-def test_a_measurement_that_fails_says_so_in_one_line() -> None:
+def test_a_failed_memory_measurement_is_one_line() -> None:
     with pytest.raises(HeadwiseError, match=r"^measuring the memory of nothing failed: KeyError: 'nothing'$"):
         memory.peak("nothing", memory.Sizes(17, 1, 4))
 
@@ -263,7 +263,7 @@ def test_the_summary_names_the_worst_shape(report: suite.BenchReport) -> None:
     assert found["shapes"] == 5
 
 
-def test_the_json_is_plain(report: suite.BenchReport) -> None:
+def test_a_report_is_plain_json(report: suite.BenchReport) -> None:
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["settings"]["rounds"] == 2
     assert data["machine"]["torch"] == torch.__version__
@@ -272,7 +272,7 @@ def test_the_json_is_plain(report: suite.BenchReport) -> None:
     assert all(isinstance(peer["met"], bool) for case in data["cases"] for peer in case["peers"] if peer["goal"])
 
 
-def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
+def test_named_cases_run_without_the_sweep_unless_it_is_requested() -> None:
     def titles(**options: object) -> int:
         return len(suite.jobs(suite.Options(**options)))  # type: ignore[arg-type]
 
@@ -285,7 +285,7 @@ def test_named_cases_run_alone_unless_the_sweep_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", list(cases.CASES))
-def test_contestants_are_made_wholly_on_the_device(name: str) -> None:
+def test_the_tensors_of_a_case_are_all_on_the_default_device(name: str) -> None:
     case = cases.CASES[name]
     with torch.device("meta"):
         entry = case.build(True, **case.tiny)
@@ -296,13 +296,13 @@ def test_contestants_are_made_wholly_on_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", sweep.shapes(5))
-def test_shapes_are_made_wholly_on_the_device(shape: sweep.Shape) -> None:
+def test_the_tensors_of_a_shape_are_all_on_the_default_device(shape: sweep.Shape) -> None:
     with torch.device("meta"):
         ours, others, _ = sweep.contestants(shape)
     assert all(run().device.type == "meta" for run in (*ours.values(), *others.values()))
 
 
-def test_another_device_has_attention_alone_and_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_than_the_cpu_has_only_attention_cases_and_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "devices", lambda: ["cpu", "cuda", "meta"])
     monkeypatch.setattr(suite, "verify", lambda *all: None)  # meta tensors hold no numbers
     found = suite.run(suite.Options(("decode",), rounds=1, device="meta", tiny=True))
@@ -313,12 +313,12 @@ def test_another_device_has_attention_alone_and_no_goals(monkeypatch: pytest.Mon
         suite.Options(("watch",), device="cuda")
 
 
-def test_a_device_that_is_not_here_is_refused() -> None:
+def test_an_unavailable_device_is_refused() -> None:
     with pytest.raises(HeadwiseError, match="there is no device 'abacus' here; there is cpu"):
         suite.Options(device="abacus")
 
 
-def test_a_wrong_result_is_an_error_not_a_time(
+def test_a_case_with_wrong_output_is_an_error_without_a_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attend = headwise.attend
@@ -330,7 +330,7 @@ def test_a_wrong_result_is_an_error_not_a_time(
     assert row.cells[2:] == ("sdpa enable_gqa and headwise differ by 0.5", "", "error", "")
 
 
-def test_a_peer_that_does_not_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_peer_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(attn: object) -> None:
         raise peers.Unavailable("not here")
 
@@ -358,7 +358,7 @@ def sample(ratio: float = 0.9699) -> dict:
     }
 
 
-def test_markdown() -> None:
+def test_the_markdown_table_has_rows_notes_and_the_machine() -> None:
     text = bench_table.table(sample())
     assert "| dense | 51.6 ms | sdpa | 50.0 ms | 0.969 | ≥ 0.97 ✗ |" in text
     assert "|  |  | limit: sgemm | 38.7 ms | 75% of it |  |" in text
@@ -372,7 +372,7 @@ def test_markdown() -> None:
     assert "- memory of head_stats: 110 MB above the inputs (goal: under 1,000 MB)" in text
 
 
-def test_the_readme_gets_its_table_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_only_the_section_between_the_markers_is_replaced(tmp_path: Path) -> None:
     page, results = tmp_path / "README.md", tmp_path / "x.json"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter √\n", encoding="utf-8")
     page.chmod(0o640)
@@ -386,7 +386,7 @@ def test_the_readme_gets_its_table_and_keeps_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN * 2}{END}"])
-def test_a_readme_without_markers_is_left_alone(text: str, tmp_path: Path) -> None:
+def test_a_page_without_both_markers_in_order_is_refused_and_left_alone(text: str, tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text(text)
     with pytest.raises(HeadwiseError, match="needs one line <!-- benchmark:begin -->"):
@@ -395,7 +395,7 @@ def test_a_readme_without_markers_is_left_alone(text: str, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [page]
 
 
-def test_a_failing_write_leaves_the_page_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_page_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "README.md"
     page.write_text(f"{BEGIN}\n{END}\n")
 
@@ -423,7 +423,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_command_draws_a_table(
+def test_bench_prints_a_table_that_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -436,7 +436,7 @@ def test_the_command_draws_a_table(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_command_writes_json_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_json_is_the_only_output_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("bench --cases dense --rounds 1 --sweep --threads 1 --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert [case["name"] for case in found["cases"]] == ["dense"]
@@ -445,7 +445,7 @@ def test_the_command_writes_json_to_stdout_alone(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_command_fails_when_a_result_is_wrong(
+def test_bench_exits_with_1_when_an_output_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(headwise, "attend", lambda q, k, v, **how: q * 0)
@@ -455,7 +455,7 @@ def test_the_command_fails_when_a_result_is_wrong(
     assert "headwise: dense, 12 heads, T 2048, D 64: sdpa and headwise differ by" in err
 
 
-def test_a_lesser_instruction_set_begins_anew(
+def test_an_older_instruction_set_restarts_the_process_with_its_variables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun: list[Any] = []
