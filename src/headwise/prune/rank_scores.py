@@ -1,4 +1,4 @@
-"""Every score against ablation, which is the truth: how well it ranks the heads, and how long it takes."""
+"""Every score against ablation, the ground truth: how well it ranks the heads, and how long it takes."""
 
 from __future__ import annotations
 

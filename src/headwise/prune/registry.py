@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "headwise.scores"
 ScoreFunction: TypeAlias = "Callable[[ScoringRun], list[np.ndarray]]"
-Loss = Literal["gradient", "damage", "none"]
+LossUse = Literal["gradient", "damage", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +44,12 @@ class Score:
     additive: bool  # an example's row depends on no other batch: ranks may score the batches separately
     trained: bool  # it trains parameters of its own, which takes far longer than a pass over the batches
     runs_model: bool  # False: it reads the weights alone, and needs no batches
-    loss: Loss  # what of the objective it measures: its gradient, the damage of a change, or nothing
+    loss: LossUse  # what of the objective it measures: its gradient, the damage of a change, or nothing
     options: tuple[str, ...]  # keyword arguments of `importance` that it reads
 
     def __post_init__(self) -> None:
-        if self.loss not in get_args(Loss):
-            raise HeadwiseError(f"loss of a score must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
+        if self.loss not in get_args(LossUse):
+            raise HeadwiseError(f"loss of a score must be one of {', '.join(get_args(LossUse))}, got {self.loss!r}")
 
 
 _SCORES: dict[str, Score] = {}
@@ -63,7 +63,7 @@ def score(
     additive: bool,
     trained: bool,
     runs_model: bool,
-    loss: Loss,
+    loss: LossUse,
     options: tuple[str, ...] = (),
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the importance score `name`.

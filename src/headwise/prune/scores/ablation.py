@@ -1,4 +1,4 @@
-"""`ablation`: the damage that removing a unit alone does; one pass per unit, and the truth for the other scores."""
+"""`ablation`: the damage of removing each unit alone, one pass per unit; the ground truth for the other scores."""
 
 from __future__ import annotations
 
