@@ -262,8 +262,10 @@ def single(run: Run) -> dict[str, Any]:
     means = drawn @ examples
     found: dict[str, Any] = {
         "loss": f"finding each paragraph's second half among {PAIRS} by its first half, and the reverse",
-        "pairs": count, "heads": examples.shape[1], "beside": MICHEL_2019,
-    }  # fmt: skip
+        "pairs": count,
+        "heads": examples.shape[1],
+        "beside": MICHEL_2019,
+    }
     for level in (95, 99):
         low, high = np.percentile(means, ((100 - level) / 2, (100 + level) / 2), axis=0)
         found[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
@@ -355,13 +357,15 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
         )
         lines += [
             f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {told}. "
-            f"Beside it: {alone['beside']}.", "",
-        ]  # fmt: skip
+            f"Beside it: {alone['beside']}.",
+            "",
+        ]
     if michel := found.get("michel"):
         lines += [
             f"`michel`, {michel['heads']} heads, {michel['sentences']} sentences: {michel['passes']:.2f} times "
-            f"a forward pass over them ({michel['michel']:.1f} s and {michel['forward']:.1f} s; goal: at most 4).", "",
-        ]  # fmt: skip
+            f"a forward pass over them ({michel['michel']:.1f} s and {michel['forward']:.1f} s; goal: at most 4).",
+            "",
+        ]
     return lines
 
 

@@ -21,9 +21,15 @@ CAUSAL, SEQ2SEQ = transformers.AutoModelForCausalLM, transformers.AutoModelForSe
 def llava() -> Any:
     """A text model of 3 layers behind a vision tower of 2."""
     text = transformers.LlamaConfig(
-        vocab_size=89, hidden_size=24, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=3, head_dim=8,
-        intermediate_size=17, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=89,
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        intermediate_size=17,
+        pad_token_id=0,
+    )
     vision = transformers.CLIPVisionConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=17, image_size=14, patch_size=7
     )

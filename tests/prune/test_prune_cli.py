@@ -142,8 +142,10 @@ def test_an_encoder_decoder_reads_target_texts_or_the_texts_themselves(
     assert code == 0
     name = "cross-entropy of the labels" if targets else "KL divergence from the full model"
     assert report["quality"]["full"]["name"] == name and report["quality"]["pruned"]["value"] > 0
-    removed = {kind: sum(len(row["remove"]) for row in report["plan"]["layers"] if row["kind"] == kind)
-               for kind in ("encoder", "decoder", "cross")}  # fmt: skip
+    removed = {
+        kind: sum(len(row["remove"]) for row in report["plan"]["layers"] if row["kind"] == kind)
+        for kind in ("encoder", "decoder", "cross")
+    }
     assert removed == {"encoder": 6, "decoder": 0, "cross": 3}
     (tmp_path / "written.txt").write_text("one\n")
     code, _, err = prune(capsys, *args[:4], "--out", tmp_path / "b", "--labels", tmp_path / "written.txt")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +91,30 @@ def test_an_unknown_use_of_the_loss_is_refused() -> None:
         score("mine", **FACTS | {"loss": "slope"})(layer_index)
 
 
-def test_installed_packages_add_scores_and_a_broken_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = types.ModuleType("plugin_with_a_score")
-    monkeypatch.setitem(sys.modules, "plugin_with_a_score", plugin)
-    plugin.__getattr__ = lambda name: score("from-plugin", **FACTS)(layer_index)  # type: ignore[method-assign]
-    found = [
-        EntryPoint("works", "plugin_with_a_score:anything", registry.ENTRY_POINTS),
-        EntryPoint("fails", "plugin_that_is_missing", registry.ENTRY_POINTS),
-    ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "headwise.scores" else [])
+PLUGIN = """
+from headwise.prune import score
+
+@score("from-plugin", signed=False, normalised=False, additive=False, trained=False, runs_model=False, loss="none")
+def from_plugin(run):
+    return []
+"""
+
+
+def test_installed_packages_add_scores_and_a_broken_one_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package_with_a_score.py").write_text(PLUGIN)
+    installed = tmp_path / "plugin-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "[headwise.scores]\nworks = package_with_a_score\nfails = package_that_is_missing\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     registry._load_plugins.cache_clear()
-    with pytest.warns(UserWarning, match=r"'plugin_that_is_missing' \(entry point 'fails'\) are left out: No module"):
-        assert "from-plugin" in registry.scores()
+    with pytest.warns(UserWarning, match=r"'package_that_is_missing' \(entry point 'fails'\) are left out: No module"):
+        assert registry.find_score("from-plugin").function([]) == []
+
+
+def test_the_decorator_is_reached_from_the_root() -> None:
+    assert headwise.prune.score is score

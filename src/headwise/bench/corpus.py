@@ -90,12 +90,19 @@ def _build(make: Callable[[int], Any], flops: int) -> Callable[..., PreparedCase
 GOAL = {"the same batches unwatched, sdpa": 0.6}
 CASES = {
     "atlas": Case(
-        "atlas", "roles of all heads over 400 sentences, MiniLM's shape", _build(_encoder, 12 * 384**2),
-        {"texts": 400, "layers": 6}, {"texts": 7, "layers": 2}, GOAL,
+        "atlas",
+        "roles of all heads over 400 sentences, MiniLM's shape",
+        _build(_encoder, 12 * 384**2),
+        {"texts": 400, "layers": 6},
+        {"texts": 7, "layers": 2},
+        GOAL,
     ),
     "atlas-decoder": Case(
-        "atlas-decoder", "the same, SmolLM2's shape, 200 sentences, 10 of its 30 layers",
+        "atlas-decoder",
+        "the same, SmolLM2's shape, 200 sentences, 10 of its 30 layers",
         _build(_decoder, 576 * (576 * 2 + 2 * 192 + 3 * 1536)),
-        {"texts": 200, "layers": 10}, {"texts": 7, "layers": 2}, GOAL,
+        {"texts": 200, "layers": 10},
+        {"texts": 7, "layers": 2},
+        GOAL,
     ),
-}  # fmt: skip
+}

@@ -45,9 +45,14 @@ def llama(tokens: int, window: int | None = None, implementation: str = "sdpa") 
     from transformers import LlamaConfig, LlamaModel, MistralConfig, MistralModel
 
     sizes: dict[str, Any] = {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "vocab_size": 997, "max_position_embeddings": tokens,
-    }  # fmt: skip
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 997,
+        "max_position_embeddings": tokens,
+    }
     if window is None:
         return build_model(LlamaModel, LlamaConfig(**sizes), implementation)
     return build_model(MistralModel, MistralConfig(**sizes, sliding_window=window), implementation)
@@ -65,11 +70,9 @@ GB = 10**9
 MEASURED = {
     "watch-bert": MemoryCase("watched BERT-base shape, 4,096 tokens", GB // 2, bert, 4096, 67),
     "watch-llama": MemoryCase("watched Llama-like model of 4 layers, 32,768 tokens", 2 * GB, llama, 32_768, 67),
-    "watch-window": MemoryCase(
-        "the same with a window of 512", 2 * GB, partial(llama, window=512), 32_768, 67
-    ),
+    "watch-window": MemoryCase("the same with a window of 512", 2 * GB, partial(llama, window=512), 32_768, 67),
     "watch-padded": MemoryCase("the same, padded on the left", 2 * GB, partial(llama, window=512), 32_768, 67, True),
-}  # fmt: skip
+}
 
 
 def make_inputs(tokens: int, padded: bool = False) -> dict[str, Tensor]:
@@ -141,9 +144,15 @@ def _decoding(quick: bool, *, context: int, layers: int) -> PreparedCase:
 
     headwise.register()
     config = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
-        vocab_size=49_152 if layers > 5 else 997, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49_152 if layers > 5 else 997,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
     model = build_model(LlamaForCausalLM, config, "sdpa")
     ours, theirs = (_next_token(model, context, name) for name in ("headwise", "sdpa"))
     return PreparedCase(

@@ -94,9 +94,12 @@ class HeadScores(dict[str, np.ndarray]):
     def to_json(self) -> dict[str, Any]:
         names = ("kind", "layer", "head", "score", "low", "high")
         return {
-            "score": self.name, "unit": self.unit, "objective": self.objective, "examples": self.count,
+            "score": self.name,
+            "unit": self.unit,
+            "objective": self.objective,
+            "examples": self.count,
             "heads": [dict(zip(names, row, strict=True)) for row in self.rows()],
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         unit = {"head": "head", "kv": "KV group", "layer": "layer"}[self.unit]

@@ -37,9 +37,15 @@ class HardConcreteGates(nn.Module):
 
 # not additive: the gates are trained on all batches
 @score(
-    "l0", signed=False, normalised=False, additive=False, trained=True, runs_model=True, loss="damage",
+    "l0",
+    signed=False,
+    normalised=False,
+    additive=False,
+    trained=True,
+    runs_model=True,
+    loss="damage",
     options=tuple(OPTIONS),
-)  # fmt: skip
+)
 def open_probability(scoring: ScoringRun) -> list[np.ndarray]:
     """How likely each head's gate is to be open, after the gates alone were trained; the model's weights stay.
 
