@@ -180,21 +180,21 @@ def stop(done: int, total: int) -> None:
 
 @check
 def recovery_goes_on_from_a_checkpoint(ranks: Ranks, folder: Path) -> None:
-    from headwise.prune import recovery as module
+    from headwise.prune import recovery
 
     full, plan, given = small_bert(), {0: [0], 1: [2, 3]}, batches()
     for how in ("ddp", "fsdp"):
         whole, broken = (headwise.prune_heads(full, plan) for _ in range(2))
         want = scale.recover(whole, full, given, 6, how=how)
         file = folder / f"{how}.safetensors"
-        before, module.EVERY = module.EVERY, 2
+        before, recovery.CHECKPOINT_STEPS = recovery.CHECKPOINT_STEPS, 2
         with pytest.raises(RuntimeError, match="enough"):
             recover_alone(broken, full, given, 6, checkpoint=file, progress=stop, group=crew(how))
         ranks.barrier("the stop")
         assert file.exists()
         again = headwise.prune_heads(full, plan)
         got = scale.recover(again, full, given, 6, how=how, checkpoint=file)
-        module.EVERY = before
+        recovery.CHECKPOINT_STEPS = before
         np.testing.assert_allclose(got, want, rtol=1e-4)
         for a, b in zip(again.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
