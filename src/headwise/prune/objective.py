@@ -170,11 +170,15 @@ def sampled_label_loss(out: Any, batch: Any, random: torch.Generator) -> Tensor:
 
 
 def _ignore_padding(labels: Tensor, batch: Any) -> Tensor:
-    for name in ("decoder_attention_mask", "attention_mask"):
-        mask = batch.get(name) if isinstance(batch, Mapping) else None
-        if mask is not None and mask.shape == labels.shape:
-            return labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
-    return labels
+    mask = token_mask(batch, labels.shape)
+    return labels if mask is None else labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
+
+
+def token_mask(batch: Any, shape: torch.Size) -> Tensor | None:
+    """The attention mask of a batch that has this shape (B, T), the decoder's first; None where none has it."""
+    names = ("decoder_attention_mask", "attention_mask") if isinstance(batch, Mapping) else ()
+    masks = (batch.get(name) for name in names)
+    return next((mask for mask in masks if mask is not None and mask.shape == shape), None)
 
 
 def random_direction(out: Any, batch: Any, random: torch.Generator) -> Tensor:
@@ -212,9 +216,8 @@ def embedding(out: Any, batch: Any) -> Tensor:
     if hidden.dim() < 3:
         return hidden.float().flatten(1)
     hidden = hidden.float().flatten(1, -2)
-    for name in ("decoder_attention_mask", "attention_mask"):
-        mask = batch.get(name) if isinstance(batch, Mapping) else None
-        if mask is not None and mask.shape == hidden.shape[:2]:
-            weight = mask.to(hidden)[..., None]
-            return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-    return hidden.mean(1)
+    mask = token_mask(batch, hidden.shape[:2])
+    if mask is None:
+        return hidden.mean(1)
+    weight = mask.to(hidden)[..., None]
+    return (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)

@@ -17,7 +17,7 @@ from ..models.structure.projections import row_dim
 from ..models.structure.sites import sites, w_o
 from ..models.surgery.dummy_inputs import outputs
 from ..models.surgery.removal import head_count
-from .objective import softmax_divergence
+from .objective import softmax_divergence, token_mask
 from .recovery_checkpoint import load_checkpoint, run_identity, save_checkpoint
 from .training_group import TrainingGroup
 
@@ -151,9 +151,9 @@ def distillation_loss(
         a, b = (next(outputs(x)).float() for x in (out, target))
         mean_square = all_sum(weight * b.square().sum()) / all_sum(torch.tensor(weight * b.numel(), device=b.device))
         per_token = F.mse_loss(a, b, reduction="none").mean(-1) / mean_square
-    names = ("decoder_attention_mask", "attention_mask") if isinstance(batch, dict) else ()
-    masks = (batch.get(name) for name in names)
-    mask = next((x for x in masks if x is not None and x.shape == per_token.shape), torch.ones_like(per_token))
+    mask = token_mask(batch, per_token.shape)
+    if mask is None:
+        mask = torch.ones_like(per_token)
     return weight * (per_token * mask).sum() / all_sum(weight * mask.sum())
 
 
