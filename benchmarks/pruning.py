@@ -58,12 +58,12 @@ MICHEL_2019 = "8 of 96 in Michel, Levy and Neubig (2019), encoder self-attention
 
 def paragraphs(folder: Path, purpose: str) -> list[str]:
     """Paragraphs of middle length, shuffled; the same ones every time."""
-    found = []
+    chosen = []
     for name in BOOKS[purpose]:
         text = (folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
-        found += [part for p in re.split(r"\n\s*\n", text) if 200 <= len(part := " ".join(p.split())) <= 800]
-    random.Random(0).shuffle(found)
-    return found
+        chosen += [part for p in re.split(r"\n\s*\n", text) if 200 <= len(part := " ".join(p.split())) <= 800]
+    random.Random(0).shuffle(chosen)
+    return chosen
 
 
 def batches(texts: list[str], tokenizer: Any) -> list[dict[str, Any]]:
@@ -81,18 +81,18 @@ class Store:
     def __init__(self, name: str) -> None:
         self.file = PIECES / f"pruning-{name}.json"
         self.file.parent.mkdir(exist_ok=True)
-        self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.pieces: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        if key not in self.found:
+        if key not in self.pieces:
             started = time.perf_counter()
-            self.found[key] = make()
+            self.pieces[key] = make()
             self.write()
             sys.stderr.write(f"{key}: {time.perf_counter() - started:.0f} s\n")
-        return self.found[key]
+        return self.pieces[key]
 
     def write(self) -> None:
-        self.file.write_text(json.dumps(self.found) + "\n", encoding="utf-8")
+        self.file.write_text(json.dumps(self.pieces) + "\n", encoding="utf-8")
 
 
 class Run:
@@ -105,60 +105,63 @@ class Run:
         counts = TEXTS[name]
         self.texts = {p: paragraphs(folder, p)[: counts[p]] for p in BOOKS}
         self.batches = {p: batches(texts, tokenizer) for p, texts in self.texts.items()}
-        self.few = batches(self.texts["score"][: counts["ablation"]], tokenizer)
+        self.ablation_batches = batches(self.texts["score"][: counts["ablation"]], tokenizer)
         self.full: dict[str, list[Any]] = {}
 
-    def scores(self, score: str, seed: int = 0, given: list[Any] | None = None) -> HeadScores:
-        given = given or (self.few if score == "ablation" else self.batches["score"])
-        return headwise.importance(self.model, given, score, seed=seed)
+    def scores(self, score: str, seed: int = 0) -> HeadScores:
+        scoring = self.ablation_batches if score == "ablation" else self.batches["score"]
+        return headwise.importance(self.model, scoring, score, seed=seed)
 
     def heads(self, method: str, removed: float) -> list[list[int]]:
         """The heads that a method removes, one list per layer; stored, since scoring takes longest."""
         score, _, extra = method.partition(", ")
-        kept = self.store.found.setdefault("plans", {})
+        plans = self.store.pieces.setdefault("plans", {})
         key = f"{method} {removed}"
-        if key not in kept:
+        if key not in plans:
             if extra == "4 steps":
                 stepwise = plan_in_steps(self.model, self.batches["score"], 1 - removed, score, 4)
-                kept[key] = _heads_by_layer(stepwise)
+                plans[key] = _heads_by_layer(stepwise)
             else:
                 seed = int(extra.removeprefix("seed ") or 0)
                 scores = self.scores(score, seed)
-                self.store.found.setdefault("scores", {}).setdefault(method, scores["self"].round(9).tolist())
+                self.store.pieces.setdefault("scores", {}).setdefault(method, scores["self"].round(9).tolist())
                 for share in REMOVED:
-                    kept[f"{method} {share}"] = _heads_by_layer(headwise.plan(scores, 1 - share))
+                    plans[f"{method} {share}"] = _heads_by_layer(headwise.plan(scores, 1 - share))
             self.store.write()
-        return kept[key]
+        return plans[key]
 
     def measured(self, method: str, removed: float, purpose: str) -> QualityPerText:
         """The quality of the model without these heads, text by text."""
 
         def make() -> dict[str, Any]:
-            off = dict(enumerate(self.heads(method, removed))) if method else {}
-            off = {layer: heads for layer, heads in off.items() if heads}
-            with headwise.mask_heads(self.model, off):
-                found = self._each(purpose)
-            return {"name": found.name, "values": found.values.round(9).tolist(), "weights": found.weights.tolist()}
+            layers = enumerate(self.heads(method, removed)) if method else ()
+            with headwise.mask_heads(self.model, {layer: heads for layer, heads in layers if heads}):
+                quality = self._quality(purpose)
+            return {
+                "name": quality.name,
+                "values": quality.values.round(9).tolist(),
+                "weights": quality.weights.tolist(),
+            }
 
-        found = self.store.once(f"{purpose}: {method or 'all heads'} {removed:.0%} removed", make)
+        piece = self.store.once(f"{purpose}: {method or 'all heads'} {removed:.0%} removed", make)
         return QualityPerText(
-            found["name"],
-            np.array(found["values"]),
-            np.array(found["weights"]),
-            exponentiate=found["name"] == "perplexity",
+            piece["name"],
+            np.array(piece["values"]),
+            np.array(piece["weights"]),
+            exponentiate=piece["name"] == "perplexity",
         )
 
-    def _each(self, purpose: str) -> QualityPerText:
+    def _quality(self, purpose: str) -> QualityPerText:
         if self.name == "smollm2":
             return quality_per_text(self.model, None, self.batches[purpose])
         if purpose not in self.full:  # the masks are off here, since the whole model is measured first
             raise RuntimeError("measure the whole model first")
         objective = choose_objective(self.model, self.batches[purpose][0], None)
-        each = []
+        damage = []
         with torch.inference_mode():
             for batch, full in zip(self.batches[purpose], self.full[purpose], strict=True):
-                each.append(objective.damage(self.model(**batch), batch, full).double().clamp(min=0))
-        values = torch.cat(each).numpy()
+                damage.append(objective.damage(self.model(**batch), batch, full).double().clamp(min=0))
+        values = torch.cat(damage).numpy()
         return QualityPerText(objective.description, values, np.ones(len(values)))
 
     def whole(self) -> None:
@@ -232,7 +235,7 @@ def _at(run: Run, removed: float) -> dict[str, Any]:
 
 def ranks(run: Run) -> dict[str, float]:
     """Spearman's rank correlation of every score with ablation, on the texts of scoring."""
-    tables = {method: np.array(table) for method, table in run.store.found["scores"].items()}
+    tables = {method: np.array(table) for method, table in run.store.pieces["scores"].items()}
     if "ablation" not in tables:
         return {}
     named = {name: table for name, table in tables.items() if "seed" not in name or name.endswith("seed 0")}
@@ -260,7 +263,7 @@ def single(run: Run) -> dict[str, Any]:
     count = len(examples)
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 4000) / count
     means = drawn @ examples
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "loss": f"finding each paragraph's second half among {PAIRS} by its first half, and the reverse",
         "pairs": count,
         "heads": examples.shape[1],
@@ -268,16 +271,16 @@ def single(run: Run) -> dict[str, Any]:
     }
     for level in (95, 99):
         low, high = np.percentile(means, ((100 - level) / 2, (100 + level) / 2), axis=0)
-        found[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
-    return found
+        result[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
+    return result
 
 
 def _alone(run: Run, texts: list[str]) -> list[list[float]]:
     """(pairs, heads): the increase of each pair's loss without each head."""
     words = [text.split() for text in texts]
     both = [" ".join(w[: len(w) // 2]) for w in words] + [" ".join(w[len(w) // 2 :]) for w in words]
-    given = dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
-    scores = headwise.importance(run.model, [given], "ablation", halves)
+    inputs = dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
+    scores = headwise.importance(run.model, [inputs], "ablation", halves)
     rows = np.concatenate(scores.examples, 1)  # (2 x pairs, heads)
     return rows.reshape(2, len(texts), -1).mean(0).round(7).tolist()
 
@@ -310,8 +313,8 @@ def times(folder: Path) -> None:
     _write("minilm", {"michel": about})
 
 
-def _heads_by_layer(made: Plan) -> list[list[int]]:
-    return [made.heads.get(layer, []) for layer in range(len(made.layers))]
+def _heads_by_layer(plan: Plan) -> list[list[int]]:
+    return [plan.heads.get(layer, []) for layer in range(len(plan.layers))]
 
 
 def table() -> None:
@@ -324,19 +327,19 @@ def table() -> None:
     (RESULTS / "pruning.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _section(name: str, found: dict[str, Any]) -> list[str]:
-    counts = found["texts"]
+def _section(name: str, results: dict[str, Any]) -> list[str]:
+    counts = results["texts"]
     lines = [
         f"## {name}",
-        f"{machine_summary(found['machine'])}.",
+        f"{machine_summary(results['machine'])}.",
         f"Heads scored on {counts['score']} paragraphs, the score chosen on {counts['choose']} others, reported on "
-        f"{counts['report']} of other books. All heads: {found['full']['name']} {_shown(found['full'])}.",
+        f"{counts['report']} of other books. All heads: {results['full']['name']} {_shown(results['full'])}.",
         "",
         "| heads removed | chosen score | its quality | magnitude | random | worse by magnitude | worse by random |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for removed in REMOVED:
-        row = found[f"{removed:.0%}"]
+        row = results[f"{removed:.0%}"]
         seeds = row["random"]["seeds"]
         lines.append(
             f"| {removed:.0%} | {row['chosen']} | {_shown(row['quality'])} | {_shown(row['magnitude'])} | "
@@ -344,23 +347,23 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
             f"{_between(row['worse by magnitude (mean, low, high)'])} | "
             f"{_between(row['worse by random (mean, low, high)'])} |"
         )
-    unit = "nats per token" if found["full"]["name"] == "perplexity" else found["full"]["name"]
+    unit = "nats per token" if results["full"]["name"] == "perplexity" else results["full"]["name"]
     lines += ["", f"Differences are in {unit}, on the same texts, with 95 % intervals by bootstrap over texts.", ""]
-    if ranked := found.get("rank correlation with ablation"):
-        told = ", ".join(f"{score} {value:.2f}" for score, value in sorted(ranked.items(), key=lambda x: -x[1]))
-        lines += [f"Rank correlation with ablation: {told}.", ""]
-    if alone := found.get("single"):
-        told = " and ".join(
+    if ranked := results.get("rank correlation with ablation"):
+        correlations = ", ".join(f"{score} {value:.2f}" for score, value in sorted(ranked.items(), key=lambda x: -x[1]))
+        lines += [f"Rank correlation with ablation: {correlations}.", ""]
+    if alone := results.get("single"):
+        levels = " and ".join(
             f"{alone[level]['worse without'] + alone[level]['better without']} at {level} "
             f"({alone[level]['worse without']} make it worse, {alone[level]['better without']} better)"
             for level in ("95 %", "99 %")
         )
         lines += [
-            f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {told}. "
+            f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {levels}. "
             f"Beside it: {alone['beside']}.",
             "",
         ]
-    if michel := found.get("michel"):
+    if michel := results.get("michel"):
         lines += [
             f"`michel`, {michel['heads']} heads, {michel['sentences']} sentences: {michel['passes']:.2f} times "
             f"a forward pass over them ({michel['michel']:.1f} s and {michel['forward']:.1f} s; goal: at most 4).",

@@ -35,7 +35,7 @@ ROUNDS = 5
 WORDS = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split()
 
 
-def race(ranks: Ranks, one: Callable[[], Any], both: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, Any]:
+def race(ranks: Ranks, alone: Callable[[], Any], shared: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, Any]:
     """Seconds of the first rank alone, of all ranks each doing the whole, and of all ranks sharing it."""
     best: dict[str, float] = {}
 
@@ -48,9 +48,9 @@ def race(ranks: Ranks, one: Callable[[], Any], both: Callable[[], Any], rounds: 
         best[name] = min(best.get(name, slowest), slowest)
 
     for _ in range(rounds):
-        timed("one", one if ranks.first else lambda: None)
-        timed("beside", one)
-        timed("both", both)
+        timed("one", alone if ranks.first else lambda: None)
+        timed("beside", alone)
+        timed("both", shared)
     ratio, most = best["one"] / best["both"], ranks.count * best["one"] / best["beside"]
     return {"seconds": best, "times_as_fast": ratio, "most_here": most, "rounds": rounds}
 
@@ -95,8 +95,8 @@ def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, l
     plan = HeadPlan(headwise.Heads.split(width, count), ranks.count)
     formula = layers * 2 * plan.sent(1, tokens)  # after W_O, and after the feed-forward layer
     what = f"{layers} blocks of {width} and {count} heads, prefill of {tokens} tokens, causal"
-    found = race(ranks, lambda: prefill(whole), lambda: prefill(split))
-    return {"what": what, **found, "sent": counted(ranks, lambda: prefill(split), formula)}
+    times = race(ranks, lambda: prefill(whole), lambda: prefill(split))
+    return {"what": what, **times, "sent": counted(ranks, lambda: prefill(split), formula)}
 
 
 def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
@@ -107,10 +107,10 @@ def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> di
     got, want = scale.ring_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
     torch.testing.assert_close(got, scale.placed(want, 2), rtol=1e-3, atol=1e-4)
     plan = scale.SequencePlan(tokens, ranks.count, right=0)
-    found = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
+    times = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
     formula = plan.bytes_sent(ranks.rank, count * 2 * dim * 4)
     sent = counted(ranks, lambda: scale.ring_attend(*mine, causal=True), formula)
-    return {"what": f"attention of {count} heads of {dim}, {tokens} tokens, causal", **found, "sent": sent}
+    return {"what": f"attention of {count} heads of {dim}, {tokens} tokens, causal", **times, "sent": sent}
 
 
 def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
     peaks = [int(x) for x in ranks.gathered(torch.tensor([peak_above(here)]))]
     ranks.barrier("one alone")
     trim(0)
-    one = peak_above(alone) if ranks.first else 0
+    alone_bytes = peak_above(alone) if ranks.first else 0
     ranks.barrier("measured")
     return {
         "what": "bytes above the start, tokens included",
-        "one": one,
+        "one": alone_bytes,
         "ranks": peaks,
-        "share": max(peaks) / max(one, 1),
+        "share": max(peaks) / max(alone_bytes, 1),
     }
 
 
@@ -144,10 +144,10 @@ def atlas(ranks: Ranks, count: int = 1000) -> dict[str, Any]:
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(WORDS, random.integers(20, 90))) for _ in range(count)]
     model, tokenizer = headwise.load("minilm"), headwise.tokenizer("minilm")
-    found = race(
+    times = race(
         ranks, lambda: atlas_alone(model, texts, tokenizer), lambda: scale.atlas(model, texts, tokenizer), rounds=2
     )
-    return {"what": f"atlas of MiniLM over {count} texts", **found}
+    return {"what": f"atlas of MiniLM over {count} texts", **times}
 
 
 PARTS = {"memory": memory, "heads": heads, "ring": ring, "atlas": atlas}
@@ -158,15 +158,15 @@ def main() -> None:
     if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(PARTS):
         raise SystemExit(f"usage: torchrun ... benchmarks/scale.py FILE.json [{' '.join(PARTS)}]")
     file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     with scale.started() as ranks, torch.no_grad():
         for name in chosen:
-            found[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
+            results[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
         if ranks.first:
-            about = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1}
-            with written(file) as made:
-                made.write_text(
-                    json.dumps({**found, "machine": describe_machine(), "settings": about}, indent=2) + "\n"
+            settings = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1}
+            with written(file) as new:
+                new.write_text(
+                    json.dumps({**results, "machine": describe_machine(), "settings": settings}, indent=2) + "\n"
                 )
 
 
