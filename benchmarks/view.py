@@ -1,8 +1,8 @@
-"""What the view takes: a page's size and time beside BertViz's, a long page in Chromium, the server's second sentence.
+"""The view's size and speed: a page beside BertViz's, a long page in Chromium, the server's second sentence.
 
-python benchmarks/view.py                                           # the figures in words
+python benchmarks/view.py                                           # the figures in words, on stderr
 python benchmarks/view.py --json > benchmarks/results/view-NAME.json
-python benchmarks/view.py --table benchmarks/results/view-NAME.json  # into benchmarks/README.md, between its markers
+python tools/view_table.py benchmarks/results/view-NAME.json         # into benchmarks/README.md, between its markers
 
 Needs Chromium and playwright. BertViz is a peer where it is installed (pip install bertviz ipython), else skipped.
 """
@@ -29,17 +29,14 @@ from playwright.sync_api import sync_playwright
 
 import headwise
 from headwise.bench.models import bert
-from headwise.files import written
 from headwise.inspection.examples import EXAMPLES
-from headwise.timing.machine import describe, in_words
+from headwise.timing import describe_machine
 from headwise.ui import capture, page, payload, server
 from headwise.ui.service import Service
 
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- view:begin -->", "<!-- view:end -->"
 MB = 1e6
 SHORT, LONG = 256, 2048  # tokens
-ROUNDS = 2  # of making a page; the best counts
+ROUNDS = 2  # of writing a page; the best counts
 SENTENCES = (
     "She gave her brother the book that he wanted to read.",
     "The trophy does not fit into the suitcase because it is too small.",
@@ -70,87 +67,89 @@ ASK = """async (text) => {
 def figure(
     what: str, value: float | None, unit: str, goal: float | None = None, *, least: bool = False, why: str = ""
 ) -> Any:
-    """One measured number; goal: what it may be at most, or with least=True must be at least."""
+    """One measured number. goal: the most it may be, or with least=True the least."""
     met = None if value is None or goal is None else value >= goal if least else value <= goal
     return {"what": what, "value": value, "unit": unit, "goal": goal, "least": least, "met": met, "why": why}
 
 
-def timed(act: Callable[[], Any], rounds: int = 1) -> float:
+def best_time(act: Callable[[], Any], rounds: int = 1) -> float:
     """Seconds, the best of some rounds."""
     best = float("inf")
     for _ in range(rounds):
-        started = time.perf_counter()
+        start = time.perf_counter()
         act()
-        best = min(best, time.perf_counter() - started)
+        best = min(best, time.perf_counter() - start)
     return best
 
 
 def text(tokens: int) -> str:
-    """A text of so many tokens, the same everywhere."""
+    """A text of so many tokens, the same every time."""
     whole = " ".join(example.text for example in EXAMPLES.values()) * 50
     spans = headwise.tokenizer()(whole, truncation=True, max_length=tokens, return_offsets_mapping=True)
     return whole[: spans["offset_mapping"][-2][1]]  # the last is [SEP]
 
 
-def written_page(tokens: int, path: Path) -> float:
+def time_page(tokens: int, path: Path) -> float:
     """Seconds from a text to a file on the disk, BERT-base's shape."""
-    model, tokenizer, given = bert(tokens, vocab_size=30_522), headwise.tokenizer(), text(tokens)
+    model, tokenizer, long_text = bert(tokens, vocab_size=30_522), headwise.tokenizer(), text(tokens)
 
     def make() -> None:
-        page.save(payload.data(capture.run(given, model, tokenizer=tokenizer, name="bert-base")), path)
+        page.save(payload.data(capture.run(long_text, model, tokenizer=tokenizer, name="bert-base")), path)
 
-    capture.run(SENTENCES[0], model, tokenizer=tokenizer)  # the first time reads modules and warms up
-    return timed(make, ROUNDS)
+    capture.run(SENTENCES[0], model, tokenizer=tokenizer)  # imports modules and warms up
+    return best_time(make, ROUNDS)
 
 
 def bertviz(tokens: int, folder: Path) -> tuple[float, int] | str:
-    """Seconds and bytes of BertViz's model view from the same kind of pass, or why there are none."""
+    """Seconds and bytes of BertViz's model view of the same text and model, or why it did not run."""
     try:
         from bertviz import model_view
     except ImportError as error:
         return f"BertViz is not installed ({error})"
     model = bert(tokens, "eager", vocab_size=30_522)
-    given = headwise.tokenizer()(text(tokens), return_tensors="pt")
-    names = headwise.tokenizer().convert_ids_to_tokens(given["input_ids"][0].tolist())
+    inputs = headwise.tokenizer()(text(tokens), return_tensors="pt")
+    names = headwise.tokenizer().convert_ids_to_tokens(inputs["input_ids"][0].tolist())
     path = folder / "bertviz.html"
 
     def make() -> None:
         with torch.no_grad():
-            found = model(**given, output_attentions=True).attentions
-        path.write_text(model_view(found, names, html_action="return").data, encoding="utf-8")
+            weights = model(**inputs, output_attentions=True).attentions
+        path.write_text(model_view(weights, names, html_action="return").data, encoding="utf-8")
 
-    return timed(make, ROUNDS), path.stat().st_size
+    return best_time(make, ROUNDS), path.stat().st_size
 
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
         raise SystemExit("Chromium is missing; get it with: apt-get install -y chromium")
     with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = tool.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
 
 def short_page(folder: Path) -> Iterator[Any]:
-    took = written_page(SHORT, folder / "short.html")
+    """Size and time of a short page, beside BertViz's."""
+    seconds = time_page(SHORT, folder / "short.html")
     yield figure(f"page of 144 heads x {SHORT} tokens", (folder / "short.html").stat().st_size / MB, "MB", 3)
     peer = bertviz(SHORT, folder)
     if isinstance(peer, str):
         yield figure("the same by BertViz", None, "MB", why=peer)
-        yield figure("from text to that page, by itself", took, "s")
+        yield figure("from text to that page, by itself", seconds, "s")
         return
     yield figure("the same by BertViz", peer[1] / MB, "MB")
     yield figure("from text to BertViz's page", peer[0], "s")
-    yield figure("from text to ours", took, "s", peer[0] / 5)
+    yield figure("from text to ours", seconds, "s", peer[0] / 5)
 
 
 def long_page(folder: Path, browser: Any) -> Iterator[Any]:
+    """Size and time of a long page, and how fast Chromium draws it."""
     path = folder / "long.html"
-    took = written_page(LONG, path)
+    seconds = time_page(LONG, path)
     yield figure(f"page of 144 heads x {LONG:,} tokens", path.stat().st_size / MB, "MB", 25)
-    yield figure("from text to that page", took, "s")
+    yield figure("from text to that page", seconds, "s")
     tab = browser.new_page(viewport={"width": 1400, "height": 900})
 
     def show(state: str, ready: str) -> float:
@@ -159,7 +158,7 @@ def long_page(folder: Path, browser: Any) -> Iterator[Any]:
             tab.wait_for_selector(ready)
             tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
-        return timed(act)
+        return best_time(act)
 
     yield figure("from opening it to the map drawn", show("", ".hw-map .cell"), "s", 3)
     tab.goto("about:blank")
@@ -170,12 +169,13 @@ def long_page(folder: Path, browser: Any) -> Iterator[Any]:
     tab.close()
 
 
-def served(browser: Any) -> Iterator[Any]:
+def server_answers(browser: Any) -> Iterator[Any]:
+    """The time from a sentence to its drawing, when the server already runs."""
     torch.set_num_threads(1)  # as the server does for sentences
     model, tokenizer = headwise.load(), headwise.tokenizer()
     with torch.no_grad():
-        inputs = [tokenizer(one, return_tensors="pt") for one in SENTENCES]
-        forward = timed(lambda: [model(**one) for one in inputs], 5) / len(inputs)
+        inputs = [tokenizer(sentence, return_tensors="pt") for sentence in SENTENCES]
+        forward = best_time(lambda: [model(**sentence) for sentence in inputs], 5) / len(inputs)
     service = Service({"minilm": (model, tokenizer)})
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -188,8 +188,8 @@ def served(browser: Any) -> Iterator[Any]:
     tab.wait_for_selector(".hw-tabs")
     tab.wait_for_timeout(500)
     times = []
-    for one in SENTENCES:
-        times.append(tab.evaluate(ASK, one))
+    for sentence in SENTENCES:
+        times.append(tab.evaluate(ASK, sentence))
         tab.wait_for_timeout(200)
     goal = 2 * forward + 0.1
     yield figure("a sentence's forward pass, MiniLM", forward * 1000, "ms")
@@ -201,53 +201,23 @@ def served(browser: Any) -> Iterator[Any]:
 
 
 def measure() -> dict[str, Any]:
-    figures, machine = [], describe()
+    """All figures; each is written to stderr as it comes."""
+    figures, machine = [], describe_machine()
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
-        for found in (*short_page(Path(folder)), *long_page(Path(folder), browser), *served(browser)):
-            figures.append(found)
-            sys.stderr.write(words(found) + "\n")
+        for measured in (*short_page(Path(folder)), *long_page(Path(folder), browser), *server_answers(browser)):
+            figures.append(measured)
+            value = "–" if measured["value"] is None else f"{measured['value']:.3g}"
+            sys.stderr.write(f"{measured['what']}: {value} {measured['unit']}\n")
     return {"machine": machine, "figures": figures}
 
 
-def number(value: float | None) -> str:
-    return (
-        "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-    )
-
-
-def goal(found: Any) -> str:
-    if found["goal"] is None:
-        return found["why"]
-    mark = {True: " ✓", False: " ✗", None: ""}[found["met"]]
-    return f"{'at least' if found['least'] else 'at most'} {number(found['goal'])}{mark}"
-
-
-def words(found: Any) -> str:
-    return f"{found['what']}: {number(found['value'])} {found['unit']} {goal(found)}".rstrip()
-
-
-def table(results: dict[str, Any]) -> None:
-    """Into benchmarks/README.md, between its two markers."""
-    lines = ["| what | measured | goal |", "|---|--:|---|"]
-    lines += [f"| {one['what']} | {number(one['value'])} {one['unit']} | {goal(one)} |" for one in results["figures"]]
-    old = README.read_text(encoding="utf-8")
-    before, after = old[: old.index(BEGIN)], old[old.index(END) :]
-    with written(README) as made:
-        rows = "\n".join(lines)
-        made.write_text(f"{before}{BEGIN}\n{rows}\n\n{in_words(results['machine'])}.\n{after}", encoding="utf-8")
-
-
 def main() -> None:
-    asked = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    asked.add_argument("--json", action="store_true", help="print the figures as JSON")
-    asked.add_argument("--table", type=Path, metavar="FILE", help="write FILE's figures into benchmarks/README.md")
-    given = asked.parse_args()
-    if given.table:
-        return table(json.loads(given.table.read_text(encoding="utf-8")))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    options = parser.parse_args()
     results = measure()
-    if given.json:
+    if options.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
-    return None
 
 
 if __name__ == "__main__":

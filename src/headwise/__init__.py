@@ -43,6 +43,7 @@ _WHERE = {
     "load": "models.loading.loader",
     "mask_heads": "models.intervene.masking",
     "plan": "prune.plan",
+    "prune": "prune",
     "prune_heads": "models.surgery.removal",
     "reference": "attention.reference",
     "register": "models.register",
@@ -56,12 +57,13 @@ _WHERE = {
     "weights": "attention.functional",
 }
 
-_MODULES = ("card", "reference", "scale")  # public names that are modules themselves
+_MODULES = ("card", "prune", "reference", "scale")  # public names that are modules themselves
 
 __all__ = ["__version__", *_WHERE]  # strings, all of them
 
 if TYPE_CHECKING:
     from . import card as card
+    from . import prune as prune
     from . import scale as scale
     from .attention import reference as reference
     from .attention.functional import attend as attend

@@ -323,7 +323,7 @@ def run(q, k, v):
 with torch.no_grad():
     run(*torch.randn(3, 1, 8, 600, 64))  # what is loaded once stays
     q, k, v = torch.randn(3, 1, 8, 16_384, 64)
-    print(memory.above(lambda: run(q, k, v)))
+    print(memory.peak_above(lambda: run(q, k, v)))
 """
 
 

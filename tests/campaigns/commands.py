@@ -135,7 +135,7 @@ def without_long_work() -> Iterator[None]:
     environment = {"XDG_CACHE_HOME": os.path.join(os.getcwd(), "cache")}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        for place in (*places, "headwise.timing.machine.restrict"):
+        for place in (*places, "headwise.timing.machine.restrict_instructions"):
             stack.enter_context(mock.patch(place, nothing))
         stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
         stack.enter_context(

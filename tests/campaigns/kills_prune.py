@@ -30,7 +30,7 @@ FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "
 
 def campaign(tries: int, seed: int) -> Report:
     """In a process of its own: PyTorch's backward passes refuse to run in a fork of one that has run some."""
-    path = os.pathsep.join([str(TESTS), str(TESTS / "prune"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEADWISE_THREADS": "own"}
     line = [sys.executable, "-m", "campaigns.kills_prune", str(tries), str(seed)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120 + 60 * tries, check=False, env=given)
@@ -123,16 +123,16 @@ def _prepare(folder: Path) -> None:
     import rich.progress  # noqa: F401
     import torch
     import transformers.models.bert.modeling_bert  # noqa: F401
-    from test_prune_cli import WORDS, saved  # of tests/prune
 
     import headwise.prune.session
     import headwise.scale.train  # noqa: F401
-    from headwise.prune import recover
+    from headwise.prune import recovery
+    from helpers.prune_command import save_model, write_similar_texts
 
     torch.set_num_threads(1)
-    recover.EVERY = EVERY
-    saved(folder / "source")
-    (folder / "texts.txt").write_text("".join(f"the animal did not cross {word}\n" for word in WORDS))
+    recovery.CHECKPOINT_STEPS = EVERY
+    save_model(folder / "source")
+    write_similar_texts(folder / "texts.txt")
 
 
 def _forked(
@@ -157,10 +157,10 @@ def _forked(
 
 def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | None, event: int | None) -> None:
     from headwise.cli import main
-    from headwise.prune import recover
+    from headwise.prune import recovery
 
     counted = {"events": 0, "trained": 0}
-    step = recover._step
+    step = recovery._step
 
     def counting(*args: Any) -> float:
         counted["trained"] += 1
@@ -172,7 +172,7 @@ def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | No
                 os.kill(os.getpid(), signal.SIGKILL)
             counted["events"] += 1
 
-    recover._step = counting
+    recovery._step = counting
     sys.addaudithook(look)
     words = given / "words.txt"
     out = os.open(words, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

@@ -84,14 +84,14 @@ def _a_plan() -> dict[str, Any]:
 def _report(chance: random.Random, folder: Path) -> str:
     """A report beside a checkpoint is looked at only to see which recovery is safe: it is never an error."""
     from headwise import HeadwiseError
-    from headwise.prune.session import check_out
+    from headwise.prune.output_directory import check_output
 
     out = folder / "out"
     out.mkdir(exist_ok=True)
     content = {"recovery_run": "0" * 32, "quality": {"full": {"value": 1.0}}}
     (out / "pruning.json").write_bytes(_changed_text(_changed_json(content, chance), chance))
     try:
-        check_out(out, overwrite=False)
+        check_output(out, overwrite=False)
     except HeadwiseError as error:
         return _refused(error)
     raise AssertionError("a directory that is not empty was let pass")
@@ -105,7 +105,7 @@ class _Setting:
 
     def _make(self, folder: Path) -> tuple[Any, Any, Any, bytes]:
         import headwise
-        from headwise.prune.recover import recover
+        from headwise.prune.recovery import recover
         from helpers import prunable_models  # of tests/prune
 
         full = prunable_models.build("bert", num_hidden_layers=1, intermediate_size=7)
@@ -119,7 +119,8 @@ class _Setting:
         import torch
 
         from headwise import HeadwiseError
-        from headwise.prune.recover import recover, run_id
+        from headwise.prune.recovery import recover
+        from headwise.prune.recovery_checkpoint import run_id
 
         self.made = self.made or self._make(folder)
         pruned, full, batches, whole = self.made

@@ -10,9 +10,9 @@ import torch
 from headwise.attention.nn.module import MultiHeadAttention
 from headwise.lab.claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Verdict
 from headwise.lab.claims import c01_same_cost, c02_fused, c05_slices, c11_depth, c12_cards
+from headwise.lab.races import ratios, seconds
 from headwise.lab.store import TINY, Lab
-from headwise.timing.cpu_time import ratios, seconds
-from headwise.timing.race import Mismatch
+from headwise.timing.interleaved_race import Mismatch
 
 # --- times ---
 

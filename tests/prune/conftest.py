@@ -1,16 +1,16 @@
-"""Two threads for tiny models cost more than they give."""
+"""Settings of the pruning tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from headwise.timing import one_thread
 
 
 @pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def single_thread() -> Iterator[None]:
+    """Tiny models are slower on two threads than on one."""
+    with one_thread():
+        yield

@@ -1,4 +1,4 @@
-"""Recoveries that are interrupted: what is taken up again, what is refused, and that nothing is lost or left behind."""
+"""Interrupted recoveries: what is resumed, what is refused, and that nothing is lost or left behind."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_prune_cli import WORDS, saved
 
 import headwise
 from headwise import CheckpointError, HeadwiseError
 from headwise.cli import main
-from headwise.prune import recover as recovery
-from headwise.prune.recover import recover
+from headwise.prune import recovery
+from headwise.prune.recovery import recover
 from helpers.prunable_models import build, inputs
+from helpers.prune_command import save_model, write_similar_texts
 
-GONE = {0: [1, 2]}
+REMOVED = {0: [1, 2]}
 STEPS = 7
 
 
-class Stop(Exception):
-    """What ends a recovery in its middle."""
+class Interruption(Exception):
+    """Ends a recovery half-way."""
 
 
-def stop(done: int, total: int) -> None:
+def interrupt(done: int, total: int) -> None:
     if done == 5:
-        raise Stop
+        raise Interruption
 
 
-def batches(count: int = 2) -> list[dict[str, Any]]:
+def make_batches(count: int = 2) -> list[dict[str, Any]]:
     return [inputs("bert", seed) for seed in range(count)]
 
 
@@ -49,11 +49,11 @@ def full() -> Any:
 
 @pytest.fixture
 def interrupted(full: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The checkpoint of a recovery that ended after 5 of its 7 steps and kept 3."""
-    monkeypatch.setattr(recovery, "EVERY", 3)
+    """The checkpoint of a recovery that ended after 5 of its 7 steps; it has 3 of them."""
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 3)
     file = tmp_path / "kept.safetensors"
-    with pytest.raises(Stop):
-        recover(headwise.prune_heads(full, GONE), full, batches(), STEPS, checkpoint=file, progress=stop)
+    with pytest.raises(Interruption):
+        recover(headwise.prune_heads(full, REMOVED), full, make_batches(), STEPS, checkpoint=file, progress=interrupt)
     return file
 
 
@@ -65,7 +65,7 @@ def other_weights(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "reason"),
     [
         ("weights", "the full model has other weights"),
         ("teacher", "the full model has other weights"),
@@ -76,33 +76,37 @@ def other_weights(model: Any) -> Any:
         ("rate", "the number of steps or the learning rate differs"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_stays(
-    change: str, words: str, full: Any, interrupted: Path
+def test_a_checkpoint_of_another_run_is_refused_and_left_alone(
+    change: str, reason: str, full: Any, interrupted: Path
 ) -> None:
     before = interrupted.read_bytes()
     teacher = other_weights(full) if change in ("weights", "teacher") else full
-    pruned = headwise.prune_heads(teacher if change == "weights" else full, {0: [1, 3]} if change == "heads" else GONE)
+    pruned = headwise.prune_heads(
+        teacher if change == "weights" else full, {0: [1, 3]} if change == "heads" else REMOVED
+    )
     pruned = other_weights(pruned) if change == "pruned" else pruned
-    given = [batches()[0], batches()[0]] if change == "texts" else batches()
-    steps, rate = STEPS + (change == "steps"), 2e-4 if change == "rate" else recovery.RATE
-    with pytest.raises(CheckpointError, match=rf"interrupted recovery of another run \({words}\); it is left as it is"):
-        recover(pruned, teacher, given, steps, checkpoint=interrupted, rate=rate)
+    batches = [make_batches()[0], make_batches()[0]] if change == "texts" else make_batches()
+    steps, rate = STEPS + (change == "steps"), 2e-4 if change == "rate" else recovery.LEARNING_RATE
+    with pytest.raises(
+        CheckpointError, match=rf"interrupted recovery of another run \({reason}\); it is left as it is"
+    ):
+        recover(pruned, teacher, batches, steps, checkpoint=interrupted, rate=rate)
     assert interrupted.read_bytes() == before
     assert all(parameter.requires_grad for parameter in pruned.parameters())
 
 
-def test_a_finished_recovery_is_kept_for_its_caller_and_taken_up_whole(full: Any, interrupted: Path) -> None:
-    whole = headwise.prune_heads(full, GONE)
-    losses = recover(whole, full, batches(), STEPS)
-    again = headwise.prune_heads(full, GONE)
-    assert recover(again, full, batches(), STEPS, checkpoint=interrupted, keep=True) == losses
+def test_a_finished_checkpoint_is_kept_on_request_and_restores_without_training(full: Any, interrupted: Path) -> None:
+    uninterrupted = headwise.prune_heads(full, REMOVED)
+    losses = recover(uninterrupted, full, make_batches(), STEPS)
+    resumed = headwise.prune_heads(full, REMOVED)
+    assert recover(resumed, full, make_batches(), STEPS, checkpoint=interrupted, keep=True) == losses
     steps: list[int] = []
-    later = headwise.prune_heads(full, GONE)
+    restored = headwise.prune_heads(full, REMOVED)
     assert (
         recover(
-            later,
+            restored,
             full,
-            batches(),
+            make_batches(),
             STEPS,
             checkpoint=interrupted,
             keep=True,
@@ -111,24 +115,24 @@ def test_a_finished_recovery_is_kept_for_its_caller_and_taken_up_whole(full: Any
         == losses
     )
     assert steps == []
-    for a, b, c in zip(whole.parameters(), again.parameters(), later.parameters(), strict=True):
+    for a, b, c in zip(uninterrupted.parameters(), resumed.parameters(), restored.parameters(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     assert interrupted.exists()
-    recover(headwise.prune_heads(full, GONE), full, batches(), STEPS, checkpoint=interrupted)
+    recover(headwise.prune_heads(full, REMOVED), full, make_batches(), STEPS, checkpoint=interrupted)
     assert not interrupted.exists()
 
 
-def changed(file: Path, tensors: dict[str, Any] | None = None, **about: str | None) -> None:
-    """The same checkpoint with other tensors or other words in its header; None leaves one out."""
+def edit_checkpoint(file: Path, tensors: dict[str, Any] | None = None, **entries: str | None) -> None:
+    """Rewrite a checkpoint with other tensors or header entries; None leaves one out."""
     with safe_open(file, "pt") as opened:
-        found = {name: opened.get_tensor(name) for name in opened.keys()} | (tensors or {})  # noqa: SIM118
-        words = {**opened.metadata(), **about}
-    there = {name: text for name, text in words.items() if text is not None}
-    save_file({name: x for name, x in found.items() if x is not None}, file, there)
+        saved = {name: opened.get_tensor(name) for name in opened.keys()} | (tensors or {})  # noqa: SIM118
+        header = {**opened.metadata(), **entries}
+    kept_entries = {name: text for name, text in header.items() if text is not None}
+    save_file({name: x for name, x in saved.items() if x is not None}, file, kept_entries)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"step": "4"}, "4 losses are expected"),
         ({"step": "-3"}, "it is at step -3 of 7"),
@@ -146,43 +150,43 @@ def changed(file: Path, tensors: dict[str, Any] | None = None, **about: str | No
         ({"headwise-recovery": None}, "is of another version of headwise, or none of its files"),
     ],
 )
-def test_a_checkpoint_that_was_tampered_with_is_one_line(
-    change: dict[str, Any], words: str, full: Any, interrupted: Path
+def test_a_tampered_checkpoint_is_refused_in_one_line_and_changes_no_weight(
+    change: dict[str, Any], message: str, full: Any, interrupted: Path
 ) -> None:
-    changed(interrupted, **change)
-    pruned = headwise.prune_heads(full, GONE)
+    edit_checkpoint(interrupted, **change)
+    pruned = headwise.prune_heads(full, REMOVED)
     before = copy.deepcopy(pruned.state_dict())
-    with pytest.raises(HeadwiseError, match=words) as caught:
-        recover(pruned, full, batches(), STEPS, checkpoint=interrupted)
+    with pytest.raises(HeadwiseError, match=message) as caught:
+        recover(pruned, full, make_batches(), STEPS, checkpoint=interrupted)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-    assert all(torch.equal(x, before[name]) for name, x in pruned.state_dict().items()), "nothing was half taken up"
+    assert all(torch.equal(x, before[name]) for name, x in pruned.state_dict().items()), "nothing was restored in part"
 
 
-# ---- the command, whatever ends it
+# --- the command, interrupted at any stage ---
 
 
-def headwise_prune(folder: Path, *more: object) -> int:
-    given = ["--model", folder / "source", "--texts", folder / "texts.txt", "--out", folder / "out", "--keep", 0.6]
-    return main(["prune", "--batch", "6", "--length", "16", "--recover", "5", *map(str, [*given, *more])])
+def run_prune(folder: Path, *extra: object) -> int:
+    arguments = ["--model", folder / "source", "--texts", folder / "texts.txt", "--out", folder / "out", "--keep", 0.6]
+    return main(["prune", "--batch", "6", "--length", "16", "--recover", "5", *map(str, [*arguments, *extra])])
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    saved(tmp_path / "source")
-    (tmp_path / "texts.txt").write_text("".join(f"the animal did not cross {word}\n" for word in WORDS))
+    save_model(tmp_path / "source")
+    write_similar_texts(tmp_path / "texts.txt")
     return tmp_path
 
 
-def losses(folder: Path) -> list[float]:
-    found: list[float] = json.loads((folder / "out" / "pruning.json").read_text())["recovery_losses"]
-    return found
+def saved_losses(folder: Path) -> list[float]:
+    losses: list[float] = json.loads((folder / "out" / "pruning.json").read_text())["recovery_losses"]
+    return losses
 
 
-def names(folder: Path) -> set[str]:
+def new_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"source", "texts.txt"}
 
 
-def raises(error: BaseException) -> Any:
+def fail_with(error: BaseException) -> Any:
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -190,73 +194,75 @@ def raises(error: BaseException) -> Any:
 
 
 KEPT = "interrupted; the recovery is kept, and the same command takes it up"
-PLACES = {
+STAGES = {
     "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
-    "headwise.prune.session._latency": KEPT,
+    "headwise.prune.session._measure_latency": KEPT,
     "headwise.prune.session.save": KEPT,
     "headwise.prune.plan.Plan.save": KEPT,
     "headwise.prune.report_html.page": KEPT,
 }
 
 
-def test_ctrl_c_anywhere_is_one_line_and_costs_no_training(
+def test_ctrl_c_at_any_stage_is_one_line_and_loses_no_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert headwise_prune(folder) == 0
-    whole = losses(folder)
+    assert run_prune(folder) == 0
+    expected = saved_losses(folder)
     capsys.readouterr()
-    for place, words in PLACES.items():
+    for function, message in STAGES.items():
         with monkeypatch.context() as patch:
-            patch.setattr(place, raises(KeyboardInterrupt()))
+            patch.setattr(function, fail_with(KeyboardInterrupt()))
             if (folder / ".out.recovery.safetensors").exists():
-                patch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
-            assert headwise_prune(folder, "--overwrite") == 130
+                patch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
+            assert run_prune(folder, "--overwrite") == 130
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and words in err, place
-        assert losses(folder) == whole, "the earlier result is untouched"
-        assert names(folder) == ({"out", ".out.recovery.safetensors"} if words == KEPT else {"out"})
+        assert err.count("\n") == 1 and message in err, function
+        assert saved_losses(folder) == expected, "the earlier result is unchanged"
+        assert new_names(folder) == ({"out", ".out.recovery.safetensors"} if message == KEPT else {"out"})
     shutil.rmtree(folder / "out")
-    monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
-    assert headwise_prune(folder) == 0
-    assert losses(folder) == whole and names(folder) == {"out"}
+    monkeypatch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
+    assert run_prune(folder) == 0
+    assert saved_losses(folder) == expected and new_names(folder) == {"out"}
 
 
-def test_a_plan_by_measured_time_is_taken_up_with_its_recovery(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured again, times differ, and another plan would not fit the recovery that was kept."""
+def test_a_resumed_recovery_uses_the_plan_that_was_measured_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new measurement would give another plan, which does not fit the checkpoint."""
     from headwise.prune import latency
 
     weight = 1.0
 
-    def counted(models: dict[str, Any], batch: Any, rounds: int = 0) -> dict[str, float]:
+    def count_parameters(models: dict[str, Any], batch: Any, rounds: int = 0) -> dict[str, float]:
         return {name: 9e4 + weight * sum(p.numel() for p in m.parameters()) for name, m in models.items()}
 
-    monkeypatch.setattr(latency, "times", counted)
-    line = ("--budget", "latency", "--keep", 0.9)
+    monkeypatch.setattr(latency, "pass_times", count_parameters)
+    options = ("--budget", "latency", "--keep", 0.9)
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.session.save", raises(KeyboardInterrupt()))
-        assert headwise_prune(folder, *line) == 130
+        patch.setattr("headwise.prune.session.save", fail_with(KeyboardInterrupt()))
+        assert run_prune(folder, *options) == 130
     weight = 1.3
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
-        assert headwise_prune(folder, *line) == 0
-    assert names(folder) == {"out"}
+        patch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
+        assert run_prune(folder, *options) == 0
+    assert new_names(folder) == {"out"}
     resumed = json.loads((folder / "out" / "plan.json").read_text())
-    assert headwise_prune(folder, *line, "--overwrite") == 0
-    assert json.loads((folder / "out" / "plan.json").read_text()) != resumed, "the clock alone gives another plan"
+    assert run_prune(folder, *options, "--overwrite") == 0
+    assert json.loads((folder / "out" / "plan.json").read_text()) != resumed, "another measurement gives another plan"
 
 
-def test_a_full_disk_at_the_end_costs_no_training(
+def test_a_full_disk_while_saving_loses_no_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.report_html.page", raises(OSError(errno.ENOSPC, "No space left on device")))
-        assert headwise_prune(folder) == 2
+        patch.setattr("headwise.prune.report_html.page", fail_with(OSError(errno.ENOSPC, "No space left on device")))
+        assert run_prune(folder) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "out' cannot be written: No space left on device" in err
     assert "the recovery is kept, and the same command takes it up" in err
-    assert names(folder) == {".out.recovery.safetensors"}
-    monkeypatch.setattr("headwise.prune.recover._step", raises(AssertionError("it was trained already")))
-    assert headwise_prune(folder) == 0 and len(losses(folder)) == 5
+    assert new_names(folder) == {".out.recovery.safetensors"}
+    monkeypatch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
+    assert run_prune(folder) == 0 and len(saved_losses(folder)) == 5
 
 
 @pytest.mark.parametrize("name", ["plan.json", "pruning.md"])
@@ -271,15 +277,15 @@ def test_a_full_disk_for_any_file_says_that_the_recovery_is_kept(
         return write(path, *args, **options)
 
     monkeypatch.setattr(Path, "write_text", fills_up)
-    assert headwise_prune(folder) == 2
+    assert run_prune(folder) == 2
     err = capsys.readouterr().err
     assert f"{name}' cannot be written: No space left on device; the recovery is kept, and the same command" in err
-    assert names(folder) == {".out.recovery.safetensors"}
+    assert new_names(folder) == {".out.recovery.safetensors"}
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more into one file fails as it does on a full disk; a process may lower this limit for itself."""
+    """Inside, a larger file cannot be written, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -288,45 +294,45 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_is_full_anywhere_is_one_line_and_leaves_all_as_it_was(
+def test_a_full_disk_at_any_stage_is_one_line_and_leaves_the_earlier_result(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recovery, "EVERY", 2)
-    assert headwise_prune(folder) == 0
-    whole = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
-    sizes = sorted(map(len, whole.values()))
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 2)
+    assert run_prune(folder) == 0
+    earlier = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    sizes = sorted(map(len, earlier.values()))
     assert sizes[0] < 1000 and sizes[-1] > 100_000
     capsys.readouterr()
-    # nothing fits; the smaller files do; all but a checkpoint with its averages
-    for limit, words in (
+    # no file fits; the small files do; all but a checkpoint with optimizer state
+    for limit, message in (
         (100, "recovery stopped at step 2: "),
         (sizes[-1] // 2, "recovery stopped at step 2: "),
         (sizes[-1] + 10_000, "recovery stopped at step 2: "),
     ):
         with files_of_at_most(limit):
-            assert headwise_prune(folder, "--overwrite") == 2
+            assert run_prune(folder, "--overwrite") == 2
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and words in err and "File too large" in err, err
-        assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == whole
-        assert names(folder) == {"out"}
-    monkeypatch.setattr(recovery, "EVERY", 25)
-    for limit in (100, sizes[-1] // 2):  # the recovery is not kept meanwhile, and the model does not fit
+        assert err.count("\n") == 1 and message in err and "File too large" in err, err
+        assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == earlier
+        assert new_names(folder) == {"out"}
+    monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 25)
+    for limit in (100, sizes[-1] // 2):  # no checkpoint is written on the way, and the model does not fit
         with files_of_at_most(limit):
-            assert headwise_prune(folder, "--overwrite") == 2
+            assert run_prune(folder, "--overwrite") == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and "out' cannot be written: File too large" in err, err
-        assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == whole
-        assert names(folder) == {"out"}
-    with files_of_at_most(sizes[-1] + 10_000):  # a finished recovery needs no more room than the model
-        assert headwise_prune(folder, "--overwrite") == 0
-    assert (folder / "out" / "model.safetensors").read_bytes() == whole["model.safetensors"]
-    assert names(folder) == {"out"}
+        assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == earlier
+        assert new_names(folder) == {"out"}
+    with files_of_at_most(sizes[-1] + 10_000):  # a finished checkpoint is no larger than the model
+        assert run_prune(folder, "--overwrite") == 0
+    assert (folder / "out" / "model.safetensors").read_bytes() == earlier["model.safetensors"]
+    assert new_names(folder) == {"out"}
 
 
-def test_a_recovery_whose_result_is_safe_is_not_left_behind(
+def test_the_checkpoint_of_a_saved_recovery_is_removed_by_the_next_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed between the last rename and the removal of the checkpoint, the folder is whole: the next run tidies up."""
+    """A process killed between its last rename and the removal of the checkpoint leaves a finished directory."""
     unlink = Path.unlink
 
     def stays(path: Path, missing_ok: bool = False) -> None:
@@ -335,26 +341,26 @@ def test_a_recovery_whose_result_is_safe_is_not_left_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", stays)
-        assert headwise_prune(folder) == 0
-    assert names(folder) == {"out", ".out.recovery.safetensors"}
+        assert run_prune(folder) == 0
+    assert new_names(folder) == {"out", ".out.recovery.safetensors"}
     capsys.readouterr()
-    assert headwise_prune(folder) == 2
+    assert run_prune(folder) == 2
     assert "exists and is not empty; give another directory, or --overwrite" in capsys.readouterr().err
-    assert names(folder) == {"out"}
+    assert new_names(folder) == {"out"}
 
 
-def test_a_recovery_of_another_command_is_refused_and_stays(
+def test_the_recovery_of_another_command_is_refused_and_left_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.prune.session._latency", raises(KeyboardInterrupt()))
-        assert headwise_prune(folder) == 130
+        patch.setattr("headwise.prune.session._measure_latency", fail_with(KeyboardInterrupt()))
+        assert run_prune(folder) == 130
     before = (folder / ".out.recovery.safetensors").read_bytes()
     capsys.readouterr()
-    assert headwise_prune(folder, "--recover", 6) == 2
+    assert run_prune(folder, "--recover", 6) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "of another run (the number of steps or the learning rate differs)" in err
-    assert headwise_prune(folder, "--recover", 0) == 0
+    assert run_prune(folder, "--recover", 0) == 0
     err = capsys.readouterr().err
     assert ".out.recovery.safetensors' holds the recovery of an earlier run, which is left as it is" in err
     assert (folder / ".out.recovery.safetensors").read_bytes() == before

@@ -13,8 +13,8 @@ import torch
 import headwise
 from headwise import scale
 from headwise.errors import HeadwiseError
-from headwise.prune.importance import SCORES
-from headwise.prune.recover import recover as recover_alone
+from headwise.prune.recovery import recover as recover_alone
+from headwise.prune.registry import scores
 from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale import run_folder
 from headwise.scale.ranks import Ranks
@@ -47,9 +47,9 @@ def small_bert() -> Any:
 
 
 def batches(size: int = 3) -> list[dict[str, Any]]:
-    from headwise.prune.batches import batched
+    from headwise.prune.batches import make_batches
 
-    return batched(texts(), headwise.tokenizer("minilm"), batch=size).scoring
+    return make_batches(texts(), headwise.tokenizer("minilm"), batch=size).scoring
 
 
 @check
@@ -68,7 +68,7 @@ def an_atlas_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
 @check
 def importance_is_that_of_one_process(ranks: Ranks, folder: Path) -> None:
     model = small_bert()
-    for score in SCORES:
+    for score in scores():
         steps: list[Any] = []
         options: dict[str, Any] = {"steps": 5} if score == "l0" else {}
         got = scale.importance(
@@ -180,21 +180,21 @@ def stop(done: int, total: int) -> None:
 
 @check
 def recovery_goes_on_from_a_checkpoint(ranks: Ranks, folder: Path) -> None:
-    from headwise.prune import recover as module
+    from headwise.prune import recovery
 
     full, plan, given = small_bert(), {0: [0], 1: [2, 3]}, batches()
     for how in ("ddp", "fsdp"):
         whole, broken = (headwise.prune_heads(full, plan) for _ in range(2))
         want = scale.recover(whole, full, given, 6, how=how)
         file = folder / f"{how}.safetensors"
-        before, module.EVERY = module.EVERY, 2
+        before, recovery.CHECKPOINT_STEPS = recovery.CHECKPOINT_STEPS, 2
         with pytest.raises(RuntimeError, match="enough"):
-            recover_alone(broken, full, given, 6, checkpoint=file, progress=stop, crew=crew(how))
+            recover_alone(broken, full, given, 6, checkpoint=file, progress=stop, group=crew(how))
         ranks.barrier("the stop")
         assert file.exists()
         again = headwise.prune_heads(full, plan)
         got = scale.recover(again, full, given, 6, how=how, checkpoint=file)
-        module.EVERY = before
+        recovery.CHECKPOINT_STEPS = before
         np.testing.assert_allclose(got, want, rtol=1e-4)
         for a, b in zip(again.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
@@ -209,7 +209,7 @@ def the_lab_trains_as_one_process_does(ranks: Ranks, folder: Path) -> None:
     recipe = Recipe(task="relations", heads=2, seed=1, width=12, layers=1, steps=5, batch=7)
     want = train(recipe)
     for how in ("ddp", "fsdp"):
-        got = train(recipe, crew=crew(how))
+        got = train(recipe, group=crew(how))
         # Adam makes steps of one size out of gradients that are nothing but rounding, so weights need not be alike
         np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3, atol=5e-3)
         assert learned_alike(got.model, ranks)

@@ -1,1 +1,1 @@
-"""Speed and memory against the peers, measured side by side on the user's own machine."""
+"""`headwise bench`: speed and memory against the peers, measured side by side on the user's machine."""

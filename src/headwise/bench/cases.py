@@ -1,4 +1,4 @@
-"""The named cases: what is run, against whom, and which ratio is the goal."""
+"""The named cases of attention itself: what is timed, against which peers, and which ratio is the goal."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from torch import Tensor, nn
 
 import headwise
 
-from ..timing.race import ATOL, Contestant, drawn
+from ..timing.interleaved_race import ATOL, Contestant
 from . import peers
-from .limits import Limit, multiplying, reading
+from .inputs import random_normal
+from .limits import Limit, matmul_limit, read_limit
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A case made ready: ours, the peers, those missing here and why, the limit, and the path that ours takes."""
+class PreparedCase:
+    """A case with its tensors made: ours, the peers, the limit of the machine, and the backend that ours takes."""
 
     ours: Contestant
     peers: dict[str, Contestant]
     path: str
     limit: Limit
-    missing: dict[str, str] = field(default_factory=dict)
-    atol: float = ATOL  # up to which outputs are the same
+    missing: dict[str, str] = field(default_factory=dict)  # peers that do not run here, and why
+    atol: float = ATOL  # up to which outputs count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`build(quick, **sizes)` makes the tensors only when the case's turn comes."""
+    """One benchmark; `build(quick, **sizes)` makes its tensors when its turn comes."""
 
     name: str
     title: str
-    build: Callable[..., Entry]
+    build: Callable[..., PreparedCase]
     sizes: Mapping[str, int]
-    tiny: Mapping[str, int]  # the same case in milliseconds, for trying out the harness
+    tiny: Mapping[str, int]  # sizes that take milliseconds, for testing the harness
     goals: Mapping[str, float]  # peer -> ratio of its time to ours
 
 
 def _qkv(heads: int, tokens: int, dim: int, *, kv_heads: int | None = None, queries: int | None = None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, queries or tokens), (kv_heads or heads, tokens), (kv_heads or heads, tokens)
-    return [drawn(1, h, t, dim, generator=generator) for h, t in sizes]
+    return [random_normal(1, h, t, dim, generator=generator) for h, t in sizes]
 
 
 def _attention_flops(q: Tensor, k: Tensor) -> float:
-    """Of Q K^T and A V, every query on every key."""
+    """Floating-point operations of Q K^T and A V, every query on every key."""
     return 4 * q.numel() * k.shape[2]
 
 
 def _available(candidates: Mapping[str, Callable[[], Contestant]]) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Make the peers that run here; for the others, why not."""
+    """The peers that run here, and why the others do not."""
     ready, missing = {}, {}
     for name, make in candidates.items():
         try:
@@ -65,11 +66,11 @@ def _available(candidates: Mapping[str, Callable[[], Contestant]]) -> tuple[dict
 
 
 def _flex(quick: bool, *args: Any) -> dict[str, Callable[[], Contestant]]:
-    """FlexAttention takes its time to compile, so only a full run has it."""
+    """FlexAttention is slow to compile, so only a full run has it."""
     return {} if quick else {"FlexAttention, compiled": lambda: peers.flex(*args)}
 
 
-def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
     flex, missing = _available(_flex(quick, q, k, v))
     others: dict[str, Contestant] = {
@@ -77,16 +78,16 @@ def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
         "textbook": lambda: peers.textbook(q, k, v)[0],
         "head by head": lambda: peers.heads_in_turn(q, k, v),
     }
-    return Entry(
+    return PreparedCase(
         lambda: headwise.attend(q, k, v),
         others | flex,
         headwise.explain(q, k, v),
-        multiplying(_attention_flops(q, k)),
+        matmul_limit(_attention_flops(q, k)),
         missing,
     )
 
 
-def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: j <= i))
@@ -95,82 +96,84 @@ def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
         "sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
         "textbook": lambda: peers.textbook(q, k, v, mask)[0],
     }
-    return Entry(
+    return PreparedCase(
         lambda: headwise.attend(q, k, v, causal=True),
         others | flex,
         headwise.explain(q, k, v, causal=True),
-        multiplying(_attention_flops(q, k) / 2),
+        matmul_limit(_attention_flops(q, k) / 2),
         missing,
     )
 
 
 def _ours(measured: int) -> Callable[..., Tensor]:
-    """attend, or head_stats without what it measured."""
-    return (lambda *xs, **how: headwise.head_stats(*xs, **how)[0]) if measured else headwise.attend
+    """attend, or the output of head_stats."""
+    return (lambda *qkv, **options: headwise.head_stats(*qkv, **options)[0]) if measured else headwise.attend
 
 
-def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, measured: int = 0) -> Entry:
+def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, measured: int = 0) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim, kv_heads=kv_heads, queries=1)
     others: dict[str, Contestant] = {
         "sdpa enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "sdpa, KV repeated": lambda: F.scaled_dot_product_attention(
-            q, peers.repeated(k, heads), peers.repeated(v, heads)
+            q, peers.repeat_kv(k, heads), peers.repeat_kv(v, heads)
         ),
     }
-    return Entry(partial(_ours(measured), q, k, v), others, headwise.explain(q, k, v), reading(k, v))
+    return PreparedCase(partial(_ours(measured), q, k, v), others, headwise.explain(q, k, v), read_limit(k, v))
 
 
-def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, measured: int = 0) -> Entry:
+def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, measured: int = 0) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
-    back = window - 1  # the query's own key is one of the window's
-    seen = sum(min(i + 1, window) for i in range(tokens)) / tokens**2
+    back = window - 1  # the window includes the query's own key
+    visible = sum(min(i + 1, window) for i in range(tokens)) / tokens**2  # the share of all pairs
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-back)
     flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= back)))
     others: dict[str, Contestant] = {"sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)}
-    return Entry(
+    return PreparedCase(
         partial(_ours(measured), q, k, v, causal=True, window=(back, 0)),
         others | flex,
         headwise.explain(q, k, v, causal=True, window=(back, 0)),
-        multiplying(_attention_flops(q, k) * seen),
+        matmul_limit(_attention_flops(q, k) * visible),
         missing,
     )
 
 
-def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, bits: int = 32) -> Entry:
-    """head_stats against sdpa and our own attend, neither of which computes any. causal: 0 or 1."""
+def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, bits: int = 32) -> PreparedCase:
+    """head_stats against sdpa and our own attend, neither of which computes statistics. causal: 0 or 1."""
     q, k, v = (x.to({32: torch.float32, 16: torch.float16}[bits]) for x in _qkv(heads, tokens, dim))
-    how: dict[str, Any] = {"causal": True} if causal else {}
+    options: dict[str, Any] = {"causal": True} if causal else {}
     others: dict[str, Contestant] = {
         SDPA: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal)),
-        ATTEND: lambda: headwise.attend(q, k, v, **how),
+        ATTEND: lambda: headwise.attend(q, k, v, **options),
     }
     if tokens <= 2048 and bits == 32 and not causal:
         others["textbook with statistics"] = lambda: peers.textbook_stats(q, k, v)
-    return Entry(
-        lambda: headwise.head_stats(q, k, v, **how)[0],
+    return PreparedCase(
+        lambda: headwise.head_stats(q, k, v, **options)[0],
         others,
-        headwise.explain(q, k, v, **how),
-        multiplying(_attention_flops(q, k) / (1 + causal)),
+        headwise.explain(q, k, v, **options),
+        matmul_limit(_attention_flops(q, k) / (1 + causal)),
         atol=ATOL if bits == 32 else 2e-3,
     )
 
 
-def _backward(quick: bool, *, heads: int, tokens: int, dim: int) -> Entry:
+def _backward(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim)]
-    towards = drawn(*inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    output_gradient = random_normal(*inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
-    def learn(attention: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    def forward_backward(attention: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         """The output and the gradients of q, k and v."""
         with torch.enable_grad():
             out = attention(*inputs)
-            return out.detach(), *torch.autograd.grad(out, inputs, towards)
+            return out.detach(), *torch.autograd.grad(out, inputs, output_gradient)
 
-    others: dict[str, Contestant] = {"sdpa": partial(learn, F.scaled_dot_product_attention)}
-    flops = 3.5 * _attention_flops(inputs[0], inputs[1])  # backward multiplies five times, forward twice
-    return Entry(partial(learn, headwise.attend), others, headwise.explain(*inputs), multiplying(flops))
+    others: dict[str, Contestant] = {"sdpa": partial(forward_backward, F.scaled_dot_product_attention)}
+    flops = 3.5 * _attention_flops(inputs[0], inputs[1])  # backward has five matrix products, forward two
+    return PreparedCase(
+        partial(forward_backward, headwise.attend), others, headwise.explain(*inputs), matmul_limit(flops)
+    )
 
 
-def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> Entry:
+def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> PreparedCase:
     attn, x, path = _attention_layer(batch, tokens, width, heads)
     modules = {
         "nn.MultiheadAttention": peers.TorchModule(attn),
@@ -179,30 +182,30 @@ def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> 
     }
     bert, missing = _available({"transformers' BERT, sdpa": lambda: partial(peers.bert(attn), x)})
     others: dict[str, Contestant] = {name: partial(module.eval(), x) for name, module in modules.items()}
-    return Entry(partial(attn.eval(), x), others | bert, path, multiplying(_layer_flops(x)), missing)
+    return PreparedCase(partial(attn.eval(), x), others | bert, path, matmul_limit(_layer_flops(x)), missing)
 
 
-def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> Entry:
+def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> PreparedCase:
     attn, x, path = _attention_layer(batch, tokens, width, heads)
     x.requires_grad_()
-    towards = torch.randn_like(x)
+    output_gradient = torch.randn_like(x)
 
-    def learn(module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Output and the input's gradient; those of the parameters are computed too and thrown away."""
+    def forward_backward(module: nn.Module) -> tuple[Tensor, Tensor]:
+        """The output and the gradient of the input; those of the parameters are computed and dropped."""
         with torch.enable_grad():
             out = module(x)
-            gradients = torch.autograd.grad(out, [x, *module.parameters()], towards)
+            gradients = torch.autograd.grad(out, [x, *module.parameters()], output_gradient)
         return out.detach(), gradients[0]
 
     modules = {"nn.MultiheadAttention": peers.TorchModule(attn), "textbook": peers.Textbook(attn)}
-    others: dict[str, Contestant] = {name: partial(learn, module) for name, module in modules.items()}
-    return Entry(partial(learn, attn), others, path, multiplying(3 * _layer_flops(x)))
+    others: dict[str, Contestant] = {name: partial(forward_backward, module) for name, module in modules.items()}
+    return PreparedCase(partial(forward_backward, attn), others, path, matmul_limit(3 * _layer_flops(x)))
 
 
 def _attention_layer(
     batch: int, tokens: int, width: int, heads: int
 ) -> tuple[headwise.MultiHeadAttention, Tensor, str]:
-    """The module, its input (B, T, width), and the path that its heads take."""
+    """The module, its input (B, T, width), and the backend that its heads take."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         attn = headwise.MultiHeadAttention(width, heads)
@@ -212,7 +215,7 @@ def _attention_layer(
 
 
 def _layer_flops(x: Tensor) -> float:
-    """Four projections, and attention over all heads together: x (B, T, width)."""
+    """Floating-point operations of four projections and of attention over all heads: x (B, T, width)."""
     _, tokens, width = x.shape
     return 4 * 2 * x.numel() * width + 4 * x.numel() * tokens
 

@@ -1,4 +1,4 @@
-"""What the machine itself allows: how fast it multiplies, how fast it reads."""
+"""What the machine itself allows: the speed of its matrix products and of its memory."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..timing.race import Contestant
+from ..timing.interleaved_race import Contestant
 
 SIDE = 1536  # of the matrices: large enough for full speed
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Nobody is faster than `scale` times a call of `run`."""
+    """A lower bound on the time of a case: `scale` times that of a call of `run`."""
 
     name: str
     run: Contestant
     scale: float = 1.0
 
 
-def multiplying(flops: float) -> Limit:
-    """The time that this many floating-point operations take at the speed of a large sgemm."""
+def matmul_limit(flops: float) -> Limit:
+    """The time that so many floating-point operations take at the speed of a large sgemm."""
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     return Limit("sgemm", lambda: a @ b, flops / (2 * SIDE**3))
 
 
-def reading(k: Tensor, v: Tensor) -> Limit:
-    """The time it takes to read K and V once; a matrix-vector product is the fastest reader that torch has."""
+def read_limit(k: Tensor, v: Tensor) -> Limit:
+    """The time to read K and V once; a matrix-vector product is the fastest way that torch has."""
     pairs = [(t.flatten(0, -2), t.new_ones(t.shape[-1])) for t in (k, v)]
     return Limit("reading K and V once", lambda: tuple(torch.mv(rows, ones) for rows, ones in pairs))

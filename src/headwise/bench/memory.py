@@ -1,4 +1,4 @@
-"""Peak memory above the inputs, each measurement in a process of its own: the peak of a process never falls."""
+"""Peak memory above the inputs, each measurement in a process of its own, since the peak of a process never falls."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ MEASURED = {"head_stats": "head_stats", "attend-window": f"attend, causal window
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """The inputs of a measurement."""
+
     tokens: int = TOKENS
     heads: int = HEADS
     dim: int = DIM
@@ -26,17 +28,21 @@ class Sizes:
 
 def peak(name: str, sizes: Sizes) -> int:
     """Bytes that one call takes above its inputs, measured in a fresh process."""
-    command = [sys.executable, "-m", "headwise.bench.memory", name, str(sizes.tokens), str(sizes.heads), str(sizes.dim)]
+    return measure_in_process("headwise.bench.memory", name, sizes.tokens, sizes.heads, sizes.dim)
+
+
+def measure_in_process(module: str, name: str, *arguments: int) -> int:
+    """The peak that `python -m module name arguments...` prints as JSON; a failure is one line."""
+    command = [sys.executable, "-m", module, name, *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
-        raise HeadwiseError(
-            f"measuring the memory of {name} failed: {(run.stderr.strip().splitlines() or ['no message'])[-1]}"
-        )
+        last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        raise HeadwiseError(f"measuring the memory of {name} failed: {last}")
     return int(json.loads(run.stdout)["peak"])
 
 
 def _measure(name: str, sizes: Sizes) -> int:
-    """The same within this process; a small call first loads what stays in memory anyway."""
+    """The same within this process, after a small call that loads what stays in memory."""
     import torch
 
     import headwise
@@ -49,27 +55,27 @@ def _measure(name: str, sizes: Sizes) -> int:
     q, k, v = torch.randn(3, 1, sizes.heads, sizes.tokens, sizes.dim)
     with torch.no_grad():
         calls[name](*small)
-        return above(lambda: calls[name](q, k, v))
+        return peak_above(lambda: calls[name](q, k, v))
 
 
-def above(call: Callable[[], Any]) -> int:
+def peak_above(call: Callable[[], Any]) -> int:
     """Bytes by which memory peaks during the call; where the peak cannot be reset, an earlier one may hide some."""
-    before = _start()
+    before = _reset_peak()
     call()
-    return _highest() - before
+    return _peak() - before
 
 
-def _start() -> int:
-    """Bytes in use now, from which the peak counts. Where the kernel allows it, the peak is reset to that."""
+def _reset_peak() -> int:
+    """Bytes in use now. Where the kernel allows it, the peak is reset to them."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return _highest()
+        return _peak()
     return _status("VmRSS")
 
 
-def _highest() -> int:
-    """Peak bytes so far. ru_maxrss is second choice: on Linux a process inherits it from the one that started it."""
+def _peak() -> int:
+    """Peak bytes so far. ru_maxrss is the second choice: on Linux a process inherits it from its parent."""
     if Path("/proc/self/status").exists():
         return _status("VmHWM")
     import resource

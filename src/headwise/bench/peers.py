@@ -1,4 +1,4 @@
-"""What headwise is measured against, each written as its users write it."""
+"""What headwise is measured against, each as its users write it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Unavailable(Exception):
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output and weights with T x T in the open: q, k, v (B, H, T, D)."""
+    """Output and weights, with the T x T matrix in memory: q, k, v (B, H, T, D)."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -28,7 +28,7 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tup
 
 
 def textbook_stats(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Output, with entropy, largest weight and distance of every head taken from the T x T weights."""
+    """The output, with entropy, largest weight and distance of every head computed from the T x T weights."""
     out, weights = textbook(q, k, v)
     queries, keys = (torch.arange(n, device=q.device) for n in weights.shape[-2:])
     distance = (queries[:, None] - keys).abs()
@@ -43,8 +43,8 @@ def heads_in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([textbook(q[:, i], k[:, i], v[:, i])[0] for i in range(q.shape[1])], dim=1)
 
 
-def repeated(kv: Tensor, heads: int) -> Tensor:
-    """Every KV head as often as query heads read it: (B, Hkv, T, D) -> (B, heads, T, D)."""
+def repeat_kv(kv: Tensor, heads: int) -> Tensor:
+    """Every KV head repeated for each query head that reads it: (B, Hkv, T, D) -> (B, heads, T, D)."""
     return kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 
@@ -75,7 +75,7 @@ class HeadLoop(Textbook):
 
 
 class TorchModule(nn.Module):
-    """nn.MultiheadAttention with the same parameters, asked for no weights."""
+    """nn.MultiheadAttention with the same parameters, without weights as a result."""
 
     def __init__(self, attn: MultiHeadAttention) -> None:
         super().__init__()
@@ -98,17 +98,17 @@ def bert(attn: MultiHeadAttention) -> Callable[[Tensor], Tensor]:
     return lambda x: attn.W_O(peer(x)[0])
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, may_look: Callable[..., Tensor] | None = None) -> Callable[[], Tensor]:
-    """Compiled FlexAttention with its block mask; compiled here and now, so that a failure is known before the race."""
+def flex(q: Tensor, k: Tensor, v: Tensor, visible: Callable[..., Tensor] | None = None) -> Callable[[], Tensor]:
+    """Compiled FlexAttention with its block mask; compiled now, so that a failure is known before the race."""
     try:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         blocks = (
-            None if may_look is None else create_block_mask(may_look, None, None, q.shape[2], k.shape[2], device="cpu")
+            None if visible is None else create_block_mask(visible, None, None, q.shape[2], k.shape[2], device="cpu")
         )
-        compiled = torch.compile(flex_attention, dynamic=False)  # each case its own sizes, as fast as it gets
+        compiled = torch.compile(flex_attention, dynamic=False)  # fixed sizes: the fastest code it has
         compiled(q, k, v, block_mask=blocks)
-    except Exception as error:  # whatever torch.compile meets here is the answer, not a failure of the benchmark
+    except Exception as error:  # any failure of torch.compile is a result, not an error of the benchmark
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise Unavailable(f"does not compile here: {lines[0][:120]}") from None
     return lambda: compiled(q, k, v, block_mask=blocks)

@@ -1,4 +1,4 @@
-"""Pruned models against the full ones: what removing heads gives back in time."""
+"""Pruned models against the full ones: the time that removing heads saves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 import headwise
 
-from .cases import Case, Entry
-from .limits import multiplying
+from .cases import Case, PreparedCase
+from .limits import matmul_limit
 
 
-def attention_layers(model: Any, hidden: Tensor) -> Tensor:
+def run_attention_layers(model: Any, hidden: Tensor) -> Tensor:
     """Every attention layer of a BERT, from its projections to its output, on the same input."""
     for layer in model.encoder.layer:
         out = layer.attention(hidden)[0]
@@ -21,18 +21,18 @@ def attention_layers(model: Any, hidden: Tensor) -> Tensor:
     return result
 
 
-def _halved(quick: bool, *, batch: int, tokens: int) -> Entry:
-    """Half of the heads of every layer; which ones makes no difference to the time."""
+def _halved(quick: bool, *, batch: int, tokens: int) -> PreparedCase:
+    """Half of the heads of every layer; which ones does not change the time."""
     model = headwise.load("minilm")
     plan = {layer: list(range(0, 12, 2)) for layer in range(6)}
     pruned, zeroed = headwise.prune_heads(model, plan), headwise.prune_heads(model, plan, zero=True)  # all shapes kept
     hidden = torch.randn(batch, tokens, 384, generator=torch.Generator().manual_seed(0))
     flops = 6 * batch * tokens * (2 * 4 * 384 * 192 + 4 * tokens * 192)
-    return Entry(
-        lambda: attention_layers(pruned, hidden),
-        {"all heads, half of them zeroed": lambda: attention_layers(zeroed, hidden)},
+    return PreparedCase(
+        lambda: run_attention_layers(pruned, hidden),
+        {"all heads, half of them zeroed": lambda: run_attention_layers(zeroed, hidden)},
         "prune_heads: 6 of 12 heads in each of 6 layers",
-        multiplying(flops),
+        matmul_limit(flops),
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole benchmark: which jobs there are, and what comes out of them, as plain values."""
+"""A whole benchmark: its jobs, and their results as plain values."""
 
 from __future__ import annotations
 
@@ -8,66 +8,67 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from .. import __version__
 from ..errors import HeadwiseError
-from ..timing.machine import describe
-from ..timing.race import Mismatch, race, verify
+from ..timing.interleaved_race import Mismatch, race, verify
+from ..timing.machine import describe_machine
 from . import cases as attention
 from . import corpus, memory, models, pruned, sweep
 from .cases import Case
 
 ROUNDS, QUICK_ROUNDS = 10, 3
-SPELL = 2.0  # seconds
-QUICK_STEP = 4  # every fourth of the sweep
+MIN_SECONDS = 2.0  # of a race: the best of a few short turns is still a matter of luck
+QUICK_STEP = 4  # a quick run takes every fourth shape of the sweep
 CASES = attention.CASES | models.CASES | pruned.CASES | corpus.CASES
 NAMES = (*CASES, "memory")
-LIMIT = "limit"  # its place among the contestants
+LIMIT = "limit"  # its name among the contestants
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """cases: names, all of them by default. sweep: by default when no case is named."""
+    """What to measure, and how long."""
 
-    cases: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()  # names; all of them by default
     quick: bool = False
     rounds: int = 0  # 0: ROUNDS, or QUICK_ROUNDS
-    sweep: bool | None = None
-    device: str = "cpu"  # another one has no goals, and no cases but attention's
-    tiny: bool = False  # sizes that only try out the harness; their times say nothing
+    sweep: bool | None = None  # by default where no case is named
+    device: str = "cpu"  # another one has no goals, and no cases but those of attention
+    tiny: bool = False  # sizes for testing the harness; their times mean nothing
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.cases if name not in NAMES]
         if unknown:
             raise HeadwiseError(f"there is no case {unknown[0]!r}; there are {', '.join(NAMES)}")
-        if self.device not in (there := devices()):
-            raise HeadwiseError(f"there is no device {self.device!r} here; there is {' and '.join(there)}")
-        elsewhere = [name for name in self.cases if self.device != "cpu" and name not in attention.CASES]
-        if elsewhere:
-            raise HeadwiseError(f"case {elsewhere[0]!r} is measured on the CPU alone; leave --device away")
+        if self.device not in (available := devices()):
+            raise HeadwiseError(f"there is no device {self.device!r} here; there is {' and '.join(available)}")
+        cpu_only = [name for name in self.cases if self.device != "cpu" and name not in attention.CASES]
+        if cpu_only:
+            raise HeadwiseError(f"case {cpu_only[0]!r} is measured on the CPU alone; leave --device away")
 
     @property
     def count(self) -> int:
         return self.rounds or (QUICK_ROUNDS if self.quick else ROUNDS)
 
     @property
-    def spell(self) -> float:
-        """Seconds that a race lasts at least: the best of a few short turns is still a matter of luck."""
-        return 0.0 if self.quick or self.rounds or self.tiny else SPELL
+    def min_seconds(self) -> float:
+        """Seconds that a race lasts at least."""
+        return 0.0 if self.quick or self.rounds or self.tiny else MIN_SECONDS
 
 
 def devices() -> list[str]:
-    """What a benchmark can run on."""
-    more = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ["cpu", *([more.type] if more is not None else [])]
+    """What a benchmark can run on here."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu", *([accelerator.type] if accelerator is not None else [])]
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One peer's time and the ratio of it to ours; without them, why it did not run."""
+    """One peer's time and its ratio to ours; without them, why it did not run."""
 
     name: str
     seconds: float | None = None
@@ -82,6 +83,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
+    """The result of a named case; `error` where a peer's output differs from ours."""
+
     name: str
     title: str
     path: str = ""
@@ -93,12 +96,14 @@ class CaseResult:
 
     @property
     def of_limit(self) -> float | None:
-        """How much of what the machine allows is reached, 1.0 being all of it."""
+        """The share of the machine's limit that is reached, 1.0 being all of it."""
         return None if self.seconds is None or self.limit_seconds is None else self.limit_seconds / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeResult:
+    """The result of one shape of the sweep."""
+
     title: str
     shape: sweep.Shape
     path: str = ""
@@ -110,6 +115,8 @@ class ShapeResult:
 
 @dataclass(frozen=True, slots=True)
 class MemoryResult:
+    """The result of one measurement of memory."""
+
     name: str
     title: str
     peak: int | None = None  # bytes above the inputs
@@ -126,14 +133,16 @@ Result: TypeAlias = CaseResult | ShapeResult | MemoryResult
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to measure; running it never raises for a mismatch, the result says so instead."""
+    """One measurement; a mismatch does not raise, the result says so instead."""
 
     title: str
     run: Callable[[], Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
+    """The results of all jobs, with the machine and the settings."""
+
     machine: dict[str, str | int]
     settings: dict[str, str | int | float | bool]
     cases: tuple[CaseResult, ...]
@@ -142,11 +151,12 @@ class Report:
 
     @property
     def errors(self) -> list[str]:
+        """One line per failed job."""
         results: tuple[Result, ...] = (*self.cases, *self.sweep, *self.memory)
         return [f"{result.title}: {result.error}" for result in results if result.error]
 
     def summary(self, name: str) -> dict[str, Any] | None:
-        """Worst and median ratio of "attend" or "head_stats" over the sweep, and which shape was worst."""
+        """Worst and median ratio of "attend" or "head_stats" over the sweep, and the worst shape."""
         ratios = {result.title: dict(result.ratios)[name] for result in self.sweep if result.ratios}
         if not ratios:
             return None
@@ -171,20 +181,25 @@ class Report:
         }
 
 
-def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) -> Report:
-    """Do every job; `track` may show progress on the way."""
+def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) -> BenchReport:
+    """Run every job.
+
+    Args:
+        options: what to measure.
+        track: wraps the list of jobs, and may show progress as they are taken from it.
+    """
     with torch.no_grad():
         results = [job.run() for job in track(jobs(options))]
     settings: dict[str, str | int | float | bool] = {
         "headwise": __version__,
         "date": datetime.now(UTC).date().isoformat(),
         "rounds": options.count,
-        "spell": options.spell,
+        "spell": options.min_seconds,
         "quick": options.quick,
         "device": options.device,
     }
-    return Report(
-        describe(),
+    return BenchReport(
+        describe_machine(),
         settings,
         tuple(result for result in results if isinstance(result, CaseResult)),
         tuple(result for result in results if isinstance(result, ShapeResult)),
@@ -193,68 +208,73 @@ def run(options: Options, track: Callable[[list[Job]], Iterable[Job]] = iter) ->
 
 
 def jobs(options: Options) -> list[Job]:
-    """What these options ask for, in the order of the report."""
+    """The jobs of these options, in the order of the report."""
     names = options.cases or NAMES
-    away = options.device != "cpu"
-    there = attention.CASES if away or importlib.util.find_spec("transformers") is None else CASES
-    chosen = [Job(case.title, _later(_case, case, options)) for name, case in there.items() if name in names]
+    on_cpu = options.device == "cpu"
+    cases = CASES if on_cpu and importlib.util.find_spec("transformers") else attention.CASES
+    chosen = [Job(case.title, partial(_run_case, case, options)) for name, case in cases.items() if name in names]
     if options.sweep or (options.sweep is None and not options.cases):
         shapes = (
             sweep.shapes()[: len(sweep.KINDS)]
             if options.tiny
             else sweep.shapes()[:: QUICK_STEP if options.quick else 1]
         )
-        chosen += [Job(shape.title, _later(_shape, shape, options)) for shape in shapes]
-    if "memory" in names and not away:
-        chosen += [Job(f"memory of {title}", _later(_memory, name, options)) for name, title in memory.MEASURED.items()]
-        if there is CASES:
+        chosen += [Job(shape.title, partial(_run_shape, shape, options)) for shape in shapes]
+    if "memory" in names and on_cpu:
+        chosen += [
+            Job(f"memory of {title}", partial(_measure_memory, name, options))
+            for name, title in memory.MEASURED.items()
+        ]
+        if cases is CASES:
             chosen += [
-                Job(f"memory of {measured.title}", _later(_model_memory, name, options))
-                for name, measured in models.MEASURED.items()
+                Job(f"memory of {case.title}", partial(_measure_model_memory, name, options))
+                for name, case in models.MEASURED.items()
             ]
     return chosen
 
 
-def _later(function: Callable[..., Result], *args: Any) -> Callable[[], Result]:
-    return lambda: function(*args)
-
-
-def _case(case: Case, options: Options) -> CaseResult:
-    with _made_on(options.device):
-        entry = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
+def _run_case(case: Case, options: Options) -> CaseResult:
+    with _tensors_on(options.device):
+        prepared = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
     try:
-        verify(entry.ours, entry.peers, entry.atol)
+        verify(prepared.ours, prepared.peers, prepared.atol)
     except Mismatch as error:
-        return CaseResult(case.name, case.title, entry.path, error=str(error))
-    times = race({"ours": entry.ours, **entry.peers, LIMIT: entry.limit.run}, rounds=options.count, spell=options.spell)
+        return CaseResult(case.name, case.title, prepared.path, error=str(error))
+    times = race(
+        {"ours": prepared.ours, **prepared.peers, LIMIT: prepared.limit.run},
+        rounds=options.count,
+        min_seconds=options.min_seconds,
+    )
     ours = times["ours"]
     goals = case.goals if options.device == "cpu" else {}
-    raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in entry.peers]
-    missing = [Peer(name, goal=goals.get(name), missing=why) for name, why in entry.missing.items()]
-    limit_seconds = times[LIMIT] * entry.limit.scale
-    return CaseResult(case.name, case.title, entry.path, ours, (*raced, *missing), entry.limit.name, limit_seconds)
+    raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in prepared.peers]
+    missing = [Peer(name, goal=goals.get(name), missing=why) for name, why in prepared.missing.items()]
+    limit_seconds = times[LIMIT] * prepared.limit.scale
+    return CaseResult(
+        case.name, case.title, prepared.path, ours, (*raced, *missing), prepared.limit.name, limit_seconds
+    )
 
 
-def _shape(shape: sweep.Shape, options: Options) -> ShapeResult:
-    with _made_on(options.device):
+def _run_shape(shape: sweep.Shape, options: Options) -> ShapeResult:
+    with _tensors_on(options.device):
         ours, peers, path = sweep.contestants(shape)
     try:
         for run in ours.values():
             verify(run, peers)
     except Mismatch as error:
         return ShapeResult(shape.title, shape, path, error=str(error))
-    times = race({**ours, **peers}, rounds=options.count, spell=options.spell)
+    times = race({**ours, **peers}, rounds=options.count, min_seconds=options.min_seconds)
     best = min(peers, key=times.__getitem__)
     ratios = tuple((name, times[best] / times[name]) for name in ours)
     return ShapeResult(shape.title, shape, path, best, times[best], ratios)
 
 
-def _made_on(device: str) -> AbstractContextManager[Any]:
-    """New tensors are made there; only while contestants are built, for it makes every later call slower."""
+def _tensors_on(device: str) -> AbstractContextManager[Any]:
+    """New tensors are made there; only while contestants are built, since it slows every call down."""
     return nullcontext() if device == "cpu" else torch.device(device)
 
 
-def _memory(name: str, options: Options) -> MemoryResult:
+def _measure_memory(name: str, options: Options) -> MemoryResult:
     sizes = memory.Sizes(tokens=257, heads=2) if options.tiny else memory.Sizes()
     title = f"{memory.MEASURED[name]}, T {sizes.tokens:,}, {sizes.heads} heads, D {sizes.dim}"
     try:
@@ -263,7 +283,7 @@ def _memory(name: str, options: Options) -> MemoryResult:
         return MemoryResult(name, title, error=str(error))
 
 
-def _model_memory(name: str, options: Options) -> MemoryResult:
+def _measure_model_memory(name: str, options: Options) -> MemoryResult:
     title, goal = models.MEASURED[name].title, models.MEASURED[name].goal
     try:
         return MemoryResult(name, title, models.peak(name, options.tiny), goal)

@@ -1,4 +1,4 @@
-"""Forty shapes that nobody tuned for, each against the best sdpa call that computes the same."""
+"""Forty untuned shapes, each against the fastest sdpa call that computes the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 import headwise
 
-from ..timing.race import Contestant, drawn
-from .peers import repeated
+from ..timing.interleaved_race import Contestant
+from .inputs import random_normal
+from .peers import repeat_kv
 
 COUNT, SEED = 40, 20261118
 KINDS = ("dense", "causal", "padding", "window", "chunk")
@@ -26,8 +27,11 @@ SHORTEST, LONGEST = 17, 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One call. kind: dense (also cross-attention), causal, padding (bool mask a sequence), window (causal, the last
-    `window` keys), chunk (causal, the queries are the last of the keys)."""
+    """One call of attention.
+
+    kind: dense (also cross-attention), causal, padding (one bool mask per sequence), window (causal, the last `window`
+    keys), chunk (causal, the queries are the last of the keys).
+    """
 
     kind: str
     batch: int
@@ -59,20 +63,20 @@ def shapes(count: int = COUNT, seed: int = SEED) -> list[Shape]:
     bands = math.ceil(count / len(KINDS))
     ratio = (LONGEST / SHORTEST) ** (1 / bands)
     return [
-        _fitting(draw, KINDS[i % len(KINDS)], SHORTEST * ratio ** (i // len(KINDS)), ratio)  # one band of lengths
+        _small_enough(draw, KINDS[i % len(KINDS)], SHORTEST * ratio ** (i // len(KINDS)), ratio)  # one band of lengths
         for i in range(count)
     ]
 
 
-def _fitting(draw: random.Random, kind: str, low: float, ratio: float) -> Shape:
+def _small_enough(draw: random.Random, kind: str, low: float, ratio: float) -> Shape:
     """Draw until the shape is small enough to run."""
     while True:
-        shape = _drawn(draw, kind, round(low * ratio ** draw.random()))
+        shape = _random_shape(draw, kind, round(low * ratio ** draw.random()))
         if shape.work <= MOST_WORK and shape.batch * shape.heads * shape.keys * shape.dim <= MOST_NUMBERS:
             return shape
 
 
-def _drawn(draw: random.Random, kind: str, keys: int) -> Shape:
+def _random_shape(draw: random.Random, kind: str, keys: int) -> Shape:
     heads = draw.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16, 20, 24, 25, 32))
     kv_heads = heads if draw.random() < 0.5 else draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
     queries = keys
@@ -91,35 +95,35 @@ def _drawn(draw: random.Random, kind: str, keys: int) -> Shape:
 
 
 def contestants(shape: Shape) -> tuple[dict[str, Contestant], dict[str, Contestant], str]:
-    """Ours (attend, head_stats), the sdpa calls that compute the same, and the path that ours takes."""
+    """Ours (attend, head_stats), the sdpa calls that compute the same, and the backend that ours takes."""
     draw = torch.Generator().manual_seed(SEED)
     q, k, v = (
-        drawn(shape.batch, heads, tokens, shape.dim, generator=draw)
+        random_normal(shape.batch, heads, tokens, shape.dim, generator=draw)
         for heads, tokens in ((shape.heads, shape.queries), (shape.kv_heads, shape.keys), (shape.kv_heads, shape.keys))
     )
     mask = _mask(shape, draw)
-    how = _how(shape, mask)
+    options = _attend_options(shape, mask)
     ours: dict[str, Contestant] = {
-        "attend": lambda: headwise.attend(q, k, v, **how),
-        "head_stats": lambda: headwise.head_stats(q, k, v, **how)[0],
+        "attend": lambda: headwise.attend(q, k, v, **options),
+        "head_stats": lambda: headwise.head_stats(q, k, v, **options)[0],
     }
-    return ours, _sdpa_calls(shape, q, k, v, mask), headwise.explain(q, k, v, **how)
+    return ours, _sdpa_calls(shape, q, k, v, mask), headwise.explain(q, k, v, **options)
 
 
-def _how(shape: Shape, mask: Tensor | None) -> dict[str, Any]:
-    """The keywords with which one asks headwise for this kind."""
-    keywords: dict[str, dict[str, Any]] = {
+def _attend_options(shape: Shape, mask: Tensor | None) -> dict[str, Any]:
+    """The keyword arguments of `attend` for this kind."""
+    options: dict[str, dict[str, Any]] = {
         "dense": {},
         "causal": {"causal": True},
         "padding": {"mask": mask},
         "window": {"causal": True, "window": (shape.window - 1, 0)},
         "chunk": {"causal": True},
     }
-    return keywords[shape.kind]
+    return options[shape.kind]
 
 
 def _mask(shape: Shape, draw: torch.Generator) -> Tensor | None:
-    """What sdpa needs in its place; None where it has its own word for it."""
+    """The mask that sdpa needs; None where it has a keyword for it."""
     if shape.kind == "padding":
         lengths = torch.randint(1, shape.keys + 1, (shape.batch, 1, 1, 1), generator=draw, device="cpu")
         return torch.arange(shape.keys) < lengths.to(torch.get_default_device())
@@ -130,7 +134,7 @@ def _mask(shape: Shape, draw: torch.Generator) -> Tensor | None:
 
 
 def _sdpa_calls(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> dict[str, Contestant]:
-    """Every way to write it: bool or ready-made float mask, grouped or repeated KV heads."""
+    """Every way to write the call: bool or ready-made float mask, grouped or repeated KV heads."""
     masks: dict[str, Tensor | None] = {"": None}
     if mask is not None:
         masks = {" bool mask": mask, " float mask": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)}
@@ -142,10 +146,10 @@ def _sdpa_calls(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
 
     def repeating(m: Tensor | None) -> Contestant:
         return lambda: F.scaled_dot_product_attention(
-            q, repeated(k, shape.heads), repeated(v, shape.heads), attn_mask=m, is_causal=causal
+            q, repeat_kv(k, shape.heads), repeat_kv(v, shape.heads), attn_mask=m, is_causal=causal
         )
 
     ways: dict[str, Callable[[Tensor | None], Contestant]] = {"sdpa": grouped}
     if shape.heads != shape.kv_heads:
         ways = {"sdpa enable_gqa": grouped, "sdpa KV repeated": repeating}
-    return {way + how: make(m) for way, make in ways.items() for how, m in masks.items()}
+    return {way + suffix: make(m) for way, make in ways.items() for suffix, m in masks.items()}

@@ -35,9 +35,9 @@ def bench(
     if isa:
         import sys
 
-        from ..timing.machine import restrict
+        from ..timing.machine import restrict_instructions
 
-        restrict(isa, sys.argv[1:])
+        restrict_instructions(isa, sys.argv[1:])
     import torch
 
     from ..bench.suite import Options, run
@@ -82,11 +82,11 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..bench.table import notes, rounds_in_words
-    from ..timing.machine import in_words
+    from ..bench.result_rows import notes, rounds_in_words
+    from ..timing.machine import machine_summary
 
     blocks: list[list[RenderableType]] = [
-        [Text(in_words(results["machine"]), style="dim")],
+        [Text(machine_summary(results["machine"]), style="dim")],
         [_table(results)] if results["cases"] else [],
         [Text(f"{MARKS[met]} {text}", style=STYLES[met]) for text, met in notes(results)],
         _paths([*results["cases"], *results["sweep"]["shapes"]]) if explain else [],
@@ -105,7 +105,7 @@ def _table(results: dict[str, Any]) -> Table:
     """A line for each case, and below it one for each peer."""
     from rich.table import Table
 
-    from ..bench.table import rows
+    from ..bench.result_rows import rows
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("case and peers")

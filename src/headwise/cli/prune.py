@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CheckpointError, HeadwiseError
+from ..files import written
 from ..terminal import console, echo
 from . import Interrupted
 from .ranks import Alone, check_over, together
 
 if TYPE_CHECKING:
-    from ..prune.batches import Texts
-    from ..prune.session import Progress, Report
+    from ..prune.batches import TextBatches
+    from ..prune.report import PruneOptions, PruneReport
+    from ..prune.session import Progress
     from ..scale.ranks import Ranks
 
 
@@ -70,28 +72,27 @@ def prune(
             raise HeadwiseError(f"{name} must be at most {MOST[name]:,}, got {str(number)[:40]}")
     shares = _shares(keep)
     _check_choices(context, plan, score, compensate)
+    from ..prune.output_directory import check_output, recovery_file
     from ..prune.plan import check_options
-    from ..prune.session import Asked, check_out, recovery_file
+    from ..prune.report import PruneOptions
 
     check_options(shares, budget, per, unit)
-    check_out(out, overwrite)
+    check_output(out, overwrite)
     _check_replaced(out, {"--texts": texts, "--labels": labels, "--model": Path(model)})
-    asked = Asked(
+    options = PruneOptions(
         shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed, compare,
     )  # fmt: skip
     check_over(over)
     with together() as ranks:
-        report = _run(model, texts, labels, field, asked, out, plan, curve, overwrite, _shared(ranks, out, over))
+        report = _run(model, texts, labels, field, options, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
-        from ..prune.report import to_json
-
         if not recover and recovery_file(out).exists():
             echo(
                 f"headwise: {str(recovery_file(out))!r} holds the recovery of an earlier run, which is left as it is; "
                 "delete it if it is of no use",
                 err=True,
             )
-        echo(json.dumps(to_json(report), indent=2) if as_json else _words(report))
+        echo(json.dumps(report.to_json(), indent=2) if as_json else _words(report))
 
 
 def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
@@ -104,7 +105,11 @@ def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
     from ..scale.train import recover
 
     kept = out.parent / f".{out.name}.scores"
-    return {"scored": partial(importance, resume=kept), "trained": partial(recover, how=over), "first": ranks.first}
+    return {
+        "compute_scores": partial(importance, resume=kept),
+        "train": partial(recover, how=over),
+        "first": ranks.first,
+    }
 
 
 def _shares(text: str) -> float | dict[str, float]:
@@ -123,10 +128,9 @@ def _shares(text: str) -> float | dict[str, float]:
 def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
     """What is asked for exists, and no option is given that another makes void."""
     from ..models.surgery.removal import COMPENSATE
-    from ..prune.importance import SCORES
+    from ..prune.registry import find_score
 
-    if score not in SCORES:
-        raise HeadwiseError(f"there is no score {score[:60]!r}; there are {', '.join(SCORES)}")
+    find_score(score)
     if compensate is not None and compensate not in COMPENSATE:
         raise HeadwiseError(f"--compensate is {' or '.join(COMPENSATE)}, got {compensate[:60]!r}")
     set_by_user = [name for name in CHOOSING if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
@@ -144,42 +148,45 @@ def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
 
 
 def _run(
-    name: str, texts: Path, labels: Path | None, field: str, asked: Any, out: Path, plan: Path | None, curve: bool,
-    overwrite: bool, shared: dict[str, Any],
-) -> Report:  # fmt: skip
+    name: str, texts: Path, labels: Path | None, field: str, options: PruneOptions, out: Path, plan: Path | None,
+    curve: bool, overwrite: bool, shared: dict[str, Any],
+) -> PruneReport:  # fmt: skip
     from ..models.loading.loader import load, tokenizer
-    from ..prune.batches import batched, read_labels, read_texts
+    from ..prune.batches import make_batches, read_labels, read_texts
     from ..prune.plan import Plan
-    from ..prune.session import kept, pruned_and_measured
+    from ..prune.session import prune_and_measure, save_result
 
     lines = read_texts(texts, field)
-    given = Plan.load(plan) if plan else None
+    saved_plan = Plan.load(plan) if plan else None
     model = load(name)
     marks = read_labels(labels, len(lines), model.config, field) if labels else None
-    batches = batched(lines, tokenizer(name), labels=marks, config=model.config, batch=asked.batch, length=asked.length)
+    batches = make_batches(
+        lines, tokenizer(name), labels=marks, config=model.config, batch=options.batch, length=options.length
+    )
     first = shared.get("first", True)
     with _bars(first) as progress, _recovery_named(out):
-        smaller, report = pruned_and_measured(
-            model, name, batches, asked, out, given=given, progress=progress, **shared
+        smaller, report = prune_and_measure(
+            model, name, batches, options, out, saved_plan=saved_plan, progress=progress, **shared
         )
         if not first:
             return report
-        return kept(smaller, report, out, overwrite, _curve(model, batches, asked, progress) if curve else None)
+        draw = _curve(model, batches, options, progress) if curve else None
+        return save_result(smaller, report, out, overwrite, draw)
 
 
-def _curve(model: Any, texts: Texts, asked: Any, progress: Progress) -> Callable[[Path], None]:
+def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Progress) -> Callable[[Path], None]:
     """Measure the curve; what comes back draws it into a directory."""
     from ..prune.curve import curve as drawn
-    from ..prune.report import put
     from ..ui.curves import save_curve
 
     found = drawn(
-        model, texts.scoring, texts.measuring, unit=asked.unit, per=asked.per,
+        model, texts.scoring, texts.measuring, unit=options.unit, per=options.per,
         progress=lambda done, total: progress("curve", done, total),
     )  # fmt: skip
 
     def draw(folder: Path) -> None:
-        put(folder / "curve.json", json.dumps(found.to_json(), indent=2) + "\n")
+        with written(folder / "curve.json") as file:
+            file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
         for ending in ("png", "svg"):
             save_curve(found, folder / f"curve.{ending}")
 
@@ -189,7 +196,7 @@ def _curve(model: Any, texts: Texts, asked: Any, progress: Progress) -> Callable
 @contextmanager
 def _recovery_named(out: Path) -> Iterator[None]:
     """Whatever stops a run, its last line says that a recovery was kept."""
-    from ..prune.session import recovery_file
+    from ..prune.output_directory import recovery_file
 
     words = "; the recovery is kept, and the same command takes it up"
     try:
@@ -221,18 +228,19 @@ def _bars(shown: bool) -> Iterator[Progress]:
         yield show
 
 
-def _words(report: Report) -> str:
-    from ..prune.report import ceiling, compared, rows
+def _words(report: PruneReport) -> str:
+    from ..prune.report import comparison_rows, savings_limit, score_rows
 
-    table = rows(report)
+    table = comparison_rows(report)
     widths = [max(len(row[i]) for row in table) for i in range(3)]
-    lines = [f"The most that removing heads can save: {ceiling(report)}.", "", str(report.plan), ""]
+    lines = [f"The most that removing heads can save: {savings_limit(report)}.", "", str(report.plan), ""]
     lines += [f"{a:<{widths[0]}}  {b:>{widths[1]}}  ->  {c:>{widths[2]}}" for a, b, c in table]
     lines += ["", *report.verdict(), f"scored on {report.scored} texts, measured on {report.measured} others"]
-    if report.against is not None:
+    if report.comparison is not None:
         lines += ["", "rank correlation with ablation:"]
         lines += [
-            f"  {name:<14}{correlation:>6}  {seconds:>7} s" for name, correlation, seconds in compared(report.against)
+            f"  {name:<14}{correlation:>6}  {seconds:>7} s"
+            for name, correlation, seconds in score_rows(report.comparison)
         ]
-        lines += [report.against.words(), ""]
+        lines += [report.comparison.summary(), ""]
     return "\n".join([*lines, str(report.saved)])

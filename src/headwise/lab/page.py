@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..timing.machine import in_words
+from ..timing.machine import machine_summary
 from .claim import Claim, Table
 from .terminal import MARKS, verdicts_of
 
@@ -68,6 +68,6 @@ def _how(record: dict[str, Any]) -> str:
     return (
         f"`headwise lab {record['claim']}{flag}{seed}` on {record['date']}, device {record['device']}, "
         f"{record['starts']} random starts where something is trained. Figures: "
-        f"[{stem(record['claim'])}.json]({stem(record['claim'])}.json). Machine: {in_words(record['machine'])}; "
+        f"[{stem(record['claim'])}.json]({stem(record['claim'])}.json). Machine: {machine_summary(record['machine'])}; "
         f"headwise {record['versions']['headwise']}."
     )

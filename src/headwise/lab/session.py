@@ -30,7 +30,7 @@ DIGITS = 6  # significant ones that are kept
 
 def measure(number: int, lab: Lab) -> dict[str, Any]:
     """The record of one claim: figures, verdicts, machine and versions, as it is kept in JSON."""
-    from ..timing.machine import describe
+    from ..timing.machine import describe_machine
 
     chosen, began = claim(number), time.perf_counter()
     figures = tidy(chosen.run(lab))
@@ -44,7 +44,7 @@ def measure(number: int, lab: Lab) -> dict[str, Any]:
         "device": lab.device,
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(time.perf_counter() - began, 1),  # of what was not in the store yet
-        "machine": describe(),
+        "machine": describe_machine(),
         "versions": _versions(),
         "figures": figures,
     }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention.nn.stack import Decoder
-from ..prune.recover import Alone
+from ..prune.training_group import TrainingGroup
 from .model import Recipe, build, task_of
 from .tasks import IGNORED, Batch, Relations, Text
 
@@ -47,16 +47,16 @@ def train(
     recipe: Recipe,
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
-    crew: Alone | None = None,
+    group: TrainingGroup | None = None,
 ) -> Trained:
     """A model by its recipe. The order of the data hangs on the seed too.
 
-    crew: those who share every batch, headwise.scale.train.crew("ddp") or ("fsdp") under torchrun.
+    group: the ranks that share every batch, headwise.scale.train.crew("ddp") or ("fsdp") under torchrun.
     """
     task, model = task_of(recipe), build(recipe).to(device)
     random = torch.Generator().manual_seed(recipe.seed)
     steps, batch, rate = recipe.steps, recipe.batch, recipe.rate
-    curve = fit(model, task, model.parameters(), random, steps, batch, rate, progress, recipe.seed, crew)
+    curve = fit(model, task, model.parameters(), random, steps, batch, rate, progress, recipe.seed, group)
     return Trained(recipe, model.eval(), curve, task.chance())
 
 
@@ -70,26 +70,26 @@ def fit(
     rate: float,
     progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
-    crew: Alone | None = None,
+    group: TrainingGroup | None = None,
 ) -> list[tuple[int, float, float]]:
     """The loop: these parameters of the model learn the task. Gives the curve of the held-out data."""
     device = next(model.parameters()).device
-    crew = crew or Alone()
+    group = group or TrainingGroup()
     chosen, before = {id(x) for x in parameters}, list(model.parameters())
-    learner = crew.wrapped(model)
+    learner = group.wrap(model)
     whole = getattr(learner, "module", learner)
     learning = [x for x, was in zip(whole.parameters(), before, strict=True) if id(was) in chosen]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     curve = []
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + crew.rank)  # for dropout
+        torch.manual_seed(seed + group.rank)  # for dropout
         for step in range(steps):
             drawn = task.batch(batch, random)
-            (inputs, weight), (targets, _) = crew.part(drawn.inputs), crew.part(drawn.targets)
-            loss = loss_of(learner(inputs.to(device)), targets.to(device), weight, crew.total)
+            (inputs, weight), (targets, _) = group.local_batch(drawn.inputs), group.local_batch(drawn.targets)
+            loss = loss_of(learner(inputs.to(device)), targets.to(device), weight, group.all_sum)
             learner.zero_grad()
-            (loss * crew.count).backward()  # a crew averages its gradients
+            (loss * group.count).backward()  # ranks average their gradients
             nn.utils.clip_grad_norm_(learning, CLIP)
             optimizer.step()
             schedule.step()
@@ -97,7 +97,7 @@ def fit(
                 curve.append((step + 1, *quality(whole, task, TEST_BATCHES if step + 1 == steps else 1)))
                 if progress:
                     progress(step + 1, steps)
-    crew.done(model)
+    group.finish(model)
     return curve
 
 

@@ -1,4 +1,4 @@
-"""Texts and labels from files -> batches of model inputs, half to score heads with, half to measure on."""
+"""Texts and labels from files -> batches of model inputs: half to score heads with, half to measure quality on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NUMBER = re.compile(r"-?[0-9]{1,9}", re.ASCII)  # "²" is a digit to str.isdigit
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Batches for choosing heads, and others for telling what that did."""
+class TextBatches:
+    """Batches to score heads with, and batches of other texts to measure quality on."""
 
     scoring: list[dict[str, Any]]
     measuring: list[dict[str, Any]]
-    scored: int
-    measured: int
+    scored: int  # the number of texts in `scoring`
+    measured: int  # and in `measuring`
 
 
 def read_texts(path: Path, field: str = "text") -> list[str]:
@@ -32,8 +32,8 @@ def read_texts(path: Path, field: str = "text") -> list[str]:
     return [text for text in read(path, field)[0] if isinstance(text, str)]
 
 
-def _lines(path: Path) -> list[str]:
-    """The labels of a file that are not empty, in lines that end where those of texts do."""
+def _label_lines(path: Path) -> list[str]:
+    """The lines of a file that are not empty; they end where those of texts do."""
     try:
         with path.open(encoding="utf-8") as lines:
             return [line.strip() for line in lines if line.strip()]
@@ -44,22 +44,22 @@ def _lines(path: Path) -> list[str]:
 
 
 def read_labels(path: Path, count: int, config: Any, field: str = "text") -> list[int] | list[str]:
-    """One label per text: numbers, or names that the config knows; for encoder-decoders the texts to be written."""
+    """One label per text: numbers, or names from the config; for encoder-decoders the target texts."""
     if getattr(config, "is_encoder_decoder", False):
         targets = read_texts(path, field)
         if len(targets) != count:
-            raise HeadwiseError(f"{len(targets)} labels for {count} texts; one a line is expected")
+            raise HeadwiseError(f"{len(targets)} labels for {count} texts; one per line is expected")
         return targets
     names = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
     labels = []
-    for line in _lines(path):
+    for line in _label_lines(path):
         if line not in names and not NUMBER.fullmatch(line):
             raise HeadwiseError(
                 f"label {line[:60]!r} is neither a number nor one of {', '.join(names)[:200] or 'no names'}"
             )
         labels.append(names[line] if line in names else int(line))
     if len(labels) != count:
-        raise HeadwiseError(f"{len(labels)} labels for {count} texts; one a line is expected")
+        raise HeadwiseError(f"{len(labels)} labels for {count} texts; one per line is expected")
     known = getattr(config, "num_labels", 0)
     wrong = [label for label in labels if not 0 <= label < known]
     if wrong and known > 1:
@@ -67,7 +67,7 @@ def read_labels(path: Path, count: int, config: Any, field: str = "text") -> lis
     return labels
 
 
-def batched(
+def make_batches(
     texts: Sequence[str],
     tokenizer: Any,
     *,
@@ -75,10 +75,16 @@ def batched(
     config: Any = None,
     batch: int = 16,
     length: int = 128,
-) -> Texts:
-    """Every other text is for scoring, the rest for measuring, so that no head is judged on what it was chosen by.
+) -> TextBatches:
+    """Every other text is for scoring, the rest for measuring: no head is judged on the texts it was chosen by.
 
-    The decoder of an encoder-decoder (as config says) is given the labels, which are texts, else the text itself.
+    Args:
+        texts: at least 4.
+        tokenizer: of transformers; one without a padding token gets one.
+        labels: one per text; for an encoder-decoder the target texts.
+        config: the model's. The decoder of an encoder-decoder reads the labels, or the texts where there are none.
+        batch: texts per batch.
+        length: the most tokens of a text.
     """
     if len(texts) < 4:
         raise HeadwiseError(
@@ -87,41 +93,36 @@ def batched(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
 
-    def tensors(some: list[str]) -> dict[str, torch.Tensor]:
-        given = tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt")
-        return {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
+    def tokenize(some: list[str]) -> dict[str, torch.Tensor]:
+        encoded = tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        return {key: x for key, x in encoded.items() if isinstance(x, torch.Tensor)}
 
-    halves = []
-    for start in (0, 1):
-        rows = list(range(start, len(texts), 2))
-        made = []
-        for i in range(0, len(rows), batch):
-            some = rows[i : i + batch]
-            inputs = tensors([texts[row] for row in some])
-            if getattr(config, "is_encoder_decoder", False):
-                inputs = _for_decoder(inputs, tensors([str((labels or texts)[row]) for row in some]), config)
-                if labels is not None:
-                    inputs["labels"] = inputs.pop("targets")
-                inputs.pop("targets", None)
-            elif labels is not None:
-                inputs["labels"] = torch.tensor([labels[row] for row in some])
-            made.append(inputs)
-        halves.append((made, len(rows)))
-    (scoring, scored), (measuring, measured) = halves
-    return Texts(scoring, measuring, scored, measured)
+    def make_batch(rows: list[int]) -> dict[str, torch.Tensor]:
+        inputs = tokenize([texts[row] for row in rows])
+        if getattr(config, "is_encoder_decoder", False):
+            targets = tokenize([str((labels or texts)[row]) for row in rows])
+            inputs = _decoder_inputs(inputs, targets, config)
+            if labels is not None:
+                inputs["labels"] = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, IGNORED)
+        elif labels is not None:
+            inputs["labels"] = torch.tensor([labels[row] for row in rows])
+        return inputs
+
+    halves = [list(range(start, len(texts), 2)) for start in (0, 1)]
+    scoring, measuring = ([make_batch(rows[i : i + batch]) for i in range(0, len(rows), batch)] for rows in halves)
+    return TextBatches(scoring, measuring, *map(len, halves))
 
 
-def _for_decoder(
-    inputs: dict[str, torch.Tensor], written: dict[str, torch.Tensor], config: Any
+def _decoder_inputs(
+    inputs: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], config: Any
 ) -> dict[str, torch.Tensor]:
-    """What the encoder reads; what the decoder is to write ("targets"), and has written before each token."""
-    ids, mask = written["input_ids"], written["attention_mask"]
+    """The encoder's inputs, and the targets shifted right for the decoder."""
+    ids = targets["input_ids"]
     start = getattr(config, "decoder_start_token_id", None)
     first = torch.full_like(ids[:, :1], start if start is not None else (config.pad_token_id or 0))
     return {
         "input_ids": inputs["input_ids"],
         "attention_mask": inputs["attention_mask"],
         "decoder_input_ids": torch.cat([first, ids[:, :-1]], 1),
-        "decoder_attention_mask": mask,
-        "targets": ids.masked_fill(mask == 0, IGNORED),
+        "decoder_attention_mask": targets["attention_mask"],
     }

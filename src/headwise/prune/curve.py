@@ -1,4 +1,4 @@
-"""Quality against the share of heads kept, for several scores and seeds, so that the cliff is seen."""
+"""Quality against the share of heads kept, for several scores and seeds: where quality falls off."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ class Curve:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "quality": self.full.name, "lower_is_better": self.full.lower_is_better, "full": self.full.value,
-            "keep": list(self.shares), "scores": {name: table.tolist() for name, table in self.values.items()},
-        }  # fmt: skip
+            "quality": self.full.name,
+            "lower_is_better": self.full.lower_is_better,
+            "full": self.full.value,
+            "keep": list(self.shares),
+            "scores": {name: table.tolist() for name, table in self.values.items()},
+        }
 
 
 def curve(
@@ -44,10 +47,22 @@ def curve(
     scores: Sequence[str] = SCORES,
     shares: Sequence[float] = SHARES,
     seeds: int = 3,
+    unit: str = "head",
+    per: str = "model",
     progress: Callable[[int, int], None] | None = None,
-    **how: Any,
 ) -> Curve:
-    """Masked models at every share; a seed draws other texts to score with, and other random numbers."""
+    """The quality of the masked model at every share of heads, for every score and seed.
+
+    Args:
+        model: the full model; it is masked, not cut.
+        scoring: the batches that heads are scored on.
+        measuring: the batches that quality is measured on.
+        scores: names of the scores to compare.
+        shares: the shares of heads to keep.
+        seeds: a seed resamples the texts to score with, and is that of the score itself.
+        unit, per: as in `plan`.
+        progress: called with the steps done and the steps in all.
+    """
     if seeds < 1:
         raise HeadwiseError(f"seeds must be at least 1, got {seeds}")
     full = copied(model)  # the masks are on the model itself
@@ -57,10 +72,10 @@ def curve(
         table = np.zeros((seeds, len(shares)))
         for seed in range(seeds):
             random = np.random.default_rng(seed)
-            some = [_redrawn(batch, random) for batch in scoring] if seed else scoring
-            found = importance(model, some, score, seed=seed)
+            batches = [_resample(batch, random) for batch in scoring] if seed else scoring
+            head_scores = importance(model, batches, score, seed=seed)
             for column, share in enumerate(shares):
-                with mask_heads(model, plan(found, share, **how).heads):
+                with mask_heads(model, plan(head_scores, share, unit=unit, per=per).heads):
                     table[seed, column] = quality(model, full, measuring).value
                 done += 1
                 if progress:
@@ -69,8 +84,8 @@ def curve(
     return Curve(tuple(shares), values, quality(model, model, measuring))
 
 
-def _redrawn(batch: Any, random: np.random.Generator) -> Any:
-    """As many texts of a batch, drawn from it with replacement."""
+def _resample(batch: Any, random: np.random.Generator) -> Any:
+    """As many texts as a batch has, drawn from it with replacement."""
     size = batch_size(batch)
     rows = torch.from_numpy(random.integers(0, size, size))
     if isinstance(batch, torch.Tensor):

@@ -1,85 +1,89 @@
-"""How long models take, measured side by side, and the plan that reaches a time."""
+"""How long models take, measured side by side, and the plan that reaches a given time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+from torch import nn
 
 from ..errors import HeadwiseError
 from ..models.intervene.head_outputs import run
-from ..models.structure import sites
+from ..models.structure.sites import sites, w_o
 from ..models.surgery.removal import prune_heads
-from ..timing.race import settle
+from ..timing import synchronize
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import Plan, PlanOptions
 
-TRIES = 6  # bisections of the share of heads
+BISECTIONS = 6  # of the share of heads
 
 
-def times(models: Mapping[str, Any], batch: Any, rounds: int = 7) -> dict[str, float]:
-    """Seconds a pass, the median of interleaved rounds, so that what else runs on the machine hits all alike."""
-    taken: dict[str, list[float]] = {name: [] for name in models}
+def pass_times(models: Mapping[str, Any], batch: Any, rounds: int = 7) -> dict[str, float]:
+    """Seconds per pass, the median of interleaved rounds, so that other work on the machine affects all models."""
+    seconds: dict[str, list[float]] = {name: [] for name in models}
     with torch.inference_mode():
         for model in models.values():
             run(model, batch)
         for _ in range(rounds):
             for name, model in models.items():
-                settle()
+                synchronize()
                 start = time.perf_counter()
                 run(model, batch)
-                settle()
-                taken[name].append(time.perf_counter() - start)
-    return {name: median(found) for name, found in taken.items()}
+                synchronize()
+                seconds[name].append(time.perf_counter() - start)
+    return {name: median(times) for name, times in seconds.items()}
 
 
 def attention_time(model: Any, batch: Any, rounds: int = 7) -> float:
-    """Seconds a pass inside the attention layers: projections, attention and W_O; the median of rounds."""
-    started: list[float] = []
+    """Seconds per pass inside the attention layers (projections, attention and W_O), the median of rounds."""
+    starts: list[float] = []
     total = 0.0
-    hooks: list[Any] = []
-    seen: set[int] = set()
 
     def begin(*_: Any) -> None:
-        settle()
-        started.append(time.perf_counter())
+        synchronize()
+        starts.append(time.perf_counter())
 
     def end(*_: Any) -> None:
         nonlocal total
-        settle()
-        total += time.perf_counter() - started.pop()
+        synchronize()
+        total += time.perf_counter() - starts.pop()
 
-    for site in sites.sites(model):
-        _, out = sites.w_o(model, site)
-        for part in {id(site.module): site.module, **({} if _holds(site.module, out) else {id(out): out})}.values():
-            if id(part) not in seen:
-                seen.add(id(part))
-                hooks += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
-    found = []
+    modules = {id(module): module for module in _attention_modules(model)}.values()
+    hooks = [
+        hook
+        for module in modules
+        for hook in (module.register_forward_pre_hook(begin), module.register_forward_hook(end))
+    ]
+    totals = []
     try:
         with torch.inference_mode():
             run(model, batch)
             for _ in range(rounds):
                 total = 0.0
                 run(model, batch)
-                found.append(total)
+                totals.append(total)
     finally:
         for hook in hooks:
             hook.remove()
-    return median(found)
+    return median(totals)
 
 
-def _holds(module: Any, part: Any) -> bool:
-    return any(child is part for child in module.modules())
+def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every attention module, and W_O where it lies outside of it, as in BERT."""
+    for site in sites(model):
+        yield site.module
+        _, out = w_o(model, site)
+        if not any(child is out for child in site.module.modules()):
+            yield out
 
 
-def plan_for_latency(scores: Any, keep: Any, model: Any, inputs: Any, **how: Any) -> Plan:
-    """The plan that removes the fewest heads and takes no more than a share of the full model's time."""
+def plan_for_latency(scores: Any, keep: Any, model: Any, inputs: Any, **options: Unpack[PlanOptions]) -> Plan:
+    """The plan that removes the fewest heads and takes at most a share of the full model's time, by bisection."""
     from .plan import plan
 
     if model is None or inputs is None:
@@ -88,19 +92,19 @@ def plan_for_latency(scores: Any, keep: Any, model: Any, inputs: Any, **how: Any
         raise HeadwiseError('budget="latency" is for the whole model; keep is one share of its time')
     low, high, best = 0.0, 1.0, None
     fastest = 1.0
-    for _ in range(TRIES):
+    for _ in range(BISECTIONS):
         share = (low + high) / 2
         try:
-            candidate = plan(scores, share, **how)
+            candidate = plan(scores, share, **options)
         except HeadwiseError:  # fewer heads than a layer must keep
             low = share
             continue
-        taken = times({"full": model, "pruned": prune_heads(model, candidate)}, inputs)
-        ratio = taken["pruned"] / taken["full"]
+        seconds = pass_times({"full": model, "pruned": prune_heads(model, candidate)}, inputs)
+        ratio = seconds["pruned"] / seconds["full"]
         fastest = min(fastest, ratio)
         if ratio <= keep:
-            told = f"when it was planned, it took {ratio:.2f} of the full model's time"
-            low, best = share, replace(candidate, budget="latency", keep=keep, notes=(*candidate.notes, told))
+            note = f"when it was planned, it took {ratio:.2f} of the full model's time"
+            low, best = share, replace(candidate, budget="latency", keep=keep, notes=(*candidate.notes, note))
         else:
             high = share
     if best is None:

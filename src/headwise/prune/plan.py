@@ -9,19 +9,32 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
 from ..roles.json_documents import anything, brief, count, items, mapping, parse_json, string
-from .scores import Place, Scores
+from .attention_layers import UNITS, AttentionLayer, attention_layers
+from .head_scores import HeadScores
+from .importance import importance
+from .objective import Loss
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
 VERSION = 1
 MOST = 1 << 16  # layers of a model or heads of a layer in a plan's file; a larger number is a mistake
-Gone = dict[tuple[str, int], set[int]]
+SCOPES = ("model", "layer")  # where heads compete: over the whole model, or within each layer
+Removed = dict[tuple[str, int], set[int]]  # heads to remove, by (kind, layer)
+
+
+class PlanOptions(TypedDict, total=False):
+    """The keyword arguments of `plan` that other ways of planning pass on to it."""
+
+    budget: str
+    per: str
+    unit: str
+    allow_empty: bool
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,7 @@ class Plan:
 
     def check(self, model: Any) -> None:
         """The plan is for a model of these layers and heads."""
-        from .importance import places
-
-        found = tuple((place.kind, place.index, place.query, place.kv) for place in places(model))
+        found = tuple((layer.kind, layer.index, layer.query, layer.kv) for layer in attention_layers(model))
         if found != self.layers:
             raise HeadwiseError(
                 f"this plan is for another model: {_counted(self.layers)}, but {type(model).__name__} has "
@@ -183,168 +194,191 @@ def plan(
     model: Any = None,
     inputs: Any = None,
 ) -> Plan:
-    """The heads to remove so that a share of what the budget counts is kept; {kind: share} for kinds apart.
+    """The heads to remove so that a share of the budget is kept, the least important first.
 
-    budget: "heads"; "parameters", those that belong to heads; "cache", the KV cache's bytes, which only whole groups
-    shrink; "latency", measured with model and inputs. per="layer": the same share of every layer. unit="kv": whole
-    groups. A layer keeps at least one head unless allow_empty. base: heads that go in any case.
+    Args:
+        scores: {kind: (layers, heads)}, high for heads that matter: what `importance` gives, or plain arrays.
+        keep: the share of the budget to keep, from 0 to 1; {kind: share} for one share per kind of attention.
+        budget: what is counted: "heads"; "parameters", those that belong to heads; "cache", the bytes of the KV
+            cache, which only whole groups shrink; "latency", the time of a pass, measured with model and inputs.
+        per: "model", all heads compete; "layer", the same share of every layer.
+        unit: what is removed at once: "head", "kv" (whole groups) or "layer".
+        allow_empty: a layer may lose all its heads; else it keeps at least one.
+        base: heads that are removed in any case, {layer: [heads]}.
+        model, inputs: for budget="latency", the full model and a batch to time it with.
+
+    Returns:
+        A Plan, which prints, compares, saves, can be edited by hand, and is what `prune_heads` takes.
+
+    Raises:
+        HeadwiseError: where an option is unknown, or no plan meets the budget; the message names the nearest share.
+
+    Example:
+        >>> scores = headwise.importance(model, batches)
+        >>> plan = headwise.plan(scores, keep=0.75)
+        >>> smaller = headwise.prune_heads(model, plan)
     """
     check_options(keep, budget, per, unit)
     if budget == "latency":
         from .latency import plan_for_latency
 
         return plan_for_latency(scores, keep, model, inputs, per=per, unit=unit, allow_empty=allow_empty)
-    made = scores if isinstance(scores, Scores) else _bare(scores)
-    unit = made.unit if made.unit != "head" else "kv" if budget == "cache" else unit
-    gone: Gone = {place.key: set() for place in made.places}
-    for key, numbers in (base or {}).items():
-        gone[key if isinstance(key, tuple) else (made.places[0].kind, key)] |= set(numbers)
-    kinds = list(dict.fromkeys(place.kind for place in made.places))
-    _check_counted(made.places, keep, budget)
-    for part, share in _parts(made.places, keep, kinds, per):
-        _remove(made, part, share, budget, unit, allow_empty, gone)
-    layers = tuple((place.kind, place.index, place.query, place.kv) for place in made.places)
-    asked = dict(keep) if isinstance(keep, Mapping) else keep
-    return Plan(_keyed(gone, layers), layers, made.name, budget, asked, _notes(made.places, gone))
+    scores = scores if isinstance(scores, HeadScores) else _from_arrays(scores)
+    unit = scores.unit if scores.unit != "head" else "kv" if budget == "cache" else unit
+    removed: Removed = {layer.key: set() for layer in scores.layers}
+    for key, heads in (base or {}).items():
+        removed[key if isinstance(key, tuple) else (scores.layers[0].kind, key)] |= set(heads)
+    _check_budget_applies(scores.layers, keep, budget)
+    for competing, share in _competitions(scores.layers, keep, per):
+        _remove_least_important(scores, competing, share, budget, unit, allow_empty, removed)
+    counts = tuple((layer.kind, layer.index, layer.query, layer.kv) for layer in scores.layers)
+    shares = dict(keep) if isinstance(keep, Mapping) else keep
+    return Plan(_keyed(removed, counts), counts, scores.name, budget, shares, _padding_notes(scores.layers, removed))
 
 
 def check_options(keep: Any, budget: str, per: str, unit: str) -> None:
-    """Refuse what no plan can be made by, before anything is measured."""
+    """Refuse unknown options of `plan`, before anything is measured."""
     for share in keep.values() if isinstance(keep, Mapping) else [keep]:
         if not _is_share(share):
             raise HeadwiseError(f"keep is a share from 0 to 1, such as 0.6, got {brief(share)}")
-    for name, got, known in (
-        ("budget", budget, BUDGETS),
-        ("per", per, ("model", "layer")),
-        ("unit", unit, ("head", "kv", "layer")),
-    ):
-        if got not in known:
-            raise HeadwiseError(f"{name} must be one of {', '.join(known)}, got {got!r}")
+    for name, value, known in (("budget", budget, BUDGETS), ("per", per, SCOPES), ("unit", unit, UNITS)):
+        if value not in known:
+            raise HeadwiseError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
-def _check_counted(places: list[Place], keep: float | Mapping[str, float], budget: str) -> None:
-    """Whatever a share is asked of has some of what the budget counts."""
-    counted = {place.kind for place in places if cost(place, set(), budget)}
-    without = [kind for kind in keep if kind not in counted] if isinstance(keep, Mapping) else []
-    if not counted or any(kind in {place.kind for place in places} for kind in without):
-        whose = f"{without[0]} attention" if without else "this model"
-        what = "KV cache" if budget == "cache" else "parameters"
+def _check_budget_applies(layers: list[AttentionLayer], keep: float | Mapping[str, float], budget: str) -> None:
+    """Every kind that is to keep a share has something that the budget counts."""
+    countable = {layer.kind for layer in layers if cost(layer, set(), budget)}
+    without = [kind for kind in keep if kind not in countable] if isinstance(keep, Mapping) else []
+    if not countable or any(kind in {layer.kind for layer in layers} for kind in without):
+        owner = f"{without[0]} attention" if without else "this model"
+        missing = "KV cache" if budget == "cache" else "parameters"
         raise HeadwiseError(
-            f'budget="{budget}": {whose} has no {what} that removing heads would save; use budget="heads"'
+            f'budget="{budget}": {owner} has no {missing} that removing heads would save; use budget="heads"'
         )
 
 
-def _bare(tables: Mapping[str, np.ndarray]) -> Scores:
-    """Scores from plain arrays: every head has keys and values of its own, as far as one knows."""
-    places, each = [], []
+def _from_arrays(tables: Mapping[str, np.ndarray]) -> HeadScores:
+    """Scores from plain arrays, which do not say which heads share keys and values: each counts as its own group."""
+    layers, examples = [], []
     for kind, table in tables.items():
         for index, row in enumerate(np.asarray(table, dtype=float)):
             row = row[~np.isnan(row)]
-            places.append(Place(kind, index, len(row), len(row), f"{kind}.{index}", 0, 1, 1, 1))
-            each.append(row[None])
-    if not places:
+            layers.append(AttentionLayer(kind, index, len(row), len(row), f"{kind}.{index}", 1, 1, 1))
+            examples.append(row[None])
+    if not layers:
         raise HeadwiseError("there are no scores to plan with; {kind: (layers, heads)} is expected")
-    return Scores(places, "given", "head", "no loss", each, signed=False, norm=False)
+    return HeadScores(layers, "given", "head", "no loss", examples, signed=False, normalised=False)
 
 
-def _parts(
-    places: list[Place], keep: float | Mapping[str, float], kinds: list[str], per: str
-) -> list[tuple[list[Place], float]]:
-    """The layers that compete with each other, and the share that they keep."""
+def _competitions(
+    layers: list[AttentionLayer], keep: float | Mapping[str, float], per: str
+) -> list[tuple[list[AttentionLayer], float]]:
+    """The layers whose heads compete with each other, and the share that they keep."""
+    kinds = list(dict.fromkeys(layer.kind for layer in layers))
     if isinstance(keep, Mapping):
         unknown = [kind for kind in keep if kind not in kinds]
         if unknown:
             raise HeadwiseError(f"no {unknown[0]!r} attention here; there are {', '.join(kinds)}")
-        apart = [([p for p in places if p.kind == kind], float(keep.get(kind, 1.0))) for kind in kinds]
+        by_share = [([layer for layer in layers if layer.kind == kind], float(keep.get(kind, 1.0))) for kind in kinds]
     else:
-        apart = [(places, float(keep))]
+        by_share = [(layers, float(keep))]
     if per == "model":
-        return apart
-    return [
-        ([place for place in members if place.module == name], share)
-        for members, share in apart
-        for name in dict.fromkeys(place.module for place in members)
-    ]
+        return by_share
+    return [(module_layers, share) for members, share in by_share for module_layers in _by_module(members)]
 
 
-def cost(place: Place, gone: set[int], budget: str) -> float:
-    """What a layer still has of what is counted, groups padded as surgery will pad them."""
-    size = place.query // place.kv
-    left = [sum(head not in gone for head in range(g * size, (g + 1) * size)) for g in range(place.kv)]
+def _by_module(layers: list[AttentionLayer]) -> list[list[AttentionLayer]]:
+    """Layers that share one module, together: they lose the same heads, and its parameters count once."""
+    modules: dict[str, list[AttentionLayer]] = {}
+    for layer in layers:
+        modules.setdefault(layer.module, []).append(layer)
+    return list(modules.values())
+
+
+def _heads_left(layer: AttentionLayer, removed: set[int]) -> list[int]:
+    """How many query heads each KV group keeps."""
+    return [sum(head not in removed for head in group) for group in layer.units("kv")]
+
+
+def cost(layer: AttentionLayer, removed: set[int], budget: str) -> float:
+    """What a layer without the removed heads counts in a budget, its groups padded as surgery will pad them."""
+    left = _heads_left(layer, removed)
     groups = [count for count in left if count]
     if budget == "heads":
         return sum(left)
-    count = -(-len(groups) // place.multiple) * place.multiple
+    padded = -(-len(groups) // layer.multiple) * layer.multiple
     if budget == "cache":
-        return count * place.cache
-    return count * (max(groups, default=0) * place.head_parameters + place.kv_parameters)
+        return padded * layer.cache
+    return padded * (max(groups, default=0) * layer.head_parameters + layer.kv_parameters)
 
 
-def _remove(
-    scores: Scores, part: list[Place], share: float, budget: str, unit: str, allow_empty: bool, gone: Gone
+def _remove_least_important(
+    scores: HeadScores,
+    layers: list[AttentionLayer],
+    share: float,
+    budget: str,
+    unit: str,
+    allow_empty: bool,
+    removed: Removed,
 ) -> None:
-    """Take units away, the least important first, until no more than the share is left."""
-    part = [place for place in part if cost(place, set(), budget)]  # an encoder's heads leave nothing in the cache
-    if not part:
+    """Add units to `removed`, the least important first, until no more than the share of the budget is left."""
+    layers = [layer for layer in layers if cost(layer, set(), budget)]  # an encoder has no KV cache
+    if not layers:
         return
-    counted = part if budget == "heads" else _once(part)
-    full = sum(cost(place, set(), budget) for place in counted)
+    counted = layers if budget == "heads" else [members[-1] for members in _by_module(layers)]
+    full = sum(cost(layer, set(), budget) for layer in counted)
     target = round(share * full) if budget == "heads" else share * full
 
     def left() -> float:
-        return sum(cost(place, gone[place.key], budget) for place in counted)
+        return sum(cost(layer, removed[layer.key], budget) for layer in counted)
 
-    units = _units(scores, part, unit)
-    coarse = max(len(heads) * len(members) for _, members, heads in units)  # a step of the budget of heads
-    for _, members, heads in sorted(units, key=lambda found: found[0]):
-        more = left() - target
-        if more <= 0:
+    candidates = _candidates(scores, layers, unit)
+    largest_step = max(len(heads) * len(members) for _, members, heads in candidates)
+    for _, members, heads in sorted(candidates, key=lambda candidate: candidate[0]):
+        excess = left() - target
+        if excess <= 0:
             return
-        step = sum(len(set(heads) - gone[place.key]) for place in members)
-        if budget == "heads" and step > 2 * more:
-            continue  # it would be further off after than before
-        if allow_empty or all(place.query > len(gone[place.key] | set(heads)) for place in members):
-            for place in members:
-                gone[place.key] |= set(heads)
-    over = left() - target
-    if over > 0 and not (budget == "heads" and over < coarse) and not math.isclose(left(), target):
+        step = sum(len(set(heads) - removed[layer.key]) for layer in members)
+        if budget == "heads" and step > 2 * excess:
+            continue  # it would end further from the target
+        if allow_empty or all(layer.query > len(removed[layer.key] | set(heads)) for layer in members):
+            for layer in members:
+                removed[layer.key] |= set(heads)
+    excess = left() - target
+    if excess > 0 and not (budget == "heads" and excess < largest_step) and not math.isclose(left(), target):
         raise HeadwiseError(
-            f"{budget}: keep={share:g} cannot be met with at least one head a layer; "
+            f"{budget}: keep={share:g} cannot be met with at least one head per layer; "
             f"the nearest is keep={left() / full:.4f}, or say allow_empty=True"
         )
 
 
-def _once(part: list[Place]) -> list[Place]:
-    """Layers that are one module have its parameters once."""
-    return list({place.module: place for place in part}.values())
+def _candidates(
+    scores: HeadScores, layers: list[AttentionLayer], unit: str
+) -> list[tuple[float, list[AttentionLayer], list[int]]]:
+    """(score, layers, heads) of every unit that can be removed."""
+    candidates = []
+    for members in _by_module(layers):
+        first = members[0]
+        module_scores = np.asarray(sum(scores.of(layer.key) for layer in members))
+        for heads in first.units(unit):
+            columns = [i for i, scored in enumerate(first.units(scores.unit)) if set(scored) & set(heads)]
+            candidates.append((float(np.nansum(module_scores[columns])), members, heads))
+    return candidates
 
 
-def _units(scores: Scores, part: list[Place], unit: str) -> list[tuple[float, list[Place], list[int]]]:
-    """(score, layers, heads) of everything that can go; layers that are one module go together."""
-    found = []
-    for name in dict.fromkeys(place.module for place in part):
-        members = [place for place in part if place.module == name]
-        own = sum(scores.of(place.key) for place in members)
-        for heads in members[0].units(unit):
-            rows = [i for i, u in enumerate(members[0].units(scores.unit)) if set(u) & set(heads)]
-            value = float(np.nansum(np.asarray(own)[rows]))
-            found.append((value, members, heads))
-    return found
-
-
-def _notes(places: list[Place], gone: Gone) -> tuple[str, ...]:
-    padded = []
-    for place in places:
-        size = place.query // place.kv
-        left = [sum(h not in gone[place.key] for h in range(g * size, (g + 1) * size)) for g in range(place.kv)]
-        groups = [count for count in left if count]
+def _padding_notes(layers: list[AttentionLayer], removed: Removed) -> tuple[str, ...]:
+    """Says how many zeroed heads surgery has to add, if any."""
+    padding = []
+    for layer in layers:
+        groups = [count for count in _heads_left(layer, removed[layer.key]) if count]
         uneven = sum(max(groups) - count for count in groups) if groups else 0
-        padded.append(uneven + -len(groups) % place.multiple)
-    if not sum(padded):
+        padding.append(uneven + -len(groups) % layer.multiple)
+    if not sum(padding):
         return ()
     return (
-        f"{sum(padded)} zeroed heads in {sum(map(bool, padded))} layers even out groups that keep different numbers of "
-        'heads; unit="kv" removes whole groups',
+        f"{sum(padding)} zeroed heads in {sum(map(bool, padding))} layers even out groups that keep different numbers "
+        'of heads; unit="kv" removes whole groups',
     )
 
 
@@ -362,36 +396,40 @@ def _name(key: Any) -> str:
     return f"{key[0]} layer {key[1]}" if isinstance(key, tuple) else f"layer {key}"
 
 
-def in_steps(
+def plan_in_steps(
     model: Any,
     batches: list[Any],
     keep: float,
     score: str = "michel",
     steps: int = 4,
     *,
+    loss: Loss | None = None,
+    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-    scoring: Mapping[str, Any] | None = None,
-    scored: Callable[..., Scores] | None = None,
-    **how: Any,
+    compute_scores: Callable[..., HeadScores] = importance,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
-    """A plan made step by step: after each, what is left is scored again without the heads that went.
+    """A plan made in several steps: after each, the remaining heads are scored again without the removed ones.
 
-    scored: what takes the place of `importance`, where several processes share the work.
+    Args:
+        model, batches, score, loss, seed: as in `importance`.
+        keep: the share to keep in the end; each step removes an equal part of the rest.
+        steps: their number.
+        progress: called with the steps done and the steps in all.
+        compute_scores: stands in for `importance` where several processes share the work.
+        options: budget, per, unit and allow_empty, as in `plan`.
     """
-    from .importance import importance, places
-
-    scored = scored or importance
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps must be a whole number of at least 1, got {steps!r}")
-    heads = sum(place.query for place in places(model))
+    heads = sum(layer.query for layer in attention_layers(model))
     if steps > heads:
         raise HeadwiseError(f"steps must be at most the number of heads, {heads}, got {brief(steps)}")
-    made: Plan | None = None
+    stepwise: Plan | None = None
     for step in range(1, steps + 1):
-        gone = made.heads if made else None
-        scores = scored(model, batches, score, masked=gone, **(scoring or {}))
-        made = plan(scores, 1 - (1 - keep) * step / steps, base=gone, **how)
+        removed = stepwise.heads if stepwise else None
+        scores = compute_scores(model, batches, score, loss, masked=removed, seed=seed)
+        stepwise = plan(scores, 1 - (1 - keep) * step / steps, base=removed, **options)
         if progress:
             progress(step, steps)
-    assert made is not None
-    return made
+    assert stepwise is not None
+    return stepwise

@@ -1,4 +1,4 @@
-"""What pruning does to a model: quality before and after, parameters, cache bytes, and the most that heads can save."""
+"""What pruning does to a model: quality on texts, and the size in parameters and KV cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from ..models.intervene.head_outputs import run
-from .importance import places
-from .objective import Loss, choose, predicted
-from .scores import INTERVAL, RESAMPLES
+from .attention_layers import attention_layers
+from .head_scores import INTERVAL, RESAMPLES
+from .objective import Loss, choose_objective, next_token_counts
 
-ROUNDING = 1e-6  # a distance to the full model below this is none
+ROUNDING = 1e-6  # a distance to the full model below this is rounding
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One number about a model's outputs on some texts, with its interval over them."""
+    """One measure of a model's outputs on some texts, with its 95 % bootstrap interval over them."""
 
     name: str
     value: float
@@ -36,76 +36,74 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Each:
-    """The same number text by text, so that two models can be compared on the same texts."""
+class QualityPerText:
+    """A measure of a model's outputs for each text, so that two models can be compared on the same texts."""
 
     name: str
     values: np.ndarray  # (texts,)
-    weights: np.ndarray  # (texts,): how much each counts, as a long text does in a perplexity
+    weights: np.ndarray  # (texts,): of each text in the mean; in a perplexity its number of tokens
     lower_is_better: bool = True
-    power: bool = False  # the number is e to the power of the mean
+    exponentiate: bool = False  # the measure is e to the power of the mean, as a perplexity is
 
-    def summed(self) -> Quality:
-        """The mean over texts, with its interval by bootstrap over them."""
+    def mean(self) -> Quality:
+        """The mean over texts, with its bootstrap interval over them."""
         count = len(self.values)
         drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
         means = (drawn @ (self.values * self.weights)) / (drawn @ self.weights)
         ends = np.percentile(means, INTERVAL)
         mean = float(np.average(self.values, weights=self.weights))
-        value, low, high = (math.exp(min(x, 700.0)) if self.power else float(x) for x in (mean, *ends))
+        value, low, high = (math.exp(min(x, 700.0)) if self.exponentiate else float(x) for x in (mean, *ends))
         return Quality(self.name, value, low, high, self.lower_is_better, count)
 
 
 def quality(model: Any, full: Any, batches: list[Any], loss: Loss | None = None) -> Quality:
-    """Accuracy with labels of a class, perplexity of a causal model's text, else the distance to the full model."""
-    return text_by_text(model, full, batches, loss).summed()
+    """Accuracy for labels of a class, perplexity for a causal model's text, else the distance to the full model."""
+    return quality_per_text(model, full, batches, loss).mean()
 
 
-def text_by_text(model: Any, full: Any, batches: list[Any], loss: Loss | None = None) -> Each:
-    """What `quality` is the mean of."""
-    objective = choose(model, batches[0], loss)
-    each, weights = [], []
-    right = objective.name == "labels"
+def quality_per_text(model: Any, full: Any, batches: list[Any], loss: Loss | None = None) -> QualityPerText:
+    """The values whose mean `quality` gives."""
+    objective = choose_objective(model, batches[0], loss)
+    values, weights = [], []
+    accuracy = objective.name == "labels"
     with torch.inference_mode():
         for batch in batches:
-            out = run(model, batch)
-            if right and out.logits.dim() == 2 and out.logits.shape[1] > 1:
-                found = (out.logits.argmax(-1) == batch["labels"]).double()
+            output = run(model, batch)
+            if accuracy and output.logits.dim() == 2 and output.logits.shape[1] > 1:
+                batch_values = (output.logits.argmax(-1) == batch["labels"]).double()
             else:
-                right = False
+                accuracy = False
                 reference = run(full, batch) if objective.relative else None
-                found = objective.damage(out, batch, reference).double()
+                batch_values = objective.damage(output, batch, reference).double()
                 if objective.relative:
-                    found = found.where(found > ROUNDING, 0.0)
-            each.append(found)
-            weights.append(predicted(batch) if objective.name == "text" else torch.ones(len(found)))
-    values, counts = torch.cat(each).cpu().numpy(), torch.cat(weights).double().cpu().numpy()
-    if right:
-        return Each("accuracy", values, counts, lower_is_better=False)
+                    batch_values = batch_values.where(batch_values > ROUNDING, 0.0)
+            values.append(batch_values)
+            weights.append(next_token_counts(batch) if objective.name == "text" else torch.ones(len(batch_values)))
+    all_values, all_weights = torch.cat(values).cpu().numpy(), torch.cat(weights).double().cpu().numpy()
+    if accuracy:
+        return QualityPerText("accuracy", all_values, all_weights, lower_is_better=False)
     if objective.name == "text":
-        return Each("perplexity", values, counts, power=True)
-    return Each(objective.words, values, counts)
+        return QualityPerText("perplexity", all_values, all_weights, exponentiate=True)
+    return QualityPerText(objective.description, all_values, all_weights)
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is."""
+    """The size of a model."""
 
     parameters: int
-    of_heads: int  # those that removing every head would save
-    cache: int  # bytes of the KV cache per token, cross-attention's per source token; 0 for models that keep none
+    of_heads: int  # parameters that removing every head would save
+    cache: int  # bytes of the KV cache per token, cross-attention's per source token; 0 for models without a cache
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def size(model: Any) -> Size:
-    found = {place.module: place for place in places(model)}
-    of_heads = sum(p.query * p.head_parameters + p.kv * p.kv_parameters for p in found.values())
-    width = next(model.parameters()).element_size()
-    cached = sum(p.kv * p.cache for p in found.values()) if _caches(model) else 0
-    return Size(sum(p.numel() for p in model.parameters()), of_heads, width * cached)
-
-
-def _caches(model: Any) -> bool:
-    return bool(getattr(model, "can_generate", lambda: False)())
+    """Parameters, those of heads, and KV-cache bytes of a model; a module that several layers share counts once."""
+    layers = {layer.module: layer for layer in attention_layers(model)}.values()
+    of_heads = sum(layer.query * layer.head_parameters + layer.kv * layer.kv_parameters for layer in layers)
+    generates = getattr(model, "can_generate", lambda: False)()
+    cached = sum(layer.kv * layer.cache for layer in layers) if generates else 0
+    number_bytes = next(model.parameters()).element_size()
+    return Size(sum(p.numel() for p in model.parameters()), of_heads, number_bytes * cached)

@@ -1,4 +1,4 @@
-"""Every score held against ablation, which is the truth: how well it ranks the heads, and what it costs."""
+"""Every score against ablation, the ground truth: how well it ranks the heads, and how long it takes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .importance import SCORES, importance
+from .importance import importance
+from .registry import scores
 
 MICHEL_2019 = "8 of 96 in the WMT model of Michel, Levy and Neubig (2019)"
-LEFT_OUT = ("ablation", "l0")  # the truth itself, and what must be trained
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedScore:
     """One score beside ablation."""
 
     score: str
-    correlation: float  # Spearman's, of the ranks of all heads
+    correlation: float  # Spearman's, over all heads
     seconds: float
 
 
 @dataclass(frozen=True)
-class Against:
-    """All scores, the best first."""
+class ScoreComparison:
+    """All scores beside ablation, the best first."""
 
-    objective: str  # what ablation counts
-    rows: list[Ranked]
+    objective: str  # what ablation measures
+    rows: list[RankedScore]
     seconds: float  # of ablation
     heads: int
-    alone: int | None  # heads whose removal alone is seen; None where damage is a distance, which is never below 0
+    alone: int | None  # heads whose removal alone changes the loss; None where damage is a distance, never below 0
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """How many single heads matter."""
         if self.alone is None:
             return "Any change adds to a distance from the full model: it cannot tell how many heads matter alone."
@@ -45,20 +45,22 @@ class Against:
         return asdict(self)
 
 
-def against_ablation(
+def compare_with_ablation(
     model: Any, batches: list[Any], *, seed: int = 0, progress: Callable[[int, int], None] | None = None
-) -> Against:
-    """Score all heads in every way that needs no training, on the same batches."""
-    started = time.perf_counter()
+) -> ScoreComparison:
+    """Score all heads by every score that needs no training, on the same batches; `progress` is that of ablation."""
+    start = time.perf_counter()
     truth = importance(model, batches, "ablation", seed=seed, progress=progress)
-    taken = time.perf_counter() - started
+    ablation_seconds = time.perf_counter() - start
     rows = []
-    for score in SCORES:
-        if score in LEFT_OUT:
+    for score in scores().values():
+        if score.trained or score.name == "ablation":
             continue
-        started = time.perf_counter()
-        found = importance(model, batches, score, seed=seed)
-        rows.append(Ranked(score, truth.correlation(found), time.perf_counter() - started))
+        start = time.perf_counter()
+        head_scores = importance(model, batches, score.name, seed=seed)
+        rows.append(RankedScore(score.name, truth.correlation(head_scores), time.perf_counter() - start))
     rows.sort(key=lambda row: -row.correlation)
     heads = sum(1 for _ in truth.rows())
-    return Against(truth.objective, rows, taken, heads, None if truth.relative else truth.significant())
+    return ScoreComparison(
+        truth.objective, rows, ablation_seconds, heads, None if truth.relative else truth.significant()
+    )

@@ -1,162 +1,180 @@
-"""What a run of pruning found, as JSON, Markdown and HTML."""
+"""The report of a pruning run: its values, the table that every form of it shows, and the files it is written to."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..files import written
-from ..terminal import neutralised, one_line
+from .output_directory import REPORT
+from .plan import Plan
+from .quality import Quality, Size
 
 if TYPE_CHECKING:
-    from .rank_scores import Against
-    from .session import Report
+    from ..models.surgery.saving import Saved
+    from .head_scores import HeadScores
+    from .rank_scores import ScoreComparison
 
+NOTICEABLE = 0.97  # a pruned model is faster where it takes at most this share of the full model's time
 Rows = list[tuple[str, str, str]]
-# what Markdown, or GitHub's form of it, reads as more than a character: HTML, links, tables, mathematics, mentions
-MARKS = re.compile(r"[\\`*_{}\[\]<>&|#!~$@:]")
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    return {
-        "model": report.model,
-        "asked": asdict(report.asked),
-        "plan": report.plan.to_json(),
-        "most_that_heads_can_save": {
-            "parameters": report.before.of_heads,
-            "of": report.before.parameters,
-            "share_of_time_in_attention_layers": report.attention_share,
-        },
-        "before": report.before.to_json(),
-        "after": report.after.to_json(),
-        "quality": {name: found.to_json() for name, found in report.quality.items()},
-        "latency_ms": [asdict(found) | {"ratio": found.ratio} for found in report.latency],
-        "verdict": report.verdict(),
-        "texts": {"scored": report.scored, "measured": report.measured},
-        "recovery_losses": report.losses,
-        "recovery_run": report.recovery_run,
-        "scores": report.scores.to_json() if report.scores is not None else None,
-        "against_ablation": report.against.to_json() if report.against else None,
-        "saved": report.saved.to_json() if report.saved else None,
-    }
+@dataclass(frozen=True)
+class PruneOptions:
+    """The user's choices, as `headwise prune` names them."""
+
+    keep: float | dict[str, float] = 0.6
+    score: str = "michel"
+    budget: str = "heads"
+    unit: str = "head"
+    per: str = "model"
+    steps: int = 1
+    zero: bool = False
+    compensate: str | None = None
+    allow_empty: bool = False
+    recover: int = 0
+    batch: int = 16
+    length: int = 128
+    seed: int = 0
+    compare: bool = False
 
 
-def ceiling(report: Report) -> str:
-    """The most that removing heads can save, before anything is removed."""
-    before = report.before
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds per pass of the full and of the pruned model, measured in turn."""
+
+    batch: int
+    length: int
+    full: float
+    pruned: float
+
+    @property
+    def ratio(self) -> float:
+        return self.pruned / self.full
+
+
+@dataclass
+class PruneReport:
+    """Everything that one run measured."""
+
+    model: str
+    options: PruneOptions
+    plan: Plan
+    before: Size
+    after: Size
+    quality: dict[str, Quality]  # "full", "pruned" and, after a recovery, "recovered"
+    latency: list[Latency]
+    attention_share: float  # of the full model's time, at the user's batch and length: the most that heads can save
+    scored: int  # texts that heads were scored on
+    measured: int  # texts that quality was measured on
+    saved: Saved | None = None
+    losses: list[float] = field(default_factory=list)  # of the recovery, step by step
+    scores: HeadScores | None = None  # by which the heads were chosen
+    comparison: ScoreComparison | None = None
+    recovery_run: str | None = None  # which recovery, as its checkpoint names it
+
+    def verdict(self) -> list[str]:
+        """Whether the pruned model is faster, one line per measured batch."""
+        lines = []
+        for measured in self.latency:
+            where = f"batch {measured.batch} x {measured.length} tokens"
+            times = f"{measured.full:.1f} ms before, {measured.pruned:.1f} ms after"
+            if measured.ratio > NOTICEABLE:
+                lines.append(f"not faster at {where}: {times}")
+            else:
+                lines.append(f"faster at {where}: {times} ({measured.ratio:.2f} of the time)")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "asked": asdict(self.options),
+            "plan": self.plan.to_json(),
+            "most_that_heads_can_save": {
+                "parameters": self.before.of_heads,
+                "of": self.before.parameters,
+                "share_of_time_in_attention_layers": self.attention_share,
+            },
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+            "quality": {name: measured.to_json() for name, measured in self.quality.items()},
+            "latency_ms": [asdict(measured) | {"ratio": measured.ratio} for measured in self.latency],
+            "verdict": self.verdict(),
+            "texts": {"scored": self.scored, "measured": self.measured},
+            "recovery_losses": self.losses,
+            "recovery_run": self.recovery_run,
+            "scores": self.scores.to_json() if self.scores is not None else None,
+            "against_ablation": self.comparison.to_json() if self.comparison else None,
+            "saved": self.saved.to_json() if self.saved else None,
+        }
+
+
+def savings_limit(report: PruneReport) -> str:
+    """The most that removing heads can save at all, in words."""
+    before, measured = report.before, report.latency[0]
     words = (
         f"all heads together are {before.of_heads:,} of {before.parameters:,} parameters "
         f"({before.of_heads / before.parameters:.0%}); the attention layers take {report.attention_share:.0%} "
-        f"of the time at batch {report.latency[0].batch} x {report.latency[0].length} tokens: "
-        "no plan can save more than that"
+        f"of the time at batch {measured.batch} x {measured.length} tokens: no plan can save more than that"
     )
-    return words + (f"; the KV cache is {before.cache:,} bytes a token" if before.cache else "")
+    return words + (f"; the KV cache is {before.cache:,} bytes per token" if before.cache else "")
 
 
-def rows(report: Report) -> Rows:
-    """name, before, after"""
-    before, after, found = report.before, report.after, report.quality
-    table: Rows = [
+def comparison_rows(report: PruneReport) -> Rows:
+    """(name, before, after) of everything that pruning changes."""
+    before, after, full = report.before, report.after, report.quality["full"]
+    rows: Rows = [
         ("heads", f"{report.plan.total}", f"{report.plan.total - report.plan.removed}"),
-        ("parameters", f"{before.parameters:,}", _share(after.parameters, before.parameters)),
+        ("parameters", f"{before.parameters:,}", _with_share(after.parameters, before.parameters)),
     ]
     if before.cache:
-        table.append(("KV cache, bytes a token", f"{before.cache:,}", _share(after.cache, before.cache)))
-    full = found["full"]
-    for name, words in (("pruned", full.name), ("recovered", f"{full.name}, after recovery")):
-        if name in found:
-            table.append((words, _interval(full), _interval(found[name])))
+        rows.append(("KV cache, bytes per token", f"{before.cache:,}", _with_share(after.cache, before.cache)))
+    for name, label in (("pruned", full.name), ("recovered", f"{full.name}, after recovery")):
+        if name in report.quality:
+            rows.append((label, _with_interval(full), _with_interval(report.quality[name])))
     for measured in report.latency:
-        where = f"ms a pass, batch {measured.batch} x {measured.length}"
-        table.append((where, f"{measured.full:.1f}", f"{measured.pruned:.1f} ({measured.ratio:.2f})"))
-    return table
+        label = f"ms per pass, batch {measured.batch} x {measured.length}"
+        rows.append((label, f"{measured.full:.1f}", f"{measured.pruned:.1f} ({measured.ratio:.2f})"))
+    return rows
 
 
-def _share(after: int, before: int) -> str:
-    return f"{after:,} ({after / before:.1%})"
+def score_rows(comparison: ScoreComparison) -> Rows:
+    """(score, rank correlation with ablation, seconds), ablation itself last."""
+    rows = [(row.score, f"{row.correlation:.2f}", f"{row.seconds:.1f}") for row in comparison.rows]
+    return [*rows, ("ablation", "1.00", f"{comparison.seconds:.1f}")]
 
 
-def _interval(found: Any) -> str:
-    return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
-
-
-def plain(text: str) -> str:
-    """A text of others, such as a model's name, as it is shown in Markdown: nothing in it is a mark."""
-    return MARKS.sub(lambda found: "\\" + found[0], one_line(text))
-
-
-def code(text: str) -> str:
-    """A text of others as a code span, delimited by more backticks than it has in a row."""
-    text = one_line(text)
-    ticks = _fence(text, 1)
-    space = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{ticks}{space}{text}{space}{ticks}"
-
-
-def _fence(text: str, least: int) -> str:
-    return "`" * max([least, *(1 + len(run) for run in re.findall("`+", text))])
-
-
-def markdown(report: Report) -> str:
-    drawn = neutralised(str(report.plan))
-    fence = _fence(drawn, 3)
-    parts = [
-        f"# {plain(report.model)}, {report.plan.removed} of {report.plan.total} heads removed",
-        f"The most that removing heads can save: {ceiling(report)}.",
-        "| | before | after |\n|---|--:|--:|\n" + "\n".join(f"| {plain(a)} | {b} | {c} |" for a, b, c in rows(report)),
-        "\n".join(f"- {line}" for line in report.verdict()),
-        f"Heads were scored on {report.scored} texts and measured on {report.measured} others; intervals are 95 %, by "
-        "bootstrap over texts; times are medians of 7 interleaved passes.",
-        f"## The plan\n{fence}text\n{drawn}\n{fence}",
-    ]
-    if report.against is not None:
-        lines = "\n".join(f"| {plain(a)} | {b} | {c} |" for a, b, c in compared(report.against))
-        parts.append(
-            f"## Scores against ablation\n| score | rank correlation | seconds |\n|---|--:|--:|\n{lines}\n\n"
-            + plain(report.against.words())
-        )
-    if report.losses:
-        parts.append(f"## Recovery\n{plain(recovered(report))}")
-    if report.saved:
-        saved = report.saved
-        parts.append(f"## Saved\nForm: {saved.form} ({plain(saved.why)}). Load it with {code(saved.load)}.")
-    return "\n\n".join(parts) + "\n"
-
-
-def recovered(report: Report) -> str:
-    first, last = report.losses[0], sum(report.losses[-10:]) / len(report.losses[-10:])
-    found = report.quality
+def recovery_summary(report: PruneReport) -> str:
+    """What the recovery did to its loss and to the quality on texts that it did not see."""
+    last = report.losses[-10:]
+    full, pruned, recovered = (report.quality[name] for name in ("full", "pruned", "recovered"))
     return (
-        f"{len(report.losses)} steps of distillation from the full model; its loss went from {first:.4g} to {last:.4g} "
-        f"(mean of the last ten steps). {found['full'].name} on texts that it did not see: {_interval(found['full'])} "
-        f"in full, {_interval(found['pruned'])} pruned, {_interval(found['recovered'])} recovered."
+        f"{len(report.losses)} steps of distillation from the full model; its loss went from {report.losses[0]:.4g} to "
+        f"{sum(last) / len(last):.4g} (mean of the last ten steps). {full.name} on texts that it did not see: "
+        f"{_with_interval(full)} in full, {_with_interval(pruned)} pruned, {_with_interval(recovered)} recovered."
     )
 
 
-def compared(found: Against) -> Rows:
-    """score, rank correlation with ablation, seconds"""
-    rows = [(row.score, f"{row.correlation:.2f}", f"{row.seconds:.1f}") for row in found.rows]
-    return [*rows, ("ablation", "1.00", f"{found.seconds:.1f}")]
-
-
-def write(report: Report, folder: Path, picture: bool = False) -> None:
-    """pruning.md, pruning.html and pruning.json in a directory."""
+def write_report(report: PruneReport, folder: Path, picture: bool = False) -> None:
+    """pruning.md, pruning.html and pruning.json in a directory; picture: curve.png is there too."""
     from .report_html import page
+    from .report_markdown import markdown
 
-    text = json.dumps(to_json(report), indent=2)
     for name, content in (
         ("pruning.md", markdown(report)),
         ("pruning.html", page(report, picture)),
-        ("pruning.json", text + "\n"),
+        (REPORT, json.dumps(report.to_json(), indent=2) + "\n"),
     ):
-        put(folder / name, content)
+        with written(folder / name, CheckpointError) as made:
+            made.write_text(content, encoding="utf-8")
 
 
-def put(path: Path, content: str) -> None:
-    """A file written aside and moved into place."""
-    with written(path, CheckpointError) as made:
-        made.write_text(content, encoding="utf-8")
+def _with_share(after: int, before: int) -> str:
+    return f"{after:,} ({after / before:.1%})"
+
+
+def _with_interval(measured: Quality) -> str:
+    return f"{measured.value:.4g} ({measured.low:.4g} to {measured.high:.4g})"

@@ -1,18 +1,20 @@
-"""The report of a run of pruning as one HTML page, without anything from elsewhere."""
+"""The report of a pruning run as one HTML page that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 import html
 from base64 import b64encode
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from ..terminal import one_line
-from .report import ceiling, compared, recovered, rows
+from .report import PruneReport, comparison_rows, recovery_summary, savings_limit, score_rows
 
 if TYPE_CHECKING:
-    from .rank_scores import Against
-    from .session import Report
+    from .rank_scores import ScoreComparison
+
+HeadKey = tuple[str, int, int]  # kind, layer, head
 
 SHADES = 20  # steps from the least to the most important head; classes, since the policy allows no style attribute
 STYLE = """
@@ -60,69 +62,70 @@ PAGE = """<!doctype html>
 """
 
 
-def said(text: str) -> str:
-    """A text of others in HTML: a model's name may be "<b>"."""
+def escape(text: str) -> str:
+    """A text from outside on one line of HTML: a model's name may be "<b>"."""
     return html.escape(one_line(text))
 
 
-def page(report: Report, picture: bool = False) -> str:
-    cells = "".join(f"<tr><td>{said(a)}</td><td>{said(b)}</td><td>{said(c)}</td></tr>" for a, b, c in rows(report))
+def page(report: PruneReport, picture: bool = False) -> str:
+    """The whole page; picture: curve.png lies beside it."""
     return PAGE.format(
         policy=html.escape(POLICY),
         style=STYLE,
-        title=said(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
-        ceiling=said(ceiling(report)),
-        table=cells,
-        verdict="".join(f"<li>{said(line)}</li>" for line in report.verdict()),
+        title=escape(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
+        ceiling=escape(savings_limit(report)),
+        table=_table_rows(comparison_rows(report)),
+        verdict="".join(f"<li>{escape(line)}</li>" for line in report.verdict()),
         texts=f"Scored on {report.scored} texts, measured on {report.measured} others; 95 % intervals by bootstrap.",
         picture='<img src="curve.png" alt="Quality against the share of heads kept" width="800">' if picture else "",
-        heads=_heads(report),
-        notes="".join(f"<p>{said(note)}</p>" for note in report.plan.notes),
-        against=_against(report.against) if report.against is not None else "",
-        recovery=f"<h2>Recovery</h2><p>{said(recovered(report))}</p>" if report.losses else "",
-        saved=said(str(report.saved)) if report.saved else "",
+        heads=_head_map(report),
+        notes="".join(f"<p>{escape(note)}</p>" for note in report.plan.notes),
+        against=_score_section(report.comparison) if report.comparison is not None else "",
+        recovery=f"<h2>Recovery</h2><p>{escape(recovery_summary(report))}</p>" if report.losses else "",
+        saved=escape(str(report.saved)) if report.saved else "",
     )
 
 
-def _heads(report: Report) -> str:
-    """Every head as a cell, the darker the more it matters within the model; those that go are crossed out."""
-    made = report.plan
-    told, ranks = _told(report)
-    gone = {(key if isinstance(key, tuple) else (made.layers[0][0], key)): set(off) for key, off in made.heads.items()}
+def _table_rows(rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+
+
+def _head_map(report: PruneReport) -> str:
+    """Every head as a cell, the darker the more it matters within the model; removed heads are crossed out."""
+    plan = report.plan
+    tips, ranks = _tips_and_ranks(report)
+    removed = {(key if isinstance(key, tuple) else (plan.layers[0][0], key)): set(h) for key, h in plan.heads.items()}
     lines = []
-    for kind, index, query, _ in made.layers:
-        off = gone.get((kind, index), set())
-        cells = [
-            _cell(head, head in off, told.get((kind, index, head)), ranks.get((kind, index, head)))
-            for head in range(query)
-        ]
-        name = said(f"{kind} {index}")
-        lines.append(f"<tr><th>{name}</th>{''.join(cells)}<th>{query - len(off)} of {query}</th></tr>")
-    words = f"{made.removed} of {made.total} heads go (score: {made.score}, budget: {made.budget}), marked ×."
+    for kind, index, query, _ in plan.layers:
+        gone = removed.get((kind, index), set())
+        keys = [(kind, index, head) for head in range(query)]
+        cells = "".join(_head_cell(key[2], key[2] in gone, tips.get(key), ranks.get(key)) for key in keys)
+        name = escape(f"{kind} {index}")
+        lines.append(f"<tr><th>{name}</th>{cells}<th>{query - len(gone)} of {query}</th></tr>")
+    legend = f"{plan.removed} of {plan.total} heads go (score: {plan.score}, budget: {plan.budget}), marked ×."
     shades = " The darker a head, the higher it ranks in the model." if ranks else ""
-    return f'<p>{said(words + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
+    return f'<p>{escape(legend + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _told(report: Report) -> tuple[dict[tuple[str, int, int], str], dict[tuple[str, int, int], float]]:
-    """For each head its score in words, and its rank from 0 to 1; nothing where heads were not scored one by one."""
+def _tips_and_ranks(report: PruneReport) -> tuple[dict[HeadKey, str], dict[HeadKey, float]]:
+    """For each head its score in words, and its rank from 0 to 1; empty where heads were not scored singly."""
     if report.scores is None or report.scores.unit != "head":
         return {}, {}
     rows = list(report.scores.rows())
-    told = {row[:3]: f"{report.scores.name} {row[3]:.3g} ({row[4]:.3g} to {row[5]:.3g})" for row in rows}
-    order = sorted(rows, key=lambda row: row[3])
-    return told, {row[:3]: i / max(len(rows) - 1, 1) for i, row in enumerate(order)}
+    tips = {row[:3]: f"{report.scores.name} {row[3]:.3g} ({row[4]:.3g} to {row[5]:.3g})" for row in rows}
+    ascending = sorted(rows, key=lambda row: row[3])
+    return tips, {row[:3]: i / max(len(rows) - 1, 1) for i, row in enumerate(ascending)}
 
 
-def _cell(head: int, gone: bool, told: str | None, rank: float | None) -> str:
+def _head_cell(head: int, removed: bool, tip: str | None, rank: float | None) -> str:
     shade = f"s{round(SHADES * (0.5 if rank is None else rank))}"
-    tip = said(", ".join(filter(None, (f"head {head}", told, "removed" if gone else ""))))
-    return f'<td class="{"gone " * gone}{shade}" title="{tip}">{"×" if gone else head}</td>'
+    title = escape(", ".join(filter(None, (f"head {head}", tip, "removed" if removed else ""))))
+    return f'<td class="{"gone " * removed}{shade}" title="{title}">{"×" if removed else head}</td>'
 
 
-def _against(found: Against) -> str:
-    cells = "".join(f"<tr><td>{said(a)}</td><td>{b}</td><td>{c}</td></tr>" for a, b, c in compared(found))
-    head = "<tr><th>score</th><th>rank correlation</th><th>seconds</th></tr>"
+def _score_section(comparison: ScoreComparison) -> str:
+    header = "<tr><th>score</th><th>rank correlation</th><th>seconds</th></tr>"
     return (
-        f"<h2>Scores against ablation</h2><table><thead>{head}</thead><tbody>{cells}</tbody></table>"
-        f"<p>{said(found.words())}</p>"
+        f"<h2>Scores against ablation</h2><table><thead>{header}</thead>"
+        f"<tbody>{_table_rows(score_rows(comparison))}</tbody></table><p>{escape(comparison.summary())}</p>"
     )

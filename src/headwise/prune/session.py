@@ -1,314 +1,265 @@
-"""One run of pruning from texts to a saved model: scores, plan, surgery, recovery, and what came of it."""
+"""One pruning run from texts to a saved model: score, plan, cut, recover, measure, save."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import folder_written, remove_leftovers
+from ..files import folder_written
 from ..models.surgery.removal import prune_heads
 from ..models.surgery.saving import Saved, save
 from ..roles.json_documents import parse_json
-from .batches import Texts
+from .batches import TextBatches
+from .head_scores import HeadScores
 from .importance import importance
-from .latency import attention_time, times
-from .plan import Plan, in_steps, plan
-from .quality import Quality, Size, quality, size
-from .rank_scores import Against, against_ablation
-from .recover import kept_note, recover, run_id
-from .scores import Scores
+from .latency import attention_time, pass_times
+from .output_directory import check_output, make_parent, recovery_file
+from .plan import Plan, PlanOptions, plan, plan_in_steps
+from .quality import Quality, quality, size
+from .rank_scores import ScoreComparison, compare_with_ablation
+from .recovery import recover
+from .recovery_checkpoint import read_note, run_id
+from .report import Latency, PruneOptions, PruneReport, write_report
 
-LONGEST_NAME = 255  # bytes of a file's name
-Progress = Callable[[str, int, int], None]  # what is going on, steps done, steps in all
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user wants."""
-
-    keep: float | dict[str, float] = 0.6
-    score: str = "michel"
-    budget: str = "heads"
-    unit: str = "head"
-    per: str = "model"
-    steps: int = 1
-    zero: bool = False
-    compensate: str | None = None
-    allow_empty: bool = False
-    recover: int = 0
-    batch: int = 16
-    length: int = 128
-    seed: int = 0
-    compare: bool = False
+Progress = Callable[[str, int, int], None]  # the kind of work, steps done, steps in all
+ATTENTION_ROUNDS = 3  # of timing the attention layers
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Milliseconds a pass of the full and the pruned model, measured in turn."""
-
-    batch: int
-    length: int
-    full: float
-    pruned: float
-
-    @property
-    def ratio(self) -> float:
-        return self.pruned / self.full
-
-
-@dataclass
-class Report:
-    """All that one run found."""
-
-    model: str
-    asked: Asked
-    plan: Plan
-    before: Size
-    after: Size
-    quality: dict[str, Quality]  # "full", "pruned" and, where asked, "recovered"
-    latency: list[Latency]
-    attention_share: float  # of the full model's time, at the user's batch and length: the most that heads can save
-    scored: int
-    measured: int
-    saved: Saved | None = None
-    losses: list[float] = field(default_factory=list)
-    scores: Scores | None = None  # by which the heads were chosen
-    against: Against | None = None
-    recovery_run: str | None = None  # which recovery, as its checkpoint says it
-
-    def verdict(self) -> list[str]:
-        """Whether it is faster, in plain words."""
-        lines = []
-        for found in self.latency:
-            where = f"batch {found.batch} x {found.length} tokens"
-            if found.ratio > 0.97:
-                lines.append(f"not faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after")
-            else:
-                lines.append(
-                    f"faster at {where}: {found.full:.1f} ms before, {found.pruned:.1f} ms after "
-                    f"({found.ratio:.2f} of the time)"
-                )
-        return lines
-
-
-def pruned_and_measured(
+def prune_and_measure(
     model: Any,
     name: str,
-    texts: Texts,
-    asked: Asked,
+    texts: TextBatches,
+    options: PruneOptions,
     out: Path,
     *,
-    given: Plan | None,
+    saved_plan: Plan | None,
     progress: Progress,
-    scored: Callable[..., Scores] = importance,
-    trained: Callable[..., list[float]] = recover,
+    compute_scores: Callable[..., HeadScores] = importance,
+    train: Callable[..., list[float]] = recover,
     first: bool = True,
-) -> tuple[Any, Report]:
-    """The pruned model and the report; nothing is written but the checkpoint of a recovery, which `kept` removes.
+) -> tuple[Any, PruneReport]:
+    """The pruned model and its report. Only the checkpoint of a recovery is written, which `save_result` removes.
 
-    scored and trained: how heads are scored and recovery goes, where several processes share both; the first of them
-    measures quality and time, in the report of the others they are not there.
+    Args:
+        model, name: the full model, and what the report calls it.
+        texts: batches to score with, and others to measure on.
+        options: the user's choices.
+        out: the directory that the model will be saved to; the checkpoint of a recovery lies beside it.
+        saved_plan: a plan to follow instead of scoring.
+        progress: called with the kind of work, the steps done and the steps in all.
+        compute_scores, train: stand in for `importance` and `recover` where several processes share the work.
+        first: this process measures quality and time; the reports of the others lack both.
     """
-    made, scores = (given, None) if given else _planned(model, texts, asked, progress, scored, _noted_plan(asked, out))
-    made.check(model)
-    against = None
-    if asked.compare and first:
-        against = against_ablation(
-            model, texts.scoring, seed=asked.seed, progress=lambda done, total: progress("ablation", done, total)
-        )
-    smaller = prune_heads(
-        model,
-        made,
-        zero=asked.zero,
-        compensate=asked.compensate,
-        batches=texts.scoring if asked.compensate == "mean" else None,
-        allow_empty=asked.allow_empty,
-    )
-    found = {}
+    head_scores = None
+    if saved_plan is not None:
+        chosen = saved_plan
+    else:
+        chosen, head_scores = _choose_heads(model, texts, options, out, progress, compute_scores)
+    chosen.check(model)
+    comparison = _compare_scores(model, texts, options, progress) if options.compare and first else None
+    smaller = _cut(model, chosen, texts, options)
+    qualities: dict[str, Quality] = {}
     if first:
-        found = {"full": quality(model, model, texts.measuring), "pruned": quality(smaller, model, texts.measuring)}
+        qualities["full"] = quality(model, model, texts.measuring)
+        qualities["pruned"] = quality(smaller, model, texts.measuring)
     losses: list[float] = []
-    if asked.recover:
-        _make_parent(out)
-        losses = trained(
-            smaller,
-            model,
-            texts.scoring,
-            asked.recover,
-            checkpoint=recovery_file(out),
-            note=_note(asked, made),
-            keep=True,  # what fails from here on must not cost the training
-            progress=lambda done, total: progress("recovery", done, total),
-        )
+    if options.recover:
+        losses = _recover(smaller, model, chosen, texts, options, out, progress, train)
         if first:
-            found["recovered"] = quality(smaller, model, texts.measuring)
-    latency, share = _latency(model, smaller, texts, asked, progress) if first else ([], 0.0)
-    report = Report(
-        name, asked, made, size(model), size(smaller), found, latency, share, texts.scored, texts.measured,
-        losses=losses, scores=scores, against=against, recovery_run=run_id(recovery_file(out)) if losses else None,
-    )  # fmt: skip
+            qualities["recovered"] = quality(smaller, model, texts.measuring)
+    latency, attention_share = _measure_latency(model, smaller, options, progress) if first else ([], 0.0)
+    report = PruneReport(
+        model=name,
+        options=options,
+        plan=chosen,
+        before=size(model),
+        after=size(smaller),
+        quality=qualities,
+        latency=latency,
+        attention_share=attention_share,
+        scored=texts.scored,
+        measured=texts.measured,
+        losses=losses,
+        scores=head_scores,
+        comparison=comparison,
+        recovery_run=run_id(recovery_file(out)) if losses else None,
+    )
     return smaller, report
 
 
-def _planned(
+def _choose_heads(
     model: Any,
-    texts: Texts,
-    asked: Asked,
+    texts: TextBatches,
+    options: PruneOptions,
+    out: Path,
     progress: Progress,
-    scored: Callable[..., Scores],
-    noted: Plan | None,
-) -> tuple[Plan, Scores | None]:
-    how: dict[str, Any] = {"per": asked.per, "unit": asked.unit, "allow_empty": asked.allow_empty}
-    if asked.steps > 1:
-        if asked.budget == "latency" or isinstance(asked.keep, dict):
+    compute_scores: Callable[..., HeadScores],
+) -> tuple[Plan, HeadScores | None]:
+    """The plan, and the scores it was made from; several steps have one set of scores each, and none is returned."""
+    plan_options: PlanOptions = {
+        "budget": options.budget,
+        "per": options.per,
+        "unit": options.unit,
+        "allow_empty": options.allow_empty,
+    }
+    if options.steps > 1:
+        if options.budget == "latency" or isinstance(options.keep, dict):
             raise HeadwiseError(
                 "steps are for one share of heads, parameters or cache; not latency, not shares by kind"
             )
-        stepwise = in_steps(
-            model, texts.scoring, asked.keep, asked.score, asked.steps, budget=asked.budget, **how,
-            scoring={"seed": asked.seed}, scored=scored,
+        stepwise = plan_in_steps(
+            model,
+            texts.scoring,
+            options.keep,
+            options.score,
+            options.steps,
+            seed=options.seed,
             progress=lambda done, total: progress("scoring in steps", done, total),
-        )  # fmt: skip
-        return stepwise, None  # there were several scores, each of what was left
-    scores = scored(
-        model, texts.scoring, asked.score, seed=asked.seed,
-        progress=lambda done, total: progress(f"scoring by {asked.score}", done, total),
-    )  # fmt: skip
-    if asked.budget == "latency" and noted is not None:  # another measurement would give another plan
-        return noted, scores
-    inputs = sample(model, asked.batch, asked.length) if asked.budget == "latency" else None
-    return plan(scores, asked.keep, budget=asked.budget, model=model, inputs=inputs, **how), scores
-
-
-def sample(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Random tokens of a size, to measure time with."""
-    vocabulary = getattr(model.config, "vocab_size", None)
-    most = getattr(model.config, "max_position_embeddings", None) or length
-    if not isinstance(vocabulary, int):
-        raise HeadwiseError(f"{type(model).__name__} reads no tokens; its time cannot be measured here")
-    random = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (batch, min(length, most)), generator=random)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return given | ({"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {})
-
-
-def _latency(model: Any, smaller: Any, texts: Texts, asked: Asked, progress: Progress) -> tuple[list[Latency], float]:
-    found = []
-    share = 0.0
-    sizes = list(dict.fromkeys([asked.batch, 1]))
-    for done, batch in enumerate(sizes):
-        given = sample(model, batch, asked.length)
-        taken = times({"full": model, "pruned": smaller}, given)
-        length = given["input_ids"].shape[1]
-        found.append(Latency(batch, length, 1000 * taken["full"], 1000 * taken["pruned"]))
-        if batch == asked.batch:
-            share = attention_time(model, given, 3) / taken["full"]
-        progress("timing", done + 1, len(sizes))
-    return found, min(share, 1.0)
-
-
-def recovery_file(out: Path) -> Path:
-    """The checkpoint of a recovery, beside the directory that its model goes to."""
-    return out.parent / f".{out.name}.recovery.safetensors"
-
-
-def check_out(out: Path, overwrite: bool) -> None:
-    """The pruned model can go there; a recovery whose result is there already is not kept any longer."""
-    if "\0" in str(out) or not out.name:
-        raise HeadwiseError(f"{str(out)!r} cannot be made: give a new directory, by its name")
-    if Path.cwd().is_relative_to(os.path.realpath(out)):
-        raise HeadwiseError(f"{str(out)!r} is the current directory, which is not replaced; give a new directory")
-    try:
-        os.path.realpath(out).encode()
-    except UnicodeEncodeError:  # no safetensors can be there
-        raise HeadwiseError(f"{str(out)!r} is not a path in UTF-8; give another directory") from None
-    if len(os.fsencode(recovery_file(out).name)) > LONGEST_NAME:
-        raise HeadwiseError(
-            f"{out.name[:40]!r}... is too long for a directory and what is kept beside it; give a shorter name"
+            compute_scores=compute_scores,
+            **plan_options,
         )
-    remove_leftovers(out.parent)  # which finishes a replacement that only lacked its last rename
-    remove_leftovers(out)
-    there = next((folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder)), out)
-    if there != out and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise HeadwiseError(f"{str(out)!r} cannot be made: {str(there)!r} is no directory that can be written to")
+        return stepwise, None
+    scores = compute_scores(
+        model,
+        texts.scoring,
+        options.score,
+        seed=options.seed,
+        progress=lambda done, total: progress(f"scoring by {options.score}", done, total),
+    )
+    if options.budget != "latency":
+        return plan(scores, options.keep, **plan_options), scores
+    interrupted = _interrupted_plan(options, out)
+    if interrupted is not None:  # another measurement would give another plan
+        return interrupted, scores
+    inputs = timing_inputs(model, options.batch, options.length)
+    return plan(scores, options.keep, model=model, inputs=inputs, **plan_options), scores
+
+
+def _compare_scores(model: Any, texts: TextBatches, options: PruneOptions, progress: Progress) -> ScoreComparison:
+    return compare_with_ablation(
+        model, texts.scoring, seed=options.seed, progress=lambda done, total: progress("ablation", done, total)
+    )
+
+
+def _cut(model: Any, chosen: Plan, texts: TextBatches, options: PruneOptions) -> Any:
+    return prune_heads(
+        model,
+        chosen,
+        zero=options.zero,
+        compensate=options.compensate,
+        batches=texts.scoring if options.compensate == "mean" else None,
+        allow_empty=options.allow_empty,
+    )
+
+
+def _recover(
+    smaller: Any,
+    model: Any,
+    chosen: Plan,
+    texts: TextBatches,
+    options: PruneOptions,
+    out: Path,
+    progress: Progress,
+    train: Callable[..., list[float]],
+) -> list[float]:
+    """Train the pruned model in place; the losses of all steps."""
+    make_parent(out)
+    return train(
+        smaller,
+        model,
+        texts.scoring,
+        options.recover,
+        checkpoint=recovery_file(out),
+        note=_checkpoint_note(options, chosen),
+        keep=True,  # a failure after this must not cost the training
+        progress=lambda done, total: progress("recovery", done, total),
+    )
+
+
+def _checkpoint_note(options: PruneOptions, chosen: Plan) -> str:
+    """What a checkpoint says about its run, beside what identifies it."""
+    return json.dumps({"asked": asdict(options), "plan": chosen.to_json()})
+
+
+def _interrupted_plan(options: PruneOptions, out: Path) -> Plan | None:
+    """The plan of an interrupted recovery with the same options."""
     try:
-        names = {path.name for path in out.iterdir()} if out.is_dir() else {""}
-    except OSError as error:
-        raise HeadwiseError(f"{str(out)!r} cannot be read: {error.strerror or error}") from error
-    if there != out or not names:
-        return
-    if overwrite and out.is_dir():
-        if "config.json" not in names:  # a home directory, given by mistake
-            raise HeadwiseError(f"{str(out)!r} holds something else than a model, and is not replaced; empty it first")
-        return
-    run = run_id(recovery_file(out))
-    if run is not None and run == _saved_run(out):  # the run was killed after its last rename
-        recovery_file(out).unlink(missing_ok=True)
-    raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
-
-
-def _note(asked: Asked, made: Plan) -> str:
-    """What a checkpoint says of its run beside what it is keyed by."""
-    return json.dumps({"asked": asdict(asked), "plan": made.to_json()})
-
-
-def _noted_plan(asked: Asked, out: Path) -> Plan | None:
-    """The plan of a recovery that was interrupted, where the same was asked for then."""
-    try:
-        found = parse_json(kept_note(recovery_file(out)))
-        same = isinstance(found, dict) and found.get("asked") == parse_json(json.dumps(asdict(asked)))
-        return Plan.from_json(found.get("plan")) if same else None
+        note = parse_json(read_note(recovery_file(out)))
+        same = isinstance(note, dict) and note.get("asked") == parse_json(json.dumps(asdict(options)))
+        return Plan.from_json(note.get("plan")) if same else None
     except ValueError:
         return None
 
 
-def _make_parent(out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{str(out.parent)!r} cannot be made: {error.strerror or error}") from error
+def timing_inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens (batch, length) to measure time with, no longer than the model's positions."""
+    vocabulary = getattr(model.config, "vocab_size", None)
+    positions = getattr(model.config, "max_position_embeddings", None) or length
+    if not isinstance(vocabulary, int):
+        raise HeadwiseError(f"{type(model).__name__} reads no tokens; its time cannot be measured here")
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (batch, min(length, positions)), generator=random)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return inputs | ({"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {})
 
 
-def _saved_run(out: Path) -> str | None:
-    """The recovery whose model is in a directory, as its report says."""
-    try:
-        found = parse_json((out / "pruning.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found.get("recovery_run") if isinstance(found, dict) else None
+def _measure_latency(
+    model: Any, smaller: Any, options: PruneOptions, progress: Progress
+) -> tuple[list[Latency], float]:
+    """Times of both models at the user's batch and at one text, and the share of attention at the user's batch."""
+    latency = []
+    attention_share = 0.0
+    batch_sizes = list(dict.fromkeys([options.batch, 1]))
+    for done, batch in enumerate(batch_sizes):
+        inputs = timing_inputs(model, batch, options.length)
+        seconds = pass_times({"full": model, "pruned": smaller}, inputs)
+        length = inputs["input_ids"].shape[1]
+        latency.append(Latency(batch, length, 1000 * seconds["full"], 1000 * seconds["pruned"]))
+        if batch == options.batch:
+            attention_share = attention_time(model, inputs, ATTENTION_ROUNDS) / seconds["full"]
+        progress("timing", done + 1, len(batch_sizes))
+    return latency, min(attention_share, 1.0)
 
 
-def kept(
-    smaller: Any, report: Report, out: Path, overwrite: bool, more: Callable[[Path], None] | None = None
-) -> Report:
-    """Save the model with its plan and report, all or nothing; then the checkpoint of its recovery goes.
+def save_result(
+    smaller: Any,
+    report: PruneReport,
+    out: Path,
+    overwrite: bool,
+    write_extra: Callable[[Path], None] | None = None,
+) -> PruneReport:
+    """Save the model with its plan and report, all or nothing; then remove the checkpoint of its recovery.
 
-    more: writes other files into the same directory, such as the curve.
+    Args:
+        smaller, report: from `prune_and_measure`.
+        out: the directory.
+        overwrite: replace a model that is there.
+        write_extra: writes further files into the same directory, such as the curve.
+
+    Returns:
+        The report, with `saved` filled in.
     """
-    from .report import write
-
-    check_out(out, overwrite)
-    done = copy.copy(report)
-    _make_parent(out)
+    check_output(out, overwrite)
+    finished = copy.copy(report)
+    make_parent(out)
     with folder_written(out, CheckpointError) as folder:
-        done.saved = _moved(save(smaller, folder), folder, out)
-        done.plan.save(folder / "plan.json")
-        if more is not None:
-            more(folder)
-        write(done, folder, picture=more is not None)
-    if done.recovery_run is not None:  # else it is another run's
+        finished.saved = _at_destination(save(smaller, folder), folder, out)
+        finished.plan.save(folder / "plan.json")
+        if write_extra is not None:
+            write_extra(folder)
+        write_report(finished, folder, picture=write_extra is not None)
+    if finished.recovery_run is not None:  # else the checkpoint is another run's
         recovery_file(out).unlink(missing_ok=True)
-    return done
+    return finished
 
 
-def _moved(saved: Saved, folder: Path, out: Path) -> Saved:
-    """What was saved in one directory, as it is told when that is renamed to another."""
+def _at_destination(saved: Saved, folder: Path, out: Path) -> Saved:
+    """What was saved in a temporary folder, described as it will be after the folder is renamed."""
     return replace(saved, path=str(out), load=saved.load.replace(repr(str(folder)), repr(str(out))))

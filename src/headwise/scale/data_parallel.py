@@ -23,9 +23,11 @@ from torch import nn
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from ..files import written
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
-from ..prune.importance import SCORES, UNITS, merged
+from ..prune.attention_layers import UNITS
+from ..prune.head_scores import HeadScores
 from ..prune.importance import importance as importance_of
-from ..prune.scores import Scores
+from ..prune.importance import merge_examples
+from ..prune.registry import scores as registered_scores
 from ..roles.atlas.atlas import SUMS, Atlas
 from ..roles.atlas.build import atlas as atlas_of
 from ..roles.atlas.build import given
@@ -107,7 +109,7 @@ def importance(
     progress: Callable[[int, int], None] | None = None,
     timeout: float = PATIENCE,
     **how: Any,
-) -> Scores:
+) -> HeadScores:
     """headwise.importance over the ranks there are: each scores its part of the batches, and all get all scores."""
     ranks = ranks_of(timeout=timeout)
     kept = list(batches)
@@ -126,8 +128,8 @@ def importance(
 
     if ranks.count > 1:
         ranks.agree("what to score", words)
-    # every rank computes the whole of a score that does not come apart by batches
-    apart = score in SCORES and SCORES[score].additive and unit in UNITS
+    known = registered_scores().get(score)
+    apart = known is not None and known.additive and unit in UNITS  # else every rank scores all batches
     if ranks.count == 1 or not apart or len(kept) < 2:
         shown = progress if ranks.first else None
         return importance_of(model, kept, score, loss, unit=unit, seed=seed, progress=shown, **how)
@@ -139,7 +141,9 @@ def importance(
             for number in todo:
                 ledger.add(
                     number,
-                    importance_of(model, [kept[number]], score, loss, unit=unit, seed=seed, numbers=[number], **how),
+                    importance_of(
+                        model, [kept[number]], score, loss, unit=unit, seed=seed, batch_numbers=[number], **how
+                    ),
                 )
                 if progress and ranks.first:
                     progress(min(len(kept), len(ledger.done) * ranks.count), len(kept))
@@ -147,7 +151,7 @@ def importance(
         each, _ = ledger.all(len(kept))
         ranks.barrier("the merging of the scores")
         ledger.file.unlink(missing_ok=True)
-    return merged(model, kept, score, loss, unit, each)
+    return merge_examples(model, kept, score, loss, unit, each)
 
 
 class Ledger:
@@ -165,7 +169,7 @@ class Ledger:
     def _of(self, rank: int) -> Path:
         return self.folder / f"scores-{rank}-of-{self.ranks.count}.safetensors"
 
-    def add(self, number: int, found: Scores) -> None:
+    def add(self, number: int, found: HeadScores) -> None:
         """One more batch."""
         self.done[number], self.objective = found.examples, found.objective
         if time.monotonic() - self.kept > EVERY:

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UnsupportedError
-from ..prune.recover import Alone
-from ..prune.recover import recover as recover_of
+from ..prune.recovery import recover as recover_of
+from ..prune.training_group import TrainingGroup
 from .head_plan import spans
 from .ranks import Ranks, ranks_of
 
 WAYS = ("ddp", "fsdp")
 
 
-def crew(how: str = "ddp", ranks: Ranks | None = None) -> Alone:
+def crew(how: str = "ddp", ranks: Ranks | None = None) -> TrainingGroup:
     """Those who train together: "ddp", every rank holds the model; "fsdp" (FSDP2), each a part of every weight."""
     if how not in WAYS:
         raise UnsupportedError(f"training over ranks goes by {' or '.join(WAYS)}, got {how!r}")
     ranks = ranks or ranks_of()
     if ranks.count == 1:
-        return Alone()
+        return TrainingGroup()
     return Replicas(ranks) if how == "ddp" else Shards(ranks)
 
 
@@ -44,34 +44,34 @@ def recover(
         ranks.agree("the checkpoint", f"{checkpoint.exists()}")
     if not ranks.first:
         rest["progress"] = None
-    losses = recover_of(pruned, full, batches, steps, crew=crew(how, ranks), **rest)
+    losses = recover_of(pruned, full, batches, steps, group=crew(how, ranks), **rest)
     ranks.barrier("the end of the recovery")
     return losses
 
 
-class Replicas(Alone):
+class Replicas(TrainingGroup):
     """DDP: every rank holds the whole model, gradients are averaged while backward goes on."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.rank, self.count, self.first = ranks, ranks.rank, ranks.count, ranks.first
 
-    def wrapped(self, model: Any) -> Any:
+    def wrap(self, model: Any) -> Any:
         from torch.nn.parallel import DistributedDataParallel
 
         # a pooler that the loss does not see has no gradient
         return DistributedDataParallel(model, process_group=self.ranks.group, find_unused_parameters=True)
 
-    def part(self, batch: Any) -> tuple[Any, float]:
+    def local_batch(self, batch: Any) -> tuple[Any, float]:
         size = len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
         rows = spans(size, self.count)[self.rank]
-        idle = not rows  # a batch smaller than the crew: one example again, for nothing
+        idle = not rows  # fewer examples than ranks: one example again, for nothing
         at = slice(0, 1) if idle else slice(rows.start, rows.stop)
         if not isinstance(batch, dict):
             return batch[at], float(not idle)
         cut = {name: x[at] if isinstance(x, Tensor) and len(x) == size else x for name, x in batch.items()}
         return cut, float(not idle)
 
-    def total(self, x: Tensor) -> Tensor:
+    def all_sum(self, x: Tensor) -> Tensor:
         x = x.detach().clone()
         self.ranks.sum(x, "the sum of losses")
         return x
@@ -80,7 +80,7 @@ class Replicas(Alone):
 class Shards(Replicas):
     """FSDP2: of every weight, gradient and average each rank holds a part; a copy of the model is trained."""
 
-    def wrapped(self, model: Any) -> Any:
+    def wrap(self, model: Any) -> Any:
         from torch.distributed.fsdp import fully_shard
 
         self.model = copy.deepcopy(model)
@@ -89,14 +89,14 @@ class Shards(Replicas):
         fully_shard(self.model, mesh=self.ranks.mesh)
         return self.model
 
-    def done(self, model: Any) -> None:
+    def finish(self, model: Any) -> None:
         for mine, theirs in zip(model.parameters(), self.model.parameters(), strict=True):
-            mine.data.copy_(self.whole(theirs))
+            mine.data.copy_(self.gather(theirs))
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
 
-    def like(self, x: Tensor, whole: Tensor) -> Tensor:
+    def shard_like(self, x: Tensor, whole: Tensor) -> Tensor:
         if not isinstance(x, DTensor):
             return whole.to(x)
         return distribute_tensor(whole.to(x.dtype), x.device_mesh, x.placements, src_data_rank=None)

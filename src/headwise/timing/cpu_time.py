@@ -1,4 +1,4 @@
-"""Times that can be compared, on machines that do other things too: one thread, its processor time, turn by turn."""
+"""Races on one thread in processor time, which other work on the machine changes little."""
 
 from __future__ import annotations
 
@@ -10,40 +10,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lab.store import Lab
-from .race import SHORTEST, race
-
-Run = Callable[[], Any]
+from .interleaved_race import MIN_TURN, race
 
 
-def seconds(lab: Lab, name: str, made_of: dict[str, Any], contestants: Callable[[], Mapping[str, Run]]) -> list[Any]:
-    """[{contestant: seconds a call}], one entry a race; as many races as the budget has random starts.
+def race_on_one_thread(
+    contestants: Mapping[str, Callable[[], Any]],
+    *,
+    races: int,
+    rounds: int,
+    min_turn: float = MIN_TURN,
+    device: str = "cpu",
+) -> list[dict[str, float]]:
+    """{contestant: seconds per call}, one entry per race.
 
-    On the CPU the processor time of one thread counts, which others on the machine change little; on a GPU the clock.
+    On the CPU the processor time of one thread counts, on a GPU the clock.
+
+    Args:
+        contestants: name -> a function without arguments; what it returns is not looked at.
+        races: how many races to run, one after the other.
+        rounds, min_turn: of each race, as in `race`.
+        device: where the contestants compute.
     """
-    rounds, shortest = lab.budget.pick((1, 0.0), (2, SHORTEST), (5, SHORTEST))
-    gpu = lab.device.startswith("cuda")
+    gpu = device.startswith("cuda")
     clock = time.perf_counter if gpu else time.process_time
-
-    def run() -> list[Any]:
-        with one_thread():
-            waiting = {who: _finished(run, gpu) for who, run in contestants().items()}
-            return [race(waiting, rounds=rounds, shortest=shortest, clock=clock) for _ in lab.starts]
-
-    return lab.piece(name, {**made_of, "rounds": rounds, "races": len(lab.starts)}, run)
-
-
-def where(device: str) -> str:
-    return "one thread of the CPU" if not device.startswith("cuda") else device
-
-
-def ratios(races: list[Any], slow: str, fast: str) -> list[float]:
-    """How many times faster `fast` was, race by race."""
-    return [times[slow] / times[fast] for times in races]
+    with one_thread():
+        waiting = {name: _until_finished(run, gpu) for name, run in contestants.items()}
+        return [race(waiting, rounds=rounds, min_turn=min_turn, clock=clock) for _ in range(races)]
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
+    """Inside, PyTorch computes on one thread; the earlier number is put back."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,8 +49,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _finished(run: Run, gpu: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """The same call, done when it returns."""
+def _until_finished(run: Callable[[], Any], gpu: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """The same call, which returns only when a GPU has finished it."""
 
     def call() -> tuple[Tensor, ...]:
         with torch.inference_mode():

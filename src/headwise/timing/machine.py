@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on, in words: figures mean little without it."""
+"""The machine that a benchmark ran on: figures mean little without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import HeadwiseError
 
 INSTRUCTION_SETS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "neon", "asimd", "sve")
 
-LESSER = {  # an instruction set -> what makes PyTorch, its libraries and our kernel use no better one
+RESTRICTIONS = {  # an instruction set -> the variables that hold PyTorch, its libraries and our kernel to it
     "avx2": {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -23,21 +23,26 @@ LESSER = {  # an instruction set -> what makes PyTorch, its libraries and our ke
 
 
 def restricted_to() -> str:
-    """The lesser instruction set that this process was told to use, or ""."""
-    return next((isa for isa, told in LESSER.items() if told.items() <= os.environ.items()), "")
+    """The older instruction set that this process is held to, or ""."""
+    return next((isa for isa, variables in RESTRICTIONS.items() if variables.items() <= os.environ.items()), "")
 
 
-def restrict(isa: str, arguments: list[str]) -> None:
-    """Begin anew with a lesser instruction set, since libraries choose theirs when they are loaded."""
-    if isa not in LESSER:
-        raise HeadwiseError(f"there is no instruction set {isa!r} to go back to; there is {', '.join(LESSER)}")
+def restrict_instructions(isa: str, arguments: list[str]) -> None:
+    """Start this process again, held to an older instruction set: libraries choose theirs when they are loaded.
+
+    Args:
+        isa: "avx2".
+        arguments: of the command line, without the program's name.
+    """
+    if isa not in RESTRICTIONS:
+        raise HeadwiseError(f"there is no instruction set {isa!r} to go back to; there is {', '.join(RESTRICTIONS)}")
     if restricted_to() != isa:
         command = [sys.executable, "-m", "headwise", *arguments]
-        os.execve(sys.executable, command, {**os.environ, **LESSER[isa]})
+        os.execve(sys.executable, command, {**os.environ, **RESTRICTIONS[isa]})
 
 
-def describe() -> dict[str, str | int]:
-    """CPU, cores, threads, instruction sets, versions."""
+def describe_machine() -> dict[str, str | int]:
+    """CPU, cores, threads, instruction sets and versions, for a JSON report."""
     import torch
 
     return {
@@ -53,16 +58,17 @@ def describe() -> dict[str, str | int]:
     }
 
 
-def in_words(machine: dict[str, str | int]) -> str:
-    lesser = f", all restricted to {machine['restricted']}" if machine.get("restricted") else ""
+def machine_summary(machine: dict[str, str | int]) -> str:
+    """One line from what `describe_machine` gave."""
+    restriction = f", all restricted to {machine['restricted']}" if machine.get("restricted") else ""
     return (
-        "{cpu}, {cores} cores, {threads} threads; {instructions} (torch uses {torch_cpu}{lesser}); "
-        "torch {torch}, Python {python}, {os}".format(lesser=lesser, **machine)
+        "{cpu}, {cores} cores, {threads} threads; {instructions} (torch uses {torch_cpu}{restriction}); "
+        "torch {torch}, Python {python}, {os}".format(restriction=restriction, **machine)
     )
 
 
 def _cores() -> int:
-    """Those this process may use, which in a container are fewer than the machine has."""
+    """The cores that this process may use, which in a container are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -76,5 +82,5 @@ def _cpuinfo(field: str) -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-    found = re.search(rf"^{field}\s*:\s*(.*)$", text, re.MULTILINE)
-    return found.group(1).strip() if found else ""
+    line = re.search(rf"^{field}\s*:\s*(.*)$", text, re.MULTILINE)
+    return line.group(1).strip() if line else ""

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...attention.nn.module import MultiHeadAttention
 from ...attention.nn.stack import Encoder
 from ...card import read
-from ...timing.cpu_time import ratios, seconds, where
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
+from ..races import ratios, seconds, where
 from ..store import Lab
 
 # the thresholds, written before the full run

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.functional import attend
-from ...timing.cpu_time import ratios, seconds, where
-from ...timing.race import verify
+from ...timing.interleaved_race import verify
 from ..claim import HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
+from ..races import ratios, seconds, where
 from ..store import Lab
 
 # the thresholds, written before the full run
