@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 import headwise
+from headwise.plans import Plan
 from headwise.prune.objective import choose, embedding
-from headwise.prune.plan import Plan, in_steps
+from headwise.prune.plan import in_steps
 from headwise.prune.quality import Each, text_by_text
 from headwise.prune.scores import Scores, spearman
 from headwise.timing.machine import describe, in_words

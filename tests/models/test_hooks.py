@@ -32,7 +32,7 @@ HEADS = {1: [0, 4], 3: [2]}
 CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
     "watch": lambda model: headwise.watch(model, outputs=True),
     "mask": lambda model: headwise.mask_heads(model, HEADS),
-    "taps": lambda model: head_outputs.tapped(model, lambda site, heads: None),
+    "head_outputs": lambda model: head_outputs.head_outputs(model, lambda site, heads, real: None),
 }
 EACH = pytest.mark.parametrize("name", CONTEXTS)
 
@@ -48,7 +48,7 @@ def hook_count(model: nn.Module) -> int:
 
 def assert_nothing_left(model: nn.Module) -> None:
     assert hook_count(model) == 0
-    assert not registry._watchers and not registry._installed
+    assert not registry._watchers and not registry._uninstall
     assert not hooks._claims and not hooks._holders and not hooks._stance
     assert AttentionInterface.get_interface.__module__ != registry.__name__
     assert "__getitem__" not in AttentionMaskInterface.__dict__

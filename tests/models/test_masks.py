@@ -186,8 +186,8 @@ def test_no_mask_of_t_by_t_at_8192_tokens(name: str, more: dict[str, Any], padde
 def test_lazy_masks_are_never_made_for_bands_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_masks, "LARGE", 0)
     made = []
-    whole = lazy_masks.Recipe.whole
-    monkeypatch.setattr(lazy_masks.Recipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
+    whole = lazy_masks.MaskRecipe.whole
+    monkeypatch.setattr(lazy_masks.MaskRecipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
     family = BY_NAME[name]
     model, given = build(family), inputs(family, "right")
     watched(model, **given)
@@ -211,7 +211,7 @@ def test_a_lazy_mask_is_a_mask_to_whoever_computes_with_it(monkeypatch: pytest.M
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]], dtype=torch.bool),
         "allow_is_causal_skip": False,
     }  # fmt: skip
-    recipe = lazy_masks.Recipe.of(sdpa_mask, given)
+    recipe = lazy_masks.MaskRecipe.of(sdpa_mask, given)
     real = sdpa_mask(**given)
     lazy = lazy_masks.LazyMask(recipe, torch.bool)
     assert lazy.shape == real.shape and repr(lazy) == "LazyMask(2, 1, 5, 7)"

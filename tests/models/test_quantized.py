@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import UnsupportedError
-from headwise.models.structure import sites
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
 from helpers.model_families import BY_NAME, build
 from helpers.model_inputs import inputs
 
@@ -67,9 +68,9 @@ def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     got: list[Tensor] = []
-    site = sites.sites(model)[1]
+    site = attention_sites(model)[1]
     with headwise.mask_heads(model, HEADS):
-        hook = sites.w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
+        hook = w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
         masked = run(model)
     hook.remove()
     each = got[0].unflatten(-1, (6, 10))

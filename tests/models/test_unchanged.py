@@ -54,8 +54,8 @@ def put_back(*models: nn.Module) -> Iterator[None]:
     assert all(a is b for a, b in zip(before[:4], after[:4], strict=True))
     assert before[4:] == after[4:]
     assert [hooks(model) for model in models] == hooked
-    assert not registry._watchers and not registry._installed
-    assert registry.here.depth == 0 and not registry.here.masks
+    assert not registry._watchers and not registry._uninstall
+    assert registry.pass_masks.depth == 0 and not registry.pass_masks.made
 
 
 def run(model: nn.Module, given: dict[str, Tensor]) -> Tensor:

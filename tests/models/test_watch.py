@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.models.structure import sites as anatomy
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
 from headwise.models.watching import call_reader, lazy_masks
 from helpers.eager_weights import Call, assert_same, recorded, statistics
 from helpers.model_families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build, core_first
@@ -132,9 +133,9 @@ def test_outputs_are_what_w_o_is_given(name: str) -> None:
     given = inputs(family, "right")
     model = build(family)
     mixed: dict[str, list[Tensor]] = {}
-    sites = {site.name: site for site in anatomy.sites(model)}
+    sites = {site.name: site for site in attention_sites(model)}
     for path, site in sites.items():
-        linear = anatomy.w_o(model, site)[1]
+        linear = w_o(model, site)[1]
         linear.register_forward_hook(lambda _, args, out, path=path: mixed.setdefault(path, []).append(out))
     _, seen = seen_of(model, given, outputs=True)
     true = eager_calls(family, given)
@@ -142,7 +143,7 @@ def test_outputs_are_what_w_o_is_given(name: str) -> None:
         product = mixed[layer.name].pop(0)
         calls = true[layer.name] if layer.kind == "visual" else [true[layer.name].pop(0)]
         output = torch.cat([call.output for call in calls], 2)  # images of several sizes go through W_O together
-        linear = anatomy.w_o(model, sites[layer.name])[1]
+        linear = w_o(model, sites[layer.name])[1]
         joined = layer.outputs.transpose(1, 2).flatten(2)  # (B, T, H * Dv)
         torch.testing.assert_close(linear(joined).reshape(product.shape), product)
         if family.type not in BETWEEN:
@@ -157,7 +158,7 @@ def test_each_call_is_handed_on() -> None:
     given, model, calls = inputs(family, "right"), build(family, "sdpa"), []
 
     def each(layer: Any, reading: Any, real: Tensor | None) -> None:
-        calls.append((layer.key, call_reader.weights([1, 2], None), real))
+        calls.append((layer.key, reading.weights([1, 2], None), real))
 
     _, seen = seen_of(model, given, weights=True, each=each)
     assert [key for key, _, _ in calls] == [layer.key for layer in seen.layers]

@@ -13,11 +13,13 @@ import transformers
 
 import headwise
 from headwise import HeadwiseError
-from headwise.models.structure import sites
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
+from headwise.plans import Plan
 from headwise.prune.importance import SCORES, merged, places
 from headwise.prune.importance import score as register
 from headwise.prune.objective import distance
-from headwise.prune.plan import Plan, cost, in_steps
+from headwise.prune.plan import cost, in_steps
 from headwise.prune.scores import Place, Scores, spearman
 from helpers.prunable_models import build, inputs
 
@@ -194,7 +196,7 @@ def test_gates_learn_to_close_a_head_that_is_pure_noise() -> None:
     with torch.no_grad():
         for batch in given:
             batch["labels"] = model(**batch).logits.argmax(-1)
-    _, out = sites.w_o(model, sites.sites(model)[2])
+    _, out = w_o(model, attention_sites(model)[2])
     noise = torch.Generator().manual_seed(0)
 
     def spoil(linear: Any, args: Any) -> Any:

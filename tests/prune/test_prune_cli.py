@@ -360,7 +360,7 @@ HOSTILE = (
 def report_of(name: str, note: str = "") -> Any:
     """A report whose every text of others is a given one."""
     from headwise.models.surgery.saving import Saved
-    from headwise.prune.plan import Plan
+    from headwise.plans import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.session import Asked, Latency, Report
 

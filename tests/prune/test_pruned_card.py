@@ -11,8 +11,8 @@ from test_surgery import even, size, uneven
 
 import headwise
 from headwise import CheckpointError
-from headwise.models.structure import sites
-from headwise.models.surgery.removal import head_count
+from headwise.models.structure.heads import query_heads
+from headwise.models.structure.sites import attention_sites
 from helpers.prunable_models import TWO_STACKS, build
 
 
@@ -31,9 +31,9 @@ def test_heads_and_parameters_of_a_compact_directory(name: str, tmp_path: Path) 
     shown = {
         (kinds[part.name][layer.role], layer.index): layer.query for part in card.parts for layer in part.layers
     }  # fmt: skip
-    assert shown == {site.key: head_count(model, site) for site in sites.sites(model)}
+    assert shown == {site.key: query_heads(model, site) for site in attention_sites(model)}
     gone = sum(map(len, uneven(full).values()))
-    total = sum(head_count(full, site) for site in sites.sites(full))
+    total = sum(query_heads(full, site) for site in attention_sites(full))
     assert f"{total - gone} of {total} heads are left" in card.explain()
     assert not [words for words in card.warnings if " rows; " in words]
     assert headwise.card.read(tmp_path / "model" / "config.json").to_json() == card.to_json()

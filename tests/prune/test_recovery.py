@@ -194,7 +194,7 @@ PLACES = {
     "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
     "headwise.prune.session._latency": KEPT,
     "headwise.prune.session.save": KEPT,
-    "headwise.prune.plan.Plan.save": KEPT,
+    "headwise.plans.Plan.save": KEPT,
     "headwise.prune.report_html.page": KEPT,
 }
 

@@ -11,8 +11,8 @@ import transformers
 
 import headwise
 from headwise import HeadwiseError, UnsupportedError
-from headwise.models.structure import sites as anatomy
-from headwise.models.surgery.removal import head_count
+from headwise.models.structure.heads import query_heads
+from headwise.models.structure.sites import attention_sites
 from helpers import prunable_models
 from helpers.prunable_models import CLOSE, DECODER, DECODERS, FAMILIES, TWO_STACKS, converted, error
 
@@ -36,17 +36,17 @@ def size(model: Any) -> int:
 def uneven(model: Any) -> dict[Any, list[int]]:
     """Other heads in every layer, and a layer that keeps all; a module that serves many layers loses the same."""
     chosen: dict[Any, list[int]] = {}
-    sites = anatomy.sites(model)
+    sites = attention_sites(model)
     for i, site in enumerate(sites):
         shared = sum(other.module is site.module for other in sites) > 1
-        n, count = 0 if shared else i, head_count(model, site)
+        n, count = 0 if shared else i, query_heads(model, site)
         if n % 3 != 1:
             chosen[site.key] = sorted({n % count, (2 * n + 1) % count})[: count - 1]
     return chosen
 
 
 def even(model: Any) -> dict[Any, list[int]]:
-    return {site.key: [1] for site in anatomy.sites(model)}
+    return {site.key: [1] for site in attention_sites(model)}
 
 
 def masked(model: Any, heads: Any, given: Any, **how: Any) -> Any:
@@ -68,7 +68,7 @@ def test_pruned_model_gives_the_masked_models_outputs(name: str, which: Any, dty
         got = pruned(**given)
     assert error(got, want) < CLOSE[dtype]
     assert error(full, want) > 0.01, "these heads do nothing, so the test shows nothing"
-    grouped = which is even and head_count(model, anatomy.sites(model)[0]) == 6 and name in DECODERS
+    grouped = which is even and query_heads(model, attention_sites(model)[0]) == 6 and name in DECODERS
     assert size(pruned) < size(model) or grouped or name == "codegen"  # one of a group of three: the group is padded
     assert all(torch.equal(before[key], x) for key, x in model.state_dict().items()), "the argument was changed"
 
@@ -77,7 +77,7 @@ def test_pruned_model_gives_the_masked_models_outputs(name: str, which: Any, dty
 def test_another_head_would_be_seen(name: str) -> None:
     """The comparison above can fail: one head too far is far off."""
     model, given = build(name), inputs(name)
-    site = anatomy.sites(model)[0]
+    site = attention_sites(model)[0]
     want = masked(model, {site.key: [1]}, given)
     with torch.no_grad():
         wrong = [error(headwise.prune_heads(model, {site.key: [h]})(**given), want) for h in (0, 2)]
@@ -136,8 +136,8 @@ def test_groups_left_uneven_are_padded_with_zeros_and_said() -> None:
 def test_pruned_again_masked_and_watched(name: str) -> None:
     """A model whose heads x width of a head is not the width of the model, in every family."""
     model, given = build(name), inputs(name)
-    sites = anatomy.sites(model)
-    site = max(sites, key=lambda site: head_count(model, site))
+    sites = attention_sites(model)
+    site = max(sites, key=lambda site: query_heads(model, site))
     keys = [other.key for other in sites if other.module is site.module]  # ALBERT's serves all layers
     key = site.key if len({site.kind for site in sites}) > 1 else site.index
     once = headwise.prune_heads(model, {layer: [1] for layer in keys})
@@ -158,8 +158,8 @@ def test_pruned_again_masked_and_watched(name: str) -> None:
 def test_every_head_of_a_layer_goes_only_with_permission() -> None:
     for name in ("bert", "llama", "t5"):
         model, given = build(name), inputs(name)
-        first = anatomy.sites(model)[0]
-        heads = {first.key: list(range(head_count(model, first)))}
+        first = attention_sites(model)[0]
+        heads = {first.key: list(range(query_heads(model, first)))}
         with pytest.raises(HeadwiseError, match=r"all \d heads of .* would go; keep one, or say allow_empty=True"):
             headwise.prune_heads(model, heads)
         with torch.no_grad():
@@ -195,7 +195,7 @@ def test_norms_over_all_heads_are_refused_but_can_be_zeroed(kind: str) -> None:
 def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
     model, given = build(name), inputs(name)
     heads = {0: [1], 2: [0, 3]}
-    found = {site.index: headwise_projections(model, site) for site in anatomy.sites(model)}
+    found = {site.index: headwise_projections(model, site) for site in attention_sites(model)}
     from headwise.models.structure.projections import value_bias
 
     value = {}

@@ -334,8 +334,10 @@ def test_unknown_code_is_cut_only_where_a_try_shows_that_it_is_exact(
 
 
 def test_a_pruned_model_that_does_not_run_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.models.surgery import removal
+    from headwise.models.surgery import reshape
 
-    monkeypatch.setattr(removal, "_recount", lambda *args: None)  # as if a family kept its numbers under other names
+    monkeypatch.setattr(
+        reshape, "_update_counts", lambda *args: None
+    )  # as if a family kept its numbers under other names
     with pytest.raises(UnsupportedError, match="cannot be cut out: without them its code fails .*; zero=True zeroes"):
         headwise.prune_heads(build("gpt2"), {0: [1]})

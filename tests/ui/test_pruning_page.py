@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.prune.plan import Plan
+from headwise.plans import Plan
 from headwise.prune.quality import Quality, Size
 from headwise.prune.report_html import page
 from headwise.prune.session import Asked, Latency, Report

@@ -121,7 +121,7 @@ def _shares(text: str) -> float | dict[str, float]:
 
 def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
     """What is asked for exists, and no option is given that another makes void."""
-    from ..models.surgery.removal import COMPENSATE
+    from ..models.surgery.compensation import COMPENSATE
     from ..prune.importance import SCORES
 
     if score not in SCORES:
@@ -147,8 +147,8 @@ def _run(
     overwrite: bool, shared: dict[str, Any],
 ) -> Report:  # fmt: skip
     from ..models.loading.loader import load, tokenizer
+    from ..plans import Plan
     from ..prune.batches import batched, read_labels, read_texts
-    from ..prune.plan import Plan
     from ..prune.session import kept, pruned_and_measured
 
     lines = read_texts(texts, field)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeadwiseError, UnsupportedError
-from ..models.intervene.head_outputs import real_tokens, run, tapped
+from ..models.intervene.head_outputs import head_outputs, mean_head_outputs, run
 from ..models.intervene.masking import mask_heads
-from ..models.structure import sites as anatomy
-from ..models.structure.projections import output_width, projections
-from ..models.structure.sites import Site
-from ..models.surgery.removal import head_count
+from ..models.structure.heads import query_heads, w_o
+from ..models.structure.linear_layers import output_width
+from ..models.structure.projections import projections
+from ..models.structure.sites import Key, Site, attention_sites
 from ..models.watching.watcher import watch
 from .l0 import OPTIONS as GATE_OPTIONS
 from .l0 import opened
@@ -110,7 +110,7 @@ def importance(
     kept = list(batches)
     if not kept and score not in ("magnitude", "random"):
         raise HeadwiseError(f"{score} needs batches of model inputs, and there are none")
-    sites = anatomy.sites(model)
+    sites = attention_sites(model)
     if not sites:
         raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
     objective = choose(model, kept[0] if kept else {}, loss)
@@ -176,7 +176,7 @@ def _check_rows(name: str, chosen: Score, setting: Setting, each: list[np.ndarra
 
 def places(model: nn.Module) -> list[Place]:
     """Every attention layer of a model, with its counts and what a head of it costs."""
-    sites = anatomy.sites(model)
+    sites = attention_sites(model)
     modules = [id(site.module) for site in sites]
     cached = _cached(model)
     return [_place(model, site, modules, id(site.module) in cached) for site in sites]
@@ -204,7 +204,7 @@ def _place(model: nn.Module, site: Site, modules: list[int], cached: bool) -> Pl
     try:
         found = projections(model, site)
     except UnsupportedError:  # it can be scored and zeroed all the same
-        count = head_count(model, site)
+        count = query_heads(model, site)
         return Place(site.kind, site.index, count, count, site.name, shared)
     per_query = per_kv = cache = 0
     for part in found.parts:
@@ -265,7 +265,9 @@ def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
         gates: dict[int, Tensor] = {}
         tokens: dict[int, Tensor] = {}
 
-        def tap(site: Site, heads: Tensor, size: int = size, gates: Any = gates, tokens: Any = tokens) -> Tensor:
+        def tap(
+            site: Site, heads: Tensor, real: Any, size: int = size, gates: Any = gates, tokens: Any = tokens
+        ) -> Tensor:
             row = setting.row(site)
             gate = gates[row] = torch.ones(size, heads.shape[-2], device=heads.device, requires_grad=True)
             spread = gate.repeat_interleave(heads.shape[0] // size, 0).to(heads.dtype)
@@ -274,7 +276,7 @@ def _gates(setting: Setting, of_token: bool) -> list[np.ndarray]:
                 out.register_hook(lambda grad: tokens.__setitem__(row, _of_tokens(out.detach() * grad, size)))
             return out
 
-        with torch.enable_grad(), tapped(setting.model, tap):
+        with torch.enable_grad(), head_outputs(setting.model, tap):
             out = run(setting.model, batch)
             loss = setting.objective.gradient(out, batch, setting.random_of(step))
         if not loss.requires_grad:
@@ -321,7 +323,7 @@ def _ablation(setting: Setting) -> list[np.ndarray]:
             for row, place in enumerate(setting.places):
                 columns = []
                 for unit in place.units(setting.unit):
-                    without: dict[anatomy.Key, Any] = {place.key: unit}
+                    without: dict[Key, Any] = {place.key: unit}
                     with mask_heads(setting.model, without):
                         out = run(setting.model, batch)
                     columns.append((setting.objective.damage(out, batch, full) - base).double().cpu().numpy())
@@ -333,7 +335,7 @@ def _ablation(setting: Setting) -> list[np.ndarray]:
 
 def _columns(setting: Setting, site: Site) -> Tensor:
     """W_O of each head: (H, width, width of a head)."""
-    path, out = anatomy.w_o(setting.model, site)
+    path, out = w_o(setting.model, site)
     weight = getattr(out, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.is_meta or weight.dim() != 2:
         raise UnsupportedError(
@@ -351,16 +353,15 @@ def _forward(setting: Setting, measure: Callable[[Site, Tensor], Tensor]) -> lis
     for step, batch in enumerate(setting.batches):
         size = batch_size(batch)
 
-        def tap(site: Site, heads: Tensor, batch: Any = batch, size: int = size) -> None:
+        def tap(site: Site, heads: Tensor, real: Tensor | None, size: int = size) -> None:
             found = measure(site, heads.float())
-            real = real_tokens(batch, heads.shape, site.kind)
             if real is not None:
                 mean = (found * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
             else:
                 mean = found.reshape(size, -1, found.shape[-1]).mean(1)
             each[setting.row(site)].append(mean.double().cpu().numpy())
 
-        with torch.no_grad(), tapped(setting.model, tap):
+        with torch.no_grad(), head_outputs(setting.model, tap):
             run(setting.model, batch)
         setting.advance(step + 1, len(setting.batches))
     return _united(setting, each)
@@ -378,9 +379,7 @@ def _output(setting: Setting) -> list[np.ndarray]:
 # not additive: it measures from the mean over all batches
 @score("variance", signed=False, normed=False, additive=False, loss="no loss")
 def _variance(setting: Setting) -> list[np.ndarray]:
-    from ..models.intervene.head_outputs import means
-
-    mean = {name: x.float() for name, x in means(setting.model, setting.batches).items()}
+    mean = {name: x.float() for name, x in mean_head_outputs(setting.model, setting.batches).items()}
     columns = {site.key: _columns(setting, site).square().sum(1) for site in setting.sites}  # (H, d)
     return _forward(
         setting, lambda site, heads: ((heads - mean[site.name].to(heads.device)).square() * columns[site.key]).sum(-1)

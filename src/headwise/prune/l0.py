@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..models.intervene.head_outputs import run, tapped
+from ..models.intervene.head_outputs import head_outputs, run
 from ..models.structure.sites import Site
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ def opened(setting: Setting) -> list[np.ndarray]:
             with torch.no_grad():
                 fulls[at] = run(setting.model, batch)
 
-        def tap(site: Site, each: Tensor) -> Tensor:
+        def tap(site: Site, each: Tensor, real: Tensor | None) -> Tensor:
             return each * gates.sample(setting.row(site), setting.random).to(each)[:, None]
 
-        with torch.enable_grad(), tapped(setting.model, tap):
+        with torch.enable_grad(), head_outputs(setting.model, tap):
             out = run(setting.model, batch)
             loss = setting.objective.damage(out, batch, fulls.get(at)).mean()
             expected = torch.stack([gates.open(row).sum() for row in range(len(setting.places))]).sum()

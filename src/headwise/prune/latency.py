@@ -13,11 +13,12 @@ import torch
 from ..errors import HeadwiseError
 from ..models.intervene.head_outputs import run
 from ..models.structure import sites
+from ..models.structure.heads import w_o
 from ..models.surgery.removal import prune_heads
 from ..timing.race import settle
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from ..plans import Plan
 
 TRIES = 6  # bisections of the share of heads
 
@@ -54,8 +55,8 @@ def attention_time(model: Any, batch: Any, rounds: int = 7) -> float:
         settle()
         total += time.perf_counter() - started.pop()
 
-    for site in sites.sites(model):
-        _, out = sites.w_o(model, site)
+    for site in sites.attention_sites(model):
+        _, out = w_o(model, site)
         for part in {id(site.module): site.module, **({} if _holds(site.module, out) else {id(out): out})}.values():
             if id(part) not in seen:
                 seen.add(id(part))

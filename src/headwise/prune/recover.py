@@ -16,13 +16,14 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
+from ..json_documents import parse_json
 from ..models.fingerprint import batches_fingerprint, fingerprint
 from ..models.intervene.head_outputs import run
 from ..models.structure import sites
-from ..models.structure.projections import row_dim
-from ..models.surgery.dummy_inputs import outputs
-from ..models.surgery.removal import head_count
-from ..roles.json_documents import parse_json
+from ..models.structure.heads import query_heads, w_o
+from ..models.structure.linear_layers import row_dim
+from ..models.surgery.dummy_inputs import output_tensors
+from ..models.surgery.kept_heads import kept_heads
 
 EVERY = 25  # steps between checkpoints
 RATE = 1e-4
@@ -160,7 +161,7 @@ def distilled(
         new, old = out.logits.float().log_softmax(-1), target.logits.float().log_softmax(-1)
         each = (old.exp() * (old - new)).sum(-1)
     else:
-        a, b = (next(outputs(x)).float() for x in (out, target))
+        a, b = (next(output_tensors(x)).float() for x in (out, target))
         size = total(weight * b.square().sum()) / total(torch.tensor(weight * b.numel(), device=b.device))
         each = F.mse_loss(a, b, reduction="none").mean(-1) / size
     found = (
@@ -173,14 +174,14 @@ def distilled(
 def _zeros(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """W_O of layers with heads of zeros, which must stay zeros: (weight, 1 or 0 for each of its columns)."""
     found: list[tuple[Tensor, Tensor]] = []
-    for site in sites.sites(model):
-        kept = getattr(site.module, "headwise_kept", None)
+    for site in sites.attention_sites(model):
+        kept = kept_heads(site.module)
         if kept is None or None not in kept.query:
             continue
-        _, out = sites.w_o(model, site)
+        _, out = w_o(model, site)
         weight, dim = out.get_parameter("weight"), 1 - row_dim(out)
         alive = torch.tensor([float(number is not None) for number in kept.query], device=weight.device)
-        columns = alive.repeat_interleave(weight.shape[dim] // head_count(model, site))
+        columns = alive.repeat_interleave(weight.shape[dim] // query_heads(model, site))
         found.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype).expand(weight.shape)))
     return found
 

@@ -14,13 +14,14 @@ import torch
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import folder_written, remove_leftovers
-from ..models.surgery.removal import prune_heads
+from ..json_documents import parse_json
+from ..models.surgery.removal import check_plan, prune_heads
 from ..models.surgery.saving import Saved, save
-from ..roles.json_documents import parse_json
+from ..plans import Plan
 from .batches import Texts
 from .importance import importance
 from .latency import attention_time, times
-from .plan import Plan, in_steps, plan
+from .plan import in_steps, plan
 from .quality import Quality, Size, quality, size
 from .rank_scores import Against, against_ablation
 from .recover import kept_note, recover, run_id
@@ -117,7 +118,7 @@ def pruned_and_measured(
     measures quality and time, in the report of the others they are not there.
     """
     made, scores = (given, None) if given else _planned(model, texts, asked, progress, scored, _noted_plan(asked, out))
-    made.check(model)
+    check_plan(made, model)
     against = None
     if asked.compare and first:
         against = against_ablation(
