@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import hooks
-from headwise.models.intervene import head_outputs
-from headwise.models.watching import registry
+from headwise.models import hooks, passes
+from headwise.models.intervene import head_outputs, masking
+from headwise.models.watching import registry, watcher
 from helpers.model_families import BY_NAME, build
 from helpers.model_inputs import inputs
 
@@ -43,13 +43,13 @@ def run(model: nn.Module) -> Tensor:
 
 
 def hook_count(model: nn.Module) -> int:
-    return sum(len(getattr(module, name)) for module in model.modules() for name in hooks.DICTS)
+    return sum(len(getattr(module, name)) for module in model.modules() for name in hooks.HOOK_TABLES)
 
 
 def assert_nothing_left(model: nn.Module) -> None:
     assert hook_count(model) == 0
     assert not registry._watchers and not registry._uninstall
-    assert not hooks._claims and not hooks._holders and not hooks._stance
+    assert not hooks._claims and not hooks._uncompiled_for and not hooks._stance
     assert AttentionInterface.get_interface.__module__ != registry.__name__
     assert "__getitem__" not in AttentionMaskInterface.__dict__
 
@@ -96,9 +96,7 @@ def test_replicas_of_data_parallel_are_refused(llama: Any, name: str) -> None:
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in headwise's own code, once."""
 
-    FILES = tuple(
-        str(Path(hooks.__file__).with_name(f"{name}.py")) for name in ("hooks", "watch", "masking", "taps", "registry")
-    )
+    FILES = tuple(module.__file__ for module in (hooks, passes, masking, head_outputs, registry, watcher))
 
     def __init__(self, at: int, skip: tuple[str, ...] = ()) -> None:
         self.left, self.skip, self.where = at, skip, ""
@@ -146,7 +144,7 @@ def test_an_interrupt_while_hooks_are_set_leaves_none(name: str) -> None:
         contexts[-1].__enter__()
 
     places = 0
-    for _ in interrupted(enter, skip=("__init__", "_Pass")):
+    for _ in interrupted(enter, skip=("__init__",)):
         assert_nothing_left(model)
         places += 1
     contexts[-1].__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..attention.functional import attend
 from ..attention.visibility import recorded
 from ..errors import UnsupportedError
+from .structure.discovery import ModuleClass
 from .watching.call_reader import ModelCall, read
 from .watching.lazy_masks import LazyMask, MaskRecipe
 
@@ -100,7 +101,7 @@ def _is_plain_step(mask: Any, key: Tensor, options: dict[str, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def depends_on_name(cls: type[nn.Module]) -> bool:
+def depends_on_name(cls: ModuleClass) -> bool:
     """Whether a module's own code checks which implementation it runs under."""
     try:
         source = inspect.getsource(cls)

@@ -128,7 +128,7 @@ def pruned_and_measured(
         model,
         made,
         zero=asked.zero,
-        compensate=asked.compensate,
+        compensate=asked.compensate,  # type: ignore[arg-type]  # prune_heads checks it
         batches=texts.scoring if asked.compensate == "mean" else None,
         allow_empty=asked.allow_empty,
     )

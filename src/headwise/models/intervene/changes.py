@@ -15,10 +15,10 @@ from ...errors import HeadwiseError, ShapeError
 from ..hooks import check_values
 from ..passes import in_backward
 from ..structure.heads import head_numbers, query_heads
-from ..structure.sites import Key, Site, find_site
+from ..structure.sites import ByLayer, Site, find_site
 
 HeadChoice = int | Iterable[int] | Tensor  # head numbers, or gates (H,)
-Heads = Mapping[Key, HeadChoice] | Mapping[str, Tensor] | Tensor
+Heads = ByLayer[HeadChoice] | Tensor
 Value = Literal["zero", "mean"] | Tensor
 VALUES = ("zero", "mean")
 _mean_lock = threading.Lock()  # threads may run the model at the same time
@@ -85,9 +85,7 @@ class HeadChange:
             return self.total / max(self.tokens, 1)
 
 
-def head_changes(
-    model: nn.Module, sites: list[Site], heads: Heads, value: Value | Mapping[Key, Value]
-) -> list[HeadChange]:
+def head_changes(model: nn.Module, sites: list[Site], heads: Heads, value: Value | ByLayer[Value]) -> list[HeadChange]:
     """The arguments of `mask_heads`, checked, as one change per layer."""
     if isinstance(heads, Tensor):
         kinds = list(dict.fromkeys(site.kind for site in sites))
@@ -145,4 +143,4 @@ def _value_for(value: Any, key: Any, site: Site) -> Value:
         raise HeadwiseError(f"no value for {site}; values were given for {', '.join(map(str, value))}")
     if not isinstance(value, Tensor) and value not in VALUES:
         raise HeadwiseError(f'value must be "zero", "mean", a tensor or {{layer: tensor}}, got {value!r}')
-    return value  # type: ignore[no-any-return]
+    return value

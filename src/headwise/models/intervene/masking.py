@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
 
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 from ...errors import HeadwiseError, UnsupportedError
 from ..hooks import Hooks
 from ..passes import PassTracker
-from ..structure.sites import Key, Site, require_sites
+from ..structure.sites import ByLayer, Site, require_sites
 from .changes import HeadChange, Heads, Value, head_changes
 
 
-def mask_heads(model: nn.Module, heads: Heads, value: Value | Mapping[Key, Value] = "zero") -> MaskedHeads:
+def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "zero") -> MaskedHeads:
     """Inside `with`, put something else in the place of some heads' outputs before W_O.
 
     Code that torch.compile made of the model runs uncompiled meanwhile, since compiled code calls no new hooks.

@@ -82,7 +82,7 @@ def load(
             model = _load_complete(_class(config, trust_remote_code), folder, options)
             model = model if pruned is None else restore_records(model, pruned)
         model.eval()
-        return model  # type: ignore[no-any-return]
+        return model
 
 
 def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -106,7 +106,7 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
         from transformers import AutoTokenizer
 
         options = {"trust_remote_code": True} if trust_remote_code else {}
-        return AutoTokenizer.from_pretrained(folder, **options)  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(folder, **options)
 
 
 @contextmanager

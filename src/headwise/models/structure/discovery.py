@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+ModuleClass = Any  # type[nn.Module]; mypy takes that for unhashable where functools.cache is used
+
 # In the source of a class: it computes attention itself.
 ATTENTION_CALLS = ("softmax(", "softmax.apply(", "scaled_dot_product_attention(", "multi_head_attention_forward(")
 # In the name of a module or of its class: cross-attention.
@@ -43,14 +45,14 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
 
 
 @functools.cache
-def uses_registry(cls: type[nn.Module]) -> bool:
+def uses_registry(cls: ModuleClass) -> bool:
     """Whether a class's forward looks its attention function up in transformers' registry."""
     source = forward_source(cls)
     return ".get_interface(" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 @functools.cache
-def forward_source(cls: type[nn.Module]) -> str:
+def forward_source(cls: ModuleClass) -> str:
     """The source code of a class's forward; empty where there is none."""
     try:
         return inspect.getsource(inspect.unwrap(cls.forward))
@@ -59,7 +61,7 @@ def forward_source(cls: type[nn.Module]) -> str:
 
 
 @functools.cache
-def class_source(cls: type[nn.Module]) -> str:
+def class_source(cls: ModuleClass) -> str:
     """The source code of a class and of its bases outside of torch."""
     sources = []
     for base in cls.__mro__:
@@ -73,7 +75,7 @@ def class_source(cls: type[nn.Module]) -> str:
 
 
 @functools.cache
-def _computes_attention(cls: type[nn.Module]) -> bool:
+def _computes_attention(cls: ModuleClass) -> bool:
     """An attention class that does not use the registry: named so, with a softmax (or PyTorch's attention) in it."""
     if "attention" not in cls.__name__.lower() or cls.__module__.startswith("torch."):
         return False

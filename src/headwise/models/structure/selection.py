@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ...errors import HeadwiseError, UnsupportedError
 from .heads import head_numbers, query_heads
-from .sites import Key, Site, find_site
+from .sites import ByLayer, Key, Site, find_site
 
 # all layers, one layer, several layers, or {layer: heads}
-LayerChoice = bool | Key | Iterable[Key] | Mapping[Key, Any] | None
+LayerChoice = bool | Key | Iterable[Key] | ByLayer[Any] | None
 HeadChoice = Literal[True] | list[int]  # all heads of a layer, or some of them
 KeyClasses = Mapping[str, Tensor]  # {name: (B, T) bool}
 

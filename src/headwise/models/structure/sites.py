@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from ...errors import HeadwiseError, UnsupportedError
 from .discovery import AttentionModule, attention_modules, call_order, tower_names
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
+V = TypeVar("V")
+# something per layer; a Mapping's keys are invariant, so that each kind of key is listed
+ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,12 @@ from ..structure.linear_layers import row_dim
 from ..structure.projections import projections, value_bias
 from ..structure.sites import attention_sites
 
-COMPENSATE = ("bias", "mean")
+Compensation = Literal["bias", "mean"]
+COMPENSATE: tuple[Compensation, ...] = ("bias", "mean")
 
 
 def removed_outputs(
-    model: nn.Module, removed: dict[str, list[int]], compensate: str | None, batches: Iterable[Any] | None
+    model: nn.Module, removed: dict[str, list[int]], compensate: Compensation | None, batches: Iterable[Any] | None
 ) -> dict[str, Tensor]:
     """The constant output of each removed head, {module path: (removed heads, value_dim)}.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -15,8 +15,8 @@ from ..hooks import has_hooks
 from ..structure.heads import head_numbers, query_heads, w_o
 from ..structure.linear_layers import row_dim
 from ..structure.projections import check_zeroable, layer_shapes, projections, refusal
-from ..structure.sites import Key, Site, attention_sites, find_site, require_sites
-from .compensation import COMPENSATE, add_to_output_bias, removed_outputs
+from ..structure.sites import ByLayer, Site, attention_sites, find_site, require_sites
+from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
 from .offloading import in_memory
@@ -29,10 +29,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def prune_heads(
     model: Model,
-    heads: Mapping[Key, int | Iterable[int]] | Plan,
+    heads: ByLayer[int | Iterable[int]] | Plan,
     *,
     zero: bool = False,
-    compensate: Literal["bias", "mean"] | None = None,
+    compensate: Compensation | None = None,
     batches: Iterable[Any] | None = None,
     allow_empty: bool = False,
 ) -> Model:
@@ -83,7 +83,7 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     plan.check_layers(layer_shapes(model), type(model).__name__)
 
 
-def heads_by_module(model: nn.Module, heads: Mapping[Key, Any], allow_empty: bool = True) -> dict[str, list[int]]:
+def heads_by_module(model: nn.Module, heads: ByLayer[Any], allow_empty: bool = True) -> dict[str, list[int]]:
     """The heads that a user named, {module path: heads}; all layers that one module serves must lose the same."""
     if not isinstance(heads, Mapping):
         raise HeadwiseError(f"heads must be {{layer: [heads]}} or a Plan, got {type(heads).__name__}")

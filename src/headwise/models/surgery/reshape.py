@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..structure.bias_tables import TABLE, has_shared_table
-from ..structure.discovery import forward_source
+from ..structure.discovery import ModuleClass, forward_source
 from ..structure.heads import QUERY_HEADS, input_width
 from ..structure.layouts import Block
 from ..structure.linear_layers import output_width, row_dim
@@ -149,7 +149,7 @@ def _update_counts(found: Projections, query: int, kv: int) -> None:
 
 
 @functools.cache
-def _reads_config(cls: type[nn.Module]) -> bool:
+def _reads_config(cls: ModuleClass) -> bool:
     """Whether a module's forward reads the number of heads from its config, which all layers share."""
     source = forward_source(cls)
     return "self.config.num_attention_heads" in source or "self.config.num_key_value_heads" in source

@@ -67,8 +67,8 @@ class Run:
 
     def changed(self, change: Callable[[HeadStats], HeadStats]) -> Run:
         """The same run with a function applied to its statistics."""
-        parts = (None if part is None else change(part) for part in (self.prefill, self.decode))
-        return Run(change(self.all), *parts, packed=self.packed)
+        prefill, decode = (None if part is None else change(part) for part in (self.prefill, self.decode))
+        return Run(change(self.all), prefill, decode, self.packed)
 
 
 @dataclass

@@ -187,7 +187,7 @@ def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> T
     how = dict(reading.options, mask=mask, softcap=None, sinks=None)
     # scores of zero: equal weights on whatever may be seen
     q, k = (x.new_zeros(len(x), 1, x.shape[2], 1, dtype=torch.float32) for x in (reading.q, reading.k))
-    return replace(reading, q=q, k=k, v=k, how=how).weights(some, None)[:, 0] > 0
+    return replace(reading, q=q, k=k, v=k, options=how).weights(some, None)[:, 0] > 0
 
 
 def sums(a: Tensor, marked: Marks) -> tuple[Tensor, Tensor]:
