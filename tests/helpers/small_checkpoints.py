@@ -68,7 +68,7 @@ def sharp(model: Any) -> Any:
     return model.eval()
 
 
-def bert(**more: Any) -> Any:
+def bert(**changes: Any) -> Any:
     sizes = {
         "vocab_size": 101,
         "hidden_size": 15,
@@ -77,7 +77,7 @@ def bert(**more: Any) -> Any:
         "intermediate_size": 17,
         "max_position_embeddings": 47,
     }
-    return transformers.BertConfig(**{**sizes, **more})
+    return transformers.BertConfig(**{**sizes, **changes})
 
 
 def gpt2() -> Any:

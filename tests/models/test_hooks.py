@@ -27,7 +27,7 @@ from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 FAMILY = BY_NAME["llama"]
-GIVEN = inputs(FAMILY, "right")
+INPUTS = inputs(FAMILY, "right")
 HEADS = {1: [0, 4], 3: [2]}
 CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
     "watch": lambda model: headwise.watch(model, outputs=True),
@@ -39,7 +39,7 @@ EACH = pytest.mark.parametrize("name", CONTEXTS)
 
 def run(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(**GIVEN)[0]
+        return model(**INPUTS)[0]
 
 
 def hook_count(model: nn.Module) -> int:
@@ -74,7 +74,7 @@ def test_a_copy_of_a_model_with_hooks_is_a_plain_model(llama: nn.Module, name: s
     assert_nothing_left(llama)
 
 
-def test_a_shallow_copy_shares_what_is_in_it(llama: nn.Module) -> None:
+def test_a_shallow_copy_shares_the_hooked_modules(llama: nn.Module) -> None:
     with headwise.mask_heads(llama, HEADS):
         assert torch.equal(run(copy.copy(llama)), run(llama))
 
@@ -192,7 +192,7 @@ def test_a_hook_that_cannot_be_set_leaves_none(name: str, method: str, monkeypat
         monkeypatch.setattr(nn.Module, method, register)
         try:
             with CONTEXTS[name](model):
-                model(input_ids=GIVEN["input_ids"])
+                model(input_ids=INPUTS["input_ids"])
         except KeyboardInterrupt:
             pass
         else:
@@ -247,7 +247,7 @@ def test_another_thread_may_run_the_model_but_not_at_the_same_time(llama: Any) -
     assert_nothing_left(llama)
 
 
-def test_threads_share_a_mask(llama: nn.Module) -> None:
+def test_several_threads_run_one_masked_model(llama: nn.Module) -> None:
     with headwise.mask_heads(llama, HEADS):
         masked = run(llama)
         together: list[Tensor] = []
@@ -260,7 +260,7 @@ def test_threads_share_a_mask(llama: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_models_that_accelerate_moves_around(way: str, tmp_path: Path) -> None:
+def test_offloaded_models_are_watched_and_masked(way: str, tmp_path: Path) -> None:
     plain, model = (build(FAMILY, auto=AutoModelForCausalLM) for _ in range(2))
     if way == "cpu_offload":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
@@ -278,11 +278,11 @@ def test_models_that_accelerate_moves_around(way: str, tmp_path: Path) -> None:
     assert torch.equal(*outputs) and not torch.equal(outputs[1], run(model))
     for a, b in zip(seen[0].layers, seen[1].layers, strict=True):
         assert a.stats == b.stats and torch.equal(a.weights, b.weights)
-    michel = [torch.as_tensor(headwise.importance(each, [GIVEN], "michel")["self"]) for each in (plain, model)]
+    michel = [torch.as_tensor(headwise.importance(each, [INPUTS], "michel")["self"]) for each in (plain, model)]
     torch.testing.assert_close(*michel)
 
 
-def test_watches_and_masks_inside_of_each_other(llama: nn.Module) -> None:
+def test_nested_watches_and_masks_see_each_other(llama: nn.Module) -> None:
     with headwise.mask_heads(llama, HEADS), headwise.watch(llama) as expected:
         masked = run(llama)
     with headwise.watch(llama) as outer, headwise.mask_heads(llama, HEADS), headwise.watch(llama) as inner:
@@ -302,7 +302,7 @@ def test_watches_and_masks_inside_of_each_other(llama: nn.Module) -> None:
     assert_nothing_left(llama)
 
 
-def test_a_pass_that_raises_does_not_spoil_the_next(llama: Any) -> None:
+def test_a_pass_that_raises_does_not_affect_the_next(llama: Any) -> None:
     with headwise.watch(llama) as alone:
         run(llama)
     hook = llama.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)

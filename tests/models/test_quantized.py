@@ -64,7 +64,7 @@ def run(model: nn.Module) -> Tensor:
 
 
 @EACH
-def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
+def test_masked_heads_of_quantized_models_do_not_reach_w_o(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     got: list[Tensor] = []
@@ -79,7 +79,7 @@ def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
 
 
 @EACH
-def test_watching_changes_nothing_and_adds_up(quantize: Any) -> None:
+def test_watching_a_quantized_model_does_not_change_its_output(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     with headwise.watch(model, weights=True, outputs=True) as seen:
@@ -92,7 +92,7 @@ def test_watching_changes_nothing_and_adds_up(quantize: Any) -> None:
 
 
 @EACH
-def test_scores_that_need_weights_or_slopes_are_refused_by_name(quantize: Any) -> None:
+def test_scores_that_need_float_weights_or_gradients_are_refused_by_name(quantize: Any) -> None:
     model = model_of(quantize)
     for score in ("output", "variance"):
         with pytest.raises(

@@ -59,9 +59,9 @@ def verdict(model_type: str) -> tuple[str, str]:
         refused = _refusal(model)
         if refused:
             return "refused", refused
-        given = _runs(model)
-        if given is not None:
-            return "right", _check(model_type, kind, config, given)
+        batch = _runs(model)
+        if batch is not None:
+            return "right", _check(model_type, kind, config, batch)
         why = "inputs"
     return ("cannot be run" if why == "inputs" else "cannot be built"), why
 
@@ -75,28 +75,28 @@ def _refusal(model: nn.Module) -> str | None:
 
 
 def _runs(model: Any) -> dict[str, Tensor] | None:
-    for given in any_model_type.made_up(model):
+    for batch in any_model_type.made_up(model):
         try:
             with torch.no_grad():
-                model(**given)
+                model(**batch)
         except TimeoutError:
             raise
         except Exception:  # the next form may fit
             continue
-        return given
+        return batch
     return None
 
 
-def _check(model_type: str, kind: Any, config: Any, given: dict[str, Tensor]) -> str:
+def _check(model_type: str, kind: Any, config: Any, batch: dict[str, Tensor]) -> str:
     """All statistics under every implementation, plain and padded."""
     models = {
         name: any_model_type.build(kind, config, name) for name in ("eager", *(["sdpa"] if kind._supports_sdpa else []))
     }
-    cases = [given]
-    if "input_ids" in given and "attention_mask" in inspect.signature(models["eager"].forward).parameters:
+    cases = [batch]
+    if "input_ids" in batch and "attention_mask" in inspect.signature(models["eager"].forward).parameters:
         mask = torch.ones(any_model_type.BATCH, any_model_type.LENGTH, dtype=torch.long)
         mask[1, 9:] = mask[2, 5:] = 0
-        cases.append({**given, "attention_mask": mask})
+        cases.append({**batch, "attention_mask": mask})
     layers = 0
     for case in cases:
         try:
@@ -140,7 +140,7 @@ def _compare(model_type: str, model: Any, case: dict[str, Tensor], eager: nn.Mod
 
 def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor | None) -> None:
     parts = []
-    for kept, call in zip(layer.all_weights, calls, strict=True):
+    for ours, call in zip(layer.all_weights, calls, strict=True):
         weights = call.weights
         if not torch.isfinite(weights).all():
             return  # the model's own numbers are NaN
@@ -149,12 +149,12 @@ def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor 
         exists = mask if ours and weights.shape[3] == any_model_type.LENGTH else None
         if model_type not in OTHER_WEIGHTS:
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
-            if not torch.allclose(kept * rows, weights * rows, rtol=5e-3, atol=5e-3):
-                raise Wrong(f"weights of {layer.name} are off by {float(((kept - weights) * rows).abs().max()):.3g}")
+            if not torch.allclose(ours * rows, weights * rows, rtol=5e-3, atol=5e-3):
+                raise Wrong(f"weights of {layer.name} are off by {float(((ours - weights) * rows).abs().max()):.3g}")
         stats = layer.stats
         parts.append(
             statistics(
-                kept if model_type in OTHER_WEIGHTS else weights, real,
+                ours if model_type in OTHER_WEIGHTS else weights, real,
                 exists=exists, cross="distance" not in stats, sinks="sink" in stats,
             )
         )  # fmt: skip
@@ -170,10 +170,10 @@ def _same_function(model: Any, eager: Any, case: dict[str, Tensor]) -> bool:
     if model is eager:
         return True
     outs = []
-    for one in (model, eager):
+    for each_model in (model, eager):
         torch.manual_seed(5)
         with torch.no_grad():
-            outs.append(_tensors(one(**case))[0].float())
+            outs.append(_tensors(each_model(**case))[0].float())
     a, b = outs
     mask = case.get("attention_mask")
     if mask is not None and a.shape[:2] == mask.shape:
@@ -189,8 +189,8 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 @pytest.mark.full
-def test_every_model_type_is_right_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    found: dict[str, list[str]] = {}
+def test_every_model_type_equals_eager_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes: dict[str, list[str]] = {}
     wrong = {}
     warnings.simplefilter("ignore")
     for model_type in any_model_type.TYPES:
@@ -202,11 +202,11 @@ def test_every_model_type_is_right_or_refused(capsys: pytest.CaptureFixture[str]
         except Exception as error:
             outcome, why = "wrong", f"{type(error).__name__}: {error}"
             wrong[model_type] = why
-        found.setdefault(outcome, []).append(model_type)
+        outcomes.setdefault(outcome, []).append(model_type)
         with capsys.disabled():
             print(f"{outcome:16} {model_type:32} {' '.join(why.split())[:150]}", flush=True)  # noqa: T201
     with capsys.disabled():
-        print(dict(Counter({outcome: len(types) for outcome, types in found.items()})))  # noqa: T201
+        print(dict(Counter({outcome: len(types) for outcome, types in outcomes.items()})))  # noqa: T201
     assert not wrong
-    assert len(found["right"]) >= 250
-    assert len(found["refused"]) >= 100
+    assert len(outcomes["right"]) >= 250
+    assert len(outcomes["refused"]) >= 100

@@ -9,14 +9,13 @@ import accelerate
 import pytest
 import torch
 import transformers
-from test_surgery import masked
 from torch import Tensor, nn
 from torch.nn import functional
 
 import headwise
 from headwise import UnsupportedError
 from headwise.models.surgery import offloading
-from helpers.prunable_models import CLOSE, build, error, inputs
+from helpers.prunable_models import CLOSE, build, error, inputs, masked_output
 
 HEADS = {0: [1], 2: [0]}
 CAUSAL = transformers.AutoModelForCausalLM
@@ -41,41 +40,41 @@ def in_part_on_disk(model: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("offload", [in_host_memory, on_disk, in_part_on_disk])
-def test_offloaded_models_are_pruned_into_plain_ones(offload: Any, zero: bool, tmp_path: Path) -> None:
-    model, given = build("llama", CAUSAL), inputs("llama")
-    want = masked(model, HEADS, given)
+def test_an_offloaded_model_is_pruned_into_a_plain_one(offload: Any, zero: bool, tmp_path: Path) -> None:
+    model, arguments = build("llama", CAUSAL), inputs("llama")
+    want = masked_output(model, HEADS, arguments)
     with torch.no_grad():
-        full = model(**given).logits
+        full = model(**arguments).logits
         model = offload(model, tmp_path)
         pruned = headwise.prune_heads(model, HEADS, zero=zero)
-        assert error(pruned(**given), want) < CLOSE[torch.float32]
-        assert error(model(**given).logits, full) == 0, "the argument was changed"
+        assert error(pruned(**arguments), want) < CLOSE[torch.float32]
+        assert error(model(**arguments).logits, full) == 0, "the argument was changed"
     assert offloading.is_offloaded(model) and not offloading.is_offloaded(pruned)
     assert {x.device.type for x in (*pruned.parameters(), *pruned.buffers())} == {"cpu"}
     assert "forward" not in vars(pruned.model.layers[0].self_attn.q_proj) and not hasattr(pruned, "hf_device_map")
     assert pruned.to(torch.float64).dtype == torch.float64, "accelerate's own `to` acts on the first model"
 
 
-def test_the_value_bias_of_an_offloaded_model_is_moved(tmp_path: Path) -> None:
-    given = inputs("llama")
+def test_the_value_bias_of_an_offloaded_model_moves_into_the_output_bias(tmp_path: Path) -> None:
+    arguments = inputs("llama")
     want = headwise.prune_heads(build("llama"), HEADS, compensate="bias")
     got = headwise.prune_heads(in_host_memory(build("llama"), tmp_path), HEADS, compensate="bias")
     with torch.no_grad():
-        assert error(got(**given), want(**given)) == 0
+        assert error(got(**arguments), want(**arguments)) == 0
 
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("offload", [in_host_memory, on_disk])
 def test_offloaded_models_are_saved(offload: Any, tie: bool, tmp_path: Path) -> None:
-    model, given = build("llama", CAUSAL, tie_word_embeddings=tie), inputs("llama")
+    model, arguments = build("llama", CAUSAL, tie_word_embeddings=tie), inputs("llama")
     with torch.no_grad():
-        want = model(**given).logits
+        want = model(**arguments).logits
         headwise.save(offload(model, tmp_path), tmp_path / "saved")
-        assert error(headwise.load(tmp_path / "saved")(**given).logits, want) == 0
+        assert error(headwise.load(tmp_path / "saved")(**arguments).logits, want) == 0
     assert offloading.is_offloaded(model)
 
 
-def test_models_without_weights_are_refused(tmp_path: Path) -> None:
+def test_pruning_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     model = build("llama")
     model.layers[1].mlp.to("meta")
     words = "3 of .* weights of LlamaModel are not in memory .meta device., such as layers.1.mlp.*; load the model"
@@ -155,15 +154,15 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore")  # weight_norm and quantize_dynamic are on their way out
 @pytest.mark.parametrize("words", KINDS)
 def test_wrapped_weights_are_refused_with_advice_that_works(words: str, tmp_path: Path) -> None:
-    given, wrap = inputs("llama"), KINDS[words]
+    arguments, wrap = inputs("llama"), KINDS[words]
     model = build("llama")
     for layer in model.layers:
         layer.self_attn.q_proj = wrap(layer.self_attn.q_proj)
     with pytest.raises(UnsupportedError, match=f"cannot be cut out: .* not a plain .*{words}.*; or zero=True zeroes"):
         headwise.prune_heads(model, HEADS)
     with torch.no_grad():
-        want = masked(model, HEADS, given)
-        assert error(headwise.prune_heads(model, HEADS, zero=True)(**given), want) == 0
+        want = masked_output(model, HEADS, arguments)
+        assert error(headwise.prune_heads(model, HEADS, zero=True)(**arguments), want) == 0
     for act in (headwise.save, lambda *args: headwise.save(headwise.prune_heads(model, HEADS, zero=True), args[1])):
         with pytest.raises(UnsupportedError, match=f"LlamaModel cannot be saved: layers.0.self_attn.q_proj .*{words}"):
             act(model, tmp_path / "saved")
@@ -184,7 +183,7 @@ def test_models_that_pytorch_cannot_copy_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrap", [eight_bits, lambda layer: setattr(layer, "__class__", Doubled) or layer])
-def test_linear_layers_that_only_look_plain_are_not_cut(wrap: Any) -> None:
+def test_linear_layers_with_other_code_are_not_cut(wrap: Any) -> None:
     model = build("llama")
     wrap(model.layers[0].self_attn.v_proj)
     with pytest.raises(UnsupportedError, match="cannot be cut out: .* is not a plain linear layer"):
@@ -213,17 +212,17 @@ def test_sharded_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_weights_tied_between_layers_are_cut_for_each_layer_alone(zero: bool, tmp_path: Path) -> None:
-    model, given = build("llama"), inputs("llama")
+    model, arguments = build("llama"), inputs("llama")
     first = model.layers[0].self_attn
     for layer in model.layers[1:]:
         layer.self_attn.o_proj.weight, layer.self_attn.q_proj.weight = first.o_proj.weight, first.q_proj.weight
-    want = masked(model, HEADS, given)
+    want = masked_output(model, HEADS, arguments)
     pruned = headwise.prune_heads(model, HEADS, zero=zero)
     for form in (None, "compact"):
         headwise.save(pruned, tmp_path / "saved", form=form, overwrite=True)
         for made in (pruned, headwise.load(tmp_path / "saved")):
             with torch.no_grad():
-                assert error(made(**given), want) < CLOSE[torch.float32]
+                assert error(made(**arguments), want) < CLOSE[torch.float32]
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -237,12 +236,12 @@ def test_a_linear_layer_that_two_layers_share_is_not_cut_for_one_of_them(zero: b
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_one_attention_module_under_two_names_is_cut_once(zero: bool) -> None:
-    model, given = build("llama"), inputs("llama") | {"use_cache": False}
+    model, arguments = build("llama"), inputs("llama") | {"use_cache": False}
     model.layers[2].self_attn = model.layers[0].self_attn
     heads = {0: [1, 2, 3], 2: [1, 2, 3]}
     with torch.no_grad():
         assert (
-            error(headwise.prune_heads(model, heads, zero=zero)(**given), masked(model, heads, given))
+            error(headwise.prune_heads(model, heads, zero=zero)(**arguments), masked_output(model, heads, arguments))
             < CLOSE[torch.float32]
         )
 
@@ -317,7 +316,7 @@ class OwnModel(transformers.PreTrainedModel):
     ],
 )
 @pytest.mark.parametrize("compensate", [None, "bias"])
-def test_unknown_code_is_cut_only_where_a_try_shows_that_it_is_exact(
+def test_unknown_code_is_cut_only_where_its_output_is_exact(
     attention: type[nn.Module], words: str | None, compensate: str | None
 ) -> None:
     torch.manual_seed(0)
@@ -333,7 +332,7 @@ def test_unknown_code_is_cut_only_where_a_try_shows_that_it_is_exact(
         assert error(headwise.prune_heads(model, {0: [1]}, compensate=compensate)(ids), want) < CLOSE[torch.float32]
 
 
-def test_a_pruned_model_that_does_not_run_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pruned_model_that_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from headwise.models.surgery import reshape
 
     monkeypatch.setattr(

@@ -59,9 +59,10 @@ def attention(
     Returns:
         The output (B, Tq, H, Dv), and the weights (B, H, Tq, Tk) with output_attentions=True, else None.
     """
-    if depends_on_name(type(module)):
+    cls: ModuleClass = type(module)
+    if depends_on_name(cls):
         raise UnsupportedError(
-            f'{type(module).__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
+            f'{cls.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
         )
     if query.shape[2] == 1 and _is_plain_step(attention_mask, key, options):
         out = attend(query, key, value, mask=attention_mask, scale=options.get("scaling"), dropout=dropout)

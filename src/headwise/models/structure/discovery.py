@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-ModuleClass = Any  # type[nn.Module]; mypy takes that for unhashable where functools.cache is used
+ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
 
 # In the source of a class: it computes attention itself.
 ATTENTION_CALLS = ("softmax(", "softmax.apply(", "scaled_dot_product_attention(", "multi_head_attention_forward(")
@@ -34,8 +34,9 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """Every module of a model that computes softmax attention, in the order of `named_modules`."""
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, module in model.named_modules(remove_duplicate=False):
-        registered = uses_registry(type(module))
-        if not registered and not _computes_attention(type(module)):
+        cls: ModuleClass = type(module)
+        registered = uses_registry(cls)
+        if not registered and not _computes_attention(cls):
             continue
         parts = name.split(".")
         in_lists = [i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...attention import validation
 from ...errors import HeadwiseError, UnsupportedError
-from .discovery import class_source
+from .discovery import ModuleClass, class_source
 from .sites import Site
 
 # Names of the module that is W_O, in the attention module or, for BERT's relatives, in its sibling "output".
@@ -27,9 +27,10 @@ HEAD_DIM = ("v_head_dim", "value_head_dim", "head_dim", "attention_head_size", "
 
 def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     """The path and the module of the projection that mixes a site's heads."""
-    if "multi_head_attention_forward(" in class_source(type(site.module)):
+    cls: ModuleClass = type(site.module)
+    if "multi_head_attention_forward(" in class_source(cls):
         raise UnsupportedError(
-            f"{type(site.module).__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
+            f"{cls.__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
             "instead of calling it; nothing can be put before it"
         )
     parent = site.name.rpartition(".")[0]
@@ -40,7 +41,7 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
             if module is not None and input_width(module):
                 return path, module
     raise UnsupportedError(
-        f"W_O of {type(site.module).__name__} (at {site.name}) was not found; no linear layer has one of the names "
+        f"W_O of {cls.__name__} (at {site.name}) was not found; no linear layer has one of the names "
         f"{', '.join(W_O_NAMES[:6])}, ..."
     )
 

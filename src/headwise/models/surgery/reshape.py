@@ -144,7 +144,8 @@ def _update_counts(found: Projections, query: int, kv: int) -> None:
                 setattr(module, name, after)
     if not any(name in old for name in QUERY_HEADS):
         module.num_attention_heads = query
-    if _reads_config(type(module)):
+    cls: ModuleClass = type(module)
+    if _reads_config(cls):
         module.config = LayerConfig(module.config, num_attention_heads=query, num_key_value_heads=kv)
 
 
