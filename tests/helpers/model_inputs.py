@@ -1,4 +1,4 @@
-"""What the tiny models are called with: padded batches of tokens, pixels and sounds, and which of them count."""
+"""Inputs of the tiny models: padded batches of tokens, pixels and audio, and which positions are tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from helpers.model_families import Family
 
-BATCH, LENGTH, SOURCE = 3, 13, 11  # tokens of a decoder (or an only stack), and of an encoder before it
+BATCH, LENGTH, SOURCE = 3, 13, 11  # SOURCE: tokens of an encoder; LENGTH: of its decoder, or of a single stack
 
 
 def inputs(family: Family, side: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
-    """What the model is called with; side: where the padding is, None for none."""
+    """The keyword arguments of a model's forward; side: of the padding, None for no padding."""
     generator = torch.Generator().manual_seed(seed + 7)
     return INPUTS[family.inputs](generator, side)
 
@@ -86,7 +86,7 @@ def _image_tokens(generator: torch.Generator, side: str | None) -> dict[str, Ten
 
 
 def _prefix(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    """The image and the first words are read both ways, what follows is generated."""
+    """Bidirectional attention within the image and the first tokens, causal attention after them."""
     batch = _image_tokens(generator, side)
     kinds = torch.zeros_like(batch["input_ids"])
     kinds[:, 19:] = 1
@@ -94,7 +94,7 @@ def _prefix(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
 
 
 def _grids(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    """Images of different sizes, all their patches in one row: 16, 24 and 8 of them, 4 for each token."""
+    """Images of different sizes, their patches concatenated: 16, 24 and 8 patches, 4 per token."""
     tokens, mask = torch.randint(4, 90, (BATCH, LENGTH), generator=generator), padding(LENGTH, side, shortest=6)
     tokens[:, 0] = 94
     for row, images in enumerate((4, 6, 2)):
@@ -113,7 +113,7 @@ INPUTS = {
 }  # fmt: skip
 
 
-def counted(family: Family, batch: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
+def real_tokens(family: Family, batch: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
     """Which queries of a kind of attention are tokens (B, Tq), and which keys are (B, Tk); None for all."""
     own, decoder = batch.get("attention_mask"), batch.get("decoder_attention_mask")
     if family.inputs == "wave" and own is not None:

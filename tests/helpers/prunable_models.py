@@ -1,4 +1,4 @@
-"""Tiny models of the families that are pruned, a row each: random weights and biases, odd sizes."""
+"""Tiny models of the families that are pruned, one row per family, and comparisons of their outputs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ FAMILIES = ENCODERS | DECODERS | TWO_STACKS | VISION
 
 
 def build(name: str, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
-    """A family's model in eval mode, every parameter random, none of them small enough to hide a mistake."""
+    """A family's model in eval mode; every parameter is random and large enough that a mistake shows."""
     kind, config = FAMILIES.get(name) or (name, changes.pop("config"))
     torch.manual_seed(0)
     model = auto.from_config(transformers.AutoConfig.for_model(kind, **config | changes)).eval()
@@ -143,7 +143,7 @@ def inputs(name: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def tensors(out: Any) -> list[Tensor]:
-    """The floating tensors of an output, without caches."""
+    """The floating-point tensors of an output, without caches."""
     if isinstance(out, Tensor):
         return [out] if out.is_floating_point() else []
     if hasattr(out, "items"):
@@ -151,8 +151,8 @@ def tensors(out: Any) -> list[Tensor]:
     return [t for x in out for t in tensors(x)] if isinstance(out, (list, tuple)) else []
 
 
-# How far a pruned model may be from the masked one, as a share of the largest output. They compute the same sums in
-# another order: float64 proves that, float32 is what the native kernel runs in and depends on the processor.
+# How far a pruned model may be from the masked one, relative to the largest output. They compute the same sums in
+# another order: float64 shows that; float32 is what the native kernel runs in, and depends on the processor.
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
@@ -165,7 +165,7 @@ def converted(dtype: torch.dtype, model: Any, batch: dict[str, Any]) -> tuple[An
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest difference, as a share of the largest output."""
+    """The largest difference, relative to the largest output."""
     got, want = tensors(got), tensors(want)
     assert got and len(got) == len(want)
     return max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(got, want, strict=True))

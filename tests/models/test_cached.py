@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import headwise
-from helpers.eager_weights import recorded, statistics
+from helpers.eager_weights import record_calls, statistics
 from helpers.model_families import BY_NAME, build
 
 torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def test_statistics_of_all_cached_calls_equal_eager_attention(way: str, seed: in
     with torch.no_grad(), headwise.watch(model) as seen:
         tokens.append(model.generate(**arguments, **settings))
     torch.manual_seed(seed)
-    with torch.no_grad(), recorded() as calls:
+    with torch.no_grad(), record_calls() as calls:
         tokens.append(other.generate(**arguments, **settings))
     a, b = (x if isinstance(x, Tensor) else x.sequences for x in tokens)
     assert torch.equal(a, b)

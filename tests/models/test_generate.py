@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
 
 import headwise
-from helpers.eager_weights import Call, added, assert_same, recorded, statistics
+from helpers.eager_weights import Call, add_statistics, assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, SINKS, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
@@ -28,7 +28,7 @@ def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
 def calls_by_path(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, dict[str, list[Call]]]:
     paths = {id(module): path for path, module in model.named_modules()}
     by_path: dict[str, list[Call]] = {}
-    with recorded() as calls:
+    with record_calls() as calls:
         tokens = generate(model, batch, **options)
     for call in calls:
         by_path.setdefault(paths[id(call.module)], []).append(call)
@@ -90,8 +90,8 @@ def test_statistics_of_generate_equal_eager_for_every_kind_of_cache(
         sinks = family.type in SINKS
         prefill, *decode = true_parts(calls[layer.name], mask, window_of(model, layer.index), sinks)
         assert_same(layer.prefill, prefill, rtol=1e-3, atol=3e-3)
-        assert_same(layer.decode, added(decode), rtol=1e-3, atol=3e-3)
-        assert_same(layer.stats, added([prefill, *decode]), rtol=1e-3, atol=3e-3)
+        assert_same(layer.decode, add_statistics(decode), rtol=1e-3, atol=3e-3)
+        assert_same(layer.stats, add_statistics([prefill, *decode]), rtol=1e-3, atol=3e-3)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper", "m2m_100"])
@@ -120,7 +120,7 @@ def test_generate_watches_the_encoder_once_and_cross_attention_in_every_step(nam
         else:
             parts = [statistics(call.weights, offset=at) for at, call in enumerate(made)]
         assert_same(layer.prefill, parts[0], rtol=1e-3, atol=3e-3)
-        assert_same(layer.decode, added(parts[1:]), rtol=1e-3, atol=3e-3)
+        assert_same(layer.decode, add_statistics(parts[1:]), rtol=1e-3, atol=3e-3)
 
 
 def test_the_cache_tells_decoding_from_prefill_with_a_custom_mask() -> None:
@@ -146,7 +146,7 @@ def test_statistics_of_beam_search_equal_eager() -> None:
     for layer in seen.layers:
         first = batch["attention_mask"].argmax(1).repeat_interleave(5)  # after the prefill, five beams a sequence
         steps = [call.weights for call in calls[layer.name][1:]]
-        expected = added([statistics(step, offset=step.shape[-1] - 1, first=first) for step in steps])
+        expected = add_statistics([statistics(step, offset=step.shape[-1] - 1, first=first) for step in steps])
         for statistic in ("entropy", "previous", "distance"):
             mean = expected[statistic].sum(0) / expected["count"].sum(0)
             torch.testing.assert_close(layer.decode[statistic], torch.from_numpy(mean), rtol=1e-3, atol=1e-3)

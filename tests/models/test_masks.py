@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import headwise
 from headwise.models.watching import lazy_masks
-from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.eager_weights import assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, Family, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
@@ -28,7 +28,7 @@ def watched(model: nn.Module, **batch: Any) -> Any:
 
 
 def eager_weights(family: Family, **batch: Any) -> list[Tensor]:
-    with torch.no_grad(), recorded() as calls:
+    with torch.no_grad(), record_calls() as calls:
         build(family, "eager")(**batch)
     return [call.weights for call in calls]
 

@@ -19,9 +19,9 @@ from transformers import (
 import headwise
 from headwise.errors import UnsupportedError
 from headwise.models import register
-from helpers.eager_weights import recorded
+from helpers.eager_weights import record_calls
 from helpers.model_families import BY_NAME, FAMILIES, SPARSE, Family, build, core_first
-from helpers.model_inputs import counted, inputs
+from helpers.model_inputs import inputs, real_tokens
 
 torch.set_num_threads(1)
 SPARSE_NAMES = [family.name for family in FAMILIES if family.config is SPARSE]
@@ -44,7 +44,7 @@ def test_registering_again_changes_nothing() -> None:
 def real_part(family: Family, batch: dict[str, Tensor], model: Any, out: Tensor) -> Tensor:
     """The output at tokens; what padding looks at is left open."""
     kind = next(kind for kind in ("decoder", "language_model", "text_model", family.kinds[0]) if kind in family.kinds)
-    real, _ = counted(family, batch, kind, model)
+    real, _ = real_tokens(family, batch, kind, model)
     return out if real is None or out.shape[:2] != real.shape else out * real[..., None]
 
 
@@ -146,7 +146,7 @@ def test_output_attentions_equal_those_of_eager(name: str) -> None:
     """sdpa gives none; here they are eager's."""
     family = BY_NAME[name]
     batch = inputs(family, None)
-    with torch.no_grad(), recorded() as calls:
+    with torch.no_grad(), record_calls() as calls:
         build(family, "eager")(**batch)
     with torch.no_grad():
         out = build(family, "headwise")(**batch, output_attentions=True)

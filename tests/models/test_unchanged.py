@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.watching import lazy_masks, registry
-from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.eager_weights import assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, OFF, SHARP, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
@@ -227,7 +227,7 @@ def test_watching_under_every_attention_implementation(implementation: str) -> N
         if implementation.startswith("mine"):
             assert len(called) == 4
         eager = build(family, "eager")
-        with recorded() as calls:
+        with record_calls() as calls:
             run(eager, batch)
         mask = batch.get("attention_mask")
         for layer, call in zip(seen.layers, calls, strict=True):

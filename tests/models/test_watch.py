@@ -14,9 +14,9 @@ import headwise
 from headwise.models.structure.heads import w_o
 from headwise.models.structure.sites import attention_sites
 from headwise.models.watching import call_reader, lazy_masks
-from helpers.eager_weights import Call, assert_same, recorded, statistics
+from helpers.eager_weights import Call, assert_same, record_calls, statistics
 from helpers.model_families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build, core_first
-from helpers.model_inputs import counted, inputs
+from helpers.model_inputs import inputs, real_tokens
 
 torch.set_num_threads(1)
 NAMES = [family.name for family in FAMILIES]
@@ -26,7 +26,7 @@ def eager_calls(family: Family, batch: dict[str, Tensor]) -> dict[str, list[Call
     """What the same model computes under eager attention, by the path of the module."""
     model = build(family, "eager")
     paths = {id(module): path for path, module in model.named_modules()}
-    with torch.no_grad(), recorded() as calls:
+    with torch.no_grad(), record_calls() as calls:
         model(**batch)
     by_path: dict[str, list[Call]] = {}
     for call in calls:
@@ -66,7 +66,7 @@ def assert_true(family: Family, batch: dict[str, Tensor], model: nn.Module, seen
         layers = [layer for layer in seen.layers if layer.name == name]
         # a module that serves several layers is called once for each; images of several sizes are calls of one layer
         for layer, own in zip(layers, [calls] if len(layers) == 1 else [[call] for call in calls], strict=True):
-            real, exists = counted(family, batch, layer.kind, model)
+            real, exists = real_tokens(family, batch, layer.kind, model)
             own = own[:1] if family.type == "diffllama" else own  # it attends twice with one set of weights
             sinks, cross = family.type in SINKS, layer.kind == "cross"
             parts = [statistics(call.weights, real, exists=exists, cross=cross, sinks=sinks) for call in own]
@@ -119,7 +119,7 @@ def test_paths_of_large_inputs_equal_eager(name: str, large: str, monkeypatch: p
     with torch.no_grad():
         plain = model(**batch)
     out, seen = seen_of(model, batch, weights=True)
-    real, _ = counted(family, batch, "decoder" if "decoder" in family.kinds else family.kinds[0], model)
+    real, _ = real_tokens(family, batch, "decoder" if "decoder" in family.kinds else family.kinds[0], model)
     a, b = tensors(plain)[0], tensors(out)[0]
     if real is not None and a.shape[:2] == real.shape:
         a, b = a * real[..., None], b * real[..., None]  # what padding looks at is left open
@@ -147,7 +147,7 @@ def test_outputs_are_the_inputs_of_w_o(name: str) -> None:
         joined = layer.outputs.transpose(1, 2).flatten(2)  # (B, T, H * Dv)
         torch.testing.assert_close(linear(joined).reshape(product.shape), product)
         if family.type not in BETWEEN:
-            real, _ = counted(family, batch, layer.kind, model)
+            real, _ = real_tokens(family, batch, layer.kind, model)
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
             torch.testing.assert_close(layer.outputs * rows, output * rows, rtol=1e-3, atol=2e-3)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.watching import call_reader, lazy_masks
-from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.eager_weights import assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, build
 from helpers.model_inputs import BATCH, LENGTH, SOURCE, inputs
 
@@ -154,7 +154,7 @@ def test_links_under_masks_that_are_made_block_by_block(name: str, monkeypatch: 
     monkeypatch.setattr(call_reader, "ROWS", 4)
     family = BY_NAME[name]
     arguments = inputs(family, None)
-    with torch.no_grad(), recorded() as calls:
+    with torch.no_grad(), record_calls() as calls:
         build(family, "eager")(**arguments)
     seen = watched(build(family), arguments, links=2, weights=True, rows=[11, 3, 7])
     for layer, call in zip(seen.layers, calls, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.errors import UnsupportedError
 from helpers import any_model_type
-from helpers.eager_weights import Call, assert_same, recorded, statistics
+from helpers.eager_weights import Call, assert_same, record_calls, statistics
 
 torch.set_num_threads(1)
 SECONDS = 60  # for one type
@@ -75,7 +75,7 @@ def _refusal(model: nn.Module) -> str | None:
 
 
 def _runs(model: Any) -> dict[str, Tensor] | None:
-    for batch in any_model_type.made_up(model):
+    for batch in any_model_type.possible_inputs(model):
         try:
             with torch.no_grad():
                 model(**batch)
@@ -100,7 +100,7 @@ def _check(model_type: str, kind: Any, config: Any, batch: dict[str, Tensor]) ->
     layers = 0
     for case in cases:
         try:
-            with torch.no_grad(), recorded() as calls:
+            with torch.no_grad(), record_calls() as calls:
                 torch.manual_seed(5)
                 models["eager"](**case)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
@@ -144,9 +144,9 @@ def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor 
         weights = call.weights
         if not torch.isfinite(weights).all():
             return  # the model's own numbers are NaN
-        ours = mask is not None and weights.shape[0] == any_model_type.BATCH
-        real = mask if ours and weights.shape[2] == any_model_type.LENGTH else None
-        exists = mask if ours and weights.shape[3] == any_model_type.LENGTH else None
+        of_batch = mask is not None and weights.shape[0] == any_model_type.BATCH
+        real = mask if of_batch and weights.shape[2] == any_model_type.LENGTH else None
+        exists = mask if of_batch and weights.shape[3] == any_model_type.LENGTH else None
         if model_type not in OTHER_WEIGHTS:
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
             if not torch.allclose(ours * rows, weights * rows, rtol=5e-3, atol=5e-3):
