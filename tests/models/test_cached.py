@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def prompt(seed: int, batch: int, padded: bool) -> dict[str, Tensor]:
-    """Tokens of which some come again, for the lookup; padded on the left."""
+    """Token ids with repetitions, for the prompt lookup; padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     length = 7 + seed % 5
     ids = torch.randint(3, 11, (batch, length), generator=generator)
@@ -41,7 +41,7 @@ def prompt(seed: int, batch: int, padded: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float64), (1, torch.float32)])
 @pytest.mark.parametrize("way", WAYS)
 def test_statistics_of_all_cached_calls_equal_eager_attention(way: str, seed: int, dtype: torch.dtype) -> None:
-    """In float64 without padding, for which eager's softmax, in float32, gives NaN there; in float32 with it."""
+    """In float64 without padding, where eager's float32 softmax gives NaN for padding; in float32 with padding."""
     implementation = "eager" if way == "attentions" else "sdpa"  # no other gives them
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 3e-3}
     options, family = dict(WAYS[way]), BY_NAME[("llama", "qwen3")[seed]]

@@ -1,4 +1,4 @@
-"""Compiled, traced and exported models: masks and watches act as on the plain model, or say that they do not."""
+"""Masks and watches on compiled, traced and exported models: as on the plain model, or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 LLAMA = BY_NAME["llama"]
-FAMILY = replace(LLAMA, config=LLAMA.config | {"num_hidden_layers": 2})  # compiling takes its time
+FAMILY = replace(LLAMA, config=LLAMA.config | {"num_hidden_layers": 2})  # compiling more layers takes long
 INPUTS = inputs(FAMILY, None)
 HEADS = {0: [0, 4], 1: [2]}
 
@@ -138,7 +138,7 @@ def test_entering_a_watch_or_mask_inside_compiled_code_is_refused() -> None:
 
 
 class Logits(nn.Module):
-    """A model that takes and gives tensors only, as tracing asks."""
+    """A model with tensors as inputs and output, as tracing needs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def exported(model: nn.Module) -> Any:
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[Any, tuple[nn.Module, Any]]:
-    """A model and what was recorded of it, by the function that records."""
+    """A model and its graph, by the function that traces it."""
     models = {record: build(FAMILY) for record in (traced, exported)}
     return {record: (model, record(model)) for record, model in models.items()}
 

@@ -1,4 +1,4 @@
-"""A fingerprint names content: the same for the same weights, another for any change."""
+"""Fingerprints are equal for equal content, and differ after any change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_config_dtype_and_class_belong_to_the_content(model: Any) -> None:
     model.config.layer_norm_epsilon = 1e-3
     assert fingerprint(model) != expected
     model.config.layer_norm_epsilon = 1e-5
-    model.config._name_or_path = "elsewhere"  # where it was read is no content
+    model.config._name_or_path = "elsewhere"  # the path is not content
     assert fingerprint(model) == expected
     assert fingerprint(model.transformer) != expected
     assert fingerprint(model.bfloat16()) != expected

@@ -1,4 +1,4 @@
-"""watch inside generate, with every kind of cache: prefill and decoding apart, against eager's own weights."""
+"""watch inside generate, with every kind of cache: statistics of prefill and decoding against eager's weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def calls_by_path(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple
 
 
 def true_parts(calls: list[Call], mask: Tensor, window: int | None, sinks: bool) -> Iterator[dict[str, Any]]:
-    """True statistics of each call on one layer; window: what its cache keeps."""
+    """True statistics of each call of one layer; window: how many tokens its cache keeps."""
     seen = 0
     started = mask.argmax(1)
     for call in calls:
-        # a sliding cache that is asked for one more holds the last window - 1 tokens and that one
+        # with one more token, a sliding cache has the last window - 1 tokens and that one
         gone = 0 if window is None else max(0, seen - window + 1)
         real = mask if seen == 0 else None
         yield statistics(call.weights, real, first=started - gone, offset=seen - gone, sinks=sinks)
@@ -48,7 +48,7 @@ def true_parts(calls: list[Call], mask: Tensor, window: int | None, sinks: bool)
 
 
 FULL = ("llama", "gpt2", "qwen3", "opt", "deepseek_v3", "gpt_neox", "jamba", "biogpt")
-SLIDING = ("mistral", "gemma3_text", "gpt_oss", "gemma2", "olmo3")  # caches that forget
+SLIDING = ("mistral", "gemma3_text", "gpt_oss", "gemma2", "olmo3")  # with caches that drop old keys
 CACHES = [
     *((name, None) for name in FULL),
     *((name, "static") for name in ("llama", "gpt2", "qwen3")),
@@ -59,7 +59,7 @@ CACHES = [
 
 
 def window_of(model: Any, layer: int) -> int | None:
-    """What the cache of a layer keeps, by the model's config."""
+    """How many tokens the cache of a layer keeps, by the model's config."""
     config = model.config
     kinds = getattr(config, "layer_types", None)
     if config.model_type == "llama4_text":
@@ -128,7 +128,7 @@ def test_the_cache_tells_decoding_from_prefill_with_a_custom_mask() -> None:
     tokens, cache = torch.arange(3, 14)[None], DynamicCache()
     mask = torch.zeros(1, 1, 11, 11).masked_fill(~torch.ones(11, 11, dtype=torch.bool).tril(), -torch.inf)
     with headwise.watch(model) as seen, torch.no_grad():
-        for first, last in ((0, 6), (6, 11)):  # transformers hands such a mask on as it is: nothing tells where it is
+        for first, last in ((0, 6), (6, 11)):  # transformers passes such a mask on unchanged: it has no recipe
             model(tokens[:, first:last], attention_mask=mask[:, :, first:last, :last], past_key_values=cache)
     for layer in seen.layers:
         assert layer.prefill.count.unique().tolist() == [6.0]
@@ -144,7 +144,7 @@ def test_statistics_of_beam_search_equal_eager() -> None:
     other_tokens, calls = calls_by_path(other, batch, num_beams=5)
     assert torch.equal(tokens, other_tokens)
     for layer in seen.layers:
-        first = batch["attention_mask"].argmax(1).repeat_interleave(5)  # after the prefill, five beams a sequence
+        first = batch["attention_mask"].argmax(1).repeat_interleave(5)  # after the prefill, five beams per sequence
         steps = [call.weights for call in calls[layer.name][1:]]
         expected = add_statistics([statistics(step, offset=step.shape[-1] - 1, first=first) for step in steps])
         for statistic in ("entropy", "previous", "distance"):

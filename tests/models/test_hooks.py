@@ -1,4 +1,4 @@
-"""Hooks on a model: copies have none, interrupts leave none, threads do not share them, other wrappers are borne."""
+"""Hooks on a model: copies have none, interrupts leave none, threads do not share them, accelerate's stay."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Interrupt:
 
 
 def interrupted(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[str]:
-    """Acts again and again, interrupted one line later each time, until it gets through; says where it was."""
+    """Act again and again, interrupted one line later each time, until it completes; yields each place."""
     for at in range(1, 2000):
         interrupt, before = Interrupt(at, skip), sys.gettrace()
         sys.settrace(interrupt)
@@ -131,7 +131,7 @@ def interrupted(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[
         if not interrupt.where:
             return
         yield interrupt.where
-    pytest.fail("it never got through")
+    pytest.fail("it never completed")
 
 
 @pytest.mark.parametrize("name", ["watch", "mask"])
@@ -163,7 +163,7 @@ def test_an_interrupt_while_hooks_are_removed_leaves_none(name: str) -> None:
     places = 0
     context.append(CONTEXTS[name](model))
     context[-1].__enter__()
-    # the first lines of __exit__ and remove come before anything could catch it
+    # the first lines of __exit__ and remove run before anything can catch an interrupt
     for where in interrupted(leave, skip=("__exit__", "remove")):
         assert hook_count(model) == 0, where
         assert_nothing_left(model)

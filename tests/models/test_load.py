@@ -1,4 +1,4 @@
-"""Loading by name: whole or one line that says what is wrong."""
+"""load and tokenizer: complete models by name, or an error of one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy to modify."""
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
@@ -43,12 +43,12 @@ def change(folder: Path, **config: Any) -> None:
 
 
 def keep(folder: Path, wanted: Any) -> None:
-    """Only those tensors whose names are wanted."""
+    """Keep only some tensors of a file, by their names."""
     file = folder / "model.safetensors"
     save_file({name: x for name, x in load_file(file).items() if wanted(name)}, file, metadata={"format": "pt"})
 
 
-# --- what is loaded ---
+# --- models that load ---
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
@@ -110,7 +110,7 @@ def test_load_restores_transformers_logging(whole: Path, folder: Path) -> None:
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
-# --- what is refused ---
+# --- models that are refused ---
 
 
 def refused(name: Any, words: str, kind: type[Exception] = CheckpointError, **options: Any) -> None:
@@ -243,7 +243,7 @@ def test_pipes_devices_and_unreadable_paths_are_refused(tmp_path: Path, monkeypa
     def stat(path: Path) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "stat", stat)  # root may look into every directory
+    monkeypatch.setattr(Path, "stat", stat)  # root can read every directory
     refused("closed/model", "'closed/model' cannot be read: Permission denied")
 
 
@@ -270,7 +270,7 @@ def test_a_directory_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.Monkey
     assert headwise.load(folder.name).config.hidden_size == 15
 
 
-# --- the embedded ones ---
+# --- bundled models ---
 
 
 @pytest.mark.parametrize("name", ["minilm", "smollm2"])
@@ -293,7 +293,7 @@ def test_changed_weights_of_bundled_models_are_refused(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """MiniLM's files but for its weights, to be changed."""
+    """A copy of MiniLM's files without its weights, to be changed."""
     copied = shutil.copytree(real_weights.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     monkeypatch.setattr(locate.BundledModel, "path", lambda self: Path(copied) / "model.safetensors")
     return Path(copied)
@@ -374,7 +374,7 @@ def test_a_pipe_among_the_files_does_not_block_load(name: str, folder: Path) -> 
 
 
 def test_a_panic_in_a_tokenizer_is_an_error_of_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):  # as Rust's bindings name it
+    class PanicException(BaseException):  # the name in Rust's bindings
         pass
 
     def panic(*_: Any, **__: Any) -> None:
@@ -411,7 +411,7 @@ def test_a_broken_gguf_file_is_an_error_of_one_line(tmp_path: Path, monkeypatch:
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF\0\0\0 and nothing more")
     refused(file, "broken.gguf' cannot be read as GGUF")
-    assert list((tmp_path / "cache/headwise/gguf").iterdir()) == []  # nothing half done is left
+    assert list((tmp_path / "cache/headwise/gguf").iterdir()) == []  # no partial conversion is left
 
 
 def test_a_gguf_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +423,7 @@ def test_a_gguf_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatc
 
 @pytest.fixture
 def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> list[Path]:
-    """The files that were converted, into copies of a small model: the conversion itself is transformers'."""
+    """The files that were converted; the conversion is replaced by a copy of a small model."""
     calls = []
 
     def convert(path: Path, made: Path) -> None:

@@ -1,4 +1,4 @@
-"""mask_heads against zeroing columns of W_O by hand, for every family, on the registry and off it."""
+"""mask_heads equals zeroing columns of W_O by hand, for every family, in the registry and outside of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.model_families import BY_NAME, FAMILIES, OFF, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
-REFUSED = {  # whose W_O cannot be told
+REFUSED = {  # their W_O is not found
     "xlnet": "W_O of XLNetRelativeAttention",
     "convbert": "has 2 heads of 15, but its W_O reads 60",
     "wavlm": "WavLMAttention .* multi_head_attention_forward",
@@ -33,7 +33,7 @@ def run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def columns(model: nn.Module, site: Site) -> tuple[Tensor, int]:
-    """W_O's weight as (inputs, outputs), and how many heads feed it."""
+    """W_O's weight as (inputs, outputs), and its number of heads."""
     linear = w_o(model, site)[1]
     weight = linear.weight if type(linear).__name__ == "Conv1D" else linear.weight.T
     return weight, query_heads(model, site)
@@ -41,7 +41,7 @@ def columns(model: nn.Module, site: Site) -> tuple[Tensor, int]:
 
 @contextmanager
 def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
-    """The same by hand: the rows of W_O that read these heads are zero."""
+    """The same by hand: inside, the rows of W_O of these heads are zero."""
     by_key = {site.key: site for site in attention_sites(model)}
     kept = []
     for key, chosen in heads.items():
@@ -108,7 +108,7 @@ def test_a_w_o_that_is_never_called_is_refused() -> None:
 
 
 def test_masking_one_layer_of_a_module_that_serves_several() -> None:
-    """ALBERT's one module is four layers: masking one of them is not masking all."""
+    """ALBERT's one module serves four layers: masking one layer does not mask the others."""
     family = BY_NAME["albert"]
     model, batch = build(family), inputs(family, "right")
     alone = []
@@ -231,7 +231,7 @@ def linear_inputs(linear: nn.Module, into: list[Tensor]) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "qwen3_next", "bitnet", "deepseek_v3"])
 def test_outputs_of_another_input_can_be_patched_in(name: str) -> None:
-    """All heads of the last layer from another input, and what enters W_O is that input's."""
+    """With all heads of the last layer patched, W_O's input is that of the other input."""
     family = BY_NAME[name]
     model = build(family)
     here, there = (inputs(family, None, seed) for seed in (1, 2))

@@ -1,4 +1,4 @@
-"""Who may look where: padding on either side, masks of the user's own, packed sequences, and masks never made."""
+"""Masks under watch: padding on either side, custom masks, packed sequences, and lazy masks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_padded_batch_is_the_sum_of_its_sequences(
 @pytest.mark.parametrize("kind", ["bool", "float", "bias", "-10000"])
 @pytest.mark.parametrize("name", ["llama", "bert", "mistral"])
 def test_custom_masks_are_read(name: str, kind: str) -> None:
-    """Four axes, made by hand, straight to the layers."""
+    """A 4-D mask made by hand, which goes to the layers unchanged."""
     family = BY_NAME[name]
     batch = {"input_ids": inputs(family, None)["input_ids"]}
     generator = torch.Generator().manual_seed(1)
@@ -72,13 +72,13 @@ def test_custom_masks_are_read(name: str, kind: str) -> None:
     model = build(family)
     seen = watched(model, **batch, attention_mask=looks if kind == "bool" else floats)
     for layer, weights in zip(seen.layers, true, strict=True):
-        exists = looks.any(2)[:, 0]  # a key that nobody may look at does not exist
+        exists = looks.any(2)[:, 0]  # a key that no query sees does not exist
         assert_same(layer.stats, statistics(weights, exists=exists), rtol=1e-3, atol=3e-3)
         torch.testing.assert_close(layer.weights, weights, rtol=1e-3, atol=1e-4)
 
 
 def test_a_bool_mask_under_eager_is_added_as_eager_adds_it() -> None:
-    """transformers adds it to the scores as ones and zeros."""
+    """transformers adds a bool mask to the scores as ones and zeros."""
     family = BY_NAME["llama"]
     batch = {"input_ids": inputs(family, None)["input_ids"]}
     looks = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -89,7 +89,7 @@ def test_a_bool_mask_under_eager_is_added_as_eager_adds_it() -> None:
 
 
 def test_trust_in_one_form_of_mask_does_not_extend_to_another() -> None:
-    """A reading is checked again when the same model is given masks of another kind."""
+    """A reading is checked again when the same model gets masks of another kind."""
     family = BY_NAME["llama"]
     model = build(family, "eager")
     ids = inputs(family, None)["input_ids"]
@@ -109,7 +109,7 @@ def test_trust_in_one_form_of_mask_does_not_extend_to_another() -> None:
 def test_packed_sequences_under_a_mask_equal_eager(
     name: str, implementation: str, lazy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions that start again begin another sequence, which sees nothing of the one before."""
+    """Positions that start again begin another sequence, which does not see the one before."""
     monkeypatch.setattr(lazy_masks, "LARGE", 0 if lazy else lazy_masks.LARGE)
     family = BY_NAME[name]
     ids = inputs(family, None)["input_ids"][:1]
@@ -118,7 +118,10 @@ def test_packed_sequences_under_a_mask_equal_eager(
     assert float(true[0][..., 6:, :6].abs().max()) == 0
     seen = watched(build(family, implementation), input_ids=ids, position_ids=positions, use_cache=False)
     for layer, weights in zip(seen.layers, true, strict=True):
-        parts = [statistics(weights[..., :6, :6]), statistics(weights[..., 6:, 6:])]  # a row of statistics for each
+        parts = [
+            statistics(weights[..., :6, :6]),
+            statistics(weights[..., 6:, 6:]),
+        ]  # one row of statistics per sequence
         expected = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         assert_same(layer.stats, expected, rtol=1e-3, atol=3e-3)
         torch.testing.assert_close(layer.weights, weights, rtol=1e-3, atol=1e-4)
@@ -136,7 +139,7 @@ def test_a_positional_mask_argument_is_read(name: str) -> None:
 
 
 def test_masks_of_an_earlier_pass_are_forgotten() -> None:
-    """The same sizes, first padded, then with a mask of the user's own that hides no query."""
+    """The same sizes, first padded, then with a custom mask without padding."""
     family = BY_NAME["llama"]
     model, batch = build(family), inputs(family, "left")
     causal = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -148,7 +151,7 @@ def test_masks_of_an_earlier_pass_are_forgotten() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation made."""
+    """Records the size of the largest tensor that any operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ def test_no_t_by_t_mask_is_made_at_8192_tokens(name: str, more: dict[str, Any], 
         batch["attention_mask"][:, :1001] = 0
     with torch.no_grad(), Largest() as largest, headwise.watch(model) as seen:
         model(**batch, use_cache=False)
-    assert largest.elements < LONG * LONG / 8  # blocks of rows, never all of them
+    assert largest.elements < LONG * LONG / 8  # blocks of rows, never the whole mask
     assert len(seen.layers) == 2
     assert int(seen[0].stats.count[0, 0]) == int(batch["attention_mask"].sum())
 
@@ -194,7 +197,7 @@ def test_lazy_masks_are_not_materialized_for_bands_and_padding(name: str, monkey
     model, batch = build(family), inputs(family, "right")
     watched(model, **batch)
     assert not made
-    with torch.no_grad(), headwise.watch(model):  # the model asks for weights itself: then it has its mask
+    with torch.no_grad(), headwise.watch(model):  # with output_attentions the mask is needed
         model.set_attn_implementation("eager")
         attentions = tensors_of(model(**batch, output_attentions=True))
     assert attentions

@@ -1,4 +1,4 @@
-"""Several sequences in one row, and paged caches: statistics are those of each sequence alone."""
+"""Packed sequences and paged caches: statistics are those of each sequence by itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokens(seed: int = 3) -> list[Tensor]:
 
 
 def in_one_row(sequences: list[Tensor]) -> dict[str, Tensor]:
-    """As DataCollatorWithFlattening packs them."""
+    """Pack sequences as DataCollatorWithFlattening does."""
     positions = torch.cat([torch.arange(len(x)) for x in sequences])
     return {"input_ids": torch.cat(sequences)[None], "position_ids": positions[None]}
 
@@ -40,7 +40,7 @@ def watched(model: nn.Module, *calls: dict[str, Any], **options: Any) -> Any:
 
 
 def assert_same_rows(ours: Any, expected: Any, rows: list[int] | None = None) -> None:
-    """The same sums per sequence and statistic."""
+    """Compare the sums of every sequence and statistic."""
     assert set(ours.sums) == set(expected.sums)
     for name in expected.sums:
         wanted = expected.sums[name] if rows is None else expected.sums[name][rows]
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_may_be_packed_differently() -> None:
 def by_positions_or_lengths(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """As flash attention: no mask, sequences by their lengths, or by positions that start again."""
+    """Like flash attention: no mask; sequences by their lengths, or by positions that start again."""
     ends = more.pop("cu_seq_lens_q", None)
     if ends is None:
         starts = (more["position_ids"][0].diff() != 1).nonzero()[:, 0] + 1
@@ -119,7 +119,7 @@ def test_attention_functions_that_separate_sequences_themselves(lengths: bool) -
 
 
 NEW = 5
-SMALL = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)  # else it takes the free memory
+SMALL = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)  # by default it takes all free memory
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -144,7 +144,7 @@ def test_continuous_batching_gives_the_statistics_of_each_prompt_alone(name: str
 
 
 def test_every_call_is_compared_with_the_models_output() -> None:
-    """A function that changes its mind in a later call of the same form does not go unnoticed."""
+    """A function that computes something else in a later call of the same form is refused."""
     calls: list[int] = []
 
     def odd_later(module: nn.Module, query: Tensor, *args: Any, **more: Any) -> Any:
@@ -161,7 +161,7 @@ def test_every_call_is_compared_with_the_models_output() -> None:
 
 
 def test_fully_masked_rows_are_compared_too() -> None:
-    """Where our reading sees no key, the model must give what models give then, and not some other value."""
+    """For a fully masked row a model may give zeros, NaN or the mean of the values, and nothing else."""
 
     def sees_more(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         return sdpa_attention_forward(module, query, key, value, None, **{**more, "is_causal": True})

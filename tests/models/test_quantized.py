@@ -1,4 +1,4 @@
-"""Models whose linear layers were replaced by quantized ones: masked and watched as they are, scored or refused."""
+"""Models with quantized linear layers: masked and watched, and scored where the score allows it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = {1: [0, 4], 3: [2]}
 
 
 class Packed(nn.Module):
-    """As bitsandbytes' layers: weights of 8 bits in one long column, made numbers again in forward."""
+    """Like bitsandbytes' layers: 8-bit weights in one column, dequantized in forward."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

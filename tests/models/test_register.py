@@ -42,7 +42,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def real_part(family: Family, batch: dict[str, Tensor], model: Any, out: Tensor) -> Tensor:
-    """The output at tokens; what padding looks at is left open."""
+    """The output at tokens; outputs at padding are not defined."""
     kind = next(kind for kind in ("decoder", "language_model", "text_model", family.kinds[0]) if kind in family.kinds)
     real, _ = real_tokens(family, batch, kind, model)
     return out if real is None or out.shape[:2] != real.shape else out * real[..., None]
@@ -56,7 +56,7 @@ def test_outputs_equal_eager_attention(name: str) -> None:
         ours, other = build(family, "headwise"), build(family)
         with torch.no_grad():
             a, b = (real_part(family, batch, model, model(**batch)[0]) for model in (ours, other))
-        # relative to the output as a whole: sharp heads enlarge what rounding leaves
+        # relative to the whole output: sharp heads amplify rounding
         assert float((a - b).abs().max()) < 1e-4 * float(b.abs().max())
 
 
@@ -143,7 +143,7 @@ def test_dropout_does_not_change_the_mean_output() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "mistral", "t5"])
 def test_output_attentions_equal_those_of_eager(name: str) -> None:
-    """sdpa gives none; here they are eager's."""
+    """sdpa returns no weights; ours equal eager's."""
     family = BY_NAME[name]
     batch = inputs(family, None)
     with torch.no_grad(), record_calls() as calls:
@@ -157,7 +157,7 @@ def test_output_attentions_equal_those_of_eager(name: str) -> None:
     ]
     got = [x for group in groups for x in group]
     assert len(got) == len(calls)
-    if name != "t5":  # where each layer calls in turn
+    if name != "t5":  # its self- and cross-attention calls alternate
         for weights, call in zip(got, calls, strict=True):
             torch.testing.assert_close(weights, call.weights, rtol=1e-3, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""What watching must not change: outputs, gradients, random numbers, the registry and the model itself."""
+"""Watching does not change outputs, gradients, random numbers, the registry or the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 def snapshot() -> tuple[Any, ...]:
-    """All that watching puts something into."""
+    """Everything that watching changes temporarily."""
     return (
         AttentionInterface.__dict__.get("get_interface"),
         AttentionInterface.get_interface,
@@ -142,7 +142,7 @@ def test_watching_a_part_and_the_whole_of_a_model() -> None:
 
 
 def test_threads_watch_their_own_models() -> None:
-    """Each thread its own model, in step, so that their calls mix."""
+    """Each thread runs its own model, in step with the others, so that calls interleave."""
     families = [BY_NAME[name] for name in ("llama", "bert", "mistral")]
     models = [build(family) for family in families]
     batches = [
@@ -187,8 +187,8 @@ def test_watching_a_masked_model(llama: Any, outer: str) -> None:
     assert len(seen.layers) == 4
     with headwise.watch(model) as plain:
         run(model, batch)
-    assert seen[1].stats == plain[1].stats  # what comes before is as it was
-    assert seen[3].stats != plain[3].stats  # and what comes after looks at something else
+    assert seen[1].stats == plain[1].stats  # layers before it are unchanged
+    assert seen[3].stats != plain[3].stats  # layers after it are not
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_watching_a_masked_model(llama: Any, outer: str) -> None:
         "mine",
         "mine, masks of 2 axes",
         pytest.param("flex_attention", marks=pytest.mark.full),
-    ],  # it compiles
+    ],  # flex attention compiles
 )
 def test_watching_under_every_attention_implementation(implementation: str) -> None:
-    """Whatever function the model has, it goes on giving the output."""
+    """The model's own attention function still gives the output."""
     headwise.register()
     called = []
 
@@ -275,8 +275,8 @@ def test_watching_in_training_with_dropout(name: str, implementation: str) -> No
     assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a_grads, b_grads, strict=True))
     with torch.no_grad(), headwise.watch(model.eval()) as calm:
         model(**batch)
-    first = (seen.layers[0].stats, calm.layers[0].stats)  # later layers are given what dropout left of it
-    if name in ("llama", "gpt_oss", "gemma2"):  # no dropout before it
+    first = (seen.layers[0].stats, calm.layers[0].stats)  # later layers get inputs after dropout
+    if name in ("llama", "gpt_oss", "gemma2"):  # no dropout before the first layer
         for statistic in first[0].names:
             torch.testing.assert_close(first[0][statistic], first[1][statistic], rtol=1e-4, atol=1e-4)
     assert torch.equal(first[0].count, first[1].count)
@@ -318,7 +318,7 @@ def test_gradient_checkpointing_counts_each_call_once(name: str, reentrant: bool
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma3_text", "gemma2", "t5"])
 def test_watching_in_every_precision_and_gradient_mode(name: str, mode: str) -> None:
     family = BY_NAME[name]
-    # in float64 transformers' own softmax, in float32, gives NaN for padding that a window cuts off
+    # in float64 transformers' float32 softmax gives NaN for padding outside of a window
     batch = inputs(family, "right" if mode != "float64" else None)
     model = build(family)
     if mode in ("bfloat16", "float16", "float64"):
@@ -372,7 +372,7 @@ def test_a_watch_cannot_be_entered_twice(llama: Any) -> None:
     watching = headwise.watch(model)
     with watching, pytest.raises(HeadwiseError, match="on already"):
         watching.__enter__()
-    with watching:  # but again after it was left: what it sees adds up
+    with watching:  # again after it was left: statistics add up
         run(model, batch)
     with watching:
         run(model, batch)
@@ -399,7 +399,7 @@ def test_a_layer_that_does_not_call_the_registry_is_an_error(llama: Any) -> None
 def test_sharp_heads_in_16_bits_under_lazy_masks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager rounds its scores to 16 bits; that is no reason to distrust what is computed in 32."""
+    """Eager rounds its scores to 16 bits; readings are compared with it in 32 bits."""
     monkeypatch.setattr(lazy_masks, "LARGE", 0)
     family = BY_NAME[name]
     model, batch = build(family), inputs(family, "left")
@@ -413,7 +413,7 @@ def test_sharp_heads_in_16_bits_under_lazy_masks(
 
 
 def test_a_wrapper_that_bypasses_the_hooks_is_an_error() -> None:
-    """Adapters call the forward of the model inside; each pass is a pass all the same."""
+    """Adapters call the inner model's forward directly; its passes are still recorded."""
 
     class Wrapper(nn.Module):
         def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""watch against eager's own weights, for every family of the table, and what must not change by watching."""
+"""watch equals eager's own weights for every family, and does not change the output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = [family.name for family in FAMILIES]
 
 
 def eager_calls(family: Family, batch: dict[str, Tensor]) -> dict[str, list[Call]]:
-    """What the same model computes under eager attention, by the path of the module."""
+    """The attention calls of the same model under eager attention, by module path."""
     model = build(family, "eager")
     paths = {id(module): path for path, module in model.named_modules()}
     with torch.no_grad(), record_calls() as calls:
@@ -57,7 +57,7 @@ def assert_equal(a: Any, b: Any) -> None:
 
 
 def assert_true(family: Family, batch: dict[str, Tensor], model: nn.Module, seen: Any) -> float:
-    """Statistics and weights of every layer are those of eager; gives the mean entropy as a share of the largest."""
+    """Compare statistics and weights of every layer with eager; returns the mean entropy relative to its maximum."""
     true = eager_calls(family, batch)
     assert {layer.name for layer in seen.layers} == set(true)
     assert sorted(seen.unseen) == []
@@ -95,7 +95,7 @@ def test_statistics_of_a_padded_batch_equal_eager(name: str, implementation: str
     assert tuple(dict.fromkeys(layer.kind for layer in seen.layers)) == family.kinds
     if family.layers is not None:
         assert tuple(layer.index for layer in seen.layers) == family.layers
-    assert assert_true(family, batch, model, seen) < 0.8  # far from looking everywhere alike
+    assert assert_true(family, batch, model, seen) < 0.8  # far from uniform attention
 
 
 @pytest.mark.parametrize("side", ["left", None])
@@ -111,7 +111,7 @@ def test_statistics_with_left_padding_and_without_padding_equal_eager(name: str,
 @pytest.mark.parametrize("name", core_first(NAMES))
 @pytest.mark.parametrize("large", ["masks that are never made", "output and statistics in one pass"])
 def test_paths_of_large_inputs_equal_eager(name: str, large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways of long inputs, on short ones: the same output but for rounding, and the same statistics."""
+    """The code paths of long inputs, on short ones: the same output up to rounding, and the same statistics."""
     monkeypatch.setattr(*((lazy_masks, "LARGE", 0) if large.startswith("masks") else (call_reader, "ONE_PASS", 0)))
     family = BY_NAME[name]
     batch = inputs(family, "left" if family.inputs == "text" else "right", seed=5)
@@ -122,7 +122,7 @@ def test_paths_of_large_inputs_equal_eager(name: str, large: str, monkeypatch: p
     real, _ = real_tokens(family, batch, "decoder" if "decoder" in family.kinds else family.kinds[0], model)
     a, b = tensors(plain)[0], tensors(out)[0]
     if real is not None and a.shape[:2] == real.shape:
-        a, b = a * real[..., None], b * real[..., None]  # what padding looks at is left open
+        a, b = a * real[..., None], b * real[..., None]  # outputs at padding are not defined
     torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
     assert_true(family, batch, model, seen)
 
@@ -153,7 +153,7 @@ def test_outputs_are_the_inputs_of_w_o(name: str) -> None:
 
 
 def test_each_is_called_once_per_attention_call() -> None:
-    """each sees every call once, in order, and can have its rows of weights."""
+    """each gets every call once, in order, and can read rows of its weights."""
     family = BY_NAME["bert"]
     batch, model, calls = inputs(family, "right"), build(family, "sdpa"), []
 

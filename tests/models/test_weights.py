@@ -1,4 +1,4 @@
-"""What watch keeps on request: weights, rows, links, outputs and classes; how layers are named; bad input."""
+"""Options of watch: weights, rows, links, outputs and classes; names of layers; refused values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def bert() -> tuple[nn.Module, dict[str, Tensor], list[Tensor]]:
-    """A model, its input and what eager's output_attentions says."""
+    """A model, its input and eager's output_attentions."""
     family = BY_NAME["bert"]
     arguments = inputs(family, "right")
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_rows_that_no_call_has_are_named_in_the_error(bert: Any) -> None:
     close(
         watched(model, arguments, weights={1: [2]}, rows=[3, 3, -10])[1].weights[0, 2], attentions[1][0, 2, [3, 3, 3]]
     )
-    with torch.no_grad(), headwise.watch(model, weights=1, rows=[15, 2]) as seen:  # rows that one of the calls has
+    with torch.no_grad(), headwise.watch(model, weights=1, rows=[15, 2]) as seen:  # each row is in one of the calls
         model(**arguments)
         model(torch.arange(4, 21)[None])
     assert [tuple(recorded.shape) for recorded in seen[1].all_weights] == [(BATCH, 5, 1, LENGTH), (1, 5, 2, 17)]
@@ -145,7 +145,7 @@ def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch
             layer.weights  # noqa: B018
     with pytest.raises(HeadwiseError, match="no links were kept; watch with links=2"):
         watched(model, arguments)[0].links(2)
-    assert watched(model, arguments, links=50)[0].links(50).keys.shape[-1] == LENGTH  # there are no more keys
+    assert watched(model, arguments, links=50)[0].links(50).keys.shape[-1] == LENGTH  # the call has no more keys
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3_text"])
@@ -175,7 +175,7 @@ def test_outputs_of_chosen_heads(bert: Any) -> None:
 def test_class_shares_equal_summed_weights(bert: Any) -> None:
     model, arguments, attentions = bert
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
-    classes = {"odd": ids % 2 == 1, "entropy": ids > 50}  # a name of ours does not get in the way
+    classes = {"odd": ids % 2 == 1, "entropy": ids > 50}  # a class may have the name of a statistic
     seen = watched(model, arguments, classes=classes)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         expected = statistics(eager, mask, exists=mask, classes=classes)
@@ -239,7 +239,7 @@ def test_hybrid_models_keep_their_own_layer_numbers(name: str) -> None:
 def test_albert_counts_the_calls_of_its_shared_module() -> None:
     family = BY_NAME["albert-groups"]
     seen = watched(build(family), inputs(family, "right"), weights=5)
-    assert [layer.index for layer in seen.layers] == list(range(8))  # four layers of two
+    assert [layer.index for layer in seen.layers] == list(range(8))  # four layers with two modules each
     names = [layer.name.removeprefix("encoder.albert_layer_groups.") for layer in seen.layers]
     first, second = (["{0}.albert_layers.0.attention", "{0}.albert_layers.1.attention"] for _ in range(2))
     assert names == [*(name.format(0) for name in first * 2), *(name.format(1) for name in second * 2)]

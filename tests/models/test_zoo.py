@@ -1,4 +1,4 @@
-"""Every model type of transformers that can be built small: its statistics are right, or it is refused by name."""
+"""Every model type of transformers that can be built small: its statistics equal eager's, or it is refused."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from helpers import any_model_type
 from helpers.eager_weights import Call, assert_same, record_calls, statistics
 
 torch.set_num_threads(1)
-SECONDS = 60  # for one type
-# Types whose eager function hands out other weights than those behind its output: sinks are left out of them.
+SECONDS = 60  # per model type
+# Types whose eager function returns other weights than those of its output: without the sinks.
 OTHER_WEIGHTS = {"granite_swa", "granitemoe_swa"}
 
 
 class Wrong(Exception):
-    """Something that must not be."""
+    """Statistics or weights differ from eager's."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def in_time() -> Iterator[None]:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """How it goes with one type: right, refused, cannot be built, cannot be run; and why. Wrong raises."""
+    """The outcome for one type (right, refused, cannot be built, cannot be run) and why; raises Wrong."""
     why = "too large"
     for kind, config in any_model_type.small_models(model_type):
         if kind is None:
@@ -53,7 +53,7 @@ def verdict(model_type: str) -> tuple[str, str]:
             continue
         try:
             model = any_model_type.build(kind, config, "eager")
-        except Exception as error:  # as many kinds of failure as there are models
+        except Exception as error:  # models raise any kind of error
             why = f"{type(error).__name__}: {error}"
             continue
         refused = _refusal(model)
@@ -81,14 +81,14 @@ def _runs(model: Any) -> dict[str, Tensor] | None:
                 model(**batch)
         except TimeoutError:
             raise
-        except Exception:  # the next form may fit
+        except Exception:  # the next shape may fit
             continue
         return batch
     return None
 
 
 def _check(model_type: str, kind: Any, config: Any, batch: dict[str, Tensor]) -> str:
-    """All statistics under every implementation, plain and padded."""
+    """Compare all statistics under every implementation, with and without padding."""
     models = {
         name: any_model_type.build(kind, config, name) for name in ("eager", *(["sdpa"] if kind._supports_sdpa else []))
     }
@@ -104,7 +104,7 @@ def _check(model_type: str, kind: Any, config: Any, batch: dict[str, Tensor]) ->
                 torch.manual_seed(5)
                 models["eager"](**case)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            continue  # it takes no such mask
+            continue  # it does not take such a mask
         for model in models.values():
             layers += _compare(model_type, model, case, models["eager"], calls)
     return f"{layers} layers"
@@ -129,7 +129,7 @@ def _compare(model_type: str, model: Any, case: dict[str, Tensor], eager: nn.Mod
     if {layer.name for layer in seen.layers} != set(true):
         raise Wrong(f"layers {set(true) ^ {layer.name for layer in seen.layers}}")
     if not _same_function(model, eager, case):
-        return 0  # transformers itself computes something else under sdpa than under eager
+        return 0  # transformers' own sdpa and eager outputs differ
     for name, made in true.items():
         same = [layer for layer in seen.layers if layer.name == name]
         groups = [made] if len(same) == 1 else [[call] for call in made]
@@ -143,7 +143,7 @@ def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor 
     for ours, call in zip(layer.all_weights, calls, strict=True):
         weights = call.weights
         if not torch.isfinite(weights).all():
-            return  # the model's own numbers are NaN
+            return  # the model's own weights are NaN
         of_batch = mask is not None and weights.shape[0] == any_model_type.BATCH
         real = mask if of_batch and weights.shape[2] == any_model_type.LENGTH else None
         exists = mask if of_batch and weights.shape[3] == any_model_type.LENGTH else None
@@ -166,7 +166,7 @@ def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor 
 
 
 def _same_function(model: Any, eager: Any, case: dict[str, Tensor]) -> bool:
-    """Whether both give the same output at tokens."""
+    """Whether two models give the same output at tokens."""
     if model is eager:
         return True
     outs = []

@@ -1,4 +1,4 @@
-"""A pruned model leaves through torch.export and as ONNX, for other lengths too, with the same outputs."""
+"""Pruned models export with torch.export and to ONNX, also for other lengths, with the same outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.prunable_models import CLOSE, TWO_STACKS, build, error, inputs, une
 
 
 class Bare(nn.Module):
-    """Tensors in, one tensor out, as exporters like it."""
+    """A module with tensors as inputs and one tensor as output, as exporters need."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Bare(nn.Module):
 
 
 def pruned(name: str, folder: Path) -> tuple[Bare, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A pruned model that was saved and read again, its inputs, and shorter ones."""
+    """A pruned model that was saved and reloaded, its inputs, and shorter inputs."""
     model = build(name)
     headwise.save(headwise.prune_heads(model, uneven_heads(model)), folder / "model")
     keys = ["input_ids", *(["decoder_input_ids"] if name in TWO_STACKS else [])]
@@ -53,7 +53,7 @@ def test_pruned_models_export_to_onnx(name: str, tmp_path: Path) -> None:
     from onnxruntime import InferenceSession
 
     model, batch, shorter = pruned(name, tmp_path)
-    if name == "t5":  # with sdpa PyTorch's exporter does not get through, for the full model either
+    if name == "t5":  # PyTorch's exporter fails with sdpa, for the full model too
         model.model.set_attn_implementation("eager")
     names = [f"given{i}" for i in range(len(batch))]
     program = torch.onnx.export(

@@ -1,4 +1,4 @@
-"""Saved, read again in another process, and compared; what goes wrong leaves everything as it was."""
+"""save: models reload equal, also in another process; a failure leaves the old directory unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with torch.no_grad():
 
 
 def afresh(folder: Path, batch: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
-    """The first output of a saved model, from a process that knows nothing of this one."""
+    """The first output of a saved model, computed in a new process."""
     torch.save(batch, scratch / "given.pt")
     command = [sys.executable, "-c", AGAIN, str(folder), str(scratch / "given.pt"), str(scratch / "out.pt")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -75,7 +75,7 @@ def test_a_saved_model_reloads_equal_in_the_expected_form(name: str, heads: Any,
             theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
             assert error(theirs(**batch), want) < CLOSE[torch.float32]
         else:
-            with pytest.raises((RuntimeError, ValueError)):  # plain transformers must not read it as something else
+            with pytest.raises((RuntimeError, ValueError)):  # plain transformers must refuse it
                 transformers.AutoModel.from_pretrained(tmp_path / "model")
     assert not [file.name for file in tmp_path.rglob("*") if file.suffix in (".bin", ".pt", ".pkl")]
     assert [file.name for file in tmp_path.iterdir()] == ["model"], "temporary files were left"
@@ -102,7 +102,7 @@ def test_the_zeroed_form_loads_in_plain_transformers(name: str, tmp_path: Path) 
 
 
 def test_a_zeroed_directory_can_be_pruned_again(tmp_path: Path) -> None:
-    """Its heads have their first numbers, and those of zeros are known as such."""
+    """Its heads keep their original numbers, and zeroed heads are recorded."""
     model, batch = build("llama"), inputs("llama")
     headwise.save(headwise.prune_heads(model, {0: [0, 1, 2], 2: [4]}), tmp_path / "model", form="zeroed")
     again = headwise.load(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""A pruned model gives what the masked one gives: every family, even and uneven layers, groups, bf16, generate."""
+"""A pruned model gives the outputs of the masked one: every family, even and uneven layers, groups, generate."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ EXACT = CLOSE[torch.float64]
 
 
 def build(*args: Any, **kwargs: Any) -> Any:
-    """A small model in float64, where another order of summation hardly shows on any processor."""
+    """A small model in float64, in which the order of summation makes almost no difference."""
     return converted(torch.float64, prunable_models.build(*args, **kwargs), {})[0]
 
 
 def inputs(name: str) -> dict[str, Any]:
-    """What such a model is called with."""
+    """The inputs of such a model."""
     return {key: x.double() if x.is_floating_point() else x for key, x in prunable_models.inputs(name).items()}
 
 
@@ -56,15 +56,14 @@ def test_a_pruned_model_gives_the_outputs_of_the_masked_model(name: str, which: 
     assert error(got, want) < CLOSE[dtype]
     assert error(full, want) > 0.01, "these heads do nothing, so the test shows nothing"
     grouped = which is even_heads and query_heads(model, attention_sites(model)[0]) == 6 and name in DECODERS
-    assert (
-        parameter_count(pruned) < parameter_count(model) or grouped or name == "codegen"
-    )  # one of a group of three: the group is padded
+    # one head of a group of three: the group is padded
+    assert parameter_count(pruned) < parameter_count(model) or grouped or name == "codegen"
     assert all(torch.equal(before[key], x) for key, x in model.state_dict().items()), "the argument was changed"
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "gpt_neox", "falcon-grouped", "phi3", "t5"])
 def test_removing_another_head_gives_other_outputs(name: str) -> None:
-    """The comparison above can fail: one head too far is far off."""
+    """The comparison above can fail: a neighbouring head gives a large difference."""
     model, batch = build(name), inputs(name)
     site = attention_sites(model)[0]
     want = masked_output(model, {site.key: [1]}, batch)
@@ -91,7 +90,7 @@ def test_a_pruned_model_generates_the_tokens_of_the_masked_model(name: str) -> N
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pruning_in_bf16(name: str) -> None:
-    aligned = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24}  # experts ask for that in bf16
+    aligned = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24}  # experts need that in bf16
     model = build(name, **(aligned if name in ("gpt_oss", "deepseek_v3", "deepseek_v32") else {}))
     model, batch = converted(torch.bfloat16, model, inputs(name))
     heads = uneven_heads(model)
@@ -123,11 +122,11 @@ def test_uneven_groups_are_padded_with_zeroed_heads() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_pruned_model_can_be_pruned_masked_and_watched(name: str) -> None:
-    """A model whose heads x width of a head is not the width of the model, in every family."""
+    """In every family, also where heads x head width is not the model's width."""
     model, batch = build(name), inputs(name)
     sites = attention_sites(model)
     site = max(sites, key=lambda site: query_heads(model, site))
-    keys = [other.key for other in sites if other.module is site.module]  # ALBERT's serves all layers
+    keys = [other.key for other in sites if other.module is site.module]  # ALBERT's module serves all layers
     key = site.key if len({site.kind for site in sites}) > 1 else site.index
     once = headwise.prune_heads(model, {layer: [1] for layer in keys})
     before = once.headwise_heads[key]

@@ -1,4 +1,4 @@
-"""Models whose weights are not simply there, or whose code is not transformers': pruned exactly or refused in words."""
+"""Models with unusual weights or code of their own: pruned exactly or refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS = {0: [1], 2: [0]}
 CAUSAL = transformers.AutoModelForCausalLM
 
 
-# --- weights that are elsewhere ---
+# --- offloaded weights ---
 
 
 def in_host_memory(model: Any, folder: Path) -> Any:
@@ -88,7 +88,7 @@ def test_pruning_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- weights that are no matrices of their own ---
+# --- wrapped, quantized and sharded weights ---
 
 
 class Adapted(nn.Module):
@@ -109,7 +109,7 @@ class Adapted(nn.Module):
 
 
 class Packed(Tensor):
-    """As torchao's: a subclass that says it is floating."""
+    """Like torchao's: a subclass that says it is floating-point."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nn.Parameter(self.detach().clone().as_subclass(Packed))
@@ -128,7 +128,7 @@ def quantized(layer: nn.Linear) -> nn.Module:
 def hooked(layer: nn.Linear) -> nn.Module:
     made: nn.Module = nn.utils.weight_norm(layer)
     with torch.no_grad():
-        made(torch.zeros(1, layer.in_features))  # or its weight has a gradient, and PyTorch refuses to copy it
+        made(torch.zeros(1, layer.in_features))  # else its weight has a gradient, and PyTorch refuses to copy it
     return made
 
 
@@ -151,7 +151,7 @@ KINDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # weight_norm and quantize_dynamic are on their way out
+@pytest.mark.filterwarnings("ignore")  # weight_norm and quantize_dynamic are deprecated
 @pytest.mark.parametrize("words", KINDS)
 def test_wrapped_weights_are_refused_with_advice_that_works(words: str, tmp_path: Path) -> None:
     arguments, wrap = inputs("llama"), KINDS[words]
@@ -250,7 +250,7 @@ def test_one_attention_module_under_two_names_is_cut_once(zero: bool) -> None:
 
 
 class FusedAttention(nn.Module):
-    """As timm's: one qkv layer, and a forward that takes the width of the output from its input."""
+    """Like timm's: one qkv layer, and a forward that takes the output's width from its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class RightAttention(FusedAttention):
 
 
 class WrongAttention(RightAttention):
-    """Runs with any number of heads, but each number gives another scale."""
+    """Runs with any number of heads, but the scale depends on that number."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.num_heads
@@ -335,8 +335,7 @@ def test_unknown_code_is_cut_only_where_its_output_is_exact(
 def test_a_pruned_model_that_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from headwise.models.surgery import reshape
 
-    monkeypatch.setattr(
-        reshape, "_update_counts", lambda *args: None
-    )  # as if a family kept its numbers under other names
+    # as if a family kept its numbers of heads under other names
+    monkeypatch.setattr(reshape, "_update_counts", lambda *args: None)
     with pytest.raises(UnsupportedError, match="cannot be cut out: without them its code fails .*; zero=True zeroes"):
         headwise.prune_heads(build("gpt2"), {0: [1]})
