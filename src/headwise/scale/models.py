@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of
 from .tensor_parallel import gathered_stats
 
-RANKS = "headwise_ranks"  # on a model that load_split split
+_ranks_by_model: WeakKeyDictionary[nn.Module, Ranks] = WeakKeyDictionary()  # models that load_split split
 
 
 def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, dtype: Any = None) -> Any:
@@ -57,13 +58,13 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
 
     split = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
     model = load(name, attn_implementation=attn_implementation, dtype=dtype, distributed=split)
-    setattr(model, RANKS, ranks)
+    _ranks_by_model[model] = ranks
     return model
 
 
 def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
     """headwise.watch of a split model: what was seen of all heads, gathered on every rank when the `with` ends."""
-    ranks: Ranks | None = getattr(model, RANKS, None)
+    ranks = _ranks_by_model.get(model)
     if ranks is None:
         return watch_one(model, **options)
     found = attention_sites(model)
@@ -73,7 +74,7 @@ def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
 
 def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads:
     """headwise.mask_heads of a split model: heads are named as in the whole one, and each rank changes those it has."""
-    ranks: Ranks | None = getattr(model, RANKS, None)
+    ranks = _ranks_by_model.get(model)
     found = require_sites(model)
     changes = head_changes(model, found, heads, value)
     if ranks is not None:
