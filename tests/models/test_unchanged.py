@@ -55,7 +55,7 @@ def put_back(*models: nn.Module) -> Iterator[None]:
     assert before[4:] == after[4:]
     assert [hooks(model) for model in models] == hooked
     assert not registry._watchers and not registry._uninstall
-    assert registry.pass_masks.depth == 0 and not registry.pass_masks.made
+    assert registry.pass_masks.depth == 0 and not registry.pass_masks.entries
 
 
 def run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ CROSS_NAMES = ("cross", "encoder_attn", "encdec", "encoder_decoder_attention", "
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """One module that computes attention, and where it stands in the model."""
+    """One module that computes attention, and its place in the model."""
 
     module: nn.Module
     name: str  # its path in the model

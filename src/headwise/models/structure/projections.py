@@ -63,9 +63,9 @@ def projections(model: nn.Module, site: Site) -> Projections:
             raise refusal(site, f"{part.path} has {rows} rows for {blocks} blocks of heads")
     _check_linear(site, out)
     multiple = SLICES if any(layout == "sliced" for _, _, layout in named) else 1
-    found = Projections(site, query, kv, value_dim, out, out_path, parts, dict(_per_head(site, query, kv)), multiple)
-    _check_other_parameters(found)
-    return found
+    layer = Projections(site, query, kv, value_dim, out, out_path, parts, dict(_per_head(site, query, kv)), multiple)
+    _check_other_parameters(layer)
+    return layer
 
 
 def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
@@ -76,8 +76,8 @@ def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
     shapes: list[LayerShape] = []
     for site in attention_sites(model):
         try:
-            found = projections(model, site)
-            query, kv = found.query, found.kv
+            layer = projections(model, site)
+            query, kv = layer.query, layer.kv
         except UnsupportedError:
             query = kv = query_heads(model, site)
         shapes.append((site.kind, site.index, query, kv))
@@ -102,16 +102,16 @@ def check_zeroable(site: Site, out: nn.Module) -> None:
         )
 
 
-def value_bias(found: Projections) -> Tensor | None:
+def value_bias(layer: Projections) -> Tensor | None:
     """(kv, value_dim): the bias of W_V, where it shifts each head's output by a constant; else None."""
-    if "sinks" in found.per_head:  # weights that do not sum to one: no constant
+    if "sinks" in layer.per_head:  # weights that do not sum to one: no constant
         return None
-    for part in found.parts:
-        blocks = part.layout(found.query, found.kv)
+    for part in layer.parts:
+        blocks = part.layout(layer.query, layer.kv)
         bias = part.linear._parameters.get("bias")
         if ("v", 0) in blocks and bias is not None:
             size = len(bias) // len(blocks)
-            return bias.detach().view(len(blocks), size)[[blocks.index(("v", i)) for i in range(found.kv)]]
+            return bias.detach().view(len(blocks), size)[[blocks.index(("v", i)) for i in range(layer.kv)]]
     return None
 
 
@@ -172,15 +172,15 @@ def _check_linear(site: Site, linear: nn.Module) -> None:
         raise refusal(site, f"{type(linear).__name__} is not a plain linear layer (its code is its own)")
 
 
-def _check_other_parameters(found: Projections) -> None:
+def _check_other_parameters(layer: Projections) -> None:
     """Refuse a module with other parameters that may depend on the number of heads."""
-    site = found.site
-    blocks = [(part, len(part.layout(found.query, found.kv))) for part in found.parts]
-    head_widths = {found.value_dim, *(output_width(part.linear) // count for part, count in blocks)}
-    known = {parameter for part in found.parts for parameter in part.linear.parameters()}
-    known |= set(found.out.parameters())
+    site = layer.site
+    blocks = [(part, len(part.layout(layer.query, layer.kv))) for part in layer.parts]
+    head_widths = {layer.value_dim, *(output_width(part.linear) // count for part, count in blocks)}
+    known = {parameter for part in layer.parts for parameter in part.linear.parameters()}
+    known |= set(layer.out.parameters())
     for name, parameter in site.module.named_parameters():
-        if parameter in known or name in found.per_head or name.startswith(SAME_FOR_ALL_HEADS):
+        if parameter in known or name in layer.per_head or name.startswith(SAME_FOR_ALL_HEADS):
             continue
         if "norm" in name.lower() and parameter.dim() == 1:
             if parameter.numel() in head_widths:

@@ -14,7 +14,7 @@ from .discovery import AttentionModule, attention_modules, call_order, tower_nam
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
-# something per layer; a Mapping's keys are invariant, so that each kind of key is listed
+# something per layer; a Mapping's keys are invariant, so each kind of key is listed
 ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
 
 

@@ -36,10 +36,10 @@ def removed_outputs(
     sites = {site.name: site for site in attention_sites(model)}
     constants = {}
     for name, heads in removed.items():
-        found = projections(model, sites[name])
-        bias = value_bias(found)
+        layer = projections(model, sites[name])
+        bias = value_bias(layer)
         if bias is not None:
-            constants[name] = bias[torch.tensor(heads) // (found.query // found.kv)]
+            constants[name] = bias[torch.tensor(heads) // (layer.query // layer.kv)]
     return constants
 
 

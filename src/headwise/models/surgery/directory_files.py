@@ -55,9 +55,9 @@ def readme(model: Any, name: str) -> str:
     """The README of a pruned model's directory."""
     name = "".join(letter if letter.isalnum() or letter in " .-" else "_" for letter in name) or "a model"
     rows = [
-        f"| {site} | {', '.join(map(str, kept.removed))} |"
+        f"| {site} | {', '.join(map(str, record.removed))} |"
         for site in attention_sites(model)
-        if (kept := kept_heads(site.module)) is not None
+        if (record := kept_heads(site.module)) is not None
     ]
     head = f"# {name}, without some of its attention heads\n\nMade by headwise, which also reads it: "
     load = "`headwise.load` with the path of this directory.\n\n| layer | heads removed |\n|---|---|\n"

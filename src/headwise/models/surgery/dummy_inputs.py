@@ -41,15 +41,15 @@ def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
     return None
 
 
-def difference(one: Any, other: Any, inputs: dict[str, Tensor]) -> float:
+def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
     """The largest difference between two models' outputs, relative to the largest output."""
-    training = one.training, other.training
-    one.eval(), other.eval()
+    training = model.training, other.training
+    model.eval(), other.eval()
     try:
         with torch.no_grad():
-            first, second = (list(output_tensors(model(**inputs))) for model in (one, other))
+            first, second = (list(output_tensors(module(**inputs))) for module in (model, other))
     finally:
-        one.train(training[0]), other.train(training[1])
+        model.train(training[0]), other.train(training[1])
     if len(first) != len(second) or any(x.shape != y.shape for x, y in zip(first, second, strict=False)):
         return float("inf")
     distances = [

@@ -40,32 +40,32 @@ class KeptHeads:
 
 def kept_heads(module: nn.Module) -> KeptHeads | None:
     """The record of an attention module; None where no head was removed."""
-    kept: KeptHeads | None = getattr(module, _KEPT, None)
-    return kept
+    record: KeptHeads | None = getattr(module, _KEPT, None)
+    return record
 
 
-def set_kept_heads(module: nn.Module, kept: KeptHeads) -> None:
+def set_kept_heads(module: nn.Module, record: KeptHeads) -> None:
     """Write the record of an attention module."""
-    setattr(module, _KEPT, kept)
+    setattr(module, _KEPT, record)
 
 
 def is_cut(module: nn.Module) -> bool:
     """Whether heads of an attention module were cut out, and not only zeroed."""
-    kept = kept_heads(module)
-    return kept is not None and not kept.zeroed
+    record = kept_heads(module)
+    return record is not None and not record.zeroed
 
 
 def pruned_layers(model: nn.Module) -> dict[tuple[str, int], KeptHeads]:
     """The records of a model's pruned layers, by (kind, layer)."""
     records = {site.key: kept_heads(site.module) for site in attention_sites(model)}
-    return {key: kept for key, kept in records.items() if kept is not None}
+    return {key: record for key, record in records.items() if record is not None}
 
 
 def set_head_numbers(model: Any) -> None:
     """Set `model.headwise_heads`: for each pruned layer the original number of every head, None for zeroed ones."""
     several_kinds = len({site.kind for site in attention_sites(model)}) > 1
     numbers: dict[Key, list[int | None]] = {
-        (key if several_kinds else key[1]): list(kept.query) for key, kept in pruned_layers(model).items()
+        (key if several_kinds else key[1]): list(record.query) for key, record in pruned_layers(model).items()
     }
     model.headwise_heads = numbers
 

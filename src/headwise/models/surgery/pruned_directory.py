@@ -23,13 +23,14 @@ FILE = "headwise.json"
 VERSION = 1
 
 
-def record(model: nn.Module, form: str) -> dict[str, Any]:
+def build_record(model: nn.Module, form: str) -> dict[str, Any]:
     """A pruned model as JSON: for each layer, which of the original heads it has."""
-    layers = {
-        site.name: {"kind": site.kind, "layer": site.index, **asdict(_as_zeroed(kept) if form == "zeroed" else kept)}
-        for site in attention_sites(model)
-        if (kept := kept_heads(site.module)) is not None
-    }
+    layers = {}
+    for site in attention_sites(model):
+        record = kept_heads(site.module)
+        if record is not None:
+            record = _as_zeroed(record) if form == "zeroed" else record
+            layers[site.name] = {"kind": site.kind, "layer": site.index, **asdict(record)}
     without_pooler = hasattr(model, "pooler") and model.pooler is None
     return {
         "headwise": VERSION,
@@ -43,17 +44,17 @@ def record(model: nn.Module, form: str) -> dict[str, Any]:
     }
 
 
-def _as_zeroed(kept: KeptHeads) -> KeptHeads:
+def _as_zeroed(record: KeptHeads) -> KeptHeads:
     """The same heads in a model of the original shapes."""
-    if kept.zeroed:
-        return kept
-    query = tuple(i if i in kept.query else None for i in range(kept.query_of))
-    return KeptHeads(query, (), kept.query_of, 0, zeroed=True)
+    if record.zeroed:
+        return record
+    query = tuple(i if i in record.query else None for i in range(record.query_of))
+    return KeptHeads(query, (), record.query_of, 0, zeroed=True)
 
 
 def write_record(folder: Path, model: nn.Module, form: str) -> None:
     """Write headwise.json."""
-    text = json.dumps(record(model, form), indent=2)
+    text = json.dumps(build_record(model, form), indent=2)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -83,9 +84,9 @@ def _read_kept(entry: dict[str, Any]) -> KeptHeads:
 def restore_records(model: Any, content: dict[str, Any]) -> Any:
     """Set the records of a model whose shapes are right already."""
     modules = {site.name: site.module for site in attention_sites(model)}
-    for name, kept in content["layers"].items():
+    for name, record in content["layers"].items():
         if name in modules:
-            set_kept_heads(modules[name], kept)
+            set_kept_heads(modules[name], record)
     set_head_numbers(model)
     attach(model)
     return model
@@ -111,18 +112,18 @@ def rebuild(cls: Any, folder: Path, content: dict[str, Any], options: dict[str, 
 def _cut(model: Any, layers: dict[str, KeptHeads]) -> None:
     """Cut a whole model to the recorded heads."""
     sites = {site.name: site for site in attention_sites(model)}
-    for name, kept in layers.items():
+    for name, record in layers.items():
         if name not in sites:
             raise CheckpointError(f"{FILE} speaks of {name!r}, which {type(model).__name__} has not")
-        if kept.zeroed:
-            set_kept_heads(sites[name].module, kept)
+        if record.zeroed:
+            set_kept_heads(sites[name].module, record)
             continue
-        found = projections(model, sites[name])
-        if (found.query, found.kv) != (kept.query_of, kept.kv_of):
+        layer = projections(model, sites[name])
+        if (layer.query, layer.kv) != (record.query_of, record.kv_of):
             raise CheckpointError(
-                f"{FILE} is for {kept.query_of} heads at {name}, config.json says {found.query}: not the same model"
+                f"{FILE} is for {record.query_of} heads at {name}, config.json says {layer.query}: not the same model"
             )
-        reshape_heads(found, list(kept.query), list(kept.kv))
+        reshape_heads(layer, list(record.query), list(record.kv))
     share_biases(attention_sites(model))
     set_head_numbers(model)
     attach(model)

@@ -123,20 +123,20 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
         linears = {path: out}
         check_zeroable(site, out)
         if not zero:
-            found = projections(model, site)
-            linears |= {part.path: part.linear for part in found.parts}
-            cuts.append(found)
+            layer = projections(model, site)
+            linears |= {part.path: part.linear for part in layer.parts}
+            cuts.append(layer)
         _check_not_shared(model, site, linears, sites)
     for site in touched:
         if site.name in constants:
             add_to_output_bias(w_o(model, site)[1], constants[site.name], removed[site.name])
         if zero:
             _zero_heads(model, site, removed[site.name])
-    for found in cuts:
+    for layer in cuts:
         # padding of an earlier removal goes too: it is made anew where it is still needed
-        kept = kept_heads(found.site.module)
-        gone = {*removed[found.site.name], *(kept.padding if kept is not None else ())}
-        reshape_heads(found, *head_slots(found, gone))
+        record = kept_heads(layer.site.module)
+        gone = {*removed[layer.site.name], *(record.padding if record is not None else ())}
+        reshape_heads(layer, *head_slots(layer, gone))
     share_biases(sites)
     set_head_numbers(model)
     attach(model)
@@ -190,9 +190,9 @@ def _zero_heads(model: nn.Module, site: Site, heads: list[int]) -> None:
     count, out = query_heads(model, site), w_o(model, site)[1]
     slots: Slots = [None if i in heads else i for i in range(count)]
     select_heads_of(out, "weight", 1 - row_dim(out), slots, count)
-    kept = kept_heads(site.module) or KeptHeads(tuple(range(count)), (), count, 0)
-    query = tuple(None if i in heads else number for i, number in enumerate(kept.query))
-    set_kept_heads(site.module, KeptHeads(query, kept.kv, kept.query_of, kept.kv_of, zeroed=not kept.kv))
+    record = kept_heads(site.module) or KeptHeads(tuple(range(count)), (), count, 0)
+    query = tuple(None if i in heads else number for i, number in enumerate(record.query))
+    set_kept_heads(site.module, KeptHeads(query, record.kv, record.query_of, record.kv_of, zeroed=not record.kv))
 
 
 def _copy(model: Model) -> Model:

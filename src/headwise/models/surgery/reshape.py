@@ -27,45 +27,45 @@ QUERY_WIDTHS = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden
 KV_WIDTHS = ("kv_dim",)
 
 
-def head_slots(found: Projections, removed: Iterable[int]) -> tuple[Slots, Slots]:
+def head_slots(layer: Projections, removed: Iterable[int]) -> tuple[Slots, Slots]:
     """Query and KV heads after a removal: groups without heads are left out, the others padded to the largest."""
-    size, gone = found.query // found.kv, set(removed)
-    groups = {group: [i for i in range(group * size, (group + 1) * size) if i not in gone] for group in range(found.kv)}
+    size, gone = layer.query // layer.kv, set(removed)
+    groups = {group: [i for i in range(group * size, (group + 1) * size) if i not in gone] for group in range(layer.kv)}
     left = {group: heads for group, heads in groups.items() if heads} or {0: []}
     largest = max(1, *map(len, left.values()))
     query: Slots = []
     for heads in left.values():
         query += [*heads, *[None] * (largest - len(heads))]
     # needed only where every head has keys and values of its own
-    extra: Slots = [None] * (-len(query) % found.multiple)
+    extra: Slots = [None] * (-len(query) % layer.multiple)
     return query + extra, [*left, *extra]
 
 
-def reshape_heads(found: Projections, query: Slots, kv: Slots) -> None:
+def reshape_heads(layer: Projections, query: Slots, kv: Slots) -> None:
     """Rebuild a site in place from some of its heads, in the order of the slots; None gives a head of zeros."""
     slots_of = {"q": query, "k": kv, "v": kv}
-    for part in found.parts:
-        old, new = part.layout(found.query, found.kv), part.layout(len(query), len(kv))
+    for part in layer.parts:
+        old, new = part.layout(layer.query, layer.kv), part.layout(len(query), len(kv))
         _select_rows(part.linear, _block_order(old, new, slots_of), len(old))
-    _select_columns(found.out, query, found.query)
-    for name, (dim, role) in found.per_head.items():
+    _select_columns(layer.out, query, layer.query)
+    for name, (dim, role) in layer.per_head.items():
         owner, _, attribute = name.rpartition(".")
-        holder = found.site.module.get_submodule(owner)
-        if owner == TABLE and has_shared_table(found.site.module):
+        holder = layer.site.module.get_submodule(owner)
+        if owner == TABLE and has_shared_table(layer.site.module):
             continue  # share_biases cuts it, since layer 0's table serves other layers too
-        count = found.query if role == "q" else found.kv
+        count = layer.query if role == "q" else layer.kv
         select_heads_of(holder, attribute, dim, slots_of[role], count)
         if isinstance(holder, nn.Embedding):
             holder.embedding_dim = len(query)
-    _update_counts(found, len(query), len(kv))
-    before = _record_before(found)
+    _update_counts(layer, len(query), len(kv))
+    before = _record_before(layer)
     after = KeptHeads(
         tuple(None if i is None else before.query[i] for i in query),
         tuple(None if i is None else before.kv[i] for i in kv),
         before.query_of,
         before.kv_of,
     )
-    set_kept_heads(found.site.module, after)
+    set_kept_heads(layer.site.module, after)
 
 
 def select_heads_of(module: nn.Module, name: str, dim: int, slots: Slots, count: int) -> None:
@@ -78,12 +78,12 @@ def select_heads_of(module: nn.Module, name: str, dim: int, slots: Slots, count:
     _replace_parameter(module, name, dim, _entries(slots, parameter.shape[dim] // count, parameter.device))
 
 
-def _record_before(found: Projections) -> KeptHeads:
+def _record_before(layer: Projections) -> KeptHeads:
     """What a site has of the original heads: all, unless heads were cut out before."""
-    kept = kept_heads(found.site.module)
-    if kept is None or kept.zeroed:
-        return KeptHeads(tuple(range(found.query)), tuple(range(found.kv)), found.query, found.kv)
-    return kept
+    record = kept_heads(layer.site.module)
+    if record is None or record.zeroed:
+        return KeptHeads(tuple(range(layer.query)), tuple(range(layer.kv)), layer.query, layer.kv)
+    return record
 
 
 def _block_order(old: list[Block], new: list[Block], slots_of: dict[str, Slots]) -> Slots:
@@ -127,16 +127,16 @@ def _select_columns(linear: nn.Module, order: Slots, heads: int) -> None:
     setattr(linear, "in_features" if hasattr(linear, "in_features") else "nx", len(entries))
 
 
-def _update_counts(found: Projections, query: int, kv: int) -> None:
+def _update_counts(layer: Projections, query: int, kv: int) -> None:
     """Update the numbers of heads and the widths that the module keeps as attributes."""
-    module: Any = found.site.module
+    module: Any = layer.site.module
     old = {name: x for name, x in vars(module).items() if isinstance(x, int) and not isinstance(x, bool)}
     rows = (
-        (QUERY_COUNTS, found.query, query),
-        (KV_COUNTS, found.kv, kv),
-        (GROUP_SIZES, found.query // found.kv, query // kv),
-        (QUERY_WIDTHS, found.query * found.value_dim, query * found.value_dim),
-        (KV_WIDTHS, found.kv * found.value_dim, kv * found.value_dim),
+        (QUERY_COUNTS, layer.query, query),
+        (KV_COUNTS, layer.kv, kv),
+        (GROUP_SIZES, layer.query // layer.kv, query // kv),
+        (QUERY_WIDTHS, layer.query * layer.value_dim, query * layer.value_dim),
+        (KV_WIDTHS, layer.kv * layer.value_dim, kv * layer.value_dim),
     )
     for names, before, after in rows:
         for name in names:

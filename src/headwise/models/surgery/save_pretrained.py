@@ -77,5 +77,5 @@ def _move_files(source: Path, folder: Path) -> None:
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / file, folder / file)
-    for stale in {found for pattern in STALE for found in folder.glob(pattern)} - {folder / file for file in files}:
+    for stale in {path for pattern in STALE for path in folder.glob(pattern)} - {folder / file for file in files}:
         stale.unlink()

@@ -133,7 +133,7 @@ def _check_weights(model: Any) -> None:
 def _choose_form(model: Any, form: Form | None) -> Target:
     """The requested form, or the first that loses nothing."""
     pruned = pruned_layers(model).values()
-    cut = any(not kept.zeroed for kept in pruned)
+    cut = any(not record.zeroed for record in pruned)
     added = _added_biases(model) if pruned else []
     if not cut and not added:
         if form == "compact":
@@ -239,11 +239,11 @@ def restore_heads(model: Any) -> Any:
     restored = copy.deepcopy(model)
     sites = attention_sites(restored)
     for site in {site.module: site for site in reversed(sites)}.values():
-        kept = kept_heads(site.module)
-        if kept is None or kept.zeroed:
+        record = kept_heads(site.module)
+        if record is None or record.zeroed:
             continue
-        query = [kept.query.index(i) if i in kept.query else None for i in range(kept.query_of)]
-        kv = [kept.kv.index(i) if i in kept.kv else None for i in range(kept.kv_of)]
+        query = [record.query.index(i) if i in record.query else None for i in range(record.query_of)]
+        kv = [record.kv.index(i) if i in record.kv else None for i in range(record.kv_of)]
         reshape_heads(projections(restored, site), query, kv)
     share_biases(sites, restored=True)
     return restored

@@ -62,13 +62,13 @@ def _share_bias(members: list[nn.Module], restored: bool) -> None:
 
 
 def _original_heads(module: nn.Module) -> list[int | None]:
-    kept = kept_heads(module)
-    return list(kept.query) if kept is not None and not kept.zeroed else list(range(_head_count(module)))
+    record = kept_heads(module)
+    return list(record.query) if record is not None and not record.zeroed else list(range(_head_count(module)))
 
 
 def _original_count(module: nn.Module) -> int:
-    kept = kept_heads(module)
-    return kept.query_of if kept is not None and not kept.zeroed else _head_count(module)
+    record = kept_heads(module)
+    return record.query_of if record is not None and not record.zeroed else _head_count(module)
 
 
 def _head_count(module: nn.Module) -> int:

@@ -140,7 +140,7 @@ class Layer:
     def add_packed(self, stats: HeadStats, decoding: list[bool]) -> None:
         """Add the statistics of one call on packed sequences: a row for each, and whether it follows cached keys."""
         chosen = torch.tensor(decoding)
-        prefill, decode = (_sequences(stats, which) if bool(which.any()) else None for which in (~chosen, chosen))
+        prefill, decode = (_sequences(stats, mask) if bool(mask.any()) else None for mask in (~chosen, chosen))
         self.runs.append(Run(stats, prefill, decode, packed=True))
 
     def __repr__(self) -> str:
@@ -168,10 +168,10 @@ def concatenate(parts: list[HeadStats]) -> HeadStats:
     return HeadStats(sums, torch.cat([part.count for part in parts]))
 
 
-def _sequences(stats: HeadStats, which: Tensor) -> HeadStats:
+def _sequences(stats: HeadStats, mask: Tensor) -> HeadStats:
     """The statistics of some of the sequences."""
-    which = which.to(stats.count.device)
-    return HeadStats({name: x[which] for name, x in stats.sums.items()}, stats.count[which])
+    mask = mask.to(stats.count.device)
+    return HeadStats({name: x[mask] for name, x in stats.sums.items()}, stats.count[mask])
 
 
 def _continue(old: HeadStats, new: HeadStats) -> HeadStats:

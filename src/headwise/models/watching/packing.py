@@ -64,7 +64,7 @@ class PackedReading(Reading):
         return Reading(self.q[row, :, queries], self.k[row, :, keys], self.v[row, :, keys], options, self.comparable)
 
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
-        parts = [self.single(one).stats(*_arguments_of(one, real, classes)) for one in self.sequences]
+        parts = [self.single(sequence).stats(*_arguments_of(sequence, real, classes)) for sequence in self.sequences]
         return concatenate(parts)
 
     def observe(

@@ -52,7 +52,7 @@ class PassMasks(threading.local):
     """The masks that were made for this thread's current passes."""
 
     def __init__(self) -> None:
-        self.made: list[MadeMask] = []
+        self.entries: list[MadeMask] = []
         self.depth = 0  # of watched models that are running, one inside the other
 
     def begin(self) -> None:
@@ -62,11 +62,11 @@ class PassMasks(threading.local):
     def end(self) -> None:
         """A watched model has run. Its masks, and those made for it before, do not apply to the next pass."""
         self.depth = max(0, self.depth - 1)
-        self.made = [made for made in self.made if made.depth <= self.depth] if self.depth else []
+        self.entries = [entry for entry in self.entries if entry.depth <= self.depth] if self.depth else []
 
     def clear(self) -> None:
         self.depth = 0
-        self.made = []
+        self.entries = []
 
 
 pass_masks = PassMasks()
@@ -101,26 +101,26 @@ def recipe_of(mask: Any) -> MaskRecipe | None:
     """How a mask was made, where it came from transformers' mask functions."""
     if isinstance(mask, LazyMask):
         return mask.recipe
-    for made in reversed(pass_masks.made):
-        if mask is not None and made.mask is not None and made.mask() is mask:
-            return made.recipe
+    for entry in reversed(pass_masks.entries):
+        if mask is not None and entry.mask is not None and entry.mask() is mask:
+            return entry.recipe
     return None
 
 
 def newest_recipe(queries: int, keys: int, *, has_mask: bool) -> MaskRecipe | None:
     """The newest recipe of this pass for these numbers of queries and keys, with a mask or found to need none."""
-    for made in reversed(pass_masks.made):
-        recipe = made.recipe
-        if (made.mask is not None) == has_mask and recipe.queries == queries and recipe.keys == keys:
+    for entry in reversed(pass_masks.entries):
+        recipe = entry.recipe
+        if (entry.mask is not None) == has_mask and recipe.queries == queries and recipe.keys == keys:
             return recipe
     return None
 
 
 def first_query(queries: int) -> int | None:
     """The position of the first query, by the newest mask of this pass for this number of queries."""
-    for made in reversed(pass_masks.made):
-        if made.recipe.queries == queries:
-            return made.recipe.first_query
+    for entry in reversed(pass_masks.entries):
+        if entry.recipe.queries == queries:
+            return entry.recipe.first_query
     return None
 
 
@@ -195,9 +195,9 @@ def _make_mask(make: Callable[..., Tensor | None], *args: Any, **arguments: Any)
     recipe = MaskRecipe.of(make, arguments)
     large = recipe.batch * recipe.queries * recipe.keys > lazy_masks.LARGE
     mask = _make_large_mask(make, recipe) if large and pass_masks.depth else make(**arguments)
-    pass_masks.made.append(MadeMask(None if mask is None else weakref.ref(mask), recipe, pass_masks.depth))
+    pass_masks.entries.append(MadeMask(None if mask is None else weakref.ref(mask), recipe, pass_masks.depth))
     if not pass_masks.depth:
-        pass_masks.made = pass_masks.made[-MASKS_BEFORE_PASS:]
+        pass_masks.entries = pass_masks.entries[-MASKS_BEFORE_PASS:]
     return mask
 
 
