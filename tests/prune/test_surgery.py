@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -241,3 +242,11 @@ def test_copies_of_a_pruned_model_are_independent() -> None:
     with torch.no_grad():
         assert error(again(**batch), pruned(**batch)) < CLOSE[torch.float32]  # eager attention's softmax is in float32
     assert pruned.config._attn_implementation != "eager"
+
+
+def test_a_pruned_model_with_shared_biases_can_be_pickled() -> None:
+    """T5's layers take their heads' part of a bias that layer 0 makes."""
+    model, batch = build("t5"), inputs("t5")
+    pruned = headwise.prune_heads(model, uneven_heads(model))
+    with torch.no_grad():
+        assert error(pickle.loads(pickle.dumps(pruned))(**batch), pruned(**batch)) == 0
