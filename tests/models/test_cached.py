@@ -43,7 +43,7 @@ def prompt(seed: int, batch: int, padded: bool) -> dict[str, Tensor]:
 def test_statistics_of_all_cached_calls_equal_eager_attention(way: str, seed: int, dtype: torch.dtype) -> None:
     """In float64 without padding, where eager's float32 softmax gives NaN for padding; in float32 with padding."""
     implementation = "eager" if way == "attentions" else "sdpa"  # no other gives them
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 3e-3}
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 3e-3}
     options, family = dict(WAYS[way]), BY_NAME[("llama", "qwen3")[seed]]
     alone = "assistant_model" in options or "prompt_lookup_num_tokens" in options
     arguments = prompt(seed, 1 if alone else 3, padded=dtype == torch.float32)

@@ -19,6 +19,8 @@ from helpers.model_families import BY_NAME, build
 
 torch.set_num_threads(1)
 LENGTHS = (5, 11, 2, 7)
+# models in float64 still take their norms, and eager its softmax, in float32; sharp scores enlarge its rounding
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def tokens(seed: int = 3) -> list[Tensor]:
@@ -44,9 +46,7 @@ def assert_same_rows(ours: Any, expected: Any, rows: list[int] | None = None) ->
     assert set(ours.sums) == set(expected.sums)
     for name in expected.sums:
         wanted = expected.sums[name] if rows is None else expected.sums[name][rows]
-        torch.testing.assert_close(
-            ours.sums[name], wanted, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        torch.testing.assert_close(ours.sums[name], wanted, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
     assert torch.equal(ours.count, expected.count if rows is None else expected.count[rows])
 
 
@@ -138,7 +138,7 @@ def test_continuous_batching_gives_the_statistics_of_each_prompt_alone(name: str
         for part in ("prefill", "decode", "stats"):
             ours, expected = getattr(layer, part), getattr(other, part)
             for statistic in expected:
-                torch.testing.assert_close(ours[statistic], expected[statistic], rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(ours[statistic], expected[statistic], **CLOSE)
         assert float(layer.stats["next"].abs().max()) == 0  # a causal model
         assert model.config._attn_implementation == implementation
 

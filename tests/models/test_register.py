@@ -72,7 +72,7 @@ def test_outputs_equal_eager_up_to_rounding_where_heads_are_not_sharp() -> None:
             model = AutoModel.from_config(config, attn_implementation=kind).eval()
             with torch.no_grad():
                 outs.append(real_part(family, batch, model, model(**batch)[0]))
-        torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SPARSE_NAMES)
