@@ -44,9 +44,17 @@ class PassTracker:
         hooks: Hooks,
         *,
         awaits: Literal["W_O", "attention function"],
-        missed: Callable[[Site], UnsupportedError],
+        consequence: str,
     ) -> None:
-        """missed: the error for a layer whose module was called without calling what the tracker awaits."""
+        """A tracker that has set no hooks yet.
+
+        Args:
+            model: a transformers model.
+            sites: its attention layers.
+            hooks: where the tracker sets its hooks.
+            awaits: what each attention module must call.
+            consequence: for the error where a module does not, such as "its heads cannot be masked".
+        """
         self.model = model
         self.owners = owners(model, sites)
         self._sites_of: dict[nn.Module, list[Site]] = {}
@@ -54,7 +62,7 @@ class PassTracker:
             self._sites_of.setdefault(site.module, []).append(site)
         self.started = False  # whether the model, or a part of it, was called
         self.completed = False  # whether a pass gave an output
-        self._hooks, self._awaits, self._missed = hooks, awaits, missed
+        self._hooks, self._awaits, self._consequence = hooks, awaits, consequence
         self._state = _PassState()
 
     def follow(self, modules: list[nn.Module], begin: Begin | None = None, end: End | None = None) -> None:
@@ -81,6 +89,14 @@ class PassTracker:
     def arrive(self, module: nn.Module) -> None:
         """Note that a module which was called has reached what the tracker awaits."""
         self._state.awaited.pop(module, None)
+
+    def missed_error(self, site: Site) -> UnsupportedError:
+        """The error for a layer whose module was called without calling what the tracker awaits."""
+        if self._awaits == "W_O":
+            what = "does not call its W_O"
+        else:
+            what = "did not ask transformers' registry for an attention function when it was called"
+        return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {what}; {self._consequence}")
 
     def turn(self, module: nn.Module) -> int:
         """Which of its calls in this pass a module is in; 0 for the first."""
@@ -139,7 +155,7 @@ class PassTracker:
             for module in missed:
                 self.arrive(module)
             if missed and completed:
-                raise self._missed(self._sites_of[missed[0]][0])
+                raise self.missed_error(self._sites_of[missed[0]][0])
 
         return hook
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import HeadwiseError, UnsupportedError
+from ...errors import HeadwiseError
 from ..hooks import Hooks
 from ..passes import PassTracker
 from ..structure.heads import query_heads
-from ..structure.sites import Site, attention_sites
+from ..structure.sites import Site, attention_sites, first_per_module
 
 # (site, heads (..., H, head width), real tokens (B, T) or None) -> the heads, changed, or None to leave them
 HeadFunction = Callable[[Site, Tensor, Tensor | None], Tensor | None]
@@ -34,8 +34,8 @@ def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
     """
     sites = attention_sites(model)
     hooks = Hooks(model, [site.module for site in sites], "score")
-    tracker = PassTracker(model, sites, hooks, awaits="W_O", missed=_w_o_not_called)
-    first_sites = list({site.module: site for site in reversed(sites)}.values())[::-1]
+    tracker = PassTracker(model, sites, hooks, awaits="W_O", consequence="what its heads give cannot be seen")
+    first_sites = first_per_module(sites)
     counts = {site.module: query_heads(model, site) for site in first_sites}
 
     def apply(module: nn.Module, x: Tensor) -> Tensor | None:
@@ -56,12 +56,6 @@ def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
         yield
     finally:
         hooks.remove()
-
-
-def _w_o_not_called(site: Site) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(site.module).__name__} (at {site.name}) does not call its W_O; what its heads give cannot be seen"
-    )
 
 
 def run(model: nn.Module, batch: Any) -> Any:

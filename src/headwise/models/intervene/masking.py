@@ -8,10 +8,10 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from ...errors import HeadwiseError, UnsupportedError
+from ...errors import HeadwiseError
 from ..hooks import Hooks
 from ..passes import PassTracker
-from ..structure.sites import ByLayer, Site, require_sites
+from ..structure.sites import ByLayer, Site, first_per_module, require_sites
 from .changes import HeadChange, Heads, Value, head_changes
 
 
@@ -52,7 +52,8 @@ class MaskedHeads:
         self.model = model
         self._changes = changes
         self._hooks = Hooks(model, [site.module for site in sites], "mask")
-        self._tracker = PassTracker(model, sites, self._hooks, awaits="W_O", missed=_w_o_not_called)
+        # a model that reads W_O's weight without calling W_O would go on as if nothing were masked
+        self._tracker = PassTracker(model, sites, self._hooks, awaits="W_O", consequence="its heads cannot be masked")
 
     @property
     def heads(self) -> dict[tuple[str, int], list[int]]:
@@ -77,21 +78,14 @@ class MaskedHeads:
             )
 
     def _set_hooks(self) -> None:
-        first_sites = {change.site.module: change.site for change in reversed(self._changes)}
         by_site = {change.site: change for change in self._changes}
-        self._tracker.follow(list(first_sites))
+        first_sites = first_per_module(by_site)
+        self._tracker.follow([site.module for site in first_sites])
 
         def change_heads(module: nn.Module, x: Tensor) -> Tensor | None:
             site = self._tracker.site(module)
             change = None if site is None else by_site.get(site)
             return None if change is None else change.apply(x, self._tracker.real_inputs(change.site, x))
 
-        for site in first_sites.values():
+        for site in first_sites:
             self._tracker.before_w_o(site, partial(change_heads, site.module))
-
-
-def _w_o_not_called(site: Site) -> UnsupportedError:
-    """A model that reads W_O's weight without calling W_O would go on as if nothing were masked."""
-    return UnsupportedError(
-        f"{type(site.module).__name__} (at {site.name}) does not call its W_O; its heads cannot be masked"
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -57,6 +57,14 @@ def require_sites(model: nn.Module) -> list[Site]:
     if not sites:
         raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
     return sites
+
+
+def first_per_module(sites: Iterable[Site]) -> list[Site]:
+    """The first site of each attention module; a module may serve several layers."""
+    first: dict[nn.Module, Site] = {}
+    for site in sites:
+        first.setdefault(site.module, site)
+    return list(first.values())
 
 
 def _numbered_sites(kind: str, members: list[AttentionModule]) -> Iterator[Site]:

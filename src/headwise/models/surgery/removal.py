@@ -15,7 +15,7 @@ from ..hooks import has_hooks
 from ..structure.heads import head_numbers, query_heads, w_o
 from ..structure.linear_layers import row_dim
 from ..structure.projections import check_zeroable, layer_shapes, projections, refusal
-from ..structure.sites import ByLayer, Site, attention_sites, find_site, require_sites
+from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
 from .dummy_inputs import close, difference, dummy_inputs, failure, first_line
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
@@ -116,7 +116,7 @@ def heads_by_module(model: nn.Module, heads: ByLayer[Any], allow_empty: bool = T
 def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str, Tensor], zero: bool) -> Site | None:
     """Cut or zero heads in place; the first layer, if any, whose code is not transformers'."""
     sites = attention_sites(model)
-    touched = list({site.module: site for site in sites if site.name in removed}.values())
+    touched = first_per_module(site for site in sites if site.name in removed)
     cuts = []
     for site in touched:
         path, out = w_o(model, site)

@@ -18,7 +18,7 @@ from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from ...files import folder_written, remove_leftovers, umask
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
-from ..structure.sites import attention_sites
+from ..structure.sites import attention_sites, first_per_module
 from .directory_files import copy_other_files
 from .dummy_inputs import close, difference, dummy_inputs
 from .kept_heads import kept_heads, pruned_layers
@@ -238,7 +238,7 @@ def restore_heads(model: Any) -> Any:
     """A copy with every head back in its place, the removed ones as zeros."""
     restored = copy.deepcopy(model)
     sites = attention_sites(restored)
-    for site in {site.module: site for site in reversed(sites)}.values():
+    for site in first_per_module(sites):
         record = kept_heads(site.module)
         if record is None or record.zeroed:
             continue

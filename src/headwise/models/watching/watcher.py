@@ -16,7 +16,7 @@ from ..hooks import Hooks, check_values
 from ..passes import PassTracker, in_backward
 from ..register import NAME
 from ..structure.selection import LayerChoice
-from ..structure.sites import Key, Site, attention_sites, check_watchable, find_site
+from ..structure.sites import Key, Site, attention_sites, check_watchable, find_site, first_per_module
 from . import registry
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
@@ -89,10 +89,12 @@ class Watch:
         self.model = model
         self.recording = Recording(model, request)
         self._request = request
-        self._modules = list(dict.fromkeys(site.module for site in sites))
+        self._modules = [site.module for site in first_per_module(sites)]
         remove = functools.partial(registry.remove, self._modules, self)
         self._hooks = Hooks(model, self._modules, "watch", remove)
-        self._tracker = PassTracker(model, sites, self._hooks, awaits="attention function", missed=_not_registered)
+        self._tracker = PassTracker(
+            model, sites, self._hooks, awaits="attention function", consequence="its heads cannot be watched"
+        )
         self._pass = PassState(model, list(sites), self._tracker)
         self._trust = TrustCheck()
 
@@ -122,7 +124,7 @@ class Watch:
 
     def _set_hooks(self) -> None:
         self._tracker.follow(self._modules, self._pass.begin, self._pass.end)
-        for site in {site.module: site for site in reversed(self._pass.sites)}.values():
+        for site in first_per_module(self._pass.sites):
             if site.module in self._request.outputs.by_module:
                 self._tracker.before_w_o(site, functools.partial(self._record_outputs, site.module))
 
@@ -136,7 +138,7 @@ class Watch:
             return
         self.recording.check_rows()
         if missed:
-            raise _not_registered(missed[0])
+            raise self._tracker.missed_error(missed[0])
         if self._tracker.completed and not self.recording.layers:
             raise UnsupportedError(
                 f"{type(self.model).__name__} ran, but none of its attention layers asked transformers' registry for "
@@ -242,10 +244,3 @@ def _with_needed_mask(call: ModelCall) -> ModelCall:
     if lazy and (call.options.get("output_attentions") or call.implementation not in ("eager", "sdpa")):
         return call._replace(mask=call.mask.recipe.whole())
     return call
-
-
-def _not_registered(site: Site) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(site.module).__name__} (at {site.name}) did not ask transformers' registry for an attention "
-        "function when it was called; its heads cannot be watched"
-    )
