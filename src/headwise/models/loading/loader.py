@@ -15,6 +15,7 @@ from ...attention.checkpoints.pretrained import open_safetensors, read_json, wei
 from ...attention.validation import shown
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from .locate import DEFAULT, directory, missing
+from .quiet import quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -113,14 +114,8 @@ def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool
 def _errors_in_one_line(folder: Path) -> Iterator[None]:
     """Errors of transformers as CheckpointErrors of one line; its progress bars and reports are off."""
     try:
-        from transformers.utils import logging
-    except ImportError as error:
-        raise missing(error) from error
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
+        with quiet_transformers():
+            yield
     except HeadwiseError:
         raise
     except ImportError as error:
@@ -130,10 +125,6 @@ def _errors_in_one_line(folder: Path) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise CheckpointError(f"{str(folder)!r} cannot be loaded: {_first_sentence(error)}") from error
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from ...files import folder_written, remove_leftovers, umask
+from ..loading.quiet import quiet_transformers
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
 from ..structure.sites import attention_sites, first_per_module
@@ -95,7 +94,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: Form | None = 
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
     target = _choose_form(model, form)
-    with folder_written(folder, CheckpointError) as scratch, _quiet():
+    with folder_written(folder, CheckpointError) as scratch, quiet_transformers():
         _write(model, scratch, target)
         write_record(scratch, model, target.form)
         copy_other_files(model, scratch)
@@ -161,22 +160,6 @@ def _added_biases(model: Any) -> list[str]:
     except Exception:  # a class that cannot be built from its config alone is compared when it is read again
         return []
     return sorted(name for name in set(model.state_dict()) - names if name.endswith(".bias"))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars and warnings."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _write(model: Any, folder: Path, target: Target) -> None:
