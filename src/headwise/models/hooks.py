@@ -24,6 +24,9 @@ HOOK_TABLES = (
     "_forward_pre_hooks", "_forward_hooks",
 )  # fmt: skip
 
+# the public function behind each word for what hooks do
+FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance"}
+
 
 class Hook:
     """A function that one module's calls call. In a copy of the module it does nothing."""
@@ -143,9 +146,6 @@ def _claim(hooks: Hooks) -> None:
                     "turns, or give each thread a copy.deepcopy of the model"
                 )
         _claims[id(hooks)] = hooks, here
-
-
-FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance"}
 
 
 def _release(hooks: Hooks) -> None:
