@@ -113,7 +113,7 @@ class Interrupt:
         return self
 
 
-def interrupted(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[str]:
+def interrupt_each_line(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[str]:
     """Act again and again, interrupted one line later each time, until it completes; yields each place."""
     for at in range(1, 2000):
         interrupt, before = Interrupt(at, skip), sys.gettrace()
@@ -144,7 +144,7 @@ def test_an_interrupt_while_hooks_are_set_leaves_none(name: str) -> None:
         contexts[-1].__enter__()
 
     places = 0
-    for _ in interrupted(enter, skip=("__init__",)):
+    for _ in interrupt_each_line(enter, skip=("__init__",)):
         assert_nothing_left(model)
         places += 1
     contexts[-1].__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -164,7 +164,7 @@ def test_an_interrupt_while_hooks_are_removed_leaves_none(name: str) -> None:
     context.append(CONTEXTS[name](model))
     context[-1].__enter__()
     # the first lines of __exit__ and remove run before anything can catch an interrupt
-    for where in interrupted(leave, skip=("__exit__", "remove")):
+    for where in interrupt_each_line(leave, skip=("__exit__", "remove")):
         assert hook_count(model) == 0, where
         assert_nothing_left(model)
         context.append(CONTEXTS[name](model))

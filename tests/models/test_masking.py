@@ -40,7 +40,7 @@ def columns(model: nn.Module, site: Site) -> tuple[Tensor, int]:
 
 
 @contextmanager
-def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
+def zero_heads(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
     """The same by hand: inside, the rows of W_O of these heads are zero."""
     by_key = {site.key: site for site in attention_sites(model)}
     kept = []
@@ -76,7 +76,7 @@ def test_masking_heads_equals_zeroing_their_columns_of_w_o(name: str) -> None:
     plain = run(model, batch)
     with headwise.mask_heads(model, heads) as masked:
         ours = run(model, batch)
-    with zeroed(model, heads):
+    with zero_heads(model, heads):
         by_hand = run(model, batch)
     assert masked.heads == heads
     assert not torch.equal(plain, ours)
@@ -276,7 +276,7 @@ def test_masking_applies_inside_generate() -> None:
     plain = model.generate(**batch, **options)
     with headwise.mask_heads(model, heads):
         ours = model.generate(**batch, **options)
-    with zeroed(model, heads):
+    with zero_heads(model, heads):
         by_hand = model.generate(**batch, **options)
     assert torch.equal(ours, by_hand) and not torch.equal(ours, plain)
     assert torch.equal(model.generate(**batch, **options), plain)

@@ -21,7 +21,7 @@ from helpers.model_inputs import BATCH, LENGTH, inputs
 torch.set_num_threads(1)
 
 
-def watched(model: nn.Module, **batch: Any) -> Any:
+def run_watched(model: nn.Module, **batch: Any) -> Any:
     with torch.no_grad(), headwise.watch(model, weights=True) as seen:
         model(**batch)
     return seen
@@ -46,8 +46,8 @@ def test_a_padded_batch_is_the_sum_of_its_sequences(
     model, batch = build(family), inputs(family, side)
     mask = batch["attention_mask"]
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    together = watched(model, **batch, position_ids=position)
-    alone = [watched(model, input_ids=batch["input_ids"][row : row + 1, mask[row].bool()]) for row in range(BATCH)]
+    together = run_watched(model, **batch, position_ids=position)
+    alone = [run_watched(model, input_ids=batch["input_ids"][row : row + 1, mask[row].bool()]) for row in range(BATCH)]
     for at, layer in enumerate(together.layers):
         expected = alone[0].layers[at].stats + alone[1].layers[at].stats + alone[2].layers[at].stats
         plain = expected.numpy()
@@ -70,7 +70,7 @@ def test_custom_masks_are_read(name: str, kind: str) -> None:
         floats = floats.clamp(min=-10000)
     true = eager_weights(family, **batch, attention_mask=floats)
     model = build(family)
-    seen = watched(model, **batch, attention_mask=looks if kind == "bool" else floats)
+    seen = run_watched(model, **batch, attention_mask=looks if kind == "bool" else floats)
     for layer, weights in zip(seen.layers, true, strict=True):
         exists = looks.any(2)[:, 0]  # a key that no query sees does not exist
         assert_same(layer.stats, statistics(weights, exists=exists), rtol=1e-3, atol=3e-3)
@@ -83,7 +83,7 @@ def test_a_bool_mask_under_eager_is_added_as_eager_adds_it() -> None:
     batch = {"input_ids": inputs(family, None)["input_ids"]}
     looks = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     true = eager_weights(family, **batch, attention_mask=looks)
-    seen = watched(build(family, "eager"), **batch, attention_mask=looks)
+    seen = run_watched(build(family, "eager"), **batch, attention_mask=looks)
     for layer, weights in zip(seen.layers, true, strict=True):
         torch.testing.assert_close(layer.weights, weights, rtol=1e-3, atol=1e-4)
 
@@ -116,7 +116,7 @@ def test_packed_sequences_under_a_mask_equal_eager(
     positions = torch.cat([torch.arange(6), torch.arange(LENGTH - 6)])[None]
     true = eager_weights(family, input_ids=ids, position_ids=positions, use_cache=False)
     assert float(true[0][..., 6:, :6].abs().max()) == 0
-    seen = watched(build(family, implementation), input_ids=ids, position_ids=positions, use_cache=False)
+    seen = run_watched(build(family, implementation), input_ids=ids, position_ids=positions, use_cache=False)
     for layer, weights in zip(seen.layers, true, strict=True):
         parts = [
             statistics(weights[..., :6, :6]),
@@ -133,7 +133,7 @@ def test_a_positional_mask_argument_is_read(name: str) -> None:
     model, batch = build(family), inputs(family, "left")
     with torch.no_grad(), headwise.watch(model) as seen:
         model(batch["input_ids"], batch["attention_mask"])
-    named = watched(model, **batch)
+    named = run_watched(model, **batch)
     assert all(a.stats == b.stats for a, b in zip(seen.layers, named.layers, strict=True))
     assert int(seen[0].stats.count.sum()) == int(batch["attention_mask"].sum()) * seen[0].heads.query
 
@@ -195,7 +195,7 @@ def test_lazy_masks_are_not_materialized_for_bands_and_padding(name: str, monkey
     monkeypatch.setattr(lazy_masks.MaskRecipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
     family = BY_NAME[name]
     model, batch = build(family), inputs(family, "right")
-    watched(model, **batch)
+    run_watched(model, **batch)
     assert not made
     with torch.no_grad(), headwise.watch(model):  # with output_attentions the mask is needed
         model.set_attn_implementation("eager")

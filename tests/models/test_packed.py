@@ -28,13 +28,13 @@ def tokens(seed: int = 3) -> list[Tensor]:
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
-def in_one_row(sequences: list[Tensor]) -> dict[str, Tensor]:
+def pack(sequences: list[Tensor]) -> dict[str, Tensor]:
     """Pack sequences as DataCollatorWithFlattening does."""
     positions = torch.cat([torch.arange(len(x)) for x in sequences])
     return {"input_ids": torch.cat(sequences)[None], "position_ids": positions[None]}
 
 
-def watched(model: nn.Module, *calls: dict[str, Any], **options: Any) -> Any:
+def run_watched(model: nn.Module, *calls: dict[str, Any], **options: Any) -> Any:
     with torch.no_grad(), headwise.watch(model, **options) as seen:
         for arguments in calls:
             model(**arguments, use_cache=False)
@@ -60,8 +60,8 @@ def test_packed_sequences_give_the_statistics_of_each_by_itself(
     if path != "plain":
         monkeypatch.setattr(*((lazy_masks, "LARGE", 0) if path.startswith("masks") else (call_reader, "ONE_PASS", 0)))
     model, sequences = build(BY_NAME[name], implementation).double(), tokens()
-    together = watched(model, in_one_row(sequences), weights=True)
-    separate = watched(model, *({"input_ids": x[None]} for x in sequences))
+    together = run_watched(model, pack(sequences), weights=True)
+    separate = run_watched(model, *({"input_ids": x[None]} for x in sequences))
     for layer, other in zip(together.layers, separate.layers, strict=True):
         assert_same_rows(layer.stats, other.stats)
         assert_same_rows(layer.prefill, other.stats)
@@ -75,10 +75,10 @@ def test_packed_sequences_give_the_statistics_of_each_by_itself(
 
 def test_rows_of_a_batch_may_be_packed_differently() -> None:
     model, (a, b, c, d) = build(BY_NAME["llama"]).double(), tokens()
-    first, second = in_one_row([a, b]), in_one_row([c, d, d[:7]])
+    first, second = pack([a, b]), pack([c, d, d[:7]])
     batch = {name: torch.cat([first[name], second[name]]) for name in first}
-    together = watched(model, batch, classes={"odd": batch["input_ids"] % 2 == 1})
-    separate = watched(model, *({"input_ids": x[None]} for x in (a, b, c, d, d[:7])))
+    together = run_watched(model, batch, classes={"odd": batch["input_ids"] % 2 == 1})
+    separate = run_watched(model, *({"input_ids": x[None]} for x in (a, b, c, d, d[:7])))
     for layer, other in zip(together.layers, separate.layers, strict=True):
         odd = layer.stats.sums.pop("share:odd")
         assert odd.shape[0] == 5 and bool((odd <= layer.stats.count + 1e-9).all())
@@ -108,12 +108,12 @@ def test_attention_functions_that_separate_sequences_themselves(lengths: bool) -
     AttentionInterface.register("apart", by_positions_or_lengths)
     AttentionMaskInterface.register("apart", lambda **arguments: None)
     model, sequences = build(BY_NAME["llama"], "apart").double(), tokens()
-    arguments: dict[str, Any] = in_one_row(sequences)
+    arguments: dict[str, Any] = pack(sequences)
     if lengths:
         ends = torch.tensor((0, *LENGTHS)).cumsum(0).int()
         arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
-    together = watched(model, arguments)
-    separate = watched(build(BY_NAME["llama"]).double(), *({"input_ids": x[None]} for x in sequences))
+    together = run_watched(model, arguments)
+    separate = run_watched(build(BY_NAME["llama"]).double(), *({"input_ids": x[None]} for x in sequences))
     for layer, other in zip(together.layers, separate.layers, strict=True):
         assert_same_rows(layer.stats, other.stats)
 
@@ -156,7 +156,7 @@ def test_every_call_is_compared_with_the_models_output() -> None:
     model = build(BY_NAME["llama"], "odd later")
     arguments = {"input_ids": tokens()[1][None]}
     with pytest.raises(UnsupportedError, match="layers.1.self_attn. does not compute plain softmax"):
-        watched(model, arguments, arguments, arguments)
+        run_watched(model, arguments, arguments, arguments)
     assert len(calls) == 10
 
 
@@ -171,4 +171,4 @@ def test_fully_masked_rows_are_compared_too() -> None:
     model = build(BY_NAME["llama"], "sees more")
     hidden = torch.zeros(1, 1, 11, 11, dtype=torch.bool)
     with pytest.raises(UnsupportedError, match="does not compute plain softmax"):
-        watched(model, {"input_ids": tokens()[1][None], "attention_mask": hidden})
+        run_watched(model, {"input_ids": tokens()[1][None], "attention_mask": hidden})

@@ -47,7 +47,7 @@ def hooks(model: nn.Module) -> int:
 
 
 @contextmanager
-def put_back(*models: nn.Module) -> Iterator[None]:
+def assert_restored(*models: nn.Module) -> Iterator[None]:
     before, hooked = snapshot(), [hooks(model) for model in models]
     yield
     after = snapshot()
@@ -71,20 +71,20 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def test_watch_removes_everything_it_installed(llama: Any) -> None:
     model, batch = llama
-    with put_back(model), headwise.watch(model):
+    with assert_restored(model), headwise.watch(model):
         run(model, batch)
 
 
 def test_watch_removes_everything_after_an_exception(llama: Any) -> None:
     model, batch = llama
     plain = run(model, batch)
-    with put_back(model), pytest.raises(ZeroDivisionError), headwise.watch(model):
+    with assert_restored(model), pytest.raises(ZeroDivisionError), headwise.watch(model):
         1 / 0  # noqa: B018
-    with put_back(model), pytest.raises(IndexError), headwise.watch(model) as seen:  # noqa: PT012
+    with assert_restored(model), pytest.raises(IndexError), headwise.watch(model) as seen:  # noqa: PT012
         run(model, batch)
         run(model, {"input_ids": torch.full((1, 3), 10**6)})
     assert len(seen.layers) == 4
-    with put_back(model), headwise.watch(model) as after:
+    with assert_restored(model), headwise.watch(model) as after:
         assert torch.equal(run(model, batch), plain)
     assert all(a.stats == b.stats for a, b in zip(seen.layers, after.layers, strict=True))
 
@@ -96,7 +96,7 @@ def test_an_interrupt_inside_a_watch_leaves_nothing_installed(llama: Any) -> Non
         raise KeyboardInterrupt
 
     hook = model.layers[2].register_forward_pre_hook(interrupt)
-    with put_back(model), pytest.raises(KeyboardInterrupt), headwise.watch(model):
+    with assert_restored(model), pytest.raises(KeyboardInterrupt), headwise.watch(model):
         run(model, batch)
     hook.remove()
 
@@ -105,7 +105,7 @@ def test_nested_watches_of_one_model(llama: Any) -> None:
     model, batch = llama
     other = inputs(BY_NAME["llama"], "right", seed=9)
     plain = run(model, batch)
-    with put_back(model):
+    with assert_restored(model):
         with headwise.watch(model) as outer:
             with headwise.watch(model) as inner:
                 assert torch.equal(run(model, batch), plain)
@@ -123,7 +123,7 @@ def test_two_watched_models_and_a_third_unwatched_one() -> None:
     models = [build(family) for family in families]
     batch = [inputs(family, "right") for family in families]
     plain = [run(model, x) for model, x in zip(models, batch, strict=True)]
-    with put_back(*models), headwise.watch(models[0]) as first, headwise.watch(models[1]) as second:
+    with assert_restored(*models), headwise.watch(models[0]) as first, headwise.watch(models[1]) as second:
         for model, x, y in zip(models, batch, plain, strict=True):
             assert torch.equal(run(model, x), y)
     assert len(first.layers) == len(second.layers) == 4
@@ -135,7 +135,12 @@ def test_two_watched_models_and_a_third_unwatched_one() -> None:
 def test_watching_a_part_and_the_whole_of_a_model() -> None:
     family = BY_NAME["clip"]
     model, batch = build(family), inputs(family, "right")
-    with put_back(model), headwise.watch(model) as whole, headwise.watch(model.vision_model) as part, torch.no_grad():
+    with (
+        assert_restored(model),
+        headwise.watch(model) as whole,
+        headwise.watch(model.vision_model) as part,
+        torch.no_grad(),
+    ):
         model(**batch)
     assert [layer.kind for layer in part.layers] == ["self"] * 3
     assert all(layer.stats == whole["vision_model", layer.index].stats for layer in part.layers)
@@ -159,7 +164,7 @@ def test_threads_watch_their_own_models() -> None:
             step.wait()
         seen[at] = watched
 
-    with put_back(*models):
+    with assert_restored(*models):
         threads = [threading.Thread(target=work, args=(at,)) for at in range(len(models))]
         for thread in threads:
             thread.start()
@@ -180,7 +185,7 @@ def test_watching_a_masked_model(llama: Any, outer: str) -> None:
     with headwise.mask_heads(model, heads):
         masked = run(model, batch)
     both = (headwise.watch(model), headwise.mask_heads(model, heads))
-    with put_back(model):
+    with assert_restored(model):
         with both[0 if outer == "watch" else 1] as first, both[1 if outer == "watch" else 0] as second:
             assert torch.equal(run(model, batch), masked)
         seen: Any = first if outer == "watch" else second
@@ -222,7 +227,7 @@ def test_watching_under_every_attention_implementation(implementation: str) -> N
         model = build(family, implementation)
         plain = run(model, batch)
         called.clear()
-        with put_back(model), headwise.watch(model, weights=True) as seen:
+        with assert_restored(model), headwise.watch(model, weights=True) as seen:
             assert torch.equal(run(model, batch), plain)
         if implementation.startswith("mine"):
             assert len(called) == 4
@@ -243,7 +248,7 @@ def test_an_attention_function_other_than_softmax_is_refused() -> None:
     family = BY_NAME["llama"]
     model, batch = build(family, "odd"), inputs(family, "left")
     with (
-        put_back(model),
+        assert_restored(model),
         pytest.raises(UnsupportedError, match="LlamaAttention .at layers.0.self_attn. does not compute plain softmax"),
         headwise.watch(model),
     ):
@@ -343,7 +348,7 @@ def test_attention_outside_the_registry_is_refused_before_the_model_runs(name: s
     model = build(BY_NAME[name])
     model.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
     with (
-        put_back(model),
+        assert_restored(model),
         pytest.raises(UnsupportedError, match=f"^{BY_NAME[name].type} cannot be watched: \\w+") as caught,
     ):
         headwise.watch(model)
@@ -385,7 +390,7 @@ def test_a_layer_that_does_not_call_the_registry_is_an_error(llama: Any) -> None
     odd = model.layers[2].self_attn
     odd.forward = lambda hidden_states, **more: (hidden_states, None)
     with (
-        put_back(model),
+        assert_restored(model),
         pytest.raises(
             UnsupportedError, match="LlamaAttention .at layers.2.self_attn. did not ask transformers' registry"
         ),

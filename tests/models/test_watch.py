@@ -34,7 +34,7 @@ def eager_calls(family: Family, batch: dict[str, Tensor]) -> dict[str, list[Call
     return by_path
 
 
-def seen_of(
+def run_watched(
     model: nn.Module, batch: dict[str, Tensor], **options: Any
 ) -> tuple[Any, headwise.models.watching.watcher.Watch]:
     with torch.no_grad(), headwise.watch(model, **options) as seen:
@@ -56,7 +56,7 @@ def assert_equal(a: Any, b: Any) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def assert_true(family: Family, batch: dict[str, Tensor], model: nn.Module, seen: Any) -> float:
+def assert_equals_eager(family: Family, batch: dict[str, Tensor], model: nn.Module, seen: Any) -> float:
     """Compare statistics and weights of every layer with eager; returns the mean entropy relative to its maximum."""
     true = eager_calls(family, batch)
     assert {layer.name for layer in seen.layers} == set(true)
@@ -90,12 +90,12 @@ def test_statistics_of_a_padded_batch_equal_eager(name: str, implementation: str
     model = build(family, implementation)
     with torch.no_grad():
         plain = model(**batch)
-    out, seen = seen_of(model, batch, weights=True)
+    out, seen = run_watched(model, batch, weights=True)
     assert_equal(plain, out)
     assert tuple(dict.fromkeys(layer.kind for layer in seen.layers)) == family.kinds
     if family.layers is not None:
         assert tuple(layer.index for layer in seen.layers) == family.layers
-    assert assert_true(family, batch, model, seen) < 0.8  # far from uniform attention
+    assert assert_equals_eager(family, batch, model, seen) < 0.8  # far from uniform attention
 
 
 @pytest.mark.parametrize("side", ["left", None])
@@ -104,8 +104,8 @@ def test_statistics_with_left_padding_and_without_padding_equal_eager(name: str,
     family = BY_NAME[name]
     batch = inputs(family, side, seed=3)
     model = build(family)
-    _, seen = seen_of(model, batch, weights=True)
-    assert_true(family, batch, model, seen)
+    _, seen = run_watched(model, batch, weights=True)
+    assert_equals_eager(family, batch, model, seen)
 
 
 @pytest.mark.parametrize("name", core_first(NAMES))
@@ -118,13 +118,13 @@ def test_paths_of_large_inputs_equal_eager(name: str, large: str, monkeypatch: p
     model = build(family)
     with torch.no_grad():
         plain = model(**batch)
-    out, seen = seen_of(model, batch, weights=True)
+    out, seen = run_watched(model, batch, weights=True)
     real, _ = real_tokens(family, batch, "decoder" if "decoder" in family.kinds else family.kinds[0], model)
     a, b = tensors(plain)[0], tensors(out)[0]
     if real is not None and a.shape[:2] == real.shape:
         a, b = a * real[..., None], b * real[..., None]  # outputs at padding are not defined
     torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
-    assert_true(family, batch, model, seen)
+    assert_equals_eager(family, batch, model, seen)
 
 
 @pytest.mark.parametrize("name", core_first(NAMES))
@@ -137,7 +137,7 @@ def test_outputs_are_the_inputs_of_w_o(name: str) -> None:
     for path, site in sites.items():
         linear = w_o(model, site)[1]
         linear.register_forward_hook(lambda _, args, out, path=path: mixed.setdefault(path, []).append(out))
-    _, seen = seen_of(model, batch, outputs=True)
+    _, seen = run_watched(model, batch, outputs=True)
     true = eager_calls(family, batch)
     for layer in seen.layers:
         product = mixed[layer.name].pop(0)
@@ -160,7 +160,7 @@ def test_each_is_called_once_per_attention_call() -> None:
     def each(layer: Any, reading: Any, real: Tensor | None) -> None:
         calls.append((layer.key, reading.weights([1, 2], None), real))
 
-    _, seen = seen_of(model, batch, weights=True, each=each)
+    _, seen = run_watched(model, batch, weights=True, each=each)
     assert [key for key, _, _ in calls] == [layer.key for layer in seen.layers]
     for (_, rows, real), layer in zip(calls, seen.layers, strict=True):
         torch.testing.assert_close(rows, layer.weights[:, :, 1:3])

@@ -29,7 +29,7 @@ def bert() -> tuple[nn.Module, dict[str, Tensor], list[Tensor]]:
     return build(family), arguments, list(attentions)
 
 
-def watched(model: nn.Module, arguments: dict[str, Tensor], **settings: Any) -> Any:
+def run_watched(model: nn.Module, arguments: dict[str, Tensor], **settings: Any) -> Any:
     with torch.no_grad(), headwise.watch(model, **settings) as seen:
         model(**arguments)
     return seen
@@ -41,7 +41,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 def test_weights_equal_eager_attentions(bert: Any) -> None:
     model, arguments, attentions = bert
-    seen = watched(model, arguments, weights=True)
+    seen = run_watched(model, arguments, weights=True)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         close(layer.weights, eager)
         close(seen.layers[layer.index].weights[0, 4], eager[0, 4])
@@ -49,7 +49,7 @@ def test_weights_equal_eager_attentions(bert: Any) -> None:
 
 def test_weights_of_chosen_layers_heads_and_rows(bert: Any) -> None:
     model, arguments, attentions = bert
-    seen = watched(model, arguments, weights={2: [4, 1], 3: 0}, rows=[5, -1, 0])
+    seen = run_watched(model, arguments, weights={2: [4, 1], 3: 0}, rows=[5, -1, 0])
     for layer in seen.layers[:2]:
         with pytest.raises(HeadwiseError, match="no weights were kept; watch with weights=True"):
             layer.weights  # noqa: B018
@@ -72,9 +72,10 @@ def test_rows_that_no_call_has_are_named_in_the_error(bert: Any) -> None:
     model, arguments, attentions = bert
     for rows, missing in (([100], "100"), ([0, -14, 13], "-14, 13")):
         with pytest.raises(HeadwiseError, match=f"rows {missing} were not in any call: the longest had 13 queries"):
-            watched(model, arguments, weights=True, rows=rows)
+            run_watched(model, arguments, weights=True, rows=rows)
     close(
-        watched(model, arguments, weights={1: [2]}, rows=[3, 3, -10])[1].weights[0, 2], attentions[1][0, 2, [3, 3, 3]]
+        run_watched(model, arguments, weights={1: [2]}, rows=[3, 3, -10])[1].weights[0, 2],
+        attentions[1][0, 2, [3, 3, 3]],
     )
     with torch.no_grad(), headwise.watch(model, weights=1, rows=[15, 2]) as seen:  # each row is in one of the calls
         model(**arguments)
@@ -100,7 +101,7 @@ def test_a_decoding_step_without_the_chosen_rows_records_none(monkeypatch: pytes
 
 def test_weights_of_chosen_heads_are_indexed_by_sequence_and_head(bert: Any) -> None:
     model, arguments, _ = bert
-    recorded = watched(model, arguments, weights={2: [4, 1]}, rows=[5, 0])[2].weights
+    recorded = run_watched(model, arguments, weights={2: [4, 1]}, rows=[5, 0])[2].weights
     for at, message in (
         (0, "is indexed by sequence and head, .b, head., got .0."),
         ((0,), "is indexed by sequence and head"),
@@ -121,7 +122,7 @@ def test_weights_of_chosen_heads_are_indexed_by_sequence_and_head(bert: Any) -> 
 @pytest.mark.parametrize("wanted", [2, [2], ("self", 2), [("self", 2)], "encoder.layer.2.attention.self", {2: True}])
 def test_layers_are_chosen_by_number_kind_or_path(bert: Any, wanted: Any) -> None:
     model, arguments, attentions = bert
-    seen = watched(model, arguments, weights=wanted, rows=range(2, 7))
+    seen = run_watched(model, arguments, weights=wanted, rows=range(2, 7))
     close(seen[2].weights, attentions[2][:, :, 2:7])
     assert seen[2] is seen["self", 2] is seen["encoder.layer.2.attention.self"] is seen["layer.2.attention.self"]
     assert [bool(layer.all_weights) for layer in seen.layers] == [False, False, True, False]
@@ -130,7 +131,7 @@ def test_layers_are_chosen_by_number_kind_or_path(bert: Any, wanted: Any) -> Non
 def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, arguments, attentions = bert
     monkeypatch.setattr(call_reader, "ROWS", 5)
-    seen = watched(model, arguments, links=3)
+    seen = run_watched(model, arguments, links=3)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         links = layer.links(3)
         top = eager.topk(3, -1)
@@ -144,8 +145,8 @@ def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(HeadwiseError, match="no weights were kept"):
             layer.weights  # noqa: B018
     with pytest.raises(HeadwiseError, match="no links were kept; watch with links=2"):
-        watched(model, arguments)[0].links(2)
-    assert watched(model, arguments, links=50)[0].links(50).keys.shape[-1] == LENGTH  # the call has no more keys
+        run_watched(model, arguments)[0].links(2)
+    assert run_watched(model, arguments, links=50)[0].links(50).keys.shape[-1] == LENGTH  # the call has no more keys
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3_text"])
@@ -156,7 +157,7 @@ def test_links_under_masks_that_are_made_block_by_block(name: str, monkeypatch: 
     arguments = inputs(family, None)
     with torch.no_grad(), record_calls() as calls:
         build(family, "eager")(**arguments)
-    seen = watched(build(family), arguments, links=2, weights=True, rows=[11, 3, 7])
+    seen = run_watched(build(family), arguments, links=2, weights=True, rows=[11, 3, 7])
     for layer, call in zip(seen.layers, calls, strict=True):
         close(layer.links(2).weights, call.weights.topk(2, -1).values)
         close(layer.weights, call.weights[:, :, [11, 3, 7]])
@@ -164,9 +165,9 @@ def test_links_under_masks_that_are_made_block_by_block(name: str, monkeypatch: 
 
 def test_outputs_of_chosen_heads(bert: Any) -> None:
     model, arguments, _ = bert
-    every = watched(model, arguments, outputs=True)[1].outputs
+    every = run_watched(model, arguments, outputs=True)[1].outputs
     assert tuple(every.shape) == (BATCH, 5, LENGTH, 12)
-    some = watched(model, arguments, outputs={1: [3, 0]})
+    some = run_watched(model, arguments, outputs={1: [3, 0]})
     assert torch.equal(some[1].outputs[:, 3], every[:, 3]) and torch.equal(some[1].outputs.tensor, every[:, [3, 0]])
     with pytest.raises(HeadwiseError, match="no outputs were kept; watch with outputs=True"):
         some[0].outputs  # noqa: B018
@@ -176,7 +177,7 @@ def test_class_shares_equal_summed_weights(bert: Any) -> None:
     model, arguments, attentions = bert
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
     classes = {"odd": ids % 2 == 1, "entropy": ids > 50}  # a class may have the name of a statistic
-    seen = watched(model, arguments, classes=classes)
+    seen = run_watched(model, arguments, classes=classes)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         expected = statistics(eager, mask, exists=mask, classes=classes)
         assert_same(layer.stats, expected, rtol=1e-3, atol=1e-3)
@@ -188,7 +189,7 @@ def test_classes_are_given_by_kind_for_encoder_decoders() -> None:
     family = BY_NAME["bart"]
     model, arguments = build(family), inputs(family, "right")
     source, target = arguments["input_ids"] > 50, arguments["decoder_input_ids"] > 50
-    seen = watched(model, arguments, classes={"cross": {"high": source}, "decoder": {"high": target}})
+    seen = run_watched(model, arguments, classes={"cross": {"high": source}, "decoder": {"high": target}})
     assert "share:high" in seen["cross", 0].stats and "share:high" not in seen["encoder", 0].stats
     assert tuple(source.shape) == (BATCH, SOURCE)
     with pytest.raises(HeadwiseError, match="with 3 kinds of attention give classes by kind: cross, decoder, encoder"):
@@ -198,7 +199,7 @@ def test_classes_are_given_by_kind_for_encoder_decoders() -> None:
 def test_kinds_and_layer_numbers_of_every_family() -> None:
     family = BY_NAME["bart"]
     model = build(family)
-    seen = watched(model, inputs(family, "right"))
+    seen = run_watched(model, inputs(family, "right"))
     assert [layer.key for layer in seen.layers] == [
         ("encoder", 0), ("encoder", 1), ("encoder", 2), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1),
     ]  # fmt: skip
@@ -221,14 +222,14 @@ def test_kinds_and_layer_numbers_of_every_family() -> None:
 )
 def test_layers_know_their_head_counts_and_widths(name: str, heads: tuple[int, ...]) -> None:
     family = BY_NAME[name]
-    layer = watched(build(family), inputs(family, "right")).layers[1]
+    layer = run_watched(build(family), inputs(family, "right")).layers[1]
     assert (layer.heads.width, layer.heads.query, layer.heads.kv, layer.heads.dim, layer.heads.value_dim) == heads
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "zamba", "qwen3_next", "lfm2"])
 def test_hybrid_models_keep_their_own_layer_numbers(name: str) -> None:
     family = BY_NAME[name]
-    seen = watched(build(family), inputs(family, "right"))
+    seen = run_watched(build(family), inputs(family, "right"))
     assert tuple(layer.index for layer in seen.layers) == family.layers
     assert seen[family.layers[1]] is seen.layers[1]
     missing = next(i for i in range(6) if i not in family.layers)
@@ -238,7 +239,7 @@ def test_hybrid_models_keep_their_own_layer_numbers(name: str) -> None:
 
 def test_albert_counts_the_calls_of_its_shared_module() -> None:
     family = BY_NAME["albert-groups"]
-    seen = watched(build(family), inputs(family, "right"), weights=5)
+    seen = run_watched(build(family), inputs(family, "right"), weights=5)
     assert [layer.index for layer in seen.layers] == list(range(8))  # four layers with two modules each
     names = [layer.name.removeprefix("encoder.albert_layer_groups.") for layer in seen.layers]
     first, second = (["{0}.albert_layers.0.attention", "{0}.albert_layers.1.attention"] for _ in range(2))
@@ -250,7 +251,7 @@ def test_unseen_names_the_layers_that_were_not_called() -> None:
     family = BY_NAME["llava"]
     model, arguments = build(family), inputs(family, "right")
     text = {"input_ids": arguments["input_ids"][:, 16:], "attention_mask": arguments["attention_mask"][:, 16:]}
-    seen = watched(model, text)
+    seen = run_watched(model, text)
     assert {layer.kind for layer in seen.layers} == {"language_model"}
     assert len(seen.unseen) == 3 and all(name.startswith("vision_tower.") for name in seen.unseen)
     with pytest.raises(HeadwiseError, match="vision_tower layer 1 was not called while the model was watched"):
@@ -265,7 +266,7 @@ def test_statistics_add_up_over_calls(bert: Any) -> None:
     with torch.no_grad(), headwise.watch(model) as seen:
         for batch in [arguments, *others]:
             model(**batch)
-    separate = [watched(model, batch) for batch in [arguments, *others]]
+    separate = [run_watched(model, batch) for batch in [arguments, *others]]
     for at, layer in enumerate(seen.layers):
         total = separate[0].layers[at].stats
         for part in separate[1:]:
@@ -280,7 +281,7 @@ def test_memory_grows_only_with_what_is_recorded(bert: Any) -> None:
     model, arguments, _ = bert
 
     def recorded(**settings: Any) -> int:
-        seen = watched(model, arguments, **settings)
+        seen = run_watched(model, arguments, **settings)
         lists = (
             layer.all_weights + layer.all_outputs + [x for pair in layer.all_links for x in pair]
             for layer in seen.layers
@@ -322,7 +323,7 @@ def test_unknown_layers_heads_rows_and_classes_are_refused(bert: Any, settings: 
 def test_classes_of_the_wrong_shape_are_named(bert: Any) -> None:
     model, arguments, _ = bert
     with pytest.raises(HeadwiseError, match="odd"):
-        watched(model, arguments, classes={"odd": torch.ones(BATCH + 1, LENGTH, dtype=torch.bool)})
+        run_watched(model, arguments, classes={"odd": torch.ones(BATCH + 1, LENGTH, dtype=torch.bool)})
 
 
 def test_a_model_that_ran_without_attention_is_an_error() -> None:

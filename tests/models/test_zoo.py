@@ -31,7 +31,7 @@ class Wrong(Exception):
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
+def time_limit() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError
 
@@ -195,7 +195,7 @@ def test_every_model_type_equals_eager_or_is_refused(capsys: pytest.CaptureFixtu
     warnings.simplefilter("ignore")
     for model_type in any_model_type.TYPES:
         try:
-            with in_time():
+            with time_limit():
                 outcome, why = verdict(model_type)
         except TimeoutError:
             outcome, why = "cannot be run", "not in time"

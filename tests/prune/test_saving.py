@@ -34,7 +34,7 @@ with torch.no_grad():
 """
 
 
-def afresh(folder: Path, batch: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
+def output_in_new_process(folder: Path, batch: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
     """The first output of a saved model, computed in a new process."""
     torch.save(batch, scratch / "given.pt")
     command = [sys.executable, "-c", AGAIN, str(folder), str(scratch / "given.pt"), str(scratch / "out.pt")]
@@ -87,7 +87,9 @@ def test_a_new_process_loads_the_same_outputs(name: str, form: str, tmp_path: Pa
     pruned = headwise.prune_heads(model, uneven_heads(model))
     headwise.save(pruned, tmp_path / "model", form=form)
     with torch.no_grad():
-        assert error(afresh(tmp_path / "model", batch, tmp_path), pruned(**batch)[0]) < CLOSE[torch.float32]
+        assert (
+            error(output_in_new_process(tmp_path / "model", batch, tmp_path), pruned(**batch)[0]) < CLOSE[torch.float32]
+        )
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "bloom", "gpt_oss", "swin"])
