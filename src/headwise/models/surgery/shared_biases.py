@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..structure.bias_tables import BIAS_ARGUMENTS, TABLE, takes_bias
+from ..structure.discovery import ModuleClass
 from ..structure.heads import QUERY_HEADS
 from ..structure.sites import Site
 from .kept_heads import is_cut, kept_heads, set_table_columns, table_columns
@@ -98,8 +99,8 @@ def _set_share(module: nn.Module, share: BiasShare | None) -> None:
 
 def _forward_with_share(module: nn.Module, share: BiasShare, *args: Any, **kwargs: Any) -> Any:
     """A layer's forward with the biases of its own heads; the whole biases go on to the next layer."""
-    cls: Any = type(module)
-    bound = inspect.signature(cls.forward).bind(module, *args, **kwargs)
+    cls: ModuleClass = type(module)
+    bound = _forward_signature(cls).bind(module, *args, **kwargs)
     pairs: list[tuple[Any, Any]] = []  # own, whole
     for name in (*BIAS_ARGUMENTS, *MASK_ARGUMENTS):
         whole = bound.arguments.get(name)
@@ -112,6 +113,11 @@ def _forward_with_share(module: nn.Module, share: BiasShare, *args: Any, **kwarg
         pairs.append(share.computed)
         share.computed = None
     return _with_whole_biases(output, [pair for pair in pairs if pair[0] is not None])
+
+
+@functools.cache
+def _forward_signature(cls: ModuleClass) -> inspect.Signature:
+    return inspect.signature(cls.forward)
 
 
 def _compute_own_bias(module: nn.Module, share: BiasShare, *args: Any, **kwargs: Any) -> Tensor:
