@@ -26,9 +26,10 @@ import numpy as np
 import torch
 
 import headwise
+from headwise.plans import Plan
 from headwise.prune import HeadScores
 from headwise.prune.objective import choose_objective, embedding
-from headwise.prune.plan import Plan, plan_in_steps
+from headwise.prune.plan import plan_in_steps
 from headwise.prune.quality import QualityPerText, quality_per_text
 from headwise.roles.atlas.stability import spearman
 from headwise.timing import describe_machine, machine_summary

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "hub", "lazy", "shapes", "terminal"),
+    ("heads", "errors", "files", "hub", "json_documents", "lazy", "plans", "shapes", "terminal"),
     ("card",),
     ("attention",),
     ("timing",),

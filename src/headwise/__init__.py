@@ -22,7 +22,7 @@ _WHERE = {
     "MaskError": "errors",
     "MemoryCache": "attention.nn.kv_cache",
     "MultiHeadAttention": "attention.nn.module",
-    "Plan": "prune.plan",
+    "Plan": "plans",
     "RankError": "errors",
     "Relations": "roles.relations.result",
     "Rotary": "attention.nn.positions",
@@ -98,8 +98,8 @@ if TYPE_CHECKING:
     from .models.surgery.removal import prune_heads as prune_heads
     from .models.surgery.saving import save as save
     from .models.watching.watcher import watch as watch
+    from .plans import Plan as Plan
     from .prune.importance import importance as importance
-    from .prune.plan import Plan as Plan
     from .prune.plan import plan as plan
     from .roles.atlas.atlas import Atlas as Atlas
     from .roles.atlas.build import atlas as atlas

@@ -1,4 +1,4 @@
-"""Any model type of transformers at a small size, and inputs made up from what its forward takes."""
+"""A small model of any transformers model type, and inputs derived from the parameters of its forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES = list(MODEL_MAPPING_NAMES)
 BATCH, LENGTH = 3, 13
 LARGEST = 30_000_000  # parameters of a model that still counts as small
 
-# Every name under which a config may keep a size, and what it is to be.
+# The value of every size, by the names that configs have for it.
 SIZES: list[tuple[float, str]] = [
     (48, "hidden_size d_model dim n_embd embed_dim embedding_size word_embed_proj_dim out_hidden_size"),
     (48, "encoder_hidden_size cross_attention_hidden_size decoder_hidden_size"),
@@ -42,8 +42,8 @@ SIZES: list[tuple[float, str]] = [
     (24, "projection_dim mamba_d_head"),
 ]
 SMALL = {name: size for size, names in SIZES for name in names.split()}
-# What fits one architecture breaks another, so several ways are tried.
-WAYS: list[tuple[set[str], dict[str, int]]] = [
+# Sizes that fit one architecture break another, so several variants are tried: (names to leave, other sizes).
+VARIANTS: list[tuple[set[str], dict[str, int]]] = [
     (set(), {}),
     ({"head_dim"}, {"num_key_value_heads": 4}),  # latent heads
     ({"head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}, {"num_key_value_heads": 4}),
@@ -53,23 +53,23 @@ WAYS: list[tuple[set[str], dict[str, int]]] = [
 
 
 def small_models(model_type: str) -> Iterator[Any]:
-    """The type's config with small sizes, in several ways; those that cannot be built are left out."""
-    for keep, other in WAYS:
+    """Class and config of a model type with small sizes, in several variants; (None, error) for those that fail."""
+    for keep, other in VARIANTS:
         try:
             config = _shrink(AutoConfig.for_model(model_type), {**SMALL, **other}, keep)
-            kind = MODEL_MAPPING[type(config)]
-            kind = kind[0] if isinstance(kind, tuple) else kind
+            cls = MODEL_MAPPING[type(config)]
+            cls = cls[0] if isinstance(cls, tuple) else cls
             with torch.device("meta"):
-                model = kind._from_config(copy.deepcopy(config))
+                model = cls._from_config(copy.deepcopy(config))
             if sum(p.numel() for p in model.parameters()) <= LARGEST:
-                yield kind, config
-        except Exception as why:  # as many kinds of failure as there are configs
+                yield cls, config
+        except Exception as why:  # configs raise any kind of error
             yield None, f"{type(why).__name__}: {str(why)[:120]}"
 
 
-def build(kind: Any, config: Any, implementation: str) -> nn.Module:
+def build(cls: Any, config: Any, implementation: str) -> nn.Module:
     torch.manual_seed(0)
-    return sharpen(kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval())
+    return sharpen(cls._from_config(copy.deepcopy(config), attn_implementation=implementation).eval())
 
 
 def _shrink(config: Any, sizes: dict[str, Any], keep: set[str]) -> Any:
@@ -89,14 +89,14 @@ def _shrink(config: Any, sizes: dict[str, Any], keep: set[str]) -> Any:
 
 
 def _set(config: Any, name: str, value: Any) -> None:
-    with contextlib.suppress(AttributeError, ValueError, TypeError):  # what is derived from others cannot be set
+    with contextlib.suppress(AttributeError, ValueError, TypeError):  # derived values cannot be set
         setattr(config, name, value)
 
 
-def made_up(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Inputs by the names that forward takes, in several shapes."""
+def possible_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs for the parameters of a model's forward, in several shapes."""
     generator = torch.Generator().manual_seed(3)
-    takes = list(inspect.signature(model.forward).parameters)
+    parameters = list(inspect.signature(model.forward).parameters)
     config = model.config
 
     def noise(*shape: int) -> Tensor:
@@ -119,23 +119,23 @@ def made_up(model: Any) -> Iterator[dict[str, Tensor]]:
         "inputs_embeds": [],
         "hidden_states": [],
     }  # fmt: skip
-    here = {name: forms[name] for name in takes if forms.get(name)}
-    for turn in range(max((len(x) for x in here.values()), default=0)):
-        yield {name: options[min(turn, len(options) - 1)] for name, options in here.items()}
-    if "input_ids" in here:
-        yield {name: x[0] for name, x in here.items() if name.endswith("input_ids")}
-        yield {"input_ids": here["input_ids"][0]}
-    yield from _grids(model, takes, noise)
+    taken = {name: forms[name] for name in parameters if forms.get(name)}
+    for variant in range(max((len(x) for x in taken.values()), default=0)):
+        yield {name: options[min(variant, len(options) - 1)] for name, options in taken.items()}
+    if "input_ids" in taken:
+        yield {name: x[0] for name, x in taken.items() if name.endswith("input_ids")}
+        yield {"input_ids": taken["input_ids"][0]}
+    yield from _grids(model, parameters, noise)
 
 
-def _grids(model: Any, takes: list[str], noise: Any) -> Iterator[dict[str, Tensor]]:
-    """Images of several sizes as one row of patches."""
-    if "grid_thw" not in takes:
+def _grids(model: Any, parameters: list[str], noise: Any) -> Iterator[dict[str, Tensor]]:
+    """Images of several sizes, their patches concatenated."""
+    if "grid_thw" not in parameters:
         return
     config = model.config
     patch, frames = getattr(config, "patch_size", 8), getattr(config, "temporal_patch_size", 1)
     channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
     grid = torch.tensor([[1, 4, 4], [1, 4, 8]])
     for name in ("hidden_states", "pixel_values"):
-        if name in takes:
+        if name in parameters:
             yield {name: noise(48, channels * frames * patch * patch), "grid_thw": grid}

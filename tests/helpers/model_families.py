@@ -1,4 +1,4 @@
-"""Tiny models of many transformers families, one row each, with random weights sharp enough to tell heads apart."""
+"""Tiny models of many transformers families, one row per family, with random weights under which heads differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MLA = DECODER | MOE | {
     "num_key_value_heads": 6, "q_lora_rank": 17, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
     "v_head_dim": 14, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
 }  # fmt: skip
-SPARSE = MLA | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk_freq": 1}  # few keys a query
+SPARSE = MLA | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk_freq": 1}  # few keys per query
 SHARED = {  # one attention block for many layers
     "num_hidden_layers": 6, "num_key_value_heads": 6, "attention_head_dim": 20, "attention_hidden_size": 120,
     "mamba_expand": 2, "mamba_d_state": 8,
@@ -405,7 +405,7 @@ OFF = [
 FAMILIES = [*ENCODERS, *DECODERS, *SEQ2SEQ, *VISION, *SOUND, *TOWERS]
 BY_NAME = {family.name: family for family in [*FAMILIES, *OFF]}
 
-# One of each mechanism; tests that say the same of the others are among the long ones.
+# One family per mechanism; the others are tested only in full runs.
 CORE = {
     "bert", "albert", "albert-groups", "distilbert", "modernbert", "esm", "mobilebert", "markuplm", "llama", "mistral",
     "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode-mqa", "gpt_neox", "opt", "olmo3", "gpt_oss",
@@ -416,11 +416,11 @@ CORE = {
 
 
 def core_first(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test: those outside of CORE are marked `full`."""
+    """Parameters of a test; families outside of CORE are marked `full`."""
     return [name if name in CORE else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
-# What stands between the attention function and W_O, so that W_O is given something else than the heads' outputs.
+# Operations between the attention function and W_O: W_O's input is not the heads' plain outputs.
 BETWEEN = {
     "bitnet": "a norm", "qwen3_next": "a gate", "hy_v4": "a gate", "axk2": "a gate",
     "diffllama": "the difference of two heads",
@@ -429,7 +429,7 @@ SINKS = {"gpt_oss", "hy_v4"}
 
 
 def build(family: Family, implementation: str = "sdpa", seed: int = 0, auto: Any = AutoModel) -> Any:
-    """The family's model, in eval mode, with sharp random weights. Where it has no sdpa, eager serves."""
+    """The family's model in eval mode with sharp random weights; eager attention where it does not support sdpa."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family.type, **family.config)
     if implementation == "sdpa" and not MODEL_MAPPING[type(config)]._supports_sdpa:
@@ -444,7 +444,7 @@ SHARP = re.compile(
 
 
 def sharpen(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights of unit size, and queries and keys larger, so that no head looks everywhere alike."""
+    """Set random weights, larger for queries and keys, so that no head attends uniformly."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What the tiny models are called with: padded batches of tokens, pixels and sounds, and which of them count."""
+"""Inputs of the tiny models: padded batches of tokens, pixels and audio, and which positions are tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from helpers.model_families import Family
 
-BATCH, LENGTH, SOURCE = 3, 13, 11  # tokens of a decoder (or an only stack), and of an encoder before it
+BATCH, LENGTH, SOURCE = 3, 13, 11  # SOURCE: tokens of an encoder; LENGTH: of its decoder, or of a single stack
 
 
 def inputs(family: Family, side: str | None = "right", seed: int = 0) -> dict[str, Tensor]:
-    """What the model is called with; side: where the padding is, None for none."""
+    """The keyword arguments of a model's forward; side: of the padding, None for no padding."""
     generator = torch.Generator().manual_seed(seed + 7)
     return INPUTS[family.inputs](generator, side)
 
@@ -35,20 +35,20 @@ def _tokens(generator: torch.Generator, length: int, mask: Tensor) -> Tensor:
 
 def _text(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     mask = padding(LENGTH, side)
-    given = {"input_ids": _tokens(generator, LENGTH, mask)}
-    return given if side is None else given | {"attention_mask": mask}
+    batch = {"input_ids": _tokens(generator, LENGTH, mask)}
+    return batch if side is None else batch | {"attention_mask": mask}
 
 
 def _source(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     mask, target = padding(SOURCE, side, 3), padding(LENGTH, "right" if side else None)
-    given = {"input_ids": _tokens(generator, SOURCE, mask), "decoder_input_ids": _tokens(generator, LENGTH, target)}
-    return given if side is None else given | {"attention_mask": mask, "decoder_attention_mask": target}
+    batch = {"input_ids": _tokens(generator, SOURCE, mask), "decoder_input_ids": _tokens(generator, LENGTH, target)}
+    return batch if side is None else batch | {"attention_mask": mask, "decoder_attention_mask": target}
 
 
 def _decoder(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     target = padding(LENGTH, side)
-    given = {"decoder_input_ids": _tokens(generator, LENGTH, target)}
-    return given if side is None else given | {"decoder_attention_mask": target}
+    batch = {"decoder_input_ids": _tokens(generator, LENGTH, target)}
+    return batch if side is None else batch | {"decoder_attention_mask": target}
 
 
 def _mel(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
@@ -68,8 +68,8 @@ def _frames(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
 
 
 def _wave(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    given = {"input_values": torch.randn(BATCH, 260, generator=generator)}
-    return given if side is None else given | {"attention_mask": padding(260, "right", 80)}
+    batch = {"input_values": torch.randn(BATCH, 260, generator=generator)}
+    return batch if side is None else batch | {"attention_mask": padding(260, "right", 80)}
 
 
 def _both(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
@@ -79,22 +79,22 @@ def _both(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
 def _image_tokens(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     text = _text(generator, side)
     images = torch.full((BATCH, 16), 95)
-    given = {"input_ids": torch.cat([images, text["input_ids"]], 1)} | _pixels(generator, side)
+    batch = {"input_ids": torch.cat([images, text["input_ids"]], 1)} | _pixels(generator, side)
     if side is None:
-        return given
-    return given | {"attention_mask": torch.cat([torch.ones_like(images), text["attention_mask"]], 1)}
+        return batch
+    return batch | {"attention_mask": torch.cat([torch.ones_like(images), text["attention_mask"]], 1)}
 
 
 def _prefix(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    """The image and the first words are read both ways, what follows is generated."""
-    given = _image_tokens(generator, side)
-    kinds = torch.zeros_like(given["input_ids"])
+    """Bidirectional attention within the image and the first tokens, causal attention after them."""
+    batch = _image_tokens(generator, side)
+    kinds = torch.zeros_like(batch["input_ids"])
     kinds[:, 19:] = 1
-    return given | {"token_type_ids": kinds}
+    return batch | {"token_type_ids": kinds}
 
 
 def _grids(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
-    """Images of different sizes, all their patches in one row: 16, 24 and 8 of them, 4 for each token."""
+    """Images of different sizes, their patches concatenated: 16, 24 and 8 patches, 4 per token."""
     tokens, mask = torch.randint(4, 90, (BATCH, LENGTH), generator=generator), padding(LENGTH, side, shortest=6)
     tokens[:, 0] = 94
     for row, images in enumerate((4, 6, 2)):
@@ -113,9 +113,9 @@ INPUTS = {
 }  # fmt: skip
 
 
-def counted(family: Family, given: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
+def real_tokens(family: Family, batch: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
     """Which queries of a kind of attention are tokens (B, Tq), and which keys are (B, Tk); None for all."""
-    own, decoder = given.get("attention_mask"), given.get("decoder_attention_mask")
+    own, decoder = batch.get("attention_mask"), batch.get("decoder_attention_mask")
     if family.inputs == "wave" and own is not None:
         lengths = model._get_feat_extract_output_lengths(own.sum(-1))
         own = torch.arange(int(model._get_feat_extract_output_lengths(own.shape[1]))) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""Tiny models of the families that are pruned, a row each: random weights and biases, odd sizes."""
+"""Tiny models of the families that are pruned, one row per family, and comparisons of their outputs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+
+import headwise
+from headwise.models.structure.heads import query_heads
+from headwise.models.structure.sites import attention_sites
 
 SIZES: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 60, "num_hidden_layers": 3, "intermediate_size": 37, "max_position_embeddings": 64,
@@ -108,21 +112,21 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = ENCODERS | DECODERS | TWO_STACKS | VISION
 
 
-def build(name: str, auto: Any = transformers.AutoModel, **more: Any) -> Any:
-    """A family's model in eval mode, every parameter random, none of them small enough to hide a mistake."""
-    kind, config = FAMILIES.get(name) or (name, more.pop("config"))
+def build(name: str, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
+    """A family's model in eval mode; every parameter is random and large enough that a mistake shows."""
+    kind, config = FAMILIES.get(name) or (name, changes.pop("config"))
     torch.manual_seed(0)
-    made = auto.from_config(transformers.AutoConfig.for_model(kind, **config | more)).eval()
-    made.generation_config = getattr(made, "generation_config", None)
+    model = auto.from_config(transformers.AutoConfig.for_model(kind, **config | changes)).eval()
+    model.generation_config = getattr(model, "generation_config", None)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for path, parameter in made.named_parameters():
+        for path, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1 and "embed" not in path and "bias" not in path:
                 parameter.copy_(noise * 1.7 / parameter.shape[-1] ** 0.5)
             elif "norm" not in path.lower() and "ln_" not in path:
                 parameter.copy_(noise * 0.5)
-    return made
+    return model
 
 
 def inputs(name: str, seed: int = 0) -> dict[str, Tensor]:
@@ -132,14 +136,14 @@ def inputs(name: str, seed: int = 0) -> dict[str, Tensor]:
     ids = torch.randint(4, 80, (3, 11), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
-    given = {"input_ids": ids, "attention_mask": mask}
+    batch = {"input_ids": ids, "attention_mask": mask}
     if name in TWO_STACKS:
-        given["decoder_input_ids"] = torch.randint(4, 80, (3, 7), generator=generator)
-    return given
+        batch["decoder_input_ids"] = torch.randint(4, 80, (3, 7), generator=generator)
+    return batch
 
 
 def tensors(out: Any) -> list[Tensor]:
-    """The floating tensors of an output, without caches."""
+    """The floating-point tensors of an output, without caches."""
     if isinstance(out, Tensor):
         return [out] if out.is_floating_point() else []
     if hasattr(out, "items"):
@@ -147,21 +151,49 @@ def tensors(out: Any) -> list[Tensor]:
     return [t for x in out for t in tensors(x)] if isinstance(out, (list, tuple)) else []
 
 
-# How far a pruned model may be from the masked one, as a share of the largest output. They compute the same sums in
-# another order: float64 proves that, float32 is what the native kernel runs in and depends on the processor.
+# How far a pruned model may be from the masked one, relative to the largest output. They compute the same sums in
+# another order: float64 shows that; float32 is what the native kernel runs in, and depends on the processor.
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
-def converted(dtype: torch.dtype, model: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def converted(dtype: torch.dtype, model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A model and its inputs in a floating-point type."""
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products exist in single and half precision only
-    floats = {key: x.to(dtype) for key, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    return model.to(dtype), {**given, **floats}
+    floats = {key: x.to(dtype) for key, x in batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return model.to(dtype), {**batch, **floats}
 
 
 def error(got: Any, want: Any) -> float:
-    """The largest difference, as a share of the largest output."""
+    """The largest difference, relative to the largest output."""
     got, want = tensors(got), tensors(want)
     assert got and len(got) == len(want)
     return max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(got, want, strict=True))
+
+
+def parameter_count(model: Any) -> int:
+    """How many parameters a model has."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def even_heads(model: Any) -> dict[Any, list[int]]:
+    """Head 1 of every layer, as prune_heads takes it."""
+    return {site.key: [1] for site in attention_sites(model)}
+
+
+def uneven_heads(model: Any) -> dict[Any, list[int]]:
+    """Other heads in every layer, and every third layer whole; a module that serves many layers loses the same."""
+    heads: dict[Any, list[int]] = {}
+    sites = attention_sites(model)
+    for i, site in enumerate(sites):
+        shared = sum(other.module is site.module for other in sites) > 1
+        n, count = 0 if shared else i, query_heads(model, site)
+        if n % 3 != 1:
+            heads[site.key] = sorted({n % count, (2 * n + 1) % count})[: count - 1]
+    return heads
+
+
+def masked_output(model: Any, heads: Any, batch: Any, **options: Any) -> Any:
+    """What a model gives with some heads masked."""
+    with torch.no_grad(), headwise.mask_heads(model, heads, **options):
+        return model(**batch)

@@ -1,4 +1,4 @@
-"""Small made-up checkpoints with tokenizers of each common kind; weights random but sharp, so that heads differ."""
+"""Small checkpoints with random weights, under which heads differ, and tokenizers of each common kind."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ CORPUS = [
     "She sat by the river bank after she withdrew money from the bank.",
     "naïve 日本語 हिन्दी and internationalisation",
 ]
-SHARP = 0.5  # standard deviation of the weights: entropies far from uniform
+SHARP = 0.5  # standard deviation of the weights: attention far from uniform
 
 
 def byte_level() -> Any:
-    """As GPT-2's: bytes, a space belongs to the word after it."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(
+    """Like GPT-2's: bytes; a space belongs to the word after it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=307, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def metaspace() -> Any:
-    """As Llama's: ▁ for a space, bytes for what is unknown, <s> before the text."""
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    """Like Llama's: ▁ for a space, bytes for unknown characters, <s> before the text."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=367, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens])
     )
-    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
+    special = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=special)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
 
 
 def word_piece() -> Any:
-    """As BERT's: lower case, ## before what continues a word, [CLS] and [SEP] around the text."""
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer()
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    """Like BERT's: lower case, ## before pieces that continue a word, [CLS] and [SEP] around the text."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    made.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=101, special_tokens=names))
-    made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=101, special_tokens=names))
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=special)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]"
+        tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]"
     )
 
 
@@ -59,16 +61,16 @@ TOKENIZERS = {"bert": word_piece, "gpt2": byte_level, "llama": metaspace}
 
 
 def sharp(model: Any) -> Any:
-    """The same model with weights far from zero."""
-    made = torch.Generator().manual_seed(7)
+    """The same model with large random weights."""
+    random = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, SHARP, generator=made)
+                parameter.normal_(0, SHARP, generator=random)
     return model.eval()
 
 
-def bert(**more: Any) -> Any:
+def bert(**changes: Any) -> Any:
     sizes = {
         "vocab_size": 101,
         "hidden_size": 15,
@@ -77,7 +79,7 @@ def bert(**more: Any) -> Any:
         "intermediate_size": 17,
         "max_position_embeddings": 47,
     }
-    return transformers.BertConfig(**{**sizes, **more})
+    return transformers.BertConfig(**{**sizes, **changes})
 
 
 def gpt2() -> Any:

@@ -144,7 +144,7 @@ def test_a_vision_model_is_refused() -> None:
 
 
 def test_a_loaded_model_needs_its_tokenizer(minilm: tuple[Any, Any]) -> None:
-    with pytest.raises(HeadwiseError, match=r"needs its tokenizer: inspect\(text, model, tokenizer=...\)"):
+    with pytest.raises(HeadwiseError, match=r"needs its tokenizer; give tokenizer=headwise.tokenizer\(name\)"):
         headwise.inspect("a cat", minilm[0])
 
 

@@ -6,14 +6,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import headwise
 from headwise.cli import main
-from headwise.inspection import run
-from headwise.models.loading import locate
+from headwise.models.loading import locate, resolve
 from headwise.ui import figure
 from helpers import small_checkpoints
 
@@ -26,14 +24,11 @@ NUMBER = re.compile(r"\d+\.\d\d\b")
 @pytest.fixture(scope="module", autouse=True)
 def _loaded_once() -> Iterator[None]:
     """The default model is loaded once for all of these tests."""
-    pair = "minilm", headwise.load(), headwise.tokenizer()
-    own = run._pair
-
-    def kept(model: Any, tokenizer: Any) -> Any:
-        return pair if model == "minilm" else own(model, tokenizer)
-
+    model, tokenizer = headwise.load(), headwise.tokenizer()
+    load, load_tokenizer = resolve.load, resolve.tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_pair", kept)
+        patch.setattr(resolve, "load", lambda name: model if name == "minilm" else load(name))
+        patch.setattr(resolve, "tokenizer", lambda name: tokenizer if name == "minilm" else load_tokenizer(name))
         yield
 
 

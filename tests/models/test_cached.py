@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import headwise
-from helpers.eager_weights import recorded, statistics
+from helpers.eager_weights import record_calls, statistics
 from helpers.model_families import BY_NAME, build
 
 torch.set_num_threads(1)
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def prompt(seed: int, batch: int, padded: bool) -> dict[str, Tensor]:
-    """Tokens of which some come again, for the lookup; padded on the left."""
+    """Token ids with repetitions, for the prompt lookup; padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     length = 7 + seed % 5
     ids = torch.randint(3, 11, (batch, length), generator=generator)
@@ -40,24 +40,24 @@ def prompt(seed: int, batch: int, padded: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float64), (1, torch.float32)])
 @pytest.mark.parametrize("way", WAYS)
-def test_all_calls_add_up_to_eagers(way: str, seed: int, dtype: torch.dtype) -> None:
-    """In float64 without padding, for which eager's softmax, in float32, gives NaN there; in float32 with it."""
+def test_statistics_of_all_cached_calls_equal_eager_attention(way: str, seed: int, dtype: torch.dtype) -> None:
+    """In float64 without padding, where eager's float32 softmax gives NaN for padding; in float32 with padding."""
     implementation = "eager" if way == "attentions" else "sdpa"  # no other gives them
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 3e-3}
     options, family = dict(WAYS[way]), BY_NAME[("llama", "qwen3")[seed]]
     alone = "assistant_model" in options or "prompt_lookup_num_tokens" in options
-    given = prompt(seed, 1 if alone else 3, padded=dtype == torch.float32)
+    arguments = prompt(seed, 1 if alone else 3, padded=dtype == torch.float32)
     if "assistant_model" in options:
         options["assistant_model"] = build(family, "eager", seed=5, auto=AutoModelForCausalLM).to(dtype)
-    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | options
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | options
     model, other = (build(family, kind, auto=AutoModelForCausalLM).to(dtype) for kind in (implementation, "eager"))
     tokens = []
     torch.manual_seed(seed)
     with torch.no_grad(), headwise.watch(model) as seen:
-        tokens.append(model.generate(**given, **how))
+        tokens.append(model.generate(**arguments, **settings))
     torch.manual_seed(seed)
-    with torch.no_grad(), recorded() as calls:
-        tokens.append(other.generate(**given, **how))
+    with torch.no_grad(), record_calls() as calls:
+        tokens.append(other.generate(**arguments, **settings))
     a, b = (x if isinstance(x, Tensor) else x.sequences for x in tokens)
     assert torch.equal(a, b)
     paths = {id(module): path for path, module in other.named_modules()}
@@ -67,7 +67,7 @@ def test_all_calls_add_up_to_eagers(way: str, seed: int, dtype: torch.dtype) -> 
             if paths.get(id(call.module)) != layer.name:
                 continue
             batch, _, queries, keys = call.weights.shape
-            mask = given["attention_mask"].repeat_interleave(batch // len(given["attention_mask"]), 0)
+            mask = arguments["attention_mask"].repeat_interleave(batch // len(arguments["attention_mask"]), 0)
             real = torch.nn.functional.pad(mask, (0, max(0, keys - mask.shape[1])), value=1)[:, keys - queries : keys]
             part = statistics(call.weights, real, first=mask.argmax(1), offset=keys - queries)
             totals = {name: totals.get(name, 0) + x.sum(0) for name, x in part.items()}
@@ -77,7 +77,7 @@ def test_all_calls_add_up_to_eagers(way: str, seed: int, dtype: torch.dtype) -> 
             np.testing.assert_allclose(ours.sum(0), expected, err_msg=name, **close)
 
 
-def test_a_cache_that_is_cut_back_and_reordered() -> None:
+def test_statistics_follow_a_cache_that_is_cropped_and_reordered() -> None:
     model = build(BY_NAME["llama"]).double()
     ids, cache = prompt(0, 3, padded=False)["input_ids"] + 3, DynamicCache()
     with torch.no_grad(), headwise.watch(model, weights=True) as seen:

@@ -1,4 +1,4 @@
-"""Compiled, traced and exported models: masks and watches act as on the plain model, or say that they do not."""
+"""Masks and watches on compiled, traced and exported models: as on the plain model, or refused."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 LLAMA = BY_NAME["llama"]
-FAMILY = replace(LLAMA, config=LLAMA.config | {"num_hidden_layers": 2})  # compiling takes its time
-GIVEN = inputs(FAMILY, None)
+FAMILY = replace(LLAMA, config=LLAMA.config | {"num_hidden_layers": 2})  # compiling more layers takes long
+INPUTS = inputs(FAMILY, None)
 HEADS = {0: [0, 4], 1: [2]}
 
 
@@ -33,7 +33,7 @@ def _without_compiled_code() -> Iterator[None]:
 
 def run(function: Callable[..., Any]) -> Tensor:
     with torch.no_grad():
-        return function(**GIVEN)[0]
+        return function(**INPUTS)[0]
 
 
 def compiled(function: Any) -> Any:
@@ -82,12 +82,12 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "torch.compile(model.forward) in its place": replaced_forward,
     "torch.compile(attention.forward) in its place": replaced_forwards,
     "torch.compile(model)": compiled,
-    "a compiled function around it": lambda model: compiled(lambda **given: model(**given)),
+    "a compiled function around it": lambda model: compiled(lambda **batch: model(**batch)),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_compiled_code_is_masked_and_watched_as_the_plain_model(way: str) -> None:
+def test_compiled_models_are_masked_and_watched_like_plain_ones(way: str) -> None:
     plain_model, model = build(FAMILY), build(FAMILY)
     with headwise.watch(plain_model) as expected:
         plain = run(plain_model)
@@ -130,17 +130,17 @@ def test_a_model_whose_forward_is_a_function_is_not_copied() -> None:
         headwise.prune_heads(model, HEADS)
 
 
-def test_importance_of_a_compiled_model() -> None:
+def test_importance_of_a_compiled_model_equals_that_of_the_plain_model() -> None:
     plain, model = (build(FAMILY, auto=AutoModelForCausalLM) for _ in range(2))
     model.compile(backend="eager")
     run(model)
     for score in ("michel", "output"):
-        a, b = (torch.as_tensor(headwise.importance(each, [GIVEN], score)["self"]) for each in (plain, model))
+        a, b = (torch.as_tensor(headwise.importance(each, [INPUTS], score)["self"]) for each in (plain, model))
         torch.testing.assert_close(b, a)
         assert (b.abs() > 0).all()
 
 
-def test_compiled_code_runs_compiled_again_afterwards() -> None:
+def test_compiled_code_runs_compiled_again_after_the_with() -> None:
     made: list[Any] = []
 
     def backend(graph: Any, examples: Any) -> Any:
@@ -148,7 +148,7 @@ def test_compiled_code_runs_compiled_again_afterwards() -> None:
         return graph.forward
 
     model = build(FAMILY)
-    call = torch.compile(lambda **given: model(**given), backend=backend)
+    call = torch.compile(lambda **batch: model(**batch), backend=backend)
     with headwise.mask_heads(model, HEADS), headwise.watch(model):
         run(call)
         with pytest.raises(ZeroDivisionError), headwise.mask_heads(model, {0: [1]}):
@@ -159,13 +159,13 @@ def test_compiled_code_runs_compiled_again_afterwards() -> None:
     assert made
 
 
-def test_entering_inside_of_a_compiled_function_is_refused() -> None:
+def test_entering_a_watch_or_mask_inside_compiled_code_is_refused() -> None:
     model = build(FAMILY)
     for context in (headwise.mask_heads(model, HEADS), headwise.watch(model)):
 
         def inside(context: Any = context) -> Any:
             with context:
-                return model(**GIVEN)[0]
+                return model(**INPUTS)[0]
 
         with pytest.raises(
             UnsupportedError, match="inside of a function that torch.compile compiles; enter the `with`"
@@ -175,7 +175,7 @@ def test_entering_inside_of_a_compiled_function_is_refused() -> None:
 
 
 class Logits(nn.Module):
-    """A model that takes and gives tensors only, as tracing asks."""
+    """A model with tensors as inputs and output, as tracing needs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Logits(nn.Module):
         return self.model(input_ids=ids, use_cache=False)[0]
 
 
-ARGUMENTS = (GIVEN["input_ids"],)
+ARGUMENTS = (INPUTS["input_ids"],)
 
 
 def traced(model: nn.Module) -> Any:
@@ -200,13 +200,13 @@ def exported(model: nn.Module) -> Any:
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[Any, tuple[nn.Module, Any]]:
-    """A model and what was recorded of it, by the function that records."""
+    """A model and its graph, by the function that traces it."""
     models = {record: build(FAMILY) for record in (traced, exported)}
     return {record: (model, record(model)) for record, model in models.items()}
 
 
 @pytest.mark.parametrize("record", [traced, exported])
-def test_what_was_recorded_before_does_not_know_its_mask_and_a_warning_says_so(recorded: Any, record: Any) -> None:
+def test_a_graph_traced_before_masking_is_not_masked_and_a_warning_says_so(recorded: Any, record: Any) -> None:
     model, copy = recorded[record]
     plain = run(model)
     with (
@@ -218,7 +218,7 @@ def test_what_was_recorded_before_does_not_know_its_mask_and_a_warning_says_so(r
 
 
 @pytest.mark.parametrize("record", [traced, exported])
-def test_what_is_recorded_while_it_is_masked_stays_masked(record: Any) -> None:
+def test_a_graph_traced_while_masked_stays_masked(record: Any) -> None:
     model = build(FAMILY)
     with headwise.mask_heads(model, HEADS):
         masked, copy = run(model), record(model)
@@ -228,13 +228,13 @@ def test_what_is_recorded_while_it_is_masked_stays_masked(record: Any) -> None:
 
 
 @pytest.mark.parametrize("record", [traced, exported])
-def test_recording_a_watched_model_is_refused(record: Any) -> None:
+def test_tracing_a_watched_model_is_refused(record: Any) -> None:
     model = build(FAMILY)
     with headwise.watch(model), pytest.raises(UnsupportedError, match="cannot watch LlamaAttention while it is traced"):
         record(model)
 
 
-def test_traced_and_exported_models_are_refused(recorded: Any) -> None:
+def test_watching_traced_and_exported_models_is_refused(recorded: Any) -> None:
     for take in (lambda x: headwise.watch(x), lambda x: headwise.mask_heads(x, HEADS)):
         with pytest.raises(
             UnsupportedError, match="LlamaAttention .at model.layers.0.self_attn. was traced or scripted"
@@ -244,29 +244,29 @@ def test_traced_and_exported_models_are_refused(recorded: Any) -> None:
             take(recorded[exported][1])
 
 
-def test_without_values_there_is_nothing_to_watch() -> None:
+def test_watching_on_meta_or_fake_tensors_is_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = build(FAMILY)
     with torch.device("meta"):
         empty = AutoModel.from_config(model.config)
-    given = {"input_ids": GIVEN["input_ids"].to("meta")}
+    batch = {"input_ids": INPUTS["input_ids"].to("meta")}
     with headwise.mask_heads(empty, HEADS):
-        assert empty(**given)[0].is_meta
+        assert empty(**batch)[0].is_meta
     for context in (headwise.watch(empty), headwise.mask_heads(empty, HEADS, value="mean")):
         with (
             context,
             pytest.raises(UnsupportedError, match="on the meta device or on fake tensors, which have no values"),
         ):
-            empty(**given)
+            empty(**batch)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         headwise.watch(model),
         pytest.raises(UnsupportedError, match="on fake tensors"),
     ):
-        model(**GIVEN)
+        model(**INPUTS)
     with headwise.watch(model), pytest.raises(UnsupportedError, match="under torch.func .vmap, grad, jvp."):
-        torch.func.vmap(lambda ids: model(ids[None])[0])(GIVEN["input_ids"])
+        torch.func.vmap(lambda ids: model(ids[None])[0])(INPUTS["input_ids"])
     with headwise.watch(model) as seen:
         run(model)
     assert len(seen.layers) == 2

@@ -1,4 +1,4 @@
-"""A fingerprint names content: the same for the same weights, another for any change."""
+"""Fingerprints are equal for equal content, and differ after any change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_config_dtype_and_class_belong_to_the_content(model: Any) -> None:
     model.config.layer_norm_epsilon = 1e-3
     assert fingerprint(model) != expected
     model.config.layer_norm_epsilon = 1e-5
-    model.config._name_or_path = "elsewhere"  # where it was read is no content
+    model.config._name_or_path = "elsewhere"  # the path is not content
     assert fingerprint(model) == expected
     assert fingerprint(model.transformer) != expected
     assert fingerprint(model.bfloat16()) != expected
@@ -62,27 +62,27 @@ def test_offloaded_models_have_the_fingerprint_of_their_weights(model: Any, tmp_
     assert fingerprint(accelerate.disk_offload(copy.deepcopy(encoder), tmp_path)) == expected
 
 
-def test_weights_that_are_nowhere_are_refused(model: Any) -> None:
+def test_a_model_on_the_meta_device_has_no_fingerprint(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="is on the meta device, so GPT2LMHeadModel has no weights"):
         fingerprint(model.to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.cfloat])
-def test_layout_does_not_matter(dtype: torch.dtype) -> None:
+def test_tensor_fingerprint_does_not_depend_on_memory_layout(dtype: torch.dtype) -> None:
     x = torch.arange(7 * 11).view(7, 11).to(dtype)
     assert tensor_fingerprint(x.t().contiguous().t()) == tensor_fingerprint(x)
     assert tensor_fingerprint(x.t()) != tensor_fingerprint(x)
     assert tensor_fingerprint(x[0, 0]) != tensor_fingerprint(x[:1, 0])
 
 
-def test_large_tensors_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_hashed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(13, 5, 3)
     expected = tensor_fingerprint(x)
     monkeypatch.setattr("headwise.models.fingerprint.CHUNK", 31)
     assert tensor_fingerprint(x) == expected
 
 
-def test_a_tokenizer_is_its_rules_not_its_last_call() -> None:
+def test_tokenizer_fingerprint_ignores_truncation_and_padding_of_the_last_call() -> None:
     tokenizer = small_checkpoints.word_piece()
     expected = tokenizer_fingerprint(tokenizer)
     tokenizer(["a", "bank by the river"], truncation=True, max_length=5, padding=True)
@@ -92,7 +92,7 @@ def test_a_tokenizer_is_its_rules_not_its_last_call() -> None:
     assert tokenizer_fingerprint(small_checkpoints.byte_level()) != expected
 
 
-def test_batches_are_compared_by_their_values() -> None:
+def test_batches_fingerprint_depends_on_values_and_structure() -> None:
     batches: Any = [{"input_ids": torch.tensor([[2, 3, 5]]), "labels": None}, torch.ones(7)]
     expected = batches_fingerprint(batches)
     assert batches_fingerprint(copy.deepcopy(batches)) == expected

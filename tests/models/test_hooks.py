@@ -1,4 +1,4 @@
-"""Hooks on a model: copies have none, interrupts leave none, threads do not share them, other wrappers are borne."""
+"""Hooks on a model: copies have none, interrupts leave none, threads do not share them, accelerate's stay."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.models import hooks
-from headwise.models.intervene import head_outputs
-from headwise.models.watching import registry
+from headwise.models import hooks, passes
+from headwise.models.intervene import head_outputs, masking
+from headwise.models.watching import registry, watcher
 from helpers.model_families import BY_NAME, build
 from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 FAMILY = BY_NAME["llama"]
-GIVEN = inputs(FAMILY, "right")
+INPUTS = inputs(FAMILY, "right")
 HEADS = {1: [0, 4], 3: [2]}
 CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
     "watch": lambda model: headwise.watch(model, outputs=True),
     "mask": lambda model: headwise.mask_heads(model, HEADS),
-    "taps": lambda model: head_outputs.tapped(model, lambda site, heads: None),
+    "head_outputs": lambda model: head_outputs.head_outputs(model, lambda site, heads, real: None),
 }
 EACH = pytest.mark.parametrize("name", CONTEXTS)
 
 
 def run(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(**GIVEN)[0]
+        return model(**INPUTS)[0]
 
 
 def hook_count(model: nn.Module) -> int:
-    return sum(len(getattr(module, name)) for module in model.modules() for name in hooks.DICTS)
+    return sum(len(getattr(module, name)) for module in model.modules() for name in hooks.HOOK_TABLES)
 
 
 def assert_nothing_left(model: nn.Module) -> None:
     assert hook_count(model) == 0
-    assert not registry._watchers and not registry._installed
-    assert not hooks._claims and not hooks._holders and not hooks._stance
+    assert not registry._watchers and not registry._uninstall
+    assert not hooks._claims and not hooks._uncompiled_for and not hooks._stance
     assert AttentionInterface.get_interface.__module__ != registry.__name__
     assert "__getitem__" not in AttentionMaskInterface.__dict__
 
@@ -75,7 +75,7 @@ def test_a_copy_of_a_model_with_hooks_is_a_plain_model(llama: nn.Module, name: s
     assert_nothing_left(llama)
 
 
-def test_a_shallow_copy_shares_what_is_in_it(llama: nn.Module) -> None:
+def test_a_shallow_copy_shares_the_hooked_modules(llama: nn.Module) -> None:
     with headwise.mask_heads(llama, HEADS):
         assert torch.equal(run(copy.copy(llama)), run(llama))
 
@@ -97,9 +97,7 @@ def test_replicas_of_data_parallel_are_refused(llama: Any, name: str) -> None:
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that runs in headwise's own code, once."""
 
-    FILES = tuple(
-        str(Path(hooks.__file__).with_name(f"{name}.py")) for name in ("hooks", "watch", "masking", "taps", "registry")
-    )
+    FILES = tuple(module.__file__ for module in (hooks, passes, masking, head_outputs, registry, watcher))
 
     def __init__(self, at: int, skip: tuple[str, ...] = ()) -> None:
         self.left, self.skip, self.where = at, skip, ""
@@ -116,8 +114,8 @@ class Interrupt:
         return self
 
 
-def interrupted(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[str]:
-    """Acts again and again, interrupted one line later each time, until it gets through; says where it was."""
+def interrupt_each_line(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[str]:
+    """Act again and again, interrupted one line later each time, until it completes; yields each place."""
     for at in range(1, 2000):
         interrupt, before = Interrupt(at, skip), sys.gettrace()
         sys.settrace(interrupt)
@@ -134,7 +132,7 @@ def interrupted(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> Iterator[
         if not interrupt.where:
             return
         yield interrupt.where
-    pytest.fail("it never got through")
+    pytest.fail("it never completed")
 
 
 @pytest.mark.parametrize("name", ["watch", "mask"])
@@ -147,7 +145,7 @@ def test_an_interrupt_while_hooks_are_set_leaves_none(name: str) -> None:
         contexts[-1].__enter__()
 
     places = 0
-    for _ in interrupted(enter, skip=("__init__", "_Pass")):
+    for _ in interrupt_each_line(enter, skip=("__init__",)):
         assert_nothing_left(model)
         places += 1
     contexts[-1].__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -166,8 +164,8 @@ def test_an_interrupt_while_hooks_are_removed_leaves_none(name: str) -> None:
     places = 0
     context.append(CONTEXTS[name](model))
     context[-1].__enter__()
-    # the first lines of __exit__ and remove come before anything could catch it
-    for where in interrupted(leave, skip=("__exit__", "remove")):
+    # the first lines of __exit__ and remove run before anything can catch an interrupt
+    for where in interrupt_each_line(leave, skip=("__exit__", "remove")):
         assert hook_count(model) == 0, where
         assert_nothing_left(model)
         context.append(CONTEXTS[name](model))
@@ -195,7 +193,7 @@ def test_a_hook_that_cannot_be_set_leaves_none(name: str, method: str, monkeypat
         monkeypatch.setattr(nn.Module, method, register)
         try:
             with CONTEXTS[name](model):
-                model(input_ids=GIVEN["input_ids"])
+                model(input_ids=INPUTS["input_ids"])
         except KeyboardInterrupt:
             pass
         else:
@@ -250,7 +248,7 @@ def test_another_thread_may_run_the_model_but_not_at_the_same_time(llama: Any) -
     assert_nothing_left(llama)
 
 
-def test_threads_share_a_mask(llama: nn.Module) -> None:
+def test_several_threads_run_one_masked_model(llama: nn.Module) -> None:
     with headwise.mask_heads(llama, HEADS):
         masked = run(llama)
         together: list[Tensor] = []
@@ -263,7 +261,7 @@ def test_threads_share_a_mask(llama: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_models_that_accelerate_moves_around(way: str, tmp_path: Path) -> None:
+def test_offloaded_models_are_watched_and_masked(way: str, tmp_path: Path) -> None:
     plain, model = (build(FAMILY, auto=AutoModelForCausalLM) for _ in range(2))
     if way == "cpu_offload":
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
@@ -281,11 +279,11 @@ def test_models_that_accelerate_moves_around(way: str, tmp_path: Path) -> None:
     assert torch.equal(*outputs) and not torch.equal(outputs[1], run(model))
     for a, b in zip(seen[0].layers, seen[1].layers, strict=True):
         assert a.stats == b.stats and torch.equal(a.weights, b.weights)
-    michel = [torch.as_tensor(headwise.importance(each, [GIVEN], "michel")["self"]) for each in (plain, model)]
+    michel = [torch.as_tensor(headwise.importance(each, [INPUTS], "michel")["self"]) for each in (plain, model)]
     torch.testing.assert_close(*michel)
 
 
-def test_watches_and_masks_inside_of_each_other(llama: nn.Module) -> None:
+def test_nested_watches_and_masks_see_each_other(llama: nn.Module) -> None:
     with headwise.mask_heads(llama, HEADS), headwise.watch(llama) as expected:
         masked = run(llama)
     with headwise.watch(llama) as outer, headwise.mask_heads(llama, HEADS), headwise.watch(llama) as inner:
@@ -305,7 +303,7 @@ def test_watches_and_masks_inside_of_each_other(llama: nn.Module) -> None:
     assert_nothing_left(llama)
 
 
-def test_a_pass_that_raises_does_not_spoil_the_next(llama: Any) -> None:
+def test_a_pass_that_raises_does_not_affect_the_next(llama: Any) -> None:
     with headwise.watch(llama) as alone:
         run(llama)
     hook = llama.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)

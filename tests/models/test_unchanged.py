@@ -1,4 +1,4 @@
-"""What watching must not change: outputs, gradients, random numbers, the registry and the model itself."""
+"""Watching does not change outputs, gradients, random numbers, the registry or the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.watching import lazy_masks, registry
-from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.eager_weights import assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, OFF, SHARP, build
 from helpers.model_inputs import BATCH, LENGTH, inputs
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 def snapshot() -> tuple[Any, ...]:
-    """All that watching puts something into."""
+    """Everything that watching changes temporarily."""
     return (
         AttentionInterface.__dict__.get("get_interface"),
         AttentionInterface.get_interface,
@@ -47,20 +47,20 @@ def hooks(model: nn.Module) -> int:
 
 
 @contextmanager
-def put_back(*models: nn.Module) -> Iterator[None]:
+def assert_restored(*models: nn.Module) -> Iterator[None]:
     before, hooked = snapshot(), [hooks(model) for model in models]
     yield
     after = snapshot()
     assert all(a is b for a, b in zip(before[:4], after[:4], strict=True))
     assert before[4:] == after[4:]
     assert [hooks(model) for model in models] == hooked
-    assert not registry._watchers and not registry._installed
-    assert registry.here.depth == 0 and not registry.here.masks
+    assert not registry._watchers and not registry._uninstall
+    assert registry.pass_masks.depth == 0 and not registry.pass_masks.entries
 
 
-def run(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def run(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        return model(**given)[0]
+        return model(**batch)[0]
 
 
 @pytest.fixture
@@ -69,80 +69,85 @@ def llama() -> tuple[nn.Module, dict[str, Tensor]]:
     return build(family), inputs(family, "left")
 
 
-def test_everything_is_put_back(llama: Any) -> None:
-    model, given = llama
-    with put_back(model), headwise.watch(model):
-        run(model, given)
+def test_watch_removes_everything_it_installed(llama: Any) -> None:
+    model, batch = llama
+    with assert_restored(model), headwise.watch(model):
+        run(model, batch)
 
 
-def test_also_after_an_exception_in_the_body_or_in_the_model(llama: Any) -> None:
-    model, given = llama
-    plain = run(model, given)
-    with put_back(model), pytest.raises(ZeroDivisionError), headwise.watch(model):
+def test_watch_removes_everything_after_an_exception(llama: Any) -> None:
+    model, batch = llama
+    plain = run(model, batch)
+    with assert_restored(model), pytest.raises(ZeroDivisionError), headwise.watch(model):
         1 / 0  # noqa: B018
-    with put_back(model), pytest.raises(IndexError), headwise.watch(model) as seen:  # noqa: PT012
-        run(model, given)
+    with assert_restored(model), pytest.raises(IndexError), headwise.watch(model) as seen:  # noqa: PT012
+        run(model, batch)
         run(model, {"input_ids": torch.full((1, 3), 10**6)})
     assert len(seen.layers) == 4
-    with put_back(model), headwise.watch(model) as after:
-        assert torch.equal(run(model, given), plain)
+    with assert_restored(model), headwise.watch(model) as after:
+        assert torch.equal(run(model, batch), plain)
     assert all(a.stats == b.stats for a, b in zip(seen.layers, after.layers, strict=True))
 
 
-def test_an_interrupt_leaves_nothing_behind(llama: Any) -> None:
-    model, given = llama
+def test_an_interrupt_inside_a_watch_leaves_nothing_installed(llama: Any) -> None:
+    model, batch = llama
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     hook = model.layers[2].register_forward_pre_hook(interrupt)
-    with put_back(model), pytest.raises(KeyboardInterrupt), headwise.watch(model):
-        run(model, given)
+    with assert_restored(model), pytest.raises(KeyboardInterrupt), headwise.watch(model):
+        run(model, batch)
     hook.remove()
 
 
-def test_nested_on_one_model(llama: Any) -> None:
-    model, given = llama
+def test_nested_watches_of_one_model(llama: Any) -> None:
+    model, batch = llama
     other = inputs(BY_NAME["llama"], "right", seed=9)
-    plain = run(model, given)
-    with put_back(model):
+    plain = run(model, batch)
+    with assert_restored(model):
         with headwise.watch(model) as outer:
             with headwise.watch(model) as inner:
-                assert torch.equal(run(model, given), plain)
+                assert torch.equal(run(model, batch), plain)
             run(model, other)
-        assert torch.equal(run(model, given), plain)
+        assert torch.equal(run(model, batch), plain)
     with headwise.watch(model) as alone:
         run(model, other)
     for a, b, c in zip(outer.layers, inner.layers, alone.layers, strict=True):
         assert a.stats == b.stats + c.stats
 
 
-def test_two_models_at_once_and_a_third_unwatched() -> None:
+def test_two_watched_models_and_a_third_unwatched_one() -> None:
     names = ("bert", "gemma3_text", "t5")
     families = [BY_NAME[name] for name in names]
     models = [build(family) for family in families]
-    given = [inputs(family, "right") for family in families]
-    plain = [run(model, x) for model, x in zip(models, given, strict=True)]
-    with put_back(*models), headwise.watch(models[0]) as first, headwise.watch(models[1]) as second:
-        for model, x, y in zip(models, given, plain, strict=True):
+    batch = [inputs(family, "right") for family in families]
+    plain = [run(model, x) for model, x in zip(models, batch, strict=True)]
+    with assert_restored(*models), headwise.watch(models[0]) as first, headwise.watch(models[1]) as second:
+        for model, x, y in zip(models, batch, plain, strict=True):
             assert torch.equal(run(model, x), y)
     assert len(first.layers) == len(second.layers) == 4
     with headwise.watch(models[0]) as alone:
-        run(models[0], given[0])
+        run(models[0], batch[0])
     assert all(a.stats == b.stats for a, b in zip(first.layers, alone.layers, strict=True))
 
 
-def test_a_part_and_the_whole() -> None:
+def test_watching_a_part_and_the_whole_of_a_model() -> None:
     family = BY_NAME["clip"]
-    model, given = build(family), inputs(family, "right")
-    with put_back(model), headwise.watch(model) as whole, headwise.watch(model.vision_model) as part, torch.no_grad():
-        model(**given)
+    model, batch = build(family), inputs(family, "right")
+    with (
+        assert_restored(model),
+        headwise.watch(model) as whole,
+        headwise.watch(model.vision_model) as part,
+        torch.no_grad(),
+    ):
+        model(**batch)
     assert [layer.kind for layer in part.layers] == ["self"] * 3
     assert all(layer.stats == whole["vision_model", layer.index].stats for layer in part.layers)
 
 
-def test_threads_watch_apart() -> None:
-    """Each thread its own model, in step, so that their calls mix."""
+def test_threads_watch_their_own_models() -> None:
+    """Each thread runs its own model, in step with the others, so that calls interleave."""
     families = [BY_NAME[name] for name in ("llama", "bert", "mistral")]
     models = [build(family) for family in families]
     batches = [
@@ -154,12 +159,12 @@ def test_threads_watch_apart() -> None:
     def work(at: int) -> None:
         step.wait()
         with headwise.watch(models[at]) as watched:
-            for given in batches[at]:
-                run(models[at], given)
+            for batch in batches[at]:
+                run(models[at], batch)
             step.wait()
         seen[at] = watched
 
-    with put_back(*models):
+    with assert_restored(*models):
         threads = [threading.Thread(target=work, args=(at,)) for at in range(len(models))]
         for thread in threads:
             thread.start()
@@ -167,28 +172,28 @@ def test_threads_watch_apart() -> None:
             thread.join()
     for at, model in enumerate(models):
         with headwise.watch(model) as alone:
-            for given in batches[at]:
-                run(model, given)
+            for batch in batches[at]:
+                run(model, batch)
         for a, b in zip(seen[at].layers, alone.layers, strict=True):
             assert a.stats == b.stats
 
 
 @pytest.mark.parametrize("outer", ["watch", "mask"])
-def test_with_masked_heads(llama: Any, outer: str) -> None:
-    model, given = llama
+def test_watching_a_masked_model(llama: Any, outer: str) -> None:
+    model, batch = llama
     heads = {1: [0, 4], 3: [2]}
     with headwise.mask_heads(model, heads):
-        masked = run(model, given)
+        masked = run(model, batch)
     both = (headwise.watch(model), headwise.mask_heads(model, heads))
-    with put_back(model):
+    with assert_restored(model):
         with both[0 if outer == "watch" else 1] as first, both[1 if outer == "watch" else 0] as second:
-            assert torch.equal(run(model, given), masked)
+            assert torch.equal(run(model, batch), masked)
         seen: Any = first if outer == "watch" else second
     assert len(seen.layers) == 4
     with headwise.watch(model) as plain:
-        run(model, given)
-    assert seen[1].stats == plain[1].stats  # what comes before is as it was
-    assert seen[3].stats != plain[3].stats  # and what comes after looks at something else
+        run(model, batch)
+    assert seen[1].stats == plain[1].stats  # layers before it are unchanged
+    assert seen[3].stats != plain[3].stats  # layers after it are not
 
 
 @pytest.mark.parametrize(
@@ -198,10 +203,10 @@ def test_with_masked_heads(llama: Any, outer: str) -> None:
         "mine",
         "mine, masks of 2 axes",
         pytest.param("flex_attention", marks=pytest.mark.full),
-    ],  # it compiles
+    ],  # flex attention compiles
 )
-def test_other_implementations(implementation: str) -> None:
-    """Whatever function the model has, it goes on giving the output."""
+def test_watching_under_every_attention_implementation(implementation: str) -> None:
+    """The model's own attention function still gives the output."""
     headwise.register()
     called = []
 
@@ -218,44 +223,44 @@ def test_other_implementations(implementation: str) -> None:
     AttentionMaskInterface.register("mine, masks of 2 axes", flash_attention_mask)
     family = BY_NAME["llama"]
     for side in ("left", None):
-        given = inputs(family, side)
+        batch = inputs(family, side)
         model = build(family, implementation)
-        plain = run(model, given)
+        plain = run(model, batch)
         called.clear()
-        with put_back(model), headwise.watch(model, weights=True) as seen:
-            assert torch.equal(run(model, given), plain)
+        with assert_restored(model), headwise.watch(model, weights=True) as seen:
+            assert torch.equal(run(model, batch), plain)
         if implementation.startswith("mine"):
             assert len(called) == 4
         eager = build(family, "eager")
-        with recorded() as calls:
-            run(eager, given)
-        mask = given.get("attention_mask")
+        with record_calls() as calls:
+            run(eager, batch)
+        mask = batch.get("attention_mask")
         for layer, call in zip(seen.layers, calls, strict=True):
             assert_same(layer.stats, statistics(call.weights, mask, exists=mask), rtol=1e-3, atol=3e-3)
 
 
-def test_a_function_that_does_something_else_is_refused() -> None:
+def test_an_attention_function_other_than_softmax_is_refused() -> None:
     def odd(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         return sdpa_attention_forward(module, query * 2, key, value, mask, **more)
 
     AttentionInterface.register("odd", odd)
     AttentionMaskInterface.register("odd", sdpa_mask)
     family = BY_NAME["llama"]
-    model, given = build(family, "odd"), inputs(family, "left")
+    model, batch = build(family, "odd"), inputs(family, "left")
     with (
-        put_back(model),
+        assert_restored(model),
         pytest.raises(UnsupportedError, match="LlamaAttention .at layers.0.self_attn. does not compute plain softmax"),
         headwise.watch(model),
     ):
-        run(model, given)
+        run(model, batch)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "gpt_oss", "gemma2", "wav2vec2"])
-def test_training_with_dropout(name: str, implementation: str) -> None:
+def test_watching_in_training_with_dropout(name: str, implementation: str) -> None:
     """The same random numbers, output and gradients; statistics of the weights before dropout."""
     family = BY_NAME[name]
-    given = inputs(family, "right")
+    batch = inputs(family, "right")
     results = []
     for watched in (False, True):
         model = build(family, implementation).train()
@@ -267,16 +272,16 @@ def test_training_with_dropout(name: str, implementation: str) -> None:
                     setattr(module, attribute, 0.3)
         torch.manual_seed(11)
         with headwise.watch(model) if watched else nullcontext() as seen:
-            out = model(**given)[0]
+            out = model(**batch)[0]
             out.square().mean().backward()
         results.append((out, [p.grad for p in model.parameters()], torch.rand(3), seen))
     (a, a_grads, a_next, _), (b, b_grads, b_next, seen) = results
     assert torch.equal(a, b) and torch.equal(a_next, b_next)
     assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a_grads, b_grads, strict=True))
     with torch.no_grad(), headwise.watch(model.eval()) as calm:
-        model(**given)
-    first = (seen.layers[0].stats, calm.layers[0].stats)  # later layers are given what dropout left of it
-    if name in ("llama", "gpt_oss", "gemma2"):  # no dropout before it
+        model(**batch)
+    first = (seen.layers[0].stats, calm.layers[0].stats)  # later layers get inputs after dropout
+    if name in ("llama", "gpt_oss", "gemma2"):  # no dropout before the first layer
         for statistic in first[0].names:
             torch.testing.assert_close(first[0][statistic], first[1][statistic], rtol=1e-4, atol=1e-4)
     assert torch.equal(first[0].count, first[1].count)
@@ -284,9 +289,9 @@ def test_training_with_dropout(name: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_gradient_checkpointing_counts_once(name: str, reentrant: bool) -> None:
+def test_gradient_checkpointing_counts_each_call_once(name: str, reentrant: bool) -> None:
     family = BY_NAME[name]
-    given = inputs(family, "right")
+    batch = inputs(family, "right")
     results = []
     for checkpointing in (False, True):
         model = build(family).train()
@@ -301,7 +306,7 @@ def test_gradient_checkpointing_counts_once(name: str, reentrant: bool) -> None:
             if isinstance(getattr(module, "dropout_prob", None), float):
                 module.dropout_prob = 0.0
         with headwise.watch(model) as seen:
-            model(**given)[0].square().mean().backward()
+            model(**batch)[0].square().mean().backward()
         results.append((seen, [p.grad for p in model.parameters()]))
     (plain, a), (again, b) = results
     assert len(again.layers) == 4
@@ -314,43 +319,43 @@ def test_gradient_checkpointing_counts_once(name: str, reentrant: bool) -> None:
         torch.testing.assert_close(x.stats["entropy"], y.stats["entropy"])
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast", "inference_mode", "float64"])
+@pytest.mark.parametrize("mode", ["bfloat16", "float16", "autocast", "inference_mode", "float64"])
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma3_text", "gemma2", "t5"])
-def test_precisions_and_modes(name: str, how: str) -> None:
+def test_watching_in_every_precision_and_gradient_mode(name: str, mode: str) -> None:
     family = BY_NAME[name]
-    # in float64 transformers' own softmax, in float32, gives NaN for padding that a window cuts off
-    given = inputs(family, "right" if how != "float64" else None)
+    # in float64 transformers' float32 softmax gives NaN for padding outside of a window
+    batch = inputs(family, "right" if mode != "float64" else None)
     model = build(family)
-    if how in ("bfloat16", "float16", "float64"):
-        model = model.to(getattr(torch, how))
-    around = torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else torch.no_grad()
-    around = torch.inference_mode() if how == "inference_mode" else around
+    if mode in ("bfloat16", "float16", "float64"):
+        model = model.to(getattr(torch, mode))
+    around = torch.autocast("cpu", dtype=torch.bfloat16) if mode == "autocast" else torch.no_grad()
+    around = torch.inference_mode() if mode == "inference_mode" else around
     with around:
-        plain = model(**given)[0]
+        plain = model(**batch)[0]
         with headwise.watch(model, weights=True, outputs=True, links=2) as seen:
-            out = model(**given)[0]
+            out = model(**batch)[0]
     assert torch.equal(plain, out)
     layer = seen.layers[0]
-    real = given.get("attention_mask")
+    real = batch.get("attention_mask")
     expected = statistics(layer.weights.float(), real, exists=real)
-    close = 1e-4 if how in ("float64", "inference_mode") else 5e-2
+    close = 1e-4 if mode in ("float64", "inference_mode") else 5e-2
     assert_same(layer.stats, expected, rtol=close, atol=close)
     assert layer.stats.entropy.dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", [family.name for family in OFF])
-def test_off_the_registry_is_refused_before_anything_runs(name: str) -> None:
+def test_attention_outside_the_registry_is_refused_before_the_model_runs(name: str) -> None:
     model = build(BY_NAME[name])
     model.register_forward_pre_hook(lambda *_: pytest.fail("it ran"))
     with (
-        put_back(model),
+        assert_restored(model),
         pytest.raises(UnsupportedError, match=f"^{BY_NAME[name].type} cannot be watched: \\w+") as caught,
     ):
         headwise.watch(model)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_watching_what_is_not_a_model_is_refused() -> None:
     with pytest.raises(HeadwiseError, match="a model is expected, got str; load one with headwise.load"):
         headwise.watch("bert")
     with pytest.raises(UnsupportedError, match="no attention layer was found in Linear"):
@@ -359,7 +364,7 @@ def test_what_is_no_model_is_refused() -> None:
         headwise.watch(torch.compile(build(BY_NAME["bert"])))
 
 
-def test_gpt2_reordered_is_refused_by_name() -> None:
+def test_gpt2_with_reordered_attention_is_refused_by_name() -> None:
     family = BY_NAME["gpt2"]
     model = build(family, "eager")
     model.config.reorder_and_upcast_attn = True
@@ -367,68 +372,68 @@ def test_gpt2_reordered_is_refused_by_name() -> None:
         headwise.watch(model)
 
 
-def test_a_watch_is_entered_once(llama: Any) -> None:
-    model, given = llama
+def test_a_watch_cannot_be_entered_twice(llama: Any) -> None:
+    model, batch = llama
     watching = headwise.watch(model)
     with watching, pytest.raises(HeadwiseError, match="on already"):
         watching.__enter__()
-    with watching:  # but again after it was left: what it sees adds up
-        run(model, given)
+    with watching:  # again after it was left: statistics add up
+        run(model, batch)
     with watching:
-        run(model, given)
+        run(model, batch)
     assert watching[0].stats.count.shape == (2 * BATCH, 6)
     assert int(watching[0].stats.count[0, 0]) == LENGTH
 
 
-def test_a_layer_that_leaves_the_registry_is_not_passed_over(llama: Any) -> None:
-    model, given = llama
+def test_a_layer_that_does_not_call_the_registry_is_an_error(llama: Any) -> None:
+    model, batch = llama
     odd = model.layers[2].self_attn
     odd.forward = lambda hidden_states, **more: (hidden_states, None)
     with (
-        put_back(model),
+        assert_restored(model),
         pytest.raises(
             UnsupportedError, match="LlamaAttention .at layers.2.self_attn. did not ask transformers' registry"
         ),
         headwise.watch(model),
     ):
-        run(model, given)
+        run(model, batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "bert"])
-def test_sharp_heads_in_16_bits_under_masks_never_made(
+def test_sharp_heads_in_16_bits_under_lazy_masks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager rounds its scores to 16 bits; that is no reason to distrust what is computed in 32."""
+    """Eager rounds its scores to 16 bits; readings are compared with it in 32 bits."""
     monkeypatch.setattr(lazy_masks, "LARGE", 0)
     family = BY_NAME[name]
-    model, given = build(family), inputs(family, "left")
+    model, batch = build(family), inputs(family, "left")
     with torch.no_grad():
         for path, x in model.named_parameters():
             if SHARP.search(path):
                 x.mul_(3)
     with headwise.watch(model.to(dtype)) as seen:
-        run(model, given)
+        run(model, batch)
     assert len(seen.layers) == 4
 
 
-def test_a_wrapper_that_goes_round_the_hooks() -> None:
-    """Adapters call the forward of the model inside; each pass is a pass all the same."""
+def test_a_wrapper_that_bypasses_the_hooks_is_an_error() -> None:
+    """Adapters call the inner model's forward directly; its passes are still recorded."""
 
     class Wrapper(nn.Module):
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
             self.inside = model
 
-        def forward(self, **given: Any) -> Any:
-            return self.inside.forward(**given)
+        def forward(self, **batch: Any) -> Any:
+            return self.inside.forward(**batch)
 
     family = BY_NAME["albert"]
-    model, given = Wrapper(build(family)), inputs(family, "right")
+    model, batch = Wrapper(build(family)), inputs(family, "right")
     with headwise.watch(model) as seen:
-        run(model, given)
-        run(model, given)
+        run(model, batch)
+        run(model, batch)
     assert [layer.index for layer in seen.layers] == [0, 1, 2, 3]
     with headwise.mask_heads(model, {1: [0]}):
-        once, twice = run(model, given), run(model, given)
-    assert torch.equal(once, twice) and not torch.equal(once, run(model, given))
+        once, twice = run(model, batch), run(model, batch)
+    assert torch.equal(once, twice) and not torch.equal(once, run(model, batch))

@@ -1,4 +1,4 @@
-"""watch against eager's own weights, for every family of the table, and what must not change by watching."""
+"""watch equals eager's own weights for every family, and does not change the output."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.models.structure import sites as anatomy
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
 from headwise.models.watching import call_reader, lazy_masks
-from helpers.eager_weights import Call, assert_same, recorded, statistics
+from helpers.eager_weights import Call, assert_same, record_calls, statistics
 from helpers.model_families import BETWEEN, BY_NAME, FAMILIES, SINKS, Family, build, core_first
-from helpers.model_inputs import counted, inputs
+from helpers.model_inputs import inputs, real_tokens
 
 torch.set_num_threads(1)
 NAMES = [family.name for family in FAMILIES]
 
 
-def eager_calls(family: Family, given: dict[str, Tensor]) -> dict[str, list[Call]]:
-    """What the same model computes under eager attention, by the path of the module."""
+def eager_calls(family: Family, batch: dict[str, Tensor]) -> dict[str, list[Call]]:
+    """The attention calls of the same model under eager attention, by module path."""
     model = build(family, "eager")
     paths = {id(module): path for path, module in model.named_modules()}
-    with torch.no_grad(), recorded() as calls:
-        model(**given)
+    with torch.no_grad(), record_calls() as calls:
+        model(**batch)
     by_path: dict[str, list[Call]] = {}
     for call in calls:
         by_path.setdefault(paths[id(call.module)], []).append(call)
     return by_path
 
 
-def seen_of(
-    model: nn.Module, given: dict[str, Tensor], **how: Any
+def run_watched(
+    model: nn.Module, batch: dict[str, Tensor], **options: Any
 ) -> tuple[Any, headwise.models.watching.watcher.Watch]:
-    with torch.no_grad(), headwise.watch(model, **how) as seen:
-        out = model(**given)
+    with torch.no_grad(), headwise.watch(model, **options) as seen:
+        out = model(**batch)
     return out, seen
 
 
@@ -55,9 +56,9 @@ def assert_equal(a: Any, b: Any) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def assert_true(family: Family, given: dict[str, Tensor], model: nn.Module, seen: Any) -> float:
-    """Statistics and weights of every layer are those of eager; gives the mean entropy as a share of the largest."""
-    true = eager_calls(family, given)
+def assert_equals_eager(family: Family, batch: dict[str, Tensor], model: nn.Module, seen: Any) -> float:
+    """Compare statistics and weights of every layer with eager; returns the mean entropy relative to its maximum."""
+    true = eager_calls(family, batch)
     assert {layer.name for layer in seen.layers} == set(true)
     assert sorted(seen.unseen) == []
     spread = []
@@ -65,7 +66,7 @@ def assert_true(family: Family, given: dict[str, Tensor], model: nn.Module, seen
         layers = [layer for layer in seen.layers if layer.name == name]
         # a module that serves several layers is called once for each; images of several sizes are calls of one layer
         for layer, own in zip(layers, [calls] if len(layers) == 1 else [[call] for call in calls], strict=True):
-            real, exists = counted(family, given, layer.kind, model)
+            real, exists = real_tokens(family, batch, layer.kind, model)
             own = own[:1] if family.type == "diffllama" else own  # it attends twice with one set of weights
             sinks, cross = family.type in SINKS, layer.kind == "cross"
             parts = [statistics(call.weights, real, exists=exists, cross=cross, sinks=sinks) for call in own]
@@ -74,8 +75,8 @@ def assert_true(family: Family, given: dict[str, Tensor], model: nn.Module, seen
             longest = max(call.weights.shape[-1] for call in own)
             spread.append((expected["entropy"].sum() / expected["count"].sum()) / math.log(longest))
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
-            for kept, call in zip(layer.all_weights, own, strict=True):
-                torch.testing.assert_close(kept * rows, call.weights * rows, rtol=1e-3, atol=1e-3)
+            for ours, call in zip(layer.all_weights, own, strict=True):
+                torch.testing.assert_close(ours * rows, call.weights * rows, rtol=1e-3, atol=1e-3)
             assert layer.heads.query == own[0].weights.shape[1]
             assert layer.prefill is not None and layer.decode is None
     return float(np.mean(spread))
@@ -83,89 +84,89 @@ def assert_true(family: Family, given: dict[str, Tensor], model: nn.Module, seen
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_padded_batch_gives_what_eager_gives(name: str, implementation: str) -> None:
+def test_statistics_of_a_padded_batch_equal_eager(name: str, implementation: str) -> None:
     family = BY_NAME[name]
-    given = inputs(family, "right")
+    batch = inputs(family, "right")
     model = build(family, implementation)
     with torch.no_grad():
-        plain = model(**given)
-    out, seen = seen_of(model, given, weights=True)
+        plain = model(**batch)
+    out, seen = run_watched(model, batch, weights=True)
     assert_equal(plain, out)
     assert tuple(dict.fromkeys(layer.kind for layer in seen.layers)) == family.kinds
     if family.layers is not None:
         assert tuple(layer.index for layer in seen.layers) == family.layers
-    assert assert_true(family, given, model, seen) < 0.8  # far from looking everywhere alike
+    assert assert_equals_eager(family, batch, model, seen) < 0.8  # far from uniform attention
 
 
 @pytest.mark.parametrize("side", ["left", None])
 @pytest.mark.parametrize("name", core_first(family.name for family in FAMILIES if family.inputs == "text"))
-def test_left_padding_and_none(name: str, side: str | None) -> None:
+def test_statistics_with_left_padding_and_without_padding_equal_eager(name: str, side: str | None) -> None:
     family = BY_NAME[name]
-    given = inputs(family, side, seed=3)
+    batch = inputs(family, side, seed=3)
     model = build(family)
-    _, seen = seen_of(model, given, weights=True)
-    assert_true(family, given, model, seen)
+    _, seen = run_watched(model, batch, weights=True)
+    assert_equals_eager(family, batch, model, seen)
 
 
 @pytest.mark.parametrize("name", core_first(NAMES))
 @pytest.mark.parametrize("large", ["masks that are never made", "output and statistics in one pass"])
-def test_what_large_inputs_take(name: str, large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ways of long inputs, on short ones: the same output but for rounding, and the same statistics."""
+def test_paths_of_large_inputs_equal_eager(name: str, large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code paths of long inputs, on short ones: the same output up to rounding, and the same statistics."""
     monkeypatch.setattr(*((lazy_masks, "LARGE", 0) if large.startswith("masks") else (call_reader, "ONE_PASS", 0)))
     family = BY_NAME[name]
-    given = inputs(family, "left" if family.inputs == "text" else "right", seed=5)
+    batch = inputs(family, "left" if family.inputs == "text" else "right", seed=5)
     model = build(family)
     with torch.no_grad():
-        plain = model(**given)
-    out, seen = seen_of(model, given, weights=True)
-    real, _ = counted(family, given, "decoder" if "decoder" in family.kinds else family.kinds[0], model)
+        plain = model(**batch)
+    out, seen = run_watched(model, batch, weights=True)
+    real, _ = real_tokens(family, batch, "decoder" if "decoder" in family.kinds else family.kinds[0], model)
     a, b = tensors(plain)[0], tensors(out)[0]
     if real is not None and a.shape[:2] == real.shape:
-        a, b = a * real[..., None], b * real[..., None]  # what padding looks at is left open
+        a, b = a * real[..., None], b * real[..., None]  # outputs at padding are not defined
     torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-3)
-    assert_true(family, given, model, seen)
+    assert_equals_eager(family, batch, model, seen)
 
 
 @pytest.mark.parametrize("name", core_first(NAMES))
-def test_outputs_are_what_w_o_is_given(name: str) -> None:
+def test_outputs_are_the_inputs_of_w_o(name: str) -> None:
     family = BY_NAME[name]
-    given = inputs(family, "right")
+    batch = inputs(family, "right")
     model = build(family)
     mixed: dict[str, list[Tensor]] = {}
-    sites = {site.name: site for site in anatomy.sites(model)}
+    sites = {site.name: site for site in attention_sites(model)}
     for path, site in sites.items():
-        linear = anatomy.w_o(model, site)[1]
+        linear = w_o(model, site)[1]
         linear.register_forward_hook(lambda _, args, out, path=path: mixed.setdefault(path, []).append(out))
-    _, seen = seen_of(model, given, outputs=True)
-    true = eager_calls(family, given)
+    _, seen = run_watched(model, batch, outputs=True)
+    true = eager_calls(family, batch)
     for layer in seen.layers:
         product = mixed[layer.name].pop(0)
         calls = true[layer.name] if layer.kind == "visual" else [true[layer.name].pop(0)]
         output = torch.cat([call.output for call in calls], 2)  # images of several sizes go through W_O together
-        linear = anatomy.w_o(model, sites[layer.name])[1]
+        linear = w_o(model, sites[layer.name])[1]
         joined = layer.outputs.transpose(1, 2).flatten(2)  # (B, T, H * Dv)
         torch.testing.assert_close(linear(joined).reshape(product.shape), product)
         if family.type not in BETWEEN:
-            real, _ = counted(family, given, layer.kind, model)
+            real, _ = real_tokens(family, batch, layer.kind, model)
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
             torch.testing.assert_close(layer.outputs * rows, output * rows, rtol=1e-3, atol=2e-3)
 
 
-def test_each_call_is_handed_on() -> None:
-    """each sees every call once, in order, and can have its rows of weights."""
+def test_each_is_called_once_per_attention_call() -> None:
+    """each gets every call once, in order, and can read rows of its weights."""
     family = BY_NAME["bert"]
-    given, model, calls = inputs(family, "right"), build(family, "sdpa"), []
+    batch, model, calls = inputs(family, "right"), build(family, "sdpa"), []
 
     def each(layer: Any, reading: Any, real: Tensor | None) -> None:
-        calls.append((layer.key, call_reader.weights([1, 2], None), real))
+        calls.append((layer.key, reading.weights([1, 2], None), real))
 
-    _, seen = seen_of(model, given, weights=True, each=each)
+    _, seen = run_watched(model, batch, weights=True, each=each)
     assert [key for key, _, _ in calls] == [layer.key for layer in seen.layers]
     for (_, rows, real), layer in zip(calls, seen.layers, strict=True):
         torch.testing.assert_close(rows, layer.weights[:, :, 1:3])
-        assert torch.equal(real, given["attention_mask"].bool())
+        assert torch.equal(real, batch["attention_mask"].bool())
 
 
-def test_the_table_is_broad() -> None:
+def test_at_least_80_model_types_are_tested() -> None:
     assert len({family.type for family in FAMILIES}) >= 80
     assert len(NAMES) == len(set(NAMES))

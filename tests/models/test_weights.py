@@ -1,4 +1,4 @@
-"""What watch keeps on request: weights, rows, links, outputs and classes; how layers are named; bad input."""
+"""Options of watch: weights, rows, links, outputs and classes; names of layers; refused values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.watching import call_reader, lazy_masks
-from helpers.eager_weights import assert_same, recorded, statistics
+from helpers.eager_weights import assert_same, record_calls, statistics
 from helpers.model_families import BY_NAME, build
 from helpers.model_inputs import BATCH, LENGTH, SOURCE, inputs
 
@@ -21,17 +21,17 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def bert() -> tuple[nn.Module, dict[str, Tensor], list[Tensor]]:
-    """A model, its input and what eager's output_attentions says."""
+    """A model, its input and eager's output_attentions."""
     family = BY_NAME["bert"]
-    given = inputs(family, "right")
+    arguments = inputs(family, "right")
     with torch.no_grad():
-        attentions = build(family, "eager")(**given, output_attentions=True).attentions
-    return build(family), given, list(attentions)
+        attentions = build(family, "eager")(**arguments, output_attentions=True).attentions
+    return build(family), arguments, list(attentions)
 
 
-def watched(model: nn.Module, given: dict[str, Tensor], **how: Any) -> Any:
-    with torch.no_grad(), headwise.watch(model, **how) as seen:
-        model(**given)
+def run_watched(model: nn.Module, arguments: dict[str, Tensor], **settings: Any) -> Any:
+    with torch.no_grad(), headwise.watch(model, **settings) as seen:
+        model(**arguments)
     return seen
 
 
@@ -39,46 +39,53 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
-def test_a_layers_weights_are_eagers_attentions(bert: Any) -> None:
-    model, given, attentions = bert
-    seen = watched(model, given, weights=True)
+def test_weights_equal_eager_attentions(bert: Any) -> None:
+    model, arguments, attentions = bert
+    seen = run_watched(model, arguments, weights=True)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         close(layer.weights, eager)
         close(seen.layers[layer.index].weights[0, 4], eager[0, 4])
 
 
-def test_chosen_layers_heads_and_rows(bert: Any) -> None:
-    model, given, attentions = bert
-    seen = watched(model, given, weights={2: [4, 1], 3: 0}, rows=[5, -1, 0])
+def test_weights_of_chosen_layers_heads_and_rows(bert: Any) -> None:
+    model, arguments, attentions = bert
+    seen = run_watched(model, arguments, weights={2: [4, 1], 3: 0}, rows=[5, -1, 0])
     for layer in seen.layers[:2]:
         with pytest.raises(HeadwiseError, match="no weights were kept; watch with weights=True"):
             layer.weights  # noqa: B018
-    kept = seen[2].weights
-    assert tuple(kept.tensor.shape) == (BATCH, 2, 3, LENGTH) and kept.heads == [4, 1] and kept.rows == [5, 12, 0]
-    close(kept[1, 4], attentions[2][1, 4, [5, 12, 0]])
-    close(kept[:, 1], attentions[2][:, 1, [5, 12, 0]])
-    close(kept[0, 1, 0], attentions[2][0, 1, 5])
+    recorded = seen[2].weights
+    assert (
+        tuple(recorded.tensor.shape) == (BATCH, 2, 3, LENGTH)
+        and recorded.heads == [4, 1]
+        and recorded.rows == [5, 12, 0]
+    )
+    close(recorded[1, 4], attentions[2][1, 4, [5, 12, 0]])
+    close(recorded[:, 1], attentions[2][:, 1, [5, 12, 0]])
+    close(recorded[0, 1, 0], attentions[2][0, 1, 5])
     close(seen[3].weights[2, 0], attentions[3][2, 0, [5, 12, 0]])
     with pytest.raises(HeadwiseError, match="head 2 was not kept; heads 4, 1 were"):
-        kept[0, 2]
-    assert "heads=[4, 1]" in repr(kept)
+        recorded[0, 2]
+    assert "heads=[4, 1]" in repr(recorded)
 
 
-def test_rows_that_no_call_had_are_named(bert: Any) -> None:
-    model, given, attentions = bert
+def test_rows_that_no_call_has_are_named_in_the_error(bert: Any) -> None:
+    model, arguments, attentions = bert
     for rows, missing in (([100], "100"), ([0, -14, 13], "-14, 13")):
         with pytest.raises(HeadwiseError, match=f"rows {missing} were not in any call: the longest had 13 queries"):
-            watched(model, given, weights=True, rows=rows)
-    close(watched(model, given, weights={1: [2]}, rows=[3, 3, -10])[1].weights[0, 2], attentions[1][0, 2, [3, 3, 3]])
-    with torch.no_grad(), headwise.watch(model, weights=1, rows=[15, 2]) as seen:  # rows that one of the calls has
-        model(**given)
+            run_watched(model, arguments, weights=True, rows=rows)
+    close(
+        run_watched(model, arguments, weights={1: [2]}, rows=[3, 3, -10])[1].weights[0, 2],
+        attentions[1][0, 2, [3, 3, 3]],
+    )
+    with torch.no_grad(), headwise.watch(model, weights=1, rows=[15, 2]) as seen:  # each row is in one of the calls
+        model(**arguments)
         model(torch.arange(4, 21)[None])
-    assert [tuple(kept.shape) for kept in seen[1].all_weights] == [(BATCH, 5, 1, LENGTH), (1, 5, 2, 17)]
+    assert [tuple(recorded.shape) for recorded in seen[1].all_weights] == [(BATCH, 5, 1, LENGTH), (1, 5, 2, 17)]
     with pytest.raises(HeadwiseError, match="rows says which rows of weights to keep, and no weights are"):
         headwise.watch(model, rows=[1])
 
 
-def test_rows_of_a_decoding_step_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoding_step_without_the_chosen_rows_records_none(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     model = build(BY_NAME["mistral"], auto=AutoModelForCausalLM)
@@ -89,12 +96,12 @@ def test_rows_of_a_decoding_step_that_has_none(monkeypatch: pytest.MonkeyPatch) 
             model.generate(
                 torch.arange(4, 15)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0
             )
-        assert [kept.tensor.shape[2] for kept in seen[2].all_weights] == [1, 0, 0]
+        assert [recorded.tensor.shape[2] for recorded in seen[2].all_weights] == [1, 0, 0]
 
 
-def test_kept_rows_are_indexed_by_sequence_and_head(bert: Any) -> None:
-    model, given, _ = bert
-    kept = watched(model, given, weights={2: [4, 1]}, rows=[5, 0])[2].weights
+def test_weights_of_chosen_heads_are_indexed_by_sequence_and_head(bert: Any) -> None:
+    model, arguments, _ = bert
+    recorded = run_watched(model, arguments, weights={2: [4, 1]}, rows=[5, 0])[2].weights
     for at, message in (
         (0, "is indexed by sequence and head, .b, head., got .0."),
         ((0,), "is indexed by sequence and head"),
@@ -105,26 +112,26 @@ def test_kept_rows_are_indexed_by_sequence_and_head(bert: Any) -> None:
         ((0, 4, 2), "has no .0, 4, 2.: index 2 is out of bounds"),
     ):
         with pytest.raises(HeadwiseError, match=message) as caught:
-            kept[at]
+            recorded[at]
         assert "\n" not in str(caught.value)
     with pytest.raises(HeadwiseError, match="`.tensor` has all that was kept"):
-        list(kept)
-    assert len(kept) == BATCH
+        list(recorded)
+    assert len(recorded) == BATCH
 
 
 @pytest.mark.parametrize("wanted", [2, [2], ("self", 2), [("self", 2)], "encoder.layer.2.attention.self", {2: True}])
-def test_ways_to_name_a_layer(bert: Any, wanted: Any) -> None:
-    model, given, attentions = bert
-    seen = watched(model, given, weights=wanted, rows=range(2, 7))
+def test_layers_are_chosen_by_number_kind_or_path(bert: Any, wanted: Any) -> None:
+    model, arguments, attentions = bert
+    seen = run_watched(model, arguments, weights=wanted, rows=range(2, 7))
     close(seen[2].weights, attentions[2][:, :, 2:7])
     assert seen[2] is seen["self", 2] is seen["encoder.layer.2.attention.self"] is seen["layer.2.attention.self"]
     assert [bool(layer.all_weights) for layer in seen.layers] == [False, False, True, False]
 
 
 def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given, attentions = bert
+    model, arguments, attentions = bert
     monkeypatch.setattr(call_reader, "ROWS", 5)
-    seen = watched(model, given, links=3)
+    seen = run_watched(model, arguments, links=3)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         links = layer.links(3)
         top = eager.topk(3, -1)
@@ -138,39 +145,39 @@ def test_links_are_the_strongest_keys(bert: Any, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(HeadwiseError, match="no weights were kept"):
             layer.weights  # noqa: B018
     with pytest.raises(HeadwiseError, match="no links were kept; watch with links=2"):
-        watched(model, given)[0].links(2)
-    assert watched(model, given, links=50)[0].links(50).keys.shape[-1] == LENGTH  # there are no more keys
+        run_watched(model, arguments)[0].links(2)
+    assert run_watched(model, arguments, links=50)[0].links(50).keys.shape[-1] == LENGTH  # the call has no more keys
 
 
 @pytest.mark.parametrize("name", ["llama4_text", "gemma3_text"])
-def test_links_of_masks_that_are_made_by_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_under_masks_that_are_made_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_masks, "LARGE", 0)
     monkeypatch.setattr(call_reader, "ROWS", 4)
     family = BY_NAME[name]
-    given = inputs(family, None)
-    with torch.no_grad(), recorded() as calls:
-        build(family, "eager")(**given)
-    seen = watched(build(family), given, links=2, weights=True, rows=[11, 3, 7])
+    arguments = inputs(family, None)
+    with torch.no_grad(), record_calls() as calls:
+        build(family, "eager")(**arguments)
+    seen = run_watched(build(family), arguments, links=2, weights=True, rows=[11, 3, 7])
     for layer, call in zip(seen.layers, calls, strict=True):
         close(layer.links(2).weights, call.weights.topk(2, -1).values)
         close(layer.weights, call.weights[:, :, [11, 3, 7]])
 
 
 def test_outputs_of_chosen_heads(bert: Any) -> None:
-    model, given, _ = bert
-    every = watched(model, given, outputs=True)[1].outputs
+    model, arguments, _ = bert
+    every = run_watched(model, arguments, outputs=True)[1].outputs
     assert tuple(every.shape) == (BATCH, 5, LENGTH, 12)
-    some = watched(model, given, outputs={1: [3, 0]})
+    some = run_watched(model, arguments, outputs={1: [3, 0]})
     assert torch.equal(some[1].outputs[:, 3], every[:, 3]) and torch.equal(some[1].outputs.tensor, every[:, [3, 0]])
     with pytest.raises(HeadwiseError, match="no outputs were kept; watch with outputs=True"):
         some[0].outputs  # noqa: B018
 
 
-def test_classes(bert: Any) -> None:
-    model, given, attentions = bert
-    ids, mask = given["input_ids"], given["attention_mask"]
-    classes = {"odd": ids % 2 == 1, "entropy": ids > 50}  # a name of ours does not get in the way
-    seen = watched(model, given, classes=classes)
+def test_class_shares_equal_summed_weights(bert: Any) -> None:
+    model, arguments, attentions = bert
+    ids, mask = arguments["input_ids"], arguments["attention_mask"]
+    classes = {"odd": ids % 2 == 1, "entropy": ids > 50}  # a class may have the name of a statistic
+    seen = run_watched(model, arguments, classes=classes)
     for layer, eager in zip(seen.layers, attentions, strict=True):
         expected = statistics(eager, mask, exists=mask, classes=classes)
         assert_same(layer.stats, expected, rtol=1e-3, atol=1e-3)
@@ -178,21 +185,21 @@ def test_classes(bert: Any) -> None:
         np.testing.assert_allclose(layer.stats.share("odd"), share, rtol=1e-3, atol=1e-5)
 
 
-def test_classes_by_kind() -> None:
+def test_classes_are_given_by_kind_for_encoder_decoders() -> None:
     family = BY_NAME["bart"]
-    model, given = build(family), inputs(family, "right")
-    source, target = given["input_ids"] > 50, given["decoder_input_ids"] > 50
-    seen = watched(model, given, classes={"cross": {"high": source}, "decoder": {"high": target}})
+    model, arguments = build(family), inputs(family, "right")
+    source, target = arguments["input_ids"] > 50, arguments["decoder_input_ids"] > 50
+    seen = run_watched(model, arguments, classes={"cross": {"high": source}, "decoder": {"high": target}})
     assert "share:high" in seen["cross", 0].stats and "share:high" not in seen["encoder", 0].stats
     assert tuple(source.shape) == (BATCH, SOURCE)
     with pytest.raises(HeadwiseError, match="with 3 kinds of attention give classes by kind: cross, decoder, encoder"):
         headwise.watch(model, classes={"high": source})
 
 
-def test_kinds_and_numbers() -> None:
+def test_kinds_and_layer_numbers_of_every_family() -> None:
     family = BY_NAME["bart"]
     model = build(family)
-    seen = watched(model, inputs(family, "right"))
+    seen = run_watched(model, inputs(family, "right"))
     assert [layer.key for layer in seen.layers] == [
         ("encoder", 0), ("encoder", 1), ("encoder", 2), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1),
     ]  # fmt: skip
@@ -213,16 +220,16 @@ def test_kinds_and_numbers() -> None:
         ("t5", (60, 5, 5, 7, 7)),
     ],
 )
-def test_heads(name: str, heads: tuple[int, ...]) -> None:
+def test_layers_know_their_head_counts_and_widths(name: str, heads: tuple[int, ...]) -> None:
     family = BY_NAME[name]
-    layer = watched(build(family), inputs(family, "right")).layers[1]
+    layer = run_watched(build(family), inputs(family, "right")).layers[1]
     assert (layer.heads.width, layer.heads.query, layer.heads.kv, layer.heads.dim, layer.heads.value_dim) == heads
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "zamba", "qwen3_next", "lfm2"])
-def test_hybrids_keep_the_models_own_numbers(name: str) -> None:
+def test_hybrid_models_keep_their_own_layer_numbers(name: str) -> None:
     family = BY_NAME[name]
-    seen = watched(build(family), inputs(family, "right"))
+    seen = run_watched(build(family), inputs(family, "right"))
     assert tuple(layer.index for layer in seen.layers) == family.layers
     assert seen[family.layers[1]] is seen.layers[1]
     missing = next(i for i in range(6) if i not in family.layers)
@@ -230,21 +237,21 @@ def test_hybrids_keep_the_models_own_numbers(name: str) -> None:
         seen[missing]
 
 
-def test_albert_counts_its_turns() -> None:
+def test_albert_counts_the_calls_of_its_shared_module() -> None:
     family = BY_NAME["albert-groups"]
-    seen = watched(build(family), inputs(family, "right"), weights=5)
-    assert [layer.index for layer in seen.layers] == list(range(8))  # four layers of two
+    seen = run_watched(build(family), inputs(family, "right"), weights=5)
+    assert [layer.index for layer in seen.layers] == list(range(8))  # four layers with two modules each
     names = [layer.name.removeprefix("encoder.albert_layer_groups.") for layer in seen.layers]
     first, second = (["{0}.albert_layers.0.attention", "{0}.albert_layers.1.attention"] for _ in range(2))
     assert names == [*(name.format(0) for name in first * 2), *(name.format(1) for name in second * 2)]
     assert [bool(layer.all_weights) for layer in seen.layers] == [i == 5 for i in range(8)]
 
 
-def test_layers_that_were_not_called_are_named() -> None:
+def test_unseen_names_the_layers_that_were_not_called() -> None:
     family = BY_NAME["llava"]
-    model, given = build(family), inputs(family, "right")
-    text = {"input_ids": given["input_ids"][:, 16:], "attention_mask": given["attention_mask"][:, 16:]}
-    seen = watched(model, text)
+    model, arguments = build(family), inputs(family, "right")
+    text = {"input_ids": arguments["input_ids"][:, 16:], "attention_mask": arguments["attention_mask"][:, 16:]}
+    seen = run_watched(model, text)
     assert {layer.kind for layer in seen.layers} == {"language_model"}
     assert len(seen.unseen) == 3 and all(name.startswith("vision_tower.") for name in seen.unseen)
     with pytest.raises(HeadwiseError, match="vision_tower layer 1 was not called while the model was watched"):
@@ -252,29 +259,29 @@ def test_layers_that_were_not_called_are_named() -> None:
 
 
 def test_statistics_add_up_over_calls(bert: Any) -> None:
-    model, given, _ = bert
+    model, arguments, _ = bert
     others = [
         {"input_ids": torch.randint(4, 90, (batch, length))} for batch, length in ((1, 5), (2, 17), (3, 1), (5, 13))
     ]
     with torch.no_grad(), headwise.watch(model) as seen:
-        for batch in [given, *others]:
+        for batch in [arguments, *others]:
             model(**batch)
-    apart = [watched(model, batch) for batch in [given, *others]]
+    separate = [run_watched(model, batch) for batch in [arguments, *others]]
     for at, layer in enumerate(seen.layers):
-        total = apart[0].layers[at].stats
-        for one in apart[1:]:
-            total = total + one.layers[at].stats
+        total = separate[0].layers[at].stats
+        for part in separate[1:]:
+            total = total + part.layers[at].stats
         assert layer.stats == total == layer.prefill
         assert layer.decode is None
     assert seen.to_json()["layers"][1]["stats"] == seen[1].stats.to_json()
     assert repr(seen) == "Watch(BertModel, 4 layers seen)"
 
 
-def test_memory_grows_with_what_was_asked_for(bert: Any) -> None:
-    model, given, _ = bert
+def test_memory_grows_only_with_what_is_recorded(bert: Any) -> None:
+    model, arguments, _ = bert
 
-    def kept(**how: Any) -> int:
-        seen = watched(model, given, **how)
+    def recorded(**settings: Any) -> int:
+        seen = run_watched(model, arguments, **settings)
         lists = (
             layer.all_weights + layer.all_outputs + [x for pair in layer.all_links for x in pair]
             for layer in seen.layers
@@ -283,11 +290,11 @@ def test_memory_grows_with_what_was_asked_for(bert: Any) -> None:
         return sum(x.untyped_storage().nbytes() // x.element_size() for x in tensors)
 
     rows = BATCH * LENGTH
-    assert kept() == 0
-    assert kept(weights={1: [2]}) == rows * LENGTH
-    assert kept(weights={1: [2]}, rows=[3, 4]) == BATCH * 2 * LENGTH
-    assert kept(links=2) == 4 * 5 * rows * 2 * 2  # keys and weights, of four layers with five heads
-    assert kept(outputs={0: [1, 3]}) == rows * 2 * 12
+    assert recorded() == 0
+    assert recorded(weights={1: [2]}) == rows * LENGTH
+    assert recorded(weights={1: [2]}, rows=[3, 4]) == BATCH * 2 * LENGTH
+    assert recorded(links=2) == 4 * 5 * rows * 2 * 2  # keys and weights, of four layers with five heads
+    assert recorded(outputs={0: [1, 3]}) == rows * 2 * 12
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -306,20 +313,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("how", "message"), BAD)
-def test_bad_input(bert: Any, how: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_unknown_layers_heads_rows_and_classes_are_refused(bert: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(HeadwiseError, match=message) as caught:
-        headwise.watch(bert[0], **how)
+        headwise.watch(bert[0], **settings)
     assert "\n" not in str(caught.value)
 
 
 def test_classes_of_the_wrong_shape_are_named(bert: Any) -> None:
-    model, given, _ = bert
+    model, arguments, _ = bert
     with pytest.raises(HeadwiseError, match="odd"):
-        watched(model, given, classes={"odd": torch.ones(BATCH + 1, LENGTH, dtype=torch.bool)})
+        run_watched(model, arguments, classes={"odd": torch.ones(BATCH + 1, LENGTH, dtype=torch.bool)})
 
 
-def test_a_model_that_ran_without_its_attention_says_so() -> None:
+def test_a_model_that_ran_without_attention_is_an_error() -> None:
     family = BY_NAME["bert"]
     model = build(family)
 

@@ -1,4 +1,4 @@
-"""Every model type of transformers that can be built small: its statistics are right, or it is refused by name."""
+"""Every model type of transformers that can be built small: its statistics equal eager's, or it is refused."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 import headwise
 from headwise.errors import UnsupportedError
 from helpers import any_model_type
-from helpers.eager_weights import Call, assert_same, recorded, statistics
+from helpers.eager_weights import Call, assert_same, record_calls, statistics
 
 torch.set_num_threads(1)
-SECONDS = 60  # for one type
-# Types whose eager function hands out other weights than those behind its output: sinks are left out of them.
+SECONDS = 60  # per model type
+# Types whose eager function returns other weights than those of its output: without the sinks.
 OTHER_WEIGHTS = {"granite_swa", "granitemoe_swa"}
 
 
 class Wrong(Exception):
-    """Something that must not be."""
+    """Statistics or weights differ from eager's."""
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
+def time_limit() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError
 
@@ -45,7 +45,7 @@ def in_time() -> Iterator[None]:
 
 
 def verdict(model_type: str) -> tuple[str, str]:
-    """How it goes with one type: right, refused, cannot be built, cannot be run; and why. Wrong raises."""
+    """The outcome for one type (right, refused, cannot be built, cannot be run) and why; raises Wrong."""
     why = "too large"
     for kind, config in any_model_type.small_models(model_type):
         if kind is None:
@@ -53,15 +53,15 @@ def verdict(model_type: str) -> tuple[str, str]:
             continue
         try:
             model = any_model_type.build(kind, config, "eager")
-        except Exception as error:  # as many kinds of failure as there are models
+        except Exception as error:  # models raise any kind of error
             why = f"{type(error).__name__}: {error}"
             continue
         refused = _refusal(model)
         if refused:
             return "refused", refused
-        given = _runs(model)
-        if given is not None:
-            return "right", _check(model_type, kind, config, given)
+        batch = _runs(model)
+        if batch is not None:
+            return "right", _check(model_type, kind, config, batch)
         why = "inputs"
     return ("cannot be run" if why == "inputs" else "cannot be built"), why
 
@@ -75,36 +75,36 @@ def _refusal(model: nn.Module) -> str | None:
 
 
 def _runs(model: Any) -> dict[str, Tensor] | None:
-    for given in any_model_type.made_up(model):
+    for batch in any_model_type.possible_inputs(model):
         try:
             with torch.no_grad():
-                model(**given)
+                model(**batch)
         except TimeoutError:
             raise
-        except Exception:  # the next form may fit
+        except Exception:  # the next shape may fit
             continue
-        return given
+        return batch
     return None
 
 
-def _check(model_type: str, kind: Any, config: Any, given: dict[str, Tensor]) -> str:
-    """All statistics under every implementation, plain and padded."""
+def _check(model_type: str, kind: Any, config: Any, batch: dict[str, Tensor]) -> str:
+    """Compare all statistics under every implementation, with and without padding."""
     models = {
         name: any_model_type.build(kind, config, name) for name in ("eager", *(["sdpa"] if kind._supports_sdpa else []))
     }
-    cases = [given]
-    if "input_ids" in given and "attention_mask" in inspect.signature(models["eager"].forward).parameters:
+    cases = [batch]
+    if "input_ids" in batch and "attention_mask" in inspect.signature(models["eager"].forward).parameters:
         mask = torch.ones(any_model_type.BATCH, any_model_type.LENGTH, dtype=torch.long)
         mask[1, 9:] = mask[2, 5:] = 0
-        cases.append({**given, "attention_mask": mask})
+        cases.append({**batch, "attention_mask": mask})
     layers = 0
     for case in cases:
         try:
-            with torch.no_grad(), recorded() as calls:
+            with torch.no_grad(), record_calls() as calls:
                 torch.manual_seed(5)
                 models["eager"](**case)
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            continue  # it takes no such mask
+            continue  # it does not take such a mask
         for model in models.values():
             layers += _compare(model_type, model, case, models["eager"], calls)
     return f"{layers} layers"
@@ -129,7 +129,7 @@ def _compare(model_type: str, model: Any, case: dict[str, Tensor], eager: nn.Mod
     if {layer.name for layer in seen.layers} != set(true):
         raise Wrong(f"layers {set(true) ^ {layer.name for layer in seen.layers}}")
     if not _same_function(model, eager, case):
-        return 0  # transformers itself computes something else under sdpa than under eager
+        return 0  # transformers' own sdpa and eager outputs differ
     for name, made in true.items():
         same = [layer for layer in seen.layers if layer.name == name]
         groups = [made] if len(same) == 1 else [[call] for call in made]
@@ -140,21 +140,21 @@ def _compare(model_type: str, model: Any, case: dict[str, Tensor], eager: nn.Mod
 
 def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor | None) -> None:
     parts = []
-    for kept, call in zip(layer.all_weights, calls, strict=True):
+    for ours, call in zip(layer.all_weights, calls, strict=True):
         weights = call.weights
         if not torch.isfinite(weights).all():
-            return  # the model's own numbers are NaN
-        ours = mask is not None and weights.shape[0] == any_model_type.BATCH
-        real = mask if ours and weights.shape[2] == any_model_type.LENGTH else None
-        exists = mask if ours and weights.shape[3] == any_model_type.LENGTH else None
+            return  # the model's own weights are NaN
+        of_batch = mask is not None and weights.shape[0] == any_model_type.BATCH
+        real = mask if of_batch and weights.shape[2] == any_model_type.LENGTH else None
+        exists = mask if of_batch and weights.shape[3] == any_model_type.LENGTH else None
         if model_type not in OTHER_WEIGHTS:
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
-            if not torch.allclose(kept * rows, weights * rows, rtol=5e-3, atol=5e-3):
-                raise Wrong(f"weights of {layer.name} are off by {float(((kept - weights) * rows).abs().max()):.3g}")
+            if not torch.allclose(ours * rows, weights * rows, rtol=5e-3, atol=5e-3):
+                raise Wrong(f"weights of {layer.name} are off by {float(((ours - weights) * rows).abs().max()):.3g}")
         stats = layer.stats
         parts.append(
             statistics(
-                kept if model_type in OTHER_WEIGHTS else weights, real,
+                ours if model_type in OTHER_WEIGHTS else weights, real,
                 exists=exists, cross="distance" not in stats, sinks="sink" in stats,
             )
         )  # fmt: skip
@@ -166,14 +166,14 @@ def _compare_layer(model_type: str, layer: Any, calls: list[Call], mask: Tensor 
 
 
 def _same_function(model: Any, eager: Any, case: dict[str, Tensor]) -> bool:
-    """Whether both give the same output at tokens."""
+    """Whether two models give the same output at tokens."""
     if model is eager:
         return True
     outs = []
-    for one in (model, eager):
+    for each_model in (model, eager):
         torch.manual_seed(5)
         with torch.no_grad():
-            outs.append(_tensors(one(**case))[0].float())
+            outs.append(_tensors(each_model(**case))[0].float())
     a, b = outs
     mask = case.get("attention_mask")
     if mask is not None and a.shape[:2] == mask.shape:
@@ -189,24 +189,24 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 @pytest.mark.full
-def test_every_model_type_is_right_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    found: dict[str, list[str]] = {}
+def test_every_model_type_equals_eager_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes: dict[str, list[str]] = {}
     wrong = {}
     warnings.simplefilter("ignore")
     for model_type in any_model_type.TYPES:
         try:
-            with in_time():
+            with time_limit():
                 outcome, why = verdict(model_type)
         except TimeoutError:
             outcome, why = "cannot be run", "not in time"
         except Exception as error:
             outcome, why = "wrong", f"{type(error).__name__}: {error}"
             wrong[model_type] = why
-        found.setdefault(outcome, []).append(model_type)
+        outcomes.setdefault(outcome, []).append(model_type)
         with capsys.disabled():
             print(f"{outcome:16} {model_type:32} {' '.join(why.split())[:150]}", flush=True)  # noqa: T201
     with capsys.disabled():
-        print(dict(Counter({outcome: len(types) for outcome, types in found.items()})))  # noqa: T201
+        print(dict(Counter({outcome: len(types) for outcome, types in outcomes.items()})))  # noqa: T201
     assert not wrong
-    assert len(found["right"]) >= 250
-    assert len(found["refused"]) >= 100
+    assert len(outcomes["right"]) >= 250
+    assert len(outcomes["refused"]) >= 100

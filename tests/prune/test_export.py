@@ -1,4 +1,4 @@
-"""A pruned model leaves through torch.export and as ONNX, for other lengths too, with the same outputs."""
+"""Pruned models export with torch.export and to ONNX, also for other lengths, with the same outputs."""
 
 from __future__ import annotations
 
@@ -7,62 +7,61 @@ from typing import Any
 
 import pytest
 import torch
-from test_surgery import uneven
 from torch import Tensor, nn
 
 import headwise
-from helpers.prunable_models import CLOSE, TWO_STACKS, build, error, inputs
+from helpers.prunable_models import CLOSE, TWO_STACKS, build, error, inputs, uneven_heads
 
 
 class Bare(nn.Module):
-    """Tensors in, one tensor out, as exporters like it."""
+    """A module with tensors as inputs and one tensor as output, as exporters need."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *given: Tensor) -> Tensor:
+    def forward(self, *batch: Tensor) -> Tensor:
         cache = {} if self.model.config.model_type == "bert" else {"use_cache": False}
-        out: Tensor = self.model(**dict(zip(self.names, given, strict=True)), **cache)[0]
+        out: Tensor = self.model(**dict(zip(self.names, batch, strict=True)), **cache)[0]
         return out
 
 
 def pruned(name: str, folder: Path) -> tuple[Bare, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A pruned model that was saved and read again, its inputs, and shorter ones."""
+    """A pruned model that was saved and reloaded, its inputs, and shorter inputs."""
     model = build(name)
-    headwise.save(headwise.prune_heads(model, uneven(model)), folder / "model")
+    headwise.save(headwise.prune_heads(model, uneven_heads(model)), folder / "model")
     keys = ["input_ids", *(["decoder_input_ids"] if name in TWO_STACKS else [])]
-    given = tuple(inputs(name)[key] for key in keys)
-    return Bare(headwise.load(folder / "model"), keys).eval(), given, tuple(x[:, :-2] for x in given)
+    batch = tuple(inputs(name)[key] for key in keys)
+    return Bare(headwise.load(folder / "model"), keys).eval(), batch, tuple(x[:, :-2] for x in batch)
 
 
-def lengths(given: tuple[Tensor, ...]) -> tuple[tuple[dict[int, Any], ...]]:
-    return (tuple({1: torch.export.Dim(f"length{i}", min=2, max=32)} for i in range(len(given))),)
+def lengths(batch: tuple[Tensor, ...]) -> tuple[tuple[dict[int, Any], ...]]:
+    return (tuple({1: torch.export.Dim(f"length{i}", min=2, max=32)} for i in range(len(batch))),)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_torch_export(name: str, tmp_path: Path) -> None:
-    model, given, shorter = pruned(name, tmp_path)
+def test_pruned_models_export_with_torch_export(name: str, tmp_path: Path) -> None:
+    model, batch, shorter = pruned(name, tmp_path)
     with torch.no_grad():
-        exported = torch.export.export(model, given, dynamic_shapes=lengths(given), strict=False).module()
-        for some in (given, shorter):
+        exported = torch.export.export(model, batch, dynamic_shapes=lengths(batch), strict=False).module()
+        for some in (batch, shorter):
             assert error(exported(*some), model(*some)) < CLOSE[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
-def test_onnx(name: str, tmp_path: Path) -> None:
+def test_pruned_models_export_to_onnx(name: str, tmp_path: Path) -> None:
     from onnxruntime import InferenceSession
 
-    model, given, shorter = pruned(name, tmp_path)
-    if name == "t5":  # with sdpa PyTorch's exporter does not get through, for the full model either
+    model, batch, shorter = pruned(name, tmp_path)
+    if name == "t5":  # PyTorch's exporter fails with sdpa, for the full model too
         model.model.set_attn_implementation("eager")
-    names = [f"given{i}" for i in range(len(given))]
+    names = [f"given{i}" for i in range(len(batch))]
     program = torch.onnx.export(
-        model, given, dynamo=True, input_names=names, dynamic_shapes=lengths(given), verbose=False
+        model, batch, dynamo=True, input_names=names, dynamic_shapes=lengths(batch), verbose=False
     )
     program.save(tmp_path / "model.onnx")
     session = InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    for some in (given, shorter):
+    for some in (batch, shorter):
         (found,) = session.run(None, {name: x.numpy() for name, x in zip(names, some, strict=True)})
         with torch.no_grad():
             assert error(torch.tensor(found), model(*some)) < 2e-4

@@ -1,18 +1,17 @@
-"""Every family that the tests know: cut out exactly, or refused in words; never wrong, never a crash later on."""
+"""Every family of the model tests is pruned exactly or refused with a reason; none fails later."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_surgery import even, masked, uneven
 
 import headwise
 from headwise import UnsupportedError
 from helpers.model_families import FAMILIES, OFF, build
 from helpers.model_inputs import inputs
-from helpers.prunable_models import CLOSE, converted, error
+from helpers.prunable_models import CLOSE, converted, error, even_heads, masked_output, uneven_heads
 
-# Why heads of these are not cut out.
+# Families whose heads are not cut out, by the reason in the error.
 REFUSED = {
     "over all heads at once": ("olmo2", "olmo3", "olmoe", "minimax_m2", "bitnet"),
     "in a way that is bound to their number": (
@@ -23,15 +22,15 @@ REFUSED = {
     "was not found": ("xlnet",),
     "multi_head_attention_forward": ("wavlm",),
 }  # fmt: skip
-# their own code fills a mask with a number that float32 does not hold (gemma2: NaN), or computes parts in float32
+# their own code fills a mask with a number outside of float32 (gemma2: NaN), or computes parts in float32
 SINGLE_ONLY = ("xglm", "gemma2", "axk2")
 WHY = {name: words for words, names in REFUSED.items() for name in names}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OFF], ids=lambda family: family.name)
-def test_cut_out_exactly_or_refused_in_words(family: object) -> None:
-    model, given = build(family), inputs(family)
-    for which in (even, uneven):
+def test_every_family_is_pruned_exactly_or_refused(family: object) -> None:
+    model, batch = build(family), inputs(family)
+    for which in (even_heads, uneven_heads):
         if family.name in WHY:
             with pytest.raises(UnsupportedError, match=WHY[family.name]):
                 headwise.prune_heads(model, which(model))
@@ -40,9 +39,9 @@ def test_cut_out_exactly_or_refused_in_words(family: object) -> None:
         for dtype, close in CLOSE.items():
             if dtype is torch.float64 and family.name in SINGLE_ONLY:
                 continue
-            model, given = converted(dtype, model, given)
-            want = masked(model, heads, given)
+            model, batch = converted(dtype, model, batch)
+            want = masked_output(model, heads, batch)
             with torch.no_grad():
-                assert error(headwise.prune_heads(model, heads)(**given), want) < close
-                if dtype is torch.float64:  # Zamba's heads hardly show; all others are far above
-                    assert error(model(**given), want) > 3e-5, "these heads do nothing, so the test shows nothing"
+                assert error(headwise.prune_heads(model, heads)(**batch), want) < close
+                if dtype is torch.float64:  # Zamba's heads have little effect; all others are far above
+                    assert error(model(**batch), want) > 3e-5, "these heads do nothing, so the test shows nothing"

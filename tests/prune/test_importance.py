@@ -13,12 +13,14 @@ import transformers
 
 import headwise
 from headwise import HeadwiseError
-from headwise.models.structure import sites
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
+from headwise.plans import Plan
 from headwise.prune import HeadScores, registry
 from headwise.prune.attention_layers import AttentionLayer, attention_layers
 from headwise.prune.importance import merge_examples
 from headwise.prune.objective import embedding_distance
-from headwise.prune.plan import Plan, cost, plan_in_steps
+from headwise.prune.plan import cost, plan_in_steps
 from headwise.roles.atlas.stability import spearman
 from helpers.prunable_models import build, inputs
 
@@ -186,7 +188,7 @@ def test_l0_gates_close_a_head_whose_output_is_noise() -> None:
     with torch.no_grad():
         for batch in batches:
             batch["labels"] = model(**batch).logits.argmax(-1)
-    _, out = sites.w_o(model, sites.sites(model)[2])
+    _, out = w_o(model, attention_sites(model)[2])
     noise = torch.Generator().manual_seed(0)
 
     def replace_by_noise(linear: Any, args: Any) -> Any:

@@ -357,7 +357,7 @@ HOSTILE = (
 def make_report(name: str, note: str = "") -> Any:
     """A report in which every name that comes from outside is `name`."""
     from headwise.models.surgery.saving import Saved
-    from headwise.prune.plan import Plan
+    from headwise.plans import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.report import Latency, PruneOptions, PruneReport
 

@@ -7,31 +7,30 @@ from pathlib import Path
 
 import pytest
 import transformers
-from test_surgery import even, size, uneven
 
 import headwise
 from headwise import CheckpointError
-from headwise.models.structure import sites
-from headwise.models.surgery.removal import head_count
-from helpers.prunable_models import TWO_STACKS, build
+from headwise.models.structure.heads import query_heads
+from headwise.models.structure.sites import attention_sites
+from helpers.prunable_models import TWO_STACKS, build, even_heads, parameter_count, uneven_heads
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "falcon-grouped", "gpt_oss", "t5", "bart", "deepseek_v3"])
 def test_the_card_of_a_compact_directory_has_its_heads_and_parameters(name: str, tmp_path: Path) -> None:
     auto = transformers.AutoModelForSeq2SeqLM if name in TWO_STACKS else transformers.AutoModel
-    model = headwise.prune_heads(full := build(name, auto), uneven(full))
+    model = headwise.prune_heads(full := build(name, auto), uneven_heads(full))
     headwise.save(model, tmp_path / "model", form="compact")
     card = headwise.card.read(tmp_path / "model")
-    assert card.parameters.total == size(model) < size(full)
+    assert card.parameters.total == parameter_count(model) < parameter_count(full)
     kinds = {
         "model": {"self": "self"},
         "encoder": {"self": "encoder"},
         "decoder": {"self": "decoder", "cross": "cross"},
     }
     shown = {(kinds[part.name][layer.role], layer.index): layer.query for part in card.parts for layer in part.layers}
-    assert shown == {site.key: head_count(model, site) for site in sites.sites(model)}
-    removed = sum(map(len, uneven(full).values()))
-    total = sum(head_count(full, site) for site in sites.sites(full))
+    assert shown == {site.key: query_heads(model, site) for site in attention_sites(model)}
+    removed = sum(map(len, uneven_heads(full).values()))
+    total = sum(query_heads(full, site) for site in attention_sites(full))
     assert f"{total - removed} of {total} heads are left" in card.explain()
     assert not [warning for warning in card.warnings if " rows; " in warning]
     assert headwise.card.read(tmp_path / "model" / "config.json").to_json() == card.to_json()
@@ -53,12 +52,12 @@ def test_the_card_of_a_zeroed_or_plain_directory_has_its_heads_and_parameters(
     name: str, form: str | None, sentence: str, tmp_path: Path
 ) -> None:
     full = build(name)
-    heads = {0: [1, 2], 1: [0, 1, 2, 3]} if form else even(full)
+    heads = {0: [1, 2], 1: [0, 1, 2, 3]} if form else even_heads(full)
     saved = headwise.save(headwise.prune_heads(full, heads), tmp_path / "model", form=form)
     assert saved.form == (form or "plain")
     card = headwise.card.read(tmp_path / "model")
     assert sentence in card.explain() and "plain transformers does not" not in card.explain()
-    assert card.parameters.total == size(headwise.load(tmp_path / "model"))
+    assert card.parameters.total == parameter_count(headwise.load(tmp_path / "model"))
 
 
 def test_a_record_that_contradicts_the_config_is_refused_or_warned_about(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ STAGES = {
     "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
     "headwise.prune.session._measure_latency": KEPT,
     "headwise.prune.session.save": KEPT,
-    "headwise.prune.plan.Plan.save": KEPT,
+    "headwise.plans.Plan.save": KEPT,
     "headwise.prune.report_html.page": KEPT,
 }
 

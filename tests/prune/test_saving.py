@@ -1,4 +1,4 @@
-"""Saved, read again in another process, and compared; what goes wrong leaves everything as it was."""
+"""save: models reload equal, also in another process; a failure leaves the old directory unchanged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from test_surgery import even, uneven
 
 import headwise
 from headwise import CheckpointError, HeadwiseError
 from headwise.models.surgery import saving
-from helpers.prunable_models import CLOSE, DECODER, build, error, inputs
+from helpers.prunable_models import CLOSE, DECODER, build, error, even_heads, inputs, uneven_heads
 
 ROOT = Path(__file__).parents[2]
 WHOLE_GROUP = {layer: [0, 1, 2] for layer in range(3)}
@@ -35,9 +34,9 @@ with torch.no_grad():
 """
 
 
-def afresh(folder: Path, given: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
-    """The first output of a saved model, from a process that knows nothing of this one."""
-    torch.save(given, scratch / "given.pt")
+def output_in_new_process(folder: Path, batch: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
+    """The first output of a saved model, computed in a new process."""
+    torch.save(batch, scratch / "given.pt")
     command = [sys.executable, "-c", AGAIN, str(folder), str(scratch / "given.pt"), str(scratch / "out.pt")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     subprocess.run(command, check=True, env=environment, capture_output=True)
@@ -48,105 +47,107 @@ def afresh(folder: Path, given: dict[str, torch.Tensor], scratch: Path) -> torch
 @pytest.mark.parametrize(
     ("name", "heads", "form"),
     [
-        ("bert", uneven, "compact"),
-        ("bert", even, "compact"),
-        ("gpt2", uneven, "compact"),
-        ("t5", uneven, "compact"),
-        ("t5", even, "plain"),
-        ("bloom", uneven, "compact"),
-        ("falcon-mqa", even, "compact"),
-        ("phi3", uneven, "compact"),
+        ("bert", uneven_heads, "compact"),
+        ("bert", even_heads, "compact"),
+        ("gpt2", uneven_heads, "compact"),
+        ("t5", uneven_heads, "compact"),
+        ("t5", even_heads, "plain"),
+        ("bloom", uneven_heads, "compact"),
+        ("falcon-mqa", even_heads, "compact"),
+        ("phi3", uneven_heads, "compact"),
         ("mistral", WHOLE_GROUP, "plain"),
         ("qwen3", WHOLE_GROUP, "plain"),
         ("gemma2", WHOLE_GROUP, "plain"),
-        ("vit", even, "plain"),
+        ("vit", even_heads, "plain"),
     ],
 )
-def test_the_form_and_what_comes_back(name: str, heads: Any, form: str, tmp_path: Path) -> None:
-    model, given = build(name), inputs(name)
+def test_a_saved_model_reloads_equal_in_the_expected_form(name: str, heads: Any, form: str, tmp_path: Path) -> None:
+    model, batch = build(name), inputs(name)
     pruned = headwise.prune_heads(model, heads if isinstance(heads, dict) else heads(model))
     saved = headwise.save(pruned, tmp_path / "model")
     assert saved.form == form and saved.difference is not None and saved.difference < CLOSE[torch.float32]
     again = headwise.load(tmp_path / "model")
     with torch.no_grad():
-        want = pruned(**given)
-        assert error(again(**given), want) < CLOSE[torch.float32]
+        want = pruned(**batch)
+        assert error(again(**batch), want) < CLOSE[torch.float32]
         assert again.headwise_heads == pruned.headwise_heads
         if form == "plain":
             theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
-            assert error(theirs(**given), want) < CLOSE[torch.float32]
+            assert error(theirs(**batch), want) < CLOSE[torch.float32]
         else:
-            with pytest.raises((RuntimeError, ValueError)):  # plain transformers must not read it as something else
+            with pytest.raises((RuntimeError, ValueError)):  # plain transformers must refuse it
                 transformers.AutoModel.from_pretrained(tmp_path / "model")
     assert not [file.name for file in tmp_path.rglob("*") if file.suffix in (".bin", ".pt", ".pkl")]
     assert [file.name for file in tmp_path.iterdir()] == ["model"], "temporary files were left"
 
 
 @pytest.mark.parametrize(("name", "form"), [("bert", "compact"), ("t5", "compact"), ("llama", "zeroed")])
-def test_a_fresh_process_gets_the_same(name: str, form: str, tmp_path: Path) -> None:
-    model, given = build(name), inputs(name)
-    pruned = headwise.prune_heads(model, uneven(model))
+def test_a_new_process_loads_the_same_outputs(name: str, form: str, tmp_path: Path) -> None:
+    model, batch = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, uneven_heads(model))
     headwise.save(pruned, tmp_path / "model", form=form)
     with torch.no_grad():
-        assert error(afresh(tmp_path / "model", given, tmp_path), pruned(**given)[0]) < CLOSE[torch.float32]
+        assert (
+            error(output_in_new_process(tmp_path / "model", batch, tmp_path), pruned(**batch)[0]) < CLOSE[torch.float32]
+        )
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "bloom", "gpt_oss", "swin"])
-def test_zeroed_loads_anywhere(name: str, tmp_path: Path) -> None:
-    model, given = build(name), inputs(name)
-    pruned = headwise.prune_heads(model, uneven(model))
+def test_the_zeroed_form_loads_in_plain_transformers(name: str, tmp_path: Path) -> None:
+    model, batch = build(name), inputs(name)
+    pruned = headwise.prune_heads(model, uneven_heads(model))
     saved = headwise.save(pruned, tmp_path / "model", form="zeroed")
     assert saved.form == "zeroed" and "not smaller" in str(saved)
     with torch.no_grad():
         theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
-        assert error(theirs(**given), pruned(**given)) < CLOSE[torch.float32]
+        assert error(theirs(**batch), pruned(**batch)) < CLOSE[torch.float32]
 
 
 def test_a_zeroed_directory_can_be_pruned_again(tmp_path: Path) -> None:
-    """Its heads have their first numbers, and those of zeros are known as such."""
-    model, given = build("llama"), inputs("llama")
+    """Its heads keep their original numbers, and zeroed heads are recorded."""
+    model, batch = build("llama"), inputs("llama")
     headwise.save(headwise.prune_heads(model, {0: [0, 1, 2], 2: [4]}), tmp_path / "model", form="zeroed")
     again = headwise.load(tmp_path / "model")
     assert again.headwise_heads == {0: [None, None, None, 3, 4, 5], 2: [0, 1, 2, 3, None, 5]}
     smaller = headwise.prune_heads(again, {0: [3]})
     with torch.no_grad(), headwise.mask_heads(model, {0: [0, 1, 2, 3], 2: [4]}):
-        assert error(smaller(**given), model(**given)) < CLOSE[torch.float32]
+        assert error(smaller(**batch), model(**batch)) < CLOSE[torch.float32]
 
 
-def test_heads_zeroed_in_place_are_plain(tmp_path: Path) -> None:
-    model, given = build("bert"), inputs("bert")
-    zeroed = headwise.prune_heads(model, uneven(model), zero=True)
+def test_a_model_with_zeroed_heads_is_saved_plain(tmp_path: Path) -> None:
+    model, batch = build("bert"), inputs("bert")
+    zeroed = headwise.prune_heads(model, uneven_heads(model), zero=True)
     assert headwise.save(zeroed, tmp_path / "model").form == "plain"
     with torch.no_grad():
         theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
-        assert error(theirs(**given), zeroed(**given)) < CLOSE[torch.float32]
+        assert error(theirs(**batch), zeroed(**batch)) < CLOSE[torch.float32]
     assert headwise.load(tmp_path / "model").headwise_heads == zeroed.headwise_heads
 
 
 def test_a_llama_that_its_config_refuses_is_written_as_mistral(tmp_path: Path) -> None:
     """Four of six heads do not divide a width of 66."""
     config = DECODER | {"hidden_size": 66, "num_key_value_heads": 6, "head_dim": 14, "attention_bias": False}
-    model, given = build("llama", transformers.AutoModelForCausalLM, **config), inputs("llama")
+    model, batch = build("llama", transformers.AutoModelForCausalLM, **config), inputs("llama")
     pruned = headwise.prune_heads(model, {layer: [layer, 5] for layer in range(3)})
     saved = headwise.save(pruned, tmp_path / "model")
     assert saved.form == "plain", saved
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
-        assert error(theirs(**given).logits, pruned(**given).logits) < CLOSE[torch.float32]
+        assert error(theirs(**batch).logits, pruned(**batch).logits) < CLOSE[torch.float32]
 
 
-def test_an_added_bias_is_kept(tmp_path: Path) -> None:
-    model, given = build("mistral"), inputs("mistral")
-    pruned = headwise.prune_heads(model, WHOLE_GROUP, compensate="mean", batches=[given])
+def test_a_bias_added_by_compensation_is_saved(tmp_path: Path) -> None:
+    model, batch = build("mistral"), inputs("mistral")
+    pruned = headwise.prune_heads(model, WHOLE_GROUP, compensate="mean", batches=[batch])
     saved = headwise.save(pruned, tmp_path / "model")
     assert saved.form == "compact"
     with torch.no_grad():
-        assert error(headwise.load(tmp_path / "model")(**given), pruned(**given)) < CLOSE[torch.float32]
+        assert error(headwise.load(tmp_path / "model")(**batch), pruned(**batch)) < CLOSE[torch.float32]
     with pytest.raises(HeadwiseError, match="no zeroed form: .* was added"):
         headwise.save(pruned, tmp_path / "other", form="zeroed")
 
 
-def test_tied_weights_a_head_and_bf16(tmp_path: Path) -> None:
+def test_tied_weights_and_bf16_survive_saving(tmp_path: Path) -> None:
     model = build("gpt2", transformers.AutoModelForCausalLM).to(torch.bfloat16)
     pruned = headwise.prune_heads(model, {0: [1, 2]})
     headwise.save(pruned, tmp_path / "model")
@@ -156,7 +157,7 @@ def test_tied_weights_a_head_and_bf16(tmp_path: Path) -> None:
     assert again.headwise_heads == {0: [0, 3, 4]}
 
 
-def test_other_files_come_along_but_no_pickles(tmp_path: Path) -> None:
+def test_other_files_are_copied_but_no_pickles(tmp_path: Path) -> None:
     source = tmp_path / "source"
     build("bert").save_pretrained(source)
     (source / "tokenizer.json").write_text("{}")
@@ -191,7 +192,7 @@ def test_a_full_disk_leaves_the_old_directory_whole(
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_was_written_wrongly_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_reloads_differently_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = headwise.prune_heads(build("bert"), {0: [1]})
     right = saving._weights
     monkeypatch.setattr(saving, "_weights", lambda m: {k: x + 1e-3 for k, x in right(m).items()})
@@ -200,7 +201,7 @@ def test_what_was_written_wrongly_is_not_kept(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
 
 
-def test_overwriting_is_asked_for(tmp_path: Path) -> None:
+def test_a_directory_is_overwritten_only_on_request(tmp_path: Path) -> None:
     model = headwise.prune_heads(build("bert"), {0: [1]})
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("keep")
@@ -221,7 +222,7 @@ def test_what_is_no_path_is_told(path: str, words: str) -> None:
             write(path)
 
 
-def test_a_record_of_another_model_is_told(tmp_path: Path) -> None:
+def test_a_record_of_another_model_is_refused(tmp_path: Path) -> None:
     headwise.save(headwise.prune_heads(build("bert"), {0: [1]}), tmp_path / "model")
     file = tmp_path / "model" / "headwise.json"
     record = json.loads(file.read_text())
@@ -243,27 +244,27 @@ def test_a_record_of_another_model_is_told(tmp_path: Path) -> None:
 # --- save_pretrained ---
 
 
-@pytest.mark.parametrize(("name", "heads"), [("bert", uneven), ("mistral", WHOLE_GROUP)])
+@pytest.mark.parametrize(("name", "heads"), [("bert", uneven_heads), ("mistral", WHOLE_GROUP)])
 def test_save_pretrained_of_a_pruned_model_can_be_loaded(name: str, heads: Any, tmp_path: Path) -> None:
-    model, given = build(name), inputs(name)
+    model, batch = build(name), inputs(name)
     pruned = headwise.prune_heads(model, heads if isinstance(heads, dict) else heads(model))
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "optimizer.json").write_text("{}")
     (tmp_path / "there" / "model-00001-of-00002.safetensors").write_text("of an earlier save")
     ways = {"itself": pruned, "copied": copy.deepcopy(pruned), "pickled": pickle.loads(pickle.dumps(pruned))}
     with torch.no_grad():
-        want = pruned(**given)
+        want = pruned(**batch)
         for made in ways.values():
             for folder in (tmp_path / "new", tmp_path / "there"):
                 made.save_pretrained(folder)
-                assert error(headwise.load(folder)(**given), want) < CLOSE[torch.float32]
+                assert error(headwise.load(folder)(**batch), want) < CLOSE[torch.float32]
             shutil.rmtree(tmp_path / "new")
     assert (tmp_path / "there" / "optimizer.json").read_text() == "{}"
     assert not [x for x in os.listdir(tmp_path / "there") if x.startswith(".") or "00001" in x]
     assert "save_pretrained" not in vars(model)
 
 
-def test_copies_and_loaded_models_save_themselves(tmp_path: Path) -> None:
+def test_copies_and_reloaded_pruned_models_can_be_saved(tmp_path: Path) -> None:
     pruned = headwise.prune_heads(build("bert"), {0: [1]})
     headwise.save(pruned, tmp_path / "first")
     for made in (copy.deepcopy(pruned), headwise.load(tmp_path / "first")):
@@ -275,10 +276,10 @@ def test_copies_and_loaded_models_save_themselves(tmp_path: Path) -> None:
 
 
 def test_the_model_inside_a_pruned_model_is_saved_too(tmp_path: Path) -> None:
-    pruned, given = headwise.prune_heads(build("llama", transformers.AutoModelForCausalLM), {0: [1]}), inputs("llama")
+    pruned, batch = headwise.prune_heads(build("llama", transformers.AutoModelForCausalLM), {0: [1]}), inputs("llama")
     pruned.model.save_pretrained(tmp_path / "inner")
     with torch.no_grad():
-        assert error(headwise.load(tmp_path / "inner")(**given), pruned.model(**given)) < CLOSE[torch.float32]
+        assert error(headwise.load(tmp_path / "inner")(**batch), pruned.model(**batch)) < CLOSE[torch.float32]
 
 
 def test_save_pretrained_takes_the_state_dict_of_a_trainer(tmp_path: Path) -> None:
@@ -288,27 +289,27 @@ def test_save_pretrained_takes_the_state_dict_of_a_trainer(tmp_path: Path) -> No
     again = headwise.load(tmp_path / "model").state_dict()
     assert all(torch.equal(again[name], x) for name, x in weights.items())
     pruned.save_pretrained(tmp_path / "other", is_main_process=False)
-    for words, given in [
+    for words, batch in [
         ("state_dict does not fit this pruned model: .*Missing key", {"state_dict": {}}),
         ("saved as safetensors in a directory: without push_to_hub, variant", {"push_to_hub": True}),
         ("saved as safetensors in a directory: without push_to_hub, variant", {"variant": "fp16"}),
         ("saved as safetensors in a directory: without push_to_hub, variant", {"safe_serialization": False}),
     ]:
         with pytest.raises(HeadwiseError, match=words):
-            pruned.save_pretrained(tmp_path / "other", **given)
+            pruned.save_pretrained(tmp_path / "other", **batch)
     assert os.listdir(tmp_path) == ["model"]
 
 
 def test_zeroed_models_keep_the_save_pretrained_of_transformers(tmp_path: Path) -> None:
-    zeroed, given = headwise.prune_heads(build("bert"), {0: [1]}, zero=True), inputs("bert")
+    zeroed, batch = headwise.prune_heads(build("bert"), {0: [1]}, zero=True), inputs("bert")
     assert "save_pretrained" not in vars(zeroed)
     zeroed.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         again = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
-        assert error(again(**given), zeroed(**given)) < CLOSE[torch.float32]
+        assert error(again(**batch), zeroed(**batch)) < CLOSE[torch.float32]
 
 
-def test_a_pruned_directory_describes_itself(tmp_path: Path) -> None:
+def test_a_pruned_directory_has_a_readme(tmp_path: Path) -> None:
     source = tmp_path / "a<b>model"
     build("bert").save_pretrained(source)
     others = ["vocab.txt", "LICENSE", "README.md", "modules.json", "1_Pooling/config.json", "tokenizer_config.json"]

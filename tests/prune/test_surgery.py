@@ -1,8 +1,9 @@
-"""A pruned model gives what the masked one gives: every family, even and uneven layers, groups, bf16, generate."""
+"""A pruned model gives the outputs of the masked one: every family, even and uneven layers, groups, generate."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,200 +12,188 @@ import transformers
 
 import headwise
 from headwise import HeadwiseError, UnsupportedError
-from headwise.models.structure import sites as anatomy
-from headwise.models.surgery.removal import head_count
+from headwise.models.structure.heads import query_heads
+from headwise.models.structure.sites import attention_sites
 from helpers import prunable_models
-from helpers.prunable_models import CLOSE, DECODER, DECODERS, FAMILIES, TWO_STACKS, converted, error
+from helpers.prunable_models import (
+    CLOSE,
+    DECODER,
+    DECODERS,
+    FAMILIES,
+    TWO_STACKS,
+    converted,
+    error,
+    even_heads,
+    masked_output,
+    parameter_count,
+    uneven_heads,
+)
 
 EXACT = CLOSE[torch.float64]
 
 
 def build(*args: Any, **kwargs: Any) -> Any:
-    """A small model in float64, where another order of summation hardly shows on any processor."""
+    """A small model in float64, in which the order of summation makes almost no difference."""
     return converted(torch.float64, prunable_models.build(*args, **kwargs), {})[0]
 
 
 def inputs(name: str) -> dict[str, Any]:
-    """What such a model is called with."""
+    """The inputs of such a model."""
     return {key: x.double() if x.is_floating_point() else x for key, x in prunable_models.inputs(name).items()}
 
 
-def size(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def uneven(model: Any) -> dict[Any, list[int]]:
-    """Other heads in every layer, and a layer that keeps all; a module that serves many layers loses the same."""
-    chosen: dict[Any, list[int]] = {}
-    sites = anatomy.sites(model)
-    for i, site in enumerate(sites):
-        shared = sum(other.module is site.module for other in sites) > 1
-        n, count = 0 if shared else i, head_count(model, site)
-        if n % 3 != 1:
-            chosen[site.key] = sorted({n % count, (2 * n + 1) % count})[: count - 1]
-    return chosen
-
-
-def even(model: Any) -> dict[Any, list[int]]:
-    return {site.key: [1] for site in anatomy.sites(model)}
-
-
-def masked(model: Any, heads: Any, given: Any, **how: Any) -> Any:
-    with torch.no_grad(), headwise.mask_heads(model, heads, **how):
-        return model(**given)
-
-
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("which", [even, uneven])
+@pytest.mark.parametrize("which", [even_heads, uneven_heads])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pruned_model_gives_the_masked_models_outputs(name: str, which: Any, dtype: torch.dtype) -> None:
-    model, given = converted(dtype, prunable_models.build(name), prunable_models.inputs(name))
+def test_a_pruned_model_gives_the_outputs_of_the_masked_model(name: str, which: Any, dtype: torch.dtype) -> None:
+    model, batch = converted(dtype, prunable_models.build(name), prunable_models.inputs(name))
     heads = which(model)
-    want = masked(model, heads, given)
+    want = masked_output(model, heads, batch)
     with torch.no_grad():
-        full = model(**given)
+        full = model(**batch)
         before = {key: x.clone() for key, x in model.state_dict().items()}
         pruned = headwise.prune_heads(model, heads)
-        got = pruned(**given)
+        got = pruned(**batch)
     assert error(got, want) < CLOSE[dtype]
     assert error(full, want) > 0.01, "these heads do nothing, so the test shows nothing"
-    grouped = which is even and head_count(model, anatomy.sites(model)[0]) == 6 and name in DECODERS
-    assert size(pruned) < size(model) or grouped or name == "codegen"  # one of a group of three: the group is padded
+    grouped = which is even_heads and query_heads(model, attention_sites(model)[0]) == 6 and name in DECODERS
+    # one head of a group of three: the group is padded
+    assert parameter_count(pruned) < parameter_count(model) or grouped or name == "codegen"
     assert all(torch.equal(before[key], x) for key, x in model.state_dict().items()), "the argument was changed"
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "gpt_neox", "falcon-grouped", "phi3", "t5"])
-def test_another_head_would_be_seen(name: str) -> None:
-    """The comparison above can fail: one head too far is far off."""
-    model, given = build(name), inputs(name)
-    site = anatomy.sites(model)[0]
-    want = masked(model, {site.key: [1]}, given)
+def test_removing_another_head_gives_other_outputs(name: str) -> None:
+    """The comparison above can fail: a neighbouring head gives a large difference."""
+    model, batch = build(name), inputs(name)
+    site = attention_sites(model)[0]
+    want = masked_output(model, {site.key: [1]}, batch)
     with torch.no_grad():
-        wrong = [error(headwise.prune_heads(model, {site.key: [h]})(**given), want) for h in (0, 2)]
+        wrong = [error(headwise.prune_heads(model, {site.key: [h]})(**batch), want) for h in (0, 2)]
     assert min(wrong) > 0.01
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *TWO_STACKS])
-def test_generate_with_its_cache(name: str) -> None:
+def test_a_pruned_model_generates_the_tokens_of_the_masked_model(name: str) -> None:
     auto = transformers.AutoModelForSeq2SeqLM if name in TWO_STACKS else transformers.AutoModelForCausalLM
     model = build(name, auto)
-    given = {key: x for key, x in inputs(name).items() if key == "input_ids"}
-    given["attention_mask"] = torch.ones_like(given["input_ids"])
-    heads = uneven(model)
-    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True,
+    batch = {key: x for key, x in inputs(name).items() if key == "input_ids"}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    heads = uneven_heads(model)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "output_logits": True,
            "return_dict_in_generate": True}  # fmt: skip
     with headwise.mask_heads(model, heads):
-        want = model.generate(**given, **how)
-    got = headwise.prune_heads(model, heads).generate(**given, **how)
+        want = model.generate(**batch, **options)
+    got = headwise.prune_heads(model, heads).generate(**batch, **options)
     assert torch.equal(got.sequences, want.sequences)
     assert error(got.logits, want.logits) < EXACT
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bf16(name: str) -> None:
-    aligned = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24}  # experts ask for that in bf16
+def test_pruning_in_bf16(name: str) -> None:
+    aligned = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24}  # experts need that in bf16
     model = build(name, **(aligned if name in ("gpt_oss", "deepseek_v3", "deepseek_v32") else {}))
-    model, given = converted(torch.bfloat16, model, inputs(name))
-    heads = uneven(model)
+    model, batch = converted(torch.bfloat16, model, inputs(name))
+    heads = uneven_heads(model)
     pruned = headwise.prune_heads(model, heads)
     with torch.no_grad():
-        assert error(pruned(**given), masked(model, heads, given)) < 0.05
+        assert error(pruned(**batch), masked_output(model, heads, batch)) < 0.05
     assert {x.dtype for x in pruned.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "falcon-grouped", "gpt_oss"])
-def test_a_whole_group_takes_its_kv_head_and_its_cache_along(name: str) -> None:
-    model, given = build(name, transformers.AutoModelForCausalLM), inputs(name)
+def test_removing_a_whole_group_removes_its_kv_head_and_cache(name: str) -> None:
+    model, batch = build(name, transformers.AutoModelForCausalLM), inputs(name)
     heads = {layer: [0, 1, 2] for layer in range(3)}  # of 6, which share 2 KV heads
     pruned = headwise.prune_heads(model, heads)
     with torch.no_grad():
-        got = pruned(**given, use_cache=True)
-        assert error(got.logits, masked(model, heads, given).logits) < EXACT
-        full = model(**given, use_cache=True)
+        got = pruned(**batch, use_cache=True)
+        assert error(got.logits, masked_output(model, heads, batch).logits) < EXACT
+        full = model(**batch, use_cache=True)
     assert got.past_key_values.layers[0].keys.shape[1] * 2 == full.past_key_values.layers[0].keys.shape[1]
 
 
-def test_groups_left_uneven_are_padded_with_zeros_and_said() -> None:
-    model, given = build("llama"), inputs("llama")
+def test_uneven_groups_are_padded_with_zeroed_heads() -> None:
+    model, batch = build("llama"), inputs("llama")
     pruned = headwise.prune_heads(model, {0: [0, 1], 2: [0, 1, 2, 5]})
     assert pruned.headwise_heads == {0: [2, None, None, 3, 4, 5], 2: [3, 4]}
     with torch.no_grad():
-        assert error(pruned(**given), masked(model, {0: [0, 1], 2: [0, 1, 2, 5]}, given)) < EXACT
+        assert error(pruned(**batch), masked_output(model, {0: [0, 1], 2: [0, 1, 2, 5]}, batch)) < EXACT
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pruned_again_masked_and_watched(name: str) -> None:
-    """A model whose heads x width of a head is not the width of the model, in every family."""
-    model, given = build(name), inputs(name)
-    sites = anatomy.sites(model)
-    site = max(sites, key=lambda site: head_count(model, site))
-    keys = [other.key for other in sites if other.module is site.module]  # ALBERT's serves all layers
+def test_a_pruned_model_can_be_pruned_masked_and_watched(name: str) -> None:
+    """In every family, also where heads x head width is not the model's width."""
+    model, batch = build(name), inputs(name)
+    sites = attention_sites(model)
+    site = max(sites, key=lambda site: query_heads(model, site))
+    keys = [other.key for other in sites if other.module is site.module]  # ALBERT's module serves all layers
     key = site.key if len({site.kind for site in sites}) > 1 else site.index
     once = headwise.prune_heads(model, {layer: [1] for layer in keys})
     before = once.headwise_heads[key]
     twice = headwise.prune_heads(once, {layer: [0] for layer in keys})  # head 0 is still head 0
     assert 0 not in twice.headwise_heads[key] and 1 not in twice.headwise_heads[key]
-    want = masked(model, {layer: [0, 1] for layer in keys}, given)
+    want = masked_output(model, {layer: [0, 1] for layer in keys}, batch)
     with torch.no_grad():
-        assert error(twice(**given), want) < EXACT
-        assert error(masked(once, {layer: [0] for layer in keys}, given), want) < EXACT
+        assert error(twice(**batch), want) < EXACT
+        assert error(masked_output(once, {layer: [0] for layer in keys}, batch), want) < EXACT
         if all(site.registered for site in sites):
             with headwise.watch(once) as seen:
-                once(**given)
+                once(**batch)
             assert seen[site.key].heads.query == len(before)
     assert once.headwise_heads[key] == before
 
 
-def test_every_head_of_a_layer_goes_only_with_permission() -> None:
+def test_removing_every_head_of_a_layer_needs_allow_empty() -> None:
     for name in ("bert", "llama", "t5"):
-        model, given = build(name), inputs(name)
-        first = anatomy.sites(model)[0]
-        heads = {first.key: list(range(head_count(model, first)))}
+        model, batch = build(name), inputs(name)
+        first = attention_sites(model)[0]
+        heads = {first.key: list(range(query_heads(model, first)))}
         with pytest.raises(HeadwiseError, match=r"all \d heads of .* would go; keep one, or say allow_empty=True"):
             headwise.prune_heads(model, heads)
         with torch.no_grad():
-            got = headwise.prune_heads(model, heads, allow_empty=True)(**given)
-        assert error(got, masked(model, heads, given)) < EXACT
+            got = headwise.prune_heads(model, heads, allow_empty=True)(**batch)
+        assert error(got, masked_output(model, heads, batch)) < EXACT
 
 
-def test_zeroed_keeps_every_shape() -> None:
+def test_zero_keeps_every_shape() -> None:
     for name in ("bert", "gpt2", "llama"):
-        model, given = build(name), inputs(name)
-        heads = uneven(model)
+        model, batch = build(name), inputs(name)
+        heads = uneven_heads(model)
         zeroed = headwise.prune_heads(model, heads, zero=True)
         assert {k: x.shape for k, x in zeroed.state_dict().items()} == {
             k: x.shape for k, x in model.state_dict().items()
         }
         with torch.no_grad():
-            assert error(zeroed(**given), masked(model, heads, given)) < EXACT
+            assert error(zeroed(**batch), masked_output(model, heads, batch)) < EXACT
             smaller = headwise.prune_heads(zeroed, heads)
-            assert error(smaller(**given), masked(model, heads, given)) < EXACT
+            assert error(smaller(**batch), masked_output(model, heads, batch)) < EXACT
 
 
 @pytest.mark.parametrize("kind", ["olmo2", "olmo3", "bitnet"])
 def test_norms_over_all_heads_are_refused_but_can_be_zeroed(kind: str) -> None:
-    model, given = build(kind, config=DECODER), inputs("llama")
+    model, batch = build(kind, config=DECODER), inputs("llama")
     with pytest.raises(UnsupportedError, match="over all heads at once, so that removing one is not the same"):
         headwise.prune_heads(model, {0: [1]})
     with torch.no_grad():
         zeroed = headwise.prune_heads(model, {0: [1]}, zero=True)
-        assert error(zeroed(**given), masked(model, {0: [1]}, given)) < EXACT
+        assert error(zeroed(**batch), masked_output(model, {0: [1]}, batch)) < EXACT
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gpt_neox"])
 def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
-    model, given = build(name), inputs(name)
+    model, batch = build(name), inputs(name)
     heads = {0: [1], 2: [0, 3]}
-    found = {site.index: headwise_projections(model, site) for site in anatomy.sites(model)}
+    found = {site.index: headwise_projections(model, site) for site in attention_sites(model)}
     from headwise.models.structure.projections import value_bias
 
     value = {}
     for layer, gone in heads.items():
         bias = value_bias(found[layer])
         value[layer] = bias[[h // (found[layer].query // found[layer].kv) for h in gone]]
-    want = masked(model, heads, given, value=value)
+    want = masked_output(model, heads, batch, value=value)
     with torch.no_grad():
-        got = headwise.prune_heads(model, heads, compensate="bias")(**given)
+        got = headwise.prune_heads(model, heads, compensate="bias")(**batch)
     assert error(got, want) < EXACT
 
 
@@ -214,20 +203,20 @@ def headwise_projections(model: Any, site: Any) -> Any:
     return projections(model, site)
 
 
-def test_the_mean_moves_into_the_output_bias() -> None:
-    model, given = build("llama"), inputs("llama")
-    given["attention_mask"][:] = 1
+def test_the_mean_output_moves_into_the_output_bias() -> None:
+    model, batch = build("llama"), inputs("llama")
+    batch["attention_mask"][:] = 1
     with torch.no_grad(), headwise.watch(model, outputs=0) as seen:
-        model(**given)
+        model(**batch)
     mean = seen[0].outputs.mean((0, 2))[1]
-    pruned = headwise.prune_heads(model, {0: [1]}, compensate="mean", batches=[given])
+    pruned = headwise.prune_heads(model, {0: [1]}, compensate="mean", batches=[batch])
     with torch.no_grad():
-        assert error(pruned(**given), masked(model, {0: [1]}, given, value=mean.reshape(1, -1))) < EXACT
-        plain = headwise.prune_heads(model, {0: [1]})(**given)
-    assert error(plain, pruned(**given)) > 1e-3
+        assert error(pruned(**batch), masked_output(model, {0: [1]}, batch, value=mean.reshape(1, -1))) < EXACT
+        plain = headwise.prune_heads(model, {0: [1]})(**batch)
+    assert error(plain, pruned(**batch)) > 1e-3
 
 
-def test_bad_heads() -> None:
+def test_unknown_layers_and_heads_are_refused() -> None:
     bert, albert, t5 = build("bert"), build("albert"), build("t5")
     for model, heads, words in [
         (bert, {0: [5]}, r"self layer 0: .*5"),
@@ -245,11 +234,19 @@ def test_bad_heads() -> None:
         headwise.prune_heads(bert, {0: [1]})
 
 
-def test_copies_of_a_pruned_model_stand_alone() -> None:
-    model, given = build("phi3"), inputs("phi3")
+def test_copies_of_a_pruned_model_are_independent() -> None:
+    model, batch = build("phi3"), inputs("phi3")
     pruned = headwise.prune_heads(model, {0: [0, 1, 2]})
     again = copy.deepcopy(pruned)
     again.set_attn_implementation("eager")
     with torch.no_grad():
-        assert error(again(**given), pruned(**given)) < CLOSE[torch.float32]  # eager attention's softmax is in float32
+        assert error(again(**batch), pruned(**batch)) < CLOSE[torch.float32]  # eager attention's softmax is in float32
     assert pruned.config._attn_implementation != "eager"
+
+
+def test_a_pruned_model_with_shared_biases_can_be_pickled() -> None:
+    """T5's layers take their heads' part of a bias that layer 0 makes."""
+    model, batch = build("t5"), inputs("t5")
+    pruned = headwise.prune_heads(model, uneven_heads(model))
+    with torch.no_grad():
+        assert error(pickle.loads(pickle.dumps(pruned))(**batch), pruned(**batch)) == 0

@@ -1,4 +1,4 @@
-"""Models whose weights are not simply there, or whose code is not transformers': pruned exactly or refused in words."""
+"""Models with unusual weights or code of their own: pruned exactly or refused with a reason."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import accelerate
 import pytest
 import torch
 import transformers
-from test_surgery import masked
 from torch import Tensor, nn
 from torch.nn import functional
 
 import headwise
 from headwise import UnsupportedError
 from headwise.models.surgery import offloading
-from helpers.prunable_models import CLOSE, build, error, inputs
+from helpers.prunable_models import CLOSE, build, error, inputs, masked_output
 
 HEADS = {0: [1], 2: [0]}
 CAUSAL = transformers.AutoModelForCausalLM
 
 
-# --- weights that are elsewhere ---
+# --- offloaded weights ---
 
 
 def in_host_memory(model: Any, folder: Path) -> Any:
@@ -41,41 +40,41 @@ def in_part_on_disk(model: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("offload", [in_host_memory, on_disk, in_part_on_disk])
-def test_offloaded_models_are_pruned_into_plain_ones(offload: Any, zero: bool, tmp_path: Path) -> None:
-    model, given = build("llama", CAUSAL), inputs("llama")
-    want = masked(model, HEADS, given)
+def test_an_offloaded_model_is_pruned_into_a_plain_one(offload: Any, zero: bool, tmp_path: Path) -> None:
+    model, arguments = build("llama", CAUSAL), inputs("llama")
+    want = masked_output(model, HEADS, arguments)
     with torch.no_grad():
-        full = model(**given).logits
+        full = model(**arguments).logits
         model = offload(model, tmp_path)
         pruned = headwise.prune_heads(model, HEADS, zero=zero)
-        assert error(pruned(**given), want) < CLOSE[torch.float32]
-        assert error(model(**given).logits, full) == 0, "the argument was changed"
+        assert error(pruned(**arguments), want) < CLOSE[torch.float32]
+        assert error(model(**arguments).logits, full) == 0, "the argument was changed"
     assert offloading.is_offloaded(model) and not offloading.is_offloaded(pruned)
     assert {x.device.type for x in (*pruned.parameters(), *pruned.buffers())} == {"cpu"}
     assert "forward" not in vars(pruned.model.layers[0].self_attn.q_proj) and not hasattr(pruned, "hf_device_map")
     assert pruned.to(torch.float64).dtype == torch.float64, "accelerate's own `to` acts on the first model"
 
 
-def test_the_value_bias_of_an_offloaded_model_is_moved(tmp_path: Path) -> None:
-    given = inputs("llama")
+def test_the_value_bias_of_an_offloaded_model_moves_into_the_output_bias(tmp_path: Path) -> None:
+    arguments = inputs("llama")
     want = headwise.prune_heads(build("llama"), HEADS, compensate="bias")
     got = headwise.prune_heads(in_host_memory(build("llama"), tmp_path), HEADS, compensate="bias")
     with torch.no_grad():
-        assert error(got(**given), want(**given)) == 0
+        assert error(got(**arguments), want(**arguments)) == 0
 
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("offload", [in_host_memory, on_disk])
 def test_offloaded_models_are_saved(offload: Any, tie: bool, tmp_path: Path) -> None:
-    model, given = build("llama", CAUSAL, tie_word_embeddings=tie), inputs("llama")
+    model, arguments = build("llama", CAUSAL, tie_word_embeddings=tie), inputs("llama")
     with torch.no_grad():
-        want = model(**given).logits
+        want = model(**arguments).logits
         headwise.save(offload(model, tmp_path), tmp_path / "saved")
-        assert error(headwise.load(tmp_path / "saved")(**given).logits, want) == 0
+        assert error(headwise.load(tmp_path / "saved")(**arguments).logits, want) == 0
     assert offloading.is_offloaded(model)
 
 
-def test_models_without_weights_are_refused(tmp_path: Path) -> None:
+def test_pruning_a_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     model = build("llama")
     model.layers[1].mlp.to("meta")
     words = "3 of .* weights of LlamaModel are not in memory .meta device., such as layers.1.mlp.*; load the model"
@@ -89,7 +88,7 @@ def test_models_without_weights_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- weights that are no matrices of their own ---
+# --- wrapped, quantized and sharded weights ---
 
 
 class Adapted(nn.Module):
@@ -110,7 +109,7 @@ class Adapted(nn.Module):
 
 
 class Packed(Tensor):
-    """As torchao's: a subclass that says it is floating."""
+    """Like torchao's: a subclass that says it is floating-point."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nn.Parameter(self.detach().clone().as_subclass(Packed))
@@ -129,7 +128,7 @@ def quantized(layer: nn.Linear) -> nn.Module:
 def hooked(layer: nn.Linear) -> nn.Module:
     made: nn.Module = nn.utils.weight_norm(layer)
     with torch.no_grad():
-        made(torch.zeros(1, layer.in_features))  # or its weight has a gradient, and PyTorch refuses to copy it
+        made(torch.zeros(1, layer.in_features))  # else its weight has a gradient, and PyTorch refuses to copy it
     return made
 
 
@@ -152,18 +151,18 @@ KINDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # weight_norm and quantize_dynamic are on their way out
+@pytest.mark.filterwarnings("ignore")  # weight_norm and quantize_dynamic are deprecated
 @pytest.mark.parametrize("words", KINDS)
 def test_wrapped_weights_are_refused_with_advice_that_works(words: str, tmp_path: Path) -> None:
-    given, wrap = inputs("llama"), KINDS[words]
+    arguments, wrap = inputs("llama"), KINDS[words]
     model = build("llama")
     for layer in model.layers:
         layer.self_attn.q_proj = wrap(layer.self_attn.q_proj)
     with pytest.raises(UnsupportedError, match=f"cannot be cut out: .* not a plain .*{words}.*; or zero=True zeroes"):
         headwise.prune_heads(model, HEADS)
     with torch.no_grad():
-        want = masked(model, HEADS, given)
-        assert error(headwise.prune_heads(model, HEADS, zero=True)(**given), want) == 0
+        want = masked_output(model, HEADS, arguments)
+        assert error(headwise.prune_heads(model, HEADS, zero=True)(**arguments), want) == 0
     for act in (headwise.save, lambda *args: headwise.save(headwise.prune_heads(model, HEADS, zero=True), args[1])):
         with pytest.raises(UnsupportedError, match=f"LlamaModel cannot be saved: layers.0.self_attn.q_proj .*{words}"):
             act(model, tmp_path / "saved")
@@ -184,7 +183,7 @@ def test_models_that_pytorch_cannot_copy_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrap", [eight_bits, lambda layer: setattr(layer, "__class__", Doubled) or layer])
-def test_linear_layers_that_only_look_plain_are_not_cut(wrap: Any) -> None:
+def test_linear_layers_with_other_code_are_not_cut(wrap: Any) -> None:
     model = build("llama")
     wrap(model.layers[0].self_attn.v_proj)
     with pytest.raises(UnsupportedError, match="cannot be cut out: .* is not a plain linear layer"):
@@ -213,17 +212,17 @@ def test_sharded_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_weights_tied_between_layers_are_cut_for_each_layer_alone(zero: bool, tmp_path: Path) -> None:
-    model, given = build("llama"), inputs("llama")
+    model, arguments = build("llama"), inputs("llama")
     first = model.layers[0].self_attn
     for layer in model.layers[1:]:
         layer.self_attn.o_proj.weight, layer.self_attn.q_proj.weight = first.o_proj.weight, first.q_proj.weight
-    want = masked(model, HEADS, given)
+    want = masked_output(model, HEADS, arguments)
     pruned = headwise.prune_heads(model, HEADS, zero=zero)
     for form in (None, "compact"):
         headwise.save(pruned, tmp_path / "saved", form=form, overwrite=True)
         for made in (pruned, headwise.load(tmp_path / "saved")):
             with torch.no_grad():
-                assert error(made(**given), want) < CLOSE[torch.float32]
+                assert error(made(**arguments), want) < CLOSE[torch.float32]
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -237,12 +236,12 @@ def test_a_linear_layer_that_two_layers_share_is_not_cut_for_one_of_them(zero: b
 
 @pytest.mark.parametrize("zero", [False, True])
 def test_one_attention_module_under_two_names_is_cut_once(zero: bool) -> None:
-    model, given = build("llama"), inputs("llama") | {"use_cache": False}
+    model, arguments = build("llama"), inputs("llama") | {"use_cache": False}
     model.layers[2].self_attn = model.layers[0].self_attn
     heads = {0: [1, 2, 3], 2: [1, 2, 3]}
     with torch.no_grad():
         assert (
-            error(headwise.prune_heads(model, heads, zero=zero)(**given), masked(model, heads, given))
+            error(headwise.prune_heads(model, heads, zero=zero)(**arguments), masked_output(model, heads, arguments))
             < CLOSE[torch.float32]
         )
 
@@ -251,7 +250,7 @@ def test_one_attention_module_under_two_names_is_cut_once(zero: bool) -> None:
 
 
 class FusedAttention(nn.Module):
-    """As timm's: one qkv layer, and a forward that takes the width of the output from its input."""
+    """Like timm's: one qkv layer, and a forward that takes the output's width from its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -274,7 +273,7 @@ class RightAttention(FusedAttention):
 
 
 class WrongAttention(RightAttention):
-    """Runs with any number of heads, but each number gives another scale."""
+    """Runs with any number of heads, but the scale depends on that number."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.num_heads
@@ -317,7 +316,7 @@ class OwnModel(transformers.PreTrainedModel):
     ],
 )
 @pytest.mark.parametrize("compensate", [None, "bias"])
-def test_unknown_code_is_cut_only_where_a_try_shows_that_it_is_exact(
+def test_unknown_code_is_cut_only_where_its_output_is_exact(
     attention: type[nn.Module], words: str | None, compensate: str | None
 ) -> None:
     torch.manual_seed(0)
@@ -333,9 +332,10 @@ def test_unknown_code_is_cut_only_where_a_try_shows_that_it_is_exact(
         assert error(headwise.prune_heads(model, {0: [1]}, compensate=compensate)(ids), want) < CLOSE[torch.float32]
 
 
-def test_a_pruned_model_that_does_not_run_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headwise.models.surgery import removal
+def test_a_pruned_model_that_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise.models.surgery import reshape
 
-    monkeypatch.setattr(removal, "_recount", lambda *args: None)  # as if a family kept its numbers under other names
+    # as if a family kept its numbers of heads under other names
+    monkeypatch.setattr(reshape, "_update_counts", lambda *args: None)
     with pytest.raises(UnsupportedError, match="cannot be cut out: without them its code fails .*; zero=True zeroes"):
         headwise.prune_heads(build("gpt2"), {0: [1]})

@@ -15,6 +15,8 @@ import transformers
 
 import headwise
 from headwise.inspection import run as inspection
+from headwise.models.structure.heads import w_o
+from headwise.models.structure.sites import attention_sites
 from headwise.ui import capture, overlays, pack, page, payload
 from helpers import small_checkpoints
 
@@ -81,7 +83,7 @@ def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
         assert weights == pytest.approx(seen.rows(list(range(tokens))), abs=1e-4)
     # the norm of the sum of all parts is what W_O gave in the model
     got: list[torch.Tensor] = []
-    linear = headwise.models.structure.sites.w_o(model, headwise.models.structure.sites.sites(model)[1])[1]
+    linear = w_o(model, attention_sites(model)[1])[1]
     hook = linear.register_forward_hook(lambda module, args, out: got.append(out))
     with torch.no_grad():
         model(torch.tensor([one.texts[0].ids]))

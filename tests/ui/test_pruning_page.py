@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.prune.plan import Plan
+from headwise.plans import Plan
 from headwise.prune.quality import Quality, Size
 from headwise.prune.report import Latency, PruneOptions, PruneReport
 from headwise.prune.report_html import page

@@ -12,7 +12,7 @@ import pytest
 
 import headwise
 from headwise.cli import main
-from headwise.inspection import run as inspection
+from headwise.models.loading import resolve
 from headwise.ui import capture, page, widget
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
@@ -20,16 +20,11 @@ ANIMAL = "The animal didn't cross the street because it was too tired."
 
 @pytest.fixture(autouse=True)
 def _loaded_once(minilm: tuple[Any, Any], bart: tuple[Any, Any]) -> Iterator[None]:
-    own = inspection._pair
-    known = {None: ("minilm", *minilm), "minilm": ("minilm", *minilm), "bart": ("bart", *bart)}
+    loaded = {"minilm": minilm, "bart": bart}
+    load, load_tokenizer = resolve.load, resolve.tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            inspection,
-            "_pair",
-            lambda model, tokenizer: (
-                known[model] if isinstance(model, str | None) and model in known else own(model, tokenizer)
-            ),
-        )
+        patch.setattr(resolve, "load", lambda name: loaded[name][0] if name in loaded else load(name))
+        patch.setattr(resolve, "tokenizer", lambda name: loaded[name][1] if name in loaded else load_tokenizer(name))
         yield
 
 

@@ -114,7 +114,7 @@ def _show(found: Atlas, before: Atlas | None, head: str | None, best: int, as_js
 def _part(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 1
-    from ..roles.json_documents import whole_number
+    from ..json_documents import whole_number
 
     i, n = (whole_number(side) for side in (text.partition("/")[0], text.partition("/")[2]))
     if i is None or n is None or i >= n:

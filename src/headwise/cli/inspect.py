@@ -92,13 +92,13 @@ def inspect(
 
 
 def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **how: Any) -> None:
-    from ..inspection import run as inspection
+    from ..models.loading.resolve import resolve
     from ..ui.overlays import read
     from ..ui.service import heads_off
     from ..ui.widget import passes, saved
 
     scores = read(files)
-    name, loaded, tokenizer = inspection._pair(model, None)
+    name, loaded, tokenizer = resolve(model)
     without = heads_off(loaded, off, whole=bool(how["target"])) if off else None
     heads = how.pop("heads")
     seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **how)

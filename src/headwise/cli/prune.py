@@ -127,7 +127,7 @@ def _shares(text: str) -> float | dict[str, float]:
 
 def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
     """What is asked for exists, and no option is given that another makes void."""
-    from ..models.surgery.removal import COMPENSATE
+    from ..models.surgery.compensation import COMPENSATE
     from ..prune.registry import find_score
 
     find_score(score)
@@ -152,8 +152,8 @@ def _run(
     curve: bool, overwrite: bool, shared: dict[str, Any],
 ) -> PruneReport:  # fmt: skip
     from ..models.loading.loader import load, tokenizer
+    from ..plans import Plan
     from ..prune.batches import make_batches, read_labels, read_texts
-    from ..prune.plan import Plan
     from ..prune.session import prune_and_measure, save_result
 
     lines = read_texts(texts, field)

@@ -266,8 +266,8 @@ class Inspection:
                     "word": names[place],
                     "place": place,
                     "why": why,
-                    "heads": [self._link_json(link) for link in self.ranking(place)],
-                    "links": [self._link_json(link) for link in self.links(place)[:LISTED]],
+                    "heads": [self.link_json(link) for link in self.ranking(place)],
+                    "links": [self.link_json(link) for link in self.links(place)[:LISTED]],
                 }
                 for place, why in self.followed()
             ],
@@ -290,7 +290,7 @@ class Inspection:
             found["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
         return found
 
-    def _link_json(self, link: Link) -> dict[str, Any]:
+    def link_json(self, link: Link) -> dict[str, Any]:
         names = self.words.names
         return {"head": link.name, "from": names[link.source], "to": names[link.target], "weight": link.weight}
 

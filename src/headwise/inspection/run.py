@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +13,8 @@ from torch import nn
 
 from ..attention.stats import HeadStats
 from ..errors import HeadwiseError, UnsupportedError
-from ..models.loading.loader import load
-from ..models.loading.loader import tokenizer as load_tokenizer
-from ..models.loading.locate import DEFAULT
+from ..models.loading.resolve import resolve
+from ..models.structure.text_model import text_model
 from ..models.watching.watcher import watch
 from .comparison import Comparison
 from .result import STATISTICS, Inspection
@@ -45,8 +43,8 @@ def inspect(
     """
     follow = (token,) if isinstance(token, str) else tuple(token)
     texts = [_clean(one) for one in ((text,) if against is None else (text, against))]  # before anything is loaded
-    name, model, tokenizer = _pair(model, tokenizer)
-    body, notes = _text_model(name, model)
+    name, model, tokenizer = resolve(model, tokenizer)
+    body, notes = text_model(model, purpose="inspect needs", name=name)
 
     def look(at: str) -> Inspection:
         encoded, cut = encode(at, name, body, tokenizer, truncate)
@@ -60,32 +58,10 @@ def inspect(
     return Comparison(first, *second) if second else first
 
 
-def _pair(model: Any, tokenizer: Any) -> tuple[str, Any, Any]:
-    """A model's name, the model and its tokenizer."""
-    if model is None or isinstance(model, (str, os.PathLike)):
-        place = DEFAULT if model is None else model
-        tokenizer = tokenizer or load_tokenizer(place)  # first, for it tells a wrong name soonest
-        return os.fspath(place), load(place), tokenizer
-    if tokenizer is None:
-        raise HeadwiseError("a model that is already loaded needs its tokenizer: inspect(text, model, tokenizer=...)")
-    return type(model).__name__, model, tokenizer
-
-
 def _clean(text: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise HeadwiseError("the text is empty; give a sentence")
     return text.encode("utf-8", "replace").decode()  # a shell may pass bytes that are no text
-
-
-def _text_model(name: str, model: Any) -> tuple[Any, tuple[str, ...]]:
-    """The part of a model that reads text by itself."""
-    notes: tuple[str, ...] = ()
-    if getattr(model.config, "is_encoder_decoder", False):
-        model, notes = model.get_encoder(), ("the encoder of an encoder-decoder model",)
-    wanted = getattr(model, "main_input_name", "input_ids")
-    if wanted != "input_ids":
-        raise UnsupportedError(f"{name} ({type(model).__name__}) takes {wanted}, not text; inspect needs a text model")
-    return model, notes
 
 
 def encode(

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import UnsupportedError
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     """A copy of a model. What `module.forward = torch.compile(module.forward)` made is not compiled in it.
 
     copy.deepcopy does not copy functions: one in the place of a forward would go on computing with the first model.

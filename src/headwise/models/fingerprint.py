@@ -1,7 +1,7 @@
-"""Fingerprints of content: whether two models, tokenizers or batches are the same, whatever they are called.
+"""Hashes of content: whether two models, tokenizers or batches are the same, whatever they are called.
 
-Results that are continued later (checkpoints, parts of an atlas) are keyed by them: a name or a path can lead to other
-weights tomorrow.
+Results that are continued later (checkpoints, parts of an atlas) are keyed by them, since the weights behind a name or
+a path can change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from ..errors import UnsupportedError
 
 CHUNK = 1 << 24  # elements that are moved to the CPU and hashed at once
-# in a config: where it was read and with what, which is no content; class and dtypes are hashed with the model itself
-INCIDENTAL = (
+# config keys that say where a config comes from; class and dtypes are hashed with the model itself
+NOT_CONTENT = (
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype",
 )  # fmt: skip
-# in tokenizer.json: every call sets them anew
+# keys of tokenizer.json that every call sets
 PER_CALL = ("truncation", "padding")
 
 
@@ -29,34 +29,34 @@ def fingerprint(model: Any) -> str:
     """A hash of a model's content, 32 hexadecimal digits: its class, its config and the bytes of every saved tensor.
 
     The same weights give the same digits on every device and in every process; one changed bit gives others. One tensor
-    is held on the CPU at a time, also of an offloaded model. Of a sharded model each rank hashes its own shards.
+    at a time is copied to the CPU, also of an offloaded model. Of a sharded model each rank hashes its own shards.
     """
     digest = hashlib.sha256()
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else None
     digest.update(json.dumps([type(model).__name__, _content(settings)], sort_keys=True, default=str).encode())
-    known: dict[int, str] = {}  # a tied tensor is hashed once
+    hashes: dict[int, str] = {}  # by id: a tied tensor is hashed once
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):  # modules may save anything, such as packed quantized weights
-            found = repr(value)
+            content = repr(value)
         elif value.is_meta:
-            found = tensor_fingerprint(_offloaded(model, name))
+            content = tensor_fingerprint(_offloaded_tensor(model, name))
         else:
-            found = known.get(id(value)) or known.setdefault(id(value), tensor_fingerprint(value))
-        digest.update(f"\n{name} {found}".encode())
+            content = hashes.get(id(value)) or hashes.setdefault(id(value), tensor_fingerprint(value))
+        digest.update(f"\n{name} {content}".encode())
     return digest.hexdigest()[:32]
 
 
 def tensor_fingerprint(x: Tensor) -> str:
     """A hash of a tensor's dtype, shape and values, wherever it is and however it is laid out."""
     digest = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
-    for part in _plain(x.detach()):
+    for part in _plain_tensors(x.detach()):
         if part.dim() == 0:
             part = part[None]
         step = max(1, CHUNK * len(part) // max(part.numel(), 1))
         for first in range(0, len(part), step):
             piece = part[first : first + step].flatten()
-            # a copy: "contiguous" leaves any stride on a single element, which has no view as bytes
+            # a copy: `contiguous` keeps any stride of a single element, which then has no view as bytes
             digest.update(torch.empty(len(piece), dtype=piece.dtype).copy_(piece).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
@@ -75,7 +75,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def batches_fingerprint(batches: Any) -> str:
-    """A hash of a list of batches: tensors, mappings or sequences of them, numbers and texts."""
+    """A hash of a list of batches: tensors, mappings or sequences of tensors, numbers and strings."""
     digest = hashlib.sha256()
     for part in _values(batches):
         digest.update(f"{part}\n".encode("utf-8", "surrogatepass"))
@@ -83,6 +83,7 @@ def batches_fingerprint(batches: Any) -> str:
 
 
 def _values(value: Any) -> Iterator[str]:
+    """A value's structure and leaves as strings."""
     if isinstance(value, Tensor):
         yield tensor_fingerprint(value)
     elif isinstance(value, Mapping):
@@ -92,24 +93,24 @@ def _values(value: Any) -> Iterator[str]:
             yield from _values(value[key])
     elif isinstance(value, (list, tuple)):
         yield f"[{len(value)}"
-        for one in value:
-            yield from _values(one)
+        for item in value:
+            yield from _values(item)
     else:
         yield f"{type(value).__name__} {value!r}"
 
 
 def _content(settings: Any) -> Any:
-    """A config without what says only where it came from, in its sub-configs too."""
+    """A config and its sub-configs without the keys that say where it comes from."""
     if isinstance(settings, dict):
-        return {str(key): _content(x) for key, x in settings.items() if key not in INCIDENTAL}
+        return {str(key): _content(x) for key, x in settings.items() if key not in NOT_CONTENT}
     return [_content(x) for x in settings] if isinstance(settings, (list, tuple)) else settings
 
 
-def _plain(x: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold the values of one: itself, or the parts of a wrapping or quantized tensor."""
+def _plain_tensors(x: Tensor) -> Iterator[Tensor]:
+    """The plain tensors with the values of a tensor: itself, or the parts of a wrapping or quantized tensor."""
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
-            yield from _plain(getattr(x, name))
+            yield from _plain_tensors(getattr(x, name))
     elif x.is_meta:
         raise UnsupportedError("a tensor on the meta device has no values; load the weights first")
     elif x.is_quantized:
@@ -120,15 +121,15 @@ def _plain(x: Tensor) -> Iterator[Tensor]:
         yield x.resolve_conj().resolve_neg() if x.is_complex() or x.is_neg() else x
 
 
-def _offloaded(model: Any, name: str) -> Tensor:
-    """A tensor that accelerate keeps elsewhere, by its name in the state dict."""
+def _offloaded_tensor(model: Any, name: str) -> Tensor:
+    """A tensor that accelerate has offloaded, by its name in the state dict."""
     path, _, leaf = name.rpartition(".")
     hook = getattr(model.get_submodule(path), "_hf_hook", None)
     weights = getattr(hook, "weights_map", None)
     try:
-        found = weights[leaf]  # type: ignore[index]
+        tensor = weights[leaf]  # type: ignore[index]
     except (TypeError, KeyError):
         raise UnsupportedError(
             f"{name!r} is on the meta device, so {type(model).__name__} has no weights to compare; load them first"
         ) from None
-    return found if isinstance(found, Tensor) else torch.as_tensor(found)
+    return tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)

@@ -1,8 +1,8 @@
-"""Hooks on a model for as long as a `with` lasts, and all that must hold meanwhile.
+"""Hooks on a model for as long as a `with` lasts, set and removed as a whole, also after an exception.
 
 Compiled code does not call hooks that were set after it was compiled, so inside the `with` everything that
 torch.compile made runs uncompiled. Hooks belong to a model and not to a thread, so two threads may not have hooks on
-one model at once. What is put in place is taken back as a whole, also where an exception comes in between.
+one model at the same time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from ..errors import HeadwiseError, UnsupportedError
 
 Context = TypeVar("Context")
-# where a module keeps its hooks; those that hold the functions come last: by them the rest is found again
-DICTS = (
+# where a module keeps its hooks; the functions are in the last two, from which the others are removed by number
+HOOK_TABLES = (
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_hooks",
 )  # fmt: skip
 
+# the public function behind each word for what hooks do
+FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance"}
+
 
 class Hook:
-    """A function of one module's calls. Copies of the module carry one that does nothing."""
+    """A function that one module's calls call. In a copy of the module it does nothing."""
 
     def __init__(self, hooks: Hooks, module: nn.Module, function: Callable[..., Any]) -> None:
         self.hooks, self.module, self.function = hooks, module, function
@@ -48,7 +51,7 @@ def _idle_hook() -> Callable[..., None]:
 
 
 def idle(*args: Any, **kwargs: Any) -> None:
-    """The hook of a copy: it was made of a model that had hooks, and has none itself."""
+    """The hook in a copy of a module that had hooks."""
 
 
 class Hooks:
@@ -57,24 +60,25 @@ class Hooks:
     def __init__(
         self, model: nn.Module, modules: Iterable[nn.Module], doing: str, undo: Callable[[], None] | None = None
     ) -> None:
-        self.model, self.doing = model, doing  # "watch" or "mask"
-        self.claimed = {id(module) for module in modules}  # the attention modules: those of parts and wholes meet
-        self.undo = undo  # what else there is to take back
+        """modules: the attention modules that are hooked; undo: what else to do when the hooks are removed."""
+        self.model, self.doing = model, doing  # doing: "watch", "mask" or "score"
+        self.claimed = set(modules)  # by these, hooks on a model and on a part of it meet
+        self.undo = undo
         self.on = False
-        self._touched: list[nn.Module] = []  # whatever had a hook of ours, whether it still has or not
+        self._touched: list[nn.Module] = []  # modules that were ever given a hook
 
     def before(self, module: nn.Module, function: Callable[..., Any], kwargs: bool = False) -> None:
-        """function(module, args) before a module's calls; with kwargs (module, args, kwargs)."""
+        """Call function(module, args) before a module's calls; with kwargs: function(module, args, kwargs)."""
         self._touched.append(module)
         module.register_forward_pre_hook(Hook(self, module, function), with_kwargs=kwargs)
 
     def after(self, module: nn.Module, function: Callable[..., Any], always: bool = False) -> None:
-        """function(module, args, output) after a module's calls; always: after those that raise, too."""
+        """Call function(module, args, output) after a module's calls; always: also after calls that raise."""
         self._touched.append(module)
         module.register_forward_hook(Hook(self, module, function), always_call=always)
 
     def set(self, context: Context, *steps: Callable[[], None]) -> Context:
-        """Put the hooks of a context in place by these steps, or none of them."""
+        """Set the hooks of a context by these steps, all or none; returns the context."""
         try:
             self.on = True
             _claim(self)
@@ -87,26 +91,26 @@ class Hooks:
             raise
 
     def remove(self) -> None:
-        """Take everything back, also where an interrupt comes in between."""
+        """Remove all hooks, also where an interrupt comes in between."""
         try:
-            self._take_back()
+            self._undo_all()
         except BaseException:
-            self._take_back()
+            self._undo_all()
             raise
 
-    def _take_back(self) -> None:
+    def _undo_all(self) -> None:
         error = None
         for step in (self.undo or (lambda: None), self._unhook, lambda: _run_compiled(self), lambda: _release(self)):
             try:
                 step()
-            except BaseException as problem:  # the other steps must run whatever it is
+            except BaseException as problem:  # the other steps must run in any case
                 error = error or problem
         self.on = False
         if error is not None:
             raise error
 
     def _unhook(self) -> None:
-        # Found in the modules' own tables: an interrupt may have come before a handle was kept.
+        # searched in the modules' own tables: an interrupt may have come before a handle was stored
         for module in self._touched:
             numbers = [
                 number
@@ -115,8 +119,13 @@ class Hooks:
                 if isinstance(hook, Hook) and hook.hooks is self
             ]
             for number in numbers:
-                for name in DICTS:
+                for name in HOOK_TABLES:
                     getattr(module, name).pop(number, None)
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether a module of a model has a hook of ours."""
+    return any(isinstance(hook, Hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
 # threads
@@ -139,9 +148,6 @@ def _claim(hooks: Hooks) -> None:
         _claims[id(hooks)] = hooks, here
 
 
-FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance"}
-
-
 def _release(hooks: Hooks) -> None:
     with _lock:
         _claims.pop(id(hooks), None)
@@ -149,13 +155,13 @@ def _release(hooks: Hooks) -> None:
 
 # compiled code
 
-_holders: dict[int, Hooks] = {}  # those for whom compiled code stands still
-_stance: list[Any] = []  # what puts torch.compile's stance back
+_uncompiled_for: dict[int, Hooks] = {}  # by id: the hooks for which compiled code runs uncompiled
+_stance: list[Any] = []  # the context manager that restores torch.compile's stance
 
 
 def _run_uncompiled(hooks: Hooks) -> None:
     with _lock:
-        _holders[id(hooks)] = hooks
+        _uncompiled_for[id(hooks)] = hooks
         if not _stance:
             try:
                 _stance.append(torch.compiler.set_stance("force_eager"))
@@ -168,15 +174,15 @@ def _run_uncompiled(hooks: Hooks) -> None:
 
 def _run_compiled(hooks: Hooks) -> None:
     with _lock:
-        _holders.pop(id(hooks), None)
-        if not _holders and _stance:
+        _uncompiled_for.pop(id(hooks), None)
+        if not _uncompiled_for and _stance:
             _stance[0].__exit__(None, None, None)
             _stance.clear()
 
 
 @contextmanager
 def compiled_as_before() -> Iterator[None]:
-    """Inside, what torch.compile made runs compiled again: for functions that no hook is in, such as flex attention."""
+    """Inside, compiled code runs compiled again: for functions without hooks in them, such as flex attention."""
     with _lock:
         stance = _stance[0] if _stance else None
         if stance is not None:
@@ -189,12 +195,12 @@ def compiled_as_before() -> Iterator[None]:
                 stance.__enter__()
 
 
-# what has no values
+# tensors without values
 
 
 def check_values(x: Tensor, module: nn.Module, doing: str) -> None:
-    """Refuse to take numbers from a call that has none, or whose numbers do not outlive it."""
-    why = _no_values(x)
+    """Refuse a call whose tensors have no values, or values that do not outlive the call."""
+    why = _why_no_values(x)
     if why is not None:
         raise UnsupportedError(
             f"cannot {doing} {type(module).__name__} {why}; {doing} it while it runs on values, and trace, export or "
@@ -202,7 +208,7 @@ def check_values(x: Tensor, module: nn.Module, doing: str) -> None:
         )
 
 
-def _no_values(x: Tensor) -> str | None:
+def _why_no_values(x: Tensor) -> str | None:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -12,17 +12,24 @@ from torch import Tensor, nn
 from ..attention.functional import attend
 from ..attention.visibility import recorded
 from ..errors import UnsupportedError
-from .watching.call_reader import Given, read
-from .watching.lazy_masks import LazyMask, Recipe
+from .structure.discovery import ModuleClass
+from .watching.call_reader import ModelCall, read
+from .watching.lazy_masks import LazyMask, MaskRecipe
 
 NAME = "headwise"
-UNUSUAL = ("softcap", "s_aux", "position_bias", "cache", "output_attentions")  # what makes a step more than attention
-# Models that hide keys only under these names would look everywhere under a new one.
-BY_NAME = ('_attn_implementation in ("eager", "sdpa")', '_attn_implementation == "sdpa"')
+# options with which a decoding step is more than plain attention
+SPECIAL_OPTIONS = ("softcap", "s_aux", "position_bias", "cache", "output_attentions")
+# in a module's source: it hides keys only under these names, and would attend to all keys under a new one
+IMPLEMENTATION_CHECKS = ('_attn_implementation in ("eager", "sdpa")', '_attn_implementation == "sdpa"')
 
 
 def register() -> None:
-    """Make `attn_implementation="headwise"` known to transformers. Harmless to call again."""
+    """Make `attn_implementation="headwise"` known to transformers. Calling it again does nothing.
+
+    Example:
+        >>> headwise.register()
+        >>> model = AutoModel.from_pretrained(path, attn_implementation="headwise")
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention)
@@ -36,55 +43,69 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: (B, H, Tq, D) in, (B, Tq, H, Dv) out, and the weights if output_attentions asks."""
-    kind: Any = type(module)
-    if depends_on_name(kind):
+    """The attention function that transformers calls.
+
+    Args:
+        module: the attention module.
+        query: (B, H, Tq, D).
+        key: (B, Hkv, Tk, D).
+        value: (B, Hkv, Tk, Dv).
+        attention_mask: bool, True where a query may attend, or floats that are added to the scores.
+        dropout: probability.
+        options: scaling, softcap, s_aux, position_bias, is_causal, output_attentions.
+
+    Returns:
+        The output (B, Tq, H, Dv), and the weights (B, H, Tq, Tk) with output_attentions=True, else None.
+    """
+    cls: ModuleClass = type(module)
+    if depends_on_name(cls):
         raise UnsupportedError(
-            f'{kind.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
+            f'{cls.__name__} hides keys only under attn_implementation="eager" or "sdpa"; use one of them'
         )
-    if query.shape[2] == 1 and _plain(attention_mask, key, more):
-        out = attend(query, key, value, mask=attention_mask, scale=more.get("scaling"), dropout=dropout)
+    if query.shape[2] == 1 and _is_plain_step(attention_mask, key, options):
+        out = attend(query, key, value, mask=attention_mask, scale=options.get("scaling"), dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
     reading = read(
-        Given(module, query, key, value, attention_mask, more, NAME),
+        ModelCall(module, query, key, value, attention_mask, options, NAME),
         attention_mask.recipe if isinstance(attention_mask, LazyMask) else None,
         None,
         cross=False,
     )
     out = reading.attend(dropout).transpose(1, 2).contiguous()
-    return out, reading.weights(None, None) if more.get("output_attentions") else None
+    return out, reading.weights(None, None) if options.get("output_attentions") else None
 
 
-def mask(**given: Any) -> Tensor | None:
-    """transformers' mask without its T x T, where nothing else than a band and padding hides keys."""
+def mask(**arguments: Any) -> Tensor | None:
+    """The mask function that transformers calls: a mask without storage where only a band and padding hide keys."""
     from transformers.masking_utils import sdpa_mask
 
-    if given["q_length"] == 1 or torch.compiler.is_compiling() or recorded():  # what is read here would be written down
-        return sdpa_mask(**given)
-    recipe = Recipe.of(sdpa_mask, given)
+    # while a graph is recorded, values that are read here would become constants
+    if arguments["q_length"] == 1 or torch.compiler.is_compiling() or recorded():
+        return sdpa_mask(**arguments)
+    recipe = MaskRecipe.of(sdpa_mask, arguments)
     if recipe.band() is None:
-        return sdpa_mask(**given)
+        return sdpa_mask(**arguments)
     if recipe.band() == (None, 0) and recipe.needs_no_mask(sdpa=True):
         return None
-    # not None where nothing is hidden: to modules that do not say is_causal=False, that would mean causal
+    # not None where nothing is hidden: modules that do not say is_causal=False take None for causal
     return LazyMask(recipe, torch.bool)
 
 
-def _plain(mask: Any, key: Tensor, more: dict[str, Any]) -> bool:
-    """Whether a decoding step is what it looks like: on a few keys, finding out more would last as long as the step."""
-    for name in UNUSUAL:
-        if more.get(name) is not None and more[name] is not False:
+def _is_plain_step(mask: Any, key: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a decoding step is plain attention; a full reading would take as long as a step on a few keys."""
+    for name in SPECIAL_OPTIONS:
+        if options.get(name) is not None and options[name] is not False:
             return False
     return mask is None or (type(mask) is Tensor and mask.dim() == 4 and mask.shape[-1] == key.shape[2])
 
 
 @functools.lru_cache(maxsize=4096)
-def depends_on_name(kind: Any) -> bool:
-    """Whether a module's own code asks which implementation it runs under."""
+def depends_on_name(cls: ModuleClass) -> bool:
+    """Whether a module's own code checks which implementation it runs under."""
     try:
-        source = inspect.getsource(kind)
+        source = inspect.getsource(cls)
     except (OSError, TypeError):
         return False
-    return any(mark in source for mark in BY_NAME)
+    return any(check in source for check in IMPLEMENTATION_CHECKS)

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..models.structure.projections import output_width, projections
-from ..models.structure.sites import Site, sites
-from ..models.surgery.removal import head_count
+from ..models.structure.heads import query_heads
+from ..models.structure.linear_layers import output_width
+from ..models.structure.projections import projections
+from ..models.structure.sites import Site, attention_sites
 
 UNITS = ("head", "kv", "layer")  # what is scored and removed as one: a query head, a KV group, a whole layer
 
@@ -42,7 +43,7 @@ class AttentionLayer:
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """Every attention layer of a model, in its order."""
     caching = _caching_modules(model)
-    return [_attention_layer(model, site, id(site.module) in caching) for site in sites(model)]
+    return [_attention_layer(model, site, id(site.module) in caching) for site in attention_sites(model)]
 
 
 def _caching_modules(model: Any) -> set[int]:
@@ -65,7 +66,7 @@ def _attention_layer(model: nn.Module, site: Site, caching: bool) -> AttentionLa
     try:
         layer = projections(model, site)
     except UnsupportedError:  # its heads can be scored and zeroed all the same
-        count = head_count(model, site)
+        count = query_heads(model, site)
         return AttentionLayer(site.kind, site.index, count, count, site.name)
     head_parameters = kv_parameters = cache = 0
     for part in layer.parts:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import HeadwiseError
-from ..models.copying import copied
+from ..models.copying import copy_model
 from ..models.intervene.masking import mask_heads
 from .importance import importance
 from .objective import batch_size
@@ -65,7 +65,7 @@ def curve(
     """
     if seeds < 1:
         raise HeadwiseError(f"seeds must be at least 1, got {seeds}")
-    full = copied(model)  # the masks are on the model itself
+    full = copy_model(model)  # the masks are on the model itself
     values: dict[str, np.ndarray] = {}
     total, done = len(scores) * seeds * len(shares), 0
     for score in scores:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError
-from ..models.intervene.head_outputs import run, tapped
+from ..models.intervene.head_outputs import head_outputs, run
 from ..models.structure.sites import Site
 from .objective import batch_size
 from .scoring import ScoringRun, refuse_quantized
@@ -38,7 +38,7 @@ def _batch_gradients(scoring: ScoringRun, step: int, batch: Any, per_token: bool
     gates: dict[int, Tensor] = {}
     token_sums: dict[int, Tensor] = {}
 
-    def tap(site: Site, heads: Tensor) -> Tensor:  # (..., H, head_dim)
+    def tap(site: Site, heads: Tensor, real: Tensor | None) -> Tensor:  # heads (..., H, head_dim)
         row = scoring.row(site)
         gate = gates[row] = torch.ones(size, heads.shape[-2], device=heads.device, requires_grad=True)
         spread = gate.repeat_interleave(heads.shape[0] // size, 0).to(heads.dtype)
@@ -47,7 +47,7 @@ def _batch_gradients(scoring: ScoringRun, step: int, batch: Any, per_token: bool
             out.register_hook(lambda grad: token_sums.__setitem__(row, _sum_tokens(out.detach() * grad, size)))
         return out
 
-    with torch.enable_grad(), tapped(scoring.model, tap):
+    with torch.enable_grad(), head_outputs(scoring.model, tap):
         output = run(scoring.model, batch)
         loss = scoring.objective.gradient(output, batch, scoring.batch_random(step))
     if not loss.requires_grad:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import HeadwiseError
 from ..models.intervene.masking import mask_heads
-from ..models.structure.sites import sites as attention_sites
+from ..models.structure.sites import attention_sites
 from .attention_layers import UNITS, AttentionLayer, attention_layers
 from .head_scores import HeadScores
 from .objective import Loss, Objective, batch_size, choose_objective

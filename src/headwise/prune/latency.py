@@ -13,12 +13,14 @@ from torch import nn
 
 from ..errors import HeadwiseError
 from ..models.intervene.head_outputs import run
-from ..models.structure.sites import sites, w_o
+from ..models.structure.heads import w_o
+from ..models.structure.sites import attention_sites
 from ..models.surgery.removal import prune_heads
 from ..timing import synchronize
 
 if TYPE_CHECKING:
-    from .plan import Plan, PlanOptions
+    from ..plans import Plan
+    from .plan import PlanOptions
 
 BISECTIONS = 6  # of the share of heads
 
@@ -75,7 +77,7 @@ def attention_time(model: Any, batch: Any, rounds: int = 7) -> float:
 
 def _attention_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Every attention module, and W_O where it lies outside of it, as in BERT."""
-    for site in sites(model):
+    for site in attention_sites(model):
         yield site.module
         _, out = w_o(model, site)
         if not any(child is out for child in site.module.modules()):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import HeadwiseError
-from ..models.surgery.dummy_inputs import outputs
+from ..models.surgery.dummy_inputs import output_tensors
 
 IGNORED = -100
 Loss = Callable[[Any, Any], Tensor]  # (model's output, batch) -> one loss per example (B,), or their mean
@@ -212,7 +212,7 @@ def embedding(out: Any, batch: Any) -> Tensor:
     """(B, width): the mean of the last layer over the real tokens of each example."""
     hidden = getattr(out, "last_hidden_state", None)
     if hidden is None:
-        hidden = next(outputs(out))
+        hidden = next(output_tensors(out))
     if hidden.dim() < 3:
         return hidden.float().flatten(1)
     hidden = hidden.float().flatten(1, -2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import remove_leftovers
-from ..roles.json_documents import parse_json
+from ..json_documents import parse_json
 from .recovery_checkpoint import run_id
 
 REPORT = "pruning.json"  # the report in a finished directory

@@ -1,29 +1,21 @@
-"""Plan: which heads go, as data that prints, compares, saves and can be edited by hand; and how to make one."""
+"""plan: from importance scores to a Plan, the heads to remove so that a share of a budget is kept."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from ..errors import CheckpointError, HeadwiseError
-from ..files import written
-from ..roles.json_documents import anything, brief, count, items, mapping, parse_json, string
+from ..errors import HeadwiseError
+from ..json_documents import brief
+from ..plans import BUDGETS, Plan, by_layer_key, is_share
 from .attention_layers import UNITS, AttentionLayer, attention_layers
 from .head_scores import HeadScores
 from .importance import importance
 from .objective import Loss
 
-BUDGETS = ("heads", "parameters", "cache", "latency")
-VERSION = 1
-MOST = 1 << 16  # layers of a model or heads of a layer in a plan's file; a larger number is a mistake
 SCOPES = ("model", "layer")  # where heads compete: over the whole model, or within each layer
 Removed = dict[tuple[str, int], set[int]]  # heads to remove, by (kind, layer)
 
@@ -35,151 +27,6 @@ class PlanOptions(TypedDict, total=False):
     per: str
     unit: str
     allow_empty: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The heads to remove from a model, {layer: [heads]} or {(kind, layer): [heads]}, and where that comes from."""
-
-    heads: dict[Any, list[int]]
-    layers: tuple[tuple[str, int, int, int], ...]  # kind, layer, query heads, KV heads: the model it is for
-    score: str = "by hand"
-    budget: str = "heads"
-    keep: float | dict[str, float] | None = None
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def removed(self) -> int:
-        return sum(map(len, self.heads.values()))
-
-    @property
-    def total(self) -> int:
-        return sum(query for _, _, query, _ in self.layers)
-
-    def check(self, model: Any) -> None:
-        """The plan is for a model of these layers and heads."""
-        found = tuple((layer.kind, layer.index, layer.query, layer.kv) for layer in attention_layers(model))
-        if found != self.layers:
-            raise HeadwiseError(
-                f"this plan is for another model: {_counted(self.layers)}, but {type(model).__name__} has "
-                f"{_counted(found)}"
-            )
-
-    def diff(self, other: Plan) -> str:
-        """Which heads only one of two plans removes, in words."""
-        lines = []
-        for key in dict.fromkeys([*self.heads, *other.heads]):
-            mine, theirs = set(self.heads.get(key, ())), set(other.heads.get(key, ()))
-            for sign, only in (("-", mine - theirs), ("+", theirs - mine)):
-                if only:
-                    lines.append(f"{sign} {_name(key)}: {', '.join(map(str, sorted(only)))}")
-        return "\n".join(lines) or "the same heads"
-
-    def to_json(self) -> dict[str, Any]:
-        removed = {self._key(key): list(numbers) for key, numbers in self.heads.items()}
-        return {
-            "headwise_plan": VERSION, "score": self.score, "budget": self.budget, "keep": self.keep,
-            "notes": list(self.notes),
-            "layers": [
-                {"kind": kind, "layer": index, "heads": query, "kv_heads": kv, "remove": removed.get((kind, index), [])}
-                for kind, index, query, kv in self.layers
-            ],
-        }  # fmt: skip
-
-    def _key(self, key: Any) -> tuple[str, int]:
-        return key if isinstance(key, tuple) else (self.layers[0][0], key)
-
-    @classmethod
-    def from_json(cls, given: Any) -> Plan:
-        """What `to_json` gave, perhaps edited by hand since; anything else is one line."""
-        if not isinstance(given, Mapping) or "headwise_plan" not in given:
-            raise CheckpointError("this is not a plan that headwise wrote: it has no 'headwise_plan'")
-        if given["headwise_plan"] != VERSION:
-            raise CheckpointError(f"this plan is of version {brief(given['headwise_plan'])}; {VERSION} is known")
-        try:
-            rows = items(given.get("layers"), "layers", _row)
-            if not rows:
-                raise ValueError("layers is empty")
-            layers = tuple(layer for layer, _ in rows)
-            gone = {layer[:2]: removed for layer, removed in rows}
-            if len(gone) < len(layers):
-                kind, index = Counter(layer[:2] for layer in layers).most_common(1)[0][0]
-                raise ValueError(f"{kind[:40]} layer {index} is there twice")
-            return cls(_keyed(gone, layers), layers, *_origin(given))
-        except ValueError as error:
-            raise CheckpointError(f"this is not a plan that headwise wrote: {error}") from None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """As JSON, one line a layer; written aside and moved into place."""
-        given = self.to_json()
-        rows = ",\n".join("    " + json.dumps(row) for row in given.pop("layers"))
-        head = json.dumps(given, indent=2).removesuffix("\n}")
-        with written(path, CheckpointError) as made:
-            made.write_text(f'{head},\n  "layers": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        if not os.path.isfile(path):
-            raise CheckpointError(f"there is no plan at {str(path)!r}")
-        try:
-            given = parse_json(Path(os.fspath(path)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{str(path)!r} is not a plan that headwise wrote: {error}") from None
-        return cls.from_json(given)
-
-    def __str__(self) -> str:
-        lines = [f"remove {self.removed} of {self.total} heads ({self.score}, budget: {self.budget})"]
-        gone = {self._key(key): set(numbers) for key, numbers in self.heads.items()}
-        many = len({kind for kind, *_ in self.layers}) > 1
-        for kind, index, query, kv in self.layers:
-            size, removed = query // kv, gone.get((kind, index), set())
-            marks = ["·" if head in removed else "█" for head in range(query)]
-            groups = ["".join(marks[i : i + size]) for i in range(0, query, size)]
-            drawn = (" " if size > 1 else "").join(groups)
-            lines.append(f"{f'{kind} {index}' if many else index:>12}  {drawn}  {query - len(removed)} of {query}")
-        return "\n".join([*lines, *self.notes])
-
-
-def _row(row: Any, what: str) -> tuple[tuple[str, int, int, int], set[int]]:
-    """(kind, layer, query heads, KV heads) and the heads that go, from one row of a plan's file."""
-    row = mapping(row, what, anything)
-    kind = string(row.get("kind"), f"{what}.kind")
-    index, query, kv = (_number(row.get(name), f"{what}.{name}") for name in ("layer", "heads", "kv_heads"))
-    if not query or not kv or query % kv:
-        raise ValueError(f"{what} has {query} heads and {kv} KV heads; kv_heads must divide heads")
-    heads = items(row.get("remove"), f"{what}.remove", _number)
-    where = f"{kind[:40]} layer {index}"
-    wrong = [head for head in heads if head >= query]
-    if wrong:
-        raise ValueError(f"{where} has no head {wrong[0]}; its heads are 0 to {query - 1}")
-    if len(set(heads)) < len(heads):
-        raise ValueError(f"{where} loses head {next(head for head in heads if heads.count(head) > 1)} twice")
-    return (kind, index, query, kv), set(heads)
-
-
-def _number(value: Any, what: str) -> int:
-    number = count(value, what)
-    if number > MOST:
-        raise ValueError(f"{what} is {number}, which is more than {MOST}")
-    return number
-
-
-def _origin(given: Mapping[str, Any]) -> tuple[str, str, float | dict[str, float] | None, tuple[str, ...]]:
-    """Where a plan comes from, as its file says: score, budget, share and notes."""
-    score, budget = (string(given.get(name), name) for name in ("score", "budget"))
-    if budget not in BUDGETS:
-        raise ValueError(f"budget must be one of {', '.join(BUDGETS)}, got {brief(budget)}")
-    keep = given.get("keep")
-    shares = keep.values() if isinstance(keep, dict) else [] if keep is None else [keep]
-    if not all(_is_share(share) for share in shares):
-        raise ValueError(f"keep must be a share from 0 to 1, or one per kind, got {brief(keep)}")
-    return score, budget, keep, tuple(items(given.get("notes"), "notes", string))
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def plan(
@@ -233,13 +80,15 @@ def plan(
         _remove_least_important(scores, competing, share, budget, unit, allow_empty, removed)
     counts = tuple((layer.kind, layer.index, layer.query, layer.kv) for layer in scores.layers)
     shares = dict(keep) if isinstance(keep, Mapping) else keep
-    return Plan(_keyed(removed, counts), counts, scores.name, budget, shares, _padding_notes(scores.layers, removed))
+    return Plan(
+        by_layer_key(removed, counts), counts, scores.name, budget, shares, _padding_notes(scores.layers, removed)
+    )
 
 
 def check_options(keep: Any, budget: str, per: str, unit: str) -> None:
     """Refuse unknown options of `plan`, before anything is measured."""
     for share in keep.values() if isinstance(keep, Mapping) else [keep]:
-        if not _is_share(share):
+        if not is_share(share):
             raise HeadwiseError(f"keep is a share from 0 to 1, such as 0.6, got {brief(share)}")
     for name, value, known in (("budget", budget, BUDGETS), ("per", per, SCOPES), ("unit", unit, UNITS)):
         if value not in known:
@@ -380,20 +229,6 @@ def _padding_notes(layers: list[AttentionLayer], removed: Removed) -> tuple[str,
         f"{sum(padding)} zeroed heads in {sum(map(bool, padding))} layers even out groups that keep different numbers "
         'of heads; unit="kv" removes whole groups',
     )
-
-
-def _keyed(gone: Mapping[tuple[str, int], Iterable[int]], layers: Iterable[tuple[Any, ...]]) -> dict[Any, list[int]]:
-    many = len({kind for kind, *_ in layers}) > 1
-    return {(key if many else key[1]): sorted(numbers) for key, numbers in gone.items() if numbers}
-
-
-def _counted(layers: tuple[tuple[str, int, int, int], ...]) -> str:
-    heads = sorted({query for _, _, query, _ in layers})
-    return f"{len(layers)} layers of {' or '.join(map(str, heads))} heads"
-
-
-def _name(key: Any) -> str:
-    return f"{key[0]} layer {key[1]}" if isinstance(key, tuple) else f"layer {key}"
 
 
 def plan_in_steps(

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, HeadwiseError
 from ..models.intervene.head_outputs import run
-from ..models.structure.projections import row_dim
-from ..models.structure.sites import sites, w_o
-from ..models.surgery.dummy_inputs import outputs
-from ..models.surgery.removal import head_count
+from ..models.structure.heads import query_heads, w_o
+from ..models.structure.linear_layers import row_dim
+from ..models.structure.sites import attention_sites
+from ..models.surgery.dummy_inputs import output_tensors
+from ..models.surgery.kept_heads import kept_heads
 from .objective import softmax_divergence, token_mask
 from .recovery_checkpoint import load_checkpoint, run_identity, save_checkpoint
 from .training_group import TrainingGroup
@@ -148,7 +149,7 @@ def distillation_loss(
     if hasattr(out, "logits"):
         per_token = softmax_divergence(out.logits, target.logits)
     else:
-        a, b = (next(outputs(x)).float() for x in (out, target))
+        a, b = (next(output_tensors(x)).float() for x in (out, target))
         mean_square = all_sum(weight * b.square().sum()) / all_sum(torch.tensor(weight * b.numel(), device=b.device))
         per_token = F.mse_loss(a, b, reduction="none").mean(-1) / mean_square
     mask = token_mask(batch, per_token.shape)
@@ -160,13 +161,13 @@ def distillation_loss(
 def _zeroed_columns(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """W_O of layers with padded heads, which must stay zero: (weight, 1 or 0 for each of its entries)."""
     zeroed: list[tuple[Tensor, Tensor]] = []
-    for site in sites(model):
-        retained = getattr(site.module, "headwise_kept", None)
+    for site in attention_sites(model):
+        retained = kept_heads(site.module)
         if retained is None or None not in retained.query:
             continue
         _, out = w_o(model, site)
         weight, dim = out.get_parameter("weight"), 1 - row_dim(out)
         alive = torch.tensor([float(number is not None) for number in retained.query], device=weight.device)
-        columns = alive.repeat_interleave(weight.shape[dim] // head_count(model, site))
+        columns = alive.repeat_interleave(weight.shape[dim] // query_heads(model, site))
         zeroed.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype).expand(weight.shape)))
     return zeroed

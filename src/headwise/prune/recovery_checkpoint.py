@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
+from ..json_documents import parse_json
 from ..models.fingerprint import batches_fingerprint, fingerprint
-from ..roles.json_documents import parse_json
 from .training_group import TrainingGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # the averages that AdamW keeps per parameter

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..files import written
+from ..plans import Plan
 from .output_directory import REPORT
-from .plan import Plan
 from .quality import Quality, Size
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..models.intervene.head_outputs import real_tokens, run, tapped
-from ..models.structure.sites import Site, w_o
+from ..models.intervene.head_outputs import head_outputs, run
+from ..models.structure.heads import w_o
+from ..models.structure.sites import Site
 from ..models.watching.watcher import watch
 from .attention_layers import AttentionLayer
 from .objective import Objective, batch_size
@@ -94,16 +95,15 @@ def mean_over_tokens(scoring: ScoringRun, measure: Callable[[Site, Tensor], Tens
     for step, batch in enumerate(scoring.batches):
         size = batch_size(batch)
 
-        def tap(site: Site, heads: Tensor, batch: Any = batch, size: int = size) -> None:
+        def tap(site: Site, heads: Tensor, real: Tensor | None, size: int = size) -> None:
             values = measure(site, heads.float())
-            real = real_tokens(batch, heads.shape, site.kind)
             if real is not None:
                 mean = (values * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
             else:
                 mean = values.reshape(size, -1, values.shape[-1]).mean(1)
             parts[scoring.row(site)].append(mean.double().cpu().numpy())
 
-        with torch.no_grad(), tapped(scoring.model, tap):
+        with torch.no_grad(), head_outputs(scoring.model, tap):
             run(scoring.model, batch)
         scoring.progress(step + 1, len(scoring.batches))
     return scoring.sum_units(parts)

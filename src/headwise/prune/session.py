@@ -13,15 +13,16 @@ import torch
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import folder_written
-from ..models.surgery.removal import prune_heads
+from ..json_documents import parse_json
+from ..models.surgery.removal import check_plan, prune_heads
 from ..models.surgery.saving import Saved, save
-from ..roles.json_documents import parse_json
+from ..plans import Plan
 from .batches import TextBatches
 from .head_scores import HeadScores
 from .importance import importance
 from .latency import attention_time, pass_times
 from .output_directory import check_output, make_parent, recovery_file
-from .plan import Plan, PlanOptions, plan, plan_in_steps
+from .plan import PlanOptions, plan, plan_in_steps
 from .quality import Quality, quality, size
 from .rank_scores import ScoreComparison, compare_with_ablation
 from .recovery import recover
@@ -62,7 +63,7 @@ def prune_and_measure(
         chosen = saved_plan
     else:
         chosen, head_scores = _choose_heads(model, texts, options, out, progress, compute_scores)
-    chosen.check(model)
+    check_plan(chosen, model)
     comparison = _compare_scores(model, texts, options, progress) if options.compare and first else None
     smaller = _cut(model, chosen, texts, options)
     qualities: dict[str, Quality] = {}
@@ -153,7 +154,7 @@ def _cut(model: Any, chosen: Plan, texts: TextBatches, options: PruneOptions) ->
         model,
         chosen,
         zero=options.zero,
-        compensate=options.compensate,
+        compensate=options.compensate,  # type: ignore[arg-type]  # prune_heads checks it
         batches=texts.scoring if options.compensate == "mean" else None,
         allow_empty=options.allow_empty,
     )

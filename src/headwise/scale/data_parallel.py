@@ -23,6 +23,7 @@ from torch import nn
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from ..files import written
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
+from ..models.loading.resolve import resolve
 from ..prune.attention_layers import UNITS
 from ..prune.head_scores import HeadScores
 from ..prune.importance import importance as importance_of
@@ -30,7 +31,6 @@ from ..prune.importance import merge_examples
 from ..prune.registry import scores as registered_scores
 from ..roles.atlas.atlas import SUMS, Atlas
 from ..roles.atlas.build import atlas as atlas_of
-from ..roles.atlas.build import given
 from .ranks import Ranks, ranks_of
 from .run_folder import run_folder, save_and_sync
 
@@ -68,7 +68,7 @@ def atlas(
 
     def words() -> str:
         nonlocal model, tokenizer
-        how["name"], model, tokenizer = given(model, tokenizer, how.get("name"))
+        how["name"], model, tokenizer = resolve(model, tokenizer, how.get("name"))
         content.update(
             {
                 "task": "atlas", "number of ranks": str(ranks.count), "model": fingerprint(model),

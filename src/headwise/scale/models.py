@@ -10,7 +10,8 @@ import hashlib
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +19,21 @@ from torch import Tensor, nn
 from ..card import read
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
-from ..models.intervene.masking import Change, MaskedHeads
+from ..models.intervene.changes import HeadChange, head_changes
+from ..models.intervene.masking import MaskedHeads
 from ..models.loading.loader import load
 from ..models.loading.locate import DEFAULT, directory
-from ..models.structure import sites
-from ..models.structure.selection import asked
-from ..models.watching.layers import Layer, Links, Rows
+from ..models.structure.heads import input_width, query_heads, w_o
+from ..models.structure.sites import Site, attention_sites, check_watchable, require_sites
+from ..models.watching.layers import HeadRows, Layer, Links
+from ..models.watching.request import Request, WatchOptions
 from ..models.watching.watcher import Watch
 from ..models.watching.watcher import watch as watch_one
 from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of
 from .tensor_parallel import gathered_stats
 
-RANKS = "headwise_ranks"  # on a model that load_split split
+_ranks_by_model: WeakKeyDictionary[nn.Module, Ranks] = WeakKeyDictionary()  # models that load_split split
 
 
 def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, dtype: Any = None) -> Any:
@@ -55,35 +58,37 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
 
     split = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
     model = load(name, attn_implementation=attn_implementation, dtype=dtype, distributed=split)
-    setattr(model, RANKS, ranks)
+    _ranks_by_model[model] = ranks
     return model
 
 
-def watch(model: nn.Module, **how: Any) -> Watch:
+def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
     """headwise.watch of a split model: what was seen of all heads, gathered on every rank when the `with` ends."""
-    ranks: Ranks | None = getattr(model, RANKS, None)
+    ranks = _ranks_by_model.get(model)
     if ranks is None:
-        return watch_one(model, **how)
-    rest: dict[str, Any] = dict.fromkeys(("weights", "outputs", "rows", "classes", "each"))
-    return SplitWatch(ranks, model, **{**rest, "links": 0, "exact": False, **how})
+        return watch_one(model, **options)
+    found = attention_sites(model)
+    check_watchable(model, found)
+    return SplitWatch(ranks, model, found, Request.of(model, found, **options))
 
 
 def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads:
-    """headwise.mask_heads of a split model: heads are named as in the whole one."""
-    ranks: Ranks | None = getattr(model, RANKS, None)
-    return MaskedHeads(model, heads, value) if ranks is None else SplitMaskedHeads(ranks, model, heads, value)
+    """headwise.mask_heads of a split model: heads are named as in the whole one, and each rank changes those it has."""
+    ranks = _ranks_by_model.get(model)
+    found = require_sites(model)
+    changes = head_changes(model, found, heads, value)
+    if ranks is not None:
+        changes = [SplitChange(ranks, model, **vars(change)) for change in changes]
+    return MaskedHeads(model, found, changes)
 
 
 class SplitWatch(Watch):
     """A split model under watch. Inside the `with` it has this rank's heads, after it all of them."""
 
-    def __init__(self, ranks: Ranks, *args: Any, **how: Any) -> None:
-        super().__init__(*args, **how)
-        self.ranks = ranks
-        self._wanted = self._weights, self._outputs  # by numbers of the whole model, which are not those here
-        self._weights, self._outputs = (
-            {at: dict.fromkeys(turns, True) for at, turns in x.items()} for x in self._wanted
-        )
+    def __init__(self, ranks: Ranks, model: nn.Module, sites: list[Site], request: Request) -> None:
+        # head numbers are those of the whole model, not those here: all heads are recorded, and chosen in the end
+        super().__init__(model, sites, request.with_all_heads())
+        self.ranks, self._whole_request = ranks, request
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -92,50 +97,37 @@ class SplitWatch(Watch):
         if error is not None:
             return
         self.ranks.agree("what was watched", "; ".join(map(_seen, self.layers)))
-        for at, layer in self._seen.items():
-            self._gather(layer, self._site[at])
+        for site, layer in self.recording.layers.items():
+            self._gather(layer, site)
 
-    def _gather(self, layer: Layer, site: sites.Site) -> None:
-        linear = sites.w_o(self.model, site)[1]
-        whole = sites.query_heads(self.model, site, sites.input_width(linear) or 0)
-        here = layer.heads
+    def _gather(self, layer: Layer, site: Site) -> None:
+        whole, here = query_heads(self.model, site), layer.heads
         if here.query == whole:  # transformers left this layer whole
             return
         layer.heads = Heads(here.width, whole, here.kv * self.ranks.count, here.dim, here.value_dim)
         plan = HeadPlan(layer.heads, self.ranks.count)
-        for run in layer._runs:
-            for name in ("all", "prefill", "decode"):
-                part = getattr(run, name)
-                setattr(run, name, None if part is None else gathered_stats(part, plan, self.ranks))
-        heads = [asked(wanted, site) for wanted in self._wanted]
-        kept = zip(layer.all_weights, layer.all_rows, strict=True)
-        layer.all_weights = [_picked(self._all(x), heads[0], rows) for x, rows in kept]
-        layer.all_outputs = [_picked(self._all(x), heads[1], None) for x in layer.all_outputs]
+        layer.runs = [run.changed(lambda stats: gathered_stats(stats, plan, self.ranks)) for run in layer.runs]
+        weights, outputs = (x.heads(site) for x in (self._whole_request.weights, self._whole_request.outputs))
+        by_call = zip(layer.all_weights, layer.all_rows, strict=True)
+        layer.all_weights = [_picked(self._all(x), weights, rows) for x, rows in by_call]
+        layer.all_outputs = [_picked(self._all(x), outputs, None) for x in layer.all_outputs]
         layer.all_links = [Links(self._all(x.keys), self._all(x.weights)) for x in layer.all_links]
 
-    def _all(self, x: Tensor) -> Tensor:
+    def _all(self, x: Any) -> Tensor:
         """(B, heads here, ...) -> (B, all heads, ...)."""
         return torch.cat(self.ranks.gathered(x), 1)
 
 
-def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Any:
-    return x if heads is True else Rows(x[:, heads], heads, rows)
+def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Tensor | HeadRows:
+    return x if heads is True else HeadRows(x[:, heads], heads, rows)
 
 
-class SplitMaskedHeads(MaskedHeads):
-    """A split model with some heads changed: each rank changes those that it has."""
-
-    def __init__(self, ranks: Ranks, model: nn.Module, heads: Any, value: Any) -> None:
-        super().__init__(model, heads, value)
-        self._changes = [SplitChange(ranks, model, **vars(change)) for change in self._changes]
-
-
-class SplitChange(Change):
+class SplitChange(HeadChange):
     """What happens to the heads of one site, by their numbers in the whole model."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, **whole: Any) -> None:
         super().__init__(**whole)
-        self.ranks, self.width = ranks, sites.input_width(sites.w_o(model, self.site)[1])
+        self.ranks, self.width = ranks, input_width(w_o(model, self.site)[1])
 
     def apply(self, x: Tensor, real: Tensor | None) -> Tensor:
         """This rank's part of W_O's input (..., heads here * width), changed."""
@@ -150,7 +142,7 @@ class SplitChange(Change):
 
 
 def _seen(layer: Layer) -> str:
-    sizes = ", ".join("x".join(map(str, run.all.count.shape)) for run in layer._runs)
+    sizes = ", ".join("x".join(map(str, run.all.count.shape)) for run in layer.runs)
     return f"{layer.kind} {layer.index}: {sizes}"
 
 

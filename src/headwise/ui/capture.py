@@ -17,7 +17,10 @@ from ..inspection import run as inspection
 from ..inspection.result import STATISTICS
 from ..inspection.words import Words, words
 from ..models.intervene.masking import mask_heads
-from ..models.structure import sites as anatomy
+from ..models.loading.resolve import resolve
+from ..models.structure.heads import w_o
+from ..models.structure.sites import Site, attention_sites
+from ..models.structure.text_model import text_model
 from ..models.watching.call_reader import Reading
 from ..models.watching.eager import EagerReading
 from ..models.watching.layers import Layer
@@ -66,7 +69,7 @@ class Seen:
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """All weights in order: the first row's number and (H, rows, Tk), as many rows as are small together."""
         heads, queries = self.reading.q.shape[1:3]
-        keys = self.reading.k.shape[2] if isinstance(self.reading, Reading) else self.reading.given.key.shape[2]
+        keys = self.reading.keys
         step = max(1, min(queries, BLOCK // max(1, heads * keys)))
         for first in range(0, queries, step):
             yield first, self.rows(list(range(first, min(first + step, queries))))
@@ -83,13 +86,13 @@ class Seen:
     def _eager(self, rows: list[int]) -> Tensor:
         assert isinstance(self.reading, EagerReading)
         if rows == list(range(rows[0], rows[-1] + 1)):
-            return self.reading._block(slice(rows[0], rows[-1] + 1))[1]
+            return self.reading.block_weights(slice(rows[0], rows[-1] + 1))
         return self.reading.weights(rows, None)
 
     def _plain(self, rows: list[int], heads: list[int] | None) -> Tensor:
         assert isinstance(self.reading, Reading)
         if self.reading.recipe is None:
-            return functional.weights(self.reading.q, self.reading.k, rows=rows, heads=heads, **self.reading.how)
+            return functional.weights(self.reading.q, self.reading.k, rows=rows, heads=heads, **self.reading.options)
         return self.reading.weights(rows, heads)
 
 
@@ -146,13 +149,13 @@ def run(
     most: tokens that are allowed; stop: asked at every layer, True ends the pass by Stopped.
     """
     texts = [inspection._clean(one) for one in ((text,) if target is None else (text, target))]
-    own, model, tokenizer = inspection._pair(model, tokenizer)
+    own, model, tokenizer = resolve(model, tokenizer)
     name = name or own
     pair = bool(getattr(model.config, "is_encoder_decoder", False))
     both = target is not None and pair
     if target is not None and not both:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
-    body, notes = (model, ()) if both else inspection._text_model(name, model)
+    body, notes = (model, ()) if both else text_model(model, purpose="inspect needs", name=name)
     encoded = [inspection.encode(one, name, body, tokenizer, truncate, weights=False) for one in texts]
     if both:
         encoded[1] = _begun(encoded[1][0], model.config), encoded[1][1]
@@ -175,7 +178,7 @@ def run(
         stack.enter_context(seen)
         output = body(**inputs)
     gone = masked[0].heads if masked else {}
-    sites = {site.name: site for site in anatomy.sites(body)}
+    sites = {site.name: site for site in attention_sites(body)}
     layers = [
         _seen(kept[layer.key], layer, gone.get(layer.key, []), both, _w_o(body, sites[layer.name]))
         for layer in seen.layers
@@ -206,7 +209,7 @@ def _stopping(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
         if stop is not None and stop():
             raise Stopped
 
-    modules = {id(site.module): site.module for site in anatomy.sites(model)}
+    modules = {id(site.module): site.module for site in attention_sites(model)}
     hooks = [module.register_forward_pre_hook(ask) for module in modules.values()] if stop is not None else []
     try:
         yield
@@ -236,7 +239,7 @@ def _classes(model: Any, texts: Sequence[Text], both: bool) -> dict[str, Any]:
     marks = [{"delimiter": torch.tensor(text.delimiter[None])} for text in texts]
     if not both:
         return marks[0]
-    kinds = {site.kind for site in anatomy.sites(model)}
+    kinds = {site.kind for site in attention_sites(model)}
     return {kind: marks[_sides(kind)[1]] for kind in kinds}
 
 
@@ -259,9 +262,9 @@ def _seen(reading: Reading | EagerReading, layer: Layer, off: list[int], both: b
     return Seen(layer, reading, outputs, w_o if fits else None, source, target)
 
 
-def _w_o(model: Any, site: anatomy.Site) -> Matrix | None:
+def _w_o(model: Any, site: Site) -> Matrix | None:
     try:
-        _, linear = anatomy.w_o(model, site)
+        _, linear = w_o(model, site)
     except UnsupportedError:
         return None
     weight = linear.get_parameter("weight").detach().float().cpu()

@@ -115,7 +115,7 @@ def _linked(one: Pass, shapes: Sequence[Any], size: pack.Size, equals: Sequence[
 def _shape(seen: Seen) -> tuple[int, int, int]:
     _, heads, queries, _ = seen.reading.q.shape
     reading = seen.reading
-    return heads, queries, reading.k.shape[2] if isinstance(reading, Reading) else reading.given.key.shape[2]
+    return heads, queries, reading.keys
 
 
 def named(one: Pass, head: str) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def steps(seen: Seen, heads: Sequence[int]) -> dict[str, Any] | None:
         return None
     group = reading.q.shape[1] // reading.k.shape[1]
     pairs = sorted({head // group for head in heads})
-    how = reading.how
+    how = reading.options
     scale = how["scale"] if how["scale"] is not None else reading.q.shape[-1] ** -0.5
     mask, complete = _bias(reading)
     return {
@@ -309,7 +309,7 @@ def steps(seen: Seen, heads: Sequence[int]) -> dict[str, Any] | None:
 
 def _bias(reading: Reading) -> tuple[dict[str, Any] | None, bool]:
     """What is added to the scores beside a band: float32 with -inf for hidden; and whether that is all."""
-    mask = reading.how["mask"]
+    mask = reading.options["mask"]
     if reading.recipe is not None or (mask is not None and mask[0].numel() > VISIBLE):
         return None, False
     if mask is None:

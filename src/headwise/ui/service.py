@@ -10,7 +10,9 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..inspection import run
+from ..models.loading.resolve import resolve
 from ..models.structure import sites
+from ..models.structure.text_model import text_model
 from . import capture, payload
 from .ablation_effect import effect
 from .capture import Pass, Stopped
@@ -53,7 +55,7 @@ class Service:
         if name not in self.names:
             raise HeadwiseError(f"there is no model of that name here; there are {', '.join(self.names)}")
         if name not in self._loaded:
-            _, model, tokenizer = run._pair(name, None)
+            _, model, tokenizer = resolve(name)
             self._loaded[name] = model, tokenizer
         return self._loaded[name]
 
@@ -108,8 +110,8 @@ class Service:
 
 def heads_off(model: Any, labels: str, *, whole: bool = False) -> dict[tuple[str, int], list[int]]:
     """ "3.1,5.11", or "cross 3.1" where there are several kinds -> as mask_heads takes them; whole: decoder too."""
-    body = model if whole else run._text_model("the model", model)[0]
-    kinds = list(dict.fromkeys(site.kind for site in sites.sites(body)))
+    body = model if whole else text_model(model, purpose="inspect needs", name="the model")[0]
+    kinds = list(dict.fromkeys(site.kind for site in sites.attention_sites(body)))
     found: dict[tuple[str, int], list[int]] = {}
     for label in filter(None, (part.strip() for part in labels.split(","))):
         parts = LABEL.fullmatch(label)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..inspection import run
+from ..models.loading.resolve import resolve
 from . import capture, page
 from .capture import Pass, Stopped
 from .payload import data
@@ -41,7 +42,7 @@ def view(
     """
     service = None
     if isinstance(text, str):
-        name, model, tokenizer = run._pair(model, tokenizer)
+        name, model, tokenizer = resolve(model, tokenizer)
         how: dict[str, Any] = {"against": against, "beside": beside, "target": target, "off": off, "truncate": truncate}
         seen = passes(text, model, tokenizer=tokenizer, name=name, **how)
         service = Service({name: (model, tokenizer)}, scores=scores)
@@ -65,7 +66,7 @@ def passes(
     if against is not None:
         return [first, capture.run(against, model, off=off, **how)]
     if beside is not None:
-        name, other, tokenizer = run._pair(*(beside if isinstance(beside, tuple) else (beside, None)))
+        name, other, tokenizer = resolve(*(beside if isinstance(beside, tuple) else (beside, None)))
         return [first, capture.run(text, other, **{**how, "name": name, "tokenizer": tokenizer})]
     return [first, capture.run(text, model, **how)] if off else [first]
 

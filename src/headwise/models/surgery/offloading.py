@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ..copying import copied
+from ..copying import copy_model
 
-# what accelerate sets on a model or module; `to` and its relatives are closures over the first model
+# what accelerate sets on a model or module; `to` and its relatives are closures over the original model
 ATTRIBUTES = (
     "_hf_hook", "_old_forward", "hf_device_map", "to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron",
 )  # fmt: skip
@@ -24,22 +24,22 @@ def is_offloaded(model: nn.Module) -> bool:
 def in_memory(model: nn.Module) -> Any:
     """A copy of a model with all weights in memory: an offloaded one becomes a plain model on the CPU."""
     offloaded = is_offloaded(model)
-    weights = dict(_fetched(model)) if offloaded else {}
+    weights = dict(_fetch_weights(model)) if offloaded else {}
     check_present(model, weights)
     hooks = [vars(module).get("_hf_hook") for module in model.modules()]
-    # the weights are taken from the hooks: these are left out of the copy, and so is what they hold
-    made = copied(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
+    # the weights are fetched from the hooks, which are left out of the copy
+    copied = copy_model(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
     if not offloaded:
-        return made
-    for module in made.modules():
+        return copied
+    for module in copied.modules():
         _unhook(module)
     for path, tensor in weights.items():
         owner, _, name = path.rpartition(".")
-        _set(made.get_submodule(owner), name, tensor)
-    tie: Any = getattr(made, "tie_weights", None)
+        _set_tensor(copied.get_submodule(owner), name, tensor)
+    tie: Any = getattr(copied, "tie_weights", None)
     if tie is not None:
         tie()
-    return made.to("cpu")
+    return copied.to("cpu")
 
 
 def _hooks(hook: Any) -> Iterator[Any]:
@@ -58,19 +58,19 @@ def _offloading_hooks(module: nn.Module) -> Iterator[Any]:
             yield hook
 
 
-def _fetched(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each weight that is on no device, from where accelerate keeps it."""
+def _fetch_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each weight on the meta device, from where accelerate keeps it."""
     for path, module in model.named_modules():
         for hook in _offloading_hooks(module):
-            deep = bool(getattr(hook, "place_submodules", False))
-            tensors = [*module.named_parameters(recurse=deep), *module.named_buffers(recurse=deep)]
+            recurse = bool(getattr(hook, "place_submodules", False))
+            tensors = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
             for name, tensor in tensors:
                 if tensor.is_meta:
                     yield f"{path}.{name}".lstrip("."), hook.weights_map[name].detach().clone().cpu()
 
 
 def check_present(model: nn.Module, fetched: Collection[str] = ()) -> None:
-    """Every weight has values, but for those whose names are given."""
+    """Refuse a model with weights on the meta device, except those that were fetched."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     absent = [name for name, tensor in tensors if tensor.is_meta and name not in fetched]
     if absent:
@@ -81,17 +81,18 @@ def check_present(model: nn.Module, fetched: Collection[str] = ()) -> None:
 
 
 def _unhook(module: nn.Module) -> None:
+    """Remove accelerate's attributes from a module, and put its forward back."""
     values = vars(module)
-    first = values.get("_old_forward")
-    if first is not None:
+    original = values.get("_old_forward")
+    if original is not None:
         values.pop("forward", None)
-        if getattr(first, "__func__", None) is not type(module).forward:
-            values["forward"] = first
+        if getattr(original, "__func__", None) is not type(module).forward:
+            values["forward"] = original
     for name in ATTRIBUTES:
         values.pop(name, None)
 
 
-def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     old = module._parameters.get(name)
     if old is None:
         module._buffers[name] = tensor

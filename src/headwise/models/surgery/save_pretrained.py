@@ -1,4 +1,4 @@
-"""`save_pretrained` of a pruned model, which writes what headwise.save writes; transformers' own could not be read."""
+"""`save_pretrained` of a pruned model: it writes what headwise.save writes, since transformers' own cannot be read."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, HeadwiseError
 from ...files import scratch_folder
+from .kept_heads import is_cut
 
-# what an earlier save may have left in the same directory, and this one does not write again
+# what an earlier save may have left in the same directory
 STALE = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 
 
 def attach(model: nn.Module) -> None:
     """Give a model whose heads were cut out, and each whole model inside it, a `save_pretrained` that can be loaded."""
     for module in model.modules():
-        cut = any(_is_cut(part) for part in module.modules()) if hasattr(type(module), "save_pretrained") else False
-        if cut:
-            # not a bound method: a partial is copied and pickled together with its model
+        saves = hasattr(type(module), "save_pretrained")
+        if saves and any(is_cut(part) for part in module.modules()):
+            # a partial, not a bound method: it is copied and pickled together with its model
             vars(module)["save_pretrained"] = functools.partial(save_pretrained, module)
         else:
             vars(module).pop("save_pretrained", None)
-
-
-def _is_cut(module: nn.Module) -> bool:
-    kept = getattr(module, "headwise_kept", None)
-    return kept is not None and not kept.zeroed
 
 
 def save_pretrained(
@@ -43,7 +39,7 @@ def save_pretrained(
     variant: str | None = None,
     **options: Any,
 ) -> None:
-    """As headwise.save, into a directory whose other files stay, as transformers does; read it with headwise.load."""
+    """As headwise.save, but the directory's other files stay, as with transformers; read it with headwise.load."""
     from .saving import save
 
     if not is_main_process:
@@ -67,13 +63,13 @@ def save_pretrained(
 
 def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
     """A copy with the weights that a trainer gathered."""
-    made = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     try:
-        made.load_state_dict(weights)
+        copied.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         words = " ".join(str(error).split())[:160]
         raise HeadwiseError(f"state_dict does not fit this pruned model: {words}") from error
-    return made
+    return copied
 
 
 def _move_files(source: Path, folder: Path) -> None:
@@ -81,5 +77,5 @@ def _move_files(source: Path, folder: Path) -> None:
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / file, folder / file)
-    for stale in {found for pattern in STALE for found in folder.glob(pattern)} - {folder / file for file in files}:
+    for stale in {path for pattern in STALE for path in folder.glob(pattern)} - {folder / file for file in files}:
         stale.unlink()

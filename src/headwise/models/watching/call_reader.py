@@ -1,4 +1,4 @@
-"""One attention call of a transformers model, put into headwise's terms."""
+"""One attention call of a transformers model, translated into arguments of attend, weights and head_stats."""
 
 from __future__ import annotations
 
@@ -12,236 +12,210 @@ from torch import Tensor, nn
 from ...attention import functional
 from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
-from .lazy_masks import LazyMask, Recipe
+from .lazy_masks import LazyMask, MaskRecipe
 
-ONE_PASS = 1 << 18  # scores a head, from which one pass for output and statistics is worth another rounding
-ROWS = 256  # of a mask that is made piece by piece
-HIDDEN = -1e4  # what older models add to hide a key: beside any other key, its weight is 0 in every precision
-CLOSE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+ONE_PASS = 1 << 18  # scores per head from which one pass for output and statistics is worth its other rounding
+ROWS = 256  # queries of a block, where a mask or weights are made block by block
+HIDDEN = -1e4  # added by older models to hide a key: next to any visible key, its weight is 0 in every precision
 
 
-class Given(NamedTuple):
-    """What a model hands to its attention function."""
+class ModelCall(NamedTuple):
+    """What a model passes to its attention function."""
 
     module: nn.Module
     query: Tensor  # (B, H, Tq, D)
     key: Tensor  # (B, Hkv, Tk, D)
     value: Tensor  # (B, Hkv, Tk, Dv)
     mask: Any
-    more: dict[str, Any]  # dropout, scaling, is_causal, softcap, s_aux, position_bias, ...
+    options: dict[str, Any]  # dropout, scaling, is_causal, softcap, s_aux, position_bias, ...
     implementation: str
 
     @property
     def dropout(self) -> float:
-        return float(self.more.get("dropout") or 0.0)
+        return float(self.options.get("dropout") or 0.0)
 
     @property
     def causal(self) -> bool:
-        """What a missing mask means: sdpa's rule."""
-        said = self.more.get("is_causal")
-        return bool(getattr(self.module, "is_causal", True) if said is None else said) and self.query.shape[2] > 1
+        """Whether no mask means a causal one, by sdpa's rule."""
+        return self.causal_module and self.query.shape[2] > 1
+
+    @property
+    def causal_module(self) -> bool:
+        """Whether the call, or else its module, says that it is causal."""
+        option = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if option is None else option)
 
 
 class Block(NamedTuple):
-    """Some rows of queries and what attend is told about them."""
+    """Some queries, and attend's options for them."""
 
     rows: slice
-    how: dict[str, Any]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The same call as arguments of attend, weights and head_stats."""
+    """An attention call as arguments of attend, weights and head_stats."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    how: dict[str, Any]  # mask, causal, window, offset, scale, softcap, sinks
-    comparable: bool  # whether positions of queries and keys mean the same
-    recipe: Recipe | None = None  # of a mask that is not made whole
+    options: dict[str, Any]  # mask, causal, window, offset, scale, softcap, sinks
+    comparable: bool  # whether positions of queries and keys are of one sequence
+    recipe: MaskRecipe | None = None  # of a mask that is made block by block
+
+    @property
+    def keys(self) -> int:
+        """How many keys there are."""
+        return self.k.shape[2]
 
     def blocks(self) -> Iterator[Block]:
-        """All queries at once, or in pieces where the mask is made piece by piece."""
+        """All queries at once, or in blocks where the mask is made block by block."""
         queries = self.q.shape[2]
         if self.recipe is None:
-            yield Block(slice(0, queries), self.how)
+            yield Block(slice(0, queries), self.options)
             return
         for first in range(0, queries, ROWS):
             last = min(first + ROWS, queries)
-            mask = self.recipe.rows(first, last)[..., : self.k.shape[2]]
-            yield Block(slice(first, last), dict(self.how, mask=mask, offset=self.how["offset"] + first))
+            mask = self.recipe.rows(first, last)[..., : self.keys]
+            yield Block(slice(first, last), dict(self.options, mask=mask, offset=self.options["offset"] + first))
 
     def attend(self, dropout: float = 0.0) -> Tensor:
         """(B, H, Tq, Dv)."""
-        done = [
-            functional.attend(self.q[:, :, b.rows], self.k, self.v, dropout=dropout, **b.how) for b in self.blocks()
+        outputs = [
+            functional.attend(self.q[:, :, block.rows], self.k, self.v, dropout=dropout, **block.options)
+            for block in self.blocks()
         ]
-        return done[0] if len(done) == 1 else torch.cat(done, 2)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def attend_rows(self, rows: list[int]) -> Tensor:
         """(B, H, rows, Dv): the output of a few queries alone."""
-        done = []
+        outputs = []
         for i in rows:
-            how = dict(self.how, offset=self.how["offset"] + i)
+            options = dict(self.options, offset=self.options["offset"] + i)
             if self.recipe is not None:
-                how["mask"] = self.recipe.rows(i, i + 1)[..., : self.k.shape[2]]
-            elif how["mask"] is not None and how["mask"].shape[2] > 1:
-                how["mask"] = how["mask"][:, :, i : i + 1]
-            done.append(functional.attend(self.q[:, :, i : i + 1], self.k, self.v, **how))
-        return torch.cat(done, 2)
+                options["mask"] = self.recipe.rows(i, i + 1)[..., : self.keys]
+            elif options["mask"] is not None and options["mask"].shape[2] > 1:
+                options["mask"] = options["mask"][:, :, i : i + 1]
+            outputs.append(functional.attend(self.q[:, :, i : i + 1], self.k, self.v, **options))
+        return torch.cat(outputs, 2)
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         """(B, heads, rows, Tk)."""
         if self.recipe is None:
-            return functional.weights(self.q, self.k, rows=rows, heads=heads, **self.how)
-        done: dict[int, Tensor] = {}
+            return functional.weights(self.q, self.k, rows=rows, heads=heads, **self.options)
+        by_row: dict[int, Tensor] = {}
         for block in self.blocks():
-            wanted = [i for i in range(block.rows.start, block.rows.stop) if rows is None or i in rows]
-            if wanted:
-                inside = [i - block.rows.start for i in wanted]
-                found = functional.weights(self.q[:, :, block.rows], self.k, rows=inside, heads=heads, **block.how)
-                done.update(zip(wanted, found.unbind(2), strict=True))
-        return torch.stack([done[i] for i in (sorted(done) if rows is None else rows)], 2)
+            chosen = [i for i in range(block.rows.start, block.rows.stop) if rows is None or i in rows]
+            if chosen:
+                in_block = [i - block.rows.start for i in chosen]
+                q = self.q[:, :, block.rows]
+                weights = functional.weights(q, self.k, rows=in_block, heads=heads, **block.options)
+                by_row.update(zip(chosen, weights.unbind(2), strict=True))
+        return torch.stack([by_row[i] for i in (sorted(by_row) if rows is None else rows)], 2)
 
     def in_one_pass(self) -> bool:
-        """Whether output and statistics come from one pass over the scores, and there are enough to gain by it."""
-        large = self.q.shape[2] * self.k.shape[2] >= ONE_PASS
-        return large and self.recipe is None and functional.one_pass(self.q, self.k, self.v, **self.how)
+        """Whether output and statistics come from one pass over the scores, and there are enough scores to gain."""
+        large = self.q.shape[2] * self.keys >= ONE_PASS
+        return large and self.recipe is None and functional.one_pass(self.q, self.k, self.v, **self.options)
 
     def observe(
         self, real: Tensor | None, classes: dict[str, Tensor], dropout: float = 0.0
     ) -> tuple[Tensor, HeadStats]:
-        """attend and stats together: (B, H, Tq, Dv) and what the heads did."""
-        outs, total = [], None
+        """Output (B, H, Tq, Dv) and exact statistics of every head, together."""
+        outputs, total = [], None
         for block in self.blocks():
             queries = None if real is None else real[:, block.rows]
             out, new = functional.head_stats(
                 self.q[:, :, block.rows], self.k, self.v, queries=queries, classes=classes,
-                cross=not self.comparable, dropout=dropout, **block.how,
+                cross=not self.comparable, dropout=dropout, **block.options,
             )  # fmt: skip
-            outs.append(out)
+            outputs.append(out)
             total = new if total is None else total.continued(new)
         assert total is not None  # there is at least one block
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2), total
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2), total
 
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         """Exact statistics of every head, without the output."""
         total: HeadStats | None = None
         for block in self.blocks():
             queries = None if real is None else real[:, block.rows]
-            new = functional.statistics(
-                self.q[:, :, block.rows],
-                self.k,
-                queries=queries,
-                classes=classes,
-                cross=not self.comparable,
-                **block.how,
-            )
+            q, cross = self.q[:, :, block.rows], not self.comparable
+            new = functional.statistics(q, self.k, queries=queries, classes=classes, cross=cross, **block.options)
             total = new if total is None else total.continued(new)
         assert total is not None  # there is at least one block
         return total
 
     def links(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k strongest keys of every query and their weights, (B, H, Tq, k) each; fewer keys: fewer links."""
+        """The k strongest keys of every query and their weights, (B, H, Tq, k) each; fewer if there are fewer keys."""
         keys, strengths = [], []
         for block in self.blocks():
             for first in range(block.rows.start, block.rows.stop, ROWS):
                 rows = list(range(first - block.rows.start, min(first + ROWS, block.rows.stop) - block.rows.start))
-                found = functional.weights(self.q[:, :, block.rows], self.k, rows=rows, **block.how)
-                top = found.topk(min(k, found.shape[-1]), -1)
+                weights = functional.weights(self.q[:, :, block.rows], self.k, rows=rows, **block.options)
+                top = weights.topk(min(k, weights.shape[-1]), -1)
                 keys.append(top.indices)
                 strengths.append(top.values)
         return torch.cat(keys, 2), torch.cat(strengths, 2)
 
 
-def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) -> Reading:
-    """What the call means. recipe: how its mask was made; near: how one of its size was, for where queries stand."""
-    q, k, v = given.query, given.key, given.value
+def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None, cross: bool) -> Reading:
+    """Translate a model's call.
+
+    Args:
+        call: what the model passed to its attention function.
+        recipe: how its mask was made, where that is known.
+        similar: how a mask of the same size was made in this pass: it says at which positions the queries are.
+        cross: whether it is cross-attention.
+    """
+    q, k, v = call.query, call.key, call.value
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise UnsupportedError(f"{type(given.module).__name__} attends on shapes {shapes}; 4 axes are expected")
+        raise UnsupportedError(f"{type(call.module).__name__} attends on shapes {shapes}; 4 axes are expected")
     queries, keys = q.shape[2], k.shape[2]
     band: tuple[int | None, int | None] = (None, None)
-    mask, piecewise = None, None
-    stands = recipe or near
-    offset = keys - queries if stands is None else stands.offset
-    if given.mask is None and near is not None and near.kernel_hides:
-        recipe = near
+    mask, by_block = None, None
+    positions = recipe or similar
+    offset = keys - queries if positions is None else positions.offset
+    if call.mask is None and similar is not None and similar.kernel_hides:
+        recipe = similar
     if recipe is not None and recipe.keys >= keys and recipe.band() is not None:
         band = recipe.band() or band
         shown = recipe.keys_shown
         mask = None if shown is None or bool(shown.all()) else shown[:, None, None, :keys]
-    elif given.mask is None:
-        if given.implementation != "eager" and given.causal:
-            band, offset = (None, 0), 0  # counted from the first key on: what a cache holds past it is not there yet
+    elif call.mask is None:
+        if call.implementation != "eager" and call.causal:
+            # sdpa counts from the first key; a static cache has room for keys that do not exist yet
+            band, offset = (None, 0), 0
             k, v, keys = k[:, :, :queries], v[:, :, :queries], min(keys, queries)
-    elif recipe is not None and (isinstance(given.mask, LazyMask) or not isinstance(given.mask, Tensor)):
-        piecewise = recipe
+    elif recipe is not None and (isinstance(call.mask, LazyMask) or not isinstance(call.mask, Tensor)):
+        by_block = recipe
     else:
-        mask = _mask(given.mask, keys)
-    bias = given.more.get("position_bias")
+        mask = _read_mask(call.mask, keys)
+    bias = call.options.get("position_bias")
     if bias is not None:
-        if piecewise is not None:
-            mask, piecewise = piecewise.rows(0, queries)[..., :keys], None
-        mask = _with_bias(bias[..., :keys], mask)
-    how = {
+        if by_block is not None:
+            mask, by_block = by_block.rows(0, queries)[..., :keys], None
+        mask = _add_bias(bias[..., :keys], mask)
+    options = {
         "mask": mask,
         "causal": band[1] == 0,
         "window": None if band[0] is None and band[1] in (None, 0) else band,
         "offset": offset,
-        "scale": given.more.get("scaling"),
-        "softcap": given.more.get("softcap"),
-        "sinks": given.more.get("s_aux"),
+        "scale": call.options.get("scaling"),
+        "softcap": call.options.get("softcap"),
+        "sinks": call.options.get("s_aux"),
     }
-    known = stands is not None or queries == keys  # else keys may have been put before or behind, as by compressors
-    return Reading(q, k, v, how, not cross and known, piecewise)
+    # without a known mask, keys may have been added before or after the queries, as by compressors
+    known_positions = positions is not None or queries == keys
+    return Reading(q, k, v, options, not cross and known_positions, by_block)
 
 
-def agrees(reading: Any, other: Any, real: Tensor | None, rows: list[int] | None = None) -> bool:
-    """Whether a few rows are the same as those of a model's own output (B, Tq, H, Dv), or of another reading."""
-    queries = reading.q.shape[2]
-    rows = few_rows(queries) if rows is None else rows
-    with torch.no_grad():
-        other = by_head(other, reading)[:, :, rows] if isinstance(other, Tensor) else other.attend_rows(rows)
-        values = reading.given.value if hasattr(reading, "given") else reading.v
-        return same(reading.attend_rows(rows), other, values, None if real is None else real[:, rows])
-
-
-def by_head(output: Tensor, reading: Any) -> Tensor:
-    """A model's own output (B, Tq, H, Dv), in any shape, as (B, H, Tq, Dv)."""
-    heads, queries = reading.q.shape[1:3]
-    return output.detach().reshape(output.shape[0], queries, heads, -1).transpose(1, 2)
-
-
-def same(ours: Tensor, other: Tensor, values: Tensor, real: Tensor | None) -> bool:
-    """Whether outputs (B, H, rows, Dv) are the same but for rounding, in rows that are real (B, rows)."""
-    if ours.numel() == 0:
-        return True
-    apart = (ours - other).float().abs()
-    close = max(CLOSE.get(x.dtype, 1e-2) for x in (ours, other))
-    if float(apart.amax()) <= close * max(float(ours.abs().amax()), 1e-6):  # False where there is a NaN
-        return True
-    limit = close * max(float(ours.abs().nan_to_num(0).amax()), 1e-6)
-    blind = (ours == 0).all(-1, keepdim=True)  # with no visible key models give 0, NaN, or the mean of all values
-    mean = values.float().mean(2, keepdim=True).repeat_interleave(ours.shape[1] // values.shape[1], 1)
-    free = torch.where(other.isnan(), 0, torch.minimum(apart, (other - mean).float().abs()))
-    apart = torch.where(blind, free, apart)
-    apart = torch.where(ours.isnan() & other.isnan(), 0, apart)
-    if real is not None:
-        apart = apart * real[:, None, :, None]  # what padding looks at is nobody's concern
-    return float(apart.amax()) <= limit
-
-
-def few_rows(queries: int) -> list[int]:
-    """Rows on which a reading of a new form is compared with the model's output."""
-    return sorted({0, queries // 3, queries // 2, queries - 1})
-
-
-def _mask(mask: Any, keys: int) -> Tensor:
-    """A model's mask as attend takes it: hidden by False or -inf, and bool where it does no more than hide."""
+def _read_mask(mask: Any, keys: int) -> Tensor:
+    """A model's mask as attend takes it: bool where it only hides keys, else floats with -inf for hidden keys."""
     if not isinstance(mask, Tensor):
         raise UnsupportedError(f"a mask of type {type(mask).__name__} is not known")
-    if mask.dim() == 2:  # as flash attention takes it: the padding of the keys
+    if mask.dim() == 2:  # as flash attention takes it: the padding mask of the keys
         return mask[:, None, None, -keys:].bool()
     mask = mask[..., :keys]
     if mask.dtype == torch.bool:
@@ -256,7 +230,7 @@ def _mask(mask: Any, keys: int) -> Tensor:
     return mask.masked_fill(hidden, -torch.inf)
 
 
-def _with_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
+def _add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

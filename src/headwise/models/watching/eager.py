@@ -1,4 +1,4 @@
-"""The exact way round: a model's own eager function, on blocks of query rows, gives the weights that it uses."""
+"""An exact but slow reading: the model's own eager function, on blocks of queries, gives the weights that it uses."""
 
 from __future__ import annotations
 
@@ -12,63 +12,75 @@ from torch import Tensor
 from ...attention.backends import blockwise_stats
 from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
-from .call_reader import ROWS, Given
-from .lazy_masks import LazyMask, Recipe
+from .call_reader import ROWS, ModelCall
+from .lazy_masks import LazyMask, MaskRecipe
 
 
 @dataclass(frozen=True)
 class EagerReading:
-    """What `Reading` answers, from weights that the model's own code computes."""
+    """The methods of `Reading`, from weights that the model's own code computes."""
 
-    given: Given
+    call: ModelCall
     eager: Callable[..., tuple[Tensor, Any]]
     offset: int
     comparable: bool
-    recipe: Recipe | None = None  # of the mask
+    recipe: MaskRecipe | None = None  # of the mask
 
     def exact(self) -> EagerReading:
-        """The same in 32 bits: eager functions round their scores, which 16 bits do not bear."""
-        given = self.given
-        if given.query.dtype not in (torch.float16, torch.bfloat16):
+        """The same in float32: eager functions round their scores, which is too coarse in 16 bits."""
+        call = self.call
+        if call.query.dtype not in (torch.float16, torch.bfloat16):
             return self
-        wide = given._replace(query=given.query.float(), key=given.key.float(), value=given.value.float())
-        return replace(self, given=wide)
+        wide = call._replace(query=call.query.float(), key=call.key.float(), value=call.value.float())
+        return replace(self, call=wide)
 
     @property
     def q(self) -> Tensor:
-        return self.given.query
+        return self.call.query
+
+    @property
+    def v(self) -> Tensor:
+        return self.call.value
+
+    @property
+    def keys(self) -> int:
+        """How many keys there are."""
+        return self.call.key.shape[2]
+
+    def block_weights(self, rows: slice) -> Tensor:
+        """(B, H, rows, Tk): the weights of consecutive queries, from one call of the eager function."""
+        return self._block(rows)[1]
 
     def _block(self, rows: slice) -> tuple[Tensor, Tensor]:
         """The output (B, rows, H, Dv) and the weights (B, H, rows, Tk) of some queries."""
-        given = self.given
-        more = dict(given.more, dropout=0.0)
-        if more.get("position_bias") is not None and more["position_bias"].shape[-2] > 1:
-            more["position_bias"] = more["position_bias"][..., rows, :]
-        out, weights = self.eager(
-            given.module, given.query[:, :, rows], given.key, given.value, self._mask(rows), **more
-        )
+        call = self.call
+        options = dict(call.options, dropout=0.0)
+        if options.get("position_bias") is not None and options["position_bias"].shape[-2] > 1:
+            options["position_bias"] = options["position_bias"][..., rows, :]
+        query, mask = call.query[:, :, rows], self._mask(rows)
+        output, weights = self.eager(call.module, query, call.key, call.value, mask, **options)
         if not isinstance(weights, Tensor) or weights.dim() != 4:
-            raise UnsupportedError(f"{type(given.module).__name__}'s eager attention gives no weights")
-        return out, weights
+            raise UnsupportedError(f"{type(call.module).__name__}'s eager attention gives no weights")
+        return output, weights
 
     def _mask(self, rows: slice) -> Tensor | None:
         """The mask of some rows as eager functions take it: added to the scores."""
-        given, keys = self.given, self.given.key.shape[2]
-        if self.recipe is not None and (isinstance(given.mask, LazyMask) or not isinstance(given.mask, Tensor)):
+        call = self.call
+        if self.recipe is not None and (isinstance(call.mask, LazyMask) or not isinstance(call.mask, Tensor)):
             mask = self.recipe.rows(rows.start, rows.stop)
-        elif given.mask is not None:
-            mask = given.mask if given.mask.shape[2] == 1 else given.mask[:, :, rows]
-            if given.implementation == "eager":
-                return mask  # whatever it is, that is what the model adds
-        elif given.implementation != "eager" and given.causal:
-            i = torch.arange(rows.start, rows.stop, device=given.query.device)[:, None]
-            mask = (torch.arange(keys, device=given.query.device) <= i)[None, None]
+        elif call.mask is not None:
+            mask = call.mask if call.mask.shape[2] == 1 else call.mask[:, :, rows]
+            if call.implementation == "eager":
+                return mask  # whatever it is, the model adds it
+        elif call.implementation != "eager" and call.causal:
+            i = torch.arange(rows.start, rows.stop, device=call.query.device)[:, None]
+            mask = (torch.arange(self.keys, device=call.query.device) <= i)[None, None]
         else:
             return None
         if mask.dtype != torch.bool:
             return mask
-        low = torch.finfo(given.query.dtype).min
-        return torch.zeros((), dtype=given.query.dtype, device=mask.device).where(mask, low)
+        low = torch.finfo(call.query.dtype).min
+        return torch.zeros((), dtype=call.query.dtype, device=mask.device).where(mask, low)
 
     def _blocks(self) -> list[slice]:
         queries = self.q.shape[2]
@@ -83,9 +95,9 @@ class EagerReading:
         return torch.cat([self._block(slice(i, i + 1))[0] for i in rows], 1).transpose(1, 2)
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
-        wanted = list(range(self.q.shape[2])) if rows is None else rows
-        found = torch.cat([self._block(slice(i, i + 1))[1] for i in wanted], 2)
-        return found if heads is None else found[:, heads]
+        numbers = list(range(self.q.shape[2])) if rows is None else rows
+        weights = torch.cat([self._block(slice(i, i + 1))[1] for i in numbers], 2)
+        return weights if heads is None else weights[:, heads]
 
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         total: HeadStats | None = None
@@ -93,13 +105,13 @@ class EagerReading:
             for rows in self._blocks():
                 new = blockwise_stats.of_weights(
                     self._block(rows)[1], self.offset + rows.start, None if real is None else real[:, rows], classes,
-                    not self.comparable, self.given.more.get("s_aux") is not None,
+                    not self.comparable, self.call.options.get("s_aux") is not None,
                 )  # fmt: skip
                 total = new if total is None else total.continued(new)
-        assert total is not None
+        assert total is not None  # there is at least one block
         return total
 
     def links(self, k: int) -> tuple[Tensor, Tensor]:
-        tops = [self._block(rows)[1] for rows in self._blocks()]
-        found = [weights.topk(min(k, weights.shape[-1]), -1) for weights in tops]
-        return torch.cat([top.indices for top in found], 2), torch.cat([top.values for top in found], 2)
+        blocks = [self._block(rows)[1] for rows in self._blocks()]
+        tops = [weights.topk(min(k, weights.shape[-1]), -1) for weights in blocks]
+        return torch.cat([top.indices for top in tops], 2), torch.cat([top.values for top in tops], 2)

@@ -1,8 +1,9 @@
-"""A place between transformers' models and their attention functions.
+"""Intercepts the calls between transformers' models and their attention functions.
 
-While anything is watched, every lookup in transformers' registry answers with a function that knows what it stands
-in for; calls of modules that nobody watches go straight through. Masks are noted on their way, since a mask alone
-does not say where its queries stand. It is process-wide, so it is counted, and taken out with the last watcher.
+While any model is watched, every lookup in transformers' registry returns a wrapper of the attention function; calls
+of modules that are not watched go straight through. Mask functions are wrapped too, and each mask's recipe is kept,
+since a mask alone does not say at which positions its queries are. The wrappers are process-wide: they are installed
+with the first watcher and removed with the last.
 """
 
 from __future__ import annotations
@@ -18,52 +19,57 @@ import torch
 from torch import Tensor, nn
 
 from ..hooks import compiled_as_before
-from ..structure.sites import in_backward
+from ..passes import in_backward
 from . import lazy_masks
-from .call_reader import Given
-from .lazy_masks import LazyMask, Recipe
+from .call_reader import ModelCall
+from .lazy_masks import LazyMask, MaskRecipe
 
 Function = Callable[..., tuple[Tensor, Any]]
-KEPT = 16  # masks made before a pass, as generate does, that are remembered
+MASKS_BEFORE_PASS = 16  # masks made before a pass, as generate does, that are remembered
 
 
 class Watcher(Protocol):
-    def see(self, given: Given, function: Function, eager: Function, inmost: bool) -> tuple[Tensor, Any]:
-        """Answer a call with the output that function gives; unless inmost, function is another watcher's."""
+    """Sees the attention calls of a model."""
+
+    def see(self, call: ModelCall, function: Function, eager: Function, innermost: bool) -> tuple[Tensor, Any]:
+        """Answer a call with the output that function gives; unless innermost, function is another watcher's."""
 
 
 _lock = threading.RLock()
-_watchers: dict[int, list[Watcher]] = {}  # by id of the attention module
-_installed: list[Callable[[], None]] = []  # what takes it out again
+_watchers: dict[nn.Module, list[Watcher]] = {}  # by attention module
+_uninstall: list[Callable[[], None]] = []  # what removes the wrappers
 
 
-class Noted(NamedTuple):
-    """A mask that was made."""
+class MadeMask(NamedTuple):
+    """A mask that transformers made."""
 
-    mask: Any  # a weak reference, or None where transformers made no mask
-    recipe: Recipe
+    mask: Any  # a weak reference, or None where transformers found that no mask is needed
+    recipe: MaskRecipe
     depth: int  # of the watched models that were running then
 
 
-class _Thread(threading.local):
+class PassMasks(threading.local):
+    """The masks that were made for this thread's current passes."""
+
     def __init__(self) -> None:
-        self.masks: list[Noted] = []
-        self.depth = 0  # of watched models that are running
+        self.entries: list[MadeMask] = []
+        self.depth = 0  # of watched models that are running, one inside the other
 
     def begin(self) -> None:
+        """A watched model begins to run."""
         self.depth += 1
 
     def end(self) -> None:
-        """The masks of a pass that is over, and those made for it before, say nothing about the next one."""
+        """A watched model has run. Its masks, and those made for it before, do not apply to the next pass."""
         self.depth = max(0, self.depth - 1)
-        self.masks = [noted for noted in self.masks if noted.depth <= self.depth] if self.depth else []
+        self.entries = [entry for entry in self.entries if entry.depth <= self.depth] if self.depth else []
 
     def clear(self) -> None:
         self.depth = 0
-        self.masks = []
+        self.entries = []
 
 
-here = _Thread()
+pass_masks = PassMasks()
 
 
 def add(modules: list[nn.Module], watcher: Watcher) -> None:
@@ -72,48 +78,49 @@ def add(modules: list[nn.Module], watcher: Watcher) -> None:
         if not _watchers:
             _install()
         for module in modules:
-            _watchers.setdefault(id(module), []).append(watcher)
+            _watchers.setdefault(module, []).append(watcher)
 
 
 def remove(modules: list[nn.Module], watcher: Watcher) -> None:
+    """The watcher no longer sees the calls of these modules."""
     with _lock:
         for module in modules:
-            left = [w for w in _watchers.get(id(module), []) if w is not watcher]
-            if left:
-                _watchers[id(module)] = left
+            others = [other for other in _watchers.get(module, []) if other is not watcher]
+            if others:
+                _watchers[module] = others
             else:
-                _watchers.pop(id(module), None)
+                _watchers.pop(module, None)
         if not _watchers:
-            for uninstall in _installed:
+            for uninstall in _uninstall:
                 uninstall()
-            _installed.clear()
-            here.clear()
+            _uninstall.clear()
+            pass_masks.clear()
 
 
-def recipe_of(mask: Any) -> Recipe | None:
-    """How this very mask was made, where it came from transformers' mask functions."""
+def recipe_of(mask: Any) -> MaskRecipe | None:
+    """How a mask was made, where it came from transformers' mask functions."""
     if isinstance(mask, LazyMask):
         return mask.recipe
-    for noted in reversed(here.masks):
-        if mask is not None and noted.mask is not None and noted.mask() is mask:
-            return noted.recipe
+    for entry in reversed(pass_masks.entries):
+        if mask is not None and entry.mask is not None and entry.mask() is mask:
+            return entry.recipe
     return None
 
 
-def newest(queries: int, keys: int, made: bool) -> Recipe | None:
-    """The newest recipe of this pass for so many queries and keys, which made a mask or found that none is needed."""
-    for noted in reversed(here.masks):
-        recipe = noted.recipe
-        if (noted.mask is not None) == made and recipe.queries == queries and recipe.keys == keys:
+def newest_recipe(queries: int, keys: int, *, has_mask: bool) -> MaskRecipe | None:
+    """The newest recipe of this pass for these numbers of queries and keys, with a mask or found to need none."""
+    for entry in reversed(pass_masks.entries):
+        recipe = entry.recipe
+        if (entry.mask is not None) == has_mask and recipe.queries == queries and recipe.keys == keys:
             return recipe
     return None
 
 
 def first_query(queries: int) -> int | None:
-    """Where in their sequences so many queries of this pass begin, if any mask was made for them."""
-    for noted in reversed(here.masks):
-        if noted.recipe.queries == queries:
-            return noted.recipe.first_query
+    """The position of the first query, by the newest mask of this pass for this number of queries."""
+    for entry in reversed(pass_masks.entries):
+        if entry.recipe.queries == queries:
+            return entry.recipe.first_query
     return None
 
 
@@ -122,28 +129,28 @@ def _install() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     look_up = AttentionInterface.get_interface
-    item = AttentionMaskInterface.__getitem__
+    get_item = AttentionMaskInterface.__getitem__
 
     @functools.wraps(look_up)
     def get_interface(self: Any, implementation: str, default: Function) -> Function:
         function = look_up(self, implementation, default)
-        return functools.partial(_call, function, default, implementation)
+        return functools.partial(_call_watched, function, default, implementation)
 
     def getitem(self: Any, implementation: str) -> Any:
-        make = item(self, implementation)
-        return make if torch.compiler.is_compiling() else functools.partial(_mask, make)
+        make = get_item(self, implementation)
+        return make if torch.compiler.is_compiling() else functools.partial(_make_mask, make)
 
     def uninstall() -> None:
         AttentionInterface.get_interface = look_up
         if "__getitem__" in AttentionMaskInterface.__dict__:
             del AttentionMaskInterface.__getitem__
 
-    _installed.append(uninstall)  # before anything is changed: an interrupt may come in between
+    _uninstall.append(uninstall)  # before anything is changed: an interrupt may come in between
     AttentionInterface.get_interface = get_interface
     AttentionMaskInterface.__getitem__ = getitem
 
 
-def _call(
+def _call_watched(
     function: Function,
     eager: Function,
     implementation: str,
@@ -153,51 +160,51 @@ def _call(
     value: Tensor,
     attention_mask: Any = None,
     *rest: Any,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, Any]:
-    watchers = _watchers.get(id(module), ())
+    """What a wrapped attention function does: call it, through the watchers of the module where there are any."""
+    watchers = _watchers.get(module, ())
     if not watchers or in_backward():
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
-        return function(module, query, key, value, attention_mask, *rest, **more)
-    more = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | more
-    given = Given(module, query, key, value, attention_mask, more, implementation or "eager")
+        return function(module, query, key, value, attention_mask, *rest, **options)
+    options = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | options
+    call = ModelCall(module, query, key, value, attention_mask, options, implementation or "eager")
 
-    def inner(given: Given) -> tuple[Tensor, Any]:
-        around = compiled_as_before() if _is_compiled(function) else nullcontext()
-        with around:
-            return function(given.module, given.query, given.key, given.value, given.mask, **given.more)
+    def answer(call: ModelCall) -> tuple[Tensor, Any]:
+        with compiled_as_before() if _is_compiled(function) else nullcontext():
+            return function(call.module, call.query, call.key, call.value, call.mask, **call.options)
 
     for watcher in watchers:
-        inner = functools.partial(_seen, watcher, inner, eager, watcher is watchers[0])
-    return inner(given)
+        answer = functools.partial(_see, watcher, answer, eager, watcher is watchers[0])
+    return answer(call)
 
 
 def _is_compiled(function: Any) -> bool:
-    """Whether an attention function is, or calls, what torch.compile made; no hook of ours is in it."""
+    """Whether an attention function is, or calls, compiled code; no hook of ours is in it."""
     return hasattr(function, "_torchdynamo_orig_callable") or "flex_attention" in getattr(function, "__name__", "")
 
 
-def _seen(watcher: Watcher, function: Function, eager: Function, inmost: bool, given: Given) -> tuple[Tensor, Any]:
-    return watcher.see(given, function, eager, inmost)
+def _see(watcher: Watcher, function: Function, eager: Function, innermost: bool, call: ModelCall) -> tuple[Tensor, Any]:
+    return watcher.see(call, function, eager, innermost)
 
 
-def _mask(make: Callable[..., Tensor | None], *args: Any, **given: Any) -> Tensor | None:
-    """A mask of transformers, noted; without storage where it would be large and a watched model asks for it."""
-    if args or "q_length" not in given or "kv_length" not in given:  # not a call as transformers makes them
-        return make(*args, **given)
-    recipe = Recipe.of(make, given)
+def _make_mask(make: Callable[..., Tensor | None], *args: Any, **arguments: Any) -> Tensor | None:
+    """A mask of transformers, its recipe kept; a lazy one where it would be large and a watched model needs it."""
+    if args or "q_length" not in arguments or "kv_length" not in arguments:  # not a call as transformers makes them
+        return make(*args, **arguments)
+    recipe = MaskRecipe.of(make, arguments)
     large = recipe.batch * recipe.queries * recipe.keys > lazy_masks.LARGE
-    mask = _large(make, recipe) if large and here.depth else make(**given)
-    here.masks.append(Noted(None if mask is None else weakref.ref(mask), recipe, here.depth))
-    if not here.depth:
-        here.masks = here.masks[-KEPT:]
+    mask = _make_large_mask(make, recipe) if large and pass_masks.depth else make(**arguments)
+    pass_masks.entries.append(MadeMask(None if mask is None else weakref.ref(mask), recipe, pass_masks.depth))
+    if not pass_masks.depth:
+        pass_masks.entries = pass_masks.entries[-MASKS_BEFORE_PASS:]
     return mask
 
 
-def _large(make: Callable[..., Tensor | None], recipe: Recipe) -> Tensor | None:
-    from transformers import masking_utils as known
+def _make_large_mask(make: Callable[..., Tensor | None], recipe: MaskRecipe) -> Tensor | None:
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
-    dtype = {known.sdpa_mask: torch.bool, known.eager_mask: recipe.given.get("dtype", torch.float32)}.get(make)
+    dtype = {sdpa_mask: torch.bool, eager_mask: recipe.arguments.get("dtype", torch.float32)}.get(make)
     if dtype is None or recipe.needs_no_mask(sdpa=dtype == torch.bool):
-        return make(**recipe.given)
+        return make(**recipe.arguments)
     return LazyMask(recipe, dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...models.intervene.head_outputs import run, tapped
+from ...models.intervene.head_outputs import head_outputs, run
 from ...models.structure.sites import Site
 from ..registry import score
 from ..scoring import ScoringRun, refuse_quantized
@@ -65,7 +65,7 @@ def _train(gates: HardConcreteGates, scoring: ScoringRun, steps: int, strength: 
     optimizer = torch.optim.Adam(gates.parameters(), lr=rate)
     full_outputs: dict[int, Any] = {}
 
-    def tap(site: Site, outputs: Tensor) -> Tensor:
+    def tap(site: Site, outputs: Tensor, real: Tensor | None) -> Tensor:
         return outputs * gates.sample(scoring.row(site), scoring.random).to(outputs)[:, None]
 
     for step in range(steps):
@@ -74,7 +74,7 @@ def _train(gates: HardConcreteGates, scoring: ScoringRun, steps: int, strength: 
         if scoring.objective.relative and number not in full_outputs:
             with torch.no_grad():
                 full_outputs[number] = run(scoring.model, batch)
-        with torch.enable_grad(), tapped(scoring.model, tap):
+        with torch.enable_grad(), head_outputs(scoring.model, tap):
             output = run(scoring.model, batch)
             loss = scoring.objective.damage(output, batch, full_outputs.get(number)).mean()
             expected = torch.stack([gates.open_probability(row).sum() for row in range(len(scoring.layers))]).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...models.intervene.head_outputs import means
+from ...models.intervene.head_outputs import mean_head_outputs
 from ..registry import score
 from ..scoring import ScoringRun, mean_over_tokens, output_weights
 
@@ -13,7 +13,7 @@ from ..scoring import ScoringRun, mean_over_tokens, output_weights
 @score("variance", signed=False, normalised=False, additive=False, trained=False, runs_model=True, loss="none")
 def output_variance(scoring: ScoringRun) -> list[np.ndarray]:
     """The squared distance to the mean output, each feature weighed by the squared norm of its column of W_O."""
-    mean = {name: x.float() for name, x in means(scoring.model, scoring.batches).items()}
+    mean = {name: x.float() for name, x in mean_head_outputs(scoring.model, scoring.batches).items()}
     columns = {site.key: output_weights(scoring, site).square().sum(1) for site in scoring.sites}  # (H, head_dim)
     return mean_over_tokens(
         scoring,

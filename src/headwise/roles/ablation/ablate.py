@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError, HeadwiseError
+from ...json_documents import anything, count, finite, in_words, items, mapping, string
 from ...models.intervene.masking import mask_heads
-from ...models.structure import sites
-from ..json_documents import anything, count, finite, in_words, items, mapping, string
+from ...models.structure.heads import query_heads
+from ...models.structure.sites import attention_sites
 from ..relations.result import Head, read_head
 from .tasks import Task
 
@@ -173,11 +174,7 @@ def random_heads(
 
 def head_counts(model: Any) -> dict[tuple[str, int], int]:
     """How many query heads each layer has, by (kind, layer)."""
-    found = {}
-    for site in sites.sites(model):
-        _, linear = sites.w_o(model, site)
-        found[site.key] = sites.query_heads(model, site, sites.input_width(linear) or 0)
-    return found
+    return {site.key: query_heads(model, site) for site in attention_sites(model)}
 
 
 def _without(task: Task, heads: Sequence[Head], value: Any) -> np.ndarray:

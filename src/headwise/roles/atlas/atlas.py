@@ -13,8 +13,7 @@ import numpy as np
 
 from ...errors import HeadwiseError
 from ...files import written
-from ...terminal import neutralised
-from ..json_documents import (
+from ...json_documents import (
     anything,
     brief,
     count,
@@ -27,6 +26,7 @@ from ..json_documents import (
     string,
     whole_number,
 )
+from ...terminal import neutralised
 from .roles import ANY, RESTING, ROLES, Definition, definition
 from .sums import Key, Sums, Tally
 

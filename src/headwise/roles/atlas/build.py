@@ -14,15 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError, HeadwiseError, UnsupportedError
+from ...errors import CheckpointError, HeadwiseError
 from ...files import remove_leftovers
 from ...inspection.run import longest
+from ...json_documents import LARGEST, brief, count, in_words, string
 from ...models.fingerprint import fingerprint, tokenizer_fingerprint
-from ...models.loading.loader import load
-from ...models.loading.loader import tokenizer as load_tokenizer
-from ...models.loading.locate import DEFAULT
-from ...models.structure import sites
-from ..json_documents import LARGEST, brief, count, in_words, string
+from ...models.loading.resolve import resolve
+from ...models.structure.text_model import check_takes_text
+from ...models.surgery.kept_heads import pruned_layers
 from . import corpus as corpora
 from .atlas import Atlas
 from .checkpoint import load_tallies, save_tallies
@@ -66,7 +65,7 @@ def atlas(
     relation between words (`headwise.relations` does that alone). seed: for the random tokens that are repeated.
     """
     _check(length, part, replicates, seed)
-    name, model, tokenizer = given(model, tokenizer, name)
+    name, model, tokenizer = resolve(model, tokenizer, name)
     found, total = read(texts, field, limit)
     observer = Observer.of(model)
     encoder = encoder_of(observer.model, tokenizer, length)
@@ -255,22 +254,9 @@ def _check(length: int, part: tuple[int, int], replicates: int, seed: int) -> No
         raise HeadwiseError(f"replicates must be at least 1, got {replicates}")
 
 
-def given(model: Any, tokenizer: Any, name: str | None) -> tuple[str, Any, Any]:
-    """A name, a model and its tokenizer, where a model may be given by its name."""
-    if model is None or isinstance(model, (str, os.PathLike)):
-        place = DEFAULT if model is None else model
-        tokenizer = tokenizer or load_tokenizer(place)  # first, for it tells a wrong name soonest
-        return name or os.fspath(place), load(place), tokenizer
-    if tokenizer is None:
-        raise HeadwiseError("a model that is already loaded needs its tokenizer: atlas(model, texts, tokenizer)")
-    return name or type(model).__name__, model, tokenizer
-
-
 def encoder_of(body: Any, tokenizer: Any, length: int) -> Encoder:
     """The tokenizer with room for as many tokens as asked for and as the model has positions for."""
-    wanted = getattr(body, "main_input_name", "input_ids")
-    if wanted != "input_ids":
-        raise UnsupportedError(f"{type(body).__name__} takes {wanted}, not text; an atlas needs a text model")
+    check_takes_text(body, purpose="an atlas needs")
     return Encoder(tokenizer, min(length, longest(body, False)[0]), _start(body))
 
 
@@ -300,8 +286,4 @@ def _corpus_name(texts: Any) -> str:
 
 def _original(model: Any) -> dict[Key, list[int | None]]:
     """For pruned layers, what their heads were numbered before."""
-    return {
-        site.key: list(kept.query)
-        for site in sites.sites(model)
-        if (kept := getattr(site.module, "headwise_kept", None)) is not None
-    }
+    return {key: list(kept.query) for key, kept in pruned_layers(model).items()}

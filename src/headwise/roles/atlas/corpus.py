@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HeadwiseError
-from ..json_documents import brief, parse_json
+from ...json_documents import brief, parse_json
 from .sums import identity
 
 WINDOW = 2048  # texts that are sorted together

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...json_documents import anything, count, items, mapping, string
 from ...models.structure import sites
 from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
-from ...models.watching.watcher import Each, watch
-from ..json_documents import anything, count, items, mapping, string
+from ...models.watching.request import CallObserver
+from ...models.watching.watcher import watch
 from .corpus import Batch, Tokens
 from .pair_marks import Marks, mark
 from .roles import BOTH, CAUSAL, CROSS, columns, marks
@@ -45,7 +46,7 @@ def body_of(model: Any) -> Any:
     if body is model:
         return model
     try:
-        same = [site.key for site in sites.sites(body)] == [site.key for site in sites.sites(model)]
+        same = [site.key for site in sites.attention_sites(body)] == [site.key for site in sites.attention_sites(model)]
     except UnsupportedError:
         return model
     return body if same else model
@@ -60,7 +61,7 @@ class Observer:
     batch: Batch | None = None
     found: dict[Key, Found] = field(default_factory=dict)
     output: Any = None  # what the model gave for the batch
-    take: Each | None = None  # instead of the roles on texts, what another probe takes from each call
+    take: CallObserver | None = None  # instead of the roles on texts, what another probe takes from each call
     _marked: list[tuple[Any, Any, Marks]] = field(default_factory=list)
 
     @classmethod
@@ -106,7 +107,7 @@ class Observer:
 
     def _roles(self, layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
         query, key = self.tokens(layer.kind)
-        keys = reading.k.shape[2] if isinstance(reading, Reading) else reading.given.key.shape[2]
+        keys = reading.keys
         if (reading.q.shape[2], keys) != (query.ids.shape[1], key.ids.shape[1]):
             raise UnsupportedError(
                 f"{layer.kind} layer {layer.index} attends over {reading.q.shape[2]} x {keys} places, the text has "
@@ -145,8 +146,10 @@ class Observer:
         self, query: Tokens, key: Tokens, reading: Reading | EagerReading, a: Tensor, rows: range, way: str
     ) -> Marks:
         """Layers that see alike share their marks, as long as all of them can be held."""
-        mask = reading.how["mask"] if isinstance(reading, Reading) else reading.given.mask
-        how = (reading.how["causal"], reading.how["window"]) if isinstance(reading, Reading) else ("eager", None)
+        mask = reading.options["mask"] if isinstance(reading, Reading) else reading.call.mask
+        how = ("eager", None)
+        if isinstance(reading, Reading):
+            how = (reading.options["causal"], reading.options["window"])
         at = (id(query), id(key), how, way, rows)
         for before, known, made in self._marked:
             if before == at and _same(mask, known):
@@ -178,13 +181,13 @@ def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> T
     some = None if len(rows) == reading.q.shape[2] else list(rows)
     if isinstance(reading, EagerReading):
         return ((reading.weights(some, None) if a is None else a) > 0).any(1)
-    mask = reading.how["mask"]
+    mask = reading.options["mask"]
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1, keepdim=True)
-    how = dict(reading.how, mask=mask, softcap=None, sinks=None)
+    how = dict(reading.options, mask=mask, softcap=None, sinks=None)
     # scores of zero: equal weights on whatever may be seen
     q, k = (x.new_zeros(len(x), 1, x.shape[2], 1, dtype=torch.float32) for x in (reading.q, reading.k))
-    return replace(reading, q=q, k=k, v=k, how=how).weights(some, None)[:, 0] > 0
+    return replace(reading, q=q, k=k, v=k, options=how).weights(some, None)[:, 0] > 0
 
 
 def sums(a: Tensor, marked: Marks) -> tuple[Tensor, Tensor]:

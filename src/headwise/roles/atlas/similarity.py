@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...errors import HeadwiseError
+from ...models.loading.resolve import resolve
 from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
-from .build import LENGTH, encoder_of, given
+from .build import LENGTH, encoder_of
 from .corpus import Batch, Corpus, read
 from .observer import Observer
 
@@ -166,7 +167,7 @@ def likeness(
     seed: int = 0,
 ) -> dict[str, Likeness]:
     """How different all heads of a model are, for each kind of attention, on the first `sample` texts of a corpus."""
-    _, model, tokenizer = given(model, tokenizer, None)
+    _, model, tokenizer = resolve(model, tokenizer)
     observer = Observer.of(model)
     corpus = Corpus.of(read(texts, field, sample)[0], encoder_of(observer.model, tokenizer, length))
     compared = Comparison(np.random.default_rng(seed), queries)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import HeadwiseError
-from ..json_documents import anything, brief, count, items, mapping, string
+from ...json_documents import anything, brief, count, items, mapping, string
 from .roles import ANY
 
 REPLICATES = 200

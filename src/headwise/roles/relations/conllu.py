@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import HeadwiseError
-from ..json_documents import whole_number
+from ...json_documents import whole_number
 from . import coreference
 from .gold import Link, Sentence
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import HeadwiseError
-from ...inspection.run import _pair as pair
+from ...models.loading.resolve import resolve
 from . import conllu, gold, scoring
 from .alignment import Lost
 from .gold import SHUFFLED, Sentence
@@ -142,7 +142,7 @@ class Subject(NamedTuple):
 
 
 def _subject(model: Any, tokenizer: Any) -> Subject:
-    name, model, tokenizer = pair(model, tokenizer)
+    name, model, tokenizer = resolve(model, tokenizer)
     body, notes = scoring.body(model)
     return Subject(name, body, tokenizer, scoring.is_causal(body), notes)
 

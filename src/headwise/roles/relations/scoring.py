@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedError
+from ...models.structure.text_model import text_model
 from ...models.watching.watcher import watch
 from .alignment import Batch, Lost, batches, encode
 from .gold import Sentence
@@ -33,15 +33,10 @@ class Answers(NamedTuple):
 
 def body(model: Any) -> tuple[Any, tuple[str, ...]]:
     """The part of a model that reads one text by itself, without an output head, and what to say about it."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return model.get_encoder(), (
-            "the encoder alone: cross-attention links two texts, so relations within one do not apply to it",
-        )
-    inner = getattr(model, "base_model", model)
-    wanted = getattr(inner, "main_input_name", "input_ids")
-    if wanted != "input_ids":
-        raise UnsupportedError(f"{type(model).__name__} takes {wanted}, not text; relations need a text model")
-    return inner, ()
+    part, notes = text_model(model, purpose="relations need")
+    if notes:
+        return part, ("the encoder alone: cross-attention links two texts, so relations within one do not apply to it",)
+    return getattr(part, "base_model", part), ()
 
 
 def is_causal(model: Any) -> bool:

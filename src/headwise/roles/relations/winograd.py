@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import HeadwiseError
-from ..json_documents import in_words, parse_json, string
+from ...json_documents import in_words, parse_json, string
 from .gold import Link, Sentence
 
 ITEM = re.compile(r"(?P<text>.+?)\s*The '(?P<pronoun>[^']+)' refers to (?P<referent>.+?) because ", re.DOTALL)

@@ -1,0 +1,186 @@
+"""One pass of a model at a time: which layer each attention call belongs to, and which of its tokens are real.
+
+`watch`, `mask_heads` and `head_outputs` all follow a model with a `PassTracker`. It counts the calls of attention
+modules that serve several layers, keeps the padding that each whole model was given, puts functions before W_O, and
+notices modules that were called but never reached the place where their heads can be seen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from .hooks import Hooks
+from .structure.heads import w_o
+from .structure.sites import Site, owners
+
+Begin = Callable[[nn.Module], None]  # called with a whole model whose pass begins
+End = Callable[[nn.Module, bool], None]  # called with a whole model whose pass ended, and whether it gave an output
+ChangeInput = Callable[[Tensor], Tensor | None]  # W_O's input (..., heads * width) -> another, or None
+
+
+class _PassState(threading.local):
+    """Where one thread is in a pass of the model."""
+
+    def __init__(self) -> None:
+        self.turns: dict[nn.Module, int] = {}  # by attention module: which of its calls in this pass is running
+        self.padding: dict[nn.Module, Tensor | None] = {}  # by whole model: the 2-D mask that it was given
+        self.awaited: dict[nn.Module, None] = {}  # attention modules that were called and have not arrived, in order
+
+
+class PassTracker:
+    """Follows the passes of a model for as long as its hooks are set."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: list[Site],
+        hooks: Hooks,
+        *,
+        awaits: Literal["W_O", "attention function"],
+        consequence: str,
+    ) -> None:
+        """A tracker that has set no hooks yet.
+
+        Args:
+            model: a transformers model.
+            sites: its attention layers.
+            hooks: where the tracker sets its hooks.
+            awaits: what each attention module must call.
+            consequence: for the error where a module does not, such as "its heads cannot be masked".
+        """
+        self.model = model
+        self.owners = owners(model, sites)
+        self._sites_of: dict[nn.Module, list[Site]] = {}
+        for site in sites:
+            self._sites_of.setdefault(site.module, []).append(site)
+        self.started = False  # whether the model, or a part of it, was called
+        self.completed = False  # whether a pass gave an output
+        self._hooks, self._awaits, self._consequence = hooks, awaits, consequence
+        self._state = _PassState()
+
+    def follow(self, modules: list[nn.Module], begin: Begin | None = None, end: End | None = None) -> None:
+        """Set the hooks that follow these attention modules and the whole models around them."""
+        for owner in dict.fromkeys([self.model, *(self.owners[module] for module in modules)]):
+            self._hooks.before(owner, self._begin_pass(begin), kwargs=True)
+            self._hooks.after(owner, self._end_pass(end), always=True)
+        for module in modules:
+            self._hooks.before(module, self._count_call)
+
+    def before_w_o(self, site: Site, change: ChangeInput) -> None:
+        """Set a function before the W_O of a site's module, for all layers that the module serves."""
+        module, linear = site.module, w_o(self.model, site)[1]
+
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            self.started = True
+            if self._awaits == "W_O":
+                self.arrive(module)
+            changed = change(args[0])
+            return None if changed is None else (changed, *args[1:])
+
+        self._hooks.before(linear, hook)
+
+    def arrive(self, module: nn.Module) -> None:
+        """Note that a module which was called has reached what the tracker awaits."""
+        self._state.awaited.pop(module, None)
+
+    def missed_error(self, site: Site) -> UnsupportedError:
+        """The error for a layer whose module was called without calling what the tracker awaits."""
+        if self._awaits == "W_O":
+            what = "does not call its W_O"
+        else:
+            what = "did not ask transformers' registry for an attention function when it was called"
+        return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {what}; {self._consequence}")
+
+    def turn(self, module: nn.Module) -> int:
+        """Which of its calls in this pass a module is in; 0 for the first."""
+        return self._state.turns.get(module, 0)
+
+    def site(self, module: nn.Module) -> Site | None:
+        """The layer that a module's current call is; None for calls beyond the layers that it serves."""
+        sites, turn = self._sites_of[module], self.turn(module)
+        if len(sites) == 1:
+            return sites[0]
+        return next((site for site in sites if site.turn == turn), None)
+
+    def real_tokens(self, module: nn.Module, batch: int, queries: int, keys: int | None = None) -> Tensor | None:
+        """(B, Tq) bool: which queries of a call are tokens and not padding; None where that is not known.
+
+        A mask may be longer than the queries, which are then its last positions; keys: the only other length it may
+        have. Where the innermost model was given no mask, that of the outermost serves if it has the queries' shape.
+        """
+        own = self._state.padding.get(self.owners[module])
+        if own is not None:
+            fits = own.shape[1] >= queries if keys is None else own.shape[1] in (queries, keys)
+            return own[:, -queries:] if own.shape[0] == batch and fits else None
+        encoder_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        outer = None if encoder_decoder else self._state.padding.get(self.model)
+        return outer if outer is not None and tuple(outer.shape) == (batch, queries) else None
+
+    def real_inputs(self, site: Site, x: Tensor) -> Tensor | None:
+        """(B, T) bool: which positions of W_O's input (B, T, heads * width) are tokens; None where not known."""
+        real = self.real_tokens(site.module, x.shape[0], x.shape[1]) if x.dim() == 3 else None
+        return None if real is None else real.to(x.device)
+
+    def reset(self) -> list[Site]:
+        """Forget the pass; the layers that were called and never arrived."""
+        awaited, self._state = self._state.awaited, _PassState()
+        return [self._sites_of[module][0] for module in awaited]
+
+    def _begin_pass(self, begin: Begin | None) -> Callable[..., None]:
+        def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.started = True
+            if begin is not None:
+                begin(owner)
+            self._state.padding[owner] = _padding(owner, args, kwargs)
+            for module, module_owner in self.owners.items():
+                if module_owner is owner or owner is self.model:
+                    self._state.turns.pop(module, None)
+
+        return hook
+
+    def _end_pass(self, end: End | None) -> Callable[..., None]:
+        def hook(owner: nn.Module, args: Any, output: Any) -> None:
+            completed = output is not None  # a pass that raised has no output, and its own error
+            self.completed = self.completed or completed
+            if end is not None:
+                end(owner, completed)
+            missed = [module for module in self._state.awaited if self.owners[module] is owner]
+            for module in missed:
+                self.arrive(module)
+            if missed and completed:
+                raise self.missed_error(self._sites_of[missed[0]][0])
+
+        return hook
+
+    def _count_call(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self._state.turns[module] = self._state.turns.get(module, -1) + 1
+            self._state.awaited[module] = None
+        elif self._awaits == "W_O" and len(self._sites_of[module]) > 1:
+            raise UnsupportedError(
+                f"{type(module).__name__} serves several layers, and a checkpoint that runs it again does not tell "
+                f"which; {self._hooks.doing} its heads without gradient checkpointing"
+            )
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running: a module that is called then is run again by gradient checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _padding(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The 2-D mask that a whole model was given: (B, positions) bool."""
+    mask = kwargs.get("attention_mask")
+    if mask is None and args:
+        try:
+            mask = inspect.signature(owner.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
+        except TypeError:
+            return None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

@@ -1,0 +1,122 @@
+"""Which modules of a model compute attention, found by their source code, and the order of their layers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
+
+# In the source of a class: it computes attention itself.
+ATTENTION_CALLS = ("softmax(", "softmax.apply(", "scaled_dot_product_attention(", "multi_head_attention_forward(")
+# In the name of a module or of its class: cross-attention.
+CROSS_NAMES = ("cross", "encoder_attn", "encdec", "encoder_decoder_attention", "enc_attn")
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """One module that computes attention, and its place in the model."""
+
+    module: nn.Module
+    name: str  # its path in the model
+    stack: str  # the path of the list of layers that holds it
+    number: int  # its layer's place in that list
+    cross: bool
+    registered: bool  # whether it looks its attention function up in transformers' registry
+
+
+def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
+    """Every module of a model that computes softmax attention, in the order of `named_modules`."""
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        cls: ModuleClass = type(module)
+        registered = uses_registry(cls)
+        if not registered and not _computes_attention(cls):
+            continue
+        parts = name.split(".")
+        in_lists = [i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
+        stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
+        number = int(parts[in_lists[0]]) if in_lists else 0
+        yield AttentionModule(module, name, stack, number, _is_cross(name, module), registered)
+
+
+@functools.cache
+def uses_registry(cls: ModuleClass) -> bool:
+    """Whether a class's forward looks its attention function up in transformers' registry."""
+    source = forward_source(cls)
+    return ".get_interface(" in source and "ALL_ATTENTION_FUNCTIONS" in source
+
+
+@functools.cache
+def forward_source(cls: ModuleClass) -> str:
+    """The source code of a class's forward; empty where there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError, AttributeError):  # AttributeError: scripted modules
+        return ""
+
+
+@functools.cache
+def class_source(cls: ModuleClass) -> str:
+    """The source code of a class and of its bases outside of torch."""
+    sources = []
+    for base in cls.__mro__:
+        if base.__module__.startswith(("torch.", "builtins")):
+            break
+        try:
+            sources.append(inspect.getsource(base))
+        except (OSError, TypeError):
+            continue
+    return "\n".join(sources)
+
+
+@functools.cache
+def _computes_attention(cls: ModuleClass) -> bool:
+    """An attention class that does not use the registry: named so, with a softmax (or PyTorch's attention) in it."""
+    if "attention" not in cls.__name__.lower() or cls.__module__.startswith("torch."):
+        return False
+    if "forward" not in cls.__dict__ and not any("forward" in base.__dict__ for base in cls.__mro__[1:-2]):
+        return False
+    return any(call in class_source(cls).lower() for call in ATTENTION_CALLS)
+
+
+def _is_cross(name: str, module: nn.Module) -> bool:
+    if getattr(module, "is_cross_attention", False):
+        return True
+    names = [*name.split(".")[-3:], type(module).__name__]  # its own and the next two around it, not a whole tower's
+    return any(mark in part.lower() for part in names for mark in CROSS_NAMES)
+
+
+def tower_names(stacks: list[str]) -> dict[str, str]:
+    """A name for each list of layers: "self" where there is one, else the part of its path that is its own."""
+    distinct = list(dict.fromkeys(stacks))
+    if len(distinct) == 1:
+        return {distinct[0]: "self"}
+    paths = [stack.split(".") for stack in distinct]
+    shared = 0
+    while all(len(path) > shared + 1 for path in paths) and len({path[shared] for path in paths}) == 1:
+        shared += 1
+    names = {}
+    for stack, path in zip(distinct, paths, strict=True):
+        tail, length = path[shared:], 1
+        while length < len(tail) and sum(other[shared : shared + length] == tail[:length] for other in paths) > 1:
+            length += 1
+        names[stack] = ".".join(tail[:length]) or stack or "self"
+    return names
+
+
+def call_order(members: list[AttentionModule]) -> list[AttentionModule]:
+    """The modules of one kind of attention in the order of their calls, one entry per layer.
+
+    ALBERT's few groups of layers each serve many layers; every other model calls each module once.
+    """
+    config: Any = getattr(members[0].module, "config", None)
+    groups, layers = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
+    if not groups or not layers:
+        return members
+    return [member for i in range(layers) for member in members if member.number == i * groups // layers]

@@ -1,0 +1,53 @@
+"""Linear layers as they are found in models: nn.Linear, GPT-2's Conv1D, and what only looks like one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Problem = tuple[str, str]  # why the weights are not plain, and what to do about it
+QUANTIZED: Problem = (
+    "quantized or wrapped weights",
+    "prune and save the model before it is quantized, or load it unquantized",
+)
+
+
+def output_width(linear: nn.Module) -> int:
+    """The output width of a linear layer (or Conv1D); 0 for any other module."""
+    width = getattr(linear, "out_features", getattr(linear, "nf", None))
+    return width if isinstance(width, int) else 0
+
+
+def row_dim(linear: nn.Module) -> int:
+    """The dimension of the weight that counts outputs: 0, or 1 for GPT-2's Conv1D."""
+    return 1 if type(linear).__name__ == "Conv1D" else 0
+
+
+def weight_problem(linear: nn.Module) -> Problem | None:
+    """Why the weight of a linear layer is not a plain matrix, and what to do; None where it is one."""
+    if problem := wrapping_problem(linear):
+        return problem
+    weight = linear._parameters.get("weight")
+    if weight is None or weight.dtype not in FLOATS or weight.dim() != 2:
+        return QUANTIZED
+    return None
+
+
+def wrapping_problem(module: nn.Module) -> Problem | None:
+    """Why the parameters of a module are not simply its own tensors, and what to do; None where they are."""
+    if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
+        return "it carries an adapter", "merge that first, with merge_and_unload() of peft's PeftModel"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight is parametrized", "call torch.nn.utils.parametrize.remove_parametrizations first"
+    if "weight" not in module._parameters and type(vars(module).get("weight")) in (Tensor, nn.Parameter):
+        return "its weight is computed by a hook", "call remove_weight_norm or the like of torch.nn.utils first"
+    tensors = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+    if any(hasattr(x, "device_mesh") for x in tensors):
+        return "its weight is sharded over ranks", "prune and save the model before it is sharded"
+    if any(type(x) not in (nn.Parameter, Tensor) and type(x).__name__ != "Buffer" for x in tensors):
+        # torchao's, bitsandbytes' and others'
+        return QUANTIZED
+    if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+        return QUANTIZED
+    return None

@@ -1,0 +1,119 @@
+"""Where a watched model is in its pass: the layer of each attention call, its mask's recipe and its real tokens."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ...errors import HeadwiseError
+from ..passes import PassTracker
+from ..structure.sites import Site
+from .call_reader import ModelCall
+from .lazy_masks import MaskRecipe
+from .registry import first_query, newest_recipe, pass_masks, recipe_of
+
+
+class CallContext(NamedTuple):
+    """What is known about one attention call beside its arguments."""
+
+    site: Site
+    recipe: MaskRecipe | None  # of the call's own mask
+    similar: MaskRecipe | None  # of a mask of the same size in the same pass
+    real: Tensor | None  # (B, Tq) bool: which queries are tokens; None for all
+    cross: bool
+    decoding: bool  # whether its queries follow cached keys
+
+    @property
+    def positions(self) -> MaskRecipe | None:
+        """The recipe that says at which positions the queries and keys are."""
+        return self.recipe or self.similar
+
+
+class PassState:
+    """The current pass of a watched model. One thread at a time may run it."""
+
+    def __init__(self, model: nn.Module, sites: list[Site], tracker: PassTracker) -> None:
+        self.model = model
+        self.sites = sites  # grows where a module is called more often than the model's structure says
+        self._tracker = tracker
+        self._site_by_turn = {(site.module, site.turn): site for site in sites}
+        self._runner: tuple[threading.Thread, int] | None = None  # who runs the model, and how many models deep
+        # by whole model: of its newest self-attention call, which queries are tokens, and whether it decodes
+        self._newest: dict[nn.Module, tuple[Tensor | None, bool]] = {}
+        # by attention module: the queries and keys of its newest call
+        self._operands: dict[nn.Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+
+    def begin(self, owner: nn.Module) -> None:
+        """A whole model begins to run. Calls of two passes at the same time would be taken for one pass."""
+        pass_masks.begin()
+        thread = threading.current_thread()
+        if self._runner is not None and self._runner[0] is not thread and self._runner[0].is_alive():
+            raise HeadwiseError(
+                f"threads {self._runner[0].name!r} and {thread.name!r} run {type(self.model).__name__} at once while "
+                "it is watched; run it in one thread at a time, or give each a copy.deepcopy of it and its own watch"
+            )
+        depth = 0 if self._runner is None or owner is self.model else self._runner[1]
+        self._runner = thread, depth + 1
+
+    def end(self, owner: nn.Module, completed: bool) -> None:
+        """A whole model has run."""
+        pass_masks.end()
+        if self._runner is not None and self._runner[0] is threading.current_thread():
+            self._runner = None if self._runner[1] == 1 else (self._runner[0], self._runner[1] - 1)
+
+    def reset(self) -> None:
+        """Forget the pass."""
+        self._runner = None
+        self._newest.clear()
+
+    def site(self, module: nn.Module) -> Site:
+        """The layer of a module's current call; a call beyond its known layers is a layer of its own."""
+        turn = self._tracker.turn(module)
+        site = self._site_by_turn.get((module, turn))
+        if site is None:
+            first = next(site for site in self.sites if site.module is module)
+            index = 1 + max(site.index for site in self.sites if site.kind == first.kind)
+            site = self._site_by_turn[module, turn] = Site(module, first.name, first.kind, index, turn, True)
+            self.sites.append(site)
+        return site
+
+    def is_new(self, call: ModelCall) -> bool:
+        """False where a module attends again with the same queries and keys: with other values only."""
+        last = self._operands.get(call.module)
+        self._operands[call.module] = weakref.ref(call.query), weakref.ref(call.key)
+        return last is None or last[0]() is not call.query or last[1]() is not call.key
+
+    def context(self, call: ModelCall) -> CallContext:
+        """The context of a call; that of self-attention serves the cross-attention which follows it."""
+        site = self.site(call.module)
+        recipe = recipe_of(call.mask)
+        similar = newest_recipe(call.query.shape[2], call.key.shape[2], has_mask=call.mask is not None)
+        cross = site.kind.endswith("cross")
+        owner = self._tracker.owners[call.module]
+        real, decoding = self._newest.get(owner, (None, False)) if cross else (None, False)
+        real = self._real_queries(call, real, None if cross else recipe or similar)
+        if not cross:
+            decoding = _decodes(call, recipe or similar)
+            self._newest[owner] = real, decoding
+        return CallContext(site, recipe, similar, real, cross, decoding)
+
+    def _real_queries(self, call: ModelCall, known: Tensor | None, positions: MaskRecipe | None) -> Tensor | None:
+        """(B, Tq): which queries are tokens; None for all."""
+        batch, queries, keys = call.query.shape[0], call.query.shape[2], call.key.shape[2]
+        real = known if positions is None else positions.queries_real(queries)
+        if real is None:
+            real = self._tracker.real_tokens(call.module, batch, queries, keys)
+        if real is None or tuple(real.shape) != (batch, queries) or bool(real.all()):
+            return None
+        return real.to(call.query.device)
+
+
+def _decodes(call: ModelCall, positions: MaskRecipe | None) -> bool:
+    """Whether the queries of a self-attention call follow cached keys."""
+    if positions is not None:
+        return positions.first_query > 0
+    begins = first_query(call.query.shape[2])
+    return begins > 0 if begins is not None else call.query.shape[2] < call.key.shape[2]
