@@ -29,7 +29,8 @@ import headwise
 from headwise.prune.objective import choose, embedding
 from headwise.prune.plan import Plan, in_steps
 from headwise.prune.quality import Each, text_by_text
-from headwise.prune.scores import Scores, spearman
+from headwise.prune.scores import Scores
+from headwise.resampling import bootstrap_counts, interval, spearman
 from headwise.timing.machine import describe, in_words
 
 RESULTS = Path(__file__).parent / "results"
@@ -168,15 +169,13 @@ def methods(name: str) -> list[str]:
     return [*SCORES[name], *(f"{score}, 4 steps" for score in STEPWISE[name])]
 
 
-def interval(one: Each, other: Each) -> list[float]:
+def difference(one: Each, other: Each) -> list[float]:
     """How much worse the other is, in the mean over the same texts, with a 95 % interval by bootstrap over texts."""
-    count = len(one.values)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 2000)
-    weights = drawn @ one.weights
-    means = (drawn @ ((other.values - one.values) * one.weights)) / weights
+    counts = bootstrap_counts(len(one.values), 2000)
+    means = (counts @ ((other.values - one.values) * one.weights)) / (counts @ one.weights)
     return [
         float(np.average(other.values - one.values, weights=one.weights)),
-        *map(float, np.percentile(means, (2.5, 97.5))),
+        *map(float, interval(means)),
     ]
 
 
@@ -218,9 +217,9 @@ def _at(run: Run, removed: float) -> dict[str, Any]:
         "quality": chosen.summed().to_json(),
         "magnitude": magnitude.summed().to_json(),
         "random": mean.summed().to_json() | {"seeds": [r.summed().value for r in randoms]},
-        "worse by magnitude (mean, low, high)": interval(chosen, magnitude),
-        "worse by random (mean, low, high)": interval(chosen, mean),
-        "random seeds that are worse": sum(interval(chosen, r)[1] > 0 for r in randoms),
+        "worse by magnitude (mean, low, high)": difference(chosen, magnitude),
+        "worse by random (mean, low, high)": difference(chosen, mean),
+        "random seeds that are worse": sum(difference(chosen, r)[1] > 0 for r in randoms),
     }
 
 
@@ -252,14 +251,13 @@ def single(run: Run) -> dict[str, Any]:
     ]
     examples = np.concatenate([np.array(piece) for piece in pieces])  # (pairs, heads)
     count = len(examples)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 4000) / count
-    means = drawn @ examples
+    means = bootstrap_counts(count, 4000) / count @ examples
     found: dict[str, Any] = {
         "loss": f"finding each paragraph's second half among {PAIRS} by its first half, and the reverse",
         "pairs": count, "heads": examples.shape[1], "beside": MICHEL_2019,
     }  # fmt: skip
     for level in (95, 99):
-        low, high = np.percentile(means, ((100 - level) / 2, (100 + level) / 2), axis=0)
+        low, high = interval(means, ((100 - level) / 2, (100 + level) / 2))
         found[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
     return found
 

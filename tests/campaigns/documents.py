@@ -19,13 +19,14 @@ import numpy as np
 from headwise.errors import HeadwiseError
 from headwise.lab import session
 from headwise.lab.store import Lab
+from headwise.resampling import poisson_counts
 from headwise.roles.ablation.ablate import Matter
 from headwise.roles.atlas import corpus, observer
 from headwise.roles.atlas.atlas import SUMS, Atlas
 from headwise.roles.atlas.build import Run
 from headwise.roles.atlas.observer import Adding, Found
 from headwise.roles.atlas.roles import CAUSAL, columns
-from headwise.roles.atlas.sums import Tally, draws
+from headwise.roles.atlas.sums import Tally
 from headwise.roles.relations import conllu, winograd
 from headwise.roles.relations.result import Relation, Relations
 
@@ -110,7 +111,7 @@ def use_atlas(atlas: Atlas) -> None:
     list(atlas.rows())
     str(atlas.diff(atlas))
     if atlas.tally is not None:
-        draws(np.arange(3, dtype=np.uint64), 3)
+        poisson_counts(np.arange(3, dtype=np.uint64), 3)
         atlas.tally.plus(Tally(atlas.tally.names, atlas.tally.ways, atlas.tally.sums, 0, replicates=REPLICATES))
 
 

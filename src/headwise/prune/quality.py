@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from ..models.intervene.head_outputs import run
+from ..resampling import bootstrap_counts, interval
 from .importance import places
 from .objective import Loss, choose, predicted
-from .scores import INTERVAL, RESAMPLES
+from .scores import RESAMPLES
 
 ROUNDING = 1e-6  # a distance to the full model below this is none
 
@@ -48,9 +49,8 @@ class Each:
     def summed(self) -> Quality:
         """The mean over texts, with its interval by bootstrap over them."""
         count = len(self.values)
-        drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
-        means = (drawn @ (self.values * self.weights)) / (drawn @ self.weights)
-        ends = np.percentile(means, INTERVAL)
+        counts = bootstrap_counts(count, RESAMPLES)
+        ends = interval((counts @ (self.values * self.weights)) / (counts @ self.weights))
         mean = float(np.average(self.values, weights=self.weights))
         value, low, high = (math.exp(min(x, 700.0)) if self.power else float(x) for x in (mean, *ends))
         return Quality(self.name, value, low, high, self.lower_is_better, count)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeadwiseError
-from ..roles.atlas.stability import spearman
+from ..resampling import bootstrap_counts, interval, spearman
 
 RESAMPLES = 1000
-INTERVAL = (2.5, 97.5)
 Row = tuple[str, int, int, float, float, float]  # kind, layer, head, score, low, high
 
 
@@ -129,8 +128,8 @@ def _normed(row: np.ndarray, norm: bool) -> np.ndarray:
 def _bootstrap(each: list[np.ndarray], norm: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each layer the ends of the interval of every unit, over resampled examples."""
     count = each[0].shape[0]
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES) / count  # (R, N)
-    ends = [np.percentile(_normed(drawn @ rows, norm), INTERVAL, axis=0) for rows in each]
+    shares = bootstrap_counts(count, RESAMPLES) / count  # (R, N)
+    ends = [interval(_normed(shares @ rows, norm)) for rows in each]
     return [end[0] for end in ends], [end[1] for end in ends]
 
 

@@ -11,13 +11,13 @@ import numpy as np
 from ...errors import CheckpointError, HeadwiseError
 from ...models.intervene.masking import mask_heads
 from ...models.structure import sites
+from ...resampling import INTERVAL, RESAMPLES, bootstrap_counts, interval
 from ..json_documents import anything, count, finite, in_words, items, mapping, string
 from ..relations.result import Head, read_head
 from .tasks import Task
 
 DRAWS = 20  # so that being above all of them happens by chance once in 21 times
 TRIES = 60  # drawings of sets that were there already, before other layers are taken, or no more are looked for
-RESAMPLES = 2_000
 SURE = 0.05
 MORE, LESS, SAME = "more than random heads", "less than random heads", "no different from random heads"
 
@@ -42,7 +42,7 @@ class Matter:
     @property
     def random_range(self) -> tuple[float, float]:
         """What 95 % of drawings lie between."""
-        low, high = np.percentile(self.random, (2.5, 97.5))
+        low, high = np.percentile(self.random, INTERVAL)
         return float(low), float(high)
 
     @property
@@ -115,8 +115,7 @@ def matter(
         random.append(float((_without(task, drawn, value) - whole).mean()))
         if progress:
             progress(1)
-    share = chance.multinomial(len(damage), np.full(len(damage), 1 / len(damage)), RESAMPLES) / len(damage)
-    low, high = np.percentile(share @ damage, (2.5, 97.5))
+    low, high = interval(bootstrap_counts(len(damage), RESAMPLES, chance) / len(damage) @ damage)
     return Matter(
         task.words,
         chosen,

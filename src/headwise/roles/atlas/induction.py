@@ -17,10 +17,11 @@ from ...errors import HeadwiseError
 from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
+from ...resampling import poisson_counts
 from .corpus import Batch, Encoder, Line
 from .observer import Found, Observer, visible
 from .roles import ARGMAX, CROSS, PROBES
-from .sums import Tally, draws, identity
+from .sums import Tally, identity
 
 SEQUENCES, LENGTH = 4, 50
 NAMES = (*PROBES, *(name + ARGMAX for name in PROBES))
@@ -61,7 +62,9 @@ def probe(observer: Observer, encoder: Encoder, vocabulary: int, seed: int, repl
     tally = Tally(replicates=replicates)
     for key, one in found.items():
         units = np.array([identity(f"{seed}/{key[0]}/{i}") for i in range(len(one.top))], np.uint64)
-        tally.open(key, one.way, one.names, one.top.shape[2] - 1).add(one.top, one.bottom, draws(units, replicates))
+        tally.open(key, one.way, one.names, one.top.shape[2] - 1).add(
+            one.top, one.bottom, poisson_counts(units, replicates)
+        )
     tally.count(names, int(source.real.sum()), 0)
     return tally
 

@@ -17,11 +17,12 @@ from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
 from ...models.watching.watcher import Each, watch
+from ...resampling import poisson_counts
 from ..json_documents import anything, count, items, mapping, string
 from .corpus import Batch, Tokens
 from .pair_marks import Marks, mark
 from .roles import BOTH, CAUSAL, CROSS, columns, marks
-from .sums import LARGEST_SUM, Key, Tally, are_counts, draws
+from .sums import LARGEST_SUM, Key, Tally, are_counts
 
 WEIGHTS = 1 << 21  # weights of a layer that are held at once: about what a core's cache holds
 CELLS = 1 << 26  # of marks
@@ -232,7 +233,7 @@ class Adding:
 
     def settle(self) -> None:
         """Add up what waits, all layers of it."""
-        weights = [draws(one.identities, self.tally.replicates) for one in self.waiting]
+        weights = [poisson_counts(one.identities, self.tally.replicates) for one in self.waiting]
         for key in dict.fromkeys(key for one in self.waiting for key in one.found):
             parts = []
             for waiting, drawn in zip(self.waiting, weights, strict=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import HeadwiseError
+from ...resampling import spearman
 from .atlas import Atlas
 from .roles import ROLES
 
@@ -50,17 +51,3 @@ def _correlation(first: Atlas, second: Atlas, score: str) -> float:
     both = np.concatenate([[first.scores[score][k].ravel(), second.scores[score][k].ravel()] for k in sorted(kinds)], 1)
     both = both[:, ~np.isnan(both).any(0)]
     return spearman(both[0], both[1])
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The correlation of ranks, ties sharing their mean rank; NaN where one of them is constant."""
-    x, y = _ranks(a), _ranks(b)
-    x, y = x - x.mean(), y - y.mean()
-    size = float(np.sqrt((x**2).sum() * (y**2).sum()))
-    return float((x * y).sum() / size) if size else float("nan")
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[where]

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import HeadwiseError
+from ...resampling import INTERVAL
 from ..json_documents import anything, brief, count, items, mapping, string
 from .roles import ANY
 
 REPLICATES = 200
-INTERVAL = (2.5, 97.5)
 LARGEST_SUM = 1e18  # more than any corpus gives, and its square is still a number
 LEAST_COUNT = 1e-9
 Key = tuple[str, int]  # kind, layer
@@ -30,19 +30,6 @@ def identity(text: str) -> int:
     """A text as 64 bits, the same on every machine."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def draws(identities: np.ndarray, replicates: int = REPLICATES) -> np.ndarray:
-    """(N,) uint64 -> (N, 1 + replicates): how often each text counts; once in the corpus itself, then Poisson(1)."""
-    counter = np.arange(1, replicates + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    bits = identities.astype(np.uint64)[:, None] + counter
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
-        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    uniform = (bits ^ (bits >> np.uint64(31))) / 2.0**64
-    return np.concatenate([np.ones((len(bits), 1)), np.searchsorted(_POISSON, uniform, side="right")], 1)
-
-
-_POISSON = np.cumsum(np.exp(-1.0) / np.cumprod([1.0, *range(1, 18)]))  # P(X <= k) of Poisson(1)
 
 
 @dataclass
@@ -78,7 +65,7 @@ class Sums:
         return dict(vars(self))
 
     def add(self, top: np.ndarray, bottom: np.ndarray, weights: np.ndarray) -> None:
-        """Texts of a batch: top (B, S, H + 1), bottom (B, S), weights (B, 1 + R) as `draws` gives them."""
+        """Texts of a batch: top (B, S, H + 1), bottom (B, S), weights (B, 1 + R) as `poisson_counts` gives them."""
         batch = len(top)
         self.top += (top.reshape(batch, -1).T @ weights).reshape(self.top.shape)
         self.bottom += bottom.T @ weights

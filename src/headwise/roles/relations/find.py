@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import HeadwiseError
 from ...inspection.run import _pair as pair
+from ...resampling import bootstrap_counts
 from . import conllu, gold, scoring
 from .alignment import Lost
 from .gold import SHUFFLED, Sentence
@@ -277,7 +278,6 @@ def _intervals(record: Record, names: Sequence[str], level: float, seed: int) ->
 
 
 def _resampled(sums: np.ndarray, chance: np.random.Generator) -> np.ndarray:
-    units = len(sums)
-    flat = sums.reshape(units, -1)
-    drawn = [chance.multinomial(units, np.full(units, 1 / units), AT_ONCE) @ flat for _ in range(RESAMPLES // AT_ONCE)]
+    flat = sums.reshape(len(sums), -1)
+    drawn = [bootstrap_counts(len(sums), AT_ONCE, chance) @ flat for _ in range(RESAMPLES // AT_ONCE)]
     return np.concatenate(drawn).reshape(RESAMPLES, *sums.shape[1:])
