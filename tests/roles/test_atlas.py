@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import headwise
-from headwise.roles.atlas.atlas import SUMS
-from headwise.roles.atlas.bundled import NAMES, shipped
+from headwise.roles.atlas.bundled import NAMES, bundled_atlas
 from headwise.roles.atlas.checkpoint import save_tallies
-from headwise.roles.atlas.similarity import Likeness, likeness
-from headwise.roles.atlas.stability import stability
+from headwise.roles.atlas.file_format import SUMS
+from headwise.roles.atlas.from_sums import is_from_sums
+from headwise.roles.atlas.similarity import HeadSimilarity, head_similarity
+from headwise.roles.atlas.stability import measure_stability
 from helpers.role_heads import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 
@@ -150,10 +151,10 @@ def test_sums_of_another_atlas_are_noticed(tmp_path: Path, found: headwise.Atlas
     assert found.tally is not None
     found.save(tmp_path / "a.json", sums=True)
     assert headwise.Atlas.load(tmp_path / "a.json").tally is not None
-    assert found.is_of(found.tally, found.probe)
+    assert is_from_sums(found, found.tally, found.repetition)
     other = copy.deepcopy(found.tally)
     next(iter(other.sums.values())).top[2] *= 1.5
-    save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": found.probe}, {})
+    save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": found.repetition}, {})
     with pytest.raises(headwise.HeadwiseError, match="holds the sums of another atlas than .*a.json'; remove it"):
         headwise.Atlas.load(tmp_path / "a.json")
     found.save(tmp_path / "a.json")  # without sums: those of before do not stay beside it
@@ -165,18 +166,20 @@ def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
     assert shown.startswith("built by hand: 7 heads (1 layers, both ways); 53 texts")
     assert "previous        1  0.0 0.9" in shown
     assert "none; nearest is" in shown  # a role that no head has
-    assert "of the 7 heads have no clean role.\n29% only rest: on the first token" in shown
+    assert "of the 7 heads have no clean role.\n29% attend only to sinks: the first token" in shown
 
 
 def test_rows_name_every_head_once(found: headwise.Atlas) -> None:
     assert len(found) == len(list(found)) == 7
-    assert found.of_head("0.3") == found.of_head((0, 3)) == found.of_head(("self", 0, 3)) == found.of_head("self 0.3")
+    assert (
+        found.roles_of("0.3") == found.roles_of((0, 3)) == found.roles_of(("self", 0, 3)) == found.roles_of("self 0.3")
+    )
     with pytest.raises(headwise.HeadwiseError, match="there is no head"):
-        found.of_head("0.7")
+        found.roles_of("0.7")
     with pytest.raises(headwise.HeadwiseError, match="a head is written layer.head, such as 3.1, got 'x'"):
-        found.of_head("x")
+        found.roles_of("x")
     with pytest.raises(headwise.HeadwiseError, match="there is no role 'nosy'; there are previous"):
-        found.having("nosy")
+        found.heads_with("nosy")
 
 
 def test_frames_and_parquet(found: headwise.Atlas, tmp_path: Path) -> None:
@@ -216,11 +219,11 @@ def test_diff_tells_what_was_gained_and_lost(found: headwise.Atlas) -> None:
 
 def test_stability(found: headwise.Atlas) -> None:
     again = headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(61, seed=7), tokenizer())
-    told = stability(found, again)
+    told = measure_stability(found, again)
     assert told.labels > 0.8 and told.roles > 0.8 and told.correlation["previous"] > 0.7
     assert "of the heads have the same roles" in str(told)
     with pytest.raises(headwise.HeadwiseError, match="not of the same heads"):
-        stability(found, headwise.atlas(circuit(), texts(7), tokenizer(around=False)))
+        measure_stability(found, headwise.atlas(circuit(), texts(7), tokenizer(around=False)))
 
 
 def test_likeness_is_the_divergence_of_rows() -> None:
@@ -232,7 +235,7 @@ def test_likeness_is_the_divergence_of_rows() -> None:
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight.normal_(0, 0.2)
     [text] = texts(1)
-    [one] = likeness(model, [text], words, queries=1000).values()
+    [one] = head_similarity(model, [text], words, queries=1000).values()
     ids = torch.tensor([words(text)["input_ids"]])
     with torch.no_grad(), headwise.watch(model.transformer, weights=True) as seen:
         model.transformer(ids)
@@ -254,7 +257,7 @@ def test_heads_that_are_the_same_are_found() -> None:
     attention = model.encoder.layer[0].attention.self
     for projection in (attention.query, attention.key):
         projection.weight[-width:] = projection.weight[:width]
-    [alike] = likeness(model, texts(29), tokenizer()).values()
+    [alike] = head_similarity(model, texts(29), tokenizer()).values()
     assert alike.clusters()[0] == [(0, 0), (0, 6)]
     assert sum(len(group) for group in alike.clusters()) == 7
     assert alike.nearest((0, 0), 1)[0][0] == (0, 6)
@@ -271,14 +274,14 @@ def test_heads_that_are_the_same_are_found() -> None:
 def test_the_map_keeps_distances_that_a_plane_can_hold() -> None:
     places = np.random.default_rng(0).normal(size=(11, 2))
     squared = ((places[:, None] - places) ** 2).sum(-1)
-    points = Likeness("self", [(0, i) for i in range(11)], squared, 1).map()
+    points = HeadSimilarity("self", [(0, i) for i in range(11)], squared, 1).map()
     np.testing.assert_allclose(((points[:, None] - points) ** 2).sum(-1), squared, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_atlases_that_come_along(name: str) -> None:
-    atlas = shipped(name)
+    atlas = bundled_atlas(name)
     assert atlas is not None and atlas.model == name
     assert atlas.about["texts"] >= 5000 and len(atlas) == {"minilm": 72, "smollm2": 270}[name]
     assert atlas.about["likeness"]["self"]["map"]
-    assert shipped("other") is None
+    assert bundled_atlas("other") is None

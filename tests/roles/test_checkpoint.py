@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import headwise
-from headwise.roles.atlas import corpus as corpora
+from headwise.roles.atlas import corpus
 from headwise.roles.atlas.checkpoint import load_tallies
 from helpers.role_heads import circuit, texts, tokenizer
 
@@ -30,9 +30,9 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(corpora, "WINDOW", 13)
-    patch.setattr(corpora, "PAIRS", 3000)
-    patch.setattr("headwise.roles.atlas.observer.TOGETHER", 11)
+    patch.setattr(corpus, "WINDOW", 13)
+    patch.setattr(corpus, "PAIRS", 3000)
+    patch.setattr("headwise.roles.atlas.accumulator.TOGETHER", 11)
 
 
 def measure(file: Path, progress: Any = None) -> headwise.Atlas:

@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.roles.ablation import ablate as matters
-from headwise.roles.ablation import tasks
-from headwise.roles.ablation.ablate import LESS, MORE, SAME, Matter, head_counts, matter, random_heads
+from headwise.roles.ablation import ablate, tasks
+from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_heads, head_counts, random_heads
 from headwise.roles.relations.gold import Link, Sentence
-from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.probe_set.sentences import probe_sentences
 from helpers import relation_heads
 
 
@@ -60,28 +59,28 @@ def model() -> Any:
 
 
 def test_heads_that_carry_a_task_matter(model: Any) -> None:
-    found = matter(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
+    found = ablate_heads(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
     assert (found.whole, found.damage) == (pytest.approx(0.5), pytest.approx(2))
     assert found.random == (0.0,) * 23 and found.verdict == MORE and found.units == 13
     assert found.low == found.high == pytest.approx(2)
     assert "without 0.2, 1.1: what is gone 0.500 +2.0000" in str(found) and str(found).endswith(MORE)
-    assert Matter.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert Ablation.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_heads_that_do_not_are_no_different(model: Any) -> None:
-    assert matter(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
+    assert ablate_heads(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
     others = {(layer, head) for layer in (0, 1) for head in range(HEADS)} - {(1, 0)}
-    assert matter(task_of(model, others), [("self", 1, 0)]).verdict == LESS
+    assert ablate_heads(task_of(model, others), [("self", 1, 0)]).verdict == LESS
 
 
 def test_too_few_draws_prove_nothing(model: Any) -> None:
-    assert matter(task_of(model, {(0, 2)}), [("self", 0, 2)], draws=7).verdict == SAME
+    assert ablate_heads(task_of(model, {(0, 2)}), [("self", 0, 2)], draws=7).verdict == SAME
 
 
 def test_everything_is_put_back_and_the_seed_decides(model: Any) -> None:
     task = task_of(model, {(0, 0)})
     before = task.score()
-    assert matter(task, [("self", 0, 2)], seed=3) == matter(task, [("self", 0, 2)], seed=3)
+    assert ablate_heads(task, [("self", 0, 2)], seed=3) == ablate_heads(task, [("self", 0, 2)], seed=3)
     assert (task.score() == before).all()
 
 
@@ -111,20 +110,20 @@ def test_a_layer_with_too_few_left_borrows_from_others() -> None:
 def test_no_random_set_counts_twice() -> None:
     """One head of three: two others in its layer, then those of the other layer, and then there are no more."""
     counts = {("self", 0): 3, ("self", 1): 5}
-    drawn = list(matters._distinct(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
+    drawn = list(ablate._distinct(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
     assert len(drawn) == len(set(drawn)) == 7 and set(drawn[:2]) == {(("self", 0, 0),), (("self", 0, 2),)}
-    many = list(matters._distinct({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
+    many = list(ablate._distinct({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
     assert len(set(many)) == 20
 
 
 def test_what_cannot_be_compared(model: Any) -> None:
     task = task_of(model, set())
     with pytest.raises(HeadwiseError, match="no heads to mask"):
-        matter(task, [])
+        ablate_heads(task, [])
     with pytest.raises(HeadwiseError, match=r"no self head 1\.31 in BertModel"):
-        matter(task, [("self", 1, 31)])
+        ablate_heads(task, [("self", 1, 31)])
     with pytest.raises(HeadwiseError, match="at least 1 random draw"):
-        matter(task, [("self", 1, 1)], draws=0)
+        ablate_heads(task, [("self", 1, 1)], draws=0)
     assert head_counts(model) == {("self", 0): 31, ("self", 1): 31}
 
 
@@ -145,7 +144,7 @@ TEXTS = ["a0 x1 n0 x2", "x3 x4", "a1 n1 x5 x6 x7 x8"]
 
 def test_the_loss_of_a_text_is_transformers_own() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
-    got = tasks.text(model, tokenizer, TEXTS).score()
+    got = tasks.text_task(model, tokenizer, TEXTS).score()
     alone = []
     for one in sorted(TEXTS, key=lambda t: len(t.split())):
         ids = tokenizer(one, return_tensors="pt").input_ids
@@ -155,27 +154,27 @@ def test_the_loss_of_a_text_is_transformers_own() -> None:
 
 
 def test_a_whole_encoder_is_no_distance_from_itself(model: Any) -> None:
-    task = tasks.text(model, relation_heads.tokenizer(), TEXTS)
+    task = tasks.text_task(model, relation_heads.tokenizer(), TEXTS)
     assert task.score() == pytest.approx(np.zeros(3), abs=1e-6) and "cosine" in task.words
-    found = matter(task, [("self", 0, 1)], draws=2)
+    found = ablate_heads(task, [("self", 0, 1)], draws=2)
     assert found.damage > 1e-6
 
 
 def test_the_words_that_ask_move(model: Any) -> None:
     some = relation_heads.sentences(17)
-    task = tasks.words(model, relation_heads.tokenizer(), some, "adjective > noun")
+    task = tasks.relation_task(model, relation_heads.tokenizer(), some, "adjective > noun")
     assert task.score() == pytest.approx(np.zeros(34), abs=1e-6)  # two pairs a sentence
-    assert matter(task, [("self", 1, 0)], draws=1).damage > 1e-6
+    assert ablate_heads(task, [("self", 1, 0)], draws=1).damage > 1e-6
     with pytest.raises(HeadwiseError, match="no sentence has a link 'nothing'"):
-        tasks.words(model, relation_heads.tokenizer(), some, "nothing")
+        tasks.relation_task(model, relation_heads.tokenizer(), some, "nothing")
 
 
 def test_repeating_is_scored_on_the_second_half_alone() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
-    task = tasks.repeat(model, tokenizer)
+    task = tasks.repetition_task(model, tokenizer)
     assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
-    assert (task.score() == tasks.repeat(model, tokenizer).score()).all()
-    assert (task.score() != tasks.repeat(model, tokenizer, seed=1).score()).any()
+    assert (task.score() == tasks.repetition_task(model, tokenizer).score()).all()
+    assert (task.score() != tasks.repetition_task(model, tokenizer, seed=1).score()).any()
     seen: list[Any] = []
     hook = model.register_forward_pre_hook(lambda module, args, more: seen.append(more["input_ids"]), with_kwargs=True)
     task.score()
@@ -190,9 +189,9 @@ def test_repeating_is_scored_on_the_second_half_alone() -> None:
 
 def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not predict the next token; it repeats nothing"):
-        tasks.repeat(model, relation_heads.tokenizer())
+        tasks.repetition_task(model, relation_heads.tokenizer())
     with pytest.raises(UnsupportedError, match="does not predict the next token, so no verb either"):
-        tasks.agreement(model, relation_heads.tokenizer(), probe.sentences()[:3])
+        tasks.agreement_task(model, relation_heads.tokenizer(), probe_sentences()[:3])
 
 
 def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
@@ -203,16 +202,16 @@ def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
     likes = torch.zeros(31)
     likes[tokenizer.convert_tokens_to_ids("is")] = 3.0
     hook = model.lm_head.register_forward_hook(lambda module, args, out: torch.zeros_like(out) + likes)
-    things = [s for s in probe.sentences() if {"is", "are"} & set(s.words) and s.document.startswith("agreement")][:20]
-    odds = tasks.agreement(model, tokenizer, things).score()
+    things = [s for s in probe_sentences() if {"is", "are"} & set(s.words) and s.document.startswith("agreement")][:20]
+    odds = tasks.agreement_task(model, tokenizer, things).score()
     hook.remove()
     assert odds.tolist() == [pytest.approx(-3 if "is" in sentence.words else 3) for sentence in things]
 
 
 def test_texts_that_are_too_short(model: Any) -> None:
     with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
-        tasks.text(model, relation_heads.tokenizer(), [""])
-    assert matters.SURE == 0.05
+        tasks.text_task(model, relation_heads.tokenizer(), [""])
+    assert ablate.SURE == 0.05
 
 
 class Arrived(Exception):
@@ -237,11 +236,11 @@ def test_batches_go_where_the_model_is(task: str) -> None:
     verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (Link("verb > subject", 2, (1,)),))]
     texts = [one.text for one in sentences]
     scores = {
-        "text": lambda: tasks.text(model, words, texts).score(),
-        "causal text": lambda: tasks.text(model, words, texts).score(),
-        "words": lambda: tasks.words(model, words, sentences, "adjective > noun").score(),
-        "repeat": lambda: tasks.repeat(model, words).score(),
-        "agreement": lambda: tasks.agreement(model, words, verbs).score(),
+        "text": lambda: tasks.text_task(model, words, texts).score(),
+        "causal text": lambda: tasks.text_task(model, words, texts).score(),
+        "words": lambda: tasks.relation_task(model, words, sentences, "adjective > noun").score(),
+        "repeat": lambda: tasks.repetition_task(model, words).score(),
+        "agreement": lambda: tasks.agreement_task(model, words, verbs).score(),
     }
     with pytest.raises(Arrived) as caught:
         scores[task]()
@@ -258,9 +257,9 @@ def test_batches_go_where_the_model_is(task: str) -> None:
     ],
 )
 def test_a_tampered_file_is_told(values: dict[str, Any], message: str) -> None:
-    plain = Matter("loss", (("self", 1, 2),), 0.5, 0.25, 0.125, 0.375, (0.0, 0.1), 7)
-    assert Matter.from_json(json.loads(json.dumps(plain.to_json()))) == plain
+    plain = Ablation("loss", (("self", 1, 2),), 0.5, 0.25, 0.125, 0.375, (0.0, 0.1), 7)
+    assert Ablation.from_json(json.loads(json.dumps(plain.to_json()))) == plain
     with pytest.raises(HeadwiseError, match=message):
-        Matter.from_json(plain.to_json() | values)
+        Ablation.from_json(plain.to_json() | values)
     with pytest.raises(HeadwiseError, match="'task' is missing"):
-        Matter.from_json({name: x for name, x in plain.to_json().items() if name != "task"})
+        Ablation.from_json({name: x for name, x in plain.to_json().items() if name != "task"})

@@ -13,13 +13,13 @@ from headwise.errors import HeadwiseError
 from headwise.roles.relations import winograd
 from headwise.roles.relations.gold import Link, Sentence
 from headwise.roles.relations.probe_set import grammar, lexicon
-from headwise.roles.relations.probe_set import sentences as probe
 from headwise.roles.relations.probe_set.schemas import SCHEMAS
+from headwise.roles.relations.probe_set.sentences import SHA256, digest, probe_sentences
 
 
 @pytest.fixture(scope="module")
 def sentences() -> list[Sentence]:
-    return probe.sentences()
+    return probe_sentences()
 
 
 def linked(sentences: list[Sentence], relation: str) -> list[tuple[Sentence, str, str]]:
@@ -35,7 +35,7 @@ def linked(sentences: list[Sentence], relation: str) -> list[tuple[Sentence, str
 
 
 def test_it_is_the_set_that_figures_were_measured_on(sentences: list[Sentence]) -> None:
-    assert probe.digest(sentences) == probe.SHA256
+    assert digest(sentences) == SHA256
 
 
 def test_there_are_enough_and_none_twice(sentences: list[Sentence]) -> None:
@@ -150,7 +150,7 @@ def test_winograd_pairs_from_their_file(tmp_path: Path) -> None:
     ]
     path = tmp_path / "task.json"
     path.write_text(json.dumps({"examples": [{"input": given} for given in inputs]}), encoding="utf-8")
-    found = winograd.read(path)
+    found = winograd.read_winograd(path)
     assert [sentence.text for sentence in found.sentences] == [EXAMPLES[i][0] for i in (0, 1, 3, 4)]
     assert found.notes == ("3 of 7 Winograd sentences left out: no twin, or a word that is not found once",)
     jug, _, sack, the_map = found.sentences
@@ -164,4 +164,4 @@ def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "task.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(HeadwiseError, match="is not the WinoWhy file"):
-        winograd.read(path)
+        winograd.read_winograd(path)

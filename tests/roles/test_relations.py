@@ -15,7 +15,7 @@ import transformers
 from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
 from headwise.roles.relations import alignment, conllu, find, gold, scoring
 from headwise.roles.relations.gold import Link, Sentence
-from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.probe_set.sentences import probe_sentences
 from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, TOO_FEW, Relation, Relations
 from helpers import relation_heads
 
@@ -88,14 +88,14 @@ def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
 
 def test_the_two_steps_by_themselves_are_the_same(found: Relations) -> None:
     first, second = gold.halves(relation_heads.sentences())
-    chosen = find.choices(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
+    chosen = find.choose_heads(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
     assert chosen["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
-    again = find.reported(
+    again = find.evaluate_heads(
         relation_heads.model(), second, chosen, tokenizer=relation_heads.tokenizer(), least=find.FEWEST
     )
     assert again.to_json() == found.to_json()
     only = {"noun > adjective": chosen["word > before"]}  # a head that was chosen for something else
-    [row] = find.reported(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
+    [row] = find.evaluate_heads(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
     assert row.head == relation_heads.PREVIOUS and row.accuracy < 0.5
 
 
@@ -352,7 +352,7 @@ def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
 
 
 def test_a_real_model_on_our_own_sentences() -> None:
-    some = [s for s in probe.sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
+    some = [s for s in probe_sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
     made = find.relations("minilm", some)
     assert made.model == "minilm" and len(made.heads) == 72
     assert made["object > verb"].verdict == FOUND
@@ -366,7 +366,7 @@ def test_a_real_model_on_a_real_treebank() -> None:
     made = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
     assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in made.found}
     assert [row for row in made.shuffled if row.verdict == FOUND] == []
-    treebank = conllu.read(data / "en_gum-ud-dev.conllu")
+    treebank = conllu.read_conllu(data / "en_gum-ud-dev.conllu")
     assert sum(len(window.links) for window in treebank.coreference()) > 500
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import headwise
-from headwise.roles.atlas.roles import BY_NAME, ROLES
+from headwise.role_definitions import all_roles
 from helpers.role_heads import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 
@@ -34,13 +34,13 @@ def found(corpus: list[str]) -> headwise.Atlas:
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_built_for_one_thing_has_that_role_alone(found: headwise.Atlas, name: str) -> None:
     also = {"same_word": {"duplicate"}}  # the same token elsewhere is what both ask for
-    roles = {role.role for role in found.of_head((0, HEADS.index(name)))}
+    roles = {role.role for role in found.roles_of((0, HEADS.index(name)))}
     assert name in roles and roles <= {name} | also.get(name, set())
 
 
 def test_each_score_is_near_the_most_there_is(found: headwise.Atlas) -> None:
     for name in ("previous", "next", "delimiter", "same_word", "broad"):
-        [first, *_] = found.having(name)
+        [first, *_] = found.heads_with(name)
         assert HEADS[first.head] == name
         assert first.low <= first.score <= first.high
         assert first.score > 0.85
@@ -64,7 +64,7 @@ def test_positions_in_disorder_make_no_positional_head(corpus: list[str]) -> Non
     scrambled = headwise.atlas(encoder(counts(corpus), scrambled=True), corpus, tokenizer())
     lost = {"previous", "next", "offset-3", "local"}
     assert not {role.role for role in scrambled.roles} & lost
-    assert scrambled.of_head("0.3")[0].role == "delimiter"  # which needs no positions
+    assert scrambled.roles_of("0.3")[0].role == "delimiter"  # which needs no positions
 
 
 def test_random_weights_have_no_role(corpus: list[str]) -> None:
@@ -91,10 +91,10 @@ def test_random_weights_have_no_role(corpus: list[str]) -> None:
 def test_the_induction_circuit_is_found(corpus: list[str]) -> None:
     found = headwise.atlas(circuit(), corpus, tokenizer(around=False))
     assert found.ways == {"self": "causal"}
-    assert [role.name for role in found.having("induction")] == ["1.0"]
-    assert [role.name for role in found.having("previous")] == ["0.0"]
-    assert found.having("first")[0].name == "1.1"
-    assert "0.1" in [role.name for role in found.having("broad")]
+    assert [role.name for role in found.heads_with("induction")] == ["1.0"]
+    assert [role.name for role in found.heads_with("previous")] == ["0.0"]
+    assert found.heads_with("first")[0].name == "1.1"
+    assert "0.1" in [role.name for role in found.heads_with("broad")]
     assert found.scores["induction"]["self"][1, 0] > 0.9
     assert "next" not in {role.role for role in found.roles}
 
@@ -102,7 +102,7 @@ def test_the_induction_circuit_is_found(corpus: list[str]) -> None:
 def test_without_its_first_layer_the_circuit_is_none(corpus: list[str]) -> None:
     broken = circuit()
     broken.transformer.h[0].attn.c_proj.weight.zero_()
-    assert headwise.atlas(broken, corpus, tokenizer(around=False)).having("induction") == []
+    assert headwise.atlas(broken, corpus, tokenizer(around=False)).heads_with("induction") == []
 
 
 def test_on_texts_too_short_to_tell_nothing_is_told() -> None:
@@ -111,13 +111,13 @@ def test_on_texts_too_short_to_tell_nothing_is_told() -> None:
     assert not {role.role for role in found.roles} & {"delimiter", "local"}
 
 
-@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+@pytest.mark.parametrize("role", all_roles(), ids=lambda role: role.name)
 def test_every_role_says_what_it_is(role: Any) -> None:
-    assert role.words and role.source and 0 < role.threshold < 1
-    assert not role.held(float("nan"), 0.1, 0.0)
+    assert role.meaning and role.source and 0 < role.threshold < 1
+    assert not role.is_met(float("nan"), 0.1, 0.0)
     if role.relative:
-        assert role.held(0.95, 1.0, 0.93) and not role.held(0.95, 1.0, 0.5)
+        assert role.is_met(0.95, 1.0, 0.93) and not role.is_met(0.95, 1.0, 0.5)
     else:
-        assert role.held(0.9, 0.2, 0.25) and not role.held(0.9, 0.2, 0.15)  # an interval that holds the baseline
-        assert not role.held(0.9, 0.6, 0.8)  # less than twice the baseline
-    assert all(name in BY_NAME for name in role.unless)
+        assert role.is_met(0.9, 0.2, 0.25) and not role.is_met(0.9, 0.2, 0.15)  # an interval that holds the baseline
+        assert not role.is_met(0.9, 0.6, 0.8)  # less than twice the baseline
+    assert {other.name for other in all_roles()} >= set(role.unless)

@@ -15,10 +15,10 @@ import transformers
 import headwise
 from headwise.models.watching.call_reader import Reading
 from headwise.models.watching.layers import Layer
+from headwise.role_definitions.positions import NEAR, OFFSETS
 from headwise.roles.atlas import build
 from headwise.roles.atlas import corpus as corpora
 from headwise.roles.atlas import observer as measure
-from headwise.roles.atlas.roles import NEAR, OFFSETS
 from headwise.roles.atlas.sums import Tally, identity
 from helpers.role_heads import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
 
@@ -216,9 +216,9 @@ def test_layers_that_see_differently_have_marks_of_their_own() -> None:
             "sinks": None,
         }
         observer._roles(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
-    wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.found.values())
+    wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.layers.values())
     assert (wide < narrow).all()
-    for one in observer.found.values():  # scores of zero are equal attention
+    for one in observer.layers.values():  # scores of zero are equal attention
         np.testing.assert_allclose(one.top[:, :19, 0], one.top[:, :19, 1], atol=1e-4)
 
 

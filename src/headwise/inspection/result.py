@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import HeadwiseError
+from ..role_definitions import BOTH, CAUSAL, RoleDefinition, definition, meaning
 from .words import Words
 
 if TYPE_CHECKING:
@@ -18,41 +19,34 @@ if TYPE_CHECKING:
 # words that stand for others, so that where they look is worth knowing
 PRONOUNS = frozenset("it its itself he him his himself she her hers herself they them their theirs themselves".split())
 STATISTICS = {
-    "entropy": "how widely a head spreads, in nats",
-    "confidence": "its largest weight",
-    "distance": "how far it looks, in tokens",
-    "previous": "weight on the token before",
-    "next": "weight on the token after",
-    "self": "weight on the token itself",
-    "first": "weight on the first token",
-    "delimiter": "weight on special tokens and punctuation",
+    name: meaning(name)
+    for name in ("entropy", "confidence", "distance", "previous", "next", "self", "first", "delimiter")
 }
-
-
 LISTED = 50  # links in JSON
-FEWEST = 5  # tokens; on fewer, everything is near everything
+FEWEST_TOKENS = 5  # on fewer, everything is near everything
 HIGHEST = 0.95  # a share that a head can be asked to reach
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to stand out: a statistic, from which value on, and whether that is a share of what equal attention has."""
+    """A role that one text can show: its name here, the role, and the statistic that decides."""
 
     name: str
+    role: RoleDefinition
     statistic: str
-    threshold: float
-    relative: bool = False
-    causal: bool | None = None  # only where no token sees what comes after it, or only where it does
+
+    def is_possible(self, causal: bool) -> bool:
+        """Whether heads of a causal model, or of one that attends both ways, can be of this kind."""
+        return (CAUSAL if causal else BOTH) in self.role.ways
 
 
-# 0.5, 0.6: Clark et al. 2019; 0.3: Gu et al. 2024; broad: nearly as wide as can be
 KINDS = (
-    Kind("previous token", "previous", 0.5),
-    Kind("next token", "next", 0.5, causal=False),
-    Kind("itself", "self", 0.5),
-    Kind("delimiter", "delimiter", 0.6),
-    Kind("first token", "first", 0.3, causal=True),
-    Kind("broad", "entropy", 0.9, relative=True),
+    Kind("previous token", definition("previous"), "previous"),
+    Kind("next token", definition("next"), "next"),
+    Kind("itself", definition("self"), "self"),
+    Kind("delimiter", definition("delimiter"), "delimiter"),
+    Kind("first token", definition("first"), "first"),
+    Kind("broad", definition("broad"), "entropy"),
 )
 
 
@@ -230,23 +224,22 @@ class Inspection:
     @property
     def kinds(self) -> list[Kind]:
         """The ways to stand out that this model's heads have."""
-        return [kind for kind in KINDS if kind.causal in (None, self.causal)]
+        return [kind for kind in KINDS if kind.is_possible(self.causal)]
 
     def can_tell(self, kind: Kind) -> bool:
         """Whether a kind can be told from equal attention here."""
-        if self.tokens < FEWEST:
+        if self.tokens < FEWEST_TOKENS:
             return False
-        return kind.relative or self._level(kind) <= HIGHEST
+        return kind.role.relative or self._level(kind) <= HIGHEST
 
     def _level(self, kind: Kind) -> float:
-        """From which score on a head is of a kind: never less than twice what equal attention has."""
-        equal = float(self.equal[kind.statistic].max())
-        return kind.threshold * equal if kind.relative else max(kind.threshold, 2 * equal)
+        """The score that a head of a kind needs."""
+        return kind.role.level(float(self.equal[kind.statistic].max()))
 
     def criterion(self, kind: Kind) -> str:
         """The level in words."""
-        if kind.relative:
-            return f"{kind.statistic} ≥ {self._level(kind):.2f}, {kind.threshold:.0%} of equal attention's"
+        if kind.role.relative:
+            return f"{kind.statistic} ≥ {self._level(kind):.2f}, {kind.role.threshold:.0%} of equal attention's"
         return f"≥ {self._level(kind):.2f} {STATISTICS[kind.statistic]}"
 
     def to_json(self, head: str | tuple[int, int] | None = None) -> dict[str, Any]:

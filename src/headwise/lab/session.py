@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..roles.json_documents import parse_json
+from ..json_documents import parse_json
 from .claim import Claim, Verdict
 from .claims import NUMBERS, claim
 from .page import index, page, stem

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..roles.json_documents import parse_json
+from ..json_documents import parse_json
 
 if TYPE_CHECKING:
     from ..scale.ranks import Ranks

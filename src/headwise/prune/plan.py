@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
-from ..roles.json_documents import anything, brief, count, items, mapping, parse_json, string
+from ..json_documents import anything, brief, count, items, mapping, parse_json, string
 from .scores import Place, Scores
 
 BUDGETS = ("heads", "parameters", "cache", "latency")

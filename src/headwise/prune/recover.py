@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
+from ..json_documents import parse_json
 from ..models.fingerprint import batches_fingerprint, fingerprint
 from ..models.intervene.head_outputs import run
 from ..models.structure import sites
 from ..models.structure.projections import row_dim
 from ..models.surgery.dummy_inputs import outputs
 from ..models.surgery.removal import head_count
-from ..roles.json_documents import parse_json
 
 EVERY = 25  # steps between checkpoints
 RATE = 1e-4

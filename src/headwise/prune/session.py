@@ -14,9 +14,9 @@ import torch
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import folder_written, remove_leftovers
+from ..json_documents import parse_json
 from ..models.surgery.removal import prune_heads
 from ..models.surgery.saving import Saved, save
-from ..roles.json_documents import parse_json
 from .batches import Texts
 from .importance import importance
 from .latency import attention_time, times

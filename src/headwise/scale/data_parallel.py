@@ -26,9 +26,10 @@ from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fin
 from ..prune.importance import SCORES, UNITS, merged
 from ..prune.importance import importance as importance_of
 from ..prune.scores import Scores
-from ..roles.atlas.atlas import SUMS, Atlas
 from ..roles.atlas.build import atlas as atlas_of
 from ..roles.atlas.build import given
+from ..roles.atlas.file_format import SUMS
+from ..roles.atlas.result import Atlas
 from .ranks import Ranks, ranks_of
 from .run_folder import run_folder, save_and_sync
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError, HeadwiseError
+from ...json_documents import anything, count, finite, in_words, items, mapping, string
 from ...models.intervene.masking import mask_heads
 from ...models.structure import sites
 from ...resampling import INTERVAL, RESAMPLES, bootstrap_counts, interval
-from ..json_documents import anything, count, finite, in_words, items, mapping, string
 from ..relations.result import Head, read_head
 from .tasks import Task
 
@@ -23,7 +23,7 @@ MORE, LESS, SAME = "more than random heads", "less than random heads", "no diffe
 
 
 @dataclass(frozen=True, slots=True)
-class Matter:
+class Ablation:
     """What a model loses at a task without some heads, beside what it loses without random ones."""
 
     task: str  # what is measured, in words
@@ -69,7 +69,7 @@ class Matter:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> Matter:
+    def from_json(cls, made: dict[str, Any]) -> Ablation:
         try:
             made = mapping(made, "it", anything)
             heads = tuple(read_head(head, "heads") for head in items(made["heads"], "heads", anything))
@@ -83,7 +83,7 @@ class Matter:
             raise CheckpointError(f"what matters cannot be read: {in_words(error)}") from error
 
 
-def matter(
+def ablate_heads(
     task: Task,
     heads: Iterable[Head],
     *,
@@ -91,7 +91,7 @@ def matter(
     seed: int = 0,
     value: Any = "zero",
     progress: Callable[[int], None] | None = None,
-) -> Matter:
+) -> Ablation:
     """Whether some heads matter for a task more than as many random ones of the same layers do.
 
     heads: (kind, layer, head) each. draws: random sets, no two the same, none of which holds one of the heads; where
@@ -116,7 +116,7 @@ def matter(
         if progress:
             progress(1)
     low, high = interval(bootstrap_counts(len(damage), RESAMPLES, chance) / len(damage) @ damage)
-    return Matter(
+    return Ablation(
         task.words,
         chosen,
         float(whole.mean()),

@@ -32,10 +32,10 @@ class Task:
     score: Callable[[], np.ndarray]
 
 
-def text(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
+def text_task(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
     """The language-model loss of a causal model, a text a unit; else how far a text's embedding moves."""
     groups = _groups([_ids(tokenizer, one) for one in texts], model.device)
-    if speaks(model):
+    if predicts_next_token(model):
         return Task("text", "language-model loss", model, lambda: _joined(_loss(model, group) for group in groups))
     inner, _ = body(model)
     before = [_embedding(inner, group) for group in groups]
@@ -47,9 +47,9 @@ def text(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
     )
 
 
-def repeat(model: Any, tokenizer: Any, seed: int = 0) -> Task:
+def repetition_task(model: Any, tokenizer: Any, seed: int = 0) -> Task:
     """The loss on random tokens when they come a second time: what induction heads are for. A token a unit."""
-    if not speaks(model):
+    if not predicts_next_token(model):
         raise UnsupportedError(f"{type(model).__name__} does not predict the next token; it repeats nothing")
     special = set(tokenizer.all_special_ids)
     size = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))
@@ -64,7 +64,7 @@ def repeat(model: Any, tokenizer: Any, seed: int = 0) -> Task:
     return Task("repeat", "loss on repeated random tokens", model, score)
 
 
-def words(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: str, limit: int = 200) -> Task:
+def relation_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: str, limit: int = 200) -> Task:
     """How far the last layer's vectors of the words that ask move: pronouns, for a relation of pronouns."""
     inner, _ = body(model)
     chosen = [one for one in sentences if any(link.relation == relation for link in one.links)][:limit]
@@ -81,9 +81,9 @@ def words(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: s
     )
 
 
-def agreement(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: int = 100) -> Task:
+def agreement_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: int = 100) -> Task:
     """How much likelier the verb of the wrong number is than the right one, after all that stands before it."""
-    if not speaks(model):
+    if not predicts_next_token(model):
         raise UnsupportedError(f"{type(model).__name__} does not predict the next token, so no verb either")
     forms = {one: many for many, one in lexicon.IDLE} | {"is": "are"}
     forms |= {many: one for one, many in forms.items()}
@@ -107,7 +107,7 @@ def agreement(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: 
     return Task("agreement", "log-odds of the verb of the wrong number", model, score)
 
 
-def speaks(model: Any) -> bool:
+def predicts_next_token(model: Any) -> bool:
     """Whether a model predicts the next token."""
     name = type(model).__name__
     return "CausalLM" in name or "LMHeadModel" in name

@@ -17,18 +17,19 @@ from typing import Any
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from ...files import remove_leftovers
 from ...inspection.run import longest
+from ...json_documents import LARGEST, brief, count, in_words, string
 from ...models.fingerprint import fingerprint, tokenizer_fingerprint
 from ...models.loading.loader import load
 from ...models.loading.loader import tokenizer as load_tokenizer
 from ...models.loading.locate import DEFAULT
 from ...models.structure import sites
-from ..json_documents import LARGEST, brief, count, in_words, string
-from . import corpus as corpora
-from .atlas import Atlas
+from ...role_definitions import added_scores
+from .accumulator import Accumulator
 from .checkpoint import load_tallies, save_tallies
-from .corpus import Corpus, Encoder, read
-from .induction import probe, vocabulary_of
-from .observer import Adding, Observer
+from .corpus import Corpus, Encoder, batch_sizes, read
+from .induction import measure_repetition, vocabulary_size
+from .observer import Observer
+from .result import Atlas
 from .sums import REPLICATES, Key, Tally, identity
 
 LENGTH = 512  # tokens of a text at most
@@ -77,8 +78,9 @@ def atlas(
     }  # fmt: skip
     content = {"weights": fingerprint(model), "tokenizer": tokenizer_fingerprint(tokenizer)}
     # where a run stands is counted in windows and batches
-    sizes = {"format": FORMAT, "batch": [corpora.WINDOW, corpora.TOKENS, corpora.PAIRS]}
+    sizes = {"format": FORMAT, "batch": batch_sizes()}
     asked = {"model": name, "beginning": corpus.beginning, "limit": limit, "replicates": replicates}
+    asked["scores"] = added_scores() or None  # runs of versions without such roles left none
     run = Run(
         observer,
         corpus,
@@ -88,9 +90,9 @@ def atlas(
         progress,
         total,
     )
-    tally, measured = run.all(vocabulary_of(observer.model, tokenizer), seed, replicates)
+    tally, measured = run.all(vocabulary_size(observer.model, tokenizer), seed, replicates)
     about["fingerprint"] = {**content, "texts": corpus.fingerprint}
-    made = Atlas.of(tally, measured, name, _original(model), about)
+    made = Atlas.from_sums(tally, measured, name, _original(model), about)
     if conllu is not None:
         from ..relations.find import relations
 
@@ -115,14 +117,14 @@ class Run:
 
     def all(self, vocabulary: int, seed: int, replicates: int) -> tuple[Tally, Tally | None]:
         self.tally = Tally(replicates=replicates)
-        self.adding = Adding(self.tally)
+        self.accumulator = Accumulator(self.tally)
         if self.file is not None:
             remove_leftovers(self.file.parent)
             if os.path.lexists(self.file):
                 self._resume()
         with self.observer.watching(), interruptible() as stopped:
             # also where it was done before: it shows which way each layer attends
-            measured = probe(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
+            measured = measure_repetition(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
             kept = time.monotonic()
             for _ in self._steps():
                 if stopped() or (self.file and time.monotonic() - kept > EVERY):
@@ -130,10 +132,10 @@ class Run:
                     kept = time.monotonic()
                 if stopped():
                     raise KeyboardInterrupt
-        if not (self.tally.texts or self.adding.waiting):
+        if not (self.tally.texts or self.accumulator.pending):
             raise HeadwiseError("not one text has a token; nothing was measured")
         self._keep()  # so that nothing is measured again if the run ends before its atlas is saved
-        self.adding.settle()
+        self.accumulator.flush()
         return self.tally, measured if self.part[0] == 0 else None
 
     def _steps(self) -> Iterator[None]:
@@ -146,7 +148,7 @@ class Run:
             self.window, self.batches = begins, skip
             self.progress(begins, self.total)
             for number, batch in enumerate(batches[skip:], skip + 1):
-                self.adding.take(self.observer.run(batch), batch)
+                self.accumulator.add(self.observer.run(batch), batch)
                 if number % HOLES == 0:
                     _give_back()
                 self.batches = number
@@ -162,13 +164,13 @@ class Run:
             return
         facts = {
             "asked": self.asked, "window": self.window, "batches": self.batches, "texts": self.corpus.fingerprint,
-            "waiting": self.adding.facts(),
+            "waiting": self.accumulator.facts(),
         }  # fmt: skip
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{str(self.file.parent)!r} cannot be made: {error.strerror or error}") from error
-        save_tallies(self.file, {"tally": self.tally}, facts, self.adding.arrays())
+        save_tallies(self.file, {"tally": self.tally}, facts, self.accumulator.arrays())
 
     def _resume(self) -> None:
         assert self.file is not None
@@ -178,10 +180,10 @@ class Run:
         if wrong := _differences(asked, self.asked):
             raise HeadwiseError(_left_by(self.file, wrong))
         try:
-            self.tally = self.adding.tally = tallies["tally"]
+            self.tally = self.accumulator.tally = tallies["tally"]
             self.window, self.batches = count(facts["window"], "window"), count(facts["batches"], "batches")
             self.kept_texts = string(facts["texts"], "texts")
-            self.adding.restore(facts["waiting"], arrays)
+            self.accumulator.restore(facts["waiting"], arrays)
             if self.tally.replicates != self.asked["replicates"]:
                 raise ValueError(f"there are {self.tally.replicates} replicates, expected {self.asked['replicates']}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -199,6 +201,7 @@ DIFFERENCES = {
     "beginning": "other texts",
     "counts": "other texts",
     "corpus": "other texts",
+    "scores": "other roles",
 }
 
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .atlas import Atlas
+    from .result import Atlas
 
 NAMES = ("minilm", "smollm2")
 
@@ -18,9 +18,9 @@ def _read(model: str) -> Any:
     return json.loads((files(__package__) / "data" / f"{model}.json").read_text(encoding="utf-8"))
 
 
-def shipped(model: str) -> Atlas | None:
+def bundled_atlas(model: str) -> Atlas | None:
     """The atlas of an embedded model, by its name; None for any other."""
-    from .atlas import Atlas
+    from .result import Atlas
 
     return Atlas.from_json(_read(model)) if model in NAMES else None
 

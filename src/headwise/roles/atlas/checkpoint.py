@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...files import written
-from ..json_documents import anything, in_words, mapping, parse_json
+from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
 FORMAT = "1"

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ...errors import HeadwiseError
-from ..json_documents import brief, parse_json
+from ...json_documents import brief, parse_json
+from ...role_definitions import Tokens
 from .sums import identity
 
 WINDOW = 2048  # texts that are sorted together
@@ -29,22 +30,6 @@ COUNTED = 20_000  # texts from which the frequencies come; all of them where the
 TOKENS = 1024  # of a batch at most; more would leave a core's cache and gain nothing
 PAIRS = 1 << 17  # of a query and a key in a batch: more of them leave a core's cache; see marks.py for what is held
 Text = str | tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Some sequences, padded on the right: each (B, T)."""
-
-    ids: Tensor
-    real: Tensor  # bool
-    special: Tensor  # bool: added by the tokenizer
-    punctuation: Tensor  # bool
-    word: Tensor  # equal in the same sequence where the words are; -1 for what is no word
-    place: Tensor  # equal where it is the same place of the word
-    count: Tensor  # how often the token is in the corpus
-
-    def to(self, device: Any) -> Tokens:
-        return Tokens(**{name: x.to(device) for name, x in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ class Line:
     ids: list[int]
     special: list[bool]
     word: list[int]
-    place: list[int]
+    word_index: list[int]
     cut: bool
 
 
@@ -93,9 +78,9 @@ class Encoder:
         whole = getattr(given, "encodings", None)
         made = []
         for i, (text, ids) in enumerate(zip(texts, given["input_ids"], strict=True)):
-            word, place = _words(text, whole[i]) if whole else (ids, list(range(len(ids))))
+            word, word_index = _words(text, whole[i]) if whole else (ids, list(range(len(ids))))
             special = [bool(mark) for mark in given["special_tokens_mask"][i]]
-            made.append(Line(ids, special, word, place, len(ids) >= self.length))
+            made.append(Line(ids, special, word, word_index, len(ids) >= self.length))
         return made
 
     def punctuation(self, token: int) -> bool:
@@ -109,7 +94,7 @@ class Encoder:
     def tokens(self, lines: Sequence[Line], counts: np.ndarray, shift: bool = False) -> Tokens:
         """Padded. shift: as a decoder reads it, its start token first and the last token left out."""
         begin: list[list[Any]] = [[self.start or 0], [True], [-1], [-1]]
-        rows: list[list[list[Any]]] = [[line.ids, line.special, line.word, line.place] for line in lines]
+        rows: list[list[list[Any]]] = [[line.ids, line.special, line.word, line.word_index] for line in lines]
         if shift:
             rows = [[head + part[:-1] for head, part in zip(begin, parts, strict=True)] for parts in rows]
         longest = max(len(ids) for ids, *_ in rows)
@@ -124,6 +109,11 @@ class Encoder:
         word = table(2, -1, torch.long).masked_fill(special | marks, -1)
         count = torch.from_numpy(counts)[ids.clamp(max=len(counts) - 1)]
         return Tokens(ids, real, special & real, marks, word, table(3, -1, torch.long), count)
+
+
+def batch_sizes() -> list[int]:
+    """What decides which texts are in which batch; a run can only be resumed with the same."""
+    return [WINDOW, TOKENS, PAIRS]
 
 
 def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import HeadwiseError
-from .atlas import Atlas, Role
-from .roles import BY_NAME
+from ...role_definitions import all_roles
+from .result import Atlas, HeadRole
 
 SHOWN = 8
 
@@ -35,9 +35,9 @@ class Changes:
 
     first: str
     second: str
-    gained: list[Role]
-    lost: list[Role]
-    kept: list[Role]
+    gained: list[HeadRole]
+    lost: list[HeadRole]
+    kept: list[HeadRole]
     gone: list[tuple[str, int, int]]  # heads that the second model no longer has
     moved: list[Change]  # scores that changed beyond both intervals, the largest change first
 
@@ -78,7 +78,7 @@ def changes(first: Atlas, second: Atlas) -> Changes:
     back = {at: before for before, at in shared.items()}
     old = {(*shared[role[:3]], role.role): role for role in first.roles if role[:3] in shared}
     new = {(*role[:3], role.role): role for role in second.roles if role[:3] in back}
-    named = {key: Role._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
+    named = {key: HeadRole._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
     gone = [at for before, at in here.items() if before not in there]
     return Changes(
         first.model, second.model,
@@ -102,7 +102,7 @@ def _numbers(atlas: Atlas) -> dict[tuple[str, int, int], tuple[str, int, int]]:
 
 def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[Change]:
     found = []
-    for name in dict.fromkeys(role.score for role in BY_NAME.values()):
+    for name in dict.fromkeys(role.score for role in all_roles()):
         for (kind, layer, head), (_, layer2, head2) in shared.items():
             if kind not in first.scores.get(name, {}) or kind not in second.scores.get(name, {}):
                 continue

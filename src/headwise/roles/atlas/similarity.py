@@ -27,7 +27,7 @@ SAME = 0.1  # nats, below which two heads are called alike; ln 2 = 0.69 is the m
 
 
 @dataclass(frozen=True, repr=False)
-class Likeness:
+class HeadSimilarity:
     """How different the heads of one kind of attention are."""
 
     kind: str
@@ -154,7 +154,7 @@ def _divergences(p: Tensor) -> Tensor:
     return found.clamp_(min=0).fill_diagonal_(0)
 
 
-def likeness(
+def head_similarity(
     model: Any,
     texts: Any,
     tokenizer: Any = None,
@@ -164,13 +164,13 @@ def likeness(
     length: int = LENGTH,
     field: str = "text",
     seed: int = 0,
-) -> dict[str, Likeness]:
+) -> dict[str, HeadSimilarity]:
     """How different all heads of a model are, for each kind of attention, on the first `sample` texts of a corpus."""
     _, model, tokenizer = given(model, tokenizer, None)
     observer = Observer.of(model)
     corpus = Corpus.of(read(texts, field, sample)[0], encoder_of(observer.model, tokenizer, length))
     compared = Comparison(np.random.default_rng(seed), queries)
-    observer.take = compared.take
+    observer.measure = compared.take
     with observer.watching():
         for _, _, batches in corpus.windows():
             for batch in batches:
@@ -178,6 +178,6 @@ def likeness(
                 observer.run(batch)
                 compared.compare()
     return {
-        kind: Likeness(kind, compared.heads[kind], total / max(compared.count, 1), compared.count)
+        kind: HeadSimilarity(kind, compared.heads[kind], total / max(compared.count, 1), compared.count)
         for kind, total in compared.sums.items()
     }

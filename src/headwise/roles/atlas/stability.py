@@ -8,8 +8,8 @@ import numpy as np
 
 from ...errors import HeadwiseError
 from ...resampling import spearman
-from .atlas import Atlas
-from .roles import ROLES
+from ...role_definitions import all_roles
+from .result import Atlas
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Stability:
         return "\n".join(lines)
 
 
-def stability(first: Atlas, second: Atlas) -> Stability:
+def measure_stability(first: Atlas, second: Atlas) -> Stability:
     """How much of what one corpus shows another shows too."""
     if list(first) != list(second):
         raise HeadwiseError(f"these atlases are not of the same heads: {first.model} and {second.model}")
@@ -38,7 +38,7 @@ def stability(first: Atlas, second: Atlas) -> Stability:
     return Stability(
         {
             role.name: _correlation(first, second, role.score)
-            for role in ROLES
+            for role in all_roles()
             if role.score in first.scores and role.score in second.scores
         },
         1 - len(differing) / len(first),

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import HeadwiseError
+from ...json_documents import anything, brief, count, items, mapping, string
 from ...resampling import INTERVAL
-from ..json_documents import anything, brief, count, items, mapping, string
-from .roles import ANY
+from ...role_definitions import ANY
 
 REPLICATES = 200
 LARGEST_SUM = 1e18  # more than any corpus gives, and its square is still a number
@@ -137,10 +137,13 @@ class Tally:
 
     def open(self, key: Key, way: str, names: tuple[str, ...], heads: int) -> Sums:
         """The sums of a layer, made at its first call."""
-        if self.ways.setdefault(key[0], way) != way or self.names.setdefault(key[0], names) != names:
+        kind, layer = key
+        if self.ways.setdefault(kind, way) != way:
             raise HeadwiseError(
-                f"{key[0]} layer {key[1]} attends {way}, other {key[0]} layers {self.ways[key[0]]}; give them to watch"
+                f"{kind} layer {layer} attends {way}, other {kind} layers {self.ways[kind]}; give them to watch"
             )
+        if self.names.setdefault(kind, names) != names:
+            raise HeadwiseError("roles were registered while the atlas was measured; register them before")
         if key not in self.sums:
             self.sums[key] = Sums.zero(len(names), heads, self.replicates)
         return self.sums[key]

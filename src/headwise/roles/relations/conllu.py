@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import HeadwiseError
-from ..json_documents import whole_number
+from ...json_documents import whole_number
 from . import coreference
 from .gold import Link, Sentence
 
@@ -65,7 +65,7 @@ class Treebank:
         return coreference.windows(self.trees, words)
 
 
-def read(*paths: str | os.PathLike[str]) -> Treebank:
+def read_conllu(*paths: str | os.PathLike[str]) -> Treebank:
     """One or more CoNLL-U files; what is wrong in one is told with its line."""
     trees = [tree for path in paths for tree in _trees(str(path), _lines(Path(path)))]
     entities = any("Entity" in word.misc for tree in trees for word in tree.words)

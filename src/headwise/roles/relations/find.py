@@ -101,12 +101,12 @@ def relations(
     return replace(made, notes=(*notes, *made.notes))
 
 
-def choices(model: Any, links: Gold, *, tokenizer: Any = None, seed: int = 0) -> dict[str, Choice]:
+def choose_heads(model: Any, links: Gold, *, tokenizer: Any = None, seed: int = 0) -> dict[str, Choice]:
     """The best head and the best fixed answer for each relation: the choosing half alone."""
     return _asked(_subject(model, tokenizer), sentences_of(links)[0], seed)[0].choices()
 
 
-def reported(
+def evaluate_heads(
     model: Any, links: Gold, chosen: Mapping[str, Choice], *, tokenizer: Any = None, seed: int = 1, least: int = 0
 ) -> Relations:
     """How heads that were chosen elsewhere do on these links; relations that nothing was chosen for are left out.
@@ -122,9 +122,9 @@ def reported(
 def sentences_of(links: Gold) -> tuple[list[Sentence], tuple[str, ...]]:
     """Sentences with links from whatever was given: files, a treebank, or sentences already; and what to say."""
     if isinstance(links, (str, os.PathLike)):
-        links = conllu.read(links)
+        links = conllu.read_conllu(links)
     elif not isinstance(links, conllu.Treebank) and links and isinstance(links[0], (str, os.PathLike)):
-        links = conllu.read(*links)
+        links = conllu.read_conllu(*links)
     if isinstance(links, conllu.Treebank):
         return links.syntax() + (links.coreference() if links.entities else []), links.notes
     if not any(getattr(sentence, "links", ()) for sentence in links):

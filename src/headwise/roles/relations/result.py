@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ...files import written
-from ..json_documents import (
+from ...json_documents import (
     anything,
     brief,
     count,

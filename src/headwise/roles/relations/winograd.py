@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import HeadwiseError
-from ..json_documents import in_words, parse_json, string
+from ...json_documents import in_words, parse_json, string
 from .gold import Link, Sentence
 
 ITEM = re.compile(r"(?P<text>.+?)\s*The '(?P<pronoun>[^']+)' refers to (?P<referent>.+?) because ", re.DOTALL)
@@ -25,7 +25,7 @@ class Winograd:
     notes: tuple[str, ...]
 
 
-def read(path: str | os.PathLike[str]) -> Winograd:
+def read_winograd(path: str | os.PathLike[str]) -> Winograd:
     """Pairs of sentences in which each pronoun has the same two candidates and another one of them is right."""
     try:
         examples = parse_json(Path(path).read_text(encoding="utf-8"))["examples"]

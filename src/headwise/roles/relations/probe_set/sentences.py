@@ -13,7 +13,7 @@ SEED = 8
 SHA256 = "1563096a78facbaabf33b89a76749d7bb48dde125a3a14807e374a0498c715ec"  # of all of them, as digest gives it
 
 
-def sentences() -> list[Sentence]:
+def probe_sentences() -> list[Sentence]:
     """Every probe sentence with its gold links; no two are the same. Those of a pair share their document."""
     made: dict[str, Sentence] = {}
     for number, (family, count) in enumerate(FAMILIES.items()):
