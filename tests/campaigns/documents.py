@@ -24,7 +24,7 @@ from headwise.role_definitions import CAUSAL, columns
 from headwise.roles.ablation.ablate import Ablation
 from headwise.roles.atlas import corpus
 from headwise.roles.atlas.accumulator import Accumulator, PendingBatch
-from headwise.roles.atlas.build import Run
+from headwise.roles.atlas.corpus_run import CorpusRun
 from headwise.roles.atlas.file_format import SUMS
 from headwise.roles.atlas.observer import BatchSums
 from headwise.roles.atlas.result import Atlas
@@ -96,8 +96,8 @@ class Nothing:
     fingerprint = "0" * 32
 
 
-def unfinished(file: Path) -> Run:
-    run = Run(None, Nothing(), file, {"replicates": REPLICATES, "weights": "a"}, (0, 1), None, None)  # type: ignore[arg-type]
+def unfinished(file: Path) -> CorpusRun:
+    run = CorpusRun(None, Nothing(), file, {"replicates": REPLICATES, "weights": "a"}, (0, 1), None, None)  # type: ignore[arg-type]
     run.tally = Tally(replicates=REPLICATES)
     run.accumulator = Accumulator(run.tally)
     return run

@@ -23,7 +23,7 @@ import torch
 
 from headwise.cli import main
 from headwise.cli.atlas import UNFINISHED
-from headwise.roles.atlas import build, corpus, similarity  # noqa: F401
+from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
 from headwise.roles.atlas.result import Atlas
 from headwise.ui import atlas as drawing  # noqa: F401
 
@@ -41,8 +41,8 @@ PATIENCE = 120.0  # seconds for a run that is left alone
 SIZES = {"WINDOW": 13, "PAIRS": 1200, "TOKENS": 60}
 SCRIPT = f"""
 import sys
-from headwise.roles.atlas import build, corpus, similarity  # noqa: F401
-build.EVERY = 0.0
+from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
+corpus_run.EVERY = 0.0
 vars(corpus).update({SIZES!r})
 from headwise.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -57,7 +57,7 @@ def forked(args: list[str], after: float) -> int | None:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 torch.set_num_threads(1)
-                build.EVERY = 0.0
+                corpus_run.EVERY = 0.0
                 vars(corpus).update(SIZES)
                 code = main(args)
         finally:

@@ -19,7 +19,7 @@ import torch
 import headwise
 from headwise.cli import main
 from headwise.files import written
-from headwise.roles.atlas import build, similarity
+from headwise.roles.atlas import corpus_run, similarity
 from helpers.role_heads import circuit, texts, tokenizer
 
 
@@ -105,13 +105,13 @@ def test_the_atlas_that_comes_along_needs_no_torch() -> None:
 def test_ctrl_c_leaves_what_can_be_gone_on_with(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = build.Accumulator.add
-    monkeypatch.setattr(build.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = corpus_run.Accumulator.add
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert (code, out) == (130, "")
     assert err.endswith("headwise: interrupted\n")
     assert (tmp_path / "unfinished.safetensors").exists()
-    monkeypatch.setattr(build.Accumulator, "add", plain)
+    monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
 
@@ -171,7 +171,7 @@ def test_bad_texts_leave_nothing_behind(
 def test_a_place_that_is_no_folder_is_told_before_the_work(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.Run, "all", lambda *args: pytest.fail("it was measured"))
+    monkeypatch.setattr(corpus_run.CorpusRun, "measure", lambda *args: pytest.fail("it was measured"))
     file = tmp_path / "file"
     file.write_text("mine")
     for out, message in ((file, "is not a directory; give one to write to"), (file / "below", "cannot be made")):
@@ -189,10 +189,10 @@ def test_other_weights_under_the_same_name_are_not_mixed(
     first = circuit()
     first.save_pretrained(name)
     tokenizer(around=False).save_pretrained(name)
-    plain = build.Accumulator.add
-    monkeypatch.setattr(build.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = corpus_run.Accumulator.add
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     assert run(capsys, "--model", name, "--texts", corpus, "--out", out)[0] == 130
-    monkeypatch.setattr(build.Accumulator, "add", plain)
+    monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
     kept = (out / "unfinished.safetensors").read_bytes()
     with torch.no_grad():
         next(first.parameters()).mul_(1.5)
@@ -213,7 +213,7 @@ def test_nothing_is_measured_again_when_the_end_was_interrupted(
     monkeypatch.setattr(similarity, "head_similarity", interrupted)
     assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 130
     monkeypatch.setattr(similarity, "head_similarity", plain)
-    monkeypatch.setattr(build.Accumulator, "add", lambda *args: pytest.fail("it was measured again"))
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *args: pytest.fail("it was measured again"))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
     files = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}

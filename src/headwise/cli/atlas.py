@@ -17,7 +17,7 @@ from .checks import LARGEST_SEED, check_output_folder, make_folder
 from .ranks import Alone, together
 
 if TYPE_CHECKING:
-    from ..roles.atlas.build import Progress
+    from ..roles.atlas.corpus_run import Progress
     from ..roles.atlas.result import Atlas
     from ..scale.ranks import Ranks
 
