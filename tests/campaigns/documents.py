@@ -171,7 +171,7 @@ def documents(folder: Path) -> dict[str, tuple[Path, bytes, Callable[[Path], Non
     run = unfinished(places["unfinished"] / "a.safetensors")
     fill(run.accumulator).flush()
     fill(run.accumulator)
-    run._keep()
+    run._save_checkpoint()
     Lab(work=places["piece"])._piece("sum", {"of": 7}, lambda: 11)
     [piece] = places["piece"].iterdir()
     files: dict[str, tuple[Path, bytes | None, Callable[[Path], None]]] = {

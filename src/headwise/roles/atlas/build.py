@@ -77,7 +77,7 @@ def atlas(
         >>> atlas = headwise.atlas("minilm", "texts.txt")
         >>> print(atlas)
         >>> atlas.heads_with("previous")[0].name
-        '0.5'
+        '0.2'
         >>> atlas.save("atlas.json")
     """
     _check(length, part, replicates, seed)

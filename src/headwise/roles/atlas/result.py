@@ -63,10 +63,10 @@ class Atlas:
 
     Example:
         >>> atlas = headwise.Atlas.load("atlas.json")
-        >>> [role.name for role in atlas.heads_with("induction")]
-        ['5.1', '6.9']
+        >>> [head.name for head in atlas.heads_with("induction")][:3]
+        ['18.6', '17.3', '17.4']
         >>> atlas.scores["previous"]["self"].shape           # (layers, heads)
-        (12, 12)
+        (30, 9)
         >>> print(atlas.diff(headwise.Atlas.load("finetuned/atlas.json")))
     """
 
