@@ -19,7 +19,7 @@ from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_he
 from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.roles.relations import conllu, winograd
 from headwise.roles.relations.coreference import NOUN_ANTECEDENT
-from headwise.roles.relations.find import FEWEST, Choice, choose_heads, evaluate_heads, relations
+from headwise.roles.relations.find import FEWEST, ChosenHead, choose_heads, evaluate_heads, relations
 from headwise.roles.relations.gold import Sentence
 from headwise.roles.relations.probe_set.sentences import probe_sentences
 from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, Head, Relations
@@ -75,7 +75,7 @@ def measure(model: str, name: str) -> None:
         sys.exit(f"there is no set {name!r}; there are {', '.join(SETS)}")
 
 
-def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, Choice]:
+def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, ChosenHead]:
     """The first half of `relations`, kept, so that a run that was stopped goes on."""
     path = MADE / f"{model}-{name}-chosen.json"
     if not path.exists():
@@ -83,7 +83,7 @@ def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, Choic
         with written(path) as file:
             file.write_text(json.dumps(found), encoding="utf-8")
     made = json.loads(path.read_text(encoding="utf-8"))
-    return {relation: Choice(tuple(head), fixed, links) for relation, (head, fixed, links) in made.items()}
+    return {relation: ChosenHead(tuple(head), fixed, links) for relation, (head, fixed, links) in made.items()}
 
 
 def _winograd(model: str) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def _winograd(model: str) -> list[dict[str, Any]]:
         (winograd.DECIDING, "probe", "deciding word > antecedent"),
     ):
         row = _load(model, source)[name]
-        choice = Choice((row.kind, row.layer, row.head), row.fixed)
+        choice = ChosenHead((row.kind, row.layer, row.head), row.fixed)
         found = evaluate_heads(loaded, sentences, {relation: choice}, tokenizer=tokenizer)
         right: dict[str, list[bool]] = {}
         for number, hit in zip(found.record.sentences, found.record.hits, strict=True):

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.gold import GoldLink, Sentence
 
 PAIRS, FILLERS, POSITIONS, WIDTH, HEADS = 7, 11, 31, 96, 3
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -74,9 +74,9 @@ def sentences(count: int = 211, seed: int = 3) -> list[Sentence]:
         for pair in pairs:
             at, to = chance.sample([i for i, word in enumerate(words) if word[0] == "x"], 2)
             words[at], words[to] = f"a{pair}", f"n{pair}"
-            links += [Link("adjective > noun", at, (to,)), Link("noun > adjective", to, (at,))]
-        links += [Link("word > before", i, (i - 1,)) for i in range(1, len(words))]
-        links += [Link("anything", i, (chance.choice([j for j in range(len(words)) if j != i]),)) for i in range(2)]
+            links += [GoldLink("adjective > noun", at, (to,)), GoldLink("noun > adjective", to, (at,))]
+        links += [GoldLink("word > before", i, (i - 1,)) for i in range(1, len(words))]
+        links += [GoldLink("anything", i, (chance.choice([j for j in range(len(words)) if j != i]),)) for i in range(2)]
         text, spans = "", []
         for word in words:
             text += " " if text else ""

@@ -8,7 +8,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.roles.relations import conllu, coreference
-from headwise.roles.relations.gold import Link
+from headwise.roles.relations.gold import GoldLink
 
 COLUMNS = 10
 
@@ -60,9 +60,9 @@ def test_a_token_that_its_words_do_not_spell_is_shared(tmp_path: Path) -> None:
 def test_relations_go_both_ways(tmp_path: Path) -> None:
     [sentence] = conllu.read_conllu(written(tmp_path, *DONT)).syntax()
     links = set(sentence.links)
-    assert Link("nsubj > head", 0, (2,)) in links and Link("head > nsubj", 2, (0,)) in links
-    assert Link("head > punct", 2, (3, 5)) in links  # any of several is right
-    assert Link("any > head", 1, (2,)) in links
+    assert GoldLink("nsubj > head", 0, (2,)) in links and GoldLink("head > nsubj", 2, (0,)) in links
+    assert GoldLink("head > punct", 2, (3, 5)) in links  # any of several is right
+    assert GoldLink("any > head", 1, (2,)) in links
     assert not {"any > head"} & {link.relation for link in links if link.word in (3, 5)}  # punctuation is not counted
     assert not any("root" in link.relation for link in links)
 
@@ -136,9 +136,9 @@ def test_pronouns_find_their_antecedents_over_sentences(tmp_path: Path) -> None:
     words = window.words
     assert [words[link.word] for link in window.links] == ["She", "She", "her", "her"]
     she, _, her, of_nouns = window.links
-    assert she == Link(coreference.ANTECEDENT, 6, (1,), (1, 3))  # boss, not Anna: the head of the whole mention
-    assert her == Link(coreference.ANTECEDENT, 8, (3,), (1, 3, 6))
-    assert of_nouns == Link(coreference.NOUN_ANTECEDENT, 8, (3,), (1, 3))  # "She" is no candidate
+    assert she == GoldLink(coreference.ANTECEDENT, 6, (1,), (1, 3))  # boss, not Anna: the head of the whole mention
+    assert her == GoldLink(coreference.ANTECEDENT, 8, (3,), (1, 3, 6))
+    assert of_nouns == GoldLink(coreference.NOUN_ANTECEDENT, 8, (3,), (1, 3))  # "She" is no candidate
 
 
 def test_a_window_ends_with_its_document_and_its_words(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.roles.relations import winograd
-from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.gold import GoldLink, Sentence
 from headwise.roles.relations.probe_set import grammar, lexicon
 from headwise.roles.relations.probe_set.schemas import SCHEMAS
 from headwise.roles.relations.probe_set.sentences import SHA256, digest, probe_sentences
@@ -129,7 +129,7 @@ def test_a_plural_and_an_article() -> None:
     ] == "keys libraries churches boxes".split()
     made = grammar.sentence("a owl^o saw a useful^u fence and a honest man 's dog .", [("r", "o", "u")], "d")
     assert made.text == "An owl saw a useful fence and an honest man's dog."
-    assert made.links == (Link("r", 1, (4,)),)
+    assert made.links == (GoldLink("r", 1, (4,)),)
 
 
 EXAMPLES = [
@@ -154,7 +154,7 @@ def test_winograd_pairs_from_their_file(tmp_path: Path) -> None:
     assert [sentence.text for sentence in found.sentences] == [EXAMPLES[i][0] for i in (0, 1, 3, 4)]
     assert found.notes == ("3 of 7 Winograd sentences left out: no twin, or a word that is not found once",)
     jug, _, sack, the_map = found.sentences
-    assert jug.links == (Link(winograd.PRONOUN, 7, (1,), (1, 5)), Link(winograd.DECIDING, 8, (1,), (1, 5)))
+    assert jug.links == (GoldLink(winograd.PRONOUN, 7, (1,), (1, 5)), GoldLink(winograd.DECIDING, 8, (1,), (1, 5)))
     assert sack.words[sack.links[0].targets[0]] == "sack" and the_map.words[the_map.links[0].targets[0]] == "map"
     assert sack.document == the_map.document != jug.document
 

@@ -14,7 +14,7 @@ import transformers
 
 from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
 from headwise.roles.relations import alignment, conllu, find, gold, scoring
-from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.gold import GoldLink, Sentence
 from headwise.roles.relations.probe_set.sentences import probe_sentences
 from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, TOO_FEW, Relation, Relations
 from helpers import relation_heads
@@ -68,7 +68,7 @@ def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
 
 
 def test_a_choice_is_shuffled_among_its_candidates() -> None:
-    sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (Link("r", 2, (0,), (0, 1)),))
+    sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (GoldLink("r", 2, (0,), (0, 1)),))
     drawn = {gold.shuffled([sentence], seed)[0].links[0].targets for seed in range(11)}
     assert drawn == {(0,), (1,)}
 
@@ -77,7 +77,7 @@ def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
     """On the reporting half the relation is turned round: what was chosen stands, and fails."""
     first = relation_heads.sentences(101)
     second = [
-        Sentence(s.text, s.spans, tuple(Link(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
+        Sentence(s.text, s.spans, tuple(GoldLink(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
         for s in relation_heads.sentences(103, seed=11)
     ]
     made = find.relations(relation_heads.model(), first, report=second, tokenizer=relation_heads.tokenizer())
@@ -122,7 +122,7 @@ def test_the_level_is_shared_by_all_that_are_judged(found: Relations) -> None:
 # words and pieces
 
 
-def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[Link, ...], tokens: int) -> alignment.Batch:
+def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[GoldLink, ...], tokens: int) -> alignment.Batch:
     one = alignment.Encoded(0, list(range(tokens)), pieces, links)
     return alignment._batch([one], "cpu", causal=False)
 
@@ -139,8 +139,14 @@ def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
             [0.0, 0.2, 0.2, 0.2, 0.2, 0.2],
         ]
     )[None, None]
-    links = (Link("r", 0, (2,)), Link("r", 0, (1,)), Link("r", 2, (0,)), Link("r", 2, (0, 1)), Link("r", 1, (0,), (2,)))
-    hits, shares = scoring.marked(weights, encoded(((1, 2), (3,), (4,)), links, 6))
+    links = (
+        GoldLink("r", 0, (2,)),
+        GoldLink("r", 0, (1,)),
+        GoldLink("r", 2, (0,)),
+        GoldLink("r", 2, (0, 1)),
+        GoldLink("r", 1, (0,), (2,)),
+    )
+    hits, shares = scoring.score_links(weights, encoded(((1, 2), (3,), (4,)), links, 6))
     assert shares[:, 0].tolist() == pytest.approx([0.25, 0.15, 0.3, 0.55, 0.2])
     # 0.25 on word 2 beats 0.15; 0.2 + 0.1 of word 0 beat the 0.25 of word 1, and its own 0.4 does not count
     assert hits[:, 0].tolist() == [True, False, True, True, False]
@@ -148,9 +154,9 @@ def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
 
 def test_a_word_without_a_piece_is_no_answer() -> None:
     weights = torch.full((1, 1, 3, 3), 1 / 3)
-    batch = encoded(((1,), (), (2,)), (Link("r", 0, (2,)),), 3)
+    batch = encoded(((1,), (), (2,)), (GoldLink("r", 0, (2,)),), 3)
     assert batch.allowed.tolist() == [[False, False, True]]
-    assert scoring.marked(weights, batch)[0].tolist() == [[True]]
+    assert scoring.score_links(weights, batch)[0].tolist() == [[True]]
 
 
 def test_pieces_go_where_most_of_them_lies() -> None:
@@ -165,13 +171,15 @@ def test_pieces_go_where_most_of_them_lies() -> None:
 
 
 def test_links_of_words_without_pieces_are_counted() -> None:
-    word = Sentence("a0x1 n0", ((0, 2), (2, 4), (5, 7)), (Link("r", 0, (2,)), Link("r", 1, (2,)), Link("r", 2, (1,))))
-    lost = alignment.Lost()
-    [made] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, lost)
-    assert made.links == (Link("r", 0, (2,)),)
-    assert (lost.unaligned, lost.links, lost.long) == (1, 2, 0)
-    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, lost)) == [] and lost.long == 1
-    assert lost.notes(7) == (
+    word = Sentence(
+        "a0x1 n0", ((0, 2), (2, 4), (5, 7)), (GoldLink("r", 0, (2,)), GoldLink("r", 1, (2,)), GoldLink("r", 2, (1,)))
+    )
+    left_out = alignment.LeftOut()
+    [made] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, left_out)
+    assert made.links == (GoldLink("r", 0, (2,)),)
+    assert (left_out.unaligned, left_out.links, left_out.long) == (1, 2, 0)
+    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, left_out)) == [] and left_out.long == 1
+    assert left_out.notes(7) == (
         "1 of 7 sentences have words that share all their pieces with another: 2 links left out",
         "1 of 7 sentences are longer than the model takes: left out",
     )
@@ -206,10 +214,10 @@ def test_batches_of_any_size_give_the_same_answers(
 
 def test_answers_that_know_no_meaning() -> None:
     sentence = Sentence("he b c he d he", ((0, 2), (3, 4), (5, 6), (7, 9), (10, 11), (12, 14)), ())
-    links = (Link("r", 5, (2,), (0, 2, 4)), Link("r", 5, (0,), (0, 1, 4)), Link("r", 0, (1, 4)))
+    links = (GoldLink("r", 5, (2,), (0, 2, 4)), GoldLink("r", 5, (0,), (0, 1, 4)), GoldLink("r", 0, (1, 4)))
     batch = encoded(((0,), (1,), (2,), (3,), (4,), (5,)), links, 6)
-    right = scoring.fixed(batch, [sentence])
-    told = [[name for name, mark in zip(scoring.FIXED, row, strict=True) if mark] for row in right.tolist()]
+    right = scoring.score_fixed_answers(batch, [sentence])
+    told = [[name for name, mark in zip(scoring.FIXED_ANSWERS, row, strict=True) if mark] for row in right.tolist()]
     assert told == [
         ["-3", "the second nearest candidate"],
         ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", scoring.SAME],  # past the edge
@@ -240,9 +248,9 @@ def test_a_causal_model_is_asked_backwards_alone() -> None:
 
 
 def test_what_a_causal_model_sees() -> None:
-    links = Link("r", 1, (2,)), Link("r", 2, (0, 3), (0, 1, 3)), Link("r", 3, (1,))
+    links = GoldLink("r", 1, (2,)), GoldLink("r", 2, (0, 3), (0, 1, 3)), GoldLink("r", 3, (1,))
     seen = gold.visible(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
-    assert seen.links == (Link("r", 2, (0,), (0, 1)), Link("r", 3, (1,)))
+    assert seen.links == (GoldLink("r", 2, (0,), (0, 1)), GoldLink("r", 3, (1,)))
 
 
 def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
@@ -250,8 +258,8 @@ def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
         tokenizer_object=relation_heads.tokenizer().backend_tokenizer, bos_token="[PAD]"
     )
     plain.backend_tokenizer.post_processor = __import__("tokenizers").processors.Sequence([])
-    sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))
-    [one] = alignment.encode([sentence], plain, 31, alignment.Lost())
+    sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (GoldLink("r", 0, (1,)),))
+    [one] = alignment.encode([sentence], plain, 31, alignment.LeftOut())
     assert one.ids[0] == 0 and one.pieces == ((1,), (2,))
 
 
@@ -305,7 +313,7 @@ def test_intervals_are_those_of_a_mean_over_sentences() -> None:
 
     def width(sentences: np.ndarray, hits: np.ndarray) -> float:
         zeros = np.zeros(len(hits))
-        record = find.Record(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
+        record = find.LinkRecord(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
         ends = find._intervals(record, ["r"], 0.05, 0)["r"]
         assert ends["low"] < hits.mean() < ends["high"] and ends["gain_low"] == ends["low"]
         return ends["high"] - ends["low"]
@@ -326,7 +334,7 @@ def test_what_cannot_be_asked() -> None:
         )
     with pytest.raises(HeadwiseError, match="needs its tokenizer"):
         find.relations(relation_heads.model(), relation_heads.sentences(5))
-    ahead = [Sentence("x1 x2", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))] * 3
+    ahead = [Sentence("x1 x2", ((0, 2), (3, 5)), (GoldLink("r", 0, (1,)),))] * 3
     with pytest.raises(HeadwiseError, match="none of 2 sentences has a link that the model can follow"):
         find.relations(tiny_llama(), ahead, tokenizer=relation_heads.tokenizer())
     slow = type("Slow", (), {"is_fast": False})()

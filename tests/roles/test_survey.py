@@ -17,8 +17,8 @@ from headwise.models.watching.call_reader import Reading
 from headwise.models.watching.layers import Layer
 from headwise.role_definitions.positions import NEAR, OFFSETS
 from headwise.roles.atlas import build
-from headwise.roles.atlas import corpus as corpora
-from headwise.roles.atlas import observer as measure
+from headwise.roles.atlas.corpus import Corpus, TextEncoder
+from headwise.roles.atlas.observer import Observer
 from headwise.roles.atlas.sums import Tally, identity
 from helpers.role_heads import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
 
@@ -166,7 +166,7 @@ def test_the_numbers_are_those_of_eager_matrices(
 ) -> None:
     """Exact in float64, but for the five digits of an atlas; float32 is what the kernel computes in."""
     corpus = texts(23, seed=1)
-    monkeypatch.setattr(corpora, "WINDOW", 7)  # several windows, padded batches
+    monkeypatch.setattr("headwise.roles.atlas.corpus.WINDOW", 7)  # several windows, padded batches
     found = headwise.atlas(MODELS[name]().to(dtype), corpus, tokenizer())
     eager = Eager(MODELS[name]().to(dtype), corpus, margin)
     assert set(found.layers) == {kind for kind, _, _ in eager.top}
@@ -190,7 +190,7 @@ def test_the_numbers_are_those_of_eager_matrices(
 def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = texts(11, seed=2)
     whole = headwise.atlas(bert(), corpus, tokenizer())
-    monkeypatch.setattr(measure, "WEIGHTS", 600)
+    monkeypatch.setattr("headwise.roles.atlas.observer.WEIGHTS", 600)
     blocks = headwise.atlas(bert(), corpus, tokenizer())
     for name, kinds in whole.scores.items():
         np.testing.assert_allclose(blocks.scores[name]["self"], kinds["self"], atol=3e-5, err_msg=name)
@@ -199,11 +199,11 @@ def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_layers_that_see_differently_have_marks_of_their_own() -> None:
     """Two calls of one pass that differ in nothing but their masks, as models with masks of their own make them."""
     words = tokenizer()
-    encoder = corpora.Encoder(words, 47)
-    batch = next(iter(corpora.Corpus.of(iter(texts(3)), encoder).windows()))[2][0]
+    encoder = TextEncoder(words, 47)
+    batch = next(iter(Corpus.of(iter(texts(3)), encoder).windows()))[2][0]
     size = batch.source.ids.shape[1]
     near = (torch.arange(size)[:, None] - torch.arange(size)).abs() < 2
-    observer = measure.Observer(bert(), {"self": "both ways"}, batch)
+    observer = Observer(bert(), {"self": "both ways"}, batch)
     q = torch.zeros(3, 1, size, 4)
     for index, mask in enumerate((batch.source.real[:, None, None], (near & batch.source.real[:, None])[:, None])):
         how = {
@@ -215,7 +215,7 @@ def test_layers_that_see_differently_have_marks_of_their_own() -> None:
             "softcap": None,
             "sinks": None,
         }
-        observer._roles(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
+        observer._measure_texts(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
     wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.layers.values())
     assert (wide < narrow).all()
     for one in observer.layers.values():  # scores of zero are equal attention
@@ -280,9 +280,9 @@ def test_what_would_count_twice_is_refused() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of 13 texts and batches of a few."""
-    monkeypatch.setattr(corpora, "WINDOW", 13)
-    monkeypatch.setattr(corpora, "PAIRS", 1200)
-    monkeypatch.setattr(corpora, "TOKENS", 60)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.WINDOW", 13)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.PAIRS", 1200)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.TOKENS", 60)
 
 
 @pytest.mark.usefixtures("small")
@@ -364,7 +364,7 @@ def test_a_kept_run_of_something_else_is_not_gone_on_with(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("small")
 def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "COUNTED", 17)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED", 17)
     read = 0
     ahead = []
 

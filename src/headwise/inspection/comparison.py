@@ -18,7 +18,7 @@ LENGTH_DEPENDENT = ("entropy", "distance")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StatisticChange:
     """A statistic of one head on both texts; entropy and distance as shares of equal attention's."""
 
     layer: int
@@ -95,13 +95,15 @@ class Comparison:
         """(L, H): the statistic on the second text less that on the first."""
         return self.second.table(statistic) - self.first.table(statistic)
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StatisticChange]:
         """Per head, the statistic that changed most; the largest change first."""
         names = list(STATISTICS)
         first, second = (np.stack([_share(text, name) for name in names]) for text in (self.first, self.second))
         largest = np.nan_to_num(abs(second - first), nan=-1).argmax(0)  # (L, H)
         changes = [
-            Change(layer, head, names[number], float(first[number, row, head]), float(second[number, row, head]))
+            StatisticChange(
+                layer, head, names[number], float(first[number, row, head]), float(second[number, row, head])
+            )
             for row, layer in enumerate(self.first.layers)
             for head in range(len(self.first.weights[row]))
             for number in (largest[row, head],)

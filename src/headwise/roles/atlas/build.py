@@ -16,7 +16,7 @@ from ...models.loading.loader import tokenizer as load_tokenizer
 from ...models.loading.locate import DEFAULT
 from ...models.structure import sites
 from ...role_definitions import added_scores
-from .corpus import Corpus, Encoder, batch_sizes, read
+from .corpus import Corpus, TextEncoder, batch_sizes, read
 from .corpus_run import CorpusRun, Progress
 from .induction import vocabulary_size
 from .observer import Observer
@@ -131,12 +131,12 @@ def given(model: Any, tokenizer: Any, name: str | None) -> tuple[str, Any, Any]:
     return name or type(model).__name__, model, tokenizer
 
 
-def encoder_of(body: Any, tokenizer: Any, length: int) -> Encoder:
+def encoder_of(body: Any, tokenizer: Any, length: int) -> TextEncoder:
     """The tokenizer, cutting texts to `length` and to the positions that the model has."""
     wanted = getattr(body, "main_input_name", "input_ids")
     if wanted != "input_ids":
         raise UnsupportedError(f"{type(body).__name__} takes {wanted}, not text; an atlas needs a text model")
-    return Encoder(tokenizer, min(length, longest(body, False)[0]), _start(body))
+    return TextEncoder(tokenizer, min(length, longest(body, False)[0]), _start(body))
 
 
 def _start(body: Any) -> int | None:
@@ -150,7 +150,7 @@ def _start(body: Any) -> int | None:
     return 0
 
 
-def _notes(encoder: Encoder) -> list[str]:
+def _notes(encoder: TextEncoder) -> list[str]:
     notes = []
     if encoder.start is not None:
         notes.append("the decoder reads the text itself, or the second of a pair")

@@ -17,7 +17,7 @@ FORMAT = "1"
 EXTRA = "extra/"  # before the names of arrays that belong to no tally
 
 
-class Saved(NamedTuple):
+class SavedSums(NamedTuple):
     """What a file of sums holds."""
 
     tallies: dict[str, Tally]
@@ -46,7 +46,7 @@ def save_tallies(
         )
 
 
-def load_tallies(path: str | os.PathLike[str]) -> Saved:
+def load_tallies(path: str | os.PathLike[str]) -> SavedSums:
     """What `save_tallies` wrote; whatever does not fit together is an error."""
     from safetensors import SafetensorError, safe_open
 
@@ -66,7 +66,7 @@ def load_tallies(path: str | os.PathLike[str]) -> Saved:
             tallies[name] = Tally.of(found, own)
         if arrays:
             raise ValueError(f"array {next(iter(arrays))!r} belongs to no sums")
-        return Saved(tallies, mapping(facts["more"], "more", anything), extra)
+        return SavedSums(tallies, mapping(facts["more"], "more", anything), extra)
     except CheckpointError:
         raise
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:

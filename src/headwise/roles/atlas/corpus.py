@@ -52,7 +52,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class EncodedText:
     """One encoded sequence."""
 
     ids: list[int]
@@ -62,7 +62,7 @@ class Line:
     cut: bool
 
 
-class Encoder:
+class TextEncoder:
     """A tokenizer with what is asked of it."""
 
     def __init__(self, tokenizer: Any, length: int, start: int | None = None) -> None:
@@ -70,7 +70,7 @@ class Encoder:
         self.tokenizer, self.length, self.start = tokenizer, length, start
         self._punctuation: dict[int, bool] = {}
 
-    def lines(self, texts: Sequence[str]) -> list[Line]:
+    def lines(self, texts: Sequence[str]) -> list[EncodedText]:
         given = self.tokenizer(
             list(texts), truncation=True, max_length=self.length, return_special_tokens_mask=True,
             return_overflowing_tokens=False, verbose=False,
@@ -80,7 +80,7 @@ class Encoder:
         for i, (text, ids) in enumerate(zip(texts, given["input_ids"], strict=True)):
             word, word_index = _words(text, whole[i]) if whole else (ids, list(range(len(ids))))
             special = [bool(mark) for mark in given["special_tokens_mask"][i]]
-            made.append(Line(ids, special, word, word_index, len(ids) >= self.length))
+            made.append(EncodedText(ids, special, word, word_index, len(ids) >= self.length))
         return made
 
     def punctuation(self, token: int) -> bool:
@@ -91,7 +91,7 @@ class Encoder:
             self._punctuation[token] = bool(shown) and all(unicodedata.category(sign)[0] == "P" for sign in shown)
         return self._punctuation[token]
 
-    def tokens(self, lines: Sequence[Line], counts: np.ndarray, shift: bool = False) -> Tokens:
+    def tokens(self, lines: Sequence[EncodedText], counts: np.ndarray, shift: bool = False) -> Tokens:
         """Padded. shift: as a decoder reads it, its start token first and the last token left out."""
         begin: list[list[Any]] = [[self.start or 0], [True], [-1], [-1]]
         rows: list[list[list[Any]]] = [[line.ids, line.special, line.word, line.word_index] for line in lines]
@@ -219,7 +219,7 @@ class Corpus:
     """Texts, their encoder and their frequencies."""
 
     texts: Iterator[Text]
-    encoder: Encoder
+    encoder: TextEncoder
     counts: np.ndarray  # of every token of the vocabulary
     beginning: int  # identity of its first texts, which tells one corpus from another
     seen: Any = field(default_factory=hashlib.sha256)  # of all texts that were read so far, in their order
@@ -230,7 +230,7 @@ class Corpus:
         return str(self.seen.hexdigest()[:32])
 
     @classmethod
-    def of(cls, texts: Iterator[Text], encoder: Encoder) -> Corpus:
+    def of(cls, texts: Iterator[Text], encoder: TextEncoder) -> Corpus:
         """Counts tokens in the first COUNTED texts, then gives all of them."""
         first = list(itertools.islice(texts, COUNTED))
         if not first:

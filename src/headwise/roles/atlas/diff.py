@@ -14,7 +14,7 @@ from .result import Atlas, HeadRole
 SHOWN = 8
 
 
-class Change(NamedTuple):
+class ScoreChange(NamedTuple):
     """A score of a head before and after, whose intervals do not touch."""
 
     kind: str
@@ -39,7 +39,7 @@ class Changes:
     lost: list[HeadRole]
     kept: list[HeadRole]
     gone: list[tuple[str, int, int]]  # heads that the second model no longer has
-    moved: list[Change]  # scores that changed beyond both intervals, the largest change first
+    moved: list[ScoreChange]  # scores that changed beyond both intervals, the largest change first
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -100,7 +100,7 @@ def _numbers(atlas: Atlas) -> dict[tuple[str, int, int], tuple[str, int, int]]:
     return found
 
 
-def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[Change]:
+def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[ScoreChange]:
     found = []
     for name in dict.fromkeys(role.score for role in all_roles()):
         for (kind, layer, head), (_, layer2, head2) in shared.items():
@@ -113,5 +113,5 @@ def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[Change]:
                 or second.high[name][kind][to] < first.low[name][kind][at]
             )
             if apart and not np.isnan(before + after):
-                found.append(Change(kind, layer, head, name, float(before), float(after)))
+                found.append(ScoreChange(kind, layer, head, name, float(before), float(after)))
     return found

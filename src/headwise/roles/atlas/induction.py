@@ -20,7 +20,7 @@ from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
 from ...resampling import poisson_counts
 from ...role_definitions import ARGMAX, CROSS, RoleScore, repetition_scores
-from .corpus import Batch, Encoder, Line
+from .corpus import Batch, EncodedText, TextEncoder
 from .observer import BatchSums, Observer, visible
 from .sums import Tally, identity
 
@@ -30,12 +30,12 @@ SEQUENCES, LENGTH = 4, 50  # random tokens in each sequence, before it is repeat
 class Repeated(NamedTuple):
     """Sequences of random tokens, each repeated once."""
 
-    lines: list[Line]
+    lines: list[EncodedText]
     begin: int  # the position of the first random token
     length: int  # of each half
 
 
-def repeated_tokens(encoder: Encoder, vocabulary: int, seed: int) -> Repeated:
+def repeated_tokens(encoder: TextEncoder, vocabulary: int, seed: int) -> Repeated:
     """The sequences, with the special tokens that the tokenizer puts around a text."""
     [around] = encoder.lines(["a"])
     begin = next((i for i, special in enumerate(around.special) if not special), 0)
@@ -53,11 +53,11 @@ def repeated_tokens(encoder: Encoder, vocabulary: int, seed: int) -> Repeated:
         half = random.choice(allowed, length, replace=len(allowed) < length).tolist()
         ids = around.ids[:begin] + half + half + (around.ids[-end:] if end else [])
         is_special = [True] * begin + [False] * 2 * length + [True] * end
-        lines.append(Line(ids, is_special, list(range(len(ids))), list(range(len(ids))), False))
+        lines.append(EncodedText(ids, is_special, list(range(len(ids))), list(range(len(ids))), False))
     return Repeated(lines, begin, length)
 
 
-def measure_repetition(observer: Observer, encoder: Encoder, vocabulary: int, seed: int, replicates: int) -> Tally:
+def measure_repetition(observer: Observer, encoder: TextEncoder, vocabulary: int, seed: int, replicates: int) -> Tally:
     """Induction and duplicate scores of every head; the bootstrap resamples tokens here, not texts."""
     repeated = repeated_tokens(encoder, vocabulary, seed)
     counts = np.ones(vocabulary, np.int64)

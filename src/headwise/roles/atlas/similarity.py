@@ -105,7 +105,7 @@ class HeadSimilarity:
 
 
 @dataclass
-class Comparison:
+class DivergenceSums:
     """Sums of divergences, kind by kind, while batches go by."""
 
     generator: np.random.Generator
@@ -169,7 +169,7 @@ def head_similarity(
     _, model, tokenizer = given(model, tokenizer, None)
     observer = Observer.of(model)
     corpus = Corpus.of(read(texts, field, sample)[0], encoder_of(observer.model, tokenizer, length))
-    compared = Comparison(np.random.default_rng(seed), queries)
+    compared = DivergenceSums(np.random.default_rng(seed), queries)
     observer.measure = compared.take
     with observer.watching():
         for _, _, batches in corpus.windows():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .find import choose_heads as choose_heads
     from .find import evaluate_heads as evaluate_heads
     from .find import relations as relations
-    from .gold import Link as Link
+    from .gold import GoldLink as GoldLink
     from .gold import Sentence as Sentence
     from .probe_set.sentences import probe_sentences as probe_sentences
     from .result import Relation as Relation
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .winograd import read_winograd as read_winograd
 
 _MODULES = {
-    "Link": "gold",
+    "GoldLink": "gold",
     "Relation": "result",
     "Relations": "result",
     "Sentence": "gold",

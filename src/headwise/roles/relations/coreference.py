@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .gold import Link, Sentence
+from .gold import GoldLink, Sentence
 
 if TYPE_CHECKING:
     from .conllu import Tree
@@ -105,7 +105,7 @@ def _third_person(tag: str, features: str) -> bool:
     return tag == "PRON" and "Person=3" in features and "PronType=Prs" in features
 
 
-def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) -> Iterator[Link]:
+def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) -> Iterator[GoldLink]:
     """From each pronoun to any earlier mention of its entity, and to any that is a noun or name."""
     for word in sorted(pronouns):
         own = {entity for head, entity in heads if head == word}
@@ -116,7 +116,7 @@ def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) ->
                 yield link
 
 
-def _link(relation: str, word: int, own: set[str], earlier: list[tuple[int, str]]) -> Link | None:
+def _link(relation: str, word: int, own: set[str], earlier: list[tuple[int, str]]) -> GoldLink | None:
     right = sorted({head for head, entity in earlier if entity in own})
     among = sorted({head for head, _ in earlier})
-    return Link(relation, word, tuple(right), tuple(among)) if right and len(among) > len(right) else None
+    return GoldLink(relation, word, tuple(right), tuple(among)) if right and len(among) > len(right) else None

@@ -1,4 +1,4 @@
-"""What was found out about relations, as a plain value: it prints, saves, loads and compares without torch."""
+"""Relations: which head follows which relation, as a plain value. It opens without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Head = tuple[str, int, int]  # kind, layer, head
-MARGIN = 0.10  # by which a head must beat the best fixed offset (Voita 2019)
+MARGIN = 0.10  # accuracy above the best fixed answer that a head needs (Voita et al. 2019)
 FOUND, BETTER, NOT_FOUND, TOO_FEW = "found", "above the offset", "not found", "too few links"
 FORMAT = "headwise relations 1"
 DIGITS = 5
@@ -39,21 +39,21 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How the head that was chosen for a relation does on links that it was not chosen by.
+    """The head that was chosen for one relation, on links that it was not chosen on.
 
-    Intervals are at a level that holds for all relations together; `gain` is accuracy beyond the best fixed answer.
+    Intervals are at a level that holds for all relations together; `gain` is accuracy above the best fixed answer.
     """
 
     name: str
     kind: str
     layer: int
     head: int
-    links: int  # reported on
-    chosen_by: int  # links of the choosing half; 0 where the head was chosen by another relation or corpus
-    visible: float  # share of all links that the model can follow: a causal one sees backwards alone
+    links: int  # evaluated on
+    chosen_by: int  # links of the half for choosing; 0 where the head was chosen by another relation or corpus
+    visible: float  # share of all links that the model can follow; a causal one only those to earlier words
     accuracy: float
     weight: float  # mean weight on the gold word
-    fixed: str  # the best answer that knows no meaning: "-1" is the word before
+    fixed: str  # the best answer that ignores meaning: "-1" is the word before
     fixed_accuracy: float
     median: float  # accuracy of a random head: the median of all heads
     high_heads: float  # the accuracy that one head in twenty exceeds
@@ -78,7 +78,7 @@ class Relation:
 
     @property
     def verdict(self) -> str:
-        """Found: 10 points above the best fixed answer, and an interval that does not reach down to it."""
+        """FOUND: at least MARGIN above the best fixed answer, with an interval that lies above it."""
         if not self.enough:
             return TOO_FEW
         if self.gain_low <= 0:
@@ -88,18 +88,27 @@ class Relation:
 
 @dataclass(frozen=True)
 class Relations:
-    """All relations of a corpus in one model, and the same with shuffled gold, which must find nothing."""
+    """All relations of a corpus in one model, as `headwise.relations` gives them.
+
+    The same with shuffled gold links, which should find nothing, are in `shuffled`. It prints as a table.
+
+    Example:
+        >>> found = headwise.Relations.load("relations.json")
+        >>> found["obj > head"].verdict, found["obj > head"].label
+        ('found', '2.5')
+        >>> found.best("obj > head", count=2)         # the best heads: ((kind, layer, head), accuracy)
+    """
 
     model: str
     causal: bool
-    sentences: int  # reported on
+    sentences: int  # evaluated on
     level: float  # of each interval, so that all of them hold together at 0.05
     rows: tuple[Relation, ...]
     shuffled: tuple[Relation, ...]
     heads: tuple[Head, ...]
     scores: dict[str, np.ndarray]  # relation -> accuracy of every head on the reporting half, (heads,)
     notes: tuple[str, ...] = ()
-    record: Any = field(default=None, repr=False, compare=False)  # link by link; not saved
+    record: Any = field(default=None, repr=False, compare=False)  # results link by link; not saved
 
     def __getitem__(self, name: str) -> Relation:
         for row in self.rows:
@@ -112,12 +121,12 @@ class Relations:
         return tuple(row for row in self.rows if row.verdict == FOUND)
 
     def best(self, name: str, count: int = 5) -> list[tuple[Head, float]]:
-        """The heads that do best at a relation on the reporting half: to look at, not to report."""
+        """The best heads of a relation on the half for evaluation: to look at, since they were chosen on it."""
         order = np.argsort(self.scores[name])[::-1][:count]
         return [(self.heads[i], float(self.scores[name][i])) for i in order]
 
     def summary(self) -> list[str]:
-        """What there is to say in a few lines."""
+        """The result in a few lines."""
         judged = [row for row in self.rows if row.enough]
         counts = {verdict: sum(row.verdict == verdict for row in judged) for verdict in (FOUND, BETTER, NOT_FOUND)}
         false = [row for row in self.shuffled if row.enough]
@@ -132,7 +141,7 @@ class Relations:
         return [*lines, *self.notes]
 
     def table(self, rows: Iterable[Relation] | None = None) -> Table:
-        """As rich draws it."""
+        """A table for the terminal."""
         from rich.table import Table
 
         drawn = Table(box=None, header_style="bold", pad_edge=False)
@@ -144,7 +153,7 @@ class Relations:
         return drawn
 
     def ordered(self) -> list[Relation]:
-        """Those that were found first, each kind by its gain; without those that have too few links."""
+        """By verdict and gain, without those that have too few links."""
         rank = {FOUND: 0, BETTER: 1, NOT_FOUND: 2}
         return sorted((row for row in self.rows if row.enough), key=lambda row: (rank[row.verdict], -row.gain))
 
@@ -159,7 +168,7 @@ class Relations:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def markdown(self, rows: Iterable[Relation] | None = None) -> str:
-        """The table for a page."""
+        """The table in Markdown."""
         head = "| relation | head | accuracy | interval | best fixed | its | median head | weight | links | visible | |"
         lines = [head, "|" + "---|" * (head.count("|") - 1)]
         for row in self.ordered() if rows is None else rows:
@@ -169,7 +178,7 @@ class Relations:
         return "\n".join(lines)
 
     def frame(self) -> Any:
-        """One row a relation, as a pandas DataFrame."""
+        """A pandas DataFrame with one row per relation."""
         from ..atlas.export import pandas
 
         return pandas().DataFrame([_plain(row) for row in self.rows])
@@ -226,12 +235,12 @@ class Relations:
 
 
 def _rounded(x: float) -> float | None:
-    """None for what is not a number, which JSON has not."""
+    """None for NaN, which JSON does not have."""
     return None if np.isnan(x) else round(x, DIGITS)
 
 
 def _plain(row: Relation) -> dict[str, Any]:
-    """With what is worked out: from the rounded numbers, as it is when they are read again."""
+    """Plain values, with gain and verdict from the rounded numbers, as they are when read again."""
     values: dict[str, Any] = {name: _rounded(x) if isinstance(x, float) else x for name, x in asdict(row).items()}
     own, fixed = values["accuracy"], values["fixed_accuracy"]
     gain = None if own is None or fixed is None else _rounded(own - fixed)

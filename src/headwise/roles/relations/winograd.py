@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import HeadwiseError
 from ...json_documents import in_words, parse_json, string
-from .gold import Link, Sentence
+from .gold import GoldLink, Sentence
 
 ITEM = re.compile(r"(?P<text>.+?)\s*The '(?P<pronoun>[^']+)' refers to (?P<referent>.+?) because ", re.DOTALL)
 WORD = re.compile(r"[A-Za-z0-9$][\w-]*(?:'(?!s\b)\w+)?|'s|[^\w\s]")
@@ -19,14 +19,14 @@ PRONOUN, DECIDING = "pronoun > referent", "deciding word > referent"
 
 @dataclass(frozen=True)
 class Winograd:
-    """Sentences in pairs, one after the other, and what was left out."""
+    """Pairs of sentences, one after the other, and notes on what was left out."""
 
     sentences: list[Sentence]
     notes: tuple[str, ...]
 
 
 def read_winograd(path: str | os.PathLike[str]) -> Winograd:
-    """Pairs of sentences in which each pronoun has the same two candidates and another one of them is right."""
+    """Read pairs of sentences whose pronoun has the same two candidates and a different referent in each."""
     try:
         examples = parse_json(Path(path).read_text(encoding="utf-8"))["examples"]
         found = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
@@ -50,7 +50,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _pair(one: tuple[str, str, str], other: tuple[str, str, str], document: str) -> list[Sentence]:
-    """Two sentences, where they are twins and every word that matters is found; else none."""
+    """Two sentences, if they are a pair and pronoun and referents are found in both; else none."""
     if not _alike(one[0], other[0]) or one[1].lower() != other[1].lower() or one[2].lower() == other[2].lower():
         return []
     made = [_sentence(one, other, document), _sentence(other, one, document)]
@@ -66,18 +66,18 @@ def _sentence(own: tuple[str, str, str], twin: tuple[str, str, str], document: s
     if len(places) != 1 or right is None or wrong is None or right == wrong:
         return None
     among = (min(right, wrong), max(right, wrong))
-    links = [Link(PRONOUN, places[0], (right,), among)]
+    links = [GoldLink(PRONOUN, places[0], (right,), among)]
     twins = [word.lower() for word in WORD.findall(twin[0])]
     deciding = next((i for i, word in enumerate(words) if i >= len(twins) or word != twins[i]), None)
     if deciding is not None and deciding not in (*among, places[0]):
-        links.append(Link(DECIDING, deciding, (right,), among))
+        links.append(GoldLink(DECIDING, deciding, (right,), among))
     return Sentence(text, tuple(spans), tuple(links), document)
 
 
 def _head_word(words: Sequence[str], name: str) -> int | None:
-    """Where the noun of a name stands in a text, if the name is there: "sack" of "the sack of potatoes".
+    """The position of the noun of a name in a text, if it is there: "sack" of "the sack of potatoes".
 
-    Articles may differ; where the name is there several times, the last one counts.
+    Articles may differ; of several occurrences, the last one counts.
     """
     parts = [part.lower() for part in WORD.findall(name)]
     parts = [part for part in parts if part not in ("the", "a", "an", "his", "her", "my")]

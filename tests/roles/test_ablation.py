@@ -13,7 +13,7 @@ import transformers
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.roles.ablation import ablate, tasks
 from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_heads, head_counts, random_heads
-from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.gold import GoldLink, Sentence
 from headwise.roles.relations.probe_set.sentences import probe_sentences
 from helpers import relation_heads
 
@@ -110,9 +110,9 @@ def test_a_layer_with_too_few_left_borrows_from_others() -> None:
 def test_no_random_set_counts_twice() -> None:
     """One head of three: two others in its layer, then those of the other layer, and then there are no more."""
     counts = {("self", 0): 3, ("self", 1): 5}
-    drawn = list(ablate._distinct(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
+    drawn = list(ablate._distinct_sets(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
     assert len(drawn) == len(set(drawn)) == 7 and set(drawn[:2]) == {(("self", 0, 0),), (("self", 0, 2),)}
-    many = list(ablate._distinct({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
+    many = list(ablate._distinct_sets({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
     assert len(set(many)) == 20
 
 
@@ -211,7 +211,7 @@ def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
 def test_texts_that_are_too_short(model: Any) -> None:
     with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
         tasks.text_task(model, relation_heads.tokenizer(), [""])
-    assert ablate.SURE == 0.05
+    assert ablate.SIGNIFICANT == 0.05
 
 
 class Arrived(Exception):
@@ -233,7 +233,7 @@ def test_batches_go_where_the_model_is(task: str) -> None:
 
     model.register_forward_pre_hook(arrive, with_kwargs=True)
     sentences = relation_heads.sentences(7)
-    verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (Link("verb > subject", 2, (1,)),))]
+    verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (GoldLink("verb > subject", 2, (1,)),))]
     texts = [one.text for one in sentences]
     scores = {
         "text": lambda: tasks.text_task(model, words, texts).score(),
