@@ -1,4 +1,4 @@
-"""Sums in a file: arrays as safetensors, the rest as JSON in its header. Written whole or not at all."""
+"""Tallies in a file: arrays as safetensors, the rest as JSON in its header. Written atomically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
 FORMAT = "1"
-EXTRA = "extra/"  # before the names of arrays that belong to no tally
+EXTRA = "extra/"  # prefix of arrays that belong to no tally
 
 
 class SavedSums(NamedTuple):
-    """What a file of sums holds."""
+    """The content of a file of sums."""
 
     tallies: dict[str, Tally]
     facts: dict[str, Any]
@@ -31,23 +31,23 @@ def save_tallies(
     facts: dict[str, Any],
     arrays: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """Tallies by name, None left out; facts: anything that JSON can hold; arrays: others that go with them."""
+    """Write tallies by name, without those that are None; facts: any JSON; arrays: further ones."""
     from safetensors.numpy import save_file
 
-    there = {name: tally for name, tally in tallies.items() if tally is not None}
-    held = {f"{name}/{key}": x for name, tally in there.items() for key, x in tally.arrays().items()}
-    held |= {EXTRA + key: x for key, x in (arrays or {}).items()}
-    about = {"tallies": {name: tally.facts() for name, tally in there.items()}, "more": facts}
-    with written(path, CheckpointError) as made:
+    present = {name: tally for name, tally in tallies.items() if tally is not None}
+    every = {f"{name}/{key}": x for name, tally in present.items() for key, x in tally.arrays().items()}
+    every |= {EXTRA + key: x for key, x in (arrays or {}).items()}
+    about = {"tallies": {name: tally.facts() for name, tally in present.items()}, "more": facts}
+    with written(path, CheckpointError) as file:
         save_file(
-            {key: np.ascontiguousarray(x) for key, x in held.items()},
-            made,
+            {key: np.ascontiguousarray(x) for key, x in every.items()},
+            file,
             {"headwise-sums": FORMAT, "facts": json.dumps(about)},
         )
 
 
 def load_tallies(path: str | os.PathLike[str]) -> SavedSums:
-    """What `save_tallies` wrote; whatever does not fit together is an error."""
+    """Read what `save_tallies` wrote; an error where its parts do not fit each other."""
     from safetensors import SafetensorError, safe_open
 
     try:

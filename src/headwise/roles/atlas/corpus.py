@@ -1,7 +1,7 @@
-"""Texts of any number -> batches of tokens with what roles need to know of each: streamed, alike in length, in order.
+"""A corpus of any size -> batches of encoded texts of similar length, streamed.
 
-A window of texts is read, encoded, sorted by length and cut into batches; then the next. So memory does not grow with
-the corpus, little is padded, and the same corpus gives the same batches, which is what resuming rests on.
+A window of texts is read, encoded, sorted by length and split into batches; then the next window. So memory does not
+grow with the corpus, there is little padding, and the same corpus gives the same batches, which resuming relies on.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ...role_definitions import Tokens
 from .sums import identity
 
 WINDOW = 2048  # texts that are sorted together
-COUNTED = 20_000  # texts from which the frequencies come; all of them where there are fewer
-TOKENS = 1024  # of a batch at most; more would leave a core's cache and gain nothing
-PAIRS = 1 << 17  # of a query and a key in a batch: more of them leave a core's cache; see marks.py for what is held
+COUNTED = 20_000  # texts at most from which token frequencies are counted
+TOKENS = 1024  # per batch at most; more would leave a core's cache and gain nothing
+PAIRS = 1 << 17  # of a query and a key per batch: more of them leave a core's cache, see pair_columns.py
 Text = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is given at once."""
+    """Texts that a model reads at once."""
 
     source: Tokens
-    target: Tokens | None  # what a decoder reads, where there is one beside an encoder
+    target: Tokens | None  # what the decoder of an encoder-decoder reads
     identities: np.ndarray  # (B,) uint64
     cut: int  # texts that were too long
 
@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """One encoded sequence."""
+    """One encoded text; the fields are those of Tokens."""
 
     ids: list[int]
     special: list[bool]
@@ -63,10 +63,10 @@ class EncodedText:
 
 
 class TextEncoder:
-    """A tokenizer with what is asked of it."""
+    """A tokenizer, and the length that texts are cut to."""
 
     def __init__(self, tokenizer: Any, length: int, start: int | None = None) -> None:
-        """start: the token that a decoder beside an encoder begins with; None where there is none."""
+        """start: the token that the decoder of an encoder-decoder begins with; None for other models."""
         self.tokenizer, self.length, self.start = tokenizer, length, start
         self._punctuation: dict[int, bool] = {}
 
@@ -84,7 +84,7 @@ class TextEncoder:
         return made
 
     def punctuation(self, token: int) -> bool:
-        """Whether a token is nothing but punctuation."""
+        """Whether a token consists of punctuation."""
         if token not in self._punctuation:
             shown = self.tokenizer.decode([token]).strip()
             shown = shown.removeprefix("##") if len(shown) > 2 else shown
@@ -92,7 +92,7 @@ class TextEncoder:
         return self._punctuation[token]
 
     def tokens(self, lines: Sequence[EncodedText], counts: np.ndarray, shift: bool = False) -> Tokens:
-        """Padded. shift: as a decoder reads it, its start token first and the last token left out."""
+        """Encoded texts as padded tensors. shift: as a decoder reads them, the start token instead of the last one."""
         begin: list[list[Any]] = [[self.start or 0], [True], [-1], [-1]]
         rows: list[list[list[Any]]] = [[line.ids, line.special, line.word, line.word_index] for line in lines]
         if shift:
@@ -117,7 +117,7 @@ def batch_sizes() -> list[int]:
 
 
 def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:
-    """For each token which word of its text it belongs to, capitals aside, and which of the text's words in a row."""
+    """Per token the word that it is part of, ignoring case, and the number of that word in the text."""
     spans: dict[int, tuple[int, int]] = {}
     places = [-1 if place is None else place for place in encoding.word_ids]
     for place, (start, end) in zip(places, encoding.offsets, strict=True):
@@ -131,7 +131,7 @@ def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:
 
 
 def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Iterator[Text], int | None]:
-    """The texts of a file or of anything that gives them, and how many there are where that is known."""
+    """The texts of a file or an iterable, and their number where it is known."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise HeadwiseError(f"the limit must be at least 1 text, got {brief(limit)}")
     if isinstance(texts, str) and not _exists(texts):
@@ -145,14 +145,14 @@ def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Ite
     else:
         if not isinstance(texts, Iterable):
             raise HeadwiseError(f"texts are a file or several texts, got {type(texts).__name__}")
-        total, found = (len(texts) if isinstance(texts, Sized) else None), _given(texts)
+        total, found = (len(texts) if isinstance(texts, Sized) else None), _checked_texts(texts)
     if limit is not None:
         return itertools.islice(found, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
     return found, total
 
 
 def check_file(path: Path, field: str = "text") -> None:
-    """Refuse a file that has no texts, or that cannot be read up to its first one."""
+    """Refuse a file without texts, or that cannot be read up to its first text."""
     if next(_file(path, field), None) is None:
         raise HeadwiseError(f"there is not one text in {str(path)!r}; give at least one that is not empty")
 
@@ -165,7 +165,7 @@ def _exists(path: str) -> bool:
 
 
 def _file(path: Path, field: str) -> Iterator[str]:
-    """A text a line; in .jsonl the value of a field."""
+    """One text per line; in .jsonl the value of a field."""
     try:
         if path.exists() and not (path.is_file() or path.is_fifo()):
             raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with a text a line")
@@ -197,13 +197,13 @@ def _field(path: Path, number: int, line: str, field: str) -> str:
 
 
 def _checked(text: str, what: str) -> str:
-    """JSON and Python can spell half of a surrogate pair, which no tokenizer can read."""
+    """JSON and Python strings can contain half of a surrogate pair, which no tokenizer can read."""
     if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
         raise HeadwiseError(f"{what} has half of a surrogate pair, which is no character; remove it")
     return text
 
 
-def _given(texts: Iterable[Any]) -> Iterator[Text]:
+def _checked_texts(texts: Iterable[Any]) -> Iterator[Text]:
     for number, text in enumerate(texts):
         pair = isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
         if not (isinstance(text, str) or pair):
@@ -216,22 +216,22 @@ def _given(texts: Iterable[Any]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, their encoder and their frequencies."""
+    """Texts, their encoder, and the frequencies of their tokens."""
 
     texts: Iterator[Text]
     encoder: TextEncoder
     counts: np.ndarray  # of every token of the vocabulary
-    beginning: int  # identity of its first texts, which tells one corpus from another
-    seen: Any = field(default_factory=hashlib.sha256)  # of all texts that were read so far, in their order
+    beginning: int  # identity of the first texts, which tells one corpus from another
+    seen: Any = field(default_factory=hashlib.sha256)  # of all texts read so far, in their order
 
     @property
     def fingerprint(self) -> str:
-        """Of the texts that were read so far, those of other parts among them."""
+        """Of the texts read so far, including those of other parts."""
         return str(self.seen.hexdigest()[:32])
 
     @classmethod
     def of(cls, texts: Iterator[Text], encoder: TextEncoder) -> Corpus:
-        """Counts tokens in the first COUNTED texts, then gives all of them."""
+        """Count tokens in the first COUNTED texts; all texts are still to come."""
         first = list(itertools.islice(texts, COUNTED))
         if not first:
             raise HeadwiseError("there is not one text; give at least one that is not empty")
@@ -246,7 +246,7 @@ class Corpus:
         return cls(itertools.chain(first, texts), encoder, counts, beginning)
 
     def windows(self, skip: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int, list[Batch]]]:
-        """From a text's number on: the numbers at which a window begins and ends, and its batches."""
+        """Window after window from text number `skip` on: where it begins, where it ends, and its batches."""
         rest = map(self._read, self.texts)
         at = sum(1 for _ in itertools.islice(rest, skip))
         while window := list(itertools.islice(rest, WINDOW)):
@@ -278,7 +278,7 @@ class Corpus:
 
 
 def _sides(texts: Sequence[Text]) -> list[list[str]]:
-    """What is read, and what is read beside it: the same, but for pairs."""
+    """The texts that encoder and decoder read: one list where they are the same, two for pairs."""
     single = [text for text in texts if isinstance(text, str)]
     if len(single) == len(texts):
         return [single]
@@ -292,7 +292,7 @@ def _both(text: Text) -> tuple[str, ...]:
 
 
 def chunks(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Texts of like length, as many at once as a batch may hold."""
+    """Split texts in the order of their lengths into batches of the allowed size."""
     some: list[int] = []
     for i in order:
         longest = lengths[i]

@@ -1,4 +1,4 @@
-"""An atlas in words, as CSV, Parquet or DataFrames."""
+"""An atlas as a printed table, CSV, Parquet or DataFrames."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...role_definitions import RoleDefinition, all_roles
 if TYPE_CHECKING:
     from .result import Atlas, HeadRole
 
-BEST = 4  # heads that are named in a line
+BEST = 4  # heads per role
 SINKS = "the first token, special tokens or punctuation"
 
 
 def text(atlas: Atlas, best: int = BEST) -> str:
-    """A line a role with its best heads, and the share of heads without one."""
+    """One line per role with its best heads, and the share of heads without a role."""
     lines = [_title(atlas), ""]
     width = max(len(one.name) for one in all_roles())
     many = len(atlas.layers) > 1
@@ -67,7 +67,7 @@ def _nearest(atlas: Atlas, one: RoleDefinition, many: bool) -> str:
 
 def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     every = list(rows)
-    with written(path) as made, open(made, "w", encoding="utf-8", newline="") as file:
+    with written(path) as target, open(target, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, every[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(every)
@@ -75,9 +75,9 @@ def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None
 
 def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     table = pandas().DataFrame(list(rows))
-    with written(path) as made:
+    with written(path) as target:
         try:
-            table.to_parquet(made, index=False)
+            table.to_parquet(target, index=False)
         except ImportError:
             raise HeadwiseError(
                 "Parquet needs pyarrow; get it with: pip install 'headwise[tables]', or use to_csv"
@@ -85,7 +85,7 @@ def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> 
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> Any:
-    """A row a head, a column a score."""
+    """A DataFrame with one row per head and one column per score."""
     long = pandas().DataFrame(list(rows))
     return long.pivot(index=["kind", "layer", "head"], columns="score", values="value")
 

@@ -22,7 +22,7 @@ from .corpus import Batch
 from .pair_columns import PairColumns, pair_columns
 from .sums import Key
 
-WEIGHTS = 1 << 21  # weights of a layer that are held at once: about what a core's cache holds
+WEIGHTS = 1 << 21  # of a layer that are in memory at once: about the size of a core's cache
 CELLS = 1 << 26  # of pair columns that are held at once
 TINY = 1e-37  # so that 0 ln 0 is 0
 

@@ -1,4 +1,4 @@
-"""How far two measurements of the same heads agree: over corpora, seeds, or before and after."""
+"""How far two atlases of the same heads agree, such as over two corpora."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .result import Atlas
 
 @dataclass(frozen=True)
 class Stability:
-    """Two atlases of one model."""
+    """The agreement of two atlases of one model."""
 
     correlation: dict[str, float]  # role -> rank correlation of its score over heads; NaN where it does not vary
     labels: float  # the share of heads with exactly the same roles in both
-    roles: float  # of the roles that a head has in either, the share that it has in both
+    roles: float  # of the roles that heads have in either, the share that they have in both
 
     def __str__(self) -> str:
         lines = [
@@ -30,7 +30,7 @@ class Stability:
 
 
 def measure_stability(first: Atlas, second: Atlas) -> Stability:
-    """How much of what one corpus shows another shows too."""
+    """The agreement of two atlases of the same heads."""
     if list(first) != list(second):
         raise HeadwiseError(f"these atlases are not of the same heads: {first.model} and {second.model}")
     here, there = ({(*role[:3], role.role) for role in one.roles} for one in (first, second))
