@@ -201,6 +201,28 @@ TAIL = """
 With many heads and many roles, some intervals of 95 % are wrong by chance; the thresholds, not the intervals,
 decide most cases, and a head close to one may gain or lose a role on other texts. A role tells where a head looks,
 not whether the model needs it: [relations.md](relations.md) has what masking does.
+
+## Roles of your own
+A role is a function that says which keys count for each query. Register it before `headwise.atlas`, and it is
+measured, tested against equal attention, printed and saved like the others:
+
+```python
+from headwise.roles import role
+
+@role("last", threshold=0.5, meaning="weight on the last token", source="our own texts", ways=("both ways",))
+def last(pairs):
+    real = pairs.key.real                                                     # (B, Tk)
+    return (real & (real.cumsum(1) == real.sum(1, keepdim=True)))[:, None]    # (B, 1, Tk): 1 where weight counts
+```
+
+`pairs` has the tokens of queries and keys (ids, special, punctuation, word, counts), the visible keys and the offsets;
+`measured_on="repetition"` takes the random tokens that are repeated once instead. An installed package offers its
+roles by an entry point, whose module is imported when roles are first needed:
+
+```toml
+[project.entry-points."headwise.roles"]
+ours = "our_package.roles"
+```
 """
 
 
