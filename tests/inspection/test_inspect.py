@@ -1,4 +1,4 @@
-"""headwise.inspect as a value: weights against eager's, statistics, links, and two texts."""
+"""headwise.inspect as a value: weights against eager attention, statistics, links, and two texts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def eager(folder: Path | Any, text: str) -> np.ndarray:
 # --- the real model ---
 
 
-def test_it_looks_at_animal(animal: Inspection) -> None:
+def test_the_pronoun_of_the_default_sentence_attends_to_animal(animal: Inspection) -> None:
     place = animal.find("it")
     target = animal.find("animal")
     best = [(link.name, round(link.weight, 2)) for link in animal.links(place) if link.target == target][:2]
@@ -61,7 +61,7 @@ def test_it_looks_at_animal(animal: Inspection) -> None:
     assert (previous.kind.name, previous.name, others) == ("previous token", "0.2", [])
 
 
-def test_weights_are_eagers_with_pieces_merged(animal: Inspection) -> None:
+def test_word_weights_are_eager_weights_with_pieces_merged(animal: Inspection) -> None:
     theirs = eager("minilm", ANIMAL)
     assert animal.words.names == ("[CLS]", *ANIMAL[:-1].split(), ".", "[SEP]")
     ours = np.stack(animal.weights)
@@ -69,7 +69,7 @@ def test_weights_are_eagers_with_pieces_merged(animal: Inspection) -> None:
     np.testing.assert_allclose(ours.sum(-1), 1, atol=1e-5)
 
 
-def test_its_printing_has_what_counts(animal: Inspection) -> None:
+def test_a_printed_inspection_has_links_standouts_and_entropy(animal: Inspection) -> None:
     shown = str(animal)
     for words in (ANIMAL, "6 layers x 12 heads; 16 tokens, 14 words", "it → animal  3.1   0.68", "0.2 0.94"):
         assert words in shown
@@ -80,7 +80,7 @@ def test_its_printing_has_what_counts(animal: Inspection) -> None:
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-def test_weights_and_statistics_equal_eagers(folder: Path, pieces: bool) -> None:
+def test_weights_and_statistics_equal_those_of_eager_attention(folder: Path, pieces: bool) -> None:
     text = "She sat by the river bank, internationalisation didn't."
     found = headwise.inspect(text, folder, pieces=pieces)
     assert isinstance(found, Inspection)
@@ -96,7 +96,7 @@ def test_weights_and_statistics_equal_eagers(folder: Path, pieces: bool) -> None
     assert found.tokens == count and (len(found.words.names) == count) == pieces
 
 
-def test_causal_models_are_known_and_their_first_word_left_out(folder: Path) -> None:
+def test_causal_models_are_recognised_and_their_first_word_left_out(folder: Path) -> None:
     found = headwise.inspect("the river bank by the street", folder)
     assert isinstance(found, Inspection)
     causal = headwise.load(folder).config.model_type != "bert"
@@ -108,14 +108,14 @@ def test_causal_models_are_known_and_their_first_word_left_out(folder: Path) -> 
     np.testing.assert_allclose(found.equal["entropy"], equal, rtol=1e-5)
 
 
-def test_delimiters_are_the_same_with_and_without_pieces(folder: Path) -> None:
+def test_the_delimiter_statistic_is_the_same_with_and_without_pieces(folder: Path) -> None:
     text = "She sat, didn't she?"
     one, two = (headwise.inspect(text, folder, pieces=pieces) for pieces in (False, True))
     assert isinstance(one, Inspection) and isinstance(two, Inspection)
     np.testing.assert_allclose(one.table("delimiter"), two.table("delimiter"))
 
 
-def test_a_model_off_the_registry_by_its_own_weights() -> None:
+def test_a_model_that_cannot_be_watched_is_inspected_by_its_returned_weights() -> None:
     config = transformers.MPNetConfig(
         vocab_size=101, hidden_size=15, num_hidden_layers=2, num_attention_heads=5, intermediate_size=17
     )
@@ -126,7 +126,7 @@ def test_a_model_off_the_registry_by_its_own_weights() -> None:
     np.testing.assert_allclose(found.weights[1], found.words.merge(theirs[1][0].numpy()), atol=1e-6)
 
 
-def test_the_encoder_of_an_encoder_decoder() -> None:
+def test_inspect_takes_the_encoder_of_an_encoder_decoder() -> None:
     config = transformers.T5Config(vocab_size=101, d_model=15, d_kv=3, num_heads=5, num_layers=2, d_ff=17)
     model = small_checkpoints.sharp(transformers.T5ForConditionalGeneration(config))
     found = headwise.inspect("the river bank", model, tokenizer=small_checkpoints.word_piece())
@@ -135,7 +135,7 @@ def test_the_encoder_of_an_encoder_decoder() -> None:
     assert len(found.layers) == 2 and not found.causal
 
 
-def test_a_vision_model_is_refused() -> None:
+def test_inspect_refuses_a_vision_model() -> None:
     config = transformers.ViTConfig(hidden_size=15, num_hidden_layers=1, num_attention_heads=5, intermediate_size=17)
     with pytest.raises(
         UnsupportedError, match=r"ViTModel \(ViTModel\) takes pixel_values, not text; inspect needs a text"
@@ -143,12 +143,12 @@ def test_a_vision_model_is_refused() -> None:
         headwise.inspect("a cat", transformers.ViTModel(config), tokenizer=small_checkpoints.word_piece())
 
 
-def test_a_loaded_model_needs_its_tokenizer(minilm: tuple[Any, Any]) -> None:
+def test_inspect_of_a_loaded_model_needs_its_tokenizer(minilm: tuple[Any, Any]) -> None:
     with pytest.raises(HeadwiseError, match=r"needs its tokenizer: inspect\(text, model, tokenizer=...\)"):
         headwise.inspect("a cat", minilm[0])
 
 
-def test_the_model_is_left_as_it_was(minilm: tuple[Any, Any]) -> None:
+def test_inspect_leaves_the_model_unchanged(minilm: tuple[Any, Any]) -> None:
     model, tokenizer = minilm
     before = model.config._attn_implementation
     ids = tokenizer(ANIMAL, return_tensors="pt")["input_ids"]
@@ -160,7 +160,7 @@ def test_the_model_is_left_as_it_was(minilm: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.full
-def test_a_real_decoder() -> None:
+def test_inspect_of_a_real_decoder() -> None:
     folder = real_weights.smollm2()
     found = headwise.inspect(ANIMAL, folder)
     assert isinstance(found, Inspection)
@@ -183,12 +183,12 @@ def test_a_real_decoder() -> None:
         ("it:0", "there is no 'it:0'"),
     ],
 )
-def test_a_word_that_is_not_there(token: str, words: str, animal: Inspection) -> None:
+def test_following_a_missing_word_is_refused(token: str, words: str, animal: Inspection) -> None:
     with pytest.raises(HeadwiseError, match=words):
         animal.find(token)
 
 
-def test_words_are_found_whatever_their_case(animal: Inspection) -> None:
+def test_words_are_found_in_any_case_and_by_occurrence(animal: Inspection) -> None:
     assert animal.find("IT") == animal.find("it")
     assert [animal.find("the:1"), animal.find("The:2")] == [1, 5]
 
@@ -203,23 +203,23 @@ def test_words_are_found_whatever_their_case(animal: Inspection) -> None:
         ("-1.0", "got '-1.0'"),
     ],
 )
-def test_a_head_that_is_not_there(head: str, words: str, animal: Inspection) -> None:
+def test_a_missing_head_is_refused(head: str, words: str, animal: Inspection) -> None:
     with pytest.raises(HeadwiseError, match=words):
         animal.matrix(head)
 
 
-def test_a_statistic_that_is_not_there(animal: Inspection) -> None:
+def test_a_missing_statistic_is_refused(animal: Inspection) -> None:
     with pytest.raises(HeadwiseError, match="no statistic 'speed'; there are entropy, confidence, distance"):
         animal.table("speed")
 
 
 @pytest.mark.parametrize("text", ["", "  \n "])
-def test_an_empty_text(text: str) -> None:
+def test_inspect_refuses_an_empty_text(text: str) -> None:
     with pytest.raises(HeadwiseError, match="the text is empty; give a sentence"):
         headwise.inspect(text)
 
 
-def test_a_text_that_is_too_long(minilm: tuple[Any, Any]) -> None:
+def test_inspect_refuses_or_truncates_a_text_beyond_the_positions(minilm: tuple[Any, Any]) -> None:
     long = "word " * 600
     with pytest.raises(HeadwiseError, match=r"has 602 tokens, BertModel takes 512 \(its positions\); .* --truncate"):
         headwise.inspect(long, minilm[0], tokenizer=minilm[1])
@@ -229,13 +229,15 @@ def test_a_text_that_is_too_long(minilm: tuple[Any, Any]) -> None:
     assert found.words.names[-1] == "[SEP]"
 
 
-def test_a_text_whose_weights_are_too_large(minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_refuses_a_text_whose_weights_exceed_the_memory_limit(
+    minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "WEIGHTS_LIMIT", 72 * 11 * 11 * 4)
     with pytest.raises(HeadwiseError, match="has 16 tokens, BertModel takes 11 .the weights of 72 heads"):
         headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
 
 
-def test_robertas_positions_begin_after_its_padding() -> None:
+def test_roberta_has_fewer_positions_than_embeddings() -> None:
     config = transformers.RobertaConfig(
         vocab_size=101, hidden_size=15, num_hidden_layers=1, num_attention_heads=5, intermediate_size=17,
         max_position_embeddings=13, pad_token_id=1,
@@ -259,7 +261,9 @@ def test_robertas_positions_begin_after_its_padding() -> None:
         ("...", ".", "the first word"),
     ],
 )
-def test_the_word_that_is_followed(text: str, word: str | None, why: str, minilm: tuple[Any, Any]) -> None:
+def test_the_default_followed_word_and_its_reason(
+    text: str, word: str | None, why: str, minilm: tuple[Any, Any]
+) -> None:
     found = headwise.inspect(text, minilm[0], tokenizer=minilm[1])
     assert isinstance(found, Inspection)
     [(place, told)] = found.followed()
@@ -269,7 +273,7 @@ def test_the_word_that_is_followed(text: str, word: str | None, why: str, minilm
     assert str(found)
 
 
-def test_the_strongest_link_is_the_one_followed(minilm: tuple[Any, Any]) -> None:
+def test_without_a_pronoun_the_word_of_the_strongest_link_is_followed(minilm: tuple[Any, Any]) -> None:
     found = headwise.inspect("The cat sat on the mat", minilm[0], tokenizer=minilm[1])
     assert isinstance(found, Inspection)
     [(place, _)] = found.followed()
@@ -280,7 +284,7 @@ def test_the_strongest_link_is_the_one_followed(minilm: tuple[Any, Any]) -> None
     assert place == max(far, key=lambda at: far[at])[0]
 
 
-def test_a_short_text_tells_nothing_of_kinds(minilm: tuple[Any, Any]) -> None:
+def test_a_text_of_few_tokens_has_no_standouts(minilm: tuple[Any, Any]) -> None:
     found = headwise.inspect("hi", minilm[0], tokenizer=minilm[1])
     assert isinstance(found, Inspection)
     assert not any(found.can_tell(kind) or found.standouts(kind) for kind in KINDS)
@@ -294,7 +298,7 @@ def test_a_short_text_tells_nothing_of_kinds(minilm: tuple[Any, Any]) -> None:
 # --- two texts ---
 
 
-def test_two_texts_of_the_same_words(minilm: tuple[Any, Any]) -> None:
+def test_comparison_of_two_texts_of_equal_length(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
     assert isinstance(two, Comparison) and two.aligned
     first = two.turns()[0]
@@ -307,7 +311,7 @@ def test_two_texts_of_the_same_words(minilm: tuple[Any, Any]) -> None:
     json.dumps(two.to_json())
 
 
-def test_two_texts_of_other_lengths(minilm: tuple[Any, Any]) -> None:
+def test_comparison_of_two_texts_of_different_length(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against="The cat slept because it was tired.")
     assert isinstance(two, Comparison) and not two.aligned
     here, there, _ = two.followed()
@@ -318,7 +322,7 @@ def test_two_texts_of_other_lengths(minilm: tuple[Any, Any]) -> None:
     assert changes == sorted(changes, reverse=True) and len(changes) == 72
 
 
-def test_a_text_against_itself_has_no_difference(minilm: tuple[Any, Any]) -> None:
+def test_comparison_of_a_text_with_itself_has_no_changes(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=ANIMAL)
     assert isinstance(two, Comparison)
     assert not two.difference("entropy").any()
@@ -328,7 +332,7 @@ def test_a_text_against_itself_has_no_difference(minilm: tuple[Any, Any]) -> Non
 # --- JSON and examples ---
 
 
-def test_json_is_plain_and_complete(animal: Inspection) -> None:
+def test_inspection_json_is_plain_and_complete(animal: Inspection) -> None:
     found = json.loads(json.dumps(animal.to_json("3.1"), allow_nan=False))
     assert found["words"] == list(animal.words.names)
     assert found["followed"][0]["word"] == "it" and len(found["followed"][0]["heads"]) == 72
@@ -338,7 +342,7 @@ def test_json_is_plain_and_complete(animal: Inspection) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_have_the_words_they_follow(name: str, minilm: tuple[Any, Any]) -> None:
+def test_bundled_examples_contain_the_words_they_follow(name: str, minilm: tuple[Any, Any]) -> None:
     example = EXAMPLES[name]
     found = headwise.inspect(example.text, minilm[0], tokenizer=minilm[1], token=example.follow)
     assert isinstance(found, Inspection)

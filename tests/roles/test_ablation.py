@@ -1,4 +1,4 @@
-"""Heads that carry a task hurt when they are masked; others do not, and that is said."""
+"""Ablation: masking heads that carry a task damages it more than random heads; masking others does not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def model() -> Any:
     return transformers.BertModel(config, add_pooling_layer=False).eval()
 
 
-def test_heads_that_carry_a_task_matter(model: Any) -> None:
+def test_masking_heads_that_carry_a_task_damages_more_than_random_heads(model: Any) -> None:
     found = ablate_heads(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
     assert (found.whole, found.damage) == (pytest.approx(0.5), pytest.approx(2))
     assert found.random == (0.0,) * 23 and found.verdict == MORE and found.units == 13
@@ -67,24 +67,24 @@ def test_heads_that_carry_a_task_matter(model: Any) -> None:
     assert Ablation.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-def test_heads_that_do_not_are_no_different(model: Any) -> None:
+def test_masking_heads_without_a_part_in_a_task_is_no_different_from_random_heads(model: Any) -> None:
     assert ablate_heads(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
     others = {(layer, head) for layer in (0, 1) for head in range(HEADS)} - {(1, 0)}
     assert ablate_heads(task_of(model, others), [("self", 1, 0)]).verdict == LESS
 
 
-def test_too_few_draws_prove_nothing(model: Any) -> None:
+def test_too_few_random_draws_give_no_verdict(model: Any) -> None:
     assert ablate_heads(task_of(model, {(0, 2)}), [("self", 0, 2)], draws=7).verdict == SAME
 
 
-def test_everything_is_put_back_and_the_seed_decides(model: Any) -> None:
+def test_ablation_restores_the_model_and_depends_on_the_seed_alone(model: Any) -> None:
     task = task_of(model, {(0, 0)})
     before = task.score()
     assert ablate_heads(task, [("self", 0, 2)], seed=3) == ablate_heads(task, [("self", 0, 2)], seed=3)
     assert (task.score() == before).all()
 
 
-def test_random_heads_are_of_the_same_layers_and_others() -> None:
+def test_random_heads_are_other_heads_of_the_same_layers() -> None:
     counts = {("self", 0): 5, ("self", 1): 3, ("cross", 0): 7}
     chosen = (("self", 0, 1), ("self", 0, 2), ("self", 1, 0), ("cross", 0, 6))
     seen = set()
@@ -96,7 +96,7 @@ def test_random_heads_are_of_the_same_layers_and_others() -> None:
     assert len(seen) == 3 + 2 + 6  # every other head has its turn
 
 
-def test_a_layer_with_too_few_left_borrows_from_others() -> None:
+def test_random_heads_come_from_other_layers_where_a_layer_has_too_few() -> None:
     counts = {("self", 0): 3, ("self", 1): 5}
     chosen = (("self", 0, 0), ("self", 0, 1))
     drawn = random_heads(counts, chosen, np.random.default_rng(0))
@@ -107,7 +107,7 @@ def test_a_layer_with_too_few_left_borrows_from_others() -> None:
         )
 
 
-def test_no_random_set_counts_twice() -> None:
+def test_no_random_set_of_heads_is_drawn_twice() -> None:
     """One head of three: two others in its layer, then those of the other layer, and then there are no more."""
     counts = {("self", 0): 3, ("self", 1): 5}
     drawn = list(ablate._distinct_sets(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
@@ -116,7 +116,7 @@ def test_no_random_set_counts_twice() -> None:
     assert len(set(many)) == 20
 
 
-def test_what_cannot_be_compared(model: Any) -> None:
+def test_ablation_refuses_missing_heads_and_zero_draws(model: Any) -> None:
     task = task_of(model, set())
     with pytest.raises(HeadwiseError, match="no heads to mask"):
         ablate_heads(task, [])
@@ -142,7 +142,7 @@ def llama() -> Any:
 TEXTS = ["a0 x1 n0 x2", "x3 x4", "a1 n1 x5 x6 x7 x8"]
 
 
-def test_the_loss_of_a_text_is_transformers_own() -> None:
+def test_text_task_of_a_causal_model_is_the_loss_of_transformers() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
     got = tasks.text_task(model, tokenizer, TEXTS).score()
     alone = []
@@ -153,14 +153,14 @@ def test_the_loss_of_a_text_is_transformers_own() -> None:
     assert got == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_whole_encoder_is_no_distance_from_itself(model: Any) -> None:
+def test_text_task_of_a_whole_encoder_is_zero(model: Any) -> None:
     task = tasks.text_task(model, relation_heads.tokenizer(), TEXTS)
     assert task.score() == pytest.approx(np.zeros(3), abs=1e-6) and "cosine" in task.words
     found = ablate_heads(task, [("self", 0, 1)], draws=2)
     assert found.damage > 1e-6
 
 
-def test_the_words_that_ask_move(model: Any) -> None:
+def test_relation_task_measures_how_far_source_words_move(model: Any) -> None:
     some = relation_heads.sentences(17)
     task = tasks.relation_task(model, relation_heads.tokenizer(), some, "adjective > noun")
     assert task.score() == pytest.approx(np.zeros(34), abs=1e-6)  # two pairs a sentence
@@ -169,7 +169,7 @@ def test_the_words_that_ask_move(model: Any) -> None:
         tasks.relation_task(model, relation_heads.tokenizer(), some, "nothing")
 
 
-def test_repeating_is_scored_on_the_second_half_alone() -> None:
+def test_repetition_task_scores_the_second_half_alone() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
     task = tasks.repetition_task(model, tokenizer)
     assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
@@ -187,14 +187,14 @@ def test_repeating_is_scored_on_the_second_half_alone() -> None:
     assert task.score()[:half] == pytest.approx(second, rel=1e-5)
 
 
-def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:
+def test_repetition_and_agreement_tasks_refuse_an_encoder(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not predict the next token; it repeats nothing"):
         tasks.repetition_task(model, relation_heads.tokenizer())
     with pytest.raises(UnsupportedError, match="does not predict the next token, so no verb either"):
         tasks.agreement_task(model, relation_heads.tokenizer(), probe_sentences()[:3])
 
 
-def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
+def test_agreement_task_compares_the_two_forms_of_the_next_verb() -> None:
     """A model that has learnt nothing but one word, said by its output bias."""
     model, tokenizer = llama(), relation_heads.tokenizer()
     tokenizer.add_tokens(["is", "are"])
@@ -208,7 +208,7 @@ def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
     assert odds.tolist() == [pytest.approx(-3 if "is" in sentence.words else 3) for sentence in things]
 
 
-def test_texts_that_are_too_short(model: Any) -> None:
+def test_text_task_refuses_texts_of_less_than_two_tokens(model: Any) -> None:
     with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
         tasks.text_task(model, relation_heads.tokenizer(), [""])
     assert ablate.SIGNIFICANT == 0.05
@@ -219,7 +219,7 @@ class Arrived(Exception):
 
 
 @pytest.mark.parametrize("task", ["text", "causal text", "words", "repeat", "agreement"])
-def test_batches_go_where_the_model_is(task: str) -> None:
+def test_tasks_send_their_batches_to_the_device_of_the_model(task: str) -> None:
     """On the device "meta", which every machine has."""
     words = relation_heads.tokenizer()
     if task in ("text", "words"):
@@ -256,7 +256,7 @@ def test_batches_go_where_the_model_is(task: str) -> None:
         ({"units": -1}, "units must be a whole number from 0 on, got -1"),
     ],
 )
-def test_a_tampered_file_is_told(values: dict[str, Any], message: str) -> None:
+def test_a_damaged_ablation_file_is_refused_with_its_reason(values: dict[str, Any], message: str) -> None:
     plain = Ablation("loss", (("self", 1, 2),), 0.5, 0.25, 0.125, 0.375, (0.0, 0.1), 7)
     assert Ablation.from_json(json.loads(json.dumps(plain.to_json()))) == plain
     with pytest.raises(HeadwiseError, match=message):

@@ -1,4 +1,4 @@
-"""The value itself: it opens without torch, prints, becomes tables, compares; which heads look alike."""
+"""Atlas as a value: it loads without torch, prints, exports and compares; similarity of heads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(atlas)
     assert len(lines) == 1 + len(found.scores) * len(HEADS)
 
 
-def test_what_is_saved_is_what_is_loaded(found: headwise.Atlas, tmp_path: Path) -> None:
+def test_a_loaded_atlas_equals_the_saved_one(found: headwise.Atlas, tmp_path: Path) -> None:
     found.save(tmp_path / "a.json")
     again = headwise.Atlas.load(tmp_path / "a.json")
     assert [role[:4] for role in again.roles] == [role[:4] for role in found.roles]
@@ -75,7 +75,7 @@ def test_what_is_saved_is_what_is_loaded(found: headwise.Atlas, tmp_path: Path) 
         ('{"headwise": "atlas", "format": 1, "scores": 3}', "this atlas is damaged"),
     ],
 )
-def test_a_file_that_is_no_atlas(tmp_path: Path, text: str, message: str) -> None:
+def test_loading_refuses_a_file_that_is_no_atlas(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(headwise.HeadwiseError, match=message):
         headwise.Atlas.load(tmp_path / "a.json")
@@ -123,7 +123,9 @@ def changed(data: Any, path: str, value: Any) -> Any:
         ("relations", 7, "these are no relations: their format is 7"),
     ],
 )
-def test_an_atlas_that_was_tampered_with(found: headwise.Atlas, path: str, value: Any, message: str) -> None:
+def test_loading_refuses_a_damaged_atlas_with_its_reason(
+    found: headwise.Atlas, path: str, value: Any, message: str
+) -> None:
     data = json.loads(json.dumps(found.to_json()))
     assert headwise.Atlas.from_json(data).to_json() == data
     with pytest.raises(headwise.HeadwiseError, match=message) as caught:
@@ -141,13 +143,13 @@ def test_an_atlas_that_was_tampered_with(found: headwise.Atlas, path: str, value
         ("", "it is not JSON"),
     ],
 )
-def test_a_file_that_is_hardly_json(text: str, message: str, tmp_path: Path) -> None:
+def test_loading_refuses_json_that_is_nested_too_deeply_or_not_finite(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(headwise.HeadwiseError, match=message):
         headwise.Atlas.load(tmp_path / "a.json")
 
 
-def test_sums_of_another_atlas_are_noticed(tmp_path: Path, found: headwise.Atlas) -> None:
+def test_loading_refuses_the_sums_of_another_atlas(tmp_path: Path, found: headwise.Atlas) -> None:
     assert found.tally is not None
     found.save(tmp_path / "a.json", sums=True)
     assert headwise.Atlas.load(tmp_path / "a.json").tally is not None
@@ -161,7 +163,7 @@ def test_sums_of_another_atlas_are_noticed(tmp_path: Path, found: headwise.Atlas
     assert headwise.Atlas.load(tmp_path / "a.json").tally is None
 
 
-def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
+def test_an_atlas_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
     shown = str(found)
     assert shown.startswith("built by hand: 7 heads (1 layers, both ways); 53 texts")
     assert "previous        1  0.0 0.9" in shown
@@ -169,7 +171,7 @@ def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
     assert "of the 7 heads have no clean role.\n29% attend only to sinks: the first token" in shown
 
 
-def test_rows_name_every_head_once(found: headwise.Atlas) -> None:
+def test_heads_are_found_in_any_spelling_and_rows_name_each_once(found: headwise.Atlas) -> None:
     assert len(found) == len(list(found)) == 7
     assert (
         found.roles_of("0.3") == found.roles_of((0, 3)) == found.roles_of(("self", 0, 3)) == found.roles_of("self 0.3")
@@ -182,7 +184,7 @@ def test_rows_name_every_head_once(found: headwise.Atlas) -> None:
         found.heads_with("nosy")
 
 
-def test_frames_and_parquet(found: headwise.Atlas, tmp_path: Path) -> None:
+def test_frames_and_parquet_have_every_number(found: headwise.Atlas, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is in the test extra")
     frame = found.frame()
     assert frame.loc[("self", 0, 0), "previous"] == pytest.approx(found.scores["previous"]["self"][0, 0], abs=1e-4)
@@ -192,13 +194,13 @@ def test_frames_and_parquet(found: headwise.Atlas, tmp_path: Path) -> None:
     assert len(pandas.read_parquet(tmp_path / "a.parquet")) == 7 * len(found.scores)
 
 
-def test_without_pandas_the_error_says_what_to_do(found: headwise.Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_names_the_package(found: headwise.Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(headwise.HeadwiseError, match=r"DataFrames need pandas: pip install 'headwise\[tables\]'"):
         found.frame()
 
 
-def test_diff_tells_what_was_gained_and_lost(found: headwise.Atlas) -> None:
+def test_diff_lists_roles_gained_and_lost(found: headwise.Atlas) -> None:
     corpus = texts(53)
     other = encoder(np.arange(len(VOCABULARY)))
     width = other.config.hidden_size // len(HEADS)
@@ -217,7 +219,7 @@ def test_diff_tells_what_was_gained_and_lost(found: headwise.Atlas) -> None:
     assert len(same.kept) == len(found.roles)
 
 
-def test_stability(found: headwise.Atlas) -> None:
+def test_stability_of_two_corpora(found: headwise.Atlas) -> None:
     again = headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(61, seed=7), tokenizer())
     told = measure_stability(found, again)
     assert told.labels > 0.8 and told.roles > 0.8 and told.correlation["previous"] > 0.7
@@ -226,7 +228,7 @@ def test_stability(found: headwise.Atlas) -> None:
         measure_stability(found, headwise.atlas(circuit(), texts(7), tokenizer(around=False)))
 
 
-def test_likeness_is_the_divergence_of_rows() -> None:
+def test_similarity_is_the_jensen_shannon_divergence_of_rows() -> None:
     """Against the definition, on all queries of one text."""
     import torch
 
@@ -251,7 +253,7 @@ def test_likeness_is_the_divergence_of_rows() -> None:
     assert one.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_heads_that_are_the_same_are_found() -> None:
+def test_equal_heads_are_in_one_cluster() -> None:
     model = encoder(np.arange(len(VOCABULARY)))
     width = model.config.hidden_size // len(HEADS)
     attention = model.encoder.layer[0].attention.self
@@ -271,7 +273,7 @@ def test_heads_that_are_the_same_are_found() -> None:
         alike.nearest((9, 9))
 
 
-def test_the_map_keeps_distances_that_a_plane_can_hold() -> None:
+def test_the_map_keeps_distances_that_fit_in_a_plane() -> None:
     places = np.random.default_rng(0).normal(size=(11, 2))
     squared = ((places[:, None] - places) ** 2).sum(-1)
     points = HeadSimilarity("self", [(0, i) for i in range(11)], squared, 1).map()
@@ -279,7 +281,7 @@ def test_the_map_keeps_distances_that_a_plane_can_hold() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_atlases_that_come_along(name: str) -> None:
+def test_bundled_atlases_load_with_all_their_scores(name: str) -> None:
     atlas = bundled_atlas(name)
     assert atlas is not None and atlas.model == name
     assert atlas.about["texts"] >= 5000 and len(atlas) == {"minilm": 72, "smollm2": 270}[name]

@@ -1,4 +1,4 @@
-"""Heads that follow a relation are found, and nothing else is."""
+"""headwise.relations: heads that follow a relation are found, and others are not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
         assert row.median < 0.4
 
 
-def test_an_offset_does_not_pass_as_a_relation(found: Relations) -> None:
+def test_a_head_that_follows_an_offset_is_not_found_as_a_relation(found: Relations) -> None:
     """The head of the word before is right every time, and so is the offset."""
     row = found["word > before"]
     assert (row.layer, row.head, row.accuracy) == (1, relation_heads.PREVIOUS, 1.0)
@@ -45,13 +45,13 @@ def test_an_offset_does_not_pass_as_a_relation(found: Relations) -> None:
     assert found["anything"].verdict == NOT_FOUND
 
 
-def test_shuffled_gold_finds_nothing(found: Relations) -> None:
+def test_shuffled_gold_links_find_no_relation(found: Relations) -> None:
     assert {row.name for row in found.shuffled} == {f"shuffled {row.name}" for row in found.rows}
     assert [row.name for row in found.shuffled if row.verdict in (FOUND, BETTER)] == []
     assert all(row.enough for row in found.shuffled)
 
 
-def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
+def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
     """A fixed offset is as good on it as on the gold; the links themselves are others."""
     real = relation_heads.sentences(97)
     moved = gold.shuffled(real, seed=5)
@@ -67,13 +67,13 @@ def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
     assert all(0 <= link.targets[0] < len(s.spans) for s in moved for link in s.links)
 
 
-def test_a_choice_is_shuffled_among_its_candidates() -> None:
+def test_a_link_with_candidates_is_shuffled_among_them() -> None:
     sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (GoldLink("r", 2, (0,), (0, 1)),))
     drawn = {gold.shuffled([sentence], seed)[0].links[0].targets for seed in range(11)}
     assert drawn == {(0,), (1,)}
 
 
-def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
+def test_heads_are_chosen_on_one_half_and_evaluated_on_the_other() -> None:
     """On the reporting half the relation is turned round: what was chosen stands, and fails."""
     first = relation_heads.sentences(101)
     second = [
@@ -86,7 +86,7 @@ def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
     assert made.sentences == 103
 
 
-def test_the_two_steps_by_themselves_are_the_same(found: Relations) -> None:
+def test_choosing_and_evaluating_separately_gives_the_same_relations(found: Relations) -> None:
     first, second = gold.halves(relation_heads.sentences())
     chosen = find.choose_heads(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
     assert chosen["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
@@ -108,14 +108,14 @@ def test_halves_keep_documents_together() -> None:
     assert [len(half) for half in gold.halves(few)] == [4, 3]
 
 
-def test_few_links_are_not_judged() -> None:
+def test_relations_with_few_links_are_not_judged() -> None:
     made = find.relations(relation_heads.model(), relation_heads.sentences(23), tokenizer=relation_heads.tokenizer())
     row = made["anything"]
     assert row.links < find.FEWEST and row.verdict == TOO_FEW and np.isnan(row.low)
     assert row.name not in str(made) and "with too few links" in str(made)
 
 
-def test_the_level_is_shared_by_all_that_are_judged(found: Relations) -> None:
+def test_the_level_is_divided_among_all_judged_relations(found: Relations) -> None:
     assert found.level == pytest.approx(0.05 / 4)
 
 
@@ -152,14 +152,14 @@ def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
     assert hits[:, 0].tolist() == [True, False, True, True, False]
 
 
-def test_a_word_without_a_piece_is_no_answer() -> None:
+def test_a_word_without_pieces_is_no_candidate() -> None:
     weights = torch.full((1, 1, 3, 3), 1 / 3)
     batch = encoded(((1,), (), (2,)), (GoldLink("r", 0, (2,)),), 3)
     assert batch.allowed.tolist() == [[False, False, True]]
     assert scoring.score_links(weights, batch)[0].tolist() == [[True]]
 
 
-def test_pieces_go_where_most_of_them_lies() -> None:
+def test_a_piece_belongs_to_the_word_with_most_of_it() -> None:
     words = (0, 2), (2, 5), (5, 6), (7, 10)  # do n't , now
     assert alignment.align(words, [(0, 0), (0, 3), (3, 4), (4, 5), (5, 6), (6, 10), (0, 0)]) == (
         (1,),
@@ -170,7 +170,7 @@ def test_pieces_go_where_most_of_them_lies() -> None:
     assert alignment.align(((0, 3), (3, 6)), [(0, 6)]) == ((0,), ())  # "cannot" as one piece: the second word has none
 
 
-def test_links_of_words_without_pieces_are_counted() -> None:
+def test_links_of_words_without_pieces_are_left_out_and_counted() -> None:
     word = Sentence(
         "a0x1 n0", ((0, 2), (2, 4), (5, 7)), (GoldLink("r", 0, (2,)), GoldLink("r", 1, (2,)), GoldLink("r", 2, (1,)))
     )
@@ -186,7 +186,7 @@ def test_links_of_words_without_pieces_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 0.0), (torch.float32, 0.02)])
-def test_batches_of_any_size_give_the_same_answers(
+def test_link_scores_do_not_depend_on_the_batch_size(
     dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With random weights: heads that attend evenly have no strongest weight but by rounding."""
@@ -212,7 +212,7 @@ def test_batches_of_any_size_give_the_same_answers(
 # fixed answers
 
 
-def test_answers_that_know_no_meaning() -> None:
+def test_fixed_answers_are_right_where_the_target_is_at_their_place() -> None:
     sentence = Sentence("he b c he d he", ((0, 2), (3, 4), (5, 6), (7, 9), (10, 11), (12, 14)), ())
     links = (GoldLink("r", 5, (2,), (0, 2, 4)), GoldLink("r", 5, (0,), (0, 1, 4)), GoldLink("r", 0, (1, 4)))
     batch = encoded(((0,), (1,), (2,), (3,), (4,), (5,)), links, 6)
@@ -237,7 +237,7 @@ def tiny_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_a_causal_model_is_asked_backwards_alone() -> None:
+def test_a_causal_model_is_scored_on_links_to_earlier_words_alone() -> None:
     assert scoring.is_causal(tiny_llama().model) and not scoring.is_causal(relation_heads.model())
     made = find.relations(tiny_llama(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
     assert made.causal and "links to later words cannot be followed" in str(made)
@@ -247,13 +247,13 @@ def test_a_causal_model_is_asked_backwards_alone() -> None:
     assert made["adjective > noun"].fixed.startswith("-")
 
 
-def test_what_a_causal_model_sees() -> None:
+def test_visible_links_lead_to_earlier_words() -> None:
     links = GoldLink("r", 1, (2,)), GoldLink("r", 2, (0, 3), (0, 1, 3)), GoldLink("r", 3, (1,))
     seen = gold.visible(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
     assert seen.links == (GoldLink("r", 2, (0,), (0, 1)), GoldLink("r", 3, (1,)))
 
 
-def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
+def test_a_beginning_token_is_added_where_the_tokenizer_has_none() -> None:
     plain = transformers.PreTrainedTokenizerFast(
         tokenizer_object=relation_heads.tokenizer().backend_tokenizer, bos_token="[PAD]"
     )
@@ -266,7 +266,7 @@ def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
 # the value
 
 
-def test_it_saves_loads_and_prints(found: Relations, tmp_path: Path) -> None:
+def test_relations_save_load_and_print(found: Relations, tmp_path: Path) -> None:
     found.save(tmp_path / "relations.json")
     again = Relations.load(tmp_path / "relations.json")
     assert json.dumps(again.to_json()) == json.dumps(found.to_json())
@@ -281,7 +281,7 @@ def test_it_saves_loads_and_prints(found: Relations, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": "other"}'])
-def test_another_file_is_no_relations(content: str, tmp_path: Path) -> None:
+def test_loading_relations_refuses_other_files(content: str, tmp_path: Path) -> None:
     path = tmp_path / "relations.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"cannot be read as saved relations|these are no relations"):
@@ -298,7 +298,9 @@ def test_another_file_is_no_relations(content: str, tmp_path: Path) -> None:
         (0.3, float("nan"), TOO_FEW),
     ],
 )
-def test_ten_points_and_an_interval_above_zero(gain: float, low: float, verdict: str) -> None:
+def test_a_relation_is_found_ten_points_above_the_fixed_answer_with_an_interval_above_zero(
+    gain: float, low: float, verdict: str
+) -> None:
     row = Relation(
         "r", "self", 0, 0, 99, 99, 1.0, accuracy=0.5 + gain, weight=0.1, fixed="-1", fixed_accuracy=0.5, median=0.1,
         high_heads=0.2, gain_low=low,
@@ -306,7 +308,7 @@ def test_ten_points_and_an_interval_above_zero(gain: float, low: float, verdict:
     assert row.verdict == verdict
 
 
-def test_intervals_are_those_of_a_mean_over_sentences() -> None:
+def test_relation_intervals_are_those_of_a_mean_over_sentences() -> None:
     """Hits that come in whole sentences spread more than as many that are alone."""
     chance = np.random.default_rng(1)
     of_sentence = chance.random(400) < 0.5
@@ -327,7 +329,7 @@ def test_intervals_are_those_of_a_mean_over_sentences() -> None:
 # mistakes
 
 
-def test_what_cannot_be_asked() -> None:
+def test_relations_refuse_unlinked_sentences_and_tokenizers_without_offsets() -> None:
     with pytest.raises(HeadwiseError, match="2 sentences without a gold link"):
         find.relations(
             relation_heads.model(), [Sentence("x1", ((0, 2),), ())] * 2, tokenizer=relation_heads.tokenizer()
@@ -342,7 +344,7 @@ def test_what_cannot_be_asked() -> None:
         find.relations(relation_heads.model(), ahead, tokenizer=slow)
 
 
-def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
+def test_relations_of_an_encoder_decoder_are_those_of_its_encoder() -> None:
     config = transformers.T5Config(
         vocab_size=29, d_model=12, d_kv=3, d_ff=7, num_layers=2, num_decoder_layers=2, num_heads=4, pad_token_id=0,
         decoder_start_token_id=0,
@@ -359,7 +361,7 @@ def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
 # real weights
 
 
-def test_a_real_model_on_our_own_sentences() -> None:
+def test_minilm_follows_relations_of_the_probe_sentences() -> None:
     some = [s for s in probe_sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
     made = find.relations("minilm", some)
     assert made.model == "minilm" and len(made.heads) == 72
@@ -368,7 +370,7 @@ def test_a_real_model_on_our_own_sentences() -> None:
 
 
 @pytest.mark.full
-def test_a_real_model_on_a_real_treebank() -> None:
+def test_minilm_follows_relations_of_a_treebank() -> None:
     """The figures of docs/relations.md: choose on dev, report on test."""
     data = _fetched()
     made = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")

@@ -1,4 +1,4 @@
-"""Heads that were built to do one thing are labelled so, and nothing is found where there is nothing."""
+"""Heads that were built for a role have it, and other heads do not."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def found(corpus: list[str]) -> headwise.Atlas:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_built_for_one_thing_has_that_role_alone(found: headwise.Atlas, name: str) -> None:
+def test_a_head_built_for_one_role_has_that_role_alone(found: headwise.Atlas, name: str) -> None:
     also = {"same_word": {"duplicate"}}  # the same token elsewhere is what both ask for
     roles = {role.role for role in found.roles_of((0, HEADS.index(name)))}
     assert name in roles and roles <= {name} | also.get(name, set())
 
 
-def test_each_score_is_near_the_most_there_is(found: headwise.Atlas) -> None:
+def test_heads_built_for_a_role_score_near_the_maximum(found: headwise.Atlas) -> None:
     for name in ("previous", "next", "delimiter", "same_word", "broad"):
         [first, *_] = found.heads_with(name)
         assert HEADS[first.head] == name
@@ -46,7 +46,9 @@ def test_each_score_is_near_the_most_there_is(found: headwise.Atlas) -> None:
         assert first.score > 0.85
 
 
-def test_the_baseline_is_what_equal_attention_has_on_the_same_tokens(found: headwise.Atlas, corpus: list[str]) -> None:
+def test_the_baseline_is_the_score_of_equal_attention_on_the_same_tokens(
+    found: headwise.Atlas, corpus: list[str]
+) -> None:
     lengths = np.array([len(ids) for ids in tokenizer()(corpus)["input_ids"]])
     assert found.baseline["previous"]["self"][0] == pytest.approx(
         ((lengths - 1) / lengths).sum() / lengths.sum(), abs=1e-5
@@ -60,7 +62,7 @@ def test_the_baseline_is_what_equal_attention_has_on_the_same_tokens(found: head
     assert found.baseline["broad"]["self"][0] == pytest.approx(1)
 
 
-def test_positions_in_disorder_make_no_positional_head(corpus: list[str]) -> None:
+def test_scrambled_positions_leave_no_positional_roles(corpus: list[str]) -> None:
     scrambled = headwise.atlas(encoder(counts(corpus), scrambled=True), corpus, tokenizer())
     lost = {"previous", "next", "offset-3", "local"}
     assert not {role.role for role in scrambled.roles} & lost
@@ -99,20 +101,20 @@ def test_the_induction_circuit_is_found(corpus: list[str]) -> None:
     assert "next" not in {role.role for role in found.roles}
 
 
-def test_without_its_first_layer_the_circuit_is_none(corpus: list[str]) -> None:
+def test_without_its_first_layer_the_induction_circuit_is_not_found(corpus: list[str]) -> None:
     broken = circuit()
     broken.transformer.h[0].attn.c_proj.weight.zero_()
     assert headwise.atlas(broken, corpus, tokenizer(around=False)).heads_with("induction") == []
 
 
-def test_on_texts_too_short_to_tell_nothing_is_told() -> None:
+def test_texts_of_three_tokens_give_no_roles_by_their_baseline() -> None:
     """Equal attention has a third of its weight on the token before, and three in four on delimiters."""
     found = headwise.atlas(encoder(np.ones(len(VOCABULARY))), ["cat", "dog", "bird"], tokenizer())
     assert not {role.role for role in found.roles} & {"delimiter", "local"}
 
 
 @pytest.mark.parametrize("role", all_roles(), ids=lambda role: role.name)
-def test_every_role_says_what_it_is(role: Any) -> None:
+def test_every_role_has_a_meaning_a_source_and_a_sound_threshold(role: Any) -> None:
     assert role.meaning and role.source and 0 < role.threshold < 1
     assert not role.is_met(float("nan"), 0.1, 0.0)
     if role.relative:

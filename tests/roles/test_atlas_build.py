@@ -1,4 +1,4 @@
-"""The numbers equal those of eager matrices, and one run equals any way of cutting it up."""
+"""headwise.atlas: scores equal those of eager matrices, and parts, blocks and resumed runs equal one run."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ MARK_IDS = {VOCABULARY.index(mark) for mark in MARKS}
 
 @pytest.mark.parametrize(("dtype", "margin", "bound"), [(torch.float64, 1e-9, 6e-6), (torch.float32, 1e-3, 1e-3)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_are_those_of_eager_matrices(
+def test_atlas_scores_equal_those_of_eager_attention_matrices(
     name: str, dtype: torch.dtype, margin: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact in float64, but for the five digits of an atlas; float32 is what the kernel computes in."""
@@ -187,7 +187,7 @@ def test_the_numbers_are_those_of_eager_matrices(
         assert "cross" not in found.scores["previous"] and "cross" not in found.scores["induction"]
 
 
-def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atlas_scores_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = texts(11, seed=2)
     whole = headwise.atlas(bert(), corpus, tokenizer())
     monkeypatch.setattr("headwise.roles.atlas.observer.WEIGHTS", 600)
@@ -196,7 +196,7 @@ def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
         np.testing.assert_allclose(blocks.scores[name]["self"], kinds["self"], atol=3e-5, err_msg=name)
 
 
-def test_layers_that_see_differently_have_marks_of_their_own() -> None:
+def test_layers_with_different_masks_do_not_share_pair_columns() -> None:
     """Two calls of one pass that differ in nothing but their masks, as models with masks of their own make them."""
     words = tokenizer()
     encoder = TextEncoder(words, 47)
@@ -222,7 +222,7 @@ def test_layers_that_see_differently_have_marks_of_their_own() -> None:
         np.testing.assert_allclose(one.top[:, :19, 0], one.top[:, :19, 1], atol=1e-4)
 
 
-def test_the_spread_and_the_interval_are_those_of_the_texts() -> None:
+def test_spread_and_interval_match_a_plain_bootstrap_over_texts() -> None:
     """Each text a corpus of its own gives its own mean; the interval is near that of resampling them plainly."""
     corpus = texts(67, seed=3)
     model, words = bert(), tokenizer()
@@ -245,7 +245,7 @@ def same(a: headwise.Atlas, b: headwise.Atlas) -> None:
                 np.testing.assert_allclose(getattr(b, part)[name][kind], table, atol=3e-5, err_msg=f"{part} {name}")
 
 
-def test_parts_merge_into_the_whole(tmp_path: Path) -> None:
+def test_atlases_of_parts_merge_into_the_atlas_of_the_whole(tmp_path: Path) -> None:
     corpus = texts(31, seed=4)
     whole = headwise.atlas(llama(), corpus, tokenizer())
     parts = [headwise.atlas(llama(), corpus, tokenizer(), part=(i, 3)) for i in range(3)]
@@ -266,7 +266,7 @@ def test_atlases_of_other_weights_do_not_merge() -> None:
         one.merge(two)
 
 
-def test_what_would_count_twice_is_refused() -> None:
+def test_merging_the_same_texts_twice_is_refused() -> None:
     corpus = texts(7)
     one = headwise.atlas(bert(), corpus, tokenizer())
     with pytest.raises(headwise.HeadwiseError, match="both atlases are of the same 7 texts, which would count twice"):
@@ -287,7 +287,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("when", [1, 4, 9])
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, when: int) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, when: int) -> None:
     corpus, file = texts(41, seed=5), tmp_path / "kept.safetensors"
     whole = headwise.atlas(bert(), corpus, tokenizer())
     calls = []
@@ -312,7 +312,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, when: int) -> N
 
 
 @pytest.mark.usefixtures("small")
-def test_texts_that_change_only_where_nothing_was_read_yet_are_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_resumes_when_only_unread_texts_changed(tmp_path: Path) -> None:
     """What was measured is of the texts as they are now, so the atlas is that of the new texts."""
     corpus, file = texts(41, seed=5), tmp_path / "kept.safetensors"
 
@@ -332,7 +332,7 @@ def test_texts_that_change_only_where_nothing_was_read_yet_are_gone_on_with(tmp_
 
 
 @pytest.mark.usefixtures("small")
-def test_a_kept_run_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     file = tmp_path / "kept.safetensors"
     stop = iter([lambda: signal.raise_signal(signal.SIGINT)])
     with pytest.raises(KeyboardInterrupt):
@@ -363,7 +363,7 @@ def test_a_kept_run_of_something_else_is_not_gone_on_with(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("small")
-def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_streamed_and_never_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED", 17)
     read = 0
     ahead = []
@@ -379,7 +379,7 @@ def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatc
     assert max(ahead) <= 17 + 13
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_the_atlas_leaves_the_model_unchanged() -> None:
     model = llama().train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
@@ -396,7 +396,7 @@ def test_the_identity_of_a_text_is_the_same_on_every_machine() -> None:
     assert identity("The cat sat.") == 5403105395583678653
 
 
-def test_pairs_go_to_encoder_and_decoder() -> None:
+def test_pairs_of_texts_go_to_encoder_and_decoder() -> None:
     corpus = texts(7)
     other = texts(7, seed=11)
     paired = headwise.atlas(t5(), list(zip(corpus, other, strict=True)), tokenizer())
@@ -422,14 +422,14 @@ def test_pairs_go_to_encoder_and_decoder() -> None:
         ({"tokenizer": None}, "a model that is already loaded needs its tokenizer"),
     ],
 )
-def test_bad_inputs_are_told_in_one_line(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_atlas_are_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     arguments = {"texts": ["the cat sat."], "tokenizer": tokenizer(), **given}
     with pytest.raises(headwise.HeadwiseError, match=message) as caught:
         build.atlas(bert(), arguments.pop("texts"), arguments.pop("tokenizer"), **arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_texts(tmp_path: Path) -> None:
+def test_texts_are_read_from_plain_and_jsonl_files(tmp_path: Path) -> None:
     corpus = texts(5)
     plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     plain.write_text("\n\n".join(corpus))
@@ -444,12 +444,12 @@ def test_files_of_texts(tmp_path: Path) -> None:
         headwise.atlas(bert(), plain, tokenizer())
 
 
-def test_texts_that_are_too_long_are_cut_and_counted() -> None:
+def test_long_texts_are_cut_and_counted() -> None:
     found = headwise.atlas(bert(), ["the cat sat.", "the cat " * 40], tokenizer())
     assert found.about["cut"] == 1 and "1 of them cut" in str(found)
 
 
-def test_pruned_heads_keep_their_numbers() -> None:
+def test_heads_of_a_pruned_model_keep_their_original_numbers() -> None:
     corpus = texts(13)
     full = bert()
     smaller = headwise.prune_heads(full, {0: [1], 1: [0, 3]})
@@ -464,5 +464,5 @@ def test_pruned_heads_keep_their_numbers() -> None:
     assert not [one for one in changes.moved if one.layer == 0]  # the first layer's inputs are what they were
 
 
-def test_tallies_of_nothing() -> None:
+def test_two_empty_tallies_add_up_to_an_empty_one() -> None:
     assert Tally().plus(Tally()).texts == 0
