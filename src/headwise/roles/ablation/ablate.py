@@ -145,16 +145,16 @@ def _distinct_sets(
     counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], generator: np.random.Generator, draws: int
 ) -> Iterator[tuple[Head, ...]]:
     """Random sets of heads, no two the same: a set that counts twice would distort the rank."""
-    seen: set[frozenset[Head]] = set()
+    sets: set[frozenset[Head]] = set()
     misses = 0
-    while len(seen) < draws and misses < 2 * TRIES:
-        drawn = random_heads(counts, chosen, generator, anywhere=misses >= TRIES)
-        if frozenset(drawn) in seen:
+    while len(sets) < draws and misses < 2 * TRIES:
+        heads = random_heads(counts, chosen, generator, anywhere=misses >= TRIES)
+        if frozenset(heads) in sets:
             misses += 1
             continue
-        seen.add(frozenset(drawn))
+        sets.add(frozenset(heads))
         misses = TRIES if misses >= TRIES else 0
-        yield drawn
+        yield heads
 
 
 def random_heads(
@@ -165,22 +165,22 @@ def random_heads(
     anywhere: bool = False,
 ) -> tuple[Head, ...]:
     """As many other heads of the same layers, or of any layer of the kind where it has too few or anywhere=True."""
-    taken = set(chosen)
-    drawn: list[Head] = []
+    excluded = set(chosen)
+    heads: list[Head] = []
     for key in dict.fromkeys((kind, layer) for kind, layer, _ in chosen if not anywhere):
-        wanted = sum(head[:2] == key for head in chosen)
-        free = [(*key, i) for i in range(counts[key]) if (*key, i) not in taken]
-        drawn += [free[i] for i in generator.permutation(len(free))[:wanted]]
+        needed = sum(head[:2] == key for head in chosen)
+        free = [(*key, i) for i in range(counts[key]) if (*key, i) not in excluded]
+        heads += [free[i] for i in generator.permutation(len(free))[:needed]]
     for kind in dict.fromkeys(kind for kind, _, _ in chosen):
-        missing = sum(head[0] == kind for head in chosen) - sum(head[0] == kind for head in drawn)
+        missing = sum(head[0] == kind for head in chosen) - sum(head[0] == kind for head in heads)
         rest = [(*key, i) for key, count in counts.items() if key[0] == kind for i in range(count)]
-        rest = [head for head in rest if head not in taken and head not in drawn]
+        rest = [head for head in rest if head not in excluded and head not in heads]
         if missing > len(rest):
             raise HeadwiseError(
                 f"{len(chosen)} heads of {sum(counts.values())}: too few others are left to compare with"
             )
-        drawn += [rest[i] for i in generator.permutation(len(rest))[:missing]]
-    return tuple(drawn)
+        heads += [rest[i] for i in generator.permutation(len(rest))[:missing]]
+    return tuple(heads)
 
 
 def head_counts(model: Any) -> dict[tuple[str, int], int]:

@@ -58,9 +58,9 @@ def repetition_task(model: Any, tokenizer: Any, seed: int = 0) -> Task:
     special = set(tokenizer.all_special_ids)
     size = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))
     allowed = np.array([token for token in range(size) if token not in special])
-    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, REPEATED))
+    halves = np.random.default_rng(seed).choice(allowed, (SEQUENCES, REPEATED))
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    group = _padded([[*start, *half, *half] for half in drawn.tolist()], model.device)
+    group = _padded([[*start, *half, *half] for half in halves.tolist()], model.device)
 
     def score() -> np.ndarray:
         return _token_losses(model, group)[:, -REPEATED:].flatten().cpu().numpy()
@@ -75,14 +75,14 @@ def relation_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], rel
     if not chosen:
         raise HeadwiseError(f"no sentence has a link {relation!r}")
     only = [replace(x, links=tuple(link for link in x.links if link.relation == relation)) for x in chosen]
-    made = list(batches(encode(only, tokenizer, longest(inner), LeftOut()), inner.device, causal=False))
-    before = [_source_words(inner, batch) for batch in made]
+    link_batches = list(batches(encode(only, tokenizer, longest(inner), LeftOut()), inner.device, causal=False))
+    before = [_source_words(inner, batch) for batch in link_batches]
     return Task(
         relation,
         f"1 - cosine of the words that ask ({relation.split(' > ')[0]})",
         inner,
         lambda: _concatenated(
-            _cosine_distance(_source_words(inner, batch), x) for batch, x in zip(made, before, strict=True)
+            _cosine_distance(_source_words(inner, batch), x) for batch, x in zip(link_batches, before, strict=True)
         ),
     )
 

@@ -99,14 +99,14 @@ def atlas(
     run = CorpusRun(observer, corpus, Path(resume) if resume else None, settings, part, progress, total)
     tally, repetition = run.measure(vocabulary_size(observer.model, tokenizer), seed, replicates)
     about["fingerprint"] = {**content, "texts": corpus.fingerprint}
-    made = Atlas.from_sums(tally, repetition, name, _original_heads(model), about)
+    result = Atlas.from_sums(tally, repetition, name, _original_heads(model), about)
     if conllu is not None:
         from ..relations.find import relations
 
-        made = replace(made, relations=relations(model, conllu, tokenizer=tokenizer, seed=seed))
+        result = replace(result, relations=relations(model, conllu, tokenizer=tokenizer, seed=seed))
     if resume and not keep_checkpoint:
         Path(resume).unlink(missing_ok=True)
-    return made
+    return result
 
 
 def _check(length: int, part: tuple[int, int], replicates: int, seed: int) -> None:

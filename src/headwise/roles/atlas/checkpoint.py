@@ -61,9 +61,9 @@ def load_tallies(path: str | os.PathLike[str]) -> SavedSums:
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # this is no dict
         extra = {key.removeprefix(EXTRA): arrays.pop(key) for key in list(arrays) if key.startswith(EXTRA)}
         tallies = {}
-        for name, found in mapping(facts["tallies"], "tallies", anything).items():
+        for name, tally_facts in mapping(facts["tallies"], "tallies", anything).items():
             own = {key.removeprefix(name + "/"): arrays.pop(key) for key in list(arrays) if key.startswith(name + "/")}
-            tallies[name] = Tally.of(found, own)
+            tallies[name] = Tally.of(tally_facts, own)
         if arrays:
             raise ValueError(f"array {next(iter(arrays))!r} belongs to no sums")
         return SavedSums(tallies, mapping(facts["more"], "more", anything), extra)

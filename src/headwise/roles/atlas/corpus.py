@@ -71,24 +71,24 @@ class TextEncoder:
         self._punctuation: dict[int, bool] = {}
 
     def lines(self, texts: Sequence[str]) -> list[EncodedText]:
-        given = self.tokenizer(
+        encoded = self.tokenizer(
             list(texts), truncation=True, max_length=self.length, return_special_tokens_mask=True,
             return_overflowing_tokens=False, verbose=False,
         )  # fmt: skip
-        whole = getattr(given, "encodings", None)
-        made = []
-        for i, (text, ids) in enumerate(zip(texts, given["input_ids"], strict=True)):
+        whole = getattr(encoded, "encodings", None)
+        lines = []
+        for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
             word, word_index = _words(text, whole[i]) if whole else (ids, list(range(len(ids))))
-            special = [bool(mark) for mark in given["special_tokens_mask"][i]]
-            made.append(EncodedText(ids, special, word, word_index, len(ids) >= self.length))
-        return made
+            special = [bool(mark) for mark in encoded["special_tokens_mask"][i]]
+            lines.append(EncodedText(ids, special, word, word_index, len(ids) >= self.length))
+        return lines
 
     def punctuation(self, token: int) -> bool:
         """Whether a token consists of punctuation."""
         if token not in self._punctuation:
-            shown = self.tokenizer.decode([token]).strip()
-            shown = shown.removeprefix("##") if len(shown) > 2 else shown
-            self._punctuation[token] = bool(shown) and all(unicodedata.category(sign)[0] == "P" for sign in shown)
+            text = self.tokenizer.decode([token]).strip()
+            text = text.removeprefix("##") if len(text) > 2 else text
+            self._punctuation[token] = bool(text) and all(unicodedata.category(sign)[0] == "P" for sign in text)
         return self._punctuation[token]
 
     def tokens(self, lines: Sequence[EncodedText], counts: np.ndarray, shift: bool = False) -> Tokens:
@@ -123,9 +123,10 @@ def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:
     for place, (start, end) in zip(places, encoding.offsets, strict=True):
         low, high = spans.get(place, (start, end))
         spans[place] = min(low, start), max(high, end)
-    known: dict[str, int] = {}
+    word_ids: dict[str, int] = {}
     words = {
-        place: known.setdefault(text[start:end].strip().casefold(), len(known)) for place, (start, end) in spans.items()
+        place: word_ids.setdefault(text[start:end].strip().casefold(), len(word_ids))
+        for place, (start, end) in spans.items()
     }
     return [-1 if place < 0 else words[place] for place in places], places
 
@@ -141,14 +142,14 @@ def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Ite
     if isinstance(texts, (str, os.PathLike)):
         path = Path(texts)
         total: int | None = sum(1 for _ in _file(path, field))
-        found: Iterator[Any] = _file(path, field)
+        stream: Iterator[Any] = _file(path, field)
     else:
         if not isinstance(texts, Iterable):
             raise HeadwiseError(f"texts are a file or several texts, got {type(texts).__name__}")
-        total, found = (len(texts) if isinstance(texts, Sized) else None), _checked_texts(texts)
+        total, stream = (len(texts) if isinstance(texts, Sized) else None), _checked_texts(texts)
     if limit is not None:
-        return itertools.islice(found, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
-    return found, total
+        return itertools.islice(stream, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
+    return stream, total
 
 
 def check_file(path: Path, field: str = "text") -> None:
@@ -188,12 +189,12 @@ def _field(path: Path, number: int, line: str, field: str) -> str:
     if not line.strip():
         return ""
     try:
-        found = parse_json(line)[field]
+        text = parse_json(line)[field]
     except (ValueError, KeyError, TypeError):
         raise HeadwiseError(f"line {number} of {str(path)!r} is no JSON object with a {field!r}") from None
-    if not isinstance(found, str):
+    if not isinstance(text, str):
         raise HeadwiseError(f"{field!r} in line {number} of {str(path)!r} is no text")
-    return _checked(found, f"{field!r} in line {number} of {str(path)!r}")
+    return _checked(text, f"{field!r} in line {number} of {str(path)!r}")
 
 
 def _checked(text: str, what: str) -> str:
@@ -238,8 +239,8 @@ class Corpus:
         counts = np.zeros(len(encoder.tokenizer), np.int64)
         for start in range(0, len(first), WINDOW):
             for side in _sides(first[start : start + WINDOW]):
-                given = encoder.tokenizer(side, truncation=True, max_length=encoder.length, verbose=False)
-                new = np.bincount(np.fromiter(itertools.chain.from_iterable(given["input_ids"]), np.int64))
+                encoded = encoder.tokenizer(side, truncation=True, max_length=encoder.length, verbose=False)
+                new = np.bincount(np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), np.int64))
                 counts = np.pad(counts, (0, max(0, len(new) - len(counts))))
                 counts[: len(new)] += new
         beginning = identity("\n".join(str(text) for text in first[:WINDOW]))
@@ -270,11 +271,11 @@ class Corpus:
             (i for i in range(len(texts)) if first[i].ids and second[i].ids),
             key=lambda i: (len(first[i].ids), len(second[i].ids)),
         )
-        for some in chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
-            source = self.encoder.tokens([first[i] for i in some], self.counts)
-            target = self.encoder.tokens([second[i] for i in some], self.counts, shift=True) if paired else None
-            names = np.array([identity("\n".join(_both(texts[i]))) for i in some], np.uint64)
-            yield Batch(source, target, names, sum(first[i].cut or second[i].cut for i in some))
+        for chunk in chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
+            source = self.encoder.tokens([first[i] for i in chunk], self.counts)
+            target = self.encoder.tokens([second[i] for i in chunk], self.counts, shift=True) if paired else None
+            names = np.array([identity("\n".join(_both(texts[i]))) for i in chunk], np.uint64)
+            yield Batch(source, target, names, sum(first[i].cut or second[i].cut for i in chunk))
 
 
 def _sides(texts: Sequence[Text]) -> list[list[str]]:
@@ -293,12 +294,12 @@ def _both(text: Text) -> tuple[str, ...]:
 
 def chunks(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
     """Split texts in the order of their lengths into batches of the allowed size."""
-    some: list[int] = []
+    chunk: list[int] = []
     for i in order:
         longest = lengths[i]
-        if some and (len(some) + 1) * longest * max(longest, PAIRS // TOKENS) > PAIRS:
-            yield some
-            some = []
-        some.append(i)
-    if some:
-        yield some
+        if chunk and (len(chunk) + 1) * longest * max(longest, PAIRS // TOKENS) > PAIRS:
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    if chunk:
+        yield chunk

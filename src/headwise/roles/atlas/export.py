@@ -21,16 +21,16 @@ SINKS = "the first token, special tokens or punctuation"
 def text(atlas: Atlas, best: int = BEST) -> str:
     """One line per role with its best heads, and the share of heads without a role."""
     lines = [_title(atlas), ""]
-    width = max(len(one.name) for one in all_roles())
+    width = max(len(role.name) for role in all_roles())
     many = len(atlas.layers) > 1
-    for one in all_roles():
-        if not any(way in one.ways for way in atlas.ways.values()) or one.score not in atlas.scores:
+    for role in all_roles():
+        if not any(way in role.ways for way in atlas.ways.values()) or role.score not in atlas.scores:
             continue
-        heads = atlas.heads_with(one)
-        if not heads and one.name.startswith("offset"):
+        heads = atlas.heads_with(role)
+        if not heads and role.name.startswith("offset"):
             continue  # ten lines of nothing would hide the rest
-        shown = ", ".join(_head(role, many) for role in heads[:best]) + (", ..." if len(heads) > best else "")
-        lines.append(f"{one.name:<{width}}  {len(heads):>4}  {shown or _nearest(atlas, one, many)}")
+        shown = ", ".join(_head(head, many) for head in heads[:best]) + (", ..." if len(heads) > best else "")
+        lines.append(f"{role.name:<{width}}  {len(heads):>4}  {shown or _nearest(atlas, role, many)}")
     lines += [
         "",
         f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role.",

@@ -126,8 +126,9 @@ class Observer:
             if layer.kind.endswith("cross") or not reading.comparable:
                 return self.ways.setdefault(layer.kind, CROSS)
             queries = reading.q.shape[2]
-            shown = visible(reading, range(queries), None)
-            ahead = shown & torch.ones(shown.shape[1:], dtype=torch.bool, device=shown.device).triu(1)
+            visible_keys = visible(reading, range(queries), None)
+            later = torch.ones_like(visible_keys[0]).triu(1)
+            ahead = visible_keys & later
             self.ways[layer.kind] = BOTH if bool(ahead.any()) else CAUSAL
         return self.ways[layer.kind]
 
@@ -144,17 +145,17 @@ class Observer:
         """Layers with the same visible keys share their columns, as long as all of them can be held."""
         mask = reading.how["mask"] if isinstance(reading, Reading) else reading.given.mask
         how = (reading.how["causal"], reading.how["window"]) if isinstance(reading, Reading) else ("eager", None)
-        at = (id(query), id(key), how, way, rows)
-        for before, known, made in self._columns:
-            if before == at and _same(mask, known):
-                return made
+        key_of_columns = (id(query), id(key), how, way, rows)
+        for known_key, known_mask, cached in self._columns:
+            if known_key == key_of_columns and _same(mask, known_mask):
+                return cached
         if sum(kept.pairs.numel() for _, _, kept in self._columns) > CELLS:
             self._columns.clear()
-        made = pair_columns(
+        new = pair_columns(
             query, key, visible(reading, rows, a), query.real[:, rows.start : rows.stop], rows.start, way
         )
-        self._columns.append((at, mask, made))
-        return made
+        self._columns.append((key_of_columns, mask, new))
+        return new
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -166,24 +167,24 @@ def _same(a: Any, b: Any) -> bool:
 
 def forward(model: Any, batch: Batch) -> Any:
     """Run a model on a batch, without keeping a cache."""
-    given = {"input_ids": batch.source.ids, "attention_mask": batch.source.real.long()}
+    inputs = {"input_ids": batch.source.ids, "attention_mask": batch.source.real.long()}
     if batch.target is not None:
-        given |= {"decoder_input_ids": batch.target.ids, "decoder_attention_mask": batch.target.real.long()}
-    return model(**given, **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
+        inputs |= {"decoder_input_ids": batch.target.ids, "decoder_attention_mask": batch.target.real.long()}
+    return model(**inputs, **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
 
 
 def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> Tensor:
     """(B, rows, Tk) bool: the keys that each query may attend to, in any head."""
-    some = None if len(rows) == reading.q.shape[2] else list(rows)
+    selected = None if len(rows) == reading.q.shape[2] else list(rows)
     if isinstance(reading, EagerReading):
-        return ((reading.weights(some, None) if a is None else a) > 0).any(1)
+        return ((reading.weights(selected, None) if a is None else a) > 0).any(1)
     mask = reading.how["mask"]
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1, keepdim=True)
     how = dict(reading.how, mask=mask, softcap=None, sinks=None)
     # scores of zero: equal weights on all visible keys
     q, k = (x.new_zeros(len(x), 1, x.shape[2], 1, dtype=torch.float32) for x in (reading.q, reading.k))
-    return replace(reading, q=q, k=k, v=k, how=how).weights(some, None)[:, 0] > 0
+    return replace(reading, q=q, k=k, v=k, how=how).weights(selected, None)[:, 0] > 0
 
 
 def sums(a: Tensor, columns: PairColumns) -> tuple[Tensor, Tensor]:

@@ -44,15 +44,15 @@ def pair_columns(query: Tokens, key: Tokens, visible: Tensor, real: Tensor, firs
     scores = pair_scores(way)
     pairs = torch.empty(len(visible), len(scores), rows, keys, device=visible.device)
     counts = torch.zeros(len(visible), len(scores), device=visible.device)
-    every = queries.sum(-1)
-    given = Pairs(query.rows(first, first + rows), key, visible, _offsets(first, rows, visible, way))
+    query_count = queries.sum(-1)
+    argument = Pairs(query.rows(first, first + rows), key, visible, _offsets(first, rows, visible, way))
     for column, score in enumerate(scores):
-        torch.mul(_selected(score, given), visible, out=pairs[:, column])
-        counts[:, column] = pairs[:, column].any(-1).sum(-1) if score.where_present else every
-    seen = visible.sum(-1).clamp(min=1)
-    equal = visible / seen[..., None]
+        torch.mul(_selected(score, argument), visible, out=pairs[:, column])
+        counts[:, column] = pairs[:, column].any(-1).sum(-1) if score.where_present else query_count
+    visible_count = visible.sum(-1).clamp(min=1)
+    equal = visible / visible_count[..., None]
     sums = torch.einsum("bqk,brqk->br", equal, pairs)
-    equal_rows = torch.stack([seen.log().sum(-1), (queries / seen).sum(-1), every], -1)
+    equal_rows = torch.stack([visible_count.log().sum(-1), (queries / visible_count).sum(-1), query_count], -1)
     return PairColumns(pairs, queries, counts, sums, equal_rows)
 
 

@@ -49,8 +49,8 @@ class HeadSimilarity:
             distance[i, i] = np.inf
             distance = np.delete(np.delete(distance, j, 0), j, 1)
             groups[i] += groups.pop(j)
-        found = [sorted(self.heads[i] for i in group) for group in groups]
-        return sorted(found, key=lambda group: (-len(group), group))
+        clusters = [sorted(self.heads[i] for i in group) for group in groups]
+        return sorted(clusters, key=lambda group: (-len(group), group))
 
     def map(self) -> np.ndarray:
         """(N, 2): classical multidimensional scaling of the root of the divergence, which is a metric."""
@@ -132,9 +132,9 @@ class DivergenceSums:
         for kind, layers in self.batch_rows.items():
             layers.sort(key=lambda layer: layer[0])
             self.heads[kind] = [(index, head) for index, rows in layers for head in range(rows.shape[1])]
-            every = torch.cat([rows for _, rows in layers], 1)  # (B, N, K, T)
-            every = every.permute(0, 2, 1, 3).flatten(0, 1)  # (Q, N, T)
-            self.sums[kind] = self.sums.get(kind, 0) + _divergences(every).numpy()
+            rows_of_all = torch.cat([rows for _, rows in layers], 1)  # (B, N, K, T)
+            rows_of_all = rows_of_all.permute(0, 2, 1, 3).flatten(0, 1)  # (Q, N, T)
+            self.sums[kind] = self.sums.get(kind, 0) + _divergences(rows_of_all).numpy()
         self.count += len(self.rows) * next(iter(self.batch_rows.values()))[0][1].shape[0] if self.batch_rows else 0
         self.batch_rows = {}
 
@@ -143,16 +143,16 @@ def _divergences(p: Tensor) -> Tensor:
     """Rows (Q, N, T) -> (N, N) in float64: the sum over queries, computed by blocks of heads."""
     queries, heads, keys = p.shape
     own = -torch.xlogy(p, p).sum(-1).cpu().double()  # (Q, N); not every device has float64
-    found = torch.zeros(heads, heads, dtype=torch.float64)
+    total = torch.zeros(heads, heads, dtype=torch.float64)
     step = max(1, CELLS // (queries * heads * keys))
     for first in range(0, heads, step):
         last = min(first + step, heads)
         half = (p[:, first:last, None] + p[:, None, first:]) / 2  # (Q, b, N - first, T)
         mixed = -torch.xlogy(half, half).sum(-1).cpu().double()
         block = (mixed - (own[:, first:last, None] + own[:, None, first:]) / 2).sum(0)
-        found[first:last, first:] = block
-        found[first:, first:last] = block.T
-    return found.clamp_(min=0).fill_diagonal_(0)
+        total[first:last, first:] = block
+        total[first:, first:last] = block.T
+    return total.clamp_(min=0).fill_diagonal_(0)
 
 
 def head_similarity(

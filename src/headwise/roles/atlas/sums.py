@@ -89,8 +89,8 @@ class Sums:
             return plain, plain
         resampled = _ratio(self.top[..., 1:], self.bottom[:, None, 1:])
         with np.errstate(invalid="ignore"):
-            some = np.where(np.isnan(resampled), plain[..., None], resampled)  # a replicate without any text
-            low, high = np.percentile(some, INTERVAL, axis=-1)
+            values = np.where(np.isnan(resampled), plain[..., None], resampled)  # a replicate without any text
+            low, high = np.percentile(values, INTERVAL, axis=-1)
         return np.minimum(low, plain), np.maximum(high, plain)
 
     def spread(self) -> np.ndarray:

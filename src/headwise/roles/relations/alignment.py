@@ -93,7 +93,7 @@ def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, left_out: 
 
 def align(words: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     """Per word the numbers of its pieces, by their spans in the text; a piece belongs to the word with most of it."""
-    found: list[list[int]] = [[] for _ in words]
+    pieces_of_words: list[list[int]] = [[] for _ in words]
     first = 0
     for piece, (start, end) in enumerate(pieces):
         while first < len(words) and words[first][1] <= start:
@@ -106,8 +106,8 @@ def align(words: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, int]]) -
             if shared > most:
                 best, most = word, shared
         if best >= 0 and start < end:
-            found[best].append(piece)
-    return tuple(map(tuple, found))
+            pieces_of_words[best].append(piece)
+    return tuple(map(tuple, pieces_of_words))
 
 
 def _with_pieces(link: GoldLink, pieces: Sequence[tuple[int, ...]]) -> GoldLink | None:
@@ -119,8 +119,8 @@ def _with_pieces(link: GoldLink, pieces: Sequence[tuple[int, ...]]) -> GoldLink 
 def batches(encoded: Iterator[Encoded], device: Any, *, causal: bool) -> Iterator[LinkBatch]:
     """Batches of sentences of similar length, with about TOKENS tokens each."""
     waiting: list[Encoded] = []
-    for one in encoded:
-        waiting.append(one)
+    for sentence in encoded:
+        waiting.append(sentence)
         if len(waiting) == AHEAD:
             yield from _sorted(waiting, device, causal)
             waiting = []
@@ -129,11 +129,11 @@ def batches(encoded: Iterator[Encoded], device: Any, *, causal: bool) -> Iterato
 
 def _sorted(waiting: list[Encoded], device: Any, causal: bool) -> Iterator[LinkBatch]:
     group: list[Encoded] = []
-    for one in sorted(waiting, key=lambda e: len(e.ids)):
-        if group and (len(group) + 1) * len(one.ids) > TOKENS:
+    for sentence in sorted(waiting, key=lambda e: len(e.ids)):
+        if group and (len(group) + 1) * len(sentence.ids) > TOKENS:
             yield _batch(group, device, causal)
             group = []
-        group.append(one)
+        group.append(sentence)
     if group:
         yield _batch(group, device, causal)
 
@@ -143,12 +143,12 @@ def _batch(group: list[Encoded], device: Any, causal: bool) -> LinkBatch:
     ids = torch.zeros(len(group), tokens, dtype=torch.long)
     mask = torch.zeros_like(ids)
     to = torch.zeros(len(group), tokens, width)
-    for row, one in enumerate(group):
-        ids[row, : len(one.ids)] = torch.tensor(one.ids)
-        mask[row, : len(one.ids)] = 1
-        for word, pieces in enumerate(one.pieces):
+    for row, sentence in enumerate(group):
+        ids[row, : len(sentence.ids)] = torch.tensor(sentence.ids)
+        mask[row, : len(sentence.ids)] = 1
+        for word, pieces in enumerate(sentence.pieces):
             to[row, list(pieces), word] = 1
-    pairs = [(row, link) for row, one in enumerate(group) for link in one.links]
+    pairs = [(row, link) for row, sentence in enumerate(group) for link in sentence.links]
     exists = to.any(1)  # (B, W)
     targets = torch.zeros(len(pairs), width, dtype=torch.bool)
     allowed = exists[[row for row, _ in pairs]].clone()
@@ -163,7 +163,7 @@ def _batch(group: list[Encoded], device: Any, causal: bool) -> LinkBatch:
     return LinkBatch(
         {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
         to.to(device),
-        torch.tensor([one.number for one in group]),
+        torch.tensor([sentence.number for sentence in group]),
         [link for _, link in pairs],
         torch.tensor([row for row, _ in pairs], device=device),
         torch.tensor([link.word for _, link in pairs], device=device),

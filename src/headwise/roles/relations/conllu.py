@@ -134,8 +134,8 @@ def _add(sentence: _Open, line: str, where: str) -> None:
     if EMPTY.fullmatch(row[0]):
         return  # a node that is not in the text
     expected = len(sentence.rows) + 1
-    if found := RANGE.fullmatch(row[0]):
-        first, last = whole_number(found[1]), whole_number(found[2])
+    if token_range := RANGE.fullmatch(row[0]):
+        first, last = whole_number(token_range[1]), whole_number(token_range[2])
         if first != expected or last is None or last < first:
             raise HeadwiseError(f"{where}: the range {row[0][:60]} does not begin at the next word, {expected}")
         sentence.ranges[first - 1] = last - 1, row[1], row[9]

@@ -36,7 +36,7 @@ class Mentions:
 def mentions(tree: Tree) -> Mentions:
     """The mentions of one sentence; they may lie in each other."""
     opened: dict[str, list[int]] = {}
-    found: list[Mention] = []
+    closed: list[Mention] = []
     skipped = 0
     for number, word in enumerate(tree.words):
         for opens, body, closes in BRACKET.findall(word.misc.get("Entity", "")):
@@ -48,11 +48,11 @@ def mentions(tree: Tree) -> Mentions:
                 opened.setdefault(name, []).append(number)
             if closes and opened.get(name):
                 first = opened[name].pop()
-                found.append(Mention(name, first, number, _head(tree, first, number)))
+                closed.append(Mention(name, first, number, _head(tree, first, number)))
             elif closes:
                 skipped += 1
     skipped += sum(map(len, opened.values()))
-    return Mentions(tuple(sorted(found, key=lambda m: (m.first, -m.last))), skipped)
+    return Mentions(tuple(sorted(closed, key=lambda m: (m.first, -m.last))), skipped)
 
 
 def _head(tree: Tree, first: int, last: int) -> int:
@@ -62,7 +62,7 @@ def _head(tree: Tree, first: int, last: int) -> int:
 
 def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
     """Runs of sentences of one document as one text each, up to so many words, with the links of their pronouns."""
-    made = []
+    sentences = []
     for run in _runs(trees, words):
         text, pronouns = "", set()
         spans: list[tuple[int, int]] = []
@@ -75,8 +75,8 @@ def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
             everything += [(before, mention) for mention in mentions(tree).found]
         nouns = {b + m.head for b, m in everything if _tag(run, b + m.head) != "PRON"}
         links = tuple(_links([(b + m.head, m.entity) for b, m in everything], pronouns, nouns))
-        made.append(Sentence(text.rstrip(), tuple(spans), links, run[0].document))
-    return made
+        sentences.append(Sentence(text.rstrip(), tuple(spans), links, run[0].document))
+    return sentences
 
 
 def _tag(run: Sequence[Tree], number: int) -> str:

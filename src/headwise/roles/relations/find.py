@@ -57,11 +57,12 @@ class RelationSums:
 
     def choices(self) -> dict[str, ChosenHead]:
         """Per relation the head that is right most often; on a tie the one with more weight on the gold words."""
-        made = {}
+        choices = {}
         for name, hits in self.hits.items():
             best = np.lexsort((self.weights[name], hits))[-1]
-            made[name] = ChosenHead(self.heads[best], FIXED_ANSWERS[int(self.fixed[name].argmax())], self.links[name])
-        return made
+            fixed = FIXED_ANSWERS[int(self.fixed[name].argmax())]
+            choices[name] = ChosenHead(self.heads[best], fixed, self.links[name])
+        return choices
 
 
 class LinkRecord(NamedTuple):
@@ -256,7 +257,7 @@ def _visible_shares(sentences: Sequence[Sentence]) -> dict[str, float]:
             count = counts.setdefault(link.relation, [0, 0])
             count[0] += any(target < link.word for target in link.targets)
             count[1] += 1
-    return {name: seen / every for name, (seen, every) in counts.items()}
+    return {name: visible / total for name, (visible, total) in counts.items()}
 
 
 def _row(
@@ -287,19 +288,21 @@ def _intervals(record: LinkRecord, names: Sequence[str], level: float, seed: int
     column = {name: i for i, name in enumerate(names)}
     used = np.array([name in column for name in record.names])
     _, units = np.unique(record.sentences[used] % UNITS, return_inverse=True)
-    at = (units, np.array([column[name] for name in record.names[used]]))
+    cells = (units, np.array([column[name] for name in record.names[used]]))
     sums = np.zeros((units.max() + 1, len(names), 4))  # links, hits, weight, hits of the fixed answer
     for part, values in enumerate((np.ones(used.sum()), record.hits[used], record.weights[used], record.fixed[used])):
-        np.add.at(sums[..., part], at, values)
-    drawn = _resampled(sums, np.random.default_rng(seed))  # (resamples, names, 4)
+        np.add.at(sums[..., part], cells, values)
+    resampled = _resampled(sums, np.random.default_rng(seed))  # (resamples, names, 4)
     with np.errstate(invalid="ignore"):
-        hits, weights, fixed = (drawn[..., part] / drawn[..., 0] for part in (1, 2, 3))
+        hits, weights, fixed = (resampled[..., part] / resampled[..., 0] for part in (1, 2, 3))
     edges = 100 * level / 2, 100 * (1 - level / 2)
-    found = [np.nanpercentile(values, edges, axis=0) for values in (hits, weights, hits - fixed)]
+    intervals = [np.nanpercentile(values, edges, axis=0) for values in (hits, weights, hits - fixed)]
     keys = ("low", "high"), ("weight_low", "weight_high"), ("gain_low", "gain_high")
     return {
         name: {
-            key: float(ends[side, i]) for pair, ends in zip(keys, found, strict=True) for side, key in enumerate(pair)
+            key: float(ends[side, i])
+            for pair, ends in zip(keys, intervals, strict=True)
+            for side, key in enumerate(pair)
         }
         for name, i in column.items()
     }

@@ -68,13 +68,13 @@ def shuffled(sentences: Iterable[Sentence], seed: int, *, causal: bool = False) 
     offsets: dict[str, list[tuple[int, ...]]] = {}
     for link in (link for sentence in sentences for link in sentence.links):
         offsets.setdefault(link.relation, []).append(tuple(target - link.word for target in link.targets))
-    made = []
+    result = []
     for sentence in sentences:
         links = [
             _shuffled_link(link, len(sentence.spans), offsets[link.relation], chance, causal) for link in sentence.links
         ]
-        made.append(replace(sentence, links=tuple(link for link in links if link is not None)))
-    return made
+        result.append(replace(sentence, links=tuple(link for link in links if link is not None)))
+    return result
 
 
 TRIES = 20  # random offsets per link

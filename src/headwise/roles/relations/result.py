@@ -144,13 +144,13 @@ class Relations:
         """A table for the terminal."""
         from rich.table import Table
 
-        drawn = Table(box=None, header_style="bold", pad_edge=False)
+        table = Table(box=None, header_style="bold", pad_edge=False)
         for title in ("relation", "head", "accuracy", "interval", "fixed", "its", "random head", "weight", "links"):
-            drawn.add_column(title, justify="left" if title in ("relation", "fixed") else "right")
-        drawn.add_column("")
+            table.add_column(title, justify="left" if title in ("relation", "fixed") else "right")
+        table.add_column("")
         for row in self.ordered() if rows is None else rows:
-            drawn.add_row(*_cells(row), style=None if row.verdict == FOUND else "dim")
-        return drawn
+            table.add_row(*_cells(row), style=None if row.verdict == FOUND else "dim")
+        return table
 
     def ordered(self) -> list[Relation]:
         """By verdict and gain, without those that have too few links."""
@@ -198,25 +198,25 @@ class Relations:
         }
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> Relations:
-        if not isinstance(made, dict) or made.get("format") != FORMAT:
-            got = brief(made.get("format") if isinstance(made, dict) else made)
+    def from_json(cls, data: dict[str, Any]) -> Relations:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            got = brief(data.get("format") if isinstance(data, dict) else data)
             raise CheckpointError(f"these are no relations: their format is {got}, not {FORMAT!r}")
         try:
-            heads = tuple(items(made["heads"], "heads", read_head))
-            scores = mapping(made["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
+            heads = tuple(items(data["heads"], "heads", read_head))
+            scores = mapping(data["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
             if wrong := [name for name, found in scores.items() if len(found) != len(heads)]:
                 raise ValueError(f"scores of {brief(wrong[0])} must be {len(heads)}, one for each head")
             return cls(
-                model=string(made["model"], "model"),
-                causal=flag(made["causal"], "causal"),
-                sentences=count(made["sentences"], "sentences"),
-                level=finite(made["level"], "level"),
-                rows=tuple(items(made["rows"], "rows", _row)),
-                shuffled=tuple(items(made["shuffled"], "shuffled", _row)),
+                model=string(data["model"], "model"),
+                causal=flag(data["causal"], "causal"),
+                sentences=count(data["sentences"], "sentences"),
+                level=finite(data["level"], "level"),
+                rows=tuple(items(data["rows"], "rows", _row)),
+                shuffled=tuple(items(data["shuffled"], "shuffled", _row)),
                 heads=heads,
                 scores=scores,
-                notes=tuple(items(made["notes"], "notes", string)),
+                notes=tuple(items(data["notes"], "notes", string)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
@@ -228,10 +228,10 @@ class Relations:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Relations:
         try:
-            made = parse_json(Path(path).read_text(encoding="utf-8"))
+            data = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {in_words(error)}") from error
-        return cls.from_json(made)
+        return cls.from_json(data)
 
 
 def _rounded(x: float) -> float | None:
@@ -249,11 +249,11 @@ def _plain(row: Relation) -> dict[str, Any]:
 
 def _row(value: Any, what: str) -> Relation:
     values = mapping(value, what, anything)
-    known: dict[str, Any] = {}
-    for one in fields(Relation):
-        if one.default is MISSING or one.name in values:
-            known[one.name] = READ[str(one.type)](values[one.name], f"{what}.{one.name}")
-    return Relation(**known)
+    fields_read: dict[str, Any] = {}
+    for column in fields(Relation):
+        if column.default is MISSING or column.name in values:
+            fields_read[column.name] = READ[str(column.type)](values[column.name], f"{what}.{column.name}")
+    return Relation(**fields_read)
 
 
 READ = {"str": string, "int": count, "float": finite_or_none}  # how a field is read, by its type

@@ -29,32 +29,33 @@ def read_winograd(path: str | os.PathLike[str]) -> Winograd:
     """Read pairs of sentences whose pronoun has the same two candidates and a different referent in each."""
     try:
         examples = parse_json(Path(path).read_text(encoding="utf-8"))["examples"]
-        found = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
+        matches = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HeadwiseError(f"{str(path)!r} is not the WinoWhy file of BIG-bench: {in_words(error)}") from error
-    items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in found if m))
-    made: list[Sentence] = []
+    items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in matches if m))
+    sentences: list[Sentence] = []
     at = 0
     while at + 1 < len(items):
         pair = _pair(items[at], items[at + 1], f"pair {at}")
-        made += pair
+        sentences += pair
         at += 2 if pair or _alike(items[at][0], items[at + 1][0]) else 1
-    left = len(items) - len(made)
+    left = len(items) - len(sentences)
     note = f"{left} of {len(items)} Winograd sentences left out: no twin, or a word that is not found once"
-    return Winograd(made, (note,) if left else ())
+    return Winograd(sentences, (note,) if left else ())
 
 
-def _alike(one: str, other: str) -> bool:
-    a, b = WORD.findall(one), WORD.findall(other)
+def _alike(first: str, second: str) -> bool:
+    a, b = WORD.findall(first), WORD.findall(second)
     return a[:3] == b[:3]
 
 
-def _pair(one: tuple[str, str, str], other: tuple[str, str, str], document: str) -> list[Sentence]:
+def _pair(first: tuple[str, str, str], second: tuple[str, str, str], document: str) -> list[Sentence]:
     """Two sentences, if they are a pair and pronoun and referents are found in both; else none."""
-    if not _alike(one[0], other[0]) or one[1].lower() != other[1].lower() or one[2].lower() == other[2].lower():
+    same_pronoun, same_referent = (first[i].lower() == second[i].lower() for i in (1, 2))
+    if not _alike(first[0], second[0]) or not same_pronoun or same_referent:
         return []
-    made = [_sentence(one, other, document), _sentence(other, one, document)]
-    return [sentence for sentence in made if sentence] if all(made) else []
+    pair = [_sentence(first, second, document), _sentence(second, first, document)]
+    return [sentence for sentence in pair if sentence] if all(pair) else []
 
 
 def _sentence(own: tuple[str, str, str], twin: tuple[str, str, str], document: str) -> Sentence | None:
