@@ -161,7 +161,7 @@ def test_a_key_outside_the_text_is_named() -> None:
 def plugins(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setattr(registry, "_plugins_loaded", False)
     points = (EntryPoint("theirs", value, "headwise.roles"),)
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "headwise.roles" else ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points if group == "headwise.roles" else ())
 
 
 def test_roles_of_an_installed_package_are_found_by_its_entry_point(
@@ -194,6 +194,13 @@ def test_the_example_of_the_package_is_a_role() -> None:
     exec(source, {"__name__": "example"})
     assert all_roles()[-1].name == "last"
     assert measured(7).scores["last"]["self"].shape == (1, len(HEADS))
+
+
+def test_every_file_of_the_folder_is_imported() -> None:
+    import headwise.role_definitions as package
+
+    files = {path.stem for path in Path(package.__path__[0]).glob("*.py")} - {"__init__"}
+    assert files == {name.rpartition(".")[2] for name in sys.modules if name.startswith(package.__name__ + ".")}
 
 
 def test_roles_are_registered_without_torch() -> None:

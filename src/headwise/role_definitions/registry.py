@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import HeadwiseError
@@ -173,6 +172,8 @@ def _load_plugins() -> None:
     global _plugins_loaded
     if _plugins_loaded:
         return
+    from importlib.metadata import entry_points  # slow to import, and not needed for the roles of headwise itself
+
     _plugins_loaded = True  # first, for a plug-in may ask for the roles that there are
     for plugin in entry_points(group=ENTRY_POINTS):
         try:
