@@ -20,8 +20,8 @@ def split(kind: str, text: str, **how: bool) -> Words:
 
 
 def shown(kind: str, text: str) -> list[str]:
-    found = split(kind, text)
-    return [name for name, special in zip(found.names, found.special, strict=True) if not special]
+    result = split(kind, text)
+    return [name for name, special in zip(result.names, result.special, strict=True) if not special]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -58,10 +58,10 @@ def test_a_line_break_is_visible_and_a_lone_space_joins_the_next_word() -> None:
 
 
 def test_special_tokens_and_punctuation_are_delimiters() -> None:
-    found = split("bert", "The animal, tired.")
-    assert found.names[0] == "[CLS]" and found.names[-1] == "[SEP]"
-    assert found.special == (True, *(False,) * (len(found.names) - 2), True)
-    assert {name for name, mark in zip(found.names, found.delimiter, strict=True) if mark} == {
+    result = split("bert", "The animal, tired.")
+    assert result.names[0] == "[CLS]" and result.names[-1] == "[SEP]"
+    assert result.special == (True, *(False,) * (len(result.names) - 2), True)
+    assert {name for name, mark in zip(result.names, result.delimiter, strict=True) if mark} == {
         "[CLS]",
         "[SEP]",
         ",",
@@ -74,9 +74,9 @@ def test_special_tokens_and_punctuation_are_delimiters() -> None:
 def test_pieces_keep_their_markers() -> None:
     tokenizer = TOKENIZERS["bert"]
     text = "internationalisation didn't"
-    found = split("bert", text, pieces=True)
-    assert list(found.names) == tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
-    assert all(len(group) == 1 for group in found.pieces)
+    result = split("bert", text, pieces=True)
+    assert list(result.names) == tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+    assert all(len(group) == 1 for group in result.pieces)
 
 
 def test_without_offsets_each_token_is_a_word() -> None:
@@ -88,18 +88,18 @@ def test_without_offsets_each_token_is_a_word() -> None:
 @settings(deadline=None, max_examples=150)
 @given(kind=st.sampled_from(sorted(TOKENIZERS)), text=st.text(max_size=30))
 def test_every_piece_belongs_to_one_word_in_order(kind: str, text: str) -> None:
-    found = split(kind, text)
+    result = split(kind, text)
     tokens = len(TOKENIZERS[kind](text)["input_ids"])
-    assert [piece for group in found.pieces for piece in group] == list(range(tokens))
-    assert len(found.names) == len(found.pieces) == len(found.special) == len(found.delimiter)
-    assert all(found.names)
+    assert [piece for group in result.pieces for piece in group] == list(range(tokens))
+    assert len(result.names) == len(result.pieces) == len(result.special) == len(result.delimiter)
+    assert all(result.names)
 
 
 def test_merging_pieces_sums_keys_and_averages_queries() -> None:
     groups = ((0,), (1, 2, 3), (4, 5))
-    found = Words(("a", "b", "c"), groups, (False,) * 3, (False,) * 3)
+    result = Words(("a", "b", "c"), groups, (False,) * 3, (False,) * 3)
     weights = np.random.default_rng(5).dirichlet(np.ones(6), (2, 6))  # (2, 6, 6), rows sum to 1
-    merged = found.merge(weights)
+    merged = result.merge(weights)
     assert merged.shape == (2, 3, 3)
     for i, source in enumerate(groups):
         for j, target in enumerate(groups):
@@ -109,8 +109,8 @@ def test_merging_pieces_sums_keys_and_averages_queries() -> None:
 
 
 def test_unknown_words_are_marked() -> None:
-    found = split("bert", "the ☃ street")
-    assert [name for name, lost in zip(found.names, found.unknown, strict=True) if lost] == ["☃"]
+    result = split("bert", "the ☃ street")
+    assert [name for name, lost in zip(result.names, result.unknown, strict=True) if lost] == ["☃"]
     for kind in ("gpt2", "llama"):  # bytes are always known
         assert not any(split(kind, "the ☃ 𓀀 street").unknown)
     for kind, tokenizer in TOKENIZERS.items():

@@ -59,12 +59,12 @@ def model() -> Any:
 
 
 def test_masking_heads_that_carry_a_task_damages_more_than_random_heads(model: Any) -> None:
-    found = ablate_heads(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
-    assert (found.whole, found.damage) == (pytest.approx(0.5), pytest.approx(2))
-    assert found.random == (0.0,) * 23 and found.verdict == MORE and found.units == 13
-    assert found.low == found.high == pytest.approx(2)
-    assert "without 0.2, 1.1: what is gone 0.500 +2.0000" in str(found) and str(found).endswith(MORE)
-    assert Ablation.from_json(json.loads(json.dumps(found.to_json()))) == found
+    result = ablate_heads(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
+    assert (result.whole, result.damage) == (pytest.approx(0.5), pytest.approx(2))
+    assert result.random == (0.0,) * 23 and result.verdict == MORE and result.units == 13
+    assert result.low == result.high == pytest.approx(2)
+    assert "without 0.2, 1.1: what is gone 0.500 +2.0000" in str(result) and str(result).endswith(MORE)
+    assert Ablation.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
 def test_masking_heads_without_a_part_in_a_task_is_no_different_from_random_heads(model: Any) -> None:
@@ -156,8 +156,8 @@ def test_text_task_of_a_causal_model_is_the_loss_of_transformers() -> None:
 def test_text_task_of_a_whole_encoder_is_zero(model: Any) -> None:
     task = tasks.text_task(model, relation_heads.tokenizer(), TEXTS)
     assert task.score() == pytest.approx(np.zeros(3), abs=1e-6) and "cosine" in task.words
-    found = ablate_heads(task, [("self", 0, 1)], draws=2)
-    assert found.damage > 1e-6
+    result = ablate_heads(task, [("self", 0, 1)], draws=2)
+    assert result.damage > 1e-6
 
 
 def test_relation_task_measures_how_far_source_words_move(model: Any) -> None:

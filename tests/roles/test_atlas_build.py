@@ -135,14 +135,14 @@ class Eager:
         places["rare"] = [] if not cross and i in rarest else rarest
         word = queries[i] if not special[0][i] and queries[i] not in MARK_IDS else None
         places["same_word"] = [j for j in seen if keys[j] == word and not special[1][j] and (cross or i != j)]
-        for name, found in places.items():
-            found = [j for j in found if j in seen]
-            if name in ("rare", "same_word") and not found:
+        for name, keys_of_score in places.items():
+            counted = [j for j in keys_of_score if j in seen]
+            if name in ("rare", "same_word") and not counted:
                 continue
-            self.add(kind, layer, name, a[:, found].sum(-1))
+            self.add(kind, layer, name, a[:, counted].sum(-1))
             # equal words at places that a bias does not tell apart have equal weights: any of them may be the largest
             largest = a >= a.max(-1, keepdims=True) - self.margin
-            inside = np.isin(np.arange(len(keys)), found)
+            inside = np.isin(np.arange(len(keys)), counted)
             self.add(kind, layer, name + ":argmax", (largest & inside).any(-1))
             self.add(kind, layer, name + ":argmax alone", ~(largest & ~inside).any(-1))
         self.add(kind, layer, "entropy", -(a * np.log(np.where(a > 0, a, 1))).sum(-1))
@@ -167,14 +167,14 @@ def test_atlas_scores_equal_those_of_eager_attention_matrices(
     """Exact in float64, but for the five digits of an atlas; float32 is what the kernel computes in."""
     corpus = texts(23, seed=1)
     monkeypatch.setattr("headwise.roles.atlas.corpus.WINDOW", 7)  # several windows, padded batches
-    found = headwise.atlas(MODELS[name]().to(dtype), corpus, tokenizer())
+    atlas = headwise.atlas(MODELS[name]().to(dtype), corpus, tokenizer())
     eager = Eager(MODELS[name]().to(dtype), corpus, margin)
-    assert set(found.layers) == {kind for kind, _, _ in eager.top}
+    assert set(atlas.layers) == {kind for kind, _, _ in eager.top}
     means = {at: top / eager.bottom[at] for at, top in eager.top.items()}
     for (kind, layer, score), expected in means.items():
         if score.endswith(" alone"):
             continue
-        ours = found.scores[score][kind][layer][: len(expected)]
+        ours = atlas.scores[score][kind][layer][: len(expected)]
         least = means.get((kind, layer, score + " alone"), expected)
         np.testing.assert_allclose(
             ours, np.clip(ours, least, expected), rtol=bound, atol=bound, err_msg=f"{kind} {score}"
@@ -182,9 +182,9 @@ def test_atlas_scores_equal_those_of_eager_attention_matrices(
         if name != "t5" and dtype == torch.float64:  # the others know every place, so that nothing is equal
             np.testing.assert_array_equal(least, expected, err_msg=f"{kind} {score}")
     measured = {name for kind, _, name in eager.top if kind == "cross" and not name.endswith(" alone")}
-    assert measured <= found.scores.keys()
-    if "cross" in found.layers:
-        assert "cross" not in found.scores["previous"] and "cross" not in found.scores["induction"]
+    assert measured <= atlas.scores.keys()
+    if "cross" in atlas.layers:
+        assert "cross" not in atlas.scores["previous"] and "cross" not in atlas.scores["induction"]
 
 
 def test_atlas_scores_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,8 +374,8 @@ def test_a_corpus_is_streamed_and_never_in_memory_whole(monkeypatch: pytest.Monk
             read += 1
             yield text
 
-    found = headwise.atlas(bert(), endless(), tokenizer(), progress=lambda done, total: ahead.append(read - done))
-    assert found.about["texts"] == 200
+    atlas = headwise.atlas(bert(), endless(), tokenizer(), progress=lambda done, total: ahead.append(read - done))
+    assert atlas.about["texts"] == 200
     assert max(ahead) <= 17 + 13
 
 
@@ -445,8 +445,8 @@ def test_texts_are_read_from_plain_and_jsonl_files(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_cut_and_counted() -> None:
-    found = headwise.atlas(bert(), ["the cat sat.", "the cat " * 40], tokenizer())
-    assert found.about["cut"] == 1 and "1 of them cut" in str(found)
+    atlas = headwise.atlas(bert(), ["the cat sat.", "the cat " * 40], tokenizer())
+    assert atlas.about["cut"] == 1 and "1 of them cut" in str(atlas)
 
 
 def test_heads_of_a_pruned_model_keep_their_original_numbers() -> None:

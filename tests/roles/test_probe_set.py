@@ -24,14 +24,14 @@ def sentences() -> list[Sentence]:
 
 def linked(sentences: list[Sentence], relation: str) -> list[tuple[Sentence, str, str]]:
     """Each sentence with such a link, and the words at its ends."""
-    found = [
+    links = [
         (sentence, sentence.words[link.word], sentence.words[link.targets[0]])
         for sentence in sentences
         for link in sentence.links
         if link.relation == relation
     ]
-    assert len(found) >= 100, relation
-    return found
+    assert len(links) >= 100, relation
+    return links
 
 
 def test_probe_sentences_have_the_published_digest(sentences: list[Sentence]) -> None:
@@ -85,8 +85,8 @@ def test_probe_possessors_stand_next_to_what_they_possess(sentences: list[Senten
 
 def test_probe_hypernyms_and_causes_are_pairs_of_the_lexicon(sentences: list[Sentence]) -> None:
     assert {(a, b) for _, a, b in linked(sentences, "word > its kind")} <= set(lexicon.KINDS)
-    told = {tuple(re.findall(r"(\w+)\^[ec]", " ".join(pair))) for pair in lexicon.CAUSES}
-    assert {(effect, cause) for _, effect, cause in linked(sentences, "effect > cause")} <= told
+    pairs = {tuple(re.findall(r"(\w+)\^[ec]", " ".join(pair))) for pair in lexicon.CAUSES}
+    assert {(effect, cause) for _, effect, cause in linked(sentences, "effect > cause")} <= pairs
     for _, pronoun, name in linked(sentences, "pronoun > antecedent (gender)"):
         assert name in (lexicon.WOMEN if pronoun == "she" else lexicon.MEN)
 
@@ -127,9 +127,9 @@ def test_grammar_forms_plurals_and_articles() -> None:
     assert [
         grammar.plural(noun) for noun in ("key", "library", "church", "box")
     ] == "keys libraries churches boxes".split()
-    made = grammar.sentence("a owl^o saw a useful^u fence and a honest man 's dog .", [("r", "o", "u")], "d")
-    assert made.text == "An owl saw a useful fence and an honest man's dog."
-    assert made.links == (GoldLink("r", 1, (4,)),)
+    sentence = grammar.sentence("a owl^o saw a useful^u fence and a honest man 's dog .", [("r", "o", "u")], "d")
+    assert sentence.text == "An owl saw a useful fence and an honest man's dog."
+    assert sentence.links == (GoldLink("r", 1, (4,)),)
 
 
 EXAMPLES = [
@@ -150,10 +150,10 @@ def test_winograd_pairs_are_read_from_the_winowhy_file(tmp_path: Path) -> None:
     ]
     path = tmp_path / "task.json"
     path.write_text(json.dumps({"examples": [{"input": given} for given in inputs]}), encoding="utf-8")
-    found = winograd.read_winograd(path)
-    assert [sentence.text for sentence in found.sentences] == [EXAMPLES[i][0] for i in (0, 1, 3, 4)]
-    assert found.notes == ("3 of 7 Winograd sentences left out: no twin, or a word that is not found once",)
-    jug, _, sack, the_map = found.sentences
+    result = winograd.read_winograd(path)
+    assert [sentence.text for sentence in result.sentences] == [EXAMPLES[i][0] for i in (0, 1, 3, 4)]
+    assert result.notes == ("3 of 7 Winograd sentences left out: no twin, or a word that is not found once",)
+    jug, _, sack, the_map = result.sentences
     assert jug.links == (GoldLink(winograd.PRONOUN, 7, (1,), (1, 5)), GoldLink(winograd.DECIDING, 8, (1,), (1, 5)))
     assert sack.words[sack.links[0].targets[0]] == "sack" and the_map.words[the_map.links[0].targets[0]] == "map"
     assert sack.document == the_map.document != jug.document

@@ -23,13 +23,13 @@ DATA = Path(__file__).parents[2] / "build" / "data"
 
 
 @pytest.fixture(scope="module")
-def found() -> Relations:
+def result() -> Relations:
     return find.relations(relation_heads.model(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
 
 
-def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
+def test_a_head_built_to_follow_a_relation_is_found(result: Relations) -> None:
     for name in ("adjective > noun", "noun > adjective"):
-        row = found[name]
+        row = result[name]
         assert (row.kind, row.layer, row.head) == ("self", 1, relation_heads.FOLLOWS)
         assert row.accuracy == 1 and row.low == row.high == 1
         assert row.weight == pytest.approx(0.5, abs=0.01)  # the other half is on the word itself
@@ -37,18 +37,18 @@ def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
         assert row.median < 0.4
 
 
-def test_a_head_that_follows_an_offset_is_not_found_as_a_relation(found: Relations) -> None:
+def test_a_head_that_follows_an_offset_is_not_found_as_a_relation(result: Relations) -> None:
     """The head of the word before is right every time, and so is the offset."""
-    row = found["word > before"]
+    row = result["word > before"]
     assert (row.layer, row.head, row.accuracy) == (1, relation_heads.PREVIOUS, 1.0)
     assert (row.fixed, row.fixed_accuracy, row.verdict) == ("-1", 1.0, NOT_FOUND)
-    assert found["anything"].verdict == NOT_FOUND
+    assert result["anything"].verdict == NOT_FOUND
 
 
-def test_shuffled_gold_links_find_no_relation(found: Relations) -> None:
-    assert {row.name for row in found.shuffled} == {f"shuffled {row.name}" for row in found.rows}
-    assert [row.name for row in found.shuffled if row.verdict in (FOUND, BETTER)] == []
-    assert all(row.enough for row in found.shuffled)
+def test_shuffled_gold_links_find_no_relation(result: Relations) -> None:
+    assert {row.name for row in result.shuffled} == {f"shuffled {row.name}" for row in result.rows}
+    assert [row.name for row in result.shuffled if row.verdict in (FOUND, BETTER)] == []
+    assert all(row.enough for row in result.shuffled)
 
 
 def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
@@ -80,20 +80,20 @@ def test_heads_are_chosen_on_one_half_and_evaluated_on_the_other() -> None:
         Sentence(s.text, s.spans, tuple(GoldLink(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
         for s in relation_heads.sentences(103, seed=11)
     ]
-    made = find.relations(relation_heads.model(), first, report=second, tokenizer=relation_heads.tokenizer())
-    row = made["adjective > noun"]
+    relations = find.relations(relation_heads.model(), first, report=second, tokenizer=relation_heads.tokenizer())
+    row = relations["adjective > noun"]
     assert (row.layer, row.head) == (1, relation_heads.FOLLOWS) and row.accuracy < 0.3
-    assert made.sentences == 103
+    assert relations.sentences == 103
 
 
-def test_choosing_and_evaluating_separately_gives_the_same_relations(found: Relations) -> None:
+def test_choosing_and_evaluating_separately_gives_the_same_relations(result: Relations) -> None:
     first, second = gold.halves(relation_heads.sentences())
     chosen = find.choose_heads(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
     assert chosen["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
-    again = find.evaluate_heads(
+    repeated = find.evaluate_heads(
         relation_heads.model(), second, chosen, tokenizer=relation_heads.tokenizer(), least=find.FEWEST
     )
-    assert again.to_json() == found.to_json()
+    assert repeated.to_json() == result.to_json()
     only = {"noun > adjective": chosen["word > before"]}  # a head that was chosen for something else
     [row] = find.evaluate_heads(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
     assert row.head == relation_heads.PREVIOUS and row.accuracy < 0.5
@@ -109,14 +109,16 @@ def test_halves_keep_documents_together() -> None:
 
 
 def test_relations_with_few_links_are_not_judged() -> None:
-    made = find.relations(relation_heads.model(), relation_heads.sentences(23), tokenizer=relation_heads.tokenizer())
-    row = made["anything"]
+    relations = find.relations(
+        relation_heads.model(), relation_heads.sentences(23), tokenizer=relation_heads.tokenizer()
+    )
+    row = relations["anything"]
     assert row.links < find.FEWEST and row.verdict == TOO_FEW and np.isnan(row.low)
-    assert row.name not in str(made) and "with too few links" in str(made)
+    assert row.name not in str(relations) and "with too few links" in str(relations)
 
 
-def test_the_level_is_divided_among_all_judged_relations(found: Relations) -> None:
-    assert found.level == pytest.approx(0.05 / 4)
+def test_the_level_is_divided_among_all_judged_relations(result: Relations) -> None:
+    assert result.level == pytest.approx(0.05 / 4)
 
 
 # words and pieces
@@ -175,8 +177,8 @@ def test_links_of_words_without_pieces_are_left_out_and_counted() -> None:
         "a0x1 n0", ((0, 2), (2, 4), (5, 7)), (GoldLink("r", 0, (2,)), GoldLink("r", 1, (2,)), GoldLink("r", 2, (1,)))
     )
     left_out = alignment.LeftOut()
-    [made] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, left_out)
-    assert made.links == (GoldLink("r", 0, (2,)),)
+    [aligned] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, left_out)
+    assert aligned.links == (GoldLink("r", 0, (2,)),)
     assert (left_out.unaligned, left_out.links, left_out.long) == (1, 2, 0)
     assert list(alignment.encode([word], relation_heads.tokenizer(), 3, left_out)) == [] and left_out.long == 1
     assert left_out.notes(7) == (
@@ -197,16 +199,17 @@ def test_link_scores_do_not_depend_on_the_batch_size(
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.5, generator=drawn)
     model = model.to(dtype)
-    found = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    result = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
     monkeypatch.setattr(alignment, "TOKENS", 1)
     monkeypatch.setattr(alignment, "AHEAD", 7)
-    again = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
-    assert again.scores.keys() == found.scores.keys() and again.heads == found.heads
-    for name, scores in found.scores.items():
+    repeated = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    assert repeated.scores.keys() == result.scores.keys() and repeated.heads == result.heads
+    for name, scores in result.scores.items():
         assert scores.max() > scores.min() + 0.05 or "shuffled" in name or name == "anything"
-        np.testing.assert_allclose(again.scores[name], scores, rtol=1e-12, atol=bound, err_msg=name)
+        np.testing.assert_allclose(repeated.scores[name], scores, rtol=1e-12, atol=bound, err_msg=name)
     if dtype == torch.float64:
-        assert [row.accuracy for row in again.rows] == pytest.approx([row.accuracy for row in found.rows], abs=1e-12)
+        accuracies = [row.accuracy for row in result.rows]
+        assert [row.accuracy for row in repeated.rows] == pytest.approx(accuracies, abs=1e-12)
 
 
 # fixed answers
@@ -217,8 +220,10 @@ def test_fixed_answers_are_right_where_the_target_is_at_their_place() -> None:
     links = (GoldLink("r", 5, (2,), (0, 2, 4)), GoldLink("r", 5, (0,), (0, 1, 4)), GoldLink("r", 0, (1, 4)))
     batch = encoded(((0,), (1,), (2,), (3,), (4,), (5,)), links, 6)
     right = scoring.score_fixed_answers(batch, [sentence])
-    told = [[name for name, mark in zip(scoring.FIXED_ANSWERS, row, strict=True) if mark] for row in right.tolist()]
-    assert told == [
+    right_answers = [
+        [name for name, mark in zip(scoring.FIXED_ANSWERS, row, strict=True) if mark] for row in right.tolist()
+    ]
+    assert right_answers == [
         ["-3", "the second nearest candidate"],
         ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", scoring.SAME],  # past the edge
         ["-10", "-9", "-8", "-7", "-6", "-5", "-4", "-3", "-2", "-1", "+1", "+4"],  # the first word has none before
@@ -239,12 +244,12 @@ def tiny_llama() -> Any:
 
 def test_a_causal_model_is_scored_on_links_to_earlier_words_alone() -> None:
     assert scoring.is_causal(tiny_llama().model) and not scoring.is_causal(relation_heads.model())
-    made = find.relations(tiny_llama(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
-    assert made.causal and "links to later words cannot be followed" in str(made)
-    assert made["word > before"].visible == 1
-    assert 0.4 < made["adjective > noun"].visible < 0.6
-    assert len(made.heads) == 12 and made["word > before"].fixed == "-1"
-    assert made["adjective > noun"].fixed.startswith("-")
+    relations = find.relations(tiny_llama(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    assert relations.causal and "links to later words cannot be followed" in str(relations)
+    assert relations["word > before"].visible == 1
+    assert 0.4 < relations["adjective > noun"].visible < 0.6
+    assert len(relations.heads) == 12 and relations["word > before"].fixed == "-1"
+    assert relations["adjective > noun"].fixed.startswith("-")
 
 
 def test_visible_links_lead_to_earlier_words() -> None:
@@ -266,18 +271,18 @@ def test_a_beginning_token_is_added_where_the_tokenizer_has_none() -> None:
 # the value
 
 
-def test_relations_save_load_and_print(found: Relations, tmp_path: Path) -> None:
-    found.save(tmp_path / "relations.json")
-    again = Relations.load(tmp_path / "relations.json")
-    assert json.dumps(again.to_json()) == json.dumps(found.to_json())
-    assert str(again) == str(found)
-    assert [row.verdict for row in again.rows] == [row.verdict for row in found.rows]
-    assert "shuffled gold: 0 of 4 found" in str(found)
-    lines = found.markdown().splitlines()
-    assert len(lines) == 6 and "| adjective > noun | 1.0 | 100.0% |" in found.markdown()
+def test_relations_save_load_and_print(result: Relations, tmp_path: Path) -> None:
+    result.save(tmp_path / "relations.json")
+    repeated = Relations.load(tmp_path / "relations.json")
+    assert json.dumps(repeated.to_json()) == json.dumps(result.to_json())
+    assert str(repeated) == str(result)
+    assert [row.verdict for row in repeated.rows] == [row.verdict for row in result.rows]
+    assert "shuffled gold: 0 of 4 found" in str(result)
+    lines = result.markdown().splitlines()
+    assert len(lines) == 6 and "| adjective > noun | 1.0 | 100.0% |" in result.markdown()
     assert len({line.count("|") for line in lines}) == 1
-    assert [head for head, _ in again.best("noun > adjective", 1)] == [("self", 1, relation_heads.FOLLOWS)]
-    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["rows"]
+    assert [head for head, _ in repeated.best("noun > adjective", 1)] == [("self", 1, relation_heads.FOLLOWS)]
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["rows"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": "other"}'])
@@ -349,13 +354,13 @@ def test_relations_of_an_encoder_decoder_are_those_of_its_encoder() -> None:
         vocab_size=29, d_model=12, d_kv=3, d_ff=7, num_layers=2, num_decoder_layers=2, num_heads=4, pad_token_id=0,
         decoder_start_token_id=0,
     )  # fmt: skip
-    made = find.relations(
+    relations = find.relations(
         transformers.T5ForConditionalGeneration(config).eval(),
         relation_heads.sentences(53),
         tokenizer=relation_heads.tokenizer(),
     )
-    assert "cross-attention links two texts" in " ".join(made.notes) and not made.causal
-    assert {kind for kind, _, _ in made.heads} <= {"encoder", "self"} and len(made.heads) == 8
+    assert "cross-attention links two texts" in " ".join(relations.notes) and not relations.causal
+    assert {kind for kind, _, _ in relations.heads} <= {"encoder", "self"} and len(relations.heads) == 8
 
 
 # real weights
@@ -363,19 +368,19 @@ def test_relations_of_an_encoder_decoder_are_those_of_its_encoder() -> None:
 
 def test_minilm_follows_relations_of_the_probe_sentences() -> None:
     some = [s for s in probe_sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
-    made = find.relations("minilm", some)
-    assert made.model == "minilm" and len(made.heads) == 72
-    assert made["object > verb"].verdict == FOUND
-    assert [row for row in made.shuffled if row.verdict == FOUND] == []
+    relations = find.relations("minilm", some)
+    assert relations.model == "minilm" and len(relations.heads) == 72
+    assert relations["object > verb"].verdict == FOUND
+    assert [row for row in relations.shuffled if row.verdict == FOUND] == []
 
 
 @pytest.mark.full
 def test_minilm_follows_relations_of_a_treebank() -> None:
     """The figures of docs/relations.md: choose on dev, report on test."""
     data = _fetched()
-    made = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
-    assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in made.found}
-    assert [row for row in made.shuffled if row.verdict == FOUND] == []
+    relations = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
+    assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in relations.found}
+    assert [row for row in relations.shuffled if row.verdict == FOUND] == []
     treebank = conllu.read_conllu(data / "en_gum-ud-dev.conllu")
     assert sum(len(window.links) for window in treebank.coreference()) > 500
 
