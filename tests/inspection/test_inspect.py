@@ -320,7 +320,7 @@ def test_comparison_of_two_texts_of_different_length(minilm: tuple[Any, Any]) ->
     here, there, _ = two.followed()
     assert two.first.words.names[here] == two.second.words.names[there] == "it"
     assert two.turns()[0].moved is None
-    assert "the texts have not as many words" in str(two)
+    assert "the texts differ in their number of words" in str(two)
     changes = [abs(change.difference) for change in two.changes()]
     assert changes == sorted(changes, reverse=True) and len(changes) == 72
 

@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(
     [
         (["--model", "elsewhere"], "give --texts, a file with a text a line; atlases come along for minilm, smollm2"),
         (["--texts", "none.txt"], "texts 'none.txt' cannot be read: No such file"),
-        (["--texts", "."], "texts '.' is not a file; give one with a text a line"),
+        (["--texts", "."], "texts '.' is not a file; give one with one text per line"),
         (["--part", "2/2"], "--part is I/N such as 0/4, with I below N, got '2/2'"),
         (["--part", "²/3"], "--part is I/N such as 0/4, with I below N, got '²/3'"),
         (["--part", "1"], "--part is I/N such as 0/4, with I below N, got '1'"),

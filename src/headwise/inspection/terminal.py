@@ -253,7 +253,7 @@ def _turns(two: Comparison) -> Text:
     note = (
         "moved: the share of the word's attention that went to another word"
         if two.aligned
-        else ("the texts have not as many words, so how much moved is not told")
+        else "the texts differ in their number of words, so no moved share is given"
     )
     return text.append(f"  {note}", "dim")
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .pairs import Pairs
 
-REACH = 5  # the offsets that are told apart, in either direction
+REACH = 5  # offsets with a score of their own, in either direction
 NEAR = 3  # tokens to either side that are local
 CLARK = "Clark et al. 2019"
 HALF = "half of the weight, as for positions in Clark et al. 2019"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 ENTRY_POINTS = "headwise.roles"
-LIFT = 2.0  # never less than twice what equal attention has, or a corpus of very short texts would make roles
+LIFT = 2.0  # times the score of equal attention, at least; or very short texts would make roles
 BOTH, CAUSAL, CROSS = (
     "both ways",
     "causal",

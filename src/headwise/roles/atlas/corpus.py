@@ -169,7 +169,7 @@ def _file(path: Path, field: str) -> Iterator[str]:
     """One text per line; in .jsonl the value of a field."""
     try:
         if path.exists() and not (path.is_file() or path.is_fifo()):
-            raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with a text a line")
+            raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with one text per line")
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 text = _field(path, number, line, field) if path.suffix in (".jsonl", ".ndjson") else line

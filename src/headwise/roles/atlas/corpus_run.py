@@ -121,7 +121,7 @@ class CorpusRun:
             ) from error
 
 
-# in words, settings whose values would tell a reader nothing
+# settings whose values would mean nothing to a reader, in words
 DIFFERENCES = {
     "format": "another version of headwise",
     "batch": "another version of headwise",

@@ -108,7 +108,7 @@ class Observer:
         if (reading.q.shape[2], keys) != (query.ids.shape[1], key.ids.shape[1]):
             raise UnsupportedError(
                 f"{layer.kind} layer {layer.index} attends over {reading.q.shape[2]} x {keys} places, the text has "
-                f"{query.ids.shape[1]} x {key.ids.shape[1]} tokens; what it looks at has no name"
+                f"{query.ids.shape[1]} x {key.ids.shape[1]} tokens; its keys cannot be named"
             )
         way = self.way(layer, reading)
         total: tuple[Tensor, Tensor] | None = None

@@ -97,9 +97,9 @@ class HeadSimilarity:
 
     def __str__(self) -> str:
         groups = [group for group in self.clusters() if len(group) > 1]
-        lines = [f"{len(self.heads)} {self.kind} heads on {self.queries} queries; those that look alike:"]
+        lines = [f"{len(self.heads)} {self.kind} heads on {self.queries} queries; similar heads:"]
         lines += ["  " + ", ".join(f"{layer}.{head}" for layer, head in group) for group in groups]
-        lines.append("how alike the heads of a layer are: "
+        lines.append("similarity of the heads within a layer: "
                      + ", ".join(f"{layer} {x:.2f}" for layer, x in self.redundancy().items()))  # fmt: skip
         return "\n".join(lines)
 

@@ -124,7 +124,7 @@ def _trees(name: str, lines: list[str]) -> Iterator[Tree]:
             yield _tree(current, document, name)
             current, empty = _Open(number + 1), False
     if empty:
-        raise HeadwiseError(f"{name} holds no sentence; CoNLL-U with a word a line is expected")
+        raise HeadwiseError(f"{name} holds no sentence; CoNLL-U with one word per line is expected")
 
 
 def _add(sentence: _Open, line: str, where: str) -> None:

@@ -137,7 +137,7 @@ class Relations:
             f"shuffled gold: {sum(row.verdict == FOUND for row in false)} of {len(false)} found",
         ]
         if self.causal:
-            lines.append("a causal model: links to later words cannot be followed; `visible` tells the share that can")
+            lines.append("a causal model: links to later words cannot be followed; `visible` is the share that can")
         return [*lines, *self.notes]
 
     def table(self, rows: Iterable[Relation] | None = None) -> Table:
