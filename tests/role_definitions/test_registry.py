@@ -136,9 +136,11 @@ def test_a_module_may_register_its_own_role_again() -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_role_is_refused(register: Any, message: str) -> None:
+def test_what_cannot_be_a_role_is_refused_and_leaves_nothing_behind(register: Any, message: str) -> None:
+    before = dict(registry._roles), dict(registry._scores)
     with pytest.raises(headwise.HeadwiseError, match=message):
         register()
+    assert (registry._roles, registry._scores) == before
 
 
 @pytest.mark.parametrize(

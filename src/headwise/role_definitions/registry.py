@@ -113,12 +113,17 @@ def role(
         ...     return is_digit[pairs.key.ids][:, None]     # is_digit: (vocabulary,) bool
     """
 
+    score = name + ARGMAX if argmax else name
+    definition = RoleDefinition(name, score, threshold, ways, source, unless=unless, sink=sink)
+    _check(definition)
+    score_decorator = role_score(
+        name, meaning, measured_on=measured_on, positional=positional, where_present=where_present
+    )
+
     def register(function: F) -> F:
-        role_score(
-            name, meaning, measured_on=measured_on, positional=positional, where_present=where_present
-        )(function)  # fmt: skip
-        score = name + ARGMAX if argmax else name
-        add_role(RoleDefinition(name, score, threshold, ways, source, unless=unless, sink=sink), function.__module__)
+        _check_free("role", name, _roles, function.__module__)  # before its score is registered
+        score_decorator(function)
+        add_role(definition, function.__module__)
         return function
 
     return register
@@ -134,8 +139,9 @@ def role_score(
         raise HeadwiseError(f"a score is measured on {PAIRS!r} or {REPETITION!r}, got {measured_on!r}")
 
     def register(function: F) -> F:
-        _claim("score", name, _scores, function.__module__)
+        _check_free("score", name, _scores, function.__module__)
         _scores[name] = RoleScore(name, meaning, measured_on, function, positional, where_present)
+        _owners["score", name] = function.__module__
         return function
 
     return register
@@ -143,28 +149,30 @@ def role_score(
 
 def add_row_score(name: str, meaning: str) -> None:
     """Name a statistic of whole rows; the observer computes these itself."""
-    _claim("score", name, _scores, __name__)
-    _scores[name] = RoleScore(name, meaning, ROW, None)
+    _scores[name], _owners["score", name] = RoleScore(name, meaning, ROW, None), __name__
 
 
 def add_role(definition: RoleDefinition, module: str = "__main__") -> None:
     """Register a role that is decided by a score which is registered already. module: who registers it."""
+    _check(definition)
     base = definition.score.removesuffix(ARGMAX)
     if base not in _scores:
         raise HeadwiseError(f"role {definition.name!r} is decided by {base!r}, which is no score; register that first")
+    _check_free("role", definition.name, _roles, module)
+    _roles[definition.name], _owners["role", definition.name] = definition, module
+
+
+def _check(definition: RoleDefinition) -> None:
     if not definition.threshold > 0:
         raise HeadwiseError(f"the threshold of role {definition.name!r} must be above 0, got {definition.threshold}")
     if not definition.ways or not set(definition.ways) <= set(ANY):
         raise HeadwiseError(f"ways of attention are {', '.join(map(repr, ANY))}, got {definition.ways!r}")
-    _claim("role", definition.name, _roles, module)
-    _roles[definition.name] = definition
 
 
-def _claim(what: str, name: str, known: Iterable[str], module: str) -> None:
+def _check_free(what: str, name: str, known: Iterable[str], module: str) -> None:
     """A module may replace what it registered itself, as a notebook does whose cell runs twice."""
     if name in known and _owners[what, name] != module:
         raise HeadwiseError(f"there is a {what} {name!r} already, from {_owners[what, name]}; choose another name")
-    _owners[what, name] = module
 
 
 def _load_plugins() -> None:

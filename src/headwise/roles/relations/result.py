@@ -93,10 +93,11 @@ class Relations:
     The same with shuffled gold links, which should find nothing, are in `shuffled`. It prints as a table.
 
     Example:
-        >>> found = headwise.Relations.load("relations.json")
-        >>> found["obj > head"].verdict, found["obj > head"].label
-        ('found', '2.5')
-        >>> found.best("obj > head", count=2)         # the best heads: ((kind, layer, head), accuracy)
+        >>> relations = headwise.Relations.load("relations.json")
+        >>> relations["object > verb"].verdict, relations["object > verb"].label
+        ('found', '4.11')
+        >>> relations.best("object > verb", count=1)  # ((kind, layer, head), accuracy)
+        [(('self', 4, 5), 0.6133333333333333)]
     """
 
     model: str
