@@ -209,10 +209,11 @@ measured, tested against equal attention, printed and saved like the others:
 ```python
 from headwise.roles import role
 
+
 @role("last", threshold=0.5, meaning="weight on the last token", source="our own texts", ways=("both ways",))
 def last(pairs):
-    real = pairs.key.real                                                     # (B, Tk)
-    return (real & (real.cumsum(1) == real.sum(1, keepdim=True)))[:, None]    # (B, 1, Tk): 1 where weight counts
+    real = pairs.key.real  # (B, Tk)
+    return (real & (real.cumsum(1) == real.sum(1, keepdim=True)))[:, None]  # (B, 1, Tk): 1 where weight counts
 ```
 
 `pairs` has the tokens of queries and keys (ids, special, punctuation, word, counts), the visible keys and the offsets;
