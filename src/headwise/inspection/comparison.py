@@ -119,8 +119,8 @@ class Comparison:
                 {
                     "head": turn.name,
                     "moved": turn.moved,
-                    "first": turn.first and self.first.link_to_json(turn.first),
-                    "second": turn.second and self.second.link_to_json(turn.second),
+                    "first": turn.first and self.first.link_json(turn.first),
+                    "second": turn.second and self.second.link_json(turn.second),
                 }
                 for turn in self.turns()
             ],

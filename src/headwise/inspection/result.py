@@ -278,8 +278,8 @@ class Inspection:
                     "word": names[place],
                     "place": place,
                     "why": why,
-                    "heads": [self.link_to_json(link) for link in self.ranking(place)],
-                    "links": [self.link_to_json(link) for link in self.links(place)[:LISTED]],
+                    "heads": [self.link_json(link) for link in self.ranking(place)],
+                    "links": [self.link_json(link) for link in self.links(place)[:LISTED]],
                 }
                 for place, why in self.followed()
             ],
@@ -302,7 +302,7 @@ class Inspection:
             data["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
         return data
 
-    def link_to_json(self, link: Link) -> dict[str, Any]:
+    def link_json(self, link: Link) -> dict[str, Any]:
         """A link with the words at its ends."""
         names = self.words.names
         return {"head": link.name, "from": names[link.source], "to": names[link.target], "weight": link.weight}
