@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SUMS = ".sums.safetensors"  # after the atlas's own name: the file that merging needs
-TALLY, REPETITION = "tally", "probe"  # names of the two tallies in that file
+TALLY, REPETITION = "tally", "probe"  # names of the two tallies in that file, as in all earlier ones
 TABLES = {"scores": "score", "low": "low", "high": "high", "spread": "spread", "baseline": "baseline"}  # in the JSON
 
 
