@@ -31,7 +31,7 @@ from headwise.prune import HeadScores
 from headwise.prune.objective import choose_objective, embedding
 from headwise.prune.plan import plan_in_steps
 from headwise.prune.quality import QualityPerText, quality_per_text
-from headwise.roles.atlas.stability import spearman
+from headwise.resampling import bootstrap_counts, interval, spearman
 from headwise.timing import describe_machine, machine_summary
 
 RESULTS = Path(__file__).parent / "results"
@@ -176,15 +176,13 @@ def methods(name: str) -> list[str]:
     return [*SCORES[name], *(f"{score}, 4 steps" for score in STEPWISE[name])]
 
 
-def interval(chosen: QualityPerText, other: QualityPerText) -> list[float]:
+def difference(chosen: QualityPerText, other: QualityPerText) -> list[float]:
     """How much worse the other is, the mean over the same texts, with a 95 % bootstrap interval over texts."""
-    count = len(chosen.values)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 2000)
-    weights = drawn @ chosen.weights
-    means = (drawn @ ((other.values - chosen.values) * chosen.weights)) / weights
+    counts = bootstrap_counts(len(chosen.values), 2000)
+    means = (counts @ ((other.values - chosen.values) * chosen.weights)) / (counts @ chosen.weights)
     return [
         float(np.average(other.values - chosen.values, weights=chosen.weights)),
-        *map(float, np.percentile(means, (2.5, 97.5))),
+        *map(float, interval(means)),
     ]
 
 
@@ -228,9 +226,9 @@ def _at(run: Run, removed: float) -> dict[str, Any]:
         "quality": chosen.mean().to_json(),
         "magnitude": magnitude.mean().to_json(),
         "random": mean.mean().to_json() | {"seeds": [r.mean().value for r in randoms]},
-        "worse by magnitude (mean, low, high)": interval(chosen, magnitude),
-        "worse by random (mean, low, high)": interval(chosen, mean),
-        "random seeds that are worse": sum(interval(chosen, r)[1] > 0 for r in randoms),
+        "worse by magnitude (mean, low, high)": difference(chosen, magnitude),
+        "worse by random (mean, low, high)": difference(chosen, mean),
+        "random seeds that are worse": sum(difference(chosen, r)[1] > 0 for r in randoms),
     }
 
 
@@ -262,8 +260,7 @@ def single(run: Run) -> dict[str, Any]:
     ]
     examples = np.concatenate([np.array(piece) for piece in pieces])  # (pairs, heads)
     count = len(examples)
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), 4000) / count
-    means = drawn @ examples
+    means = bootstrap_counts(count, 4000) / count @ examples
     result: dict[str, Any] = {
         "loss": f"finding each paragraph's second half among {PAIRS} by its first half, and the reverse",
         "pairs": count,
@@ -271,7 +268,7 @@ def single(run: Run) -> dict[str, Any]:
         "beside": MICHEL_2019,
     }
     for level in (95, 99):
-        low, high = np.percentile(means, ((100 - level) / 2, (100 + level) / 2), axis=0)
+        low, high = interval(means, ((100 - level) / 2, (100 + level) / 2))
         result[f"{level} %"] = {"worse without": int((low > 0).sum()), "better without": int((high < 0).sum())}
     return result
 

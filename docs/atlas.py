@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from headwise.files import written
-from headwise.roles.atlas.atlas import Atlas
-from headwise.roles.atlas.bundled import NAMES, shipped
-from headwise.roles.atlas.roles import ARGMAX, OFFSETS, ROLES
-from headwise.roles.atlas.stability import stability
+from headwise.role_definitions import ARGMAX, all_roles
+from headwise.role_definitions.positions import OFFSETS
+from headwise.roles.atlas.bundled import NAMES, bundled_atlas
+from headwise.roles.atlas.result import Atlas
+from headwise.roles.atlas.stability import measure_stability
 
 DOCS = Path(__file__).parent
 BUILD, DATA = DOCS.parent / "build", DOCS.parent / "src" / "headwise" / "roles" / "data"
@@ -34,7 +35,7 @@ def take() -> None:
     for name in NAMES:
         books, speeches = (Atlas.load(BUILD / f"{kind}-{name}" / "atlas.json") for kind in ("atlas", "speeches"))
         books.save(DATA / f"{name}.json")
-        found = stability(books, speeches)
+        found = measure_stability(books, speeches)
         told[name] = {
             "texts": speeches.about["texts"], "marked": [_marked(books), _marked(speeches)],
             "labels": found.labels, "roles": found.roles,
@@ -52,7 +53,7 @@ def _marked(atlas: Atlas) -> float:
 
 
 def page() -> str:
-    mini, smol = (shipped(name) for name in NAMES)
+    mini, smol = (bundled_atlas(name) for name in NAMES)
     assert mini is not None and smol is not None
     stable = json.loads(STABLE.read_text(encoding="utf-8"))
     return "\n".join(
@@ -76,11 +77,11 @@ def page() -> str:
 
 def _definitions() -> list[str]:
     lines = ["", "| role | what is measured | needed | from |", "|---|---|---|---|"]
-    for role in ROLES:
+    for role in all_roles():
         if role.name.startswith("offset") and role.name != "offset-2":
             continue
         name = "offset-5 ... offset+5" if role.name == "offset-2" else role.name
-        words = "weight on the token k before or after" if role.name == "offset-2" else role.words
+        words = "weight on the token k before or after" if role.name == "offset-2" else role.meaning
         needed = f"{role.threshold:.0%} of equal attention's" if role.relative else f"{role.threshold}"
         lines.append(f"| {name} | {words} | {needed} | {role.source} |")
     return lines
@@ -96,12 +97,13 @@ def _beside(mini: Atlas, smol: Atlas) -> list[str]:
         ("half of the weight on the token after", "5", "", str(_over(mini, "next", 0.5)), "does not apply"),
         ("half of the weight on the token itself", "most put little there", "", *over("self", 0.5)),
         ("largest weight at one offset for 90 % of the tokens", "", "some, at ±1", _fixed(mini), _fixed(smol)),
-        ("0.6 of the weight on added tokens and punctuation", "many", "", *over("delimiter", 0.6)),
+        ("0.6 of the weight on special tokens and punctuation", "many", "", *over("delimiter", 0.6)),
         ("largest weight above 0.8 on average", "", "a few", *over("confidence", 0.8)),
         ("how often on the rarest token, best head", "", "two thirds", _best(mini, RARE), _best(smol, RARE)),
         ("induction, best head", "", "", "does not apply", _best(smol, "induction")),
         ("no clean role", "", "", f"{mini.unnamed:.0%}", f"{smol.unnamed:.0%}"),
-        ("only rests: first token, added tokens, punctuation", "", "", f"{mini.resting:.0%}", f"{smol.resting:.0%}"),
+        ("only sinks: first token, special tokens, punctuation", "", "",
+         f"{mini.sink_only:.0%}", f"{smol.sink_only:.0%}"),
     ]  # fmt: skip
     lines = ["| | Clark 2019: BERT-base | Voita 2019: translation | MiniLM | SmolLM2 |", "|---|---|---|---|---|"]
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), BESIDE]
@@ -199,6 +201,29 @@ TAIL = """
 With many heads and many roles, some intervals of 95 % are wrong by chance; the thresholds, not the intervals,
 decide most cases, and a head close to one may gain or lose a role on other texts. A role tells where a head looks,
 not whether the model needs it: [relations.md](relations.md) has what masking does.
+
+## Roles of your own
+A role is a function that says which keys count for each query. Register it before `headwise.atlas`, and it is
+measured, tested against equal attention, printed and saved like the others:
+
+```python
+from headwise.roles import role
+
+
+@role("last", threshold=0.5, meaning="weight on the last token", source="our own texts", ways=("both ways",))
+def last(pairs):
+    real = pairs.key.real  # (B, Tk)
+    return (real & (real.cumsum(1) == real.sum(1, keepdim=True)))[:, None]  # (B, 1, Tk): 1 where weight counts
+```
+
+`pairs` has the tokens of queries and keys (ids, special, punctuation, word, counts), the visible keys and the offsets;
+`measured_on="repetition"` takes the random tokens that are repeated once instead. An installed package offers its
+roles by an entry point, whose module is imported when roles are first needed:
+
+```toml
+[project.entry-points."headwise.roles"]
+ours = "our_package.roles"
+```
 """
 
 

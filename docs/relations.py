@@ -15,13 +15,13 @@ from typing import Any
 import headwise
 from headwise.files import written
 from headwise.roles.ablation import tasks
-from headwise.roles.ablation.ablate import LESS, MORE, SAME, Matter, matter
-from headwise.roles.atlas.bundled import shipped
+from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_heads
+from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.roles.relations import conllu, winograd
 from headwise.roles.relations.coreference import NOUN_ANTECEDENT
-from headwise.roles.relations.find import FEWEST, Choice, choices, relations, reported
+from headwise.roles.relations.find import FEWEST, ChosenHead, choose_heads, evaluate_heads, relations
 from headwise.roles.relations.gold import Sentence
-from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.probe_set.sentences import probe_sentences
 from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, Head, Relations
 
 ROOT = Path(__file__).parents[1]
@@ -58,14 +58,14 @@ def measure(model: str, name: str) -> None:
     if path.exists():
         return
     if name in ("ewt", "gum"):
-        dev, test = (conllu.read(DATA / "ud" / f"en_{name}-ud-{part}.conllu") for part in ("dev", "test"))
+        dev, test = (conllu.read_conllu(DATA / "ud" / f"en_{name}-ud-{part}.conllu") for part in ("dev", "test"))
         chosen = _chosen(model, name, dev.syntax())
-        reported(model, test.syntax(), chosen, least=FEWEST).save(path)
+        evaluate_heads(model, test.syntax(), chosen, least=FEWEST).save(path)
     elif name == "coreference":
-        dev, test = (conllu.read(DATA / "ud" / f"en_gum-ud-{part}.conllu") for part in ("dev", "test"))
+        dev, test = (conllu.read_conllu(DATA / "ud" / f"en_gum-ud-{part}.conllu") for part in ("dev", "test"))
         relations(model, dev.coreference(), report=test.coreference()).save(path)
     elif name == "probe":
-        relations(model, probe.sentences()).save(path)
+        relations(model, probe_sentences()).save(path)
     elif name == "winograd":
         with written(path) as file:
             file.write_text(json.dumps(_winograd(model)), encoding="utf-8")
@@ -75,21 +75,21 @@ def measure(model: str, name: str) -> None:
         sys.exit(f"there is no set {name!r}; there are {', '.join(SETS)}")
 
 
-def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, Choice]:
+def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, ChosenHead]:
     """The first half of `relations`, kept, so that a run that was stopped goes on."""
     path = MADE / f"{model}-{name}-chosen.json"
     if not path.exists():
-        found = choices(model, sentences)
+        found = choose_heads(model, sentences)
         with written(path) as file:
             file.write_text(json.dumps(found), encoding="utf-8")
     made = json.loads(path.read_text(encoding="utf-8"))
-    return {relation: Choice(tuple(head), fixed, links) for relation, (head, fixed, links) in made.items()}
+    return {relation: ChosenHead(tuple(head), fixed, links) for relation, (head, fixed, links) in made.items()}
 
 
 def _winograd(model: str) -> list[dict[str, Any]]:
     """Heads that were chosen on GUM and on our own sentences, on pairs that were never looked at before."""
     loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
-    sentences = winograd.read(DATA / "winograd" / "task.json").sentences
+    sentences = winograd.read_winograd(DATA / "winograd" / "task.json").sentences
     made = []
     for relation, source, name in (
         (winograd.PRONOUN, "coreference", NOUN_ANTECEDENT),
@@ -97,8 +97,8 @@ def _winograd(model: str) -> list[dict[str, Any]]:
         (winograd.DECIDING, "probe", "deciding word > antecedent"),
     ):
         row = _load(model, source)[name]
-        choice = Choice((row.kind, row.layer, row.head), row.fixed)
-        found = reported(loaded, sentences, {relation: choice}, tokenizer=tokenizer)
+        choice = ChosenHead((row.kind, row.layer, row.head), row.fixed)
+        found = evaluate_heads(loaded, sentences, {relation: choice}, tokenizer=tokenizer)
         right: dict[str, list[bool]] = {}
         for number, hit in zip(found.record.sentences, found.record.hits, strict=True):
             right.setdefault(sentences[number].document, []).append(bool(hit))
@@ -111,7 +111,7 @@ def _winograd(model: str) -> list[dict[str, Any]]:
 def _matter(model: str, path: Path) -> None:
     """Each experiment in a file of its own, so that a run that was stopped goes on; then all in one."""
     loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
-    trees, stories = (conllu.read(DATA / "ud" / f"en_{name}-ud-test.conllu") for name in ("ewt", "gum"))
+    trees, stories = (conllu.read_conllu(DATA / "ud" / f"en_{name}-ud-test.conllu") for name in ("ewt", "gum"))
     texts = [tree.text for tree in trees.trees if len(tree.words) > 5][:TEXTS]
     parts = []
     for number, (masked, by) in enumerate(EXPERIMENTS[model]):
@@ -121,14 +121,14 @@ def _matter(model: str, path: Path) -> None:
                 source, _, relation = masked.partition(": ")
                 sentences = trees.syntax() if source == "ewt" else stories.coreference()
                 limit = TEXTS if source == "ewt" else WINDOWS
-                task = tasks.words(loaded, tokenizer, sentences, relation, limit=limit)
+                task = tasks.relation_task(loaded, tokenizer, sentences, relation, limit=limit)
             elif by == "agreement":
-                task = tasks.agreement(loaded, tokenizer, probe.sentences())
+                task = tasks.agreement_task(loaded, tokenizer, probe_sentences())
             elif by == "repeat":
-                task = tasks.repeat(loaded, tokenizer)
+                task = tasks.repetition_task(loaded, tokenizer)
             else:
-                task = tasks.text(loaded, tokenizer, texts)
-            found = matter(task, _heads(model, masked))
+                task = tasks.text_task(loaded, tokenizer, texts)
+            found = ablate_heads(task, _heads(model, masked))
             sys.stderr.write(f"{masked} {found}\n")
             with written(part) as file:
                 file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
@@ -145,9 +145,9 @@ def _heads(model: str, masked: str) -> list[Head]:
         source, _, relation = masked.partition(": ")
         row = _load(model, source)[relation]
         return [(row.kind, row.layer, row.head)]
-    atlas = shipped(model)
+    atlas = bundled_atlas(model)
     assert atlas is not None  # both come along
-    return [(role.kind, role.layer, role.head) for role in atlas.having(masked)]
+    return [(role.kind, role.layer, role.head) for role in atlas.heads_with(masked)]
 
 
 def _load(model: str, name: str) -> Relations:
@@ -199,7 +199,7 @@ def _short_of_it() -> list[str]:
         guess = "not to be told from a guess" if row["low"] <= 0.5 else "better than a guess"
         interval = f"{row['low']:.1%} to {row['high']:.1%}"
         lines.append(f"- The same head of {model} on Winograd pairs: {row['accuracy']:.1%} ({interval}), {guess}.")
-    damages = [(model, Matter.from_json(made)) for model in MODELS for made in _experiments(model)]
+    damages = [(model, Ablation.from_json(made)) for model in MODELS for made in _experiments(model)]
     told = Counter((model, one.verdict) for model, one in damages)
     for (model, verdict), count in told.items():
         lines.append(f"- {model}, {count} experiments: masking the heads does {HARM[verdict]}.")
@@ -225,7 +225,7 @@ def _with(*names: str) -> list[str]:
 def _left_out() -> list[str]:
     sets = [(model, name) for name in ("ewt", "gum", "coreference") for model in _with(name)]
     lines = [f"- {model}, {TITLES[name]}: {note}." for model, name in sets for note in _load(model, name).notes]
-    return [*lines, f"- {winograd.read(DATA / 'winograd' / 'task.json').notes[0]}."]
+    return [*lines, f"- {winograd.read_winograd(DATA / 'winograd' / 'task.json').notes[0]}."]
 
 
 def _overview() -> str:
@@ -294,7 +294,7 @@ def _damages() -> str:
     lines = [head, "|" + "---|" * 8]
     for model in MODELS:
         for made in _experiments(model):
-            one = Matter.from_json(made)
+            one = Ablation.from_json(made)
             low, high = one.random_range
             names = [f"{layer}.{number}" for _, layer, number in one.heads]
             shown = ", ".join(names) if len(names) <= 4 else f"{len(names)}: {', '.join(names[:3])}, ..."

@@ -10,11 +10,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "hub", "json_documents", "lazy", "plans", "shapes", "terminal"),
+    ("heads", "errors", "files", "hub", "json_documents", "lazy", "plans", "resampling", "shapes", "terminal"),
     ("card",),
     ("attention",),
     ("timing",),
     ("models",),
+    ("role_definitions",),
     ("inspection",),
     ("roles",),
     ("prune",),

@@ -16,7 +16,7 @@ from headwise import HeadwiseError
 from headwise.card import diff, read
 from headwise.card.sources.safetensors import DTYPES
 from headwise.cli import main
-from headwise.roles.atlas.bundled import shipped
+from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.terminal import CONTROL, console, echo, neutralised, one_line
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
@@ -225,11 +225,11 @@ def test_an_atlas_with_a_hostile_name(
 ) -> None:
     import dataclasses
 
-    found = shipped("minilm")
+    found = bundled_atlas("minilm")
     assert found is not None
     named = dataclasses.replace(found, about={**found.about, "model": HOSTILE})
     named.save(tmp_path / "atlas.json")
-    monkeypatch.setattr("headwise.roles.atlas.bundled.shipped", lambda model: named)
+    monkeypatch.setattr("headwise.roles.atlas.bundled.bundled_atlas", lambda model: named)
     printed(capsys, "atlas", *options)
     printed(capsys, "atlas", "--against", str(tmp_path / "atlas.json"))
 

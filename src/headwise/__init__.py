@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 # Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
 _WHERE = {
     "Alibi": "attention.nn.positions",
-    "Atlas": "roles.atlas.atlas",
+    "Atlas": "roles.atlas.result",
     "CacheError": "errors",
     "CheckpointError": "errors",
     "Decoder": "attention.nn.stack",
@@ -101,8 +101,8 @@ if TYPE_CHECKING:
     from .plans import Plan as Plan
     from .prune.importance import importance as importance
     from .prune.plan import plan as plan
-    from .roles.atlas.atlas import Atlas as Atlas
     from .roles.atlas.build import atlas as atlas
+    from .roles.atlas.result import Atlas as Atlas
     from .roles.relations.find import relations as relations
     from .roles.relations.result import Relations as Relations
     from .shapes import Shape as Shape

@@ -1,6 +1,6 @@
-"""Reading files of others: JSON that may hold anything, and checks of what it holds. Whatever is wrong is a ValueError.
+"""Untrusted JSON: parsing, and checks of the values in it. Whatever is wrong raises a ValueError.
 
-The words of these errors complete a sentence such as "'atlas.json' is damaged: ...".
+The messages complete a sentence such as "'atlas.json' is damaged: ...".
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-LARGEST = 2**63 - 1  # of a whole number, as arrays have them
+LARGEST = 2**63 - 1  # whole number, as in arrays of int64
 DIGITS = 18  # of a whole number in a text, so that it fits into 64 bits
-LONGEST = 300  # characters of what an error says
+LONGEST = 300  # characters of an error message
 SHOWN = 60  # characters of a value in a message
 
 
@@ -30,7 +30,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def brief(value: Any) -> str:
-    """A value for a message, cut to a length that can be read."""
+    """The repr of a value for a message, cut to SHOWN characters."""
     try:
         shown = repr(value)
     except (RecursionError, ValueError):  # too deep, or a number of too many digits
@@ -39,26 +39,26 @@ def brief(value: Any) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """What an error says, on one line of a length that can be read."""
+    """The message of an error on one line, cut to LONGEST characters."""
     said = f"{brief(error.args[0])} is missing" if isinstance(error, KeyError) and error.args else str(error)
     words = " ".join(said.split()) or type(error).__name__
     return words if len(words) <= LONGEST else words[:LONGEST] + "..."
 
 
 def whole_number(text: str) -> int | None:
-    """The number that ASCII digits spell; None for anything else, "²" and "٣" among it."""
+    """The number that ASCII digits spell; None for anything else, including "²" and "٣"."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS else None
 
 
 def mapping(value: Any, what: str, read: Callable[[Any, str], T]) -> dict[str, T]:
-    """An object with `read` applied to each of its values."""
+    """A JSON object, with `read` applied to each of its values."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} must be an object, got {brief(value)}")
     return {key: read(x, f"{what}.{key[:SHOWN]}") for key, x in value.items()}
 
 
 def items(value: Any, what: str, read: Callable[[Any, str], T]) -> list[T]:
-    """A list with `read` applied to each of its values."""
+    """A JSON list, with `read` applied to each of its values."""
     if not isinstance(value, list):
         raise ValueError(f"{what} must be a list, got {brief(value)}")
     return [read(x, f"{what}[{i}]") for i, x in enumerate(value)]
@@ -81,7 +81,7 @@ def flag(value: Any, what: str) -> bool:
 
 
 def count(value: Any, what: str) -> int:
-    """A whole number from 0 on."""
+    """A whole number, 0 or larger."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
         raise ValueError(f"{what} must be a whole number from 0 on, got {brief(value)}")
     return value

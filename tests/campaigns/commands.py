@@ -28,13 +28,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from headwise.cli import main
 from headwise.cli.app import app
 from headwise.errors import HeadwiseError
-from headwise.roles.relations.probe_set import sentences
+from headwise.roles.relations.probe_set.sentences import probe_sentences
 
 from . import Report
 from .documents import CONLLU, relations
 
 SHORT, LONG = 12, 10_000
-SENTENCES = sentences.sentences()[::40]  # of those that --probe asks about
+SENTENCES = probe_sentences()[::40]  # of those that --probe asks about
 SECONDS = 20  # after which a command hangs
 
 WORDS = "a the cat dog bird sat ran on by old new red house tree river hill . ,".split()
@@ -139,7 +139,7 @@ def without_long_work() -> Iterator[None]:
             stack.enter_context(mock.patch(place, nothing))
         stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
         stack.enter_context(
-            mock.patch("headwise.roles.relations.probe_set.sentences.sentences", return_value=SENTENCES)
+            mock.patch("headwise.roles.relations.probe_set.sentences.probe_sentences", return_value=SENTENCES)
         )
         yield
 

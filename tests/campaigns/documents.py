@@ -19,13 +19,16 @@ import numpy as np
 from headwise.errors import HeadwiseError
 from headwise.lab import session
 from headwise.lab.store import Lab
-from headwise.roles.ablation.ablate import Matter
-from headwise.roles.atlas import corpus, observer
-from headwise.roles.atlas.atlas import SUMS, Atlas
-from headwise.roles.atlas.build import Run
-from headwise.roles.atlas.observer import Adding, Found
-from headwise.roles.atlas.roles import CAUSAL, columns
-from headwise.roles.atlas.sums import Tally, draws
+from headwise.resampling import poisson_counts
+from headwise.role_definitions import CAUSAL, columns
+from headwise.roles.ablation.ablate import Ablation
+from headwise.roles.atlas import corpus
+from headwise.roles.atlas.accumulator import Accumulator, PendingBatch
+from headwise.roles.atlas.corpus_run import CorpusRun
+from headwise.roles.atlas.file_format import SUMS
+from headwise.roles.atlas.observer import BatchSums
+from headwise.roles.atlas.result import Atlas
+from headwise.roles.atlas.sums import Tally
 from headwise.roles.relations import conllu, winograd
 from headwise.roles.relations.result import Relation, Relations
 
@@ -66,19 +69,19 @@ CONLLU = "\n".join(
 def tally() -> Tally:
     """Sums of a small causal model."""
     made = Tally(replicates=REPLICATES)
-    fill(Adding(made)).settle()
+    fill(Accumulator(made)).flush()
     return made
 
 
-def fill(adding: Adding) -> Adding:
+def fill(sums: Accumulator) -> Accumulator:
     drawn = np.random.default_rng(0)
     names = columns(CAUSAL)
     found = {}
     for layer in range(LAYERS):
         top, bottom = drawn.random((TEXTS, len(names), HEADS + 1)), np.ones((TEXTS, len(names)))
-        found["self", layer] = Found(names, CAUSAL, top, bottom)
-    adding.waiting.append(observer.Waiting(found, np.arange(TEXTS, dtype=np.uint64), 31, 1))
-    return adding
+        found["self", layer] = BatchSums(names, CAUSAL, top, bottom)
+    sums.pending.append(PendingBatch(found, np.arange(TEXTS, dtype=np.uint64), 31, 1))
+    return sums
 
 
 def relations() -> Relations:
@@ -93,10 +96,10 @@ class Nothing:
     fingerprint = "0" * 32
 
 
-def unfinished(file: Path) -> Run:
-    run = Run(None, Nothing(), file, {"replicates": REPLICATES, "weights": "a"}, (0, 1), None, None)  # type: ignore[arg-type]
+def unfinished(file: Path) -> CorpusRun:
+    run = CorpusRun(None, Nothing(), file, {"replicates": REPLICATES, "weights": "a"}, (0, 1), None, None)  # type: ignore[arg-type]
     run.tally = Tally(replicates=REPLICATES)
-    run.adding = Adding(run.tally)
+    run.accumulator = Accumulator(run.tally)
     return run
 
 
@@ -110,14 +113,14 @@ def use_atlas(atlas: Atlas) -> None:
     list(atlas.rows())
     str(atlas.diff(atlas))
     if atlas.tally is not None:
-        draws(np.arange(3, dtype=np.uint64), 3)
+        poisson_counts(np.arange(3, dtype=np.uint64), 3)
         atlas.tally.plus(Tally(atlas.tally.names, atlas.tally.ways, atlas.tally.sums, 0, replicates=REPLICATES))
 
 
 def read_unfinished(file: Path) -> None:
     run = unfinished(file)
     run._resume()
-    run.adding.settle()
+    run.accumulator.flush()
 
 
 def read_relations(file: Path) -> None:
@@ -131,11 +134,11 @@ def read_matter(file: Path) -> None:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return  # whoever keeps it reads the JSON
-    str(Matter.from_json(data))
+    str(Ablation.from_json(data))
 
 
 def read_conllu(file: Path) -> None:
-    bank = conllu.read(file)
+    bank = conllu.read_conllu(file)
     assert all(sentence.words for sentence in bank.syntax())
     bank.coreference()
 
@@ -159,16 +162,16 @@ def read_result(file: Path) -> None:
 
 def documents(folder: Path) -> dict[str, tuple[Path, bytes, Callable[[Path], None]]]:
     """By kind: where it lies, its content, and what reads it."""
-    atlas = Atlas.of(tally(), None, "m", {}, {"corpus": "c", "notes": ["a note"], "part": [0, 1]})
+    atlas = Atlas.from_sums(tally(), None, "m", {}, {"corpus": "c", "notes": ["a note"], "part": [0, 1]})
     atlas.about["likeness"] = {"self": {"map": [{"kind": "self", "layer": 1, "head": 2, "x": 0.5, "y": 0.25}]}}
     places = {name: folder / name for name in ("plain", "with sums", "unfinished", "piece", "result")}
     for place in places.values():
         place.mkdir()
     atlas.save(places["with sums"] / "atlas.json", sums=True)
     run = unfinished(places["unfinished"] / "a.safetensors")
-    fill(run.adding).settle()
-    fill(run.adding)
-    run._keep()
+    fill(run.accumulator).flush()
+    fill(run.accumulator)
+    run._save_checkpoint()
     Lab(work=places["piece"])._piece("sum", {"of": 7}, lambda: 11)
     [piece] = places["piece"].iterdir()
     files: dict[str, tuple[Path, bytes | None, Callable[[Path], None]]] = {
@@ -179,7 +182,7 @@ def documents(folder: Path) -> dict[str, tuple[Path, bytes, Callable[[Path], Non
         "relations": (places["plain"] / "r.json", json.dumps(relations().to_json()).encode(), read_relations),
         "matter": (
             places["plain"] / "m.json",
-            json.dumps(Matter("t", (("self", 0, 1),), 0.5, 0.1, 0.0, 0.2, (0.1, 0.2), 7).to_json()).encode(),
+            json.dumps(Ablation("t", (("self", 0, 1),), 0.5, 0.1, 0.0, 0.2, (0.1, 0.2), 7).to_json()).encode(),
             read_matter,
         ),
         "conllu": (places["plain"] / "a.conllu", CONLLU.encode(), read_conllu),
@@ -188,7 +191,7 @@ def documents(folder: Path) -> dict[str, tuple[Path, bytes, Callable[[Path], Non
         "winograd": (
             places["plain"] / "w.json",
             json.dumps({"examples": [{"input": "The cup fell. The 'it' refers to the cup because so."}] * 2}).encode(),
-            lambda file: str(winograd.read(file)),
+            lambda file: str(winograd.read_winograd(file)),
         ),
         "piece": (piece, None, read_piece),
         "result": (places["result"] / "claim03.json", b'{"claim": 3, "figures": {"a": [1]}}', read_result),

@@ -23,8 +23,8 @@ import torch
 
 from headwise.cli import main
 from headwise.cli.atlas import UNFINISHED
-from headwise.roles.atlas import build, corpus, similarity  # noqa: F401
-from headwise.roles.atlas.atlas import Atlas
+from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
+from headwise.roles.atlas.result import Atlas
 from headwise.ui import atlas as drawing  # noqa: F401
 
 from . import Report
@@ -41,8 +41,8 @@ PATIENCE = 120.0  # seconds for a run that is left alone
 SIZES = {"WINDOW": 13, "PAIRS": 1200, "TOKENS": 60}
 SCRIPT = f"""
 import sys
-from headwise.roles import corpus, likeness, survey  # noqa: F401
-survey.EVERY = 0.0
+from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
+corpus_run.EVERY = 0.0
 vars(corpus).update({SIZES!r})
 from headwise.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -57,7 +57,7 @@ def forked(args: list[str], after: float) -> int | None:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 torch.set_num_threads(1)
-                build.EVERY = 0.0
+                corpus_run.EVERY = 0.0
                 vars(corpus).update(SIZES)
                 code = main(args)
         finally:
@@ -99,7 +99,7 @@ def differences(out: Path, expected: Atlas) -> list[str]:
     wrong += [f"{name} is missing" for name in FILES if not (out / name).exists()]
     if found.to_json() != expected.to_json():
         wrong.append("atlas.json differs")
-    for name in ("tally", "probe"):
+    for name in ("tally", "repetition"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         if ours is None or ours.facts() != theirs.facts():
             wrong.append(f"{name} is of {ours and ours.texts} texts instead of {theirs.texts}")

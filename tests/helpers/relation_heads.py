@@ -9,7 +9,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from headwise.roles.relations.gold import Link, Sentence
+from headwise.roles.relations.gold import GoldLink, Sentence
 
 PAIRS, FILLERS, POSITIONS, WIDTH, HEADS = 7, 11, 31, 96, 3
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -19,11 +19,11 @@ FOLLOWS, PREVIOUS, EVEN = 0, 1, 2  # what each head of layer 1 does; all of laye
 
 def tokenizer() -> Any:
     vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
+        tokenizer_object=fast, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]"
     )
 
 
@@ -37,36 +37,36 @@ def model() -> Any:
         vocab_size=len(SPECIAL + WORDS), hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=HEADS,
         intermediate_size=5, max_position_embeddings=POSITIONS,
     )  # fmt: skip
-    made = transformers.BertModel(config, add_pooling_layer=False).eval()
+    bert = transformers.BertModel(config, add_pooling_layer=False).eval()
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in bert.named_parameters():
             if "LayerNorm.weight" not in name:
                 parameter.zero_()
         for i in range(PAIRS):
             for word in (f"a{i}", f"n{i}"):
-                made.embeddings.word_embeddings.weight[len(SPECIAL) + WORDS.index(word), i] = 1
+                bert.embeddings.word_embeddings.weight[len(SPECIAL) + WORDS.index(word), i] = 1
         for position in range(POSITIONS):
-            made.embeddings.position_embeddings.weight[position, PAIRS + position] = 1
+            bert.embeddings.position_embeddings.weight[position, PAIRS + position] = 1
         dim = WIDTH // HEADS
-        for layer in made.encoder.layer:
+        for layer in bert.encoder.layer:
             for last in range(dim - 1, WIDTH, dim):  # a dimension of each head that no relation uses
                 layer.attention.self.query.bias[last] = 1
                 for position in range(POSITIONS):
                     layer.attention.self.key.weight[last, PAIRS + position] = 1e-3 * position
-        attention = made.encoder.layer[1].attention.self
+        attention = bert.encoder.layer[1].attention.self
         for i in range(PAIRS):
             attention.query.weight[FOLLOWS * dim + i, i] = attention.key.weight[FOLLOWS * dim + i, i] = 3
         for position in range(POSITIONS):
             attention.key.weight[PREVIOUS * dim + position, PAIRS + position] = 3
             if position:
                 attention.query.weight[PREVIOUS * dim + position - 1, PAIRS + position] = 3
-    return made
+    return bert
 
 
 def sentences(count: int = 211, seed: int = 3) -> list[Sentence]:
     """Fillers in a row with one or two pairs among them, at random places; and words that follow each other."""
     chance = random.Random(seed)
-    made = []
+    result = []
     for number in range(count):
         words = [f"x{chance.randrange(FILLERS)}" for _ in range(chance.randrange(5, 14))]
         pairs = chance.sample(range(PAIRS), 2)
@@ -74,13 +74,13 @@ def sentences(count: int = 211, seed: int = 3) -> list[Sentence]:
         for pair in pairs:
             at, to = chance.sample([i for i, word in enumerate(words) if word[0] == "x"], 2)
             words[at], words[to] = f"a{pair}", f"n{pair}"
-            links += [Link("adjective > noun", at, (to,)), Link("noun > adjective", to, (at,))]
-        links += [Link("word > before", i, (i - 1,)) for i in range(1, len(words))]
-        links += [Link("anything", i, (chance.choice([j for j in range(len(words)) if j != i]),)) for i in range(2)]
+            links += [GoldLink("adjective > noun", at, (to,)), GoldLink("noun > adjective", to, (at,))]
+        links += [GoldLink("word > before", i, (i - 1,)) for i in range(1, len(words))]
+        links += [GoldLink("anything", i, (chance.choice([j for j in range(len(words)) if j != i]),)) for i in range(2)]
         text, spans = "", []
         for word in words:
             text += " " if text else ""
             spans.append((len(text), len(text) + len(word)))
             text += word
-        made.append(Sentence(text, tuple(spans), tuple(links), f"document {number}"))
-    return made
+        result.append(Sentence(text, tuple(spans), tuple(links), f"document {number}"))
+    return result

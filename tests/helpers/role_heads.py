@@ -22,29 +22,29 @@ SHARP = 3.0
 
 def tokenizer(around: bool = True) -> Any:
     """around: with [CLS] and [SEP], as BERT's."""
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if around:
-        made.post_processor = processors.TemplateProcessing(
+        fast.post_processor = processors.TemplateProcessing(
             "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]"} | (
         {"cls_token": "[CLS]", "sep_token": "[SEP]"} if around else {}
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **names)
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
     """Sentences of 5 to 17 words; some words are rare, and every text repeats one."""
-    drawn = np.random.default_rng(seed)
-    often = 1 / np.arange(1, len(WORDS) + 1) ** 1.5
-    found = []
+    random = np.random.default_rng(seed)
+    frequency = 1 / np.arange(1, len(WORDS) + 1) ** 1.5
+    result = []
     for _ in range(count):
-        words = list(drawn.choice(WORDS, drawn.integers(5, 18), p=often / often.sum()))
+        words = list(random.choice(WORDS, random.integers(5, 18), p=frequency / frequency.sum()))
         words[2] += ","
         words[-1] = words[0]
-        found.append(" ".join(words) + ".")
-    return found
+        result.append(" ".join(words) + ".")
+    return result
 
 
 HEADS = ("previous", "next", "rare", "delimiter", "same_word", "broad", "offset-3")

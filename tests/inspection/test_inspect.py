@@ -1,4 +1,4 @@
-"""headwise.inspect as a value: weights against eager's, statistics, links, and two texts."""
+"""headwise.inspect as a value: weights against eager attention, statistics, links, and two texts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def minilm() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def animal(minilm: tuple[Any, Any]) -> Inspection:
-    found = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
-    assert isinstance(found, Inspection)
-    return found
+    result = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
+    assert isinstance(result, Inspection)
+    return result
 
 
 @pytest.fixture(scope="module", params=["bert", "gpt2", "llama"])
@@ -44,14 +44,14 @@ def eager(folder: Path | Any, text: str) -> np.ndarray:
     """What transformers itself says: (L, H, T, T)."""
     model, tokenizer = headwise.load(folder, attn_implementation="eager"), headwise.tokenizer(folder)
     with torch.no_grad():
-        found = model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions
-    return torch.stack([layer[0] for layer in found]).numpy()
+        result = model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions
+    return torch.stack([layer[0] for layer in result]).numpy()
 
 
 # --- the real model ---
 
 
-def test_it_looks_at_animal(animal: Inspection) -> None:
+def test_the_pronoun_of_the_default_sentence_attends_to_animal(animal: Inspection) -> None:
     place = animal.find("it")
     target = animal.find("animal")
     best = [(link.name, round(link.weight, 2)) for link in animal.links(place) if link.target == target][:2]
@@ -61,7 +61,7 @@ def test_it_looks_at_animal(animal: Inspection) -> None:
     assert (previous.kind.name, previous.name, others) == ("previous token", "0.2", [])
 
 
-def test_weights_are_eagers_with_pieces_merged(animal: Inspection) -> None:
+def test_word_weights_are_eager_weights_with_pieces_merged(animal: Inspection) -> None:
     theirs = eager("minilm", ANIMAL)
     assert animal.words.names == ("[CLS]", *ANIMAL[:-1].split(), ".", "[SEP]")
     ours = np.stack(animal.weights)
@@ -69,7 +69,7 @@ def test_weights_are_eagers_with_pieces_merged(animal: Inspection) -> None:
     np.testing.assert_allclose(ours.sum(-1), 1, atol=1e-4)
 
 
-def test_its_printing_has_what_counts(animal: Inspection) -> None:
+def test_a_printed_inspection_has_links_standouts_and_entropy(animal: Inspection) -> None:
     shown = str(animal)
     for words in (ANIMAL, "6 layers x 12 heads; 16 tokens, 14 words", "it → animal  3.1   0.68", "0.2 0.94"):
         assert words in shown
@@ -80,62 +80,62 @@ def test_its_printing_has_what_counts(animal: Inspection) -> None:
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-def test_weights_and_statistics_equal_eagers(folder: Path, pieces: bool) -> None:
+def test_weights_and_statistics_equal_those_of_eager_attention(folder: Path, pieces: bool) -> None:
     text = "She sat by the river bank, internationalisation didn't."
-    found = headwise.inspect(text, folder, pieces=pieces)
-    assert isinstance(found, Inspection)
+    result = headwise.inspect(text, folder, pieces=pieces)
+    assert isinstance(result, Inspection)
     theirs = eager(folder, text)
-    np.testing.assert_allclose(np.stack(found.weights), found.words.merge(theirs), atol=1e-4)
+    np.testing.assert_allclose(np.stack(result.weights), result.words.merge(theirs), atol=1e-4)
     count = theirs.shape[-1]
     entropy = -(theirs * np.log(np.where(theirs > 0, theirs, 1))).sum(-1).mean(-1)
-    np.testing.assert_allclose(found.table("entropy"), entropy, atol=1e-4)
-    np.testing.assert_allclose(found.table("confidence"), theirs.max(-1).mean(-1), atol=1e-4)
-    np.testing.assert_allclose(found.table("previous"), np.trace(theirs, -1, 2, 3) / count, atol=1e-4)
-    np.testing.assert_allclose(found.table("first"), theirs[..., 0].mean(-1), atol=1e-4)
-    assert set(found.stats) == set(found.equal) == set(STATISTICS)
-    assert found.tokens == count and (len(found.words.names) == count) == pieces
+    np.testing.assert_allclose(result.table("entropy"), entropy, atol=1e-4)
+    np.testing.assert_allclose(result.table("confidence"), theirs.max(-1).mean(-1), atol=1e-4)
+    np.testing.assert_allclose(result.table("previous"), np.trace(theirs, -1, 2, 3) / count, atol=1e-4)
+    np.testing.assert_allclose(result.table("first"), theirs[..., 0].mean(-1), atol=1e-4)
+    assert set(result.stats) == set(result.equal) == set(STATISTICS)
+    assert result.tokens == count and (len(result.words.names) == count) == pieces
 
 
-def test_causal_models_are_known_and_their_first_word_left_out(folder: Path) -> None:
-    found = headwise.inspect("the river bank by the street", folder)
-    assert isinstance(found, Inspection)
+def test_causal_models_are_recognised_and_their_first_word_left_out(folder: Path) -> None:
+    result = headwise.inspect("the river bank by the street", folder)
+    assert isinstance(result, Inspection)
     causal = headwise.load(folder).config.model_type != "bert"
-    assert found.causal == causal
-    assert (0 in {link.target for link in found.links(len(found.words.names) - 1)}) is False
-    names = {kind.name for kind in found.kinds}
+    assert result.causal == causal
+    assert (0 in {link.target for link in result.links(len(result.words.names) - 1)}) is False
+    names = {kind.name for kind in result.kinds}
     assert ("first token" in names) == causal and ("next token" in names) != causal
-    equal = np.log(np.arange(1, found.tokens + 1)).mean() if causal else np.log(found.tokens)
-    np.testing.assert_allclose(found.equal["entropy"], equal, rtol=1e-5)
+    equal = np.log(np.arange(1, result.tokens + 1)).mean() if causal else np.log(result.tokens)
+    np.testing.assert_allclose(result.equal["entropy"], equal, rtol=1e-5)
 
 
-def test_delimiters_are_the_same_with_and_without_pieces(folder: Path) -> None:
+def test_the_delimiter_statistic_is_the_same_with_and_without_pieces(folder: Path) -> None:
     text = "She sat, didn't she?"
     one, two = (headwise.inspect(text, folder, pieces=pieces) for pieces in (False, True))
     assert isinstance(one, Inspection) and isinstance(two, Inspection)
     np.testing.assert_allclose(one.table("delimiter"), two.table("delimiter"))
 
 
-def test_a_model_off_the_registry_by_its_own_weights() -> None:
+def test_a_model_that_cannot_be_watched_is_inspected_by_its_returned_weights() -> None:
     config = transformers.MPNetConfig(
         vocab_size=101, hidden_size=15, num_hidden_layers=2, num_attention_heads=5, intermediate_size=17
     )
     model, tokenizer = small_checkpoints.sharp(transformers.MPNetModel(config)), small_checkpoints.word_piece()
-    found = headwise.inspect("the river bank", model, tokenizer=tokenizer)
+    result = headwise.inspect("the river bank", model, tokenizer=tokenizer)
     with torch.no_grad():
         theirs = model(**tokenizer("the river bank", return_tensors="pt"), output_attentions=True).attentions
-    np.testing.assert_allclose(found.weights[1], found.words.merge(theirs[1][0].numpy()), atol=1e-5)
+    np.testing.assert_allclose(result.weights[1], result.words.merge(theirs[1][0].numpy()), atol=1e-5)
 
 
-def test_the_encoder_of_an_encoder_decoder() -> None:
+def test_inspect_takes_the_encoder_of_an_encoder_decoder() -> None:
     config = transformers.T5Config(vocab_size=101, d_model=15, d_kv=3, num_heads=5, num_layers=2, d_ff=17)
     model = small_checkpoints.sharp(transformers.T5ForConditionalGeneration(config))
-    found = headwise.inspect("the river bank", model, tokenizer=small_checkpoints.word_piece())
-    assert isinstance(found, Inspection)
-    assert found.notes == ("the encoder of an encoder-decoder model",)
-    assert len(found.layers) == 2 and not found.causal
+    result = headwise.inspect("the river bank", model, tokenizer=small_checkpoints.word_piece())
+    assert isinstance(result, Inspection)
+    assert result.notes == ("the encoder of an encoder-decoder model",)
+    assert len(result.layers) == 2 and not result.causal
 
 
-def test_a_vision_model_is_refused() -> None:
+def test_inspect_refuses_a_vision_model() -> None:
     config = transformers.ViTConfig(hidden_size=15, num_hidden_layers=1, num_attention_heads=5, intermediate_size=17)
     with pytest.raises(
         UnsupportedError, match=r"ViTModel \(ViTModel\) takes pixel_values, not text; inspect needs a text"
@@ -143,12 +143,12 @@ def test_a_vision_model_is_refused() -> None:
         headwise.inspect("a cat", transformers.ViTModel(config), tokenizer=small_checkpoints.word_piece())
 
 
-def test_a_loaded_model_needs_its_tokenizer(minilm: tuple[Any, Any]) -> None:
+def test_inspect_of_a_loaded_model_needs_its_tokenizer(minilm: tuple[Any, Any]) -> None:
     with pytest.raises(HeadwiseError, match=r"needs its tokenizer; give tokenizer=headwise.tokenizer\(name\)"):
         headwise.inspect("a cat", minilm[0])
 
 
-def test_the_model_is_left_as_it_was(minilm: tuple[Any, Any]) -> None:
+def test_inspect_leaves_the_model_unchanged(minilm: tuple[Any, Any]) -> None:
     model, tokenizer = minilm
     before = model.config._attn_implementation
     ids = tokenizer(ANIMAL, return_tensors="pt")["input_ids"]
@@ -160,15 +160,15 @@ def test_the_model_is_left_as_it_was(minilm: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.full
-def test_a_real_decoder() -> None:
+def test_inspect_of_a_real_decoder() -> None:
     folder = real_weights.smollm2()
-    found = headwise.inspect(ANIMAL, folder)
-    assert isinstance(found, Inspection)
-    assert found.causal and found.words.names == (*ANIMAL[:-1].split(), ".")
-    np.testing.assert_allclose(np.stack(found.weights), found.words.merge(eager(folder, ANIMAL)), atol=2e-4)
-    [(place, _)] = found.followed()
-    assert found.words.names[place] == "it"
-    assert found.words.names[found.links(place)[0].target] == "animal"
+    result = headwise.inspect(ANIMAL, folder)
+    assert isinstance(result, Inspection)
+    assert result.causal and result.words.names == (*ANIMAL[:-1].split(), ".")
+    np.testing.assert_allclose(np.stack(result.weights), result.words.merge(eager(folder, ANIMAL)), atol=2e-4)
+    [(place, _)] = result.followed()
+    assert result.words.names[place] == "it"
+    assert result.words.names[result.links(place)[0].target] == "animal"
 
 
 # --- words, heads and lengths that are not there ---
@@ -183,12 +183,12 @@ def test_a_real_decoder() -> None:
         ("it:0", "there is no 'it:0'"),
     ],
 )
-def test_a_word_that_is_not_there(token: str, words: str, animal: Inspection) -> None:
+def test_following_a_missing_word_is_refused(token: str, words: str, animal: Inspection) -> None:
     with pytest.raises(HeadwiseError, match=words):
         animal.find(token)
 
 
-def test_words_are_found_whatever_their_case(animal: Inspection) -> None:
+def test_words_are_found_in_any_case_and_by_occurrence(animal: Inspection) -> None:
     assert animal.find("IT") == animal.find("it")
     assert [animal.find("the:1"), animal.find("The:2")] == [1, 5]
 
@@ -203,39 +203,41 @@ def test_words_are_found_whatever_their_case(animal: Inspection) -> None:
         ("-1.0", "got '-1.0'"),
     ],
 )
-def test_a_head_that_is_not_there(head: str, words: str, animal: Inspection) -> None:
+def test_a_missing_head_is_refused(head: str, words: str, animal: Inspection) -> None:
     with pytest.raises(HeadwiseError, match=words):
         animal.matrix(head)
 
 
-def test_a_statistic_that_is_not_there(animal: Inspection) -> None:
+def test_a_missing_statistic_is_refused(animal: Inspection) -> None:
     with pytest.raises(HeadwiseError, match="no statistic 'speed'; there are entropy, confidence, distance"):
         animal.table("speed")
 
 
 @pytest.mark.parametrize("text", ["", "  \n "])
-def test_an_empty_text(text: str) -> None:
+def test_inspect_refuses_an_empty_text(text: str) -> None:
     with pytest.raises(HeadwiseError, match="the text is empty; give a sentence"):
         headwise.inspect(text)
 
 
-def test_a_text_that_is_too_long(minilm: tuple[Any, Any]) -> None:
+def test_inspect_refuses_or_truncates_a_text_beyond_the_positions(minilm: tuple[Any, Any]) -> None:
     long = "word " * 600
     with pytest.raises(HeadwiseError, match=r"has 602 tokens, BertModel takes 512 \(its positions\); .* --truncate"):
         headwise.inspect(long, minilm[0], tokenizer=minilm[1])
-    found = headwise.inspect(long, minilm[0], tokenizer=minilm[1], truncate=True)
-    assert isinstance(found, Inspection)
-    assert found.tokens == 512 and found.notes == ("cut to 512 of 602 tokens",)
-    assert found.words.names[-1] == "[SEP]"
+    result = headwise.inspect(long, minilm[0], tokenizer=minilm[1], truncate=True)
+    assert isinstance(result, Inspection)
+    assert result.tokens == 512 and result.notes == ("cut to 512 of 602 tokens",)
+    assert result.words.names[-1] == "[SEP]"
 
 
-def test_a_text_whose_weights_are_too_large(minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_refuses_a_text_whose_weights_exceed_the_memory_limit(
+    minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "WEIGHTS_LIMIT", 72 * 11 * 11 * 4)
     with pytest.raises(HeadwiseError, match="has 16 tokens, BertModel takes 11 .the weights of 72 heads"):
         headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
 
 
-def test_robertas_positions_begin_after_its_padding() -> None:
+def test_roberta_has_fewer_positions_than_embeddings() -> None:
     config = transformers.RobertaConfig(
         vocab_size=101, hidden_size=15, num_hidden_layers=1, num_attention_heads=5, intermediate_size=17,
         max_position_embeddings=13, pad_token_id=1,
@@ -259,42 +261,47 @@ def test_robertas_positions_begin_after_its_padding() -> None:
         ("...", ".", "the first word"),
     ],
 )
-def test_the_word_that_is_followed(text: str, word: str | None, why: str, minilm: tuple[Any, Any]) -> None:
-    found = headwise.inspect(text, minilm[0], tokenizer=minilm[1])
-    assert isinstance(found, Inspection)
-    [(place, told)] = found.followed()
-    assert told.startswith(why)
+def test_the_default_followed_word_and_its_reason(
+    text: str, word: str | None, why: str, minilm: tuple[Any, Any]
+) -> None:
+    result = headwise.inspect(text, minilm[0], tokenizer=minilm[1])
+    assert isinstance(result, Inspection)
+    [(place, reason)] = result.followed()
+    assert reason.startswith(why)
     if word:
-        assert found.words.names[place] == word or text == "..."
-    assert str(found)
+        assert result.words.names[place] == word or text == "..."
+    assert str(result)
 
 
-def test_the_strongest_link_is_the_one_followed(minilm: tuple[Any, Any]) -> None:
-    found = headwise.inspect("The cat sat on the mat", minilm[0], tokenizer=minilm[1])
-    assert isinstance(found, Inspection)
-    [(place, _)] = found.followed()
-    content = [i for i, mark in enumerate(found.words.delimiter) if not mark]
+def test_without_a_pronoun_the_word_of_the_strongest_link_is_followed(minilm: tuple[Any, Any]) -> None:
+    result = headwise.inspect("The cat sat on the mat", minilm[0], tokenizer=minilm[1])
+    assert isinstance(result, Inspection)
+    [(place, _)] = result.followed()
+    content = [i for i, mark in enumerate(result.words.delimiter) if not mark]
     far = {
-        (i, j): max(layer[:, i, j].max() for layer in found.weights) for i in content for j in content if abs(i - j) > 1
+        (i, j): max(layer[:, i, j].max() for layer in result.weights)
+        for i in content
+        for j in content
+        if abs(i - j) > 1
     }
     assert place == max(far, key=lambda at: far[at])[0]
 
 
-def test_a_short_text_tells_nothing_of_kinds(minilm: tuple[Any, Any]) -> None:
-    found = headwise.inspect("hi", minilm[0], tokenizer=minilm[1])
-    assert isinstance(found, Inspection)
-    assert not any(found.can_tell(kind) or found.standouts(kind) for kind in KINDS)
-    assert "the text is too short to tell: delimiter" in str(found)
-    found = headwise.inspect(". , ! ? -", minilm[0], tokenizer=minilm[1])
-    assert isinstance(found, Inspection)
-    told = {kind.name: found.can_tell(kind) for kind in KINDS}
-    assert told["previous token"] and not told["delimiter"]  # equal attention is all on delimiters
+def test_a_text_of_few_tokens_has_no_standouts(minilm: tuple[Any, Any]) -> None:
+    result = headwise.inspect("hi", minilm[0], tokenizer=minilm[1])
+    assert isinstance(result, Inspection)
+    assert not any(result.can_tell(kind) or result.standouts(kind) for kind in KINDS)
+    assert "the text is too short to tell: delimiter" in str(result)
+    result = headwise.inspect(". , ! ? -", minilm[0], tokenizer=minilm[1])
+    assert isinstance(result, Inspection)
+    tellable = {kind.name: result.can_tell(kind) for kind in KINDS}
+    assert tellable["previous token"] and not tellable["delimiter"]  # equal attention is all on delimiters
 
 
 # --- two texts ---
 
 
-def test_two_texts_of_the_same_words(minilm: tuple[Any, Any]) -> None:
+def test_comparison_of_two_texts_of_equal_length(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
     assert isinstance(two, Comparison) and two.aligned
     first = two.turns()[0]
@@ -307,18 +314,18 @@ def test_two_texts_of_the_same_words(minilm: tuple[Any, Any]) -> None:
     json.dumps(two.to_json())
 
 
-def test_two_texts_of_other_lengths(minilm: tuple[Any, Any]) -> None:
+def test_comparison_of_two_texts_of_different_length(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against="The cat slept because it was tired.")
     assert isinstance(two, Comparison) and not two.aligned
     here, there, _ = two.followed()
     assert two.first.words.names[here] == two.second.words.names[there] == "it"
     assert two.turns()[0].moved is None
-    assert "the texts have not as many words" in str(two)
+    assert "the texts differ in their number of words" in str(two)
     changes = [abs(change.difference) for change in two.changes()]
     assert changes == sorted(changes, reverse=True) and len(changes) == 72
 
 
-def test_a_text_against_itself_has_no_difference(minilm: tuple[Any, Any]) -> None:
+def test_comparison_of_a_text_with_itself_has_no_changes(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=ANIMAL)
     assert isinstance(two, Comparison)
     assert not two.difference("entropy").any()
@@ -328,19 +335,19 @@ def test_a_text_against_itself_has_no_difference(minilm: tuple[Any, Any]) -> Non
 # --- JSON and examples ---
 
 
-def test_json_is_plain_and_complete(animal: Inspection) -> None:
-    found = json.loads(json.dumps(animal.to_json("3.1"), allow_nan=False))
-    assert found["words"] == list(animal.words.names)
-    assert found["followed"][0]["word"] == "it" and len(found["followed"][0]["heads"]) == 72
-    assert np.shape(found["statistics"]["entropy"]) == (6, 12)
-    np.testing.assert_allclose(found["head"]["weights"], animal.matrix("3.1"), atol=1e-5)
-    assert {"kind": "previous token", "head": "0.2"}.items() <= found["standouts"][0].items()
+def test_inspection_json_is_plain_and_complete(animal: Inspection) -> None:
+    result = json.loads(json.dumps(animal.to_json("3.1"), allow_nan=False))
+    assert result["words"] == list(animal.words.names)
+    assert result["followed"][0]["word"] == "it" and len(result["followed"][0]["heads"]) == 72
+    assert np.shape(result["statistics"]["entropy"]) == (6, 12)
+    np.testing.assert_allclose(result["head"]["weights"], animal.matrix("3.1"), atol=1e-5)
+    assert {"kind": "previous token", "head": "0.2"}.items() <= result["standouts"][0].items()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_have_the_words_they_follow(name: str, minilm: tuple[Any, Any]) -> None:
+def test_bundled_examples_contain_the_words_they_follow(name: str, minilm: tuple[Any, Any]) -> None:
     example = EXAMPLES[name]
-    found = headwise.inspect(example.text, minilm[0], tokenizer=minilm[1], token=example.follow)
-    assert isinstance(found, Inspection)
-    assert len(found.followed()) == max(len(example.follow), 1)
-    assert example.text in str(found)
+    result = headwise.inspect(example.text, minilm[0], tokenizer=minilm[1], token=example.follow)
+    assert isinstance(result, Inspection)
+    assert len(result.followed()) == max(len(example.follow), 1)
+    assert example.text in str(result)

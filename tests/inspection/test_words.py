@@ -20,8 +20,8 @@ def split(kind: str, text: str, **how: bool) -> Words:
 
 
 def shown(kind: str, text: str) -> list[str]:
-    found = split(kind, text)
-    return [name for name, special in zip(found.names, found.special, strict=True) if not special]
+    result = split(kind, text)
+    return [name for name, special in zip(result.names, result.special, strict=True) if not special]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -35,33 +35,33 @@ def shown(kind: str, text: str) -> list[str]:
         ("snake_case well-known", ["snake_case", "well", "-", "known"]),
     ],
 )
-def test_words_of_a_text(kind: str, text: str, expected: list[str]) -> None:
+def test_pieces_are_grouped_into_the_words_of_a_text(kind: str, text: str, expected: list[str]) -> None:
     assert "".join(shown(kind, text)) == "".join(expected)
     if kind != "bert":  # an unknown run of signs is one piece there
         assert shown(kind, text) == expected
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_letters_that_are_several_pieces_each(kind: str) -> None:
+def test_letters_of_several_pieces_each_are_one_word(kind: str) -> None:
     assert shown(kind, "Zażółć gęślą jaźń") == ["Zażółć", "gęślą", "jaźń"]
 
 
-def test_marks_belong_to_their_letters_and_unspaced_scripts_go_by_pieces() -> None:
+def test_combining_marks_join_their_letters_and_unspaced_scripts_go_by_pieces() -> None:
     assert shown("gpt2", "हिन्दी naïve") == ["हिन्दी", "naïve"]
     assert shown("llama", "日本 語") == ["日", "本", "語"]  # each character is three bytes there
     assert shown("gpt2", "👍🏽 👩‍🚀 ok") == ["👍🏽", "👩‍🚀", "ok"]
 
 
-def test_a_line_break_is_seen_and_a_lone_space_goes_with_what_follows() -> None:
+def test_a_line_break_is_visible_and_a_lone_space_joins_the_next_word() -> None:
     assert shown("gpt2", "the\nriver") == ["the", "↵", "river"]
     assert shown("gpt2", "the  §")[-1] == "§"
 
 
 def test_special_tokens_and_punctuation_are_delimiters() -> None:
-    found = split("bert", "The animal, tired.")
-    assert found.names[0] == "[CLS]" and found.names[-1] == "[SEP]"
-    assert found.special == (True, *(False,) * (len(found.names) - 2), True)
-    assert {name for name, mark in zip(found.names, found.delimiter, strict=True) if mark} == {
+    result = split("bert", "The animal, tired.")
+    assert result.names[0] == "[CLS]" and result.names[-1] == "[SEP]"
+    assert result.special == (True, *(False,) * (len(result.names) - 2), True)
+    assert {name for name, mark in zip(result.names, result.delimiter, strict=True) if mark} == {
         "[CLS]",
         "[SEP]",
         ",",
@@ -71,15 +71,15 @@ def test_special_tokens_and_punctuation_are_delimiters() -> None:
     assert not any(split("gpt2", "the bank").special)
 
 
-def test_pieces_are_kept_with_their_marks() -> None:
+def test_pieces_keep_their_markers() -> None:
     tokenizer = TOKENIZERS["bert"]
     text = "internationalisation didn't"
-    found = split("bert", text, pieces=True)
-    assert list(found.names) == tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
-    assert all(len(group) == 1 for group in found.pieces)
+    result = split("bert", text, pieces=True)
+    assert list(result.names) == tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)
+    assert all(len(group) == 1 for group in result.pieces)
 
 
-def test_without_offsets_each_token_is_itself() -> None:
+def test_without_offsets_each_token_is_a_word() -> None:
     tokenizer = TOKENIZERS["gpt2"]
     encoded = tokenizer("didn't", return_special_tokens_mask=True)
     assert list(words("didn't", encoded, tokenizer).names) == tokenizer.convert_ids_to_tokens(encoded["input_ids"])
@@ -87,19 +87,19 @@ def test_without_offsets_each_token_is_itself() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(kind=st.sampled_from(sorted(TOKENIZERS)), text=st.text(max_size=30))
-def test_every_piece_is_in_one_word_in_order(kind: str, text: str) -> None:
-    found = split(kind, text)
+def test_every_piece_belongs_to_one_word_in_order(kind: str, text: str) -> None:
+    result = split(kind, text)
     tokens = len(TOKENIZERS[kind](text)["input_ids"])
-    assert [piece for group in found.pieces for piece in group] == list(range(tokens))
-    assert len(found.names) == len(found.pieces) == len(found.special) == len(found.delimiter)
-    assert all(found.names)
+    assert [piece for group in result.pieces for piece in group] == list(range(tokens))
+    assert len(result.names) == len(result.pieces) == len(result.special) == len(result.delimiter)
+    assert all(result.names)
 
 
-def test_merging_sums_keys_and_averages_queries() -> None:
+def test_merging_pieces_sums_keys_and_averages_queries() -> None:
     groups = ((0,), (1, 2, 3), (4, 5))
-    found = Words(("a", "b", "c"), groups, (False,) * 3, (False,) * 3)
+    result = Words(("a", "b", "c"), groups, (False,) * 3, (False,) * 3)
     weights = np.random.default_rng(5).dirichlet(np.ones(6), (2, 6))  # (2, 6, 6), rows sum to 1
-    merged = found.merge(weights)
+    merged = result.merge(weights)
     assert merged.shape == (2, 3, 3)
     for i, source in enumerate(groups):
         for j, target in enumerate(groups):
@@ -108,9 +108,9 @@ def test_merging_sums_keys_and_averages_queries() -> None:
     np.testing.assert_allclose(merged.sum(-1), 1)
 
 
-def test_words_that_the_tokenizer_does_not_know_are_marked() -> None:
-    found = split("bert", "the ☃ street")
-    assert [name for name, lost in zip(found.names, found.unknown, strict=True) if lost] == ["☃"]
+def test_unknown_words_are_marked() -> None:
+    result = split("bert", "the ☃ street")
+    assert [name for name, lost in zip(result.names, result.unknown, strict=True) if lost] == ["☃"]
     for kind in ("gpt2", "llama"):  # bytes are always known
         assert not any(split(kind, "the ☃ 𓀀 street").unknown)
     for kind, tokenizer in TOKENIZERS.items():

@@ -1,4 +1,4 @@
-"""Two threads for tiny models cost more than they give."""
+"""One thread: two cost more than they save on tiny models."""
 
 from __future__ import annotations
 

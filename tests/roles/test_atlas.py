@@ -1,4 +1,4 @@
-"""The value itself: it opens without torch, prints, becomes tables, compares; which heads look alike."""
+"""Atlas as a value: it loads without torch, prints, exports and compares; similarity of heads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import numpy as np
 import pytest
 
 import headwise
-from headwise.roles.atlas.atlas import SUMS
-from headwise.roles.atlas.bundled import NAMES, shipped
+from headwise.roles.atlas.bundled import NAMES, bundled_atlas
 from headwise.roles.atlas.checkpoint import save_tallies
-from headwise.roles.atlas.similarity import Likeness, likeness
-from headwise.roles.atlas.stability import stability
+from headwise.roles.atlas.file_format import SUMS
+from headwise.roles.atlas.from_sums import is_from_sums
+from headwise.roles.atlas.similarity import HeadSimilarity, head_similarity
+from headwise.roles.atlas.stability import measure_stability
 from helpers.role_heads import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 
 @pytest.fixture(scope="module")
-def found() -> headwise.Atlas:
+def atlas() -> headwise.Atlas:
     return headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(53), tokenizer(), name="built by hand")
 
 
-def test_a_saved_atlas_opens_without_torch(found: headwise.Atlas, tmp_path: Path) -> None:
-    found.save(tmp_path / "a.json", sums=True)
+def test_a_saved_atlas_opens_without_torch(atlas: headwise.Atlas, tmp_path: Path) -> None:
+    atlas.save(tmp_path / "a.json", sums=True)
     script = """
 import sys
 for name in ("torch", "transformers", "pandas", "matplotlib", "rich", "typer"):
@@ -46,30 +47,30 @@ print(atlas)
     )  # fmt: skip
     assert run.stderr == ""
     first, *rest = run.stdout.splitlines()
-    assert first == f"{len(found.roles)} (1, {len(HEADS)}) True"
-    assert "\n".join(rest) == str(found)
+    assert first == f"{len(atlas.roles)} (1, {len(HEADS)}) True"
+    assert "\n".join(rest) == str(atlas)
     lines = (tmp_path / "a.csv").read_text().splitlines()
     assert lines[0] == "kind,layer,head,original,score,value,low,high,spread,baseline"
-    assert len(lines) == 1 + len(found.scores) * len(HEADS)
+    assert len(lines) == 1 + len(atlas.scores) * len(HEADS)
 
 
-def test_names_that_are_no_utf_8_are_saved_and_loaded(found: headwise.Atlas, tmp_path: Path) -> None:
+def test_an_atlas_with_names_that_are_not_utf_8_is_saved_and_loaded(atlas: headwise.Atlas, tmp_path: Path) -> None:
     """A file name of undecodable bytes, which Python has as lone surrogates."""
-    named = dataclasses.replace(found, about={**found.about, "model": "a\udcff\x1b b"})
+    named = dataclasses.replace(atlas, about={**atlas.about, "model": "a\udcff\x1b b"})
     named.save(tmp_path / "a.json", sums=True)
     assert headwise.Atlas.load(tmp_path / "a.json").model == named.model
 
 
-def test_what_is_saved_is_what_is_loaded(found: headwise.Atlas, tmp_path: Path) -> None:
-    found.save(tmp_path / "a.json")
-    again = headwise.Atlas.load(tmp_path / "a.json")
-    assert [role[:4] for role in again.roles] == [role[:4] for role in found.roles]
-    assert again.to_json() == found.to_json()
-    assert again.tally is None
+def test_a_loaded_atlas_equals_the_saved_one(atlas: headwise.Atlas, tmp_path: Path) -> None:
+    atlas.save(tmp_path / "a.json")
+    loaded = headwise.Atlas.load(tmp_path / "a.json")
+    assert [role[:4] for role in loaded.roles] == [role[:4] for role in atlas.roles]
+    assert loaded.to_json() == atlas.to_json()
+    assert loaded.tally is None
     with pytest.raises(headwise.HeadwiseError, match="merging needs the sums behind an atlas; save it with sums=True"):
-        again.merge(found)
+        loaded.merge(atlas)
     with pytest.raises(headwise.HeadwiseError, match="opened without its sums; they cannot be saved"):
-        again.save(tmp_path / "b.json", sums=True)
+        loaded.save(tmp_path / "b.json", sums=True)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_what_is_saved_is_what_is_loaded(found: headwise.Atlas, tmp_path: Path) 
         ('{"headwise": "atlas", "format": 1, "scores": 3}', "this atlas is damaged"),
     ],
 )
-def test_a_file_that_is_no_atlas(tmp_path: Path, text: str, message: str) -> None:
+def test_loading_refuses_a_file_that_is_no_atlas(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(headwise.HeadwiseError, match=message):
         headwise.Atlas.load(tmp_path / "a.json")
@@ -130,8 +131,10 @@ def changed(data: Any, path: str, value: Any) -> Any:
         ("relations", 7, "these are no relations: their format is 7"),
     ],
 )
-def test_an_atlas_that_was_tampered_with(found: headwise.Atlas, path: str, value: Any, message: str) -> None:
-    data = json.loads(json.dumps(found.to_json()))
+def test_loading_refuses_a_damaged_atlas_with_its_reason(
+    atlas: headwise.Atlas, path: str, value: Any, message: str
+) -> None:
+    data = json.loads(json.dumps(atlas.to_json()))
     assert headwise.Atlas.from_json(data).to_json() == data
     with pytest.raises(headwise.HeadwiseError, match=message) as caught:
         headwise.Atlas.from_json(changed(data, path, value))
@@ -148,62 +151,64 @@ def test_an_atlas_that_was_tampered_with(found: headwise.Atlas, path: str, value
         ("", "it is not JSON"),
     ],
 )
-def test_a_file_that_is_hardly_json(text: str, message: str, tmp_path: Path) -> None:
+def test_loading_refuses_json_that_is_nested_too_deeply_or_not_finite(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(headwise.HeadwiseError, match=message):
         headwise.Atlas.load(tmp_path / "a.json")
 
 
-def test_sums_of_another_atlas_are_noticed(tmp_path: Path, found: headwise.Atlas) -> None:
-    assert found.tally is not None
-    found.save(tmp_path / "a.json", sums=True)
+def test_loading_refuses_the_sums_of_another_atlas(tmp_path: Path, atlas: headwise.Atlas) -> None:
+    assert atlas.tally is not None
+    atlas.save(tmp_path / "a.json", sums=True)
     assert headwise.Atlas.load(tmp_path / "a.json").tally is not None
-    assert found.is_of(found.tally, found.probe)
-    other = copy.deepcopy(found.tally)
+    assert is_from_sums(atlas, atlas.tally, atlas.repetition)
+    other = copy.deepcopy(atlas.tally)
     next(iter(other.sums.values())).top[2] *= 1.5
-    save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": found.probe}, {})
+    save_tallies(tmp_path / f"a.json{SUMS}", {"tally": other, "probe": atlas.repetition}, {})
     with pytest.raises(headwise.HeadwiseError, match="holds the sums of another atlas than .*a.json'; remove it"):
         headwise.Atlas.load(tmp_path / "a.json")
-    found.save(tmp_path / "a.json")  # without sums: those of before do not stay beside it
+    atlas.save(tmp_path / "a.json")  # without sums: those of before do not stay beside it
     assert headwise.Atlas.load(tmp_path / "a.json").tally is None
 
 
-def test_it_prints_as_a_table_by_role(found: headwise.Atlas) -> None:
-    shown = str(found)
+def test_an_atlas_prints_as_a_table_by_role(atlas: headwise.Atlas) -> None:
+    shown = str(atlas)
     assert shown.startswith("built by hand: 7 heads (1 layers, both ways); 53 texts")
     assert "previous        1  0.0 0.9" in shown
     assert "none; nearest is" in shown  # a role that no head has
-    assert "of the 7 heads have no clean role.\n29% only rest: on the first token" in shown
+    assert "of the 7 heads have no clean role.\n29% attend only to sinks: the first token" in shown
 
 
-def test_rows_name_every_head_once(found: headwise.Atlas) -> None:
-    assert len(found) == len(list(found)) == 7
-    assert found.of_head("0.3") == found.of_head((0, 3)) == found.of_head(("self", 0, 3)) == found.of_head("self 0.3")
+def test_heads_are_found_in_any_spelling_and_rows_name_each_once(atlas: headwise.Atlas) -> None:
+    assert len(atlas) == len(list(atlas)) == 7
+    assert (
+        atlas.roles_of("0.3") == atlas.roles_of((0, 3)) == atlas.roles_of(("self", 0, 3)) == atlas.roles_of("self 0.3")
+    )
     with pytest.raises(headwise.HeadwiseError, match="there is no head"):
-        found.of_head("0.7")
+        atlas.roles_of("0.7")
     with pytest.raises(headwise.HeadwiseError, match="a head is written layer.head, such as 3.1, got 'x'"):
-        found.of_head("x")
+        atlas.roles_of("x")
     with pytest.raises(headwise.HeadwiseError, match="there is no role 'nosy'; there are previous"):
-        found.having("nosy")
+        atlas.heads_with("nosy")
 
 
-def test_frames_and_parquet(found: headwise.Atlas, tmp_path: Path) -> None:
+def test_frames_and_parquet_have_every_number(atlas: headwise.Atlas, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas", reason="pandas is in the test extra")
-    frame = found.frame()
-    assert frame.loc[("self", 0, 0), "previous"] == pytest.approx(found.scores["previous"]["self"][0, 0], abs=1e-4)
-    assert len(frame) == 7 and set(frame.columns) == set(found.scores)
-    assert list(found.roles_frame()["role"]) == [role.role for role in found.roles]
-    found.to_parquet(tmp_path / "a.parquet")
-    assert len(pandas.read_parquet(tmp_path / "a.parquet")) == 7 * len(found.scores)
+    frame = atlas.frame()
+    assert frame.loc[("self", 0, 0), "previous"] == pytest.approx(atlas.scores["previous"]["self"][0, 0], abs=1e-4)
+    assert len(frame) == 7 and set(frame.columns) == set(atlas.scores)
+    assert list(atlas.roles_frame()["role"]) == [role.role for role in atlas.roles]
+    atlas.to_parquet(tmp_path / "a.parquet")
+    assert len(pandas.read_parquet(tmp_path / "a.parquet")) == 7 * len(atlas.scores)
 
 
-def test_without_pandas_the_error_says_what_to_do(found: headwise.Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pandas_the_error_names_the_package(atlas: headwise.Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(headwise.HeadwiseError, match=r"DataFrames need pandas: pip install 'headwise\[tables\]'"):
-        found.frame()
+        atlas.frame()
 
 
-def test_diff_tells_what_was_gained_and_lost(found: headwise.Atlas) -> None:
+def test_diff_lists_roles_gained_and_lost(atlas: headwise.Atlas) -> None:
     corpus = texts(53)
     other = encoder(np.arange(len(VOCABULARY)))
     width = other.config.hidden_size // len(HEADS)
@@ -211,27 +216,27 @@ def test_diff_tells_what_was_gained_and_lost(found: headwise.Atlas) -> None:
     for projection in (attention.query, attention.key):  # the head after "previous" becomes what that one is
         projection.weight[width : 2 * width] = projection.weight[:width]
         projection.bias[width : 2 * width] = projection.bias[:width]
-    changes = found.diff(headwise.atlas(other, corpus, tokenizer(), name="changed"))
+    changes = atlas.diff(headwise.atlas(other, corpus, tokenizer(), name="changed"))
     assert [(role.name, role.role) for role in changes.gained] == [("0.1", "previous")]
     assert [(role.name, role.role) for role in changes.lost] == [("0.1", "next")]
     assert {one.head for one in changes.moved} == {1}
     assert "+ 0.1 previous" in str(changes) and "- 0.1 next" in str(changes)
     assert json.loads(json.dumps(changes.to_json()))["gained"][0]["role"] == "previous"
-    same = found.diff(found)
+    same = atlas.diff(atlas)
     assert (same.gained, same.lost, same.moved, same.gone) == ([], [], [], [])
-    assert len(same.kept) == len(found.roles)
+    assert len(same.kept) == len(atlas.roles)
 
 
-def test_stability(found: headwise.Atlas) -> None:
-    again = headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(61, seed=7), tokenizer())
-    told = stability(found, again)
-    assert told.labels > 0.8 and told.roles > 0.8 and told.correlation["previous"] > 0.7
-    assert "of the heads have the same roles" in str(told)
+def test_stability_of_two_corpora(atlas: headwise.Atlas) -> None:
+    other = headwise.atlas(encoder(np.arange(len(VOCABULARY))), texts(61, seed=7), tokenizer())
+    result = measure_stability(atlas, other)
+    assert result.labels > 0.8 and result.roles > 0.8 and result.correlation["previous"] > 0.7
+    assert "of the heads have the same roles" in str(result)
     with pytest.raises(headwise.HeadwiseError, match="not of the same heads"):
-        stability(found, headwise.atlas(circuit(), texts(7), tokenizer(around=False)))
+        measure_stability(atlas, headwise.atlas(circuit(), texts(7), tokenizer(around=False)))
 
 
-def test_likeness_is_the_divergence_of_rows() -> None:
+def test_similarity_is_the_jensen_shannon_divergence_of_rows() -> None:
     """Against the definition, on all queries of one text."""
     import torch
 
@@ -240,7 +245,7 @@ def test_likeness_is_the_divergence_of_rows() -> None:
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight.normal_(0, 0.2)
     [text] = texts(1)
-    [one] = likeness(model, [text], words, queries=1000).values()
+    [one] = head_similarity(model, [text], words, queries=1000).values()
     ids = torch.tensor([words(text)["input_ids"]])
     with torch.no_grad(), headwise.watch(model.transformer, weights=True) as seen:
         model.transformer(ids)
@@ -250,19 +255,19 @@ def test_likeness_is_the_divergence_of_rows() -> None:
         return -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
 
     for i, j in np.ndindex(4, 4):
-        apart = (entropy((rows[i] + rows[j]) / 2) - (entropy(rows[i]) + entropy(rows[j])) / 2).mean()
-        assert one.divergence[i, j] == pytest.approx(apart, abs=1e-6)
+        divergence = (entropy((rows[i] + rows[j]) / 2) - (entropy(rows[i]) + entropy(rows[j])) / 2).mean()
+        assert one.divergence[i, j] == pytest.approx(divergence, abs=1e-6)
     assert one.queries == ids.shape[1]
     assert one.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_heads_that_are_the_same_are_found() -> None:
+def test_equal_heads_are_in_one_cluster() -> None:
     model = encoder(np.arange(len(VOCABULARY)))
     width = model.config.hidden_size // len(HEADS)
     attention = model.encoder.layer[0].attention.self
     for projection in (attention.query, attention.key):
         projection.weight[-width:] = projection.weight[:width]
-    [alike] = likeness(model, texts(29), tokenizer()).values()
+    [alike] = head_similarity(model, texts(29), tokenizer()).values()
     assert alike.clusters()[0] == [(0, 0), (0, 6)]
     assert sum(len(group) for group in alike.clusters()) == 7
     assert alike.nearest((0, 0), 1)[0][0] == (0, 6)
@@ -270,23 +275,23 @@ def test_heads_that_are_the_same_are_found() -> None:
     far = np.linalg.norm(points[:, None] - points, axis=-1)
     assert far[0, 6] < 1e-5 < far[0, 1]
     assert 0 < alike.redundancy()[0] < 1
-    told = json.loads(json.dumps(alike.to_json()))
-    assert told["clusters"] == [["0.0", "0.6"]] and len(told["map"]) == 7
+    result = json.loads(json.dumps(alike.to_json()))
+    assert result["clusters"] == [["0.0", "0.6"]] and len(result["map"]) == 7
     with pytest.raises(headwise.HeadwiseError, match="there is no head"):
         alike.nearest((9, 9))
 
 
-def test_the_map_keeps_distances_that_a_plane_can_hold() -> None:
+def test_the_map_keeps_distances_that_fit_in_a_plane() -> None:
     places = np.random.default_rng(0).normal(size=(11, 2))
     squared = ((places[:, None] - places) ** 2).sum(-1)
-    points = Likeness("self", [(0, i) for i in range(11)], squared, 1).map()
+    points = HeadSimilarity("self", [(0, i) for i in range(11)], squared, 1).map()
     np.testing.assert_allclose(((points[:, None] - points) ** 2).sum(-1), squared, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_atlases_that_come_along(name: str) -> None:
-    atlas = shipped(name)
+def test_bundled_atlases_load_with_all_their_scores(name: str) -> None:
+    atlas = bundled_atlas(name)
     assert atlas is not None and atlas.model == name
     assert atlas.about["texts"] >= 5000 and len(atlas) == {"minilm": 72, "smollm2": 270}[name]
     assert atlas.about["likeness"]["self"]["map"]
-    assert shipped("other") is None
+    assert bundled_atlas("other") is None

@@ -19,7 +19,7 @@ import torch
 import headwise
 from headwise.cli import main
 from headwise.files import written
-from headwise.roles.atlas import build, similarity
+from headwise.roles.atlas import corpus_run, similarity
 from helpers.role_heads import circuit, texts, tokenizer
 
 
@@ -51,7 +51,7 @@ def test_a_table_and_all_its_files(
     assert code == 0
     assert "4 heads (2 layers, causal); 83 texts" in out
     assert "induction       1  1.0 " in out
-    assert "of the 4 heads have no clean role.\n25% only rest" in out
+    assert "of the 4 heads have no clean role.\n25% attend only to sinks" in out
     assert "wrote atlas.json, atlas.csv, atlas.html, atlas.png" in err
     atlas = headwise.Atlas.load(tmp_path / "out" / "atlas.json")
     assert atlas.tally is not None and atlas.about["likeness"]["self"]["queries"] == 166
@@ -67,7 +67,7 @@ def test_json_is_the_atlas(model: Path, corpus: Path, capsys: pytest.CaptureFixt
     code, out, _ = run(capsys, "--model", model, "--texts", corpus, "--limit", 41, "--json")
     assert code == 0
     atlas = headwise.Atlas.from_json(json.loads(out))
-    assert atlas.about["texts"] == 41 and atlas.having("induction")[0].name == "1.0"
+    assert atlas.about["texts"] == 41 and atlas.heads_with("induction")[0].name == "1.0"
 
 
 def test_parts_and_merging(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,13 +105,13 @@ def test_the_atlas_that_comes_along_needs_no_torch() -> None:
 def test_ctrl_c_leaves_what_can_be_gone_on_with(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = build.Adding.take
-    monkeypatch.setattr(build.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = corpus_run.Accumulator.add
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert (code, out) == (130, "")
     assert err.endswith("headwise: interrupted\n")
     assert (tmp_path / "unfinished.safetensors").exists()
-    monkeypatch.setattr(build.Adding, "take", plain)
+    monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
 
@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(
     [
         (["--model", "elsewhere"], "give --texts, a file with a text a line; atlases come along for minilm, smollm2"),
         (["--texts", "none.txt"], "texts 'none.txt' cannot be read: No such file"),
-        (["--texts", "."], "texts '.' is not a file; give one with a text a line"),
+        (["--texts", "."], "texts '.' is not a file; give one with one text per line"),
         (["--part", "2/2"], "--part is I/N such as 0/4, with I below N, got '2/2'"),
         (["--part", "²/3"], "--part is I/N such as 0/4, with I below N, got '²/3'"),
         (["--part", "1"], "--part is I/N such as 0/4, with I below N, got '1'"),
@@ -171,7 +171,7 @@ def test_bad_texts_leave_nothing_behind(
 def test_a_place_that_is_no_folder_is_told_before_the_work(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.Run, "all", lambda *args: pytest.fail("it was measured"))
+    monkeypatch.setattr(corpus_run.CorpusRun, "measure", lambda *args: pytest.fail("it was measured"))
     file = tmp_path / "file"
     file.write_text("mine")
     for out, message in ((file, "is not a directory; give one to write to"), (file / "below", "cannot be made")):
@@ -189,10 +189,10 @@ def test_other_weights_under_the_same_name_are_not_mixed(
     first = circuit()
     first.save_pretrained(name)
     tokenizer(around=False).save_pretrained(name)
-    plain = build.Adding.take
-    monkeypatch.setattr(build.Adding, "take", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
+    plain = corpus_run.Accumulator.add
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     assert run(capsys, "--model", name, "--texts", corpus, "--out", out)[0] == 130
-    monkeypatch.setattr(build.Adding, "take", plain)
+    monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
     kept = (out / "unfinished.safetensors").read_bytes()
     with torch.no_grad():
         next(first.parameters()).mul_(1.5)
@@ -209,11 +209,11 @@ def test_nothing_is_measured_again_when_the_end_was_interrupted(
     def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
-    plain = similarity.likeness
-    monkeypatch.setattr(similarity, "likeness", interrupted)
+    plain = similarity.head_similarity
+    monkeypatch.setattr(similarity, "head_similarity", interrupted)
     assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 130
-    monkeypatch.setattr(similarity, "likeness", plain)
-    monkeypatch.setattr(build.Adding, "take", lambda *args: pytest.fail("it was measured again"))
+    monkeypatch.setattr(similarity, "head_similarity", plain)
+    monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *args: pytest.fail("it was measured again"))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
     assert code == 0 and "going on where" in err and "83 texts" in out
     files = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}

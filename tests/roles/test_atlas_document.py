@@ -1,4 +1,4 @@
-"""docs/atlas.md says what the atlases that come along say."""
+"""docs/atlas.md matches the bundled atlases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_page_is_what_its_files_say() -> None:
+def test_docs_atlas_page_matches_the_bundled_atlases() -> None:
     spec = importlib.util.spec_from_file_location("atlas_page", DOCS / "atlas.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Sums in a file: what was tampered with is refused in one line, never taken."""
+"""Checkpoints: a damaged file is refused in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import headwise
-from headwise.roles.atlas import corpus as corpora
+from headwise.roles.atlas import corpus
 from headwise.roles.atlas.checkpoint import load_tallies
 from helpers.role_heads import circuit, texts, tokenizer
 
@@ -30,9 +30,9 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(corpora, "WINDOW", 13)
-    patch.setattr(corpora, "PAIRS", 3000)
-    patch.setattr("headwise.roles.atlas.observer.TOGETHER", 11)
+    patch.setattr(corpus, "WINDOW", 13)
+    patch.setattr(corpus, "PAIRS", 3000)
+    patch.setattr("headwise.roles.atlas.accumulator.TOGETHER", 11)
 
 
 def measure(file: Path, progress: Any = None) -> headwise.Atlas:
@@ -88,7 +88,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_checkpoint_that_was_tampered_with(
+def test_a_damaged_checkpoint_is_refused_with_its_reason(
     change: str, unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(monkeypatch)
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_was_tampered_with(
     assert "\n" not in str(caught.value) and file.read_bytes() == before
 
 
-def test_as_it_was_it_is_gone_on_with(unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undamaged_checkpoint_is_resumed(unfinished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
     file = tmp_path / "unfinished.safetensors"
     file.write_bytes(unfinished.read_bytes())
@@ -115,14 +115,14 @@ def test_as_it_was_it_is_gone_on_with(unfinished: Path, tmp_path: Path, monkeypa
     [{}, {"headwise-sums": "9", "facts": "{}"}, {"headwise-sums": "1"}, {"headwise-sums": "1", "facts": "[" * 100_000},
      {"headwise-sums": "1", "facts": "7"}, {"headwise-sums": "1", "facts": "{}"}],
 )  # fmt: skip
-def test_another_header_is_refused(metadata: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_header_is_refused(metadata: dict[str, str], tmp_path: Path) -> None:
     save_file({"x": np.zeros(3)}, tmp_path / "a.safetensors", metadata)
     with pytest.raises(headwise.CheckpointError, match="cannot be read|holds no sums of an atlas"):
         load_tallies(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("cut", [0, 5, 8, 200, -1])
-def test_a_file_that_was_cut_short_is_refused(cut: int, unfinished: Path, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_refused(cut: int, unfinished: Path, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(unfinished.read_bytes()[:cut])
     with pytest.raises(headwise.CheckpointError, match="cannot be read: .*; remove it to begin again"):
         load_tallies(tmp_path / "a.safetensors")

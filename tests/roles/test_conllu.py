@@ -1,4 +1,4 @@
-"""CoNLL-U -> words, places, links; coreference; and what is said of broken files."""
+"""CoNLL-U -> words, spans and links; coreference; errors in files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.roles.relations import conllu, coreference
-from headwise.roles.relations.gold import Link
+from headwise.roles.relations.gold import GoldLink
 
 COLUMNS = 10
 
@@ -43,26 +43,26 @@ DONT = (
 )
 
 
-def test_words_stand_where_the_text_has_them(tmp_path: Path) -> None:
-    [tree] = conllu.read(written(tmp_path, *DONT)).trees
+def test_spans_of_words_match_the_text(tmp_path: Path) -> None:
+    [tree] = conllu.read_conllu(written(tmp_path, *DONT)).trees
     assert tree.text == "We don't, ever."
     assert [tree.text[start:end] for start, end in tree.spans] == ["We", "do", "n't", ",", "ever", "."]
     assert tree.document == "one" and tree.line == 3
     assert tree.words[4].misc == {"SpaceAfter": "No", "Note": ""}
 
 
-def test_a_token_that_its_words_do_not_spell_is_shared(tmp_path: Path) -> None:
+def test_words_that_do_not_spell_their_token_share_its_span(tmp_path: Path) -> None:
     lines = row("1-2", "gonna", "_", "_"), row(1, "going", 0), row(2, "to", 1, "mark"), row(3, "win", 1, "xcomp")
-    [tree] = conllu.read(written(tmp_path, *lines)).trees  # no empty line at the end either
+    [tree] = conllu.read_conllu(written(tmp_path, *lines)).trees  # no empty line at the end either
     assert tree.text == "gonna win" and tree.spans == ((0, 5), (0, 5), (6, 9))
 
 
-def test_relations_go_both_ways(tmp_path: Path) -> None:
-    [sentence] = conllu.read(written(tmp_path, *DONT)).syntax()
+def test_dependencies_give_links_in_both_directions(tmp_path: Path) -> None:
+    [sentence] = conllu.read_conllu(written(tmp_path, *DONT)).syntax()
     links = set(sentence.links)
-    assert Link("nsubj > head", 0, (2,)) in links and Link("head > nsubj", 2, (0,)) in links
-    assert Link("head > punct", 2, (3, 5)) in links  # any of several is right
-    assert Link("any > head", 1, (2,)) in links
+    assert GoldLink("nsubj > head", 0, (2,)) in links and GoldLink("head > nsubj", 2, (0,)) in links
+    assert GoldLink("head > punct", 2, (3, 5)) in links  # any of several is right
+    assert GoldLink("any > head", 1, (2,)) in links
     assert not {"any > head"} & {link.relation for link in links if link.word in (3, 5)}  # punctuation is not counted
     assert not any("root" in link.relation for link in links)
 
@@ -94,20 +94,20 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_told_with_its_line(name: str, tmp_path: Path) -> None:
+def test_an_error_in_a_conllu_file_names_the_line(name: str, tmp_path: Path) -> None:
     lines, words = BROKEN[name]
     with pytest.raises(HeadwiseError) as caught:
-        conllu.read(written(tmp_path, *lines))
+        conllu.read_conllu(written(tmp_path, *lines))
     assert words in str(caught.value) and "some.conllu" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_missing_or_binary_conllu_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match="cannot be read: No such file"):
-        conllu.read(tmp_path / "none.conllu")
+        conllu.read_conllu(tmp_path / "none.conllu")
     path = tmp_path / "latin.conllu"
     path.write_bytes(row(1, "naïve").encode("latin-1"))
     with pytest.raises(HeadwiseError, match="is not text in UTF-8"):
-        conllu.read(path)
+        conllu.read_conllu(path)
 
 
 PERSON = "Person=3|PronType=Prs"
@@ -130,38 +130,38 @@ BOSS = (
 )
 
 
-def test_pronouns_find_their_antecedents_over_sentences(tmp_path: Path) -> None:
-    [window] = conllu.read(written(tmp_path, *BOSS)).coreference()
+def test_pronouns_are_linked_to_antecedents_in_earlier_sentences(tmp_path: Path) -> None:
+    [window] = conllu.read_conllu(written(tmp_path, *BOSS)).coreference()
     assert window.text == "The boss of Anna called. She likes her dog."
     words = window.words
     assert [words[link.word] for link in window.links] == ["She", "She", "her", "her"]
     she, _, her, of_nouns = window.links
-    assert she == Link(coreference.ANTECEDENT, 6, (1,), (1, 3))  # boss, not Anna: the head of the whole mention
-    assert her == Link(coreference.ANTECEDENT, 8, (3,), (1, 3, 6))
-    assert of_nouns == Link(coreference.NOUN_ANTECEDENT, 8, (3,), (1, 3))  # "She" is no candidate
+    assert she == GoldLink(coreference.ANTECEDENT, 6, (1,), (1, 3))  # boss, not Anna: the head of the whole mention
+    assert her == GoldLink(coreference.ANTECEDENT, 8, (3,), (1, 3, 6))
+    assert of_nouns == GoldLink(coreference.NOUN_ANTECEDENT, 8, (3,), (1, 3))  # "She" is no candidate
 
 
-def test_a_window_ends_with_its_document_and_its_words(tmp_path: Path) -> None:
-    treebank = conllu.read(written(tmp_path, *BOSS, "# newdoc id = other", *BOSS[1:]))
+def test_a_coreference_window_ends_with_its_document_or_word_limit(tmp_path: Path) -> None:
+    treebank = conllu.read_conllu(written(tmp_path, *BOSS, "# newdoc id = other", *BOSS[1:]))
     assert [len(window.links) for window in treebank.coreference()] == [4, 4]
     assert [window.document for window in treebank.coreference()] == ["calls", "other"]
     assert not any(window.links for window in treebank.coreference(words=7))  # each sentence by itself
 
 
-def test_what_has_no_antecedent_or_no_choice_is_no_question(tmp_path: Path) -> None:
+def test_pronouns_without_antecedent_or_choice_have_no_link(tmp_path: Path) -> None:
     me = row(1, "I", 2, tag="PRON", features="Person=1|PronType=Prs", misc="Entity=(1-person)")
     it = row(3, "it", 2, "obj", tag="PRON", features=PERSON, misc="Entity=(2-thing)")
-    [window] = conllu.read(written(tmp_path, me, row(2, "saw"), it)).coreference()
+    [window] = conllu.read_conllu(written(tmp_path, me, row(2, "saw"), it)).coreference()
     assert window.links == ()
 
 
-def test_mentions_in_pieces_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_discontinuous_mentions_are_left_out_and_counted(tmp_path: Path) -> None:
     lines = (
         row(1, "He", 2, misc="Entity=(e1[1/2]-person)(e2-person"),
         row(2, "and", 0, misc="Entity=e9)"),
         row(3, "I", 2, misc="Entity=(e1[2/2]-person)"),
         row(4, "left", 2),
     )
-    treebank = conllu.read(written(tmp_path, *lines))
+    treebank = conllu.read_conllu(written(tmp_path, *lines))
     assert treebank.notes == ("4 mentions are discontinuous or not closed in their sentence: left out",)
     assert coreference.mentions(treebank.trees[0]).found == ()

@@ -1,4 +1,4 @@
-"""Heads that follow a relation are found, and nothing else is."""
+"""headwise.relations: heads that follow a relation are found, and others are not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import transformers
 
 from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
 from headwise.roles.relations import alignment, conllu, find, gold, scoring
-from headwise.roles.relations.gold import Link, Sentence
-from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.relations.gold import GoldLink, Sentence
+from headwise.roles.relations.probe_set.sentences import probe_sentences
 from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, TOO_FEW, Relation, Relations
 from helpers import relation_heads
 
@@ -23,13 +23,13 @@ DATA = Path(__file__).parents[2] / "build" / "data"
 
 
 @pytest.fixture(scope="module")
-def found() -> Relations:
+def result() -> Relations:
     return find.relations(relation_heads.model(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
 
 
-def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
+def test_a_head_built_to_follow_a_relation_is_found(result: Relations) -> None:
     for name in ("adjective > noun", "noun > adjective"):
-        row = found[name]
+        row = result[name]
         assert (row.kind, row.layer, row.head) == ("self", 1, relation_heads.FOLLOWS)
         assert row.accuracy == 1 and row.low == row.high == 1
         assert row.weight == pytest.approx(0.5, abs=0.01)  # the other half is on the word itself
@@ -37,21 +37,21 @@ def test_a_head_built_to_follow_a_relation_is_found(found: Relations) -> None:
         assert row.median < 0.4
 
 
-def test_an_offset_does_not_pass_as_a_relation(found: Relations) -> None:
+def test_a_head_that_follows_an_offset_is_not_found_as_a_relation(result: Relations) -> None:
     """The head of the word before is right every time, and so is the offset."""
-    row = found["word > before"]
+    row = result["word > before"]
     assert (row.layer, row.head, row.accuracy) == (1, relation_heads.PREVIOUS, 1.0)
     assert (row.fixed, row.fixed_accuracy, row.verdict) == ("-1", 1.0, NOT_FOUND)
-    assert found["anything"].verdict == NOT_FOUND
+    assert result["anything"].verdict == NOT_FOUND
 
 
-def test_shuffled_gold_finds_nothing(found: Relations) -> None:
-    assert {row.name for row in found.shuffled} == {f"shuffled {row.name}" for row in found.rows}
-    assert [row.name for row in found.shuffled if row.verdict in (FOUND, BETTER)] == []
-    assert all(row.enough for row in found.shuffled)
+def test_shuffled_gold_links_find_no_relation(result: Relations) -> None:
+    assert {row.name for row in result.shuffled} == {f"shuffled {row.name}" for row in result.rows}
+    assert [row.name for row in result.shuffled if row.verdict in (FOUND, BETTER)] == []
+    assert all(row.enough for row in result.shuffled)
 
 
-def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
+def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
     """A fixed offset is as good on it as on the gold; the links themselves are others."""
     real = relation_heads.sentences(97)
     moved = gold.shuffled(real, seed=5)
@@ -67,35 +67,35 @@ def test_shuffled_gold_keeps_places_and_nothing_else() -> None:
     assert all(0 <= link.targets[0] < len(s.spans) for s in moved for link in s.links)
 
 
-def test_a_choice_is_shuffled_among_its_candidates() -> None:
-    sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (Link("r", 2, (0,), (0, 1)),))
+def test_a_link_with_candidates_is_shuffled_among_them() -> None:
+    sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (GoldLink("r", 2, (0,), (0, 1)),))
     drawn = {gold.shuffled([sentence], seed)[0].links[0].targets for seed in range(11)}
     assert drawn == {(0,), (1,)}
 
 
-def test_heads_are_chosen_on_one_half_and_reported_on_the_other() -> None:
+def test_heads_are_chosen_on_one_half_and_evaluated_on_the_other() -> None:
     """On the reporting half the relation is turned round: what was chosen stands, and fails."""
     first = relation_heads.sentences(101)
     second = [
-        Sentence(s.text, s.spans, tuple(Link(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
+        Sentence(s.text, s.spans, tuple(GoldLink(x.relation, x.word, ((x.word + 2) % len(s.spans),)) for x in s.links))
         for s in relation_heads.sentences(103, seed=11)
     ]
-    made = find.relations(relation_heads.model(), first, report=second, tokenizer=relation_heads.tokenizer())
-    row = made["adjective > noun"]
+    relations = find.relations(relation_heads.model(), first, report=second, tokenizer=relation_heads.tokenizer())
+    row = relations["adjective > noun"]
     assert (row.layer, row.head) == (1, relation_heads.FOLLOWS) and row.accuracy < 0.3
-    assert made.sentences == 103
+    assert relations.sentences == 103
 
 
-def test_the_two_steps_by_themselves_are_the_same(found: Relations) -> None:
+def test_choosing_and_evaluating_separately_gives_the_same_relations(result: Relations) -> None:
     first, second = gold.halves(relation_heads.sentences())
-    chosen = find.choices(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
+    chosen = find.choose_heads(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
     assert chosen["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
-    again = find.reported(
+    repeated = find.evaluate_heads(
         relation_heads.model(), second, chosen, tokenizer=relation_heads.tokenizer(), least=find.FEWEST
     )
-    assert again.to_json() == found.to_json()
+    assert repeated.to_json() == result.to_json()
     only = {"noun > adjective": chosen["word > before"]}  # a head that was chosen for something else
-    [row] = find.reported(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
+    [row] = find.evaluate_heads(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
     assert row.head == relation_heads.PREVIOUS and row.accuracy < 0.5
 
 
@@ -108,21 +108,23 @@ def test_halves_keep_documents_together() -> None:
     assert [len(half) for half in gold.halves(few)] == [4, 3]
 
 
-def test_few_links_are_not_judged() -> None:
-    made = find.relations(relation_heads.model(), relation_heads.sentences(23), tokenizer=relation_heads.tokenizer())
-    row = made["anything"]
+def test_relations_with_few_links_are_not_judged() -> None:
+    relations = find.relations(
+        relation_heads.model(), relation_heads.sentences(23), tokenizer=relation_heads.tokenizer()
+    )
+    row = relations["anything"]
     assert row.links < find.FEWEST and row.verdict == TOO_FEW and np.isnan(row.low)
-    assert row.name not in str(made) and "with too few links" in str(made)
+    assert row.name not in str(relations) and "with too few links" in str(relations)
 
 
-def test_the_level_is_shared_by_all_that_are_judged(found: Relations) -> None:
-    assert found.level == pytest.approx(0.05 / 4)
+def test_the_level_is_divided_among_all_judged_relations(result: Relations) -> None:
+    assert result.level == pytest.approx(0.05 / 4)
 
 
 # words and pieces
 
 
-def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[Link, ...], tokens: int) -> alignment.Batch:
+def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[GoldLink, ...], tokens: int) -> alignment.Batch:
     one = alignment.Encoded(0, list(range(tokens)), pieces, links)
     return alignment._batch([one], "cpu", causal=False)
 
@@ -139,21 +141,27 @@ def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
             [0.0, 0.2, 0.2, 0.2, 0.2, 0.2],
         ]
     )[None, None]
-    links = (Link("r", 0, (2,)), Link("r", 0, (1,)), Link("r", 2, (0,)), Link("r", 2, (0, 1)), Link("r", 1, (0,), (2,)))
-    hits, shares = scoring.marked(weights, encoded(((1, 2), (3,), (4,)), links, 6))
+    links = (
+        GoldLink("r", 0, (2,)),
+        GoldLink("r", 0, (1,)),
+        GoldLink("r", 2, (0,)),
+        GoldLink("r", 2, (0, 1)),
+        GoldLink("r", 1, (0,), (2,)),
+    )
+    hits, shares = scoring.score_links(weights, encoded(((1, 2), (3,), (4,)), links, 6))
     assert shares[:, 0].tolist() == pytest.approx([0.25, 0.15, 0.3, 0.55, 0.2])
     # 0.25 on word 2 beats 0.15; 0.2 + 0.1 of word 0 beat the 0.25 of word 1, and its own 0.4 does not count
     assert hits[:, 0].tolist() == [True, False, True, True, False]
 
 
-def test_a_word_without_a_piece_is_no_answer() -> None:
+def test_a_word_without_pieces_is_no_candidate() -> None:
     weights = torch.full((1, 1, 3, 3), 1 / 3)
-    batch = encoded(((1,), (), (2,)), (Link("r", 0, (2,)),), 3)
+    batch = encoded(((1,), (), (2,)), (GoldLink("r", 0, (2,)),), 3)
     assert batch.allowed.tolist() == [[False, False, True]]
-    assert scoring.marked(weights, batch)[0].tolist() == [[True]]
+    assert scoring.score_links(weights, batch)[0].tolist() == [[True]]
 
 
-def test_pieces_go_where_most_of_them_lies() -> None:
+def test_a_piece_belongs_to_the_word_with_most_of_it() -> None:
     words = (0, 2), (2, 5), (5, 6), (7, 10)  # do n't , now
     assert alignment.align(words, [(0, 0), (0, 3), (3, 4), (4, 5), (5, 6), (6, 10), (0, 0)]) == (
         (1,),
@@ -164,21 +172,23 @@ def test_pieces_go_where_most_of_them_lies() -> None:
     assert alignment.align(((0, 3), (3, 6)), [(0, 6)]) == ((0,), ())  # "cannot" as one piece: the second word has none
 
 
-def test_links_of_words_without_pieces_are_counted() -> None:
-    word = Sentence("a0x1 n0", ((0, 2), (2, 4), (5, 7)), (Link("r", 0, (2,)), Link("r", 1, (2,)), Link("r", 2, (1,))))
-    lost = alignment.Lost()
-    [made] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, lost)
-    assert made.links == (Link("r", 0, (2,)),)
-    assert (lost.unaligned, lost.links, lost.long) == (1, 2, 0)
-    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, lost)) == [] and lost.long == 1
-    assert lost.notes(7) == (
+def test_links_of_words_without_pieces_are_left_out_and_counted() -> None:
+    word = Sentence(
+        "a0x1 n0", ((0, 2), (2, 4), (5, 7)), (GoldLink("r", 0, (2,)), GoldLink("r", 1, (2,)), GoldLink("r", 2, (1,)))
+    )
+    left_out = alignment.LeftOut()
+    [aligned] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, left_out)
+    assert aligned.links == (GoldLink("r", 0, (2,)),)
+    assert (left_out.unaligned, left_out.links, left_out.long) == (1, 2, 0)
+    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, left_out)) == [] and left_out.long == 1
+    assert left_out.notes(7) == (
         "1 of 7 sentences have words that share all their pieces with another: 2 links left out",
         "1 of 7 sentences are longer than the model takes: left out",
     )
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 0.0), (torch.float32, 0.02)])
-def test_batches_of_any_size_give_the_same_answers(
+def test_link_scores_do_not_depend_on_the_batch_size(
     dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With random weights: heads that attend evenly have no strongest weight but by rounding."""
@@ -189,28 +199,31 @@ def test_batches_of_any_size_give_the_same_answers(
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.5, generator=drawn)
     model = model.to(dtype)
-    found = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    result = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
     monkeypatch.setattr(alignment, "TOKENS", 1)
     monkeypatch.setattr(alignment, "AHEAD", 7)
-    again = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
-    assert again.scores.keys() == found.scores.keys() and again.heads == found.heads
-    for name, scores in found.scores.items():
+    repeated = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    assert repeated.scores.keys() == result.scores.keys() and repeated.heads == result.heads
+    for name, scores in result.scores.items():
         assert scores.max() > scores.min() + 0.05 or "shuffled" in name or name == "anything"
-        np.testing.assert_allclose(again.scores[name], scores, rtol=1e-12, atol=bound, err_msg=name)
+        np.testing.assert_allclose(repeated.scores[name], scores, rtol=1e-12, atol=bound, err_msg=name)
     if dtype == torch.float64:
-        assert [row.accuracy for row in again.rows] == pytest.approx([row.accuracy for row in found.rows], abs=1e-12)
+        accuracies = [row.accuracy for row in result.rows]
+        assert [row.accuracy for row in repeated.rows] == pytest.approx(accuracies, abs=1e-12)
 
 
 # fixed answers
 
 
-def test_answers_that_know_no_meaning() -> None:
+def test_fixed_answers_are_right_where_the_target_is_at_their_place() -> None:
     sentence = Sentence("he b c he d he", ((0, 2), (3, 4), (5, 6), (7, 9), (10, 11), (12, 14)), ())
-    links = (Link("r", 5, (2,), (0, 2, 4)), Link("r", 5, (0,), (0, 1, 4)), Link("r", 0, (1, 4)))
+    links = (GoldLink("r", 5, (2,), (0, 2, 4)), GoldLink("r", 5, (0,), (0, 1, 4)), GoldLink("r", 0, (1, 4)))
     batch = encoded(((0,), (1,), (2,), (3,), (4,), (5,)), links, 6)
-    right = scoring.fixed(batch, [sentence])
-    told = [[name for name, mark in zip(scoring.FIXED, row, strict=True) if mark] for row in right.tolist()]
-    assert told == [
+    right = scoring.score_fixed_answers(batch, [sentence])
+    right_answers = [
+        [name for name, mark in zip(scoring.FIXED_ANSWERS, row, strict=True) if mark] for row in right.tolist()
+    ]
+    assert right_answers == [
         ["-3", "the second nearest candidate"],
         ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", scoring.SAME],  # past the edge
         ["-10", "-9", "-8", "-7", "-6", "-5", "-4", "-3", "-2", "-1", "+1", "+4"],  # the first word has none before
@@ -229,51 +242,51 @@ def tiny_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_a_causal_model_is_asked_backwards_alone() -> None:
+def test_a_causal_model_is_scored_on_links_to_earlier_words_alone() -> None:
     assert scoring.is_causal(tiny_llama().model) and not scoring.is_causal(relation_heads.model())
-    made = find.relations(tiny_llama(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
-    assert made.causal and "links to later words cannot be followed" in str(made)
-    assert made["word > before"].visible == 1
-    assert 0.4 < made["adjective > noun"].visible < 0.6
-    assert len(made.heads) == 12 and made["word > before"].fixed == "-1"
-    assert made["adjective > noun"].fixed.startswith("-")
+    relations = find.relations(tiny_llama(), relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
+    assert relations.causal and "links to later words cannot be followed" in str(relations)
+    assert relations["word > before"].visible == 1
+    assert 0.4 < relations["adjective > noun"].visible < 0.6
+    assert len(relations.heads) == 12 and relations["word > before"].fixed == "-1"
+    assert relations["adjective > noun"].fixed.startswith("-")
 
 
-def test_what_a_causal_model_sees() -> None:
-    links = Link("r", 1, (2,)), Link("r", 2, (0, 3), (0, 1, 3)), Link("r", 3, (1,))
+def test_visible_links_lead_to_earlier_words() -> None:
+    links = GoldLink("r", 1, (2,)), GoldLink("r", 2, (0, 3), (0, 1, 3)), GoldLink("r", 3, (1,))
     seen = gold.visible(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
-    assert seen.links == (Link("r", 2, (0,), (0, 1)), Link("r", 3, (1,)))
+    assert seen.links == (GoldLink("r", 2, (0,), (0, 1)), GoldLink("r", 3, (1,)))
 
 
-def test_where_no_special_token_comes_first_the_beginning_is_marked() -> None:
+def test_a_beginning_token_is_added_where_the_tokenizer_has_none() -> None:
     plain = transformers.PreTrainedTokenizerFast(
         tokenizer_object=relation_heads.tokenizer().backend_tokenizer, bos_token="[PAD]"
     )
     plain.backend_tokenizer.post_processor = __import__("tokenizers").processors.Sequence([])
-    sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))
-    [one] = alignment.encode([sentence], plain, 31, alignment.Lost())
+    sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (GoldLink("r", 0, (1,)),))
+    [one] = alignment.encode([sentence], plain, 31, alignment.LeftOut())
     assert one.ids[0] == 0 and one.pieces == ((1,), (2,))
 
 
 # the value
 
 
-def test_it_saves_loads_and_prints(found: Relations, tmp_path: Path) -> None:
-    found.save(tmp_path / "relations.json")
-    again = Relations.load(tmp_path / "relations.json")
-    assert json.dumps(again.to_json()) == json.dumps(found.to_json())
-    assert str(again) == str(found)
-    assert [row.verdict for row in again.rows] == [row.verdict for row in found.rows]
-    assert "shuffled gold: 0 of 4 found" in str(found)
-    lines = found.markdown().splitlines()
-    assert len(lines) == 6 and "| adjective > noun | 1.0 | 100.0% |" in found.markdown()
+def test_relations_save_load_and_print(result: Relations, tmp_path: Path) -> None:
+    result.save(tmp_path / "relations.json")
+    repeated = Relations.load(tmp_path / "relations.json")
+    assert json.dumps(repeated.to_json()) == json.dumps(result.to_json())
+    assert str(repeated) == str(result)
+    assert [row.verdict for row in repeated.rows] == [row.verdict for row in result.rows]
+    assert "shuffled gold: 0 of 4 found" in str(result)
+    lines = result.markdown().splitlines()
+    assert len(lines) == 6 and "| adjective > noun | 1.0 | 100.0% |" in result.markdown()
     assert len({line.count("|") for line in lines}) == 1
-    assert [head for head, _ in again.best("noun > adjective", 1)] == [("self", 1, relation_heads.FOLLOWS)]
-    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["rows"]
+    assert [head for head, _ in repeated.best("noun > adjective", 1)] == [("self", 1, relation_heads.FOLLOWS)]
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["rows"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": "other"}'])
-def test_another_file_is_no_relations(content: str, tmp_path: Path) -> None:
+def test_loading_relations_refuses_other_files(content: str, tmp_path: Path) -> None:
     path = tmp_path / "relations.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"cannot be read as saved relations|these are no relations"):
@@ -290,7 +303,9 @@ def test_another_file_is_no_relations(content: str, tmp_path: Path) -> None:
         (0.3, float("nan"), TOO_FEW),
     ],
 )
-def test_ten_points_and_an_interval_above_zero(gain: float, low: float, verdict: str) -> None:
+def test_a_relation_is_found_ten_points_above_the_fixed_answer_with_an_interval_above_zero(
+    gain: float, low: float, verdict: str
+) -> None:
     row = Relation(
         "r", "self", 0, 0, 99, 99, 1.0, accuracy=0.5 + gain, weight=0.1, fixed="-1", fixed_accuracy=0.5, median=0.1,
         high_heads=0.2, gain_low=low,
@@ -298,14 +313,14 @@ def test_ten_points_and_an_interval_above_zero(gain: float, low: float, verdict:
     assert row.verdict == verdict
 
 
-def test_intervals_are_those_of_a_mean_over_sentences() -> None:
+def test_relation_intervals_are_those_of_a_mean_over_sentences() -> None:
     """Hits that come in whole sentences spread more than as many that are alone."""
     chance = np.random.default_rng(1)
     of_sentence = chance.random(400) < 0.5
 
     def width(sentences: np.ndarray, hits: np.ndarray) -> float:
         zeros = np.zeros(len(hits))
-        record = find.Record(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
+        record = find.LinkRecord(np.array(["r"] * len(hits)), sentences, hits, zeros, zeros)
         ends = find._intervals(record, ["r"], 0.05, 0)["r"]
         assert ends["low"] < hits.mean() < ends["high"] and ends["gain_low"] == ends["low"]
         return ends["high"] - ends["low"]
@@ -319,14 +334,14 @@ def test_intervals_are_those_of_a_mean_over_sentences() -> None:
 # mistakes
 
 
-def test_what_cannot_be_asked() -> None:
+def test_relations_refuse_unlinked_sentences_and_tokenizers_without_offsets() -> None:
     with pytest.raises(HeadwiseError, match="2 sentences without a gold link"):
         find.relations(
             relation_heads.model(), [Sentence("x1", ((0, 2),), ())] * 2, tokenizer=relation_heads.tokenizer()
         )
     with pytest.raises(HeadwiseError, match="needs its tokenizer"):
         find.relations(relation_heads.model(), relation_heads.sentences(5))
-    ahead = [Sentence("x1 x2", ((0, 2), (3, 5)), (Link("r", 0, (1,)),))] * 3
+    ahead = [Sentence("x1 x2", ((0, 2), (3, 5)), (GoldLink("r", 0, (1,)),))] * 3
     with pytest.raises(HeadwiseError, match="none of 2 sentences has a link that the model can follow"):
         find.relations(tiny_llama(), ahead, tokenizer=relation_heads.tokenizer())
     slow = type("Slow", (), {"is_fast": False})()
@@ -334,39 +349,39 @@ def test_what_cannot_be_asked() -> None:
         find.relations(relation_heads.model(), ahead, tokenizer=slow)
 
 
-def test_an_encoder_decoder_is_asked_about_its_encoder() -> None:
+def test_relations_of_an_encoder_decoder_are_those_of_its_encoder() -> None:
     config = transformers.T5Config(
         vocab_size=29, d_model=12, d_kv=3, d_ff=7, num_layers=2, num_decoder_layers=2, num_heads=4, pad_token_id=0,
         decoder_start_token_id=0,
     )  # fmt: skip
-    made = find.relations(
+    relations = find.relations(
         transformers.T5ForConditionalGeneration(config).eval(),
         relation_heads.sentences(53),
         tokenizer=relation_heads.tokenizer(),
     )
-    assert "cross-attention links two texts" in " ".join(made.notes) and not made.causal
-    assert {kind for kind, _, _ in made.heads} <= {"encoder", "self"} and len(made.heads) == 8
+    assert "cross-attention links two texts" in " ".join(relations.notes) and not relations.causal
+    assert {kind for kind, _, _ in relations.heads} <= {"encoder", "self"} and len(relations.heads) == 8
 
 
 # real weights
 
 
-def test_a_real_model_on_our_own_sentences() -> None:
-    some = [s for s in probe.sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
-    made = find.relations("minilm", some)
-    assert made.model == "minilm" and len(made.heads) == 72
-    assert made["object > verb"].verdict == FOUND
-    assert [row for row in made.shuffled if row.verdict == FOUND] == []
+def test_minilm_follows_relations_of_the_probe_sentences() -> None:
+    some = [s for s in probe_sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
+    relations = find.relations("minilm", some)
+    assert relations.model == "minilm" and len(relations.heads) == 72
+    assert relations["object > verb"].verdict == FOUND
+    assert [row for row in relations.shuffled if row.verdict == FOUND] == []
 
 
 @pytest.mark.full
-def test_a_real_model_on_a_real_treebank() -> None:
+def test_minilm_follows_relations_of_a_treebank() -> None:
     """The figures of docs/relations.md: choose on dev, report on test."""
     data = _fetched()
-    made = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
-    assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in made.found}
-    assert [row for row in made.shuffled if row.verdict == FOUND] == []
-    treebank = conllu.read(data / "en_gum-ud-dev.conllu")
+    relations = find.relations("minilm", data / "en_ewt-ud-dev.conllu", report=data / "en_ewt-ud-test.conllu")
+    assert {"obj > head", "det > head", "nsubj > head"} <= {row.name for row in relations.found}
+    assert [row for row in relations.shuffled if row.verdict == FOUND] == []
+    treebank = conllu.read_conllu(data / "en_gum-ud-dev.conllu")
     assert sum(len(window.links) for window in treebank.coreference()) > 500
 
 

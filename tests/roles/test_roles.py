@@ -1,4 +1,4 @@
-"""Heads that were built to do one thing are labelled so, and nothing is found where there is nothing."""
+"""Heads that were built for a role have it, and other heads do not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import transformers
 
 import headwise
-from headwise.roles.atlas.roles import BY_NAME, ROLES
+from headwise.role_definitions import all_roles
 from helpers.role_heads import HEADS, VOCABULARY, circuit, encoder, texts, tokenizer
 
 
 def counts(corpus: list[str]) -> np.ndarray:
-    found = np.zeros(len(VOCABULARY))
+    totals = np.zeros(len(VOCABULARY))
     for ids in tokenizer()(corpus)["input_ids"]:
-        np.add.at(found, ids, 1)
-    return found
+        np.add.at(totals, ids, 1)
+    return totals
 
 
 @pytest.fixture(scope="module")
@@ -27,44 +27,46 @@ def corpus() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def found(corpus: list[str]) -> headwise.Atlas:
+def atlas(corpus: list[str]) -> headwise.Atlas:
     return headwise.atlas(encoder(counts(corpus)), corpus, tokenizer())
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_built_for_one_thing_has_that_role_alone(found: headwise.Atlas, name: str) -> None:
+def test_a_head_built_for_one_role_has_that_role_alone(atlas: headwise.Atlas, name: str) -> None:
     also = {"same_word": {"duplicate"}}  # the same token elsewhere is what both ask for
-    roles = {role.role for role in found.of_head((0, HEADS.index(name)))}
+    roles = {role.role for role in atlas.roles_of((0, HEADS.index(name)))}
     assert name in roles and roles <= {name} | also.get(name, set())
 
 
-def test_each_score_is_near_the_most_there_is(found: headwise.Atlas) -> None:
+def test_heads_built_for_a_role_score_near_the_maximum(atlas: headwise.Atlas) -> None:
     for name in ("previous", "next", "delimiter", "same_word", "broad"):
-        [first, *_] = found.having(name)
+        [first, *_] = atlas.heads_with(name)
         assert HEADS[first.head] == name
         assert first.low <= first.score <= first.high
         assert first.score > 0.85
 
 
-def test_the_baseline_is_what_equal_attention_has_on_the_same_tokens(found: headwise.Atlas, corpus: list[str]) -> None:
+def test_the_baseline_is_the_score_of_equal_attention_on_the_same_tokens(
+    atlas: headwise.Atlas, corpus: list[str]
+) -> None:
     lengths = np.array([len(ids) for ids in tokenizer()(corpus)["input_ids"]])
-    assert found.baseline["previous"]["self"][0] == pytest.approx(
+    assert atlas.baseline["previous"]["self"][0] == pytest.approx(
         ((lengths - 1) / lengths).sum() / lengths.sum(), abs=1e-5
     )
-    assert found.baseline["entropy"]["self"][0] == pytest.approx(
+    assert atlas.baseline["entropy"]["self"][0] == pytest.approx(
         (lengths * np.log(lengths)).sum() / lengths.sum(), abs=1e-5
     )
-    assert found.scores["previous"]["self"][0, HEADS.index("broad")] == pytest.approx(
-        found.baseline["previous"]["self"][0], abs=2e-5
+    assert atlas.scores["previous"]["self"][0, HEADS.index("broad")] == pytest.approx(
+        atlas.baseline["previous"]["self"][0], abs=2e-5
     )
-    assert found.baseline["broad"]["self"][0] == pytest.approx(1)
+    assert atlas.baseline["broad"]["self"][0] == pytest.approx(1)
 
 
-def test_positions_in_disorder_make_no_positional_head(corpus: list[str]) -> None:
+def test_scrambled_positions_leave_no_positional_roles(corpus: list[str]) -> None:
     scrambled = headwise.atlas(encoder(counts(corpus), scrambled=True), corpus, tokenizer())
     lost = {"previous", "next", "offset-3", "local"}
     assert not {role.role for role in scrambled.roles} & lost
-    assert scrambled.of_head("0.3")[0].role == "delimiter"  # which needs no positions
+    assert scrambled.roles_of("0.3")[0].role == "delimiter"  # which needs no positions
 
 
 def test_random_weights_have_no_role(corpus: list[str]) -> None:
@@ -81,43 +83,43 @@ def test_random_weights_have_no_role(corpus: list[str]) -> None:
             initializer_range=0.3,
         )
     )
-    found = headwise.atlas(model.eval(), corpus, tokenizer(around=False))
-    named = [role for role in found.roles if role.role != "broad"]
+    atlas = headwise.atlas(model.eval(), corpus, tokenizer(around=False))
+    named = [role for role in atlas.roles if role.role != "broad"]
     assert named == []
-    assert found.unnamed > 0.8
-    assert f"{found.unnamed:.0%} of the 15 heads have no clean role" in str(found)
+    assert atlas.unnamed > 0.8
+    assert f"{atlas.unnamed:.0%} of the 15 heads have no clean role" in str(atlas)
 
 
 def test_the_induction_circuit_is_found(corpus: list[str]) -> None:
-    found = headwise.atlas(circuit(), corpus, tokenizer(around=False))
-    assert found.ways == {"self": "causal"}
-    assert [role.name for role in found.having("induction")] == ["1.0"]
-    assert [role.name for role in found.having("previous")] == ["0.0"]
-    assert found.having("first")[0].name == "1.1"
-    assert "0.1" in [role.name for role in found.having("broad")]
-    assert found.scores["induction"]["self"][1, 0] > 0.9
-    assert "next" not in {role.role for role in found.roles}
+    atlas = headwise.atlas(circuit(), corpus, tokenizer(around=False))
+    assert atlas.ways == {"self": "causal"}
+    assert [role.name for role in atlas.heads_with("induction")] == ["1.0"]
+    assert [role.name for role in atlas.heads_with("previous")] == ["0.0"]
+    assert atlas.heads_with("first")[0].name == "1.1"
+    assert "0.1" in [role.name for role in atlas.heads_with("broad")]
+    assert atlas.scores["induction"]["self"][1, 0] > 0.9
+    assert "next" not in {role.role for role in atlas.roles}
 
 
-def test_without_its_first_layer_the_circuit_is_none(corpus: list[str]) -> None:
+def test_without_its_first_layer_the_induction_circuit_is_not_found(corpus: list[str]) -> None:
     broken = circuit()
     broken.transformer.h[0].attn.c_proj.weight.zero_()
-    assert headwise.atlas(broken, corpus, tokenizer(around=False)).having("induction") == []
+    assert headwise.atlas(broken, corpus, tokenizer(around=False)).heads_with("induction") == []
 
 
-def test_on_texts_too_short_to_tell_nothing_is_told() -> None:
+def test_texts_of_three_tokens_give_no_roles_by_their_baseline() -> None:
     """Equal attention has a third of its weight on the token before, and three in four on delimiters."""
-    found = headwise.atlas(encoder(np.ones(len(VOCABULARY))), ["cat", "dog", "bird"], tokenizer())
-    assert not {role.role for role in found.roles} & {"delimiter", "local"}
+    atlas = headwise.atlas(encoder(np.ones(len(VOCABULARY))), ["cat", "dog", "bird"], tokenizer())
+    assert not {role.role for role in atlas.roles} & {"delimiter", "local"}
 
 
-@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
-def test_every_role_says_what_it_is(role: Any) -> None:
-    assert role.words and role.source and 0 < role.threshold < 1
-    assert not role.held(float("nan"), 0.1, 0.0)
+@pytest.mark.parametrize("role", all_roles(), ids=lambda role: role.name)
+def test_every_role_has_a_meaning_a_source_and_a_sound_threshold(role: Any) -> None:
+    assert role.meaning and role.source and 0 < role.threshold < 1
+    assert not role.is_met(float("nan"), 0.1, 0.0)
     if role.relative:
-        assert role.held(0.95, 1.0, 0.93) and not role.held(0.95, 1.0, 0.5)
+        assert role.is_met(0.95, 1.0, 0.93) and not role.is_met(0.95, 1.0, 0.5)
     else:
-        assert role.held(0.9, 0.2, 0.25) and not role.held(0.9, 0.2, 0.15)  # an interval that holds the baseline
-        assert not role.held(0.9, 0.6, 0.8)  # less than twice the baseline
-    assert all(name in BY_NAME for name in role.unless)
+        assert role.is_met(0.9, 0.2, 0.25) and not role.is_met(0.9, 0.2, 0.15)  # an interval that holds the baseline
+        assert not role.is_met(0.9, 0.6, 0.8)  # less than twice the baseline
+    assert {other.name for other in all_roles()} >= set(role.unless)

@@ -18,7 +18,7 @@ import on_corpus
 import headwise
 from headwise import scale
 from headwise.prune import importance as scoring
-from headwise.roles.atlas import build, corpus, observer
+from headwise.roles.atlas import corpus, corpus_run, observer
 from headwise.scale import data_parallel as shared
 
 FOLDER = Path(sys.argv[1])
@@ -41,7 +41,7 @@ def counting(what: str, call: Any, kill: bool) -> Any:
 
 
 # small batches, and a checkpoint after each
-corpus.PAIRS, build.EVERY, shared.EVERY = 1 << 11, -1.0, -1.0
+corpus.PAIRS, corpus_run.EVERY, shared.EVERY = 1 << 11, -1.0, -1.0
 
 with scale.started(timeout=60) as ranks:
     model, tokenizer, texts = on_corpus.small_bert(), headwise.tokenizer("minilm"), on_corpus.texts()

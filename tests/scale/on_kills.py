@@ -26,7 +26,7 @@ import on_corpus
 
 import headwise
 from headwise import scale
-from headwise.roles.atlas import build, corpus
+from headwise.roles.atlas import corpus, corpus_run
 
 RANKS = 2
 KILL = "HEADWISE_TEST_KILL"  # "agent 0 0.35": rank 0 kills its agent 0.35 s after all have met; "rank 1 0.2": itself
@@ -34,7 +34,7 @@ ENDING = 45.0  # seconds in which every orphan must have ended
 LEFT = ["atlas.json", "atlas.json.sums.safetensors"]
 
 # small batches, and a checkpoint after each
-corpus.PAIRS, build.EVERY = 1 << 10, -1.0
+corpus.PAIRS, corpus_run.EVERY = 1 << 10, -1.0
 
 
 @functools.cache

@@ -16,8 +16,8 @@ import torch
 
 from headwise import CheckpointError, MultiHeadAttention, importance, tokenizer
 from headwise.roles.atlas import corpus
-from headwise.roles.atlas.atlas import Atlas
 from headwise.roles.atlas.build import atlas
+from headwise.roles.atlas.result import Atlas
 from headwise.scale import load_state, save_state, split_heads, started
 from helpers.torchrun import WORKERS, found, torchrun
 

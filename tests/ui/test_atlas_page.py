@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.roles.atlas.bundled import shipped
+from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.ui.atlas import save_page
 
 
 def test_the_page_shows_what_the_atlas_says(tab: Callable[..., Any], tmp_path: Path) -> None:
-    atlas = shipped("minilm")
+    atlas = bundled_atlas("minilm")
     assert atlas is not None
     name = '</script><b><!--\u2028"><style>* { display: none }</style>'
     nasty = dataclasses.replace(atlas, model=name)

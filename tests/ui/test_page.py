@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import headwise
-from headwise.roles.atlas.bundled import shipped
+from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.ui import capture, page, payload
 from headwise.ui.atlas import save_page
 
@@ -83,7 +83,7 @@ def test_the_policy_allows_the_page_s_own_script_alone() -> None:
 
 
 def test_every_page_begins_with_its_policy(tmp_path: Path) -> None:
-    found = shipped("minilm")
+    found = bundled_atlas("minilm")
     assert found is not None
     name = "half \ud800</title><script>alert(1)</script>"
     save_page(dataclasses.replace(found, model=name), tmp_path / "atlas.html")

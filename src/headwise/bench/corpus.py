@@ -17,7 +17,8 @@ VOCABULARY = 997
 
 def sentences(count: int) -> Iterator[Any]:
     """Batches of random sentences, 5 to 75 tokens long, as the atlas reads them from a corpus."""
-    from ..roles.atlas.corpus import Batch, Tokens, chunks
+    from ..role_definitions import Tokens
+    from ..roles.atlas.corpus import Batch, chunks
 
     random = np.random.default_rng(0)
     lengths = np.sort(np.clip(random.lognormal(3.2, 0.5, count), 5, 75).astype(int))
@@ -36,18 +37,19 @@ def sentences(count: int) -> Iterator[Any]:
 
 
 def _corpus(make: Callable[[int], Any], flops: int, quick: bool, *, texts: int, layers: int) -> PreparedCase:
-    from ..roles.atlas.observer import Adding, Observer, forward
+    from ..roles.atlas.accumulator import Accumulator
+    from ..roles.atlas.observer import Observer, forward
     from ..roles.atlas.sums import Tally
 
     model, batches = make(layers), list(sentences(texts))
-    adding = Adding(Tally())
+    sums = Accumulator(Tally())
 
     def measure_roles() -> Tensor:
         observer = Observer(model)
         with observer.watching():
             for batch in batches:
-                adding.take(observer.run(batch), batch)
-            adding.settle()
+                sums.add(observer.run(batch), batch)
+            sums.flush()
         last: Tensor = observer.output[0]
         return last
 

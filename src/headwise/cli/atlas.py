@@ -17,8 +17,8 @@ from .checks import LARGEST_SEED, check_output_folder, make_folder
 from .ranks import Alone, together
 
 if TYPE_CHECKING:
-    from ..roles.atlas.atlas import Atlas
-    from ..roles.atlas.build import Progress
+    from ..roles.atlas.corpus_run import Progress
+    from ..roles.atlas.result import Atlas
     from ..scale.ranks import Ranks
 
 UNFINISHED = "unfinished.safetensors"  # in the output folder, the sums of a run that is not done
@@ -58,7 +58,7 @@ def atlas(
     as_json: Annotated[bool, typer.Option("--json", help="Print the atlas as JSON.")] = False,
 ) -> None:
     """Measure on a corpus what every head does: roles with scores, baselines and intervals."""
-    from ..roles.atlas.roles import definition
+    from ..role_definitions import definition
     from .relations import alone, damage, related
 
     # what cannot be is said before anything is measured
@@ -92,7 +92,7 @@ def atlas(
 
 
 def _loaded(path: Path) -> Atlas:
-    from ..roles.atlas.atlas import Atlas
+    from ..roles.atlas.result import Atlas
 
     return Atlas.load(path)
 
@@ -134,9 +134,9 @@ def _measured(
     part: tuple[int, int], seed: int, ranks: Alone | Ranks,
 ) -> Atlas:  # fmt: skip
     if texts is None:
-        from ..roles.atlas.bundled import NAMES, shipped
+        from ..roles.atlas.bundled import NAMES, bundled_atlas
 
-        found = shipped(model)
+        found = bundled_atlas(model)
         if found is None:
             raise HeadwiseError(
                 f"give --texts, a file with a text a line; atlases come along for {', '.join(NAMES)}, not for {model!r}"
@@ -165,11 +165,11 @@ def _measured(
             how |= {"part": part, "resume": kept, "keep_checkpoint": True}
             found = measure(loaded, texts, words, progress=progress, **how)
     if out is not None and ranks.first:
-        from ..roles.atlas.similarity import likeness
+        from ..roles.atlas.similarity import head_similarity
 
         make_folder(out)
         found.save(out / "atlas.json", sums=True)  # what took long is safe before what comes now
-        alike = likeness(loaded, texts, words, field=field, length=length, seed=seed)
+        alike = head_similarity(loaded, texts, words, field=field, length=length, seed=seed)
         found.about["likeness"] = {kind: one.to_json() for kind, one in alike.items()}
     return found
 
@@ -208,7 +208,7 @@ def _write(found: Atlas, out: Path) -> None:
 def _head(found: Atlas, head: str, as_json: bool) -> str:
     kind, layer, number = found.at(head)
     rows = [row for row in found.rows() if (row["kind"], row["layer"], row["head"]) == (kind, layer, number)]
-    roles = [role.role for role in found.of_head(head)]
+    roles = [role.role for role in found.roles_of(head)]
     if as_json:
         return json.dumps({"kind": kind, "layer": layer, "head": number, "roles": roles, "scores": rows}, indent=2)
     lines = [f"{found.model} {layer}.{number} ({kind}): {', '.join(roles) or 'no clean role'}"]

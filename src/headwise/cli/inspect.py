@@ -193,7 +193,7 @@ def _roles(found: Inspection, head: str | None) -> list[RenderableType]:
         return []
     texts, roles = known
     named: dict[str, list[str]] = {}
-    for at in [found.at(head)] if head is not None else terminal.named(found):
+    for at in [found.at(head)] if head is not None else terminal.named_heads(found):
         named.setdefault(", ".join(roles.get(at, ())) or NONE, []).append(f"{at[0]}.{at[1]}")
     text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {found.model})")
     for role, heads in sorted(named.items(), key=lambda one: one[0] == NONE):

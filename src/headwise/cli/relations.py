@@ -11,7 +11,7 @@ from ..terminal import echo
 from .checks import make_folder
 
 if TYPE_CHECKING:
-    from ..roles.atlas.atlas import Atlas
+    from ..roles.atlas.result import Atlas
     from ..roles.relations.result import Relations
 
 TEXTS = 200  # that damage is measured on
@@ -29,11 +29,11 @@ def related(
         raise HeadwiseError("give --conllu or --probe, not both: heads chosen on one would be reported on the other")
     from ..roles.relations import conllu as files
     from ..roles.relations.find import relations, sentences_of
-    from ..roles.relations.probe_set import sentences as own
+    from ..roles.relations.probe_set.sentences import probe_sentences
     from .atlas import _bar
 
-    first = sentences_of(files.read(*conllu) if conllu else own.sentences())[0]  # before a model is loaded
-    second = sentences_of(files.read(*report))[0] if report else None
+    first = sentences_of(files.read_conllu(*conllu) if conllu else probe_sentences())[0]  # before a model is loaded
+    second = sentences_of(files.read_conllu(*report))[0] if report else None
     total, done = len(first) + len(second or ()), 0
     with _bar(True) as bar:
 
@@ -56,20 +56,20 @@ def alone(links: Relations, out: Path | None, as_json: bool) -> None:
 
 def damage(atlas: Atlas, role: str, model: str, texts: Path, field: str, as_json: bool) -> None:
     """What is lost without the heads of a role, beside what is lost without random ones."""
-    heads = [(one.kind, one.layer, one.head) for one in atlas.having(role)]
+    heads = [(one.kind, one.layer, one.head) for one in atlas.heads_with(role)]
     if not heads:
         raise HeadwiseError(f"no head of {model} has the role {role!r}, so nothing can be masked")
     from ..models.loading.loader import load, tokenizer
     from ..roles.ablation import tasks
-    from ..roles.ablation.ablate import DRAWS, matter
+    from ..roles.ablation.ablate import DRAWS, ablate_heads
     from ..roles.atlas.corpus import read
     from .atlas import _bar
 
     words, loaded = tokenizer(model), load(model)
     some = [text for text in read(texts, field, TEXTS)[0] if isinstance(text, str)]
-    given = [tasks.text(loaded, words, some)]
-    if tasks.speaks(loaded):
-        given.append(tasks.repeat(loaded, words))
+    given = [tasks.text_task(loaded, words, some)]
+    if tasks.predicts_next_token(loaded):
+        given.append(tasks.repetition_task(loaded, words))
     done = 0
     with _bar(True) as bar:
 
@@ -78,5 +78,5 @@ def damage(atlas: Atlas, role: str, model: str, texts: Path, field: str, as_json
             done += count
             bar(done, DRAWS * len(given))
 
-        found = [matter(task, heads, progress=progress) for task in given]
+        found = [ablate_heads(task, heads, progress=progress) for task in given]
     echo(json.dumps([one.to_json() for one in found], indent=2) if as_json else "\n".join(map(str, found)))

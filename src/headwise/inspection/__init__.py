@@ -1,1 +1,31 @@
 """One text through a model: what every head does with it, as values and in the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .comparison import Comparison as Comparison
+    from .examples import EXAMPLES as EXAMPLES
+    from .examples import Example as Example
+    from .result import STATISTICS as STATISTICS
+    from .result import Inspection as Inspection
+    from .result import Link as Link
+    from .run import inspect as inspect
+    from .words import Words as Words
+
+_MODULES = {
+    "Comparison": "comparison",
+    "EXAMPLES": "examples",
+    "Example": "examples",
+    "Inspection": "result",
+    "Link": "result",
+    "STATISTICS": "result",
+    "Words": "words",
+    "inspect": "run",
+}
+
+__all__ = [*_MODULES]
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""Two texts beside each other, seen by the same model: what each head does on one and not on the other."""
+"""Two texts through the same model: what each head does on one and not on the other."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .result import STATISTICS, Inspection, Link
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-# these grow with the text, so they are compared as shares of what equal attention would have
-GROWING = ("entropy", "distance")
+# these grow with the length of the text, so they are compared as shares of equal attention's
+LENGTH_DEPENDENT = ("entropy", "distance")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A statistic of one head on both texts; entropy and distance as shares of what equal attention has."""
+class StatisticChange:
+    """A statistic of one head on both texts; entropy and distance as shares of equal attention's."""
 
     layer: int
     head: int
@@ -38,13 +38,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Where one head looks from a word in both texts: its strongest link in each, and how much of its weight moved."""
+    """What one head does with a word in both texts: its strongest link in each, and how much of its weight moved."""
 
     layer: int
     head: int
     first: Link | None
     second: Link | None
-    moved: float | None  # half the sum of differences, word by word; None where the texts have not as many words
+    moved: float | None  # half the sum of absolute differences over words; None where the texts differ in length
 
     @property
     def name(self) -> str:
@@ -53,14 +53,14 @@ class Turn:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """Two Inspections by one model."""
+    """Two texts by one model, as `headwise.inspect(text, against=other)` gives them. It prints as a page."""
 
     first: Inspection
     second: Inspection
 
     @property
     def aligned(self) -> bool:
-        """Whether the texts have as many words, so that word i of one can be set beside word i of the other."""
+        """Whether the texts have the same number of words, so that word i of one corresponds to word i of the other."""
         return len(self.first.words.names) == len(self.second.words.names)
 
     def followed(self) -> tuple[int, int, str]:
@@ -68,23 +68,23 @@ class Comparison:
         place, why = self.first.followed()[0]
         if self.aligned:
             return place, place, why
-        asked = self.first.follow[0] if self.first.follow else None
+        requested = self.first.follow[0] if self.first.follow else None
         try:
-            return place, self.second.find(asked or self.first.words.names[place]), why
+            return place, self.second.find(requested or self.first.words.names[place]), why
         except HeadwiseError:
-            if asked:
+            if requested:
                 raise
             return place, self.second.followed()[0][0], why
 
     def turns(self) -> list[Turn]:
-        """Every head's look from the followed word, those that moved most or look most firmly first."""
+        """Every head's links from the followed word, those with the strongest and most moved links first."""
         here, there, _ = self.followed()
         first = {(link.layer, link.head): link for link in reversed(self.first.links(here))}
         second = {(link.layer, link.head): link for link in reversed(self.second.links(there))}
         turns = [
             Turn(*head, first.get(head), second.get(head), self._moved(head, here, there)) for head in self.first.heads
         ]
-        return sorted(turns, key=_firmness)
+        return sorted(turns, key=_rank)
 
     def _moved(self, head: tuple[int, int], here: int, there: int) -> float | None:
         if not self.aligned:
@@ -95,22 +95,23 @@ class Comparison:
         """(L, H): the statistic on the second text less that on the first."""
         return self.second.table(statistic) - self.first.table(statistic)
 
-    def changes(self) -> list[Change]:
-        """Every head's statistic that changed most, the largest change first."""
+    def changes(self) -> list[StatisticChange]:
+        """Per head, the statistic that changed most; the largest change first."""
         names = list(STATISTICS)
-        first, second = (np.stack([_share(one, name) for name in names]) for one in (self.first, self.second))
-        most = np.nan_to_num(abs(second - first), nan=-1).argmax(0)  # (L, H)
-        found = [
-            Change(
-                layer, head, names[most[row, head]], *(float(x[most[row, head], row, head]) for x in (first, second))
+        first, second = (np.stack([_share(text, name) for name in names]) for text in (self.first, self.second))
+        largest = np.nan_to_num(abs(second - first), nan=-1).argmax(0)  # (L, H)
+        changes = [
+            StatisticChange(
+                layer, head, names[number], float(first[number, row, head]), float(second[number, row, head])
             )
             for row, layer in enumerate(self.first.layers)
             for head in range(len(self.first.weights[row]))
+            for number in (largest[row, head],)
         ]
-        return sorted(found, key=lambda change: -abs(change.difference))
+        return sorted(changes, key=lambda change: -abs(change.difference))
 
     def to_json(self, head: str | tuple[int, int] | None = None) -> dict[str, Any]:
-        """Both texts, and for each head its changes."""
+        """Both texts, and the changes of each head, as plain values."""
         return {
             "first": self.first.to_json(head),
             "second": self.second.to_json(head),
@@ -124,8 +125,8 @@ class Comparison:
                 for turn in self.turns()
             ],
             "changes": [
-                {"head": one.name, "statistic": one.statistic, "first": one.first, "second": one.second}
-                for one in self.changes()
+                {"head": change.name, "statistic": change.statistic, "first": change.first, "second": change.second}
+                for change in self.changes()
             ],
         }
 
@@ -140,17 +141,17 @@ class Comparison:
         return plain(self)
 
 
-def _firmness(turn: Turn) -> float:
-    """Heads whose strongest link is strong and moved come first."""
+def _rank(turn: Turn) -> float:
+    """The smaller, the stronger a head's link is and the more of it moved."""
     strongest = max(link.weight if link else 0.0 for link in (turn.first, turn.second))
     return -strongest * (1.0 if turn.moved is None else turn.moved)
 
 
-def _share(one: Inspection, name: str) -> np.ndarray:
-    """A statistic on a scale that does not grow with the text, (L, H)."""
-    table = one.table(name)
-    if name not in GROWING:
+def _share(text: Inspection, name: str) -> np.ndarray:
+    """A statistic on a scale that does not depend on the length of the text, (L, H)."""
+    table = text.table(name)
+    if name not in LENGTH_DEPENDENT:
         return table
-    equal = np.maximum(one.equal[name], 1e-12)[:, None]
+    equal = np.maximum(text.equal[name], 1e-12)[:, None]
     share: np.ndarray = table / equal
     return share

@@ -1,4 +1,4 @@
-"""Sentences that come with headwise, and the words in each that are worth following."""
+"""The bundled example sentences, and the words in each that are worth following."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sentence, the words to follow in it, and what one may ask."""
+    """A sentence, the words to follow in it, and the question that they answer."""
 
     text: str
     follow: tuple[str, ...]

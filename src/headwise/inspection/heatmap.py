@@ -1,4 +1,4 @@
-"""Numbers as colours in a terminal: a table of heads, a matrix of words; digits or shades where there are none."""
+"""Numbers as colours in a terminal: a table of heads, a matrix of words; digits or shades without colours."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-# from dark to light, so that a map keeps its meaning in grey and for those who see few colours
+# from dark to light, so that a map can be read in grey and with colour blindness
 RAMP = ((24, 18, 48), (48, 44, 110), (46, 96, 148), (38, 145, 140), (98, 190, 105), (235, 222, 84))
-COLD, PALE, WARM = (49, 104, 196), (236, 236, 236), (205, 72, 48)  # less, as much, more
+COLD, PALE, WARM = (49, 104, 196), (236, 236, 236), (205, 72, 48)  # below zero, zero, above
 SHADES = " ░▒▓█"
-LABEL = 14  # cells at most for a word beside a matrix
-TALL = 10  # letters at most above it
+LABEL = 14  # cells at most of a word beside a matrix
+TALL = 10  # letters at most of a word above it
 
 
 def ramp(share: float) -> tuple[int, int, int]:
@@ -35,16 +35,16 @@ def _between(a: tuple[int, int, int], b: tuple[int, int, int], part: float) -> t
 
 
 def style(colour: tuple[int, int, int]) -> str:
-    """Black or white on a colour, whichever can be read."""
+    """Black or white on a colour, whichever has more contrast."""
     red, green, blue = colour
     light = 0.299 * red + 0.587 * green + 0.114 * blue > 140
     return f"{'#000000' if light else '#ffffff'} on #{red:02x}{green:02x}{blue:02x}"
 
 
 def head_table(table: np.ndarray, layers: Sequence[int], width: int, *, colour: bool, signed: bool = False) -> Text:
-    """A number for each layer and head, (L, H), coloured by its place between the least and the most.
+    """One number per layer and head, (L, H), coloured by its place between the smallest and the largest.
 
-    Heads that do not fit beside each other follow in bands below; with colours, many heads go without their numbers.
+    Heads that do not fit in the width follow in bands below; with colours, many heads are shown without numbers.
     """
     label = max(len("layer"), len(str(layers[-1])))
     cell = 6 if signed else 5
@@ -84,7 +84,7 @@ def _colour(x: float, table: np.ndarray, signed: bool) -> tuple[int, int, int]:
 
 
 def matrix(weights: np.ndarray, names: Sequence[str], width: int, *, colour: bool) -> tuple[Text, int]:
-    """Where each word looks, (W, W), a row a word, with the words on both sides; and how many words had room."""
+    """Weights between words, (W, W), with the words on both sides; and the number of words that fit."""
     label = min(max(map(cell_len, names)), LABEL)
     wide = any(cell_len(letter) > 1 for name in names for letter in _letters(name))
     cells = [size for size in (4, 2, 1) if size > wide]
@@ -93,23 +93,23 @@ def matrix(weights: np.ndarray, names: Sequence[str], width: int, *, colour: boo
     text = Text(no_wrap=True)
     for line in _above(names[:count], cell):
         text.append(" " * (label + 1) + line.rstrip() + "\n", "dim")
-    most = max(float(weights.max()), 1e-9)
+    largest = max(float(weights.max()), 1e-9)
     for row in range(count):
         text.append(_label(names[row], label) + " ")
         for weight in weights[row, :count]:
-            text.append(_weight(float(weight), most, cell, colour), style(ramp(weight / most)) if colour else "")
+            text.append(_weight(float(weight), largest, cell, colour), style(ramp(weight / largest)) if colour else "")
         text.append("\n")
     text.right_crop(1)
     return text, count
 
 
-def _weight(weight: float, most: float, cell: int, colour: bool) -> str:
+def _weight(weight: float, largest: float, cell: int, colour: bool) -> str:
     if cell == 4:
         shown = "1.0" if weight >= 0.995 else f"{weight:.2f}"[1:]
         return f" {shown if weight >= 0.005 else ' · '}"
     if colour:
         return " " * cell
-    return SHADES[min(round(weight / most * (len(SHADES) - 1)), len(SHADES) - 1)] * cell
+    return SHADES[min(round(weight / largest * (len(SHADES) - 1)), len(SHADES) - 1)] * cell
 
 
 def _label(name: str, size: int) -> str:
@@ -119,7 +119,7 @@ def _label(name: str, size: int) -> str:
 
 
 def _above(names: Sequence[str], cell: int) -> list[str]:
-    """The words written downwards, each over its column, ending in the last line."""
+    """The lines above a matrix: each word written downwards over its column."""
     columns = [_letters(name) for name in names]
     columns = [letters if len(letters) <= TALL else [*letters[: TALL - 1], "…"] for letters in columns]
     tall = max(map(len, columns))
@@ -131,7 +131,7 @@ def _above(names: Sequence[str], cell: int) -> list[str]:
 
 
 def _letters(name: str) -> list[str]:
-    """Its characters, each with the accents that sit on it."""
+    """The characters of a word, each with its combining marks."""
     letters: list[str] = []
     for char in name:
         if letters and (unicodedata.category(char)[0] == "M" or char == "\u200d" or letters[-1].endswith("\u200d")):

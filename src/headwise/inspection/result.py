@@ -1,4 +1,4 @@
-"""What a model's heads do on one text, as a plain value: weights, statistics, links, heads that stand out."""
+"""What every head of a model does on one text, as a plain value: weights, statistics, links, heads that stand out."""
 
 from __future__ import annotations
 
@@ -10,55 +10,49 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import HeadwiseError
+from ..role_definitions import BOTH, CAUSAL, RoleDefinition, definition, meaning
 from .words import Words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-# words that stand for others, so that where they look is worth knowing
+# words whose antecedent is worth knowing, so the first one is followed by default
 PRONOUNS = frozenset("it its itself he him his himself she her hers herself they them their theirs themselves".split())
 STATISTICS = {
-    "entropy": "how widely a head spreads, in nats",
-    "confidence": "its largest weight",
-    "distance": "how far it looks, in tokens",
-    "previous": "weight on the token before",
-    "next": "weight on the token after",
-    "self": "weight on the token itself",
-    "first": "weight on the first token",
-    "delimiter": "weight on special tokens and punctuation",
+    name: meaning(name)
+    for name in ("entropy", "confidence", "distance", "previous", "next", "self", "first", "delimiter")
 }
-
-
-LISTED = 50  # links in JSON
-FEWEST = 5  # tokens; on fewer, everything is near everything
-HIGHEST = 0.95  # a share that a head can be asked to reach
+LISTED = 50  # links per followed word in JSON
+FEWEST_TOKENS = 5  # on fewer, everything is near everything
+HIGHEST = 0.95  # the largest score that a head can be expected to reach
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to stand out: a statistic, from which value on, and whether that is a share of what equal attention has."""
+    """A role that one text can show: its name here, the role, and the statistic that decides."""
 
     name: str
+    role: RoleDefinition
     statistic: str
-    threshold: float
-    relative: bool = False
-    causal: bool | None = None  # only where no token sees what comes after it, or only where it does
+
+    def is_possible(self, causal: bool) -> bool:
+        """Whether heads of a causal model, or of one that attends both ways, can be of this kind."""
+        return (CAUSAL if causal else BOTH) in self.role.ways
 
 
-# 0.5, 0.6: Clark et al. 2019; 0.3: Gu et al. 2024; broad: nearly as wide as can be
 KINDS = (
-    Kind("previous token", "previous", 0.5),
-    Kind("next token", "next", 0.5, causal=False),
-    Kind("itself", "self", 0.5),
-    Kind("delimiter", "delimiter", 0.6),
-    Kind("first token", "first", 0.3, causal=True),
-    Kind("broad", "entropy", 0.9, relative=True),
+    Kind("previous token", definition("previous"), "previous"),
+    Kind("next token", definition("next"), "next"),
+    Kind("itself", definition("self"), "self"),
+    Kind("delimiter", definition("delimiter"), "delimiter"),
+    Kind("first token", definition("first"), "first"),
+    Kind("broad", definition("broad"), "entropy"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How much of a head's attention goes from one word to another; source and target count the words."""
+    """The weight of one head from one word to another; source and target are word numbers from 0."""
 
     layer: int
     head: int
@@ -73,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Standout:
-    """A head that is of a kind on this text: its score, and what equal attention would score."""
+    """A head of a kind on this text: its score, and that of equal attention."""
 
     kind: Kind
     layer: int
@@ -88,19 +82,41 @@ class Standout:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection:
-    """What every head does on one text. Layers and heads count from 0 and are written layer.head."""
+    """What every head does on one text, as `headwise.inspect` gives it. It prints as a page.
+
+    Layers and heads count from 0 and are written layer.head. L layers, H heads, W words.
+
+    Attributes:
+        text, model: the text, and the model's name.
+        words: the words of the text, and the tokens that each is made of.
+        layers: the model's own layer numbers.
+        weights: per layer, (H, W, W) between words.
+        stats: name -> (L, H), over the model's tokens; NaN where a layer has fewer heads.
+        equal: name -> (L,), the statistics of equal attention to all visible tokens.
+        causal: whether no token attends to a later one.
+        tokens: their number.
+        notes: what there is to know about the text or the model.
+        follow: the words to follow, as requested.
+
+    Example:
+        >>> seen = headwise.inspect("The cat sat on the mat because it was soft.")
+        >>> seen.links("it")[0]                       # the strongest link of any head from "it"
+        Link(layer=2, head=1, source=8, target=10, weight=0.76)
+        >>> seen.matrix("3.1").shape                  # (W, W)
+        (13, 13)
+    """
 
     text: str
     model: str
     words: Words
-    layers: tuple[int, ...]  # the model's own numbers
-    weights: tuple[np.ndarray, ...]  # of each layer: (H, W, W) between words
-    stats: dict[str, np.ndarray]  # name -> (L, H) over the model's tokens; NaN where a layer has fewer
-    equal: dict[str, np.ndarray]  # name -> (L,): what equal attention to all that is seen would have
+    layers: tuple[int, ...]
+    weights: tuple[np.ndarray, ...]
+    stats: dict[str, np.ndarray]
+    equal: dict[str, np.ndarray]
     causal: bool
     tokens: int
     notes: tuple[str, ...] = ()
-    follow: tuple[str, ...] = ()  # the words to follow, as asked for
+    follow: tuple[str, ...] = ()
 
     @property
     def heads(self) -> Iterator[tuple[int, int]]:
@@ -110,13 +126,13 @@ class Inspection:
                 yield layer, head
 
     def matrix(self, head: str | tuple[int, int]) -> np.ndarray:
-        """Where each word looks in one head, "3.1" or (3, 1): (W, W), a row a word."""
+        """The weights of one head, "3.1" or (3, 1), between words: (W, W), one row per word that attends."""
         layer, number = self.at(head)
-        found: np.ndarray = self.weights[self.layers.index(layer)][number]
-        return found
+        weights: np.ndarray = self.weights[self.layers.index(layer)][number]
+        return weights
 
     def at(self, head: str | tuple[int, int]) -> tuple[int, int]:
-        """A head's layer and number, checked."""
+        """(layer, head) of a head in either spelling; an error where there is none."""
         if isinstance(head, str):
             parts = re.fullmatch(r"\s*(\d{1,6})\.(\d{1,6})\s*", head)
             if not parts:
@@ -148,30 +164,27 @@ class Inspection:
         return ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
 
     def followed(self) -> list[tuple[int, str]]:
-        """The words that are followed, and why: those asked for, else a pronoun, else the strongest link's."""
+        """The words that are followed, and why: those requested, else a pronoun, else that of the strongest link."""
         if self.follow:
-            return [(self.find(token), self._which(token)) for token in self.follow]
+            return [(self.find(token), self._occurrence(token)) for token in self.follow]
         content = [place for place, mark in enumerate(self.words.delimiter) if not mark]
         for place in content[1:]:
-            if self.pronoun(place):
+            if self.is_pronoun(place):
                 return [(place, "a pronoun; --token follows another word")]
-        between = np.max(
-            [weights.max(0) for weights in self.weights], axis=0
-        )  # (W, W): in the head that links them most
-        far = [self._targets(place, reach=1) for place in content]
+        strongest = np.max([weights.max(0) for weights in self.weights], axis=0)  # (W, W): over all heads
         best = [
-            max((between[place, target] for target in there), default=0.0)
-            for place, there in zip(content, far, strict=True)
+            max((strongest[place, target] for target in self._targets(place, reach=1)), default=0.0)
+            for place in content
         ]
         if not content or max(best) == 0:
             return [((content or [0])[0], "the first word")]
         return [(content[int(np.argmax(best))], "the strongest link beyond neighbours; --token follows another word")]
 
-    def pronoun(self, place: int) -> bool:
+    def is_pronoun(self, place: int) -> bool:
         return self.words.names[place].casefold() in PRONOUNS
 
-    def _which(self, token: str) -> str:
-        """Where a word is in the text several times: which one this is."""
+    def _occurrence(self, token: str) -> str:
+        """Which occurrence of its word this is, where the text has several."""
         place = self.find(token)
         name = self.words.names[place]
         places = [other for other, word in enumerate(self.words.names) if word.casefold() == name.casefold()]
@@ -182,8 +195,8 @@ class Inspection:
     def links(self, source: int | str, *, near: bool = False) -> list[Link]:
         """Every head's weights from a word to other words, strongest first.
 
-        Left out, for much attention goes there anyway: delimiters, the word itself, its neighbours unless near=True,
-        and in causal models the first word, where heads rest that look for nothing.
+        Left out, since much attention goes there anyway: delimiters, the word itself, its neighbours unless near=True,
+        and in causal models the first word, which is an attention sink.
         """
         place = self.find(source) if isinstance(source, str) else source
         targets = self._targets(place, reach=0 if near else 1)
@@ -196,20 +209,20 @@ class Inspection:
         return sorted((link for link in links if link.weight > 0), key=lambda link: -link.weight)
 
     def _targets(self, place: int, *, reach: int) -> list[int]:
-        """The words that a link from a word may lead to: further than its reach, and no place where attention rests."""
+        """The words that a link from a word may lead to: further away than `reach`, and no attention sinks."""
         first = 1 if self.causal else 0
         marks = self.words.delimiter
         return [j for j in range(first, len(marks)) if not marks[j] and abs(j - place) > reach]
 
     def ranking(self, source: int | str) -> list[Link]:
-        """Each head's strongest link from a word, neighbours too, strongest first: what a head does with one word."""
+        """Each head's strongest link from a word, neighbours included, strongest first."""
         best: dict[tuple[int, int], Link] = {}
         for link in self.links(source, near=True):
             best.setdefault((link.layer, link.head), link)
         return list(best.values())
 
     def table(self, statistic: str) -> np.ndarray:
-        """(L, H): one statistic of every head."""
+        """One statistic of every head, (L, H)."""
         if statistic not in self.stats:
             raise HeadwiseError(f"there is no statistic {statistic!r}; there are {', '.join(self.stats)}")
         return self.stats[statistic]
@@ -219,40 +232,39 @@ class Inspection:
         table, equal = self.table(kind.statistic), self.equal[kind.statistic]
         if not self.can_tell(kind):
             return []
-        found = [
+        standouts = [
             Standout(kind, layer, head, float(table[row, head]), float(equal[row]))
             for row, layer in enumerate(self.layers)
             for head in range(len(self.weights[row]))
             if table[row, head] >= self._level(kind)
         ]
-        return sorted(found, key=lambda one: -one.score)
+        return sorted(standouts, key=lambda standout: -standout.score)
 
     @property
     def kinds(self) -> list[Kind]:
-        """The ways to stand out that this model's heads have."""
-        return [kind for kind in KINDS if kind.causal in (None, self.causal)]
+        """The kinds that heads of this model can be of."""
+        return [kind for kind in KINDS if kind.is_possible(self.causal)]
 
     def can_tell(self, kind: Kind) -> bool:
-        """Whether a kind can be told from equal attention here."""
-        if self.tokens < FEWEST:
+        """Whether the text is long enough to tell heads of a kind from equal attention."""
+        if self.tokens < FEWEST_TOKENS:
             return False
-        return kind.relative or self._level(kind) <= HIGHEST
+        return kind.role.relative or self._level(kind) <= HIGHEST
 
     def _level(self, kind: Kind) -> float:
-        """From which score on a head is of a kind: never less than twice what equal attention has."""
-        equal = float(self.equal[kind.statistic].max())
-        return kind.threshold * equal if kind.relative else max(kind.threshold, 2 * equal)
+        """The score that a head of a kind needs."""
+        return kind.role.level(float(self.equal[kind.statistic].max()))
 
     def criterion(self, kind: Kind) -> str:
         """The level in words."""
-        if kind.relative:
-            return f"{kind.statistic} ≥ {self._level(kind):.2f}, {kind.threshold:.0%} of equal attention's"
+        if kind.role.relative:
+            return f"{kind.statistic} ≥ {self._level(kind):.2f}, {kind.role.threshold:.0%} of equal attention's"
         return f"≥ {self._level(kind):.2f} {STATISTICS[kind.statistic]}"
 
     def to_json(self, head: str | tuple[int, int] | None = None) -> dict[str, Any]:
-        """Everything but the matrices, and the matrix of one head where asked for."""
+        """Everything but the matrices, as plain values; head: with the matrix of this one."""
         names = self.words.names
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "text": self.text,
             "model": self.model,
             "tokens": self.tokens,
@@ -275,22 +287,23 @@ class Inspection:
                 {
                     "kind": kind.name,
                     "criterion": self.criterion(kind),
-                    "head": one.name,
-                    "score": one.score,
-                    "equal": one.equal,
+                    "head": standout.name,
+                    "score": standout.score,
+                    "equal": standout.equal,
                 }
                 for kind in self.kinds
-                for one in self.standouts(kind)
+                for standout in self.standouts(kind)
             ],
             "statistics": {name: _plain(table) for name, table in self.stats.items()},
             "equal": {name: _plain(row) for name, row in self.equal.items()},
         }
         if head is not None:
             layer, number = self.at(head)
-            found["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
-        return found
+            data["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
+        return data
 
     def link_json(self, link: Link) -> dict[str, Any]:
+        """A link with the words at its ends."""
         names = self.words.names
         return {"head": link.name, "from": names[link.source], "to": names[link.target], "weight": link.weight}
 
@@ -318,7 +331,7 @@ def _times(count: int) -> str:
 
 
 def _plain(array: np.ndarray) -> Any:
-    """Lists of numbers rounded to what is meant, None for what is not there: JSON knows no NaN."""
+    """Nested lists of rounded numbers; None for NaN, which JSON does not have."""
     if array.ndim > 1:
         return [_plain(row) for row in array]
     return [None if np.isnan(x) else round(float(x), 6) for x in array]

@@ -1,4 +1,4 @@
-"""`headwise.inspect`: run a model on a text and give what its heads do as a value."""
+"""`headwise.inspect`: run a model on a text, and return what its heads do as a value."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from .words import Words, unknown_pieces, words
 
 SENTENCE = "The animal didn't cross the street because it was too tired."
 Row = tuple[int, np.ndarray, dict[str, np.ndarray]]
+NO_OFFSETS = "this tokenizer knows no offsets: pieces, not words"
 UNKNOWN_SHOWN = 5  # names in a note
-WEIGHTS_LIMIT = 2**30  # bytes; every head's matrix is held at once
+WEIGHTS_LIMIT = 2**30  # bytes of all heads' matrices, which are in memory at once
 
 
 def inspect(
@@ -36,25 +37,40 @@ def inspect(
     pieces: bool = False,
     truncate: bool = False,
 ) -> Inspection | Comparison:
-    """What every head of a model does on a text: an Inspection, or with `against`, a second text, a Comparison.
+    """What every head of a model does on a text.
 
-    model: a name as `load` takes it, or a transformers model with its tokenizer. token: the word or words to follow,
-    "it" or "bank:2". pieces: keep the tokenizer's pieces instead of words. truncate: cut a text that is too long.
+    Args:
+        text: a sentence or more.
+        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer; by default a small
+            bundled model.
+        tokenizer: of a model that is given as an object.
+        against: a second text to compare with.
+        token: the word or words to follow, such as "it", or "bank:2" for the second "bank".
+        pieces: keep the tokenizer's pieces instead of joining them to words.
+        truncate: cut a text that is too long for the model; otherwise it is an error.
+
+    Returns:
+        an Inspection; with `against`, a Comparison of two.
+
+    Example:
+        >>> headwise.inspect("The cat sat on the mat because it was soft.", token="it")
+        >>> headwise.inspect("It was too tired.", model="smollm2", against="It was too wide.")
     """
     follow = (token,) if isinstance(token, str) else tuple(token)
-    texts = [_clean(one) for one in ((text,) if against is None else (text, against))]  # before anything is loaded
+    texts = [_clean(each) for each in ((text,) if against is None else (text, against))]  # before anything is loaded
     name, model, tokenizer = resolve(model, tokenizer)
     body, notes = text_model(model, purpose="inspect needs", name=name)
 
-    def look(at: str) -> Inspection:
-        encoded, cut = encode(at, name, body, tokenizer, truncate)
-        found = _observe(body, encoded, words(at, encoded, tokenizer), words(at, encoded, tokenizer, pieces=pieces))
-        more = () if pieces or "offset_mapping" in encoded else ("this tokenizer knows no offsets: pieces, not words",)
-        return Inspection(text=at, model=name, notes=(*notes, *cut, *more), follow=follow, **found)
+    def inspect_one(text: str) -> Inspection:
+        encoded, cut = encode(text, name, body, tokenizer, truncate)
+        whole, shown = words(text, encoded, tokenizer), words(text, encoded, tokenizer, pieces=pieces)
+        unjoined = () if pieces or "offset_mapping" in encoded else (NO_OFFSETS,)
+        observed = _observe(body, encoded, whole, shown)
+        return Inspection(text=text, model=name, notes=(*notes, *cut, *unjoined), follow=follow, **observed)
 
-    first, *second = map(look, texts)
-    for one in follow:
-        first.find(one)
+    first, *second = map(inspect_one, texts)
+    for word in follow:
+        first.find(word)
     return Comparison(first, *second) if second else first
 
 
@@ -67,12 +83,12 @@ def _clean(text: str) -> str:
 def encode(
     text: str, name: str, model: Any, tokenizer: Any, truncate: bool, *, weights: bool = True
 ) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer's encoding of a text that fits the model, and what to say about it.
+    """The tokenizer's encoding of a text that fits the model, and notes about it.
 
-    weights: whether every head's matrix is to be held at once, which allows fewer tokens.
+    weights: whether all heads' matrices will be in memory at once, which allows fewer tokens.
     """
-    how = {"return_offsets_mapping": bool(tokenizer.is_fast), "return_special_tokens_mask": True, "verbose": False}
-    encoded = tokenizer(text, truncation=False, **how)
+    options = {"return_offsets_mapping": bool(tokenizer.is_fast), "return_special_tokens_mask": True, "verbose": False}
+    encoded = tokenizer(text, truncation=False, **options)
     count = len(encoded["input_ids"])
     if all(encoded["special_tokens_mask"]):
         raise HeadwiseError(f"the tokenizer of {name} makes no token of {text!r}; give another text")
@@ -83,12 +99,12 @@ def encode(
         raise HeadwiseError(
             f"the text has {count:,} tokens, {name} takes {limit:,} ({why}); shorten it, or cut it by --truncate"
         )
-    encoded = tokenizer(text, truncation=True, max_length=limit, **how)
+    encoded = tokenizer(text, truncation=True, max_length=limit, **options)
     return encoded, (f"cut to {limit:,} of {count:,} tokens", *_unknown(text, encoded, tokenizer))
 
 
 def _unknown(text: str, encoded: Any, tokenizer: Any) -> tuple[str, ...]:
-    """What to say where the model is given [UNK] instead of what the text has."""
+    """A note where the model reads [UNK] instead of what the text has."""
     places = unknown_pieces(text, encoded, tokenizer)
     spans = encoded.get("offset_mapping")
     if not places:
@@ -101,7 +117,7 @@ def _unknown(text: str, encoded: Any, tokenizer: Any) -> tuple[str, ...]:
 
 
 def longest(model: Any, weights: bool) -> tuple[int, str]:
-    """The most tokens that a model has positions for and whose weights fit in memory, and which of the two it is."""
+    """The largest number of tokens that a model has positions and memory for, and what limits it."""
     config = model.config.get_text_config()
     heads = (getattr(config, "num_attention_heads", None) or 1) * (getattr(config, "num_hidden_layers", None) or 1)
     fit = math.isqrt(WEIGHTS_LIMIT // (4 * heads)) if weights else sys.maxsize
@@ -120,86 +136,87 @@ def _unused_positions(model: Any) -> int:
 
 
 def _observe(model: Any, encoded: Any, whole: Words, shown: Words) -> dict[str, Any]:
-    """Run the model and take from every layer its weights between words and its statistics over tokens."""
+    """Run the model: per layer its weights between words, and its statistics over tokens."""
     ids = torch.tensor([encoded["input_ids"]], device=model.device)
     delimiter = torch.zeros(ids.shape, dtype=torch.bool)
     for mark, group in zip(whole.delimiter, whole.pieces, strict=True):
         delimiter[0, list(group)] = mark
     layers = _watched(model, ids, delimiter)
-    seen = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): what some head looks at
+    visible = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): weight in some head
     return {
         "words": shown,
         "layers": tuple(index for index, _, _ in layers),
         "weights": tuple(shown.merge(weights) for _, weights, _ in layers),
         "stats": {name: _stack([stats[name] for _, _, stats in layers]) for name in STATISTICS},
-        "equal": _equal(seen, delimiter[0].numpy()),
-        "causal": not any(np.triu(one, 1).any() for one in seen) and len(ids[0]) > 1,
+        "equal": _equal(visible, delimiter[0].numpy()),
+        "causal": not any(np.triu(layer, 1).any() for layer in visible) and len(ids[0]) > 1,
         "tokens": len(ids[0]),
     }
 
 
 def _watched(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[Row]:
-    """Of every layer: its number, its weights (H, T, T) and its statistics (H,)."""
+    """Per layer: its number, its weights (H, T, T) and its statistics (H,)."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     try:
-        seeing = watch(model, weights=True, classes={"delimiter": delimiter})
+        watching = watch(model, weights=True, classes={"delimiter": delimiter})
     except UnsupportedError:
-        return _told(model, inputs, delimiter)
-    with torch.no_grad(), seeing as seen:
+        return _from_output_attentions(model, inputs, delimiter)
+    with torch.no_grad(), watching as seen:
         model(**inputs)
     kinds = sorted({layer.kind for layer in seen.layers})
     if len(kinds) > 1:
         raise UnsupportedError(
             f"{type(model).__name__} has attention of several kinds ({', '.join(kinds)}); inspect takes one"
         )
-    return [(layer.index, _array(layer.weights[0]), _measured(layer.stats)) for layer in seen.layers]
+    return [(layer.index, _array(layer.weights[0]), _statistics_of(layer.stats)) for layer in seen.layers]
 
 
-def _measured(stats: HeadStats) -> dict[str, np.ndarray]:
+def _statistics_of(stats: HeadStats) -> dict[str, np.ndarray]:
     plain = stats.numpy()
     return {name: plain.share(name) if name == "delimiter" else plain[name] for name in STATISTICS}
 
 
-def _told(model: Any, inputs: dict[str, torch.Tensor], delimiter: torch.Tensor) -> list[Row]:
-    """The same of a model off the registry, where its own attention gives its weights; else it is refused by watch."""
+def _from_output_attentions(model: Any, inputs: dict[str, torch.Tensor], delimiter: torch.Tensor) -> list[Row]:
+    """The same of a model that cannot be watched but returns its weights; otherwise the error of `watch`."""
     with torch.no_grad():
-        given = getattr(model(**inputs, output_attentions=True), "attentions", None)
-    weights = [_array(layer[0]) for layer in given or () if layer is not None]
+        attentions = getattr(model(**inputs, output_attentions=True), "attentions", None)
+    weights = [_array(layer[0]) for layer in attentions or () if layer is not None]
     square = all(layer.ndim == 3 and layer.shape[1] == layer.shape[2] for layer in weights)
     if not weights or not square or not all(np.allclose(layer.sum(-1), 1, atol=1e-2) for layer in weights):
-        watch(model)  # says why
+        watch(model)  # raises an error that says why
         raise UnsupportedError(f"{type(model).__name__} gives no weights of its heads")
-    return [(i, layer, _statistics(layer, delimiter[0].numpy())) for i, layer in enumerate(weights)]
+    return [(i, layer, statistics_of_weights(layer, delimiter[0].numpy())) for i, layer in enumerate(weights)]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    found: np.ndarray = tensor.detach().float().cpu().numpy()
-    return found
+    array: np.ndarray = tensor.detach().float().cpu().numpy()
+    return array
 
 
-def _statistics(w: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
-    """(H, T, T) -> the statistics of each head, (H,): means over the queries, as HeadStats defines them."""
+def statistics_of_weights(w: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
+    """Weights (H, T, T) -> the statistics of each head, (H,): means over the queries, as HeadStats defines them."""
     count = w.shape[-1]
     places = np.arange(count)
 
-    def offset(by: int) -> np.ndarray:
-        return np.trace(w, by, 1, 2) / count
+    def at_offset(step: int) -> np.ndarray:
+        return np.trace(w, step, 1, 2) / count
 
     return {
         "entropy": -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean(-1),
         "confidence": w.max(-1).mean(-1),
         "distance": (w * abs(places[:, None] - places)).sum(-1).mean(-1),
-        "previous": offset(-1),
-        "next": offset(1),
-        "self": offset(0),
+        "previous": at_offset(-1),
+        "next": at_offset(1),
+        "self": at_offset(0),
         "first": w[..., 0].mean(-1),
         "delimiter": w[..., delimiter].sum(-1).mean(-1),
     }
 
 
-def _equal(seen: list[Any], delimiter: np.ndarray) -> dict[str, np.ndarray]:
-    """name -> (L,): the statistics of a head that looks at all it can see equally."""
-    rows = [_statistics((one / np.maximum(one.sum(-1, keepdims=True), 1))[None], delimiter) for one in seen]
+def _equal(visible: list[Any], delimiter: np.ndarray) -> dict[str, np.ndarray]:
+    """name -> (L,): the statistics of a head with equal weights on all visible tokens. visible: per layer (T, T)."""
+    equal = [layer / np.maximum(layer.sum(-1, keepdims=True), 1) for layer in visible]
+    rows = [statistics_of_weights(weights[None], delimiter) for weights in equal]
     return {name: np.array([row[name][0] for row in rows]) for name in STATISTICS}
 
 

@@ -18,44 +18,49 @@ from .result import STATISTICS, Inspection, Link
 BAR = 20  # cells of a weight of 1
 SHOWN = 5  # heads on the first target
 NAMED = 4  # heads of a kind
-FEW = 2  # heads on each further target
-TARGETS = 4
-FAINT = 0.1  # weights below it are not worth a line
-RANKED = 15
+FEW = 2  # heads per further target
+TARGETS = 4  # of a followed word
+FAINT = 0.1  # smaller weights are not shown
+RANKED = 15  # heads in a ranking
 LONG = 300  # characters of a text that are shown
 PLAIN_WIDTH = 100
 
 
 def plain(value: Any) -> str:
-    """What would be printed, without colours."""
+    """A value as it would be printed, without colours."""
     out = io.StringIO()
     console(file=out, width=PLAIN_WIDTH, color_system=None).print(value)
     return out.getvalue().rstrip("\n")
 
 
-def overview(one: Inspection, width: int, *, colour: bool, statistic: str = "entropy") -> RenderableType:
+def overview(result: Inspection, width: int, *, colour: bool, statistic: str = "entropy") -> RenderableType:
     """The followed words, the heads that stand out, and all heads by one statistic."""
-    followed = [part for place, why in one.followed() for part in (_followed(one, place, why, colour), Text())]
-    return Group(title(one), Text(), *followed, _standouts(one), Text(), _table(one, statistic, width, colour))
+    followed = [part for place, why in result.followed() for part in (_followed(result, place, why, colour), Text())]
+    return Group(title(result), Text(), *followed, _standouts(result), Text(), _table(result, statistic, width, colour))
 
 
-def named(one: Inspection) -> list[tuple[int, int]]:
+def named_heads(result: Inspection) -> list[tuple[int, int]]:
     """The heads that the overview names, in its order."""
-    links = [_rows(found, earlier=one.pronoun(place)) for place, _ in one.followed() if (found := _strong(one, place))]
+    links = [
+        _rows(found, earlier=result.is_pronoun(place))
+        for place, _ in result.followed()
+        if (found := _strong(result, place))
+    ]
     shown = [(link.layer, link.head) for rows in links for link in rows]
-    shown += [(head.layer, head.head) for kind in one.kinds for head in one.standouts(kind)[:NAMED]]
+    shown += [(head.layer, head.head) for kind in result.kinds for head in result.standouts(kind)[:NAMED]]
     return list(dict.fromkeys(shown))
 
 
-def title(one: Inspection) -> Text:
-    layers, count = len(one.layers), len(list(one.heads))
-    even = len(set(map(len, one.weights))) == 1
+def title(result: Inspection) -> Text:
+    layers, count = len(result.layers), len(list(result.heads))
+    even = len(set(map(len, result.weights))) == 1
     size = f"{layers} layers x {count // layers} heads" if even else f"{count} heads in {layers} layers"
-    text = Text.assemble((one.text if len(one.text) <= LONG else one.text[:LONG] + "…", "bold"), "\n")
+    text = Text.assemble((result.text if len(result.text) <= LONG else result.text[:LONG] + "…", "bold"), "\n")
     text.append(
-        f"{one.model}: {size}; {_several(one.tokens, 'token')}, {_several(len(one.words.names), 'word')}", "dim"
+        f"{result.model}: {size}; {_several(result.tokens, 'token')}, {_several(len(result.words.names), 'word')}",
+        "dim",
     )
-    text.append("".join(f"; {note}" for note in one.notes), "dim")
+    text.append("".join(f"; {note}" for note in result.notes), "dim")
     return text
 
 
@@ -66,42 +71,44 @@ def _several(count: int, noun: str) -> str:
 # --- the followed word ---
 
 
-def _followed(one: Inspection, place: int, why: str, colour: bool) -> Text:
-    word = one.words.names[place]
-    links = _strong(one, place)
+def _followed(result: Inspection, place: int, why: str, colour: bool) -> Text:
+    word = result.words.names[place]
+    links = _strong(result, place)
     text = Text.assemble("Where ", (f"“{word}”", "bold"), " looks", (f" ({why})" if why else "", "dim"), "\n")
     if not links:
-        strongest = next(iter(one.links(place)), None)
-        said = f"; the strongest is {_said(one, strongest)}" if strongest else ""
-        return text.append(f"  no head sends {FAINT} or more of it to another word beyond its neighbours{said}")
-    rows = _rows(links, earlier=one.pronoun(place))
+        strongest = next(iter(result.links(place)), None)
+        nearest = f"; the strongest is {_describe(result, strongest)}" if strongest else ""
+        return text.append(f"  no head sends {FAINT} or more of it to another word beyond its neighbours{nearest}")
+    rows = _rows(links, earlier=result.is_pronoun(place))
     if colour:
-        text.append_text(_shaded(one, rows[0])).append("\n")
-    size = max(cell_len(one.words.names[link.target]) for link in rows)
+        text.append_text(_shaded(result, rows[0])).append("\n")
+    size = max(cell_len(result.words.names[link.target]) for link in rows)
     for number, link in enumerate(rows):
-        target = one.words.names[link.target]
+        target = result.words.names[link.target]
         repeated = number and rows[number - 1].target == link.target
         left = " " * (cell_len(word) + 3 + size) if repeated else f"{word} → {' ' * (size - cell_len(target))}{target}"
         text.append(f"  {left}  ").append(f"{link.name:<5}", "bold cyan")
         text.append(f" {link.weight:.2f} ").append(heatmap.bar(link.weight, BAR), "cyan").append("\n")
-    return text.append(f"  equal attention sends {_equal_weight(one, place):.2f} to each token{_resting(one)}", "dim")
+    return text.append(
+        f"  equal attention sends {_equal_weight(result, place):.2f} to each token{_sink_note(result)}", "dim"
+    )
 
 
-def _strong(one: Inspection, place: int) -> list[Link]:
-    return [link for link in one.links(place) if link.weight >= FAINT]
+def _strong(result: Inspection, place: int) -> list[Link]:
+    return [link for link in result.links(place) if link.weight >= FAINT]
 
 
-def _resting(one: Inspection) -> str:
-    return "; first word left out, causal heads rest there" if one.causal else ""
+def _sink_note(result: Inspection) -> str:
+    return "; first word left out, an attention sink in causal models" if result.causal else ""
 
 
-def _equal_weight(one: Inspection, place: int) -> float:
-    """What each token would get if all that a word can see were looked at equally."""
-    return 1 / (one.words.pieces[place][-1] + 1 if one.causal else one.tokens)
+def _equal_weight(result: Inspection, place: int) -> float:
+    """The weight per token of equal attention from a word to all visible tokens."""
+    return 1 / (result.words.pieces[place][-1] + 1 if result.causal else result.tokens)
 
 
 def _rows(links: Sequence[Link], *, earlier: bool) -> list[Link]:
-    """The strongest links, target by target; a word before the followed one first where it may stand for it."""
+    """The strongest links, target by target; earlier: an earlier word first, which a pronoun may stand for."""
     targets: dict[int, list[Link]] = {}
     for link in links:
         targets.setdefault(link.target, []).append(link)
@@ -110,12 +117,12 @@ def _rows(links: Sequence[Link], *, earlier: bool) -> list[Link]:
     return [link for target in order for link in targets[target][: SHOWN if target == before else FEW]]
 
 
-def _shaded(one: Inspection, link: Link) -> Text:
+def _shaded(result: Inspection, link: Link) -> Text:
     """The words on the colours of one head's weights from the followed word."""
-    row = one.matrix((link.layer, link.head))[link.source]
+    row = result.matrix((link.layer, link.head))[link.source]
     most = max(float(row.max()), 1e-9)
     text = Text("  ").append(f"{link.name:<6}", "bold cyan")
-    for place, (name, weight, special) in enumerate(zip(one.words.names, row, one.words.special, strict=True)):
+    for place, (name, weight, special) in enumerate(zip(result.words.names, row, result.words.special, strict=True)):
         if not special:
             text.append(
                 name, heatmap.style(heatmap.ramp(float(weight) / most)) + " underline bold" * (place == link.source)
@@ -124,18 +131,18 @@ def _shaded(one: Inspection, link: Link) -> Text:
     return text
 
 
-def _said(one: Inspection, link: Link) -> str:
-    return f"{one.words.names[link.target]} {link.weight:.2f} in {link.name}"
+def _describe(result: Inspection, link: Link) -> str:
+    return f"{result.words.names[link.target]} {link.weight:.2f} in {link.name}"
 
 
-def ranking(one: Inspection) -> RenderableType:
+def ranking(result: Inspection) -> RenderableType:
     """The heads by what they do with each followed word: the strongest word first, neighbours too."""
-    parts = [part for place, why in one.followed() for part in (Text(), _ranked(one, place, why))]
-    return Group(title(one), *parts)
+    parts = [part for place, why in result.followed() for part in (Text(), _ranked(result, place, why))]
+    return Group(title(result), *parts)
 
 
-def _ranked(one: Inspection, place: int, why: str) -> Text:
-    names, ranked = one.words.names, one.ranking(place)
+def _ranked(result: Inspection, place: int, why: str) -> Text:
+    names, ranked = result.words.names, result.ranking(place)
     text = Text.assemble("Heads by where ", (f"“{names[place]}”", "bold"), " looks most")
     text.append(f" ({why})\n" if why else "\n", "dim")
     size = max((cell_len(names[link.target]) for link in ranked[:RANKED]), default=0)
@@ -145,11 +152,12 @@ def _ranked(one: Inspection, place: int, why: str) -> Text:
         near = "±1" if abs(link.target - place) == 1 else "  "
         text.append(f"{' ' * (size - cell_len(target))}{target} ").append(near, "dim").append(f" {link.weight:.2f} ")
         text.append(f"{heatmap.bar(link.weight, BAR):<{BAR}}", "cyan")
-        row = one.matrix((link.layer, link.head))[place]
-        rest = sum(float(x) for x, mark in zip(row, one.words.delimiter, strict=True) if mark)
+        row = result.matrix((link.layer, link.head))[place]
+        rest = sum(float(x) for x, mark in zip(row, result.words.delimiter, strict=True) if mark)
         text.append(f" delimiters {rest:.2f}\n", "dim")
+    count = len(list(result.heads))
     return text.append(
-        f"{len(ranked)} of {len(list(one.heads))} heads look at another word, {_aside(one)} aside; --json lists all",
+        f"{len(ranked)} of {count} heads look at another word, {_left_out(result)} aside; --json lists all",
         "dim",
     )
 
@@ -157,58 +165,58 @@ def _ranked(one: Inspection, place: int, why: str) -> Text:
 # --- the heads that stand out ---
 
 
-def _standouts(one: Inspection) -> Text:
+def _standouts(result: Inspection) -> Text:
     text = Text.assemble("Heads that stand out on this text\n")
-    quiet = []
-    for kind in one.kinds:
-        found = one.standouts(kind)
+    empty = []
+    for kind in result.kinds:
+        found = result.standouts(kind)
         if not found:
-            quiet.append(kind)
+            empty.append(kind)
             continue
         text.append(f"  {kind.name:<15}")
         for head in found[:NAMED]:
             text.append(f"{head.name:>5}", "bold cyan").append(f" {head.score:.2f} ")
         more = f"and {len(found) - NAMED} more" if len(found) > NAMED else ""
         text.append(f" {more}".rstrip() + "\n")
-        text.append(f"      {one.criterion(kind)} ({_equal_said(found[0].equal)})\n", "dim")
-    told = [kind for kind in quiet if one.can_tell(kind)]
-    short = [kind for kind in quiet if not one.can_tell(kind)]
-    text.append("".join(f"  none: {kind.name}, {one.criterion(kind)}\n" for kind in told), "dim")
-    text.append("".join(f"  the text is too short to tell: {kind.name}\n" for kind in short), "dim")
+        text.append(f"      {result.criterion(kind)} ({_equal_note(found[0].equal)})\n", "dim")
+    absent = [kind for kind in empty if result.can_tell(kind)]
+    untold = [kind for kind in empty if not result.can_tell(kind)]
+    text.append("".join(f"  none: {kind.name}, {result.criterion(kind)}\n" for kind in absent), "dim")
+    text.append("".join(f"  the text is too short to tell: {kind.name}\n" for kind in untold), "dim")
     text.right_crop(1)
     return text
 
 
-def _equal_said(equal: float) -> str:
+def _equal_note(equal: float) -> str:
     return f"equal attention: {equal:.2f}"
 
 
-def _aside(one: Inspection) -> str:
-    """What links leave out, in words."""
-    return "itself, delimiters and the first word" if one.causal else "itself and delimiters"
+def _left_out(result: Inspection) -> str:
+    """The words that links leave out."""
+    return "itself, delimiters and the first word" if result.causal else "itself and delimiters"
 
 
-def _table(one: Inspection, statistic: str, width: int, colour: bool) -> Text:
-    table = one.table(statistic)
-    equal = one.equal[statistic]
-    text = Text.assemble((f"{statistic}", "bold"), f": {STATISTICS[statistic]} ({_equal_said(float(equal.mean()))})\n")
-    return text.append_text(heatmap.head_table(table, one.layers, width, colour=colour))
+def _table(result: Inspection, statistic: str, width: int, colour: bool) -> Text:
+    table = result.table(statistic)
+    equal = result.equal[statistic]
+    text = Text.assemble((f"{statistic}", "bold"), f": {STATISTICS[statistic]} ({_equal_note(float(equal.mean()))})\n")
+    return text.append_text(heatmap.head_table(table, result.layers, width, colour=colour))
 
 
-def matrix(one: Inspection, head: str, width: int, *, colour: bool) -> RenderableType:
+def matrix(result: Inspection, head: str, width: int, *, colour: bool) -> RenderableType:
     """One head's weights: each row a word, each column a word it looks at."""
-    layer, number = one.at(head)
-    weights = one.matrix(head)
-    row = one.layers.index(layer)
+    layer, number = result.at(head)
+    weights = result.matrix(head)
+    row = result.layers.index(layer)
     facts = ", ".join(
-        f"{name} {one.stats[name][row, number]:.2f}" for name in ("entropy", "previous", "delimiter", "self")
+        f"{name} {result.stats[name][row, number]:.2f}" for name in ("entropy", "previous", "delimiter", "self")
     )
-    text, count = heatmap.matrix(weights, one.words.names, width, colour=colour)
+    text, count = heatmap.matrix(weights, result.words.names, width, colour=colour)
     head_line = Text.assemble("Head ", (f"{layer}.{number}", "bold cyan"), f": {facts}\n")
     head_line.append("Each row is a word, the columns are where it looks; a row sums to 1.", "dim")
-    parts: list[RenderableType] = [title(one), Text(), head_line, Text(), text]
-    if count < len(one.words.names):
-        parts.append(Text(f"The first {count} of {len(one.words.names)} words; --png and --json have all.", "dim"))
+    parts: list[RenderableType] = [title(result), Text(), head_line, Text(), text]
+    if count < len(result.words.names):
+        parts.append(Text(f"The first {count} of {len(result.words.names)} words; --png and --json have all.", "dim"))
     return Group(*parts)
 
 
@@ -233,8 +241,8 @@ def _turns(two: Comparison) -> Text:
     if not shown:
         return text.append(f"  no head sends {FAINT} or more of it to another word beyond its neighbours")
     sides = [
-        [_side(one, turn.first if one is two.first else turn.second) for turn in shown]
-        for one in (two.first, two.second)
+        [_side(result, turn.first if result is two.first else turn.second) for turn in shown]
+        for result in (two.first, two.second)
     ]
     sizes = [max(len("first text"), *map(cell_len, column)) for column in sides]
     text.append(f"  {'head':<6}{_pad('first text', sizes[0])}   second text\n", "dim")
@@ -242,20 +250,20 @@ def _turns(two: Comparison) -> Text:
         text.append(f"  {turn.name:<6}", "bold cyan")
         text.append(_pad(left, sizes[0]) + "   " + _pad(right, sizes[1]))
         text.append("" if turn.moved is None else f"   {turn.moved:.2f} moved", "dim").append("\n")
-    told = (
+    note = (
         "moved: the share of the word's attention that went to another word"
         if two.aligned
-        else ("the texts have not as many words, so how much moved is not told")
+        else "the texts differ in their number of words, so no moved share is given"
     )
-    return text.append(f"  {told}", "dim")
+    return text.append(f"  {note}", "dim")
 
 
 def _strongest(*links: Link | None) -> float:
     return max(link.weight if link else 0.0 for link in links)
 
 
-def _side(one: Inspection, link: Link | None) -> str:
-    return f"{one.words.names[link.target]} {link.weight:.2f}" if link else "nowhere"
+def _side(result: Inspection, link: Link | None) -> str:
+    return f"{result.words.names[link.target]} {link.weight:.2f}" if link else "nowhere"
 
 
 def _pad(words: str, size: int) -> str:

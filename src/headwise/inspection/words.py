@@ -1,4 +1,4 @@
-"""A text as words: which of the tokenizer's pieces belong to which word of the text, in any script."""
+"""Words of a text: which of the tokenizer's pieces belong to which word, in any script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JOINER = "\u200d"  # makes one emoji of two
 SPACE = "␣"
 APOSTROPHES = "'’ʼ＇"
 NUMBER_MARKS = ".,"
-# written without spaces, so that the tokenizer's own pieces are the nearest thing to words
+# scripts without spaces, where the tokenizer's own pieces are used as words
 UNSPACED = (
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x1000, 0x109F),  # Myanmar
@@ -31,13 +31,13 @@ UNSPACED = (
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a text as the model sees it, and the pieces that each is made of."""
+    """The words of a text as the model reads it, and the pieces that each is made of."""
 
     names: tuple[str, ...]
     pieces: tuple[tuple[int, ...], ...]  # of each word: positions among the model's tokens
-    special: tuple[bool, ...]  # put there by the tokenizer, such as [CLS]
+    special: tuple[bool, ...]  # added by the tokenizer, such as [CLS]
     delimiter: tuple[bool, ...]  # special, or punctuation alone
-    unknown: tuple[bool, ...] = ()  # not in the vocabulary, in whole or in part: the model is given [UNK] for it
+    unknown: tuple[bool, ...] = ()  # wholly or partly not in the vocabulary: the model reads [UNK]
 
     def merge(self, weights: np.ndarray) -> np.ndarray:
         """(..., T, T) of pieces -> (..., W, W): weights to a word's pieces add up, those from them are averaged."""
@@ -75,7 +75,7 @@ def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> W
 
 
 def unknown_pieces(text: str, encoded: Any, tokenizer: Any) -> list[int]:
-    """The places of the tokens that stand for something the tokenizer does not know; byte-level ones know all."""
+    """The positions of unknown tokens; byte-level tokenizers have none."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     spans = encoded.get("offset_mapping") or [(0, 0)] * len(encoded["input_ids"])
     rows = zip(encoded["input_ids"], encoded["special_tokens_mask"], spans, strict=True)
@@ -88,7 +88,7 @@ def unknown_pieces(text: str, encoded: Any, tokenizer: Any) -> list[int]:
 
 
 def _tight(text: str, start: int, end: int) -> tuple[int, int]:
-    """A span without the spaces around it: tokenizers disagree on whose they are. A line break stays visible."""
+    """A span without the spaces around it, which tokenizers assign differently. A line break stays."""
     span = text[start:end]
     if not span.strip() and "\n" in span:
         return start, end
@@ -96,8 +96,8 @@ def _tight(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]) -> list[list[int]]:
-    """Pieces side by side that share a word of the text; a piece that is a space alone goes with what follows it."""
-    of = _segments(text[: max((end for _, end in spans), default=0) + 1])  # a text that was cut is read no further
+    """Neighbouring pieces that share a word of the text; a piece of spaces alone joins the next one."""
+    of = _segments(text[: max((end for _, end in spans), default=0) + 1])  # a truncated text is read no further
     groups: list[list[int]] = []
     last: set[int] = set()
     after_space = False
@@ -114,7 +114,7 @@ def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]
 
 
 def _segments(text: str) -> list[int]:
-    """For each character the number of its word: letters, marks and digits in a row, any other sign by itself."""
+    """Per character the number of its word: letters, marks and digits in a row, any other character by itself."""
     numbers, last = [], 0
     for i, char in enumerate(text):
         before = text[i - 1] if i else " "
@@ -128,7 +128,7 @@ def _segments(text: str) -> list[int]:
 def _joins(before: str, char: str) -> bool:
     kind = unicodedata.category(char)
     if kind[0] == "M" or (kind == "Sk" and ord(char) > 0xFFFF) or JOINER in (before, char):
-        return True  # an accent, a skin tone: signs on the character before them; or glue between two
+        return True  # an accent or a skin tone, which modify the character before; or a joiner between two
     return _letter(before) and _letter(char)
 
 
@@ -145,7 +145,7 @@ def _letter(char: str) -> bool:
 
 
 def _name(text: str, group: Sequence[int], spans: Sequence[tuple[int, int]], raw: Sequence[str], *, whole: bool) -> str:
-    """The text that a group covers; pieces keep their marks, and their own names where they are no whole characters."""
+    """The text of a group; pieces keep their markers, and their own names where they are no whole characters."""
     covered = [spans[i] for i in group if spans[i][0] < spans[i][1]]
     if not covered:
         return raw[group[0]] if raw[group[0]].strip("Ġ▁ ") else SPACE

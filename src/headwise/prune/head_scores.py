@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import HeadwiseError
-from ..roles.atlas.stability import spearman
+from ..resampling import bootstrap_counts, interval, spearman
 from .attention_layers import AttentionLayer
 
 RESAMPLES = 1000
-INTERVAL = (2.5, 97.5)
 Row = tuple[str, int, int, float, float, float]  # kind, layer, head, score, low, high
 
 
@@ -119,8 +118,8 @@ def _normalise(row: np.ndarray, normalised: bool) -> np.ndarray:
 def _bootstrap(each: list[np.ndarray], normalised: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each layer the ends of the interval of every unit, over resampled examples."""
     count = each[0].shape[0]
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES) / count  # (R, N)
-    ends = [np.percentile(_normalise(drawn @ rows, normalised), INTERVAL, axis=0) for rows in each]
+    shares = bootstrap_counts(count, RESAMPLES) / count  # (R, N)
+    ends = [interval(_normalise(shares @ rows, normalised)) for rows in each]
     return [end[0] for end in ends], [end[1] for end in ends]
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ..models.intervene.head_outputs import run
+from ..resampling import bootstrap_counts, interval
 from .attention_layers import attention_layers
-from .head_scores import INTERVAL, RESAMPLES
+from .head_scores import RESAMPLES
 from .objective import Loss, choose_objective, next_token_counts
 
 ROUNDING = 1e-6  # a distance to the full model below this is rounding
@@ -48,9 +49,8 @@ class QualityPerText:
     def mean(self) -> Quality:
         """The mean over texts, with its bootstrap interval over them."""
         count = len(self.values)
-        drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
-        means = (drawn @ (self.values * self.weights)) / (drawn @ self.weights)
-        ends = np.percentile(means, INTERVAL)
+        counts = bootstrap_counts(count, RESAMPLES)
+        ends = interval((counts @ (self.values * self.weights)) / (counts @ self.weights))
         mean = float(np.average(self.values, weights=self.weights))
         value, low, high = (math.exp(min(x, 700.0)) if self.exponentiate else float(x) for x in (mean, *ends))
         return Quality(self.name, value, low, high, self.lower_is_better, count)

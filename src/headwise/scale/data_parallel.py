@@ -29,8 +29,9 @@ from ..prune.head_scores import HeadScores
 from ..prune.importance import importance as importance_of
 from ..prune.importance import merge_examples
 from ..prune.registry import scores as registered_scores
-from ..roles.atlas.atlas import SUMS, Atlas
 from ..roles.atlas.build import atlas as atlas_of
+from ..roles.atlas.file_format import SUMS
+from ..roles.atlas.result import Atlas
 from .ranks import Ranks, ranks_of
 from .run_folder import run_folder, save_and_sync
 

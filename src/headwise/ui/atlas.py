@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..roles.atlas.atlas import Atlas
-from ..roles.atlas.roles import MEANING, ROLES
+from ..role_definitions import all_roles, meanings
+from ..roles.atlas.result import Atlas
 from . import page
 
 COLUMNS = 4  # of a picture
@@ -50,14 +50,15 @@ def _data(atlas: Atlas, title: str) -> dict[str, Any]:
     found = atlas.to_json()
     ways = set(atlas.ways.values())
     summary = (
-        f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.resting:.0%} that only rest on "
-        f"the first token, added tokens or punctuation; {atlas.about['texts']:,} texts, "
+        f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.sink_only:.0%} that attend only "
+        f"to sinks (the first token, special tokens or punctuation); {atlas.about['texts']:,} texts, "
         f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
     )
     return {
         "title": title, "summary": summary, "layers": atlas.layers, "roles": found["roles"], "scores": found["scores"],
-        "meanings": MEANING, "maps": {kind: one["map"] for kind, one in atlas.about.get("likeness", {}).items()},
-        "definitions": {one.name: {"score": one.score, "words": one.words} for one in ROLES if ways & set(one.ways)},
+        "meanings": meanings(), "maps": {kind: one["map"] for kind, one in atlas.about.get("likeness", {}).items()},
+        "definitions": {one.name: {"score": one.score, "words": one.meaning}
+                        for one in all_roles() if ways & set(one.ways) and one.score in found["scores"]},
     }  # fmt: skip
 
 
@@ -70,13 +71,13 @@ def save_picture(atlas: Atlas, path: str | Path) -> None:
     roles = atlas.roles
     shown = [
         (one, kind)
-        for one in ROLES
+        for one in all_roles()
         for kind in atlas.layers
         if any((role.role, role.kind) == (one.name, kind) for role in roles)
     ][:LARGEST]
     if not shown:
         first = next(iter(atlas.layers))
-        shown = [(one, first) for one in ROLES if first in atlas.scores.get(one.score, {})][:COLUMNS]
+        shown = [(one, first) for one in all_roles() if first in atlas.scores.get(one.score, {})][:COLUMNS]
     columns = min(COLUMNS, len(shown))
     lines = -(-len(shown) // columns)
     rows, heads = (max(table.shape[axis] for table in atlas.scores["entropy"].values()) for axis in (0, 1))

@@ -12,7 +12,7 @@ import numpy as np
 from ..attention.checkpoints.pretrained import read_json
 from ..errors import HeadwiseError, ShapeError
 from ..inspection.result import STATISTICS
-from ..roles.atlas.roles import MEANING
+from ..role_definitions import meaning
 from .capture import Pass, Seen
 
 MOST_HEADS = 10_000  # of a layer; a table is as wide as the highest number
@@ -85,10 +85,7 @@ def _atlas(atlas: Mapping[str, Any]) -> Given:
                 for kind, table in kinds.items()
                 if "baseline" in table
             }
-            base, _, argmax = name.partition(":")
-            words = MEANING.get(base, "")
-            if argmax:
-                words = words.replace("weight on", "how often its largest weight is on")
+            words = meaning(name)
             found.about[shown] = f"{words}; {where}" if words else where
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise HeadwiseError(f"this atlas is not as headwise writes it: {error!r} where its scores are") from None

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...roles.atlas.bundled import shipped
+from ...roles.atlas.bundled import bundled_atlas
 from ...roles.relations.find import relations
-from ...roles.relations.probe_set import sentences
+from ...roles.relations.probe_set.sentences import SHA256, probe_sentences
 from ...roles.relations.result import FOUND
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..store import Lab
@@ -44,7 +44,7 @@ def run(lab: Lab) -> Figures:
     every = lab.budget.pick(60, 1, 1)  # of the probe sentences, each so many-th
     made: Figures = {}
     for model in models:
-        asked = {"model": model, "probe": sentences.SHA256, "every": every}
+        asked = {"model": model, "probe": SHA256, "every": every}
         made[model] = {"local": _local(model), **lab.piece("depth", asked, partial(_depth, model, every))}
     return made
 
@@ -52,7 +52,7 @@ def run(lab: Lab) -> Figures:
 def _local(model: str) -> Figures | None:
     """Of the atlas that comes along: weight on the three tokens on either side, and the distance, layer by layer."""
     try:
-        atlas = shipped(model)
+        atlas = bundled_atlas(model)
     except FileNotFoundError:
         return None
     assert atlas is not None
@@ -67,7 +67,7 @@ def _local(model: str) -> Figures | None:
 
 def _depth(model: str, every: int) -> Figures:
     """For each relation of the probe sentences: the head that was chosen, and the best accuracy of every layer."""
-    found = relations(model, sentences.sentences()[::every])
+    found = relations(model, probe_sentences()[::every])
     layer_of = np.array([layer for _, layer, _ in found.heads])
     layers = int(layer_of.max()) + 1
     rows = {

@@ -1,4 +1,4 @@
-"""Does a role matter? Mask its heads, and as many random ones, and compare what the model loses."""
+"""Ablation: mask some heads, and as many random ones, and compare what the model loses at a task."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ...json_documents import anything, count, finite, in_words, items, mapping,
 from ...models.intervene.masking import mask_heads
 from ...models.structure.heads import query_heads
 from ...models.structure.sites import attention_sites
+from ...resampling import INTERVAL, RESAMPLES, bootstrap_counts, interval
 from ..relations.result import Head, read_head
 from .tasks import Task
 
-DRAWS = 20  # so that being above all of them happens by chance once in 21 times
-TRIES = 60  # drawings of sets that were there already, before other layers are taken, or no more are looked for
-RESAMPLES = 2_000
-SURE = 0.05
+DRAWS = 20  # random sets of heads: being worse than all of them has a chance of 1 in 21
+TRIES = 60  # draws of sets that were drawn before, until other layers are used, or drawing ends
+SIGNIFICANT = 0.05  # the largest chance of a verdict by accident
 MORE, LESS, SAME = "more than random heads", "less than random heads", "no different from random heads"
 
 
 @dataclass(frozen=True, slots=True)
-class Matter:
-    """What a model loses at a task without some heads, beside what it loses without random ones."""
+class Ablation:
+    """What a model loses at a task without some heads, and without as many random heads."""
 
-    task: str  # what is measured, in words
+    task: str  # what is measured
     heads: tuple[Head, ...]
-    whole: float  # the whole model's score
-    damage: float  # what is added to it without the heads: the mean over units
+    whole: float  # the score of the whole model, lower is better
+    damage: float  # the increase without the heads, the mean over units
     low: float  # the ends of its 95 % interval, by bootstrap over units
     high: float
-    random: tuple[float, ...]  # the damage of as many random heads, one a drawing
-    units: int
+    random: tuple[float, ...]  # the damage of as many random heads, one number per draw
+    units: int  # texts, tokens or links that the task scores
 
     @property
     def random_mean(self) -> float:
@@ -42,17 +42,17 @@ class Matter:
 
     @property
     def random_range(self) -> tuple[float, float]:
-        """What 95 % of drawings lie between."""
-        low, high = np.percentile(self.random, (2.5, 97.5))
+        """The range of 95 % of the random draws."""
+        low, high = np.percentile(self.random, INTERVAL)
         return float(low), float(high)
 
     @property
     def verdict(self) -> str:
-        """By rank among the drawings: the chance that one more random drawing would lie as far out."""
+        """By rank among the random draws: MORE or LESS where a random draw would rarely be as extreme."""
         above, below = (sum(x >= self.damage for x in self.random), sum(x <= self.damage for x in self.random))
-        if (1 + above) / (1 + len(self.random)) <= SURE:
+        if (1 + above) / (1 + len(self.random)) <= SIGNIFICANT:
             return MORE
-        return LESS if (1 + below) / (1 + len(self.random)) <= SURE else SAME
+        return LESS if (1 + below) / (1 + len(self.random)) <= SIGNIFICANT else SAME
 
     def __str__(self) -> str:
         names = ", ".join(f"{layer}.{head}" for _, layer, head in self.heads)
@@ -70,21 +70,21 @@ class Matter:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> Matter:
+    def from_json(cls, data: dict[str, Any]) -> Ablation:
         try:
-            made = mapping(made, "it", anything)
-            heads = tuple(read_head(head, "heads") for head in items(made["heads"], "heads", anything))
-            whole, damage, low, high = (finite(made[name], name) for name in ("whole", "damage", "low", "high"))
-            random = tuple(items(made["random"], "random", finite))
+            data = mapping(data, "it", anything)
+            heads = tuple(read_head(head, "heads") for head in items(data["heads"], "heads", anything))
+            whole, damage, low, high = (finite(data[name], name) for name in ("whole", "damage", "low", "high"))
+            random = tuple(items(data["random"], "random", finite))
             if not heads or not random:
                 raise ValueError("it names no heads, or no random draws")
-            task, units = string(made["task"], "task"), count(made["units"], "units")
+            task, units = string(data["task"], "task"), count(data["units"], "units")
             return cls(task, heads, whole, damage, low, high, random, units)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"what matters cannot be read: {in_words(error)}") from error
 
 
-def matter(
+def ablate_heads(
     task: Task,
     heads: Iterable[Head],
     *,
@@ -92,12 +92,25 @@ def matter(
     seed: int = 0,
     value: Any = "zero",
     progress: Callable[[int], None] | None = None,
-) -> Matter:
-    """Whether some heads matter for a task more than as many random ones of the same layers do.
+) -> Ablation:
+    """Mask some heads, and as many random heads of the same layers, and measure a task without them.
 
-    heads: (kind, layer, head) each. draws: random sets, no two the same, none of which holds one of the heads; where
-    these layers have too few, of other layers too, and fewer where there are no more. value: what takes their place,
-    as in mask_heads.
+    Args:
+        task: what the model must do, with one number per unit; higher is worse.
+        heads: (kind, layer, head) each.
+        draws: random sets, no two the same and without the heads themselves; from other layers too where these have
+            too few, and fewer sets where there are no more.
+        seed: of the random sets and of the bootstrap.
+        value: what replaces the outputs of masked heads, as in `headwise.mask_heads`.
+        progress: called with 1 after each random set.
+
+    Returns:
+        an Ablation, whose verdict compares the heads with the random ones.
+
+    Example:
+        >>> task = text_task(model, tokenizer, texts)
+        >>> print(ablate_heads(task, [("self", 3, 1)]).verdict)
+        no different from random heads
     """
     chosen = tuple(dict.fromkeys((kind, int(layer), int(head)) for kind, layer, head in heads))
     if not chosen:
@@ -110,15 +123,14 @@ def matter(
             raise HeadwiseError(f"there is no {kind} head {layer}.{head} in {type(task.model).__name__}")
     whole = task.score()
     damage = _without(task, chosen, value) - whole
-    chance = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     random = []
-    for drawn in _distinct(counts, chosen, chance, draws):
-        random.append(float((_without(task, drawn, value) - whole).mean()))
+    for others in _distinct_sets(counts, chosen, generator, draws):
+        random.append(float((_without(task, others, value) - whole).mean()))
         if progress:
             progress(1)
-    share = chance.multinomial(len(damage), np.full(len(damage), 1 / len(damage)), RESAMPLES) / len(damage)
-    low, high = np.percentile(share @ damage, (2.5, 97.5))
-    return Matter(
+    low, high = interval(bootstrap_counts(len(damage), RESAMPLES, generator) / len(damage) @ damage)
+    return Ablation(
         task.words,
         chosen,
         float(whole.mean()),
@@ -130,54 +142,55 @@ def matter(
     )
 
 
-def _distinct(
-    counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], chance: np.random.Generator, draws: int
+def _distinct_sets(
+    counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], generator: np.random.Generator, draws: int
 ) -> Iterator[tuple[Head, ...]]:
-    """A set that comes twice would count twice in the rank, as if more chance had been tried."""
-    seen: set[frozenset[Head]] = set()
+    """Random sets of heads, no two the same: a set that counts twice would distort the rank."""
+    sets: set[frozenset[Head]] = set()
     misses = 0
-    while len(seen) < draws and misses < 2 * TRIES:
-        drawn = random_heads(counts, chosen, chance, anywhere=misses >= TRIES)
-        if frozenset(drawn) in seen:
+    while len(sets) < draws and misses < 2 * TRIES:
+        heads = random_heads(counts, chosen, generator, anywhere=misses >= TRIES)
+        if frozenset(heads) in sets:
             misses += 1
             continue
-        seen.add(frozenset(drawn))
+        sets.add(frozenset(heads))
         misses = TRIES if misses >= TRIES else 0
-        yield drawn
+        yield heads
 
 
 def random_heads(
     counts: Mapping[tuple[str, int], int],
     chosen: Sequence[Head],
-    chance: np.random.Generator,
+    generator: np.random.Generator,
     *,
     anywhere: bool = False,
 ) -> tuple[Head, ...]:
-    """As many other heads: of the same layers, and where a layer has too few left, of any layer of that kind."""
-    taken = set(chosen)
-    drawn: list[Head] = []
+    """As many other heads of the same layers, or of any layer of the kind where it has too few or anywhere=True."""
+    excluded = set(chosen)
+    heads: list[Head] = []
     for key in dict.fromkeys((kind, layer) for kind, layer, _ in chosen if not anywhere):
-        wanted = sum(head[:2] == key for head in chosen)
-        free = [(*key, i) for i in range(counts[key]) if (*key, i) not in taken]
-        drawn += [free[i] for i in chance.permutation(len(free))[:wanted]]
+        needed = sum(head[:2] == key for head in chosen)
+        free = [(*key, i) for i in range(counts[key]) if (*key, i) not in excluded]
+        heads += [free[i] for i in generator.permutation(len(free))[:needed]]
     for kind in dict.fromkeys(kind for kind, _, _ in chosen):
-        missing = sum(head[0] == kind for head in chosen) - sum(head[0] == kind for head in drawn)
+        missing = sum(head[0] == kind for head in chosen) - sum(head[0] == kind for head in heads)
         rest = [(*key, i) for key, count in counts.items() if key[0] == kind for i in range(count)]
-        rest = [head for head in rest if head not in taken and head not in drawn]
+        rest = [head for head in rest if head not in excluded and head not in heads]
         if missing > len(rest):
             raise HeadwiseError(
                 f"{len(chosen)} heads of {sum(counts.values())}: too few others are left to compare with"
             )
-        drawn += [rest[i] for i in chance.permutation(len(rest))[:missing]]
-    return tuple(drawn)
+        heads += [rest[i] for i in generator.permutation(len(rest))[:missing]]
+    return tuple(heads)
 
 
 def head_counts(model: Any) -> dict[tuple[str, int], int]:
-    """How many query heads each layer has, by (kind, layer)."""
+    """(kind, layer) -> the number of its query heads."""
     return {site.key: query_heads(model, site) for site in attention_sites(model)}
 
 
 def _without(task: Task, heads: Sequence[Head], value: Any) -> np.ndarray:
+    """The scores of a task with some heads masked."""
     by_layer: dict[Any, list[int]] = {}
     for kind, layer, head in heads:
         by_layer.setdefault((kind, layer), []).append(head)

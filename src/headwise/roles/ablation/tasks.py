@@ -1,9 +1,9 @@
-"""What a model must do, as one number a unit, higher being worse: to see what it loses without some heads."""
+"""Tasks for ablation: one number per unit (text, token, link), higher is worse."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,51 +12,55 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import HeadwiseError, UnsupportedError
-from ..relations.alignment import Batch, Lost, batches, encode
+from ..relations.alignment import LeftOut, LinkBatch, batches, encode
 from ..relations.gold import Sentence
 from ..relations.probe_set import lexicon
 from ..relations.scoring import body, longest
 
-LENGTH = 64  # tokens of a text that are read
-REPEATED, SEQUENCES = 50, 8  # random tokens, each sequence twice in a row
+LENGTH = 64  # tokens per text at most
+REPEATED, SEQUENCES = 50, 8  # random tokens per sequence, before it is repeated; sequences
 TOKENS = 2048  # in a batch
 
 
 @dataclass(frozen=True)
 class Task:
-    """model: what is run and masked. score: one number a unit; relative to the whole model where that is a distance."""
+    """A task. model: what is run and masked. score: runs it and gives one number per unit, (units,)."""
 
     name: str
-    words: str
+    words: str  # what is measured
     model: Any
     score: Callable[[], np.ndarray]
 
 
-def text(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
-    """The language-model loss of a causal model, a text a unit; else how far a text's embedding moves."""
-    groups = _groups([_ids(tokenizer, one) for one in texts], model.device)
-    if speaks(model):
-        return Task("text", "language-model loss", model, lambda: _joined(_loss(model, group) for group in groups))
+def text_task(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
+    """The language-model loss of a causal model, otherwise how far the embedding moves; one unit per text."""
+    groups = _groups([_ids(tokenizer, text) for text in texts], model.device)
+    if predicts_next_token(model):
+        return Task(
+            "text", "language-model loss", model, lambda: _concatenated(_loss(model, group) for group in groups)
+        )
     inner, _ = body(model)
     before = [_embedding(inner, group) for group in groups]
     return Task(
         "text",
         "1 - cosine with the whole model's embedding",
         inner,
-        lambda: _joined(_apart(_embedding(inner, group), x) for group, x in zip(groups, before, strict=True)),
+        lambda: _concatenated(
+            _cosine_distance(_embedding(inner, group), x) for group, x in zip(groups, before, strict=True)
+        ),
     )
 
 
-def repeat(model: Any, tokenizer: Any, seed: int = 0) -> Task:
-    """The loss on random tokens when they come a second time: what induction heads are for. A token a unit."""
-    if not speaks(model):
+def repetition_task(model: Any, tokenizer: Any, seed: int = 0) -> Task:
+    """The loss on the second half of repeated random tokens, which induction heads predict; one unit per token."""
+    if not predicts_next_token(model):
         raise UnsupportedError(f"{type(model).__name__} does not predict the next token; it repeats nothing")
     special = set(tokenizer.all_special_ids)
     size = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))
     allowed = np.array([token for token in range(size) if token not in special])
-    drawn = np.random.default_rng(seed).choice(allowed, (SEQUENCES, REPEATED))
+    halves = np.random.default_rng(seed).choice(allowed, (SEQUENCES, REPEATED))
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    group = _padded([[*start, *half, *half] for half in drawn.tolist()], model.device)
+    group = _padded([[*start, *half, *half] for half in halves.tolist()], model.device)
 
     def score() -> np.ndarray:
         return _token_losses(model, group)[:, -REPEATED:].flatten().cpu().numpy()
@@ -64,37 +68,39 @@ def repeat(model: Any, tokenizer: Any, seed: int = 0) -> Task:
     return Task("repeat", "loss on repeated random tokens", model, score)
 
 
-def words(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: str, limit: int = 200) -> Task:
-    """How far the last layer's vectors of the words that ask move: pronouns, for a relation of pronouns."""
+def relation_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: str, limit: int = 200) -> Task:
+    """How far the last hidden states of a relation's source words move, such as pronouns; one unit per link."""
     inner, _ = body(model)
-    chosen = [one for one in sentences if any(link.relation == relation for link in one.links)][:limit]
+    chosen = [x for x in sentences if any(link.relation == relation for link in x.links)][:limit]
     if not chosen:
         raise HeadwiseError(f"no sentence has a link {relation!r}")
-    only = [Sentence(one.text, one.spans, tuple(x for x in one.links if x.relation == relation)) for one in chosen]
-    made = list(batches(encode(only, tokenizer, longest(inner), Lost()), inner.device, causal=False))
-    before = [_asking_words(inner, batch) for batch in made]
+    only = [replace(x, links=tuple(link for link in x.links if link.relation == relation)) for x in chosen]
+    link_batches = list(batches(encode(only, tokenizer, longest(inner), LeftOut()), inner.device, causal=False))
+    before = [_source_words(inner, batch) for batch in link_batches]
     return Task(
         relation,
         f"1 - cosine of the words that ask ({relation.split(' > ')[0]})",
         inner,
-        lambda: _joined(_apart(_asking_words(inner, batch), x) for batch, x in zip(made, before, strict=True)),
+        lambda: _concatenated(
+            _cosine_distance(_source_words(inner, batch), x) for batch, x in zip(link_batches, before, strict=True)
+        ),
     )
 
 
-def agreement(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: int = 100) -> Task:
-    """How much likelier the verb of the wrong number is than the right one, after all that stands before it."""
-    if not speaks(model):
+def agreement_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: int = 100) -> Task:
+    """The log-odds of the verb of the wrong grammatical number against the right one; one unit per verb."""
+    if not predicts_next_token(model):
         raise UnsupportedError(f"{type(model).__name__} does not predict the next token, so no verb either")
-    forms = {one: many for many, one in lexicon.IDLE} | {"is": "are"}
-    forms |= {many: one for one, many in forms.items()}
+    other_number = {singular: plural for plural, singular in lexicon.IDLE} | {"is": "are"}
+    other_number |= {plural: singular for singular, plural in other_number.items()}
     rows: list[list[int]] = []
     ends: list[list[int]] = []
-    for one in sentences:
-        for link in one.links:
+    for sentence in sentences:
+        for link in sentence.links:
             if link.relation.startswith("verb > subject") and len(rows) < limit:
-                verb = one.words[link.word]
-                rows.append(_ids(tokenizer, one.text[: one.spans[link.word][0]].rstrip()))
-                ends.append([_first(tokenizer, form) for form in (verb, forms[verb])])
+                verb = sentence.words[link.word]
+                rows.append(_ids(tokenizer, sentence.text[: sentence.spans[link.word][0]].rstrip()))
+                ends.append([_first(tokenizer, form) for form in (verb, other_number[verb])])
     group, right = _padded(rows, model.device), torch.tensor(ends, device=model.device)
 
     def score() -> np.ndarray:
@@ -107,22 +113,22 @@ def agreement(model: Any, tokenizer: Any, sentences: Sequence[Sentence], limit: 
     return Task("agreement", "log-odds of the verb of the wrong number", model, score)
 
 
-def speaks(model: Any) -> bool:
+def predicts_next_token(model: Any) -> bool:
     """Whether a model predicts the next token."""
     name = type(model).__name__
     return "CausalLM" in name or "LMHeadModel" in name
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    given = tokenizer(text, truncation=True, max_length=LENGTH, return_special_tokens_mask=True, verbose=False)
-    ids = list(given["input_ids"])
-    if ids and not given["special_tokens_mask"][0] and tokenizer.bos_token_id is not None:
+    encoding = tokenizer(text, truncation=True, max_length=LENGTH, return_special_tokens_mask=True, verbose=False)
+    ids = list(encoding["input_ids"])
+    if ids and not encoding["special_tokens_mask"][0] and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id, *ids]
     return ids
 
 
 def _first(tokenizer: Any, word: str) -> int:
-    """The first piece of a word inside a text."""
+    """The first piece of a word that follows a space."""
     return int(tokenizer(" " + word, add_special_tokens=False)["input_ids"][0])
 
 
@@ -165,17 +171,17 @@ def _embedding(inner: Any, group: dict[str, Tensor]) -> Tensor:
     return (states * mask).sum(1) / mask.sum(1)
 
 
-def _asking_words(inner: Any, batch: Batch) -> Tensor:
-    """(N, width): the mean of the pieces of each word that asks."""
+def _source_words(inner: Any, batch: LinkBatch) -> Tensor:
+    """(N, width): the mean hidden state of each link's source word."""
     with torch.no_grad():
         states = inner(**batch.inputs).last_hidden_state.float()
     each = (batch.to / batch.to.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2) @ states  # (B, W, width)
     return each[batch.sentence, batch.word]
 
 
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    return 1 - F.cosine_similarity(one, other, dim=-1)
+def _cosine_distance(a: Tensor, b: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(a, b, dim=-1)
 
 
-def _joined(parts: Any) -> np.ndarray:
+def _concatenated(parts: Any) -> np.ndarray:
     return torch.cat(list(parts)).cpu().double().numpy()  # not every device has float64

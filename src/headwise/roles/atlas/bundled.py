@@ -1,4 +1,4 @@
-"""The atlases that come along, of the embedded models: JSON beside the code, read when asked for."""
+"""The bundled atlases of the bundled models: JSON files in `data/`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .atlas import Atlas
+    from .result import Atlas
 
 NAMES = ("minilm", "smollm2")
 
@@ -18,19 +18,19 @@ def _read(model: str) -> Any:
     return json.loads((files(__package__) / "data" / f"{model}.json").read_text(encoding="utf-8"))
 
 
-def shipped(model: str) -> Atlas | None:
-    """The atlas of an embedded model, by its name; None for any other."""
-    from .atlas import Atlas
+def bundled_atlas(model: str) -> Atlas | None:
+    """The bundled atlas of a model, by its name; None where there is none."""
+    from .result import Atlas
 
     return Atlas.from_json(_read(model)) if model in NAMES else None
 
 
 def known_roles(model: str) -> tuple[int, dict[tuple[int, int], list[str]]] | None:
-    """How many texts an embedded model's atlas was measured on, and the roles of every head that has any."""
+    """The number of texts of a bundled atlas, and (layer, head) -> its roles; None where there is no atlas."""
     if model not in NAMES:
         return None
     data = _read(model)
-    found: dict[tuple[int, int], list[str]] = {}
+    roles: dict[tuple[int, int], list[str]] = {}
     for role in data["roles"]:
-        found.setdefault((role["layer"], role["head"]), []).append(role["role"])
-    return data["about"]["texts"], found
+        roles.setdefault((role["layer"], role["head"]), []).append(role["role"])
+    return data["about"]["texts"], roles

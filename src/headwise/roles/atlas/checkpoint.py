@@ -1,4 +1,4 @@
-"""Sums in a file: arrays as safetensors, the rest as JSON in its header. Written whole or not at all."""
+"""Tallies in a file: arrays as safetensors, the rest as JSON in its header. Written atomically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
 FORMAT = "1"
-EXTRA = "extra/"  # before the names of arrays that belong to no tally
+EXTRA = "extra/"  # prefix of arrays that belong to no tally
 
 
-class Saved(NamedTuple):
-    """What a file of sums holds."""
+class SavedSums(NamedTuple):
+    """The content of a file of sums."""
 
     tallies: dict[str, Tally]
     facts: dict[str, Any]
@@ -31,23 +31,23 @@ def save_tallies(
     facts: dict[str, Any],
     arrays: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """Tallies by name, None left out; facts: anything that JSON can hold; arrays: others that go with them."""
+    """Write tallies by name, without those that are None; facts: any JSON; arrays: further ones."""
     from safetensors.numpy import save_file
 
-    there = {name: tally for name, tally in tallies.items() if tally is not None}
-    held = {f"{name}/{key}": x for name, tally in there.items() for key, x in tally.arrays().items()}
-    held |= {EXTRA + key: x for key, x in (arrays or {}).items()}
-    about = {"tallies": {name: tally.facts() for name, tally in there.items()}, "more": facts}
-    with written(path, CheckpointError) as made:
+    present = {name: tally for name, tally in tallies.items() if tally is not None}
+    every = {f"{name}/{key}": x for name, tally in present.items() for key, x in tally.arrays().items()}
+    every |= {EXTRA + key: x for key, x in (arrays or {}).items()}
+    about = {"tallies": {name: tally.facts() for name, tally in present.items()}, "more": facts}
+    with written(path, CheckpointError) as file:
         save_file(
-            {key: np.ascontiguousarray(x) for key, x in held.items()},
-            made,
+            {key: np.ascontiguousarray(x) for key, x in every.items()},
+            file,
             {"headwise-sums": FORMAT, "facts": json.dumps(about)},
         )
 
 
-def load_tallies(path: str | os.PathLike[str]) -> Saved:
-    """What `save_tallies` wrote; whatever does not fit together is an error."""
+def load_tallies(path: str | os.PathLike[str]) -> SavedSums:
+    """Read what `save_tallies` wrote; an error where its parts do not fit each other."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -61,12 +61,12 @@ def load_tallies(path: str | os.PathLike[str]) -> Saved:
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # this is no dict
         extra = {key.removeprefix(EXTRA): arrays.pop(key) for key in list(arrays) if key.startswith(EXTRA)}
         tallies = {}
-        for name, found in mapping(facts["tallies"], "tallies", anything).items():
+        for name, tally_facts in mapping(facts["tallies"], "tallies", anything).items():
             own = {key.removeprefix(name + "/"): arrays.pop(key) for key in list(arrays) if key.startswith(name + "/")}
-            tallies[name] = Tally.of(found, own)
+            tallies[name] = Tally.of(tally_facts, own)
         if arrays:
             raise ValueError(f"array {next(iter(arrays))!r} belongs to no sums")
-        return Saved(tallies, mapping(facts["more"], "more", anything), extra)
+        return SavedSums(tallies, mapping(facts["more"], "more", anything), extra)
     except CheckpointError:
         raise
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:

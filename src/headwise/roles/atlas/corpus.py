@@ -1,7 +1,7 @@
-"""Texts of any number -> batches of tokens with what roles need to know of each: streamed, alike in length, in order.
+"""A corpus of any size -> batches of encoded texts of similar length, streamed.
 
-A window of texts is read, encoded, sorted by length and cut into batches; then the next. So memory does not grow with
-the corpus, little is padded, and the same corpus gives the same batches, which is what resuming rests on.
+A window of texts is read, encoded, sorted by length and split into batches; then the next window. So memory does not
+grow with the corpus, there is little padding, and the same corpus gives the same batches, which resuming relies on.
 """
 
 from __future__ import annotations
@@ -22,37 +22,22 @@ from torch import Tensor
 
 from ...errors import HeadwiseError
 from ...json_documents import brief, parse_json
+from ...role_definitions import Tokens
 from .sums import identity
 
 WINDOW = 2048  # texts that are sorted together
-COUNTED = 20_000  # texts from which the frequencies come; all of them where there are fewer
-TOKENS = 1024  # of a batch at most; more would leave a core's cache and gain nothing
-PAIRS = 1 << 17  # of a query and a key in a batch: more of them leave a core's cache; see marks.py for what is held
+COUNTED = 20_000  # texts at most from which token frequencies are counted
+TOKENS = 1024  # per batch at most; more would leave a core's cache and gain nothing
+PAIRS = 1 << 17  # of a query and a key per batch: more of them leave a core's cache, see pair_columns.py
 Text = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Some sequences, padded on the right: each (B, T)."""
-
-    ids: Tensor
-    real: Tensor  # bool
-    special: Tensor  # bool: added by the tokenizer
-    punctuation: Tensor  # bool
-    word: Tensor  # equal in the same sequence where the words are; -1 for what is no word
-    place: Tensor  # equal where it is the same place of the word
-    count: Tensor  # how often the token is in the corpus
-
-    def to(self, device: Any) -> Tokens:
-        return Tokens(**{name: x.to(device) for name, x in vars(self).items()})
-
-
-@dataclass(frozen=True)
 class Batch:
-    """What a model is given at once."""
+    """Texts that a model reads at once."""
 
     source: Tokens
-    target: Tokens | None  # what a decoder reads, where there is one beside an encoder
+    target: Tokens | None  # what the decoder of an encoder-decoder reads
     identities: np.ndarray  # (B,) uint64
     cut: int  # texts that were too long
 
@@ -67,49 +52,49 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One encoded sequence."""
+class EncodedText:
+    """One encoded text; the fields are those of Tokens."""
 
     ids: list[int]
     special: list[bool]
     word: list[int]
-    place: list[int]
+    word_index: list[int]
     cut: bool
 
 
-class Encoder:
-    """A tokenizer with what is asked of it."""
+class TextEncoder:
+    """A tokenizer, and the length that texts are cut to."""
 
     def __init__(self, tokenizer: Any, length: int, start: int | None = None) -> None:
-        """start: the token that a decoder beside an encoder begins with; None where there is none."""
+        """start: the token that the decoder of an encoder-decoder begins with; None for other models."""
         self.tokenizer, self.length, self.start = tokenizer, length, start
         self._punctuation: dict[int, bool] = {}
 
-    def lines(self, texts: Sequence[str]) -> list[Line]:
-        given = self.tokenizer(
+    def lines(self, texts: Sequence[str]) -> list[EncodedText]:
+        encoded = self.tokenizer(
             list(texts), truncation=True, max_length=self.length, return_special_tokens_mask=True,
             return_overflowing_tokens=False, verbose=False,
         )  # fmt: skip
-        whole = getattr(given, "encodings", None)
-        made = []
-        for i, (text, ids) in enumerate(zip(texts, given["input_ids"], strict=True)):
-            word, place = _words(text, whole[i]) if whole else (ids, list(range(len(ids))))
-            special = [bool(mark) for mark in given["special_tokens_mask"][i]]
-            made.append(Line(ids, special, word, place, len(ids) >= self.length))
-        return made
+        whole = getattr(encoded, "encodings", None)
+        lines = []
+        for i, (text, ids) in enumerate(zip(texts, encoded["input_ids"], strict=True)):
+            word, word_index = _words(text, whole[i]) if whole else (ids, list(range(len(ids))))
+            special = [bool(mark) for mark in encoded["special_tokens_mask"][i]]
+            lines.append(EncodedText(ids, special, word, word_index, len(ids) >= self.length))
+        return lines
 
     def punctuation(self, token: int) -> bool:
-        """Whether a token is nothing but punctuation."""
+        """Whether a token consists of punctuation."""
         if token not in self._punctuation:
-            shown = self.tokenizer.decode([token]).strip()
-            shown = shown.removeprefix("##") if len(shown) > 2 else shown
-            self._punctuation[token] = bool(shown) and all(unicodedata.category(sign)[0] == "P" for sign in shown)
+            text = self.tokenizer.decode([token]).strip()
+            text = text.removeprefix("##") if len(text) > 2 else text
+            self._punctuation[token] = bool(text) and all(unicodedata.category(sign)[0] == "P" for sign in text)
         return self._punctuation[token]
 
-    def tokens(self, lines: Sequence[Line], counts: np.ndarray, shift: bool = False) -> Tokens:
-        """Padded. shift: as a decoder reads it, its start token first and the last token left out."""
+    def tokens(self, lines: Sequence[EncodedText], counts: np.ndarray, shift: bool = False) -> Tokens:
+        """Encoded texts as padded tensors. shift: as a decoder reads them, the start token instead of the last one."""
         begin: list[list[Any]] = [[self.start or 0], [True], [-1], [-1]]
-        rows: list[list[list[Any]]] = [[line.ids, line.special, line.word, line.place] for line in lines]
+        rows: list[list[list[Any]]] = [[line.ids, line.special, line.word, line.word_index] for line in lines]
         if shift:
             rows = [[head + part[:-1] for head, part in zip(begin, parts, strict=True)] for parts in rows]
         longest = max(len(ids) for ids, *_ in rows)
@@ -126,22 +111,28 @@ class Encoder:
         return Tokens(ids, real, special & real, marks, word, table(3, -1, torch.long), count)
 
 
+def batch_sizes() -> list[int]:
+    """What decides which texts are in which batch; a run can only be resumed with the same."""
+    return [WINDOW, TOKENS, PAIRS]
+
+
 def _words(text: str, encoding: Any) -> tuple[list[int], list[int]]:
-    """For each token which word of its text it belongs to, capitals aside, and which of the text's words in a row."""
+    """Per token the word that it is part of, ignoring case, and the number of that word in the text."""
     spans: dict[int, tuple[int, int]] = {}
     places = [-1 if place is None else place for place in encoding.word_ids]
     for place, (start, end) in zip(places, encoding.offsets, strict=True):
         low, high = spans.get(place, (start, end))
         spans[place] = min(low, start), max(high, end)
-    known: dict[str, int] = {}
+    word_ids: dict[str, int] = {}
     words = {
-        place: known.setdefault(text[start:end].strip().casefold(), len(known)) for place, (start, end) in spans.items()
+        place: word_ids.setdefault(text[start:end].strip().casefold(), len(word_ids))
+        for place, (start, end) in spans.items()
     }
     return [-1 if place < 0 else words[place] for place in places], places
 
 
 def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Iterator[Text], int | None]:
-    """The texts of a file or of anything that gives them, and how many there are where that is known."""
+    """The texts of a file or an iterable, and their number where it is known."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise HeadwiseError(f"the limit must be at least 1 text, got {brief(limit)}")
     if isinstance(texts, str) and not _exists(texts):
@@ -151,18 +142,18 @@ def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Ite
     if isinstance(texts, (str, os.PathLike)):
         path = Path(texts)
         total: int | None = sum(1 for _ in _file(path, field))
-        found: Iterator[Any] = _file(path, field)
+        stream: Iterator[Any] = _file(path, field)
     else:
         if not isinstance(texts, Iterable):
             raise HeadwiseError(f"texts are a file or several texts, got {type(texts).__name__}")
-        total, found = (len(texts) if isinstance(texts, Sized) else None), _given(texts)
+        total, stream = (len(texts) if isinstance(texts, Sized) else None), _checked_texts(texts)
     if limit is not None:
-        return itertools.islice(found, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
-    return found, total
+        return itertools.islice(stream, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
+    return stream, total
 
 
 def check_file(path: Path, field: str = "text") -> None:
-    """Refuse a file that has no texts, or that cannot be read up to its first one."""
+    """Refuse a file without texts, or that cannot be read up to its first text."""
     if next(_file(path, field), None) is None:
         raise HeadwiseError(f"there is not one text in {str(path)!r}; give at least one that is not empty")
 
@@ -175,10 +166,10 @@ def _exists(path: str) -> bool:
 
 
 def _file(path: Path, field: str) -> Iterator[str]:
-    """A text a line; in .jsonl the value of a field."""
+    """One text per line; in .jsonl the value of a field."""
     try:
         if path.exists() and not (path.is_file() or path.is_fifo()):
-            raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with a text a line")
+            raise HeadwiseError(f"texts {str(path)!r} is not a file; give one with one text per line")
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 text = _field(path, number, line, field) if path.suffix in (".jsonl", ".ndjson") else line
@@ -198,22 +189,22 @@ def _field(path: Path, number: int, line: str, field: str) -> str:
     if not line.strip():
         return ""
     try:
-        found = parse_json(line)[field]
+        text = parse_json(line)[field]
     except (ValueError, KeyError, TypeError):
         raise HeadwiseError(f"line {number} of {str(path)!r} is no JSON object with a {field!r}") from None
-    if not isinstance(found, str):
+    if not isinstance(text, str):
         raise HeadwiseError(f"{field!r} in line {number} of {str(path)!r} is no text")
-    return _checked(found, f"{field!r} in line {number} of {str(path)!r}")
+    return _checked(text, f"{field!r} in line {number} of {str(path)!r}")
 
 
 def _checked(text: str, what: str) -> str:
-    """JSON and Python can spell half of a surrogate pair, which no tokenizer can read."""
+    """JSON and Python strings can contain half of a surrogate pair, which no tokenizer can read."""
     if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
         raise HeadwiseError(f"{what} has half of a surrogate pair, which is no character; remove it")
     return text
 
 
-def _given(texts: Iterable[Any]) -> Iterator[Text]:
+def _checked_texts(texts: Iterable[Any]) -> Iterator[Text]:
     for number, text in enumerate(texts):
         pair = isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
         if not (isinstance(text, str) or pair):
@@ -226,37 +217,37 @@ def _given(texts: Iterable[Any]) -> Iterator[Text]:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts, their encoder and their frequencies."""
+    """Texts, their encoder, and the frequencies of their tokens."""
 
     texts: Iterator[Text]
-    encoder: Encoder
+    encoder: TextEncoder
     counts: np.ndarray  # of every token of the vocabulary
-    beginning: int  # identity of its first texts, which tells one corpus from another
-    seen: Any = field(default_factory=hashlib.sha256)  # of all texts that were read so far, in their order
+    beginning: int  # identity of the first texts, which tells one corpus from another
+    seen: Any = field(default_factory=hashlib.sha256)  # of all texts read so far, in their order
 
     @property
     def fingerprint(self) -> str:
-        """Of the texts that were read so far, those of other parts among them."""
+        """Of the texts read so far, including those of other parts."""
         return str(self.seen.hexdigest()[:32])
 
     @classmethod
-    def of(cls, texts: Iterator[Text], encoder: Encoder) -> Corpus:
-        """Counts tokens in the first COUNTED texts, then gives all of them."""
+    def of(cls, texts: Iterator[Text], encoder: TextEncoder) -> Corpus:
+        """Count tokens in the first COUNTED texts; all texts are still to come."""
         first = list(itertools.islice(texts, COUNTED))
         if not first:
             raise HeadwiseError("there is not one text; give at least one that is not empty")
         counts = np.zeros(len(encoder.tokenizer), np.int64)
         for start in range(0, len(first), WINDOW):
             for side in _sides(first[start : start + WINDOW]):
-                given = encoder.tokenizer(side, truncation=True, max_length=encoder.length, verbose=False)
-                new = np.bincount(np.fromiter(itertools.chain.from_iterable(given["input_ids"]), np.int64))
+                encoded = encoder.tokenizer(side, truncation=True, max_length=encoder.length, verbose=False)
+                new = np.bincount(np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), np.int64))
                 counts = np.pad(counts, (0, max(0, len(new) - len(counts))))
                 counts[: len(new)] += new
         beginning = identity("\n".join(str(text) for text in first[:WINDOW]))
         return cls(itertools.chain(first, texts), encoder, counts, beginning)
 
     def windows(self, skip: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int, list[Batch]]]:
-        """From a text's number on: the numbers at which a window begins and ends, and its batches."""
+        """Window after window from text number `skip` on: where it begins, where it ends, and its batches."""
         rest = map(self._read, self.texts)
         at = sum(1 for _ in itertools.islice(rest, skip))
         while window := list(itertools.islice(rest, WINDOW)):
@@ -280,15 +271,15 @@ class Corpus:
             (i for i in range(len(texts)) if first[i].ids and second[i].ids),
             key=lambda i: (len(first[i].ids), len(second[i].ids)),
         )
-        for some in chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
-            source = self.encoder.tokens([first[i] for i in some], self.counts)
-            target = self.encoder.tokens([second[i] for i in some], self.counts, shift=True) if paired else None
-            names = np.array([identity("\n".join(_both(texts[i]))) for i in some], np.uint64)
-            yield Batch(source, target, names, sum(first[i].cut or second[i].cut for i in some))
+        for chunk in chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
+            source = self.encoder.tokens([first[i] for i in chunk], self.counts)
+            target = self.encoder.tokens([second[i] for i in chunk], self.counts, shift=True) if paired else None
+            names = np.array([identity("\n".join(_both(texts[i]))) for i in chunk], np.uint64)
+            yield Batch(source, target, names, sum(first[i].cut or second[i].cut for i in chunk))
 
 
 def _sides(texts: Sequence[Text]) -> list[list[str]]:
-    """What is read, and what is read beside it: the same, but for pairs."""
+    """The texts that encoder and decoder read: one list where they are the same, two for pairs."""
     single = [text for text in texts if isinstance(text, str)]
     if len(single) == len(texts):
         return [single]
@@ -302,13 +293,13 @@ def _both(text: Text) -> tuple[str, ...]:
 
 
 def chunks(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Texts of like length, as many at once as a batch may hold."""
-    some: list[int] = []
+    """Split texts in the order of their lengths into batches of the allowed size."""
+    chunk: list[int] = []
     for i in order:
         longest = lengths[i]
-        if some and (len(some) + 1) * longest * max(longest, PAIRS // TOKENS) > PAIRS:
-            yield some
-            some = []
-        some.append(i)
-    if some:
-        yield some
+        if chunk and (len(chunk) + 1) * longest * max(longest, PAIRS // TOKENS) > PAIRS:
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    if chunk:
+        yield chunk

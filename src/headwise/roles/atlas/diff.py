@@ -1,4 +1,4 @@
-"""Two atlases side by side: which heads gained a role, lost one, or do it more or less than before."""
+"""Two atlases compared: which heads gained or lost a role, and which scores changed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import HeadwiseError
-from .atlas import Atlas, Role
-from .roles import BY_NAME
+from ...role_definitions import all_roles
+from .result import Atlas, HeadRole
 
 SHOWN = 8
 
 
-class Change(NamedTuple):
-    """A score of a head before and after, whose intervals do not touch."""
+class ScoreChange(NamedTuple):
+    """A score of a head in two atlases, whose intervals do not overlap."""
 
     kind: str
     layer: int
-    head: int  # its number in the first atlas
+    head: int  # in the first atlas
     score: str
     before: float
     after: float
@@ -31,15 +31,15 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Changes:
-    """What a second atlas has that the first had not. Heads are named as in the first."""
+    """The differences of a second atlas from a first. Heads are named as in the first."""
 
     first: str
     second: str
-    gained: list[Role]
-    lost: list[Role]
-    kept: list[Role]
+    gained: list[HeadRole]
+    lost: list[HeadRole]
+    kept: list[HeadRole]
     gone: list[tuple[str, int, int]]  # heads that the second model no longer has
-    moved: list[Change]  # scores that changed beyond both intervals, the largest change first
+    moved: list[ScoreChange]  # scores whose intervals do not overlap, the largest change first
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,14 +63,17 @@ class Changes:
             lines += ["    ..."] * (len(roles) > SHOWN)
         if self.moved:
             lines.append("largest changes of a score")
-            lines += [f"    {one.name} {one.score} {one.before:.2f} -> {one.after:.2f}" for one in self.moved[:SHOWN]]
+            lines += [
+                f"    {change.name} {change.score} {change.before:.2f} -> {change.after:.2f}"
+                for change in self.moved[:SHOWN]
+            ]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def changes(first: Atlas, second: Atlas) -> Changes:
-    """Heads are matched by their numbers before any pruning."""
+    """Compare two atlases; heads are matched by their numbers before any pruning."""
     if first.ways != second.ways or first.layers.keys() != second.layers.keys():
         raise HeadwiseError(f"these are atlases of different kinds of models: {first.model} and {second.model}")
     here, there = _numbers(first), _numbers(second)
@@ -78,7 +81,7 @@ def changes(first: Atlas, second: Atlas) -> Changes:
     back = {at: before for before, at in shared.items()}
     old = {(*shared[role[:3]], role.role): role for role in first.roles if role[:3] in shared}
     new = {(*role[:3], role.role): role for role in second.roles if role[:3] in back}
-    named = {key: Role._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
+    named = {key: HeadRole._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
     gone = [at for before, at in here.items() if before not in there]
     return Changes(
         first.model, second.model,
@@ -86,32 +89,32 @@ def changes(first: Atlas, second: Atlas) -> Changes:
         [role for key, role in old.items() if key not in new] + [role for role in first.roles if role[:3] in set(gone)],
         [named[key] for key in new if key in old],
         gone,
-        sorted(_moved(first, second, shared), key=lambda one: -abs(one.after - one.before)),
+        sorted(_moved(first, second, shared), key=lambda change: -abs(change.after - change.before)),
     )  # fmt: skip
 
 
 def _numbers(atlas: Atlas) -> dict[tuple[str, int, int], tuple[str, int, int]]:
     """(kind, layer, number before pruning) -> (kind, layer, number)."""
-    found = {}
+    numbers = {}
     for kind, layer, head in atlas:
-        before = atlas.heads[kind][atlas.layers[kind].index(layer)][head]
-        assert before is not None
-        found[kind, layer, before] = (kind, layer, head)
-    return found
+        original = atlas.heads[kind][atlas.layers[kind].index(layer)][head]
+        assert original is not None
+        numbers[kind, layer, original] = (kind, layer, head)
+    return numbers
 
 
-def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[Change]:
-    found = []
-    for name in dict.fromkeys(role.score for role in BY_NAME.values()):
+def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[ScoreChange]:
+    changes = []
+    for name in dict.fromkeys(role.score for role in all_roles()):
         for (kind, layer, head), (_, layer2, head2) in shared.items():
             if kind not in first.scores.get(name, {}) or kind not in second.scores.get(name, {}):
                 continue
             at, to = (first.layers[kind].index(layer), head), (second.layers[kind].index(layer2), head2)
             before, after = first.scores[name][kind][at], second.scores[name][kind][to]
-            apart = (
+            disjoint = (
                 first.high[name][kind][at] < second.low[name][kind][to]
                 or second.high[name][kind][to] < first.low[name][kind][at]
             )
-            if apart and not np.isnan(before + after):
-                found.append(Change(kind, layer, head, name, float(before), float(after)))
-    return found
+            if disjoint and not np.isnan(before + after):
+                changes.append(ScoreChange(kind, layer, head, name, float(before), float(after)))
+    return changes

@@ -1,4 +1,4 @@
-"""An atlas in words, as CSV, Parquet or DataFrames."""
+"""An atlas as a printed table, CSV, Parquet or DataFrames."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import HeadwiseError
 from ...files import written
-from .roles import ROLES, Definition
+from ...role_definitions import RoleDefinition, all_roles
 
 if TYPE_CHECKING:
-    from .atlas import Atlas, Role
+    from .result import Atlas, HeadRole
 
-BEST = 4  # heads that are named in a line
-REST = "on the first token, added tokens or punctuation"
+BEST = 4  # heads per role
+SINKS = "the first token, special tokens or punctuation"
 
 
 def text(atlas: Atlas, best: int = BEST) -> str:
-    """A line a role with its best heads, and the share of heads without one."""
+    """One line per role with its best heads, and the share of heads without a role."""
     lines = [_title(atlas), ""]
-    width = max(len(one.name) for one in ROLES)
+    width = max(len(role.name) for role in all_roles())
     many = len(atlas.layers) > 1
-    for one in ROLES:
-        if not any(way in one.ways for way in atlas.ways.values()) or one.score not in atlas.scores:
+    for role in all_roles():
+        if not any(way in role.ways for way in atlas.ways.values()) or role.score not in atlas.scores:
             continue
-        having = atlas.having(one)
-        if not having and one.name.startswith("offset"):
+        heads = atlas.heads_with(role)
+        if not heads and role.name.startswith("offset"):
             continue  # ten lines of nothing would hide the rest
-        shown = ", ".join(_head(role, many) for role in having[:best]) + (", ..." if len(having) > best else "")
-        lines.append(f"{one.name:<{width}}  {len(having):>4}  {shown or _nearest(atlas, one, many)}")
+        shown = ", ".join(_head(head, many) for head in heads[:best]) + (", ..." if len(heads) > best else "")
+        lines.append(f"{role.name:<{width}}  {len(heads):>4}  {shown or _nearest(atlas, role, many)}")
     lines += [
         "",
         f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role.",
-        f"{atlas.resting:.0%} only rest: {REST}.",
+        f"{atlas.sink_only:.0%} attend only to sinks: {SINKS}.",
     ]
     lines.append("A head: score [95 % interval over texts], and what equal attention has on the same tokens.")
     lines += [f"Note: {note}." for note in atlas.about.get("notes", ())]
@@ -53,13 +53,13 @@ def _title(atlas: Atlas) -> str:
     return f"{atlas.model}: {len(atlas)} heads ({sizes}); {about['texts']:,} texts, {about['tokens']:,} tokens{cut}"
 
 
-def _head(role: Role, many: bool) -> str:
+def _head(role: HeadRole, many: bool) -> str:
     kind = f"{role.kind} " if many else ""
     return f"{kind}{role.name} {role.score:.2f} [{role.low:.2f}–{role.high:.2f}] ({role.baseline:.2f})"
 
 
-def _nearest(atlas: Atlas, one: Definition, many: bool) -> str:
-    ranked = [role for role in atlas.ranked(one) if not one.held(role.score, role.baseline, role.low)]
+def _nearest(atlas: Atlas, one: RoleDefinition, many: bool) -> str:
+    ranked = [role for role in atlas.ranked(one) if not one.is_met(role.score, role.baseline, role.low)]
     if not ranked:
         return "cannot tell: nothing in these texts shows it"
     return f"none; nearest is {_head(ranked[0], many)}, {one.level(ranked[0].baseline):.2f} needed"
@@ -67,7 +67,7 @@ def _nearest(atlas: Atlas, one: Definition, many: bool) -> str:
 
 def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     every = list(rows)
-    with written(path) as made, open(made, "w", encoding="utf-8", newline="") as file:
+    with written(path) as target, open(target, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, every[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(every)
@@ -75,9 +75,9 @@ def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None
 
 def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     table = pandas().DataFrame(list(rows))
-    with written(path) as made:
+    with written(path) as target:
         try:
-            table.to_parquet(made, index=False)
+            table.to_parquet(target, index=False)
         except ImportError:
             raise HeadwiseError(
                 "Parquet needs pyarrow; get it with: pip install 'headwise[tables]', or use to_csv"
@@ -85,7 +85,7 @@ def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> 
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> Any:
-    """A row a head, a column a score."""
+    """A DataFrame with one row per head and one column per score."""
     long = pandas().DataFrame(list(rows))
     return long.pivot(index=["kind", "layer", "head"], columns="score", values="value")
 

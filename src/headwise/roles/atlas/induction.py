@@ -1,13 +1,14 @@
-"""Random tokens repeated once: who finds the same token's place before, and who the token after it.
+"""Induction and duplicate-token scores: random tokens repeated once, and where the second occurrence attends.
 
-Where every token is drawn at random, nothing but the repetition can be a reason to look there.
+Where every token is drawn at random, nothing but the repetition can be a reason to attend to its first occurrence
+(a duplicate-token head) or to the token after it (an induction head).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +18,25 @@ from ...errors import HeadwiseError
 from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
-from .corpus import Batch, Encoder, Line
-from .observer import Found, Observer, visible
-from .roles import ARGMAX, CROSS, PROBES
-from .sums import Tally, draws, identity
+from ...resampling import poisson_counts
+from ...role_definitions import ARGMAX, CROSS, RoleScore, repetition_scores
+from .corpus import Batch, EncodedText, TextEncoder
+from .observer import BatchSums, Observer, visible
+from .sums import Tally, identity
 
-SEQUENCES, LENGTH = 4, 50
-NAMES = (*PROBES, *(name + ARGMAX for name in PROBES))
+SEQUENCES, LENGTH = 4, 50  # random tokens in each sequence, before it is repeated
 
 
-def lines(encoder: Encoder, vocabulary: int, seed: int) -> tuple[list[Line], int, int]:
-    """The sequences, with what the tokenizer puts around a text; where they begin and how long each half is."""
+class Repeated(NamedTuple):
+    """Sequences of random tokens, each repeated once."""
+
+    lines: list[EncodedText]
+    begin: int  # the position of the first random token
+    length: int  # of each half
+
+
+def repeated_tokens(encoder: TextEncoder, vocabulary: int, seed: int) -> Repeated:
+    """The sequences, with the special tokens that the tokenizer puts around a text."""
     [around] = encoder.lines(["a"])
     begin = next((i for i, special in enumerate(around.special) if not special), 0)
     end = next((i for i, special in enumerate(reversed(around.special)) if not special), 0)
@@ -38,70 +47,84 @@ def lines(encoder: Encoder, vocabulary: int, seed: int) -> tuple[list[Line], int
         )
     special = set(getattr(encoder.tokenizer, "all_special_ids", ()))
     allowed = np.array([token for token in range(vocabulary) if token not in special])
-    drawing = np.random.default_rng(seed)
-    made = []
+    random = np.random.default_rng(seed)
+    lines = []
     for _ in range(SEQUENCES):
-        half = drawing.choice(allowed, length, replace=len(allowed) < length).tolist()
+        half = random.choice(allowed, length, replace=len(allowed) < length).tolist()
         ids = around.ids[:begin] + half + half + (around.ids[-end:] if end else [])
-        marks = [True] * begin + [False] * 2 * length + [True] * end
-        made.append(Line(ids, marks, list(range(len(ids))), list(range(len(ids))), False))
-    return made, begin, length
+        is_special = [True] * begin + [False] * 2 * length + [True] * end
+        lines.append(EncodedText(ids, is_special, list(range(len(ids))), list(range(len(ids))), False))
+    return Repeated(lines, begin, length)
 
 
-def probe(observer: Observer, encoder: Encoder, vocabulary: int, seed: int, replicates: int) -> Tally:
-    """Induction and duplicate scores of every head; what is resampled here are tokens, not texts."""
-    made, begin, length = lines(encoder, vocabulary, seed)
-    paired = encoder.start is not None
+def measure_repetition(observer: Observer, encoder: TextEncoder, vocabulary: int, seed: int, replicates: int) -> Tally:
+    """Induction and duplicate scores of every head; the bootstrap resamples tokens here, not texts."""
+    repeated = repeated_tokens(encoder, vocabulary, seed)
     counts = np.ones(vocabulary, np.int64)
-    source = encoder.tokens(made, counts)
-    target = encoder.tokens(made, counts, shift=True) if paired else None
-    names = np.array([identity(f"{seed}/{i}") for i in range(SEQUENCES)], np.uint64)
-    with repeating(observer, begin, length):
-        found = observer.run(Batch(source, target, names, 0))
+    source = encoder.tokens(repeated.lines, counts)
+    target = encoder.tokens(repeated.lines, counts, shift=True) if encoder.start is not None else None
+    identities = np.array([identity(f"{seed}/{i}") for i in range(SEQUENCES)], np.uint64)
+    with _observing_repetition(observer, repeated):
+        layers = observer.run(Batch(source, target, identities, 0))
     tally = Tally(replicates=replicates)
-    for key, one in found.items():
-        units = np.array([identity(f"{seed}/{key[0]}/{i}") for i in range(len(one.top))], np.uint64)
-        tally.open(key, one.way, one.names, one.top.shape[2] - 1).add(one.top, one.bottom, draws(units, replicates))
-    tally.count(names, int(source.real.sum()), 0)
+    for key, sums in layers.items():
+        units = np.array([identity(f"{seed}/{key[0]}/{i}") for i in range(len(sums.top))], np.uint64)
+        layer = tally.open(key, sums.way, sums.names, sums.top.shape[2] - 1)
+        layer.add(sums.top, sums.bottom, poisson_counts(units, replicates))
+    tally.count(identities, int(source.real.sum()), 0)
     return tally
 
 
 @contextmanager
-def repeating(observer: Observer, begin: int, length: int) -> Iterator[None]:
-    """Meanwhile the observer takes from each call what the repetition tells."""
+def _observing_repetition(observer: Observer, repeated: Repeated) -> Iterator[None]:
+    """Meanwhile the observer measures from each attention call what the repetition shows."""
 
-    def each(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
+    def measure(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
         way = observer.way(layer, reading)
         if way != CROSS:
-            shifted = begin + (1 if observer.tokens(layer.kind)[0] is observer.target else 0)
-            observer.found[layer.key] = _found(reading, shifted, length, way)
+            # a decoder beside an encoder begins with one more token
+            begin = repeated.begin + (1 if observer.tokens(layer.kind)[0] is observer.target else 0)
+            observer.layers[layer.key] = _repetition_sums(reading, begin, repeated.length, way)
 
-    before, observer.take = observer.take, each
+    before, observer.measure = observer.measure, measure
     try:
         yield
     finally:
-        observer.take = before
+        observer.measure = before
 
 
-def _found(reading: Reading | EagerReading, begin: int, length: int, way: str) -> Found:
-    """Each second place of a token is a unit of its own: (B * places, S, H + 1)."""
-    last = min(begin + 2 * length, reading.q.shape[2])
-    rows = range(begin + length, last)
+def _repetition_sums(reading: Reading | EagerReading, begin: int, length: int, way: str) -> BatchSums:
+    """Each second occurrence of a token is a unit of its own: (B * occurrences, S, H + 1)."""
+    rows = range(begin + length, min(begin + 2 * length, reading.q.shape[2]))
     weights = reading.weights(list(rows), None)
-    seen = visible(reading, rows, weights).sum(-1).cpu()  # (B, places)
-    a = weights.cpu().double()  # (B, H, places, Tk); not every device has float64
-    before = torch.arange(begin, begin + len(rows))
-    wanted = (before + 1, before)  # the order of PROBES
+    seen = visible(reading, rows, weights).sum(-1).cpu()  # (B, rows)
+    a = weights.cpu().double()  # (B, H, rows, Tk); not every device has float64
+    scores = repetition_scores()
+    first_occurrences = torch.arange(begin, begin + len(rows))
+    targets = [_targets(score, first_occurrences, a.shape[-1]) for score in scores]
     strongest = a.argmax(-1)
-    parts = [a.gather(-1, at[None, None, :, None].expand(*a.shape[:2], -1, 1))[..., 0] for at in wanted]
-    parts += [(strongest == at).double() for at in wanted]
-    top = torch.stack(parts, -1).permute(0, 2, 3, 1).flatten(0, 1)  # (B * places, S, H)
-    equal = (1.0 / seen.clamp(min=1).double()).flatten()[:, None, None].expand(-1, len(NAMES), 1)
-    whole = torch.cat([top, equal], -1).numpy()
-    return Found(NAMES, way, whole, np.ones(whole.shape[:2]))
+    parts = [a.gather(-1, at[None, None, :, None].expand(*a.shape[:2], -1, 1))[..., 0] for at in targets]
+    parts += [(strongest == at).double() for at in targets]
+    top = torch.stack(parts, -1).permute(0, 2, 3, 1).flatten(0, 1)  # (B * rows, S, H)
+    equal = (1.0 / seen.clamp(min=1).double()).flatten()[:, None, None].expand(-1, len(parts), 1)
+    sums = torch.cat([top, equal], -1).numpy()
+    names = [score.name for score in scores]
+    return BatchSums((*names, *(name + ARGMAX for name in names)), way, sums, np.ones(sums.shape[:2]))
 
 
-def vocabulary_of(model: Any, tokenizer: Any) -> int:
-    """Tokens that both the tokenizer and the model know."""
+def _targets(score: RoleScore, first_occurrences: Tensor, keys: int) -> Tensor:
+    """The key that counts for each second occurrence, (rows,)."""
+    assert score.function is not None
+    targets = score.function(first_occurrences)
+    if targets.shape != first_occurrences.shape or targets.min() < 0 or targets.max() >= keys:
+        raise HeadwiseError(
+            f"the function of {score.name!r} must give one position from 0 to {keys - 1} for each of "
+            f"{len(first_occurrences)} tokens, got {tuple(targets.shape)} from {targets.min()} to {targets.max()}"
+        )
+    return targets
+
+
+def vocabulary_size(model: Any, tokenizer: Any) -> int:
+    """How many tokens both the tokenizer and the model know."""
     embedding = model.get_input_embeddings()
     return min(len(tokenizer), int(embedding.weight.shape[0]))

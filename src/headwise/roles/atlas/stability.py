@@ -1,4 +1,4 @@
-"""How far two measurements of the same heads agree: over corpora, seeds, or before and after."""
+"""How far two atlases of the same heads agree, such as over two corpora."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import HeadwiseError
-from .atlas import Atlas
-from .roles import ROLES
+from ...resampling import spearman
+from ...role_definitions import all_roles
+from .result import Atlas
 
 
 @dataclass(frozen=True)
 class Stability:
-    """Two atlases of one model."""
+    """The agreement of two atlases of one model."""
 
     correlation: dict[str, float]  # role -> rank correlation of its score over heads; NaN where it does not vary
     labels: float  # the share of heads with exactly the same roles in both
-    roles: float  # of the roles that a head has in either, the share that it has in both
+    roles: float  # of the roles that heads have in either, the share that they have in both
 
     def __str__(self) -> str:
         lines = [
@@ -28,8 +29,8 @@ class Stability:
         return "\n".join(lines)
 
 
-def stability(first: Atlas, second: Atlas) -> Stability:
-    """How much of what one corpus shows another shows too."""
+def measure_stability(first: Atlas, second: Atlas) -> Stability:
+    """The agreement of two atlases of the same heads."""
     if list(first) != list(second):
         raise HeadwiseError(f"these atlases are not of the same heads: {first.model} and {second.model}")
     here, there = ({(*role[:3], role.role) for role in one.roles} for one in (first, second))
@@ -37,7 +38,7 @@ def stability(first: Atlas, second: Atlas) -> Stability:
     return Stability(
         {
             role.name: _correlation(first, second, role.score)
-            for role in ROLES
+            for role in all_roles()
             if role.score in first.scores and role.score in second.scores
         },
         1 - len(differing) / len(first),
@@ -50,17 +51,3 @@ def _correlation(first: Atlas, second: Atlas, score: str) -> float:
     both = np.concatenate([[first.scores[score][k].ravel(), second.scores[score][k].ravel()] for k in sorted(kinds)], 1)
     both = both[:, ~np.isnan(both).any(0)]
     return spearman(both[0], both[1])
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The correlation of ranks, ties sharing their mean rank; NaN where one of them is constant."""
-    x, y = _ranks(a), _ranks(b)
-    x, y = x - x.mean(), y - y.mean()
-    size = float(np.sqrt((x**2).sum() * (y**2).sum()))
-    return float((x * y).sum() / size) if size else float("nan")
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[where]

@@ -1,9 +1,9 @@
-"""Sums over texts that merge exactly, with their bootstrap inside.
+"""Sums over texts that merge exactly, with the sums of the bootstrap beside them.
 
-For every head and every number there is a sum over texts and how much it is a sum of; their ratio is the mean over
-tokens. The same two are kept for each of some hundred resampled corpora, in which a text counts as often as a Poisson
-number drawn from a hash of the text itself. So intervals need no second pass and no memory that grows, adding two
-tallies is adding arrays, and the interval is the same however the corpus was cut into parts.
+Per head and score there is a sum over queries and their number; the ratio is the mean over tokens. The same two are
+kept for each of some hundred resampled corpora, in which a text counts as often as a Poisson number drawn from a hash
+of the text itself. So intervals need no second pass and constant memory, tallies are added by adding arrays, and the
+interval does not depend on how the corpus was split into parts.
 """
 
 from __future__ import annotations
@@ -16,44 +16,31 @@ import numpy as np
 
 from ...errors import HeadwiseError
 from ...json_documents import anything, brief, count, items, mapping, string
-from .roles import ANY
+from ...resampling import INTERVAL
+from ...role_definitions import ANY
 
 REPLICATES = 200
-INTERVAL = (2.5, 97.5)
-LARGEST_SUM = 1e18  # more than any corpus gives, and its square is still a number
+LARGEST_SUM = 1e18  # above that of any corpus, and its square is still finite
 LEAST_COUNT = 1e-9
 Key = tuple[str, int]  # kind, layer
-SUMS = ("top", "bottom", "first", "second", "texts")  # the arrays of a layer, see Sums
+ARRAYS = ("top", "bottom", "first", "second", "texts")  # of a layer, see Sums
 
 
 def identity(text: str) -> int:
-    """A text as 64 bits, the same on every machine."""
+    """A hash of a text in 64 bits, the same on every machine."""
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def draws(identities: np.ndarray, replicates: int = REPLICATES) -> np.ndarray:
-    """(N,) uint64 -> (N, 1 + replicates): how often each text counts; once in the corpus itself, then Poisson(1)."""
-    counter = np.arange(1, replicates + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    bits = identities.astype(np.uint64)[:, None] + counter
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
-        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    uniform = (bits ^ (bits >> np.uint64(31))) / 2.0**64
-    return np.concatenate([np.ones((len(bits), 1)), np.searchsorted(_POISSON, uniform, side="right")], 1)
-
-
-_POISSON = np.cumsum(np.exp(-1.0) / np.cumprod([1.0, *range(1, 18)]))  # P(X <= k) of Poisson(1)
-
-
 @dataclass
 class Sums:
-    """Of one layer: what its heads and, in the last place, equal attention did. S numbers, H heads, R replicates."""
+    """The sums of one layer: S scores, H heads and last equal attention, R replicates."""
 
-    top: np.ndarray  # (S, H + 1, 1 + R)
-    bottom: np.ndarray  # (S, 1 + R)
-    first: np.ndarray  # (S, H + 1): sum over texts of their own means
-    second: np.ndarray  # (S, H + 1): and of their squares
-    texts: np.ndarray  # (S,): texts that have anything to tell
+    top: np.ndarray  # (S, H + 1, 1 + R): the sums; index 0 is the corpus itself, then the resampled ones
+    bottom: np.ndarray  # (S, 1 + R): the queries that each is a sum over
+    first: np.ndarray  # (S, H + 1): sum over texts of the means per text
+    second: np.ndarray  # (S, H + 1): sum of the squares of these means
+    texts: np.ndarray  # (S,): texts with at least one query that counts
 
     @classmethod
     def zero(cls, numbers: int, heads: int, replicates: int) -> Sums:
@@ -61,24 +48,24 @@ class Sums:
 
     @classmethod
     def of(cls, kind: str, layer: int, arrays: dict[str, np.ndarray], names: tuple[str, ...], replicates: int) -> Sums:
-        """Those of one layer among the arrays of a file; a ValueError where they are not what sums are."""
-        found = {part: np.array(arrays[f"{kind}/{layer}/{part}"]) for part in SUMS}
-        columns = found["first"].shape[1] if found["first"].ndim == 2 else 0
+        """The sums of one layer among the arrays of a file; a ValueError where shapes or values are wrong."""
+        layer_arrays = {part: np.array(arrays[f"{kind}/{layer}/{part}"]) for part in ARRAYS}
+        columns = layer_arrays["first"].shape[1] if layer_arrays["first"].ndim == 2 else 0
         for part, shape in _shapes(len(names), max(columns - 1, 1), replicates).items():
-            x = found[part]
+            x = layer_arrays[part]
             if x.shape != shape or x.dtype != np.float64:
                 raise ValueError(f"{part} of {kind} layer {layer} is {x.dtype} {x.shape}, expected float64 {shape}")
             if not (np.abs(x) <= LARGEST_SUM).all():
                 raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite, or too large")
-        if not (are_counts(found["bottom"]) and are_counts(found["texts"])):
+        if not (are_counts(layer_arrays["bottom"]) and are_counts(layer_arrays["texts"])):
             raise ValueError(f"{kind} layer {layer} has counts that are negative, or next to nothing")
-        return cls(**found)
+        return cls(**layer_arrays)
 
     def arrays(self) -> dict[str, np.ndarray]:
         return dict(vars(self))
 
     def add(self, top: np.ndarray, bottom: np.ndarray, weights: np.ndarray) -> None:
-        """Texts of a batch: top (B, S, H + 1), bottom (B, S), weights (B, 1 + R) as `draws` gives them."""
+        """Add the texts of a batch: top (B, S, H + 1), bottom (B, S), weights (B, 1 + R) from `poisson_counts`."""
         batch = len(top)
         self.top += (top.reshape(batch, -1).T @ weights).reshape(self.top.shape)
         self.bottom += bottom.T @ weights
@@ -92,22 +79,22 @@ class Sums:
         return Sums(**{name: mine + other.arrays()[name] for name, mine in self.arrays().items()})
 
     def means(self) -> np.ndarray:
-        """(S, H + 1)."""
+        """The means over tokens, (S, H + 1)."""
         return _ratio(self.top[..., 0], self.bottom[:, None, 0])
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ends of the 95 % interval of every mean, (S, H + 1) each, never leaving the mean itself out."""
+        """The ends of the 95 % interval of every mean, (S, H + 1) each; it always holds the mean itself."""
         plain = self.means()
         if self.top.shape[-1] < 2:
             return plain, plain
-        drawn = _ratio(self.top[..., 1:], self.bottom[:, None, 1:])
+        resampled = _ratio(self.top[..., 1:], self.bottom[:, None, 1:])
         with np.errstate(invalid="ignore"):
-            some = np.where(np.isnan(drawn), plain[..., None], drawn)  # a replicate that drew no text at all
-            low, high = np.percentile(some, INTERVAL, axis=-1)
+            values = np.where(np.isnan(resampled), plain[..., None], resampled)  # a replicate without any text
+            low, high = np.percentile(values, INTERVAL, axis=-1)
         return np.minimum(low, plain), np.maximum(high, plain)
 
     def spread(self) -> np.ndarray:
-        """(S, H + 1): the standard deviation of the texts' own means."""
+        """The standard deviation over texts of their means, (S, H + 1)."""
         count = self.texts[:, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             variance = self.second / count - (self.first / count) ** 2
@@ -115,7 +102,7 @@ class Sums:
 
 
 def are_counts(x: np.ndarray) -> bool:
-    """Whether means can be taken over these: 0 where there is nothing, else no less than anything that is counted."""
+    """Whether these can be counts: 0, or no less than the smallest share that is counted."""
     return bool(((x == 0) | (x >= LEAST_COUNT)).all())
 
 
@@ -137,23 +124,26 @@ def _ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Tally:
-    """The sums of all layers of a model over some texts, and which texts these were."""
+    """The sums of all layers of a model over some texts, and which texts these are."""
 
-    names: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kind -> the numbers that are measured
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kind -> the scores that are measured
     ways: dict[str, str] = field(default_factory=dict)  # kind -> way of attention
     sums: dict[Key, Sums] = field(default_factory=dict)
     texts: int = 0
     tokens: int = 0
     cut: int = 0  # texts that were too long
-    seen: int = 0  # the texts' identities added up, to tell the same corpus when it comes again
+    seen: int = 0  # the sum of the texts' identities, which recognises the same corpus
     replicates: int = REPLICATES
 
     def open(self, key: Key, way: str, names: tuple[str, ...], heads: int) -> Sums:
-        """The sums of a layer, made at its first call."""
-        if self.ways.setdefault(key[0], way) != way or self.names.setdefault(key[0], names) != names:
+        """The sums of a layer, zero at first."""
+        kind, layer = key
+        if self.ways.setdefault(kind, way) != way:
             raise HeadwiseError(
-                f"{key[0]} layer {key[1]} attends {way}, other {key[0]} layers {self.ways[key[0]]}; give them to watch"
+                f"{kind} layer {layer} attends {way}, other {kind} layers {self.ways[kind]}; give them to watch"
             )
+        if self.names.setdefault(kind, names) != names:
+            raise HeadwiseError("roles were registered while the atlas was measured; register them before")
         if key not in self.sums:
             self.sums[key] = Sums.zero(len(names), heads, self.replicates)
         return self.sums[key]
@@ -165,7 +155,7 @@ class Tally:
         self.seen = (self.seen + int(identities.astype(object).sum())) % 2**64 if len(identities) else self.seen
 
     def plus(self, other: Tally) -> Tally:
-        """Both; an error where they are not of the same model, or of the very same texts."""
+        """The sum of both; an error where they are of different models, or of the same texts."""
         if (self.names, self.ways, self.replicates) != (other.names, other.ways, other.replicates) or {
             key: sums.top.shape for key, sums in self.sums.items()
         } != {key: sums.top.shape for key, sums in other.sums.items()}:
@@ -179,7 +169,7 @@ class Tally:
         )  # fmt: skip
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Everything that adds up, flat: for files and for sums over ranks."""
+        """All arrays, flat: for files and for sums over ranks."""
         return {f"{kind}/{layer}/{name}": x for (kind, layer), s in self.sums.items() for name, x in s.arrays().items()}
 
     def facts(self) -> dict[str, Any]:
@@ -192,7 +182,7 @@ class Tally:
 
     @classmethod
     def of(cls, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> Tally:
-        """What `facts` and `arrays` gave, put together again; a ValueError where they do not fit each other."""
+        """The tally that gave these facts and arrays; a ValueError where they do not fit each other."""
         names = {
             kind: tuple(found)
             for kind, found in mapping(facts["names"], "names", lambda x, what: items(x, what, string)).items()
@@ -207,7 +197,7 @@ class Tally:
         if len(set(keys)) < len(keys):
             raise ValueError("a layer is there twice")
         sums = {key: Sums.of(*key, arrays, names[key[0]], replicates) for key in keys}
-        if wrong := arrays.keys() - {f"{kind}/{layer}/{part}" for kind, layer in keys for part in SUMS}:
+        if wrong := arrays.keys() - {f"{kind}/{layer}/{part}" for kind, layer in keys for part in ARRAYS}:
             raise ValueError(f"array {min(wrong)!r} belongs to no layer")
         return cls(names, ways, sums, texts, tokens, cut, facts["seen"], replicates)
 

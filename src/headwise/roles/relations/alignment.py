@@ -1,4 +1,4 @@
-"""Sentences with gold words -> batches of the model's pieces, and which pieces make up which word."""
+"""Sentences with gold links -> batches of tokens, and which pieces make up which word."""
 
 from __future__ import annotations
 
@@ -10,61 +10,62 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .gold import Link, Sentence
+from .gold import GoldLink, Sentence
 
-TOKENS = 4096  # in a batch, padding and all
-AHEAD = 1024  # sentences that are sorted by length, so that those of a batch are alike
+TOKENS = 4096  # in a batch, with padding
+AHEAD = 1024  # sentences that are sorted by length together, so that a batch needs little padding
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sentence as a model reads it."""
+    """One sentence as token ids, with the pieces of its words."""
 
     number: int  # in its corpus
     ids: list[int]
-    pieces: tuple[tuple[int, ...], ...]  # of each word; empty for a word the tokenizer has no piece of its own for
-    links: tuple[Link, ...]  # those between words that have pieces
+    pieces: tuple[tuple[int, ...], ...]  # of each word; empty for a word without a piece of its own
+    links: tuple[GoldLink, ...]  # those between words that have pieces
 
 
 @dataclass
-class Lost:
-    """What could not be asked, and why."""
+class LeftOut:
+    """Counts of sentences and links that cannot be scored, and why."""
 
     unaligned: int = 0  # sentences with a word that has no piece of its own
     links: int = 0  # from or to such words
-    long: int = 0  # sentences that have more tokens than the model takes
+    long: int = 0  # sentences with more tokens than the model takes
 
     def notes(self, sentences: int) -> tuple[str, ...]:
-        said = []
+        notes = []
         if self.unaligned:
-            said.append(
+            notes.append(
                 f"{self.unaligned:,} of {sentences:,} sentences have words that share all their pieces with another: "
                 f"{self.links:,} links left out"
             )
         if self.long:
-            said.append(f"{self.long:,} of {sentences:,} sentences are longer than the model takes: left out")
-        return tuple(said)
+            notes.append(f"{self.long:,} of {sentences:,} sentences are longer than the model takes: left out")
+        return tuple(notes)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Sentences side by side, and all their links in one row."""
+class LinkBatch:
+    """Padded sentences, and all their links: B sentences, T tokens, W words, N links."""
 
     inputs: dict[str, Tensor]
     to: Tensor  # (B, T, W): 1 where a piece belongs to a word
     numbers: Tensor  # (B,) of the sentences
-    links: list[Link]
-    sentence: Tensor  # (N,) of each link: its row in the batch
-    word: Tensor  # (N,)
+    links: list[GoldLink]
+    sentence: Tensor  # (N,): the row of each link in the batch
+    word: Tensor  # (N,): the word that attends
     targets: Tensor  # (N, W) bool
-    allowed: Tensor  # (N, W) bool: what may be answered; never the word itself, nor a special token
+    allowed: Tensor  # (N, W) bool: the words among which the largest weight is looked for; never the word itself
 
 
-def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, lost: Lost) -> Iterator[Encoded]:
-    """Each sentence that has links and fits; a special token comes first, for heads that have nothing to look for.
+def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, left_out: LeftOut) -> Iterator[Encoded]:
+    """Each sentence that has links and fits the model, beginning with a special token, which serves as attention sink.
 
-    Many heads put idle weight on the first token. Where a tokenizer begins with no special token, its own sign for
-    the beginning is put there: what falls on special tokens is left out, what falls on a word is an answer.
+    Many heads put their weight on the first token when they have nothing to look for. Weight on special tokens is
+    ignored, weight on a word counts as an answer; so where the tokenizer adds no special token in front, its
+    beginning-of-sequence token is put there.
     """
     if not tokenizer.is_fast:
         raise UnsupportedError(
@@ -73,24 +74,26 @@ def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, lost: Lost
     for number, sentence in enumerate(sentences):
         if not sentence.links:
             continue
-        given = tokenizer(sentence.text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
-        ids, special = list(given["input_ids"]), list(given["special_tokens_mask"])
-        offsets = [(0, 0) if mark else tuple(span) for mark, span in zip(special, given["offset_mapping"], strict=True)]
+        encoding = tokenizer(sentence.text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False)
+        ids, special = list(encoding["input_ids"]), list(encoding["special_tokens_mask"])
+        offsets = [
+            (0, 0) if mark else tuple(span) for mark, span in zip(special, encoding["offset_mapping"], strict=True)
+        ]
         if ids and not special[0] and tokenizer.bos_token_id is not None:
             ids, offsets = [tokenizer.bos_token_id, *ids], [(0, 0), *offsets]
         if len(ids) > limit:
-            lost.long += 1
+            left_out.long += 1
             continue
         pieces = align(sentence.spans, offsets)
-        links = tuple(cut for link in sentence.links if (cut := _between(link, pieces)) is not None)
-        lost.unaligned += not all(pieces)
-        lost.links += len(sentence.links) - len(links)
+        links = tuple(kept for link in sentence.links if (kept := _with_pieces(link, pieces)) is not None)
+        left_out.unaligned += not all(pieces)
+        left_out.links += len(sentence.links) - len(links)
         yield Encoded(number, ids, pieces, links)
 
 
 def align(words: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Of each word the numbers of its pieces, by their places in the text: a piece goes where most of it lies."""
-    found: list[list[int]] = [[] for _ in words]
+    """Per word the numbers of its pieces, by their spans in the text; a piece belongs to the word with most of it."""
+    pieces_of_words: list[list[int]] = [[] for _ in words]
     first = 0
     for piece, (start, end) in enumerate(pieces):
         while first < len(words) and words[first][1] <= start:
@@ -103,49 +106,49 @@ def align(words: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, int]]) -
             if shared > most:
                 best, most = word, shared
         if best >= 0 and start < end:
-            found[best].append(piece)
-    return tuple(map(tuple, found))
+            pieces_of_words[best].append(piece)
+    return tuple(map(tuple, pieces_of_words))
 
 
-def _between(link: Link, pieces: Sequence[tuple[int, ...]]) -> Link | None:
+def _with_pieces(link: GoldLink, pieces: Sequence[tuple[int, ...]]) -> GoldLink | None:
     targets = tuple(i for i in link.targets if pieces[i])
     among = tuple(i for i in link.among if pieces[i])
-    return Link(link.relation, link.word, targets, among) if pieces[link.word] and targets else None
+    return GoldLink(link.relation, link.word, targets, among) if pieces[link.word] and targets else None
 
 
-def batches(encoded: Iterator[Encoded], device: Any, *, causal: bool) -> Iterator[Batch]:
-    """Alike lengths together, in batches of about as many tokens."""
+def batches(encoded: Iterator[Encoded], device: Any, *, causal: bool) -> Iterator[LinkBatch]:
+    """Batches of sentences of similar length, with about TOKENS tokens each."""
     waiting: list[Encoded] = []
-    for one in encoded:
-        waiting.append(one)
+    for sentence in encoded:
+        waiting.append(sentence)
         if len(waiting) == AHEAD:
             yield from _sorted(waiting, device, causal)
             waiting = []
     yield from _sorted(waiting, device, causal)
 
 
-def _sorted(waiting: list[Encoded], device: Any, causal: bool) -> Iterator[Batch]:
+def _sorted(waiting: list[Encoded], device: Any, causal: bool) -> Iterator[LinkBatch]:
     group: list[Encoded] = []
-    for one in sorted(waiting, key=lambda e: len(e.ids)):
-        if group and (len(group) + 1) * len(one.ids) > TOKENS:
+    for sentence in sorted(waiting, key=lambda e: len(e.ids)):
+        if group and (len(group) + 1) * len(sentence.ids) > TOKENS:
             yield _batch(group, device, causal)
             group = []
-        group.append(one)
+        group.append(sentence)
     if group:
         yield _batch(group, device, causal)
 
 
-def _batch(group: list[Encoded], device: Any, causal: bool) -> Batch:
+def _batch(group: list[Encoded], device: Any, causal: bool) -> LinkBatch:
     tokens, width = max(len(e.ids) for e in group), max(len(e.pieces) for e in group)
     ids = torch.zeros(len(group), tokens, dtype=torch.long)
     mask = torch.zeros_like(ids)
     to = torch.zeros(len(group), tokens, width)
-    for row, one in enumerate(group):
-        ids[row, : len(one.ids)] = torch.tensor(one.ids)
-        mask[row, : len(one.ids)] = 1
-        for word, pieces in enumerate(one.pieces):
+    for row, sentence in enumerate(group):
+        ids[row, : len(sentence.ids)] = torch.tensor(sentence.ids)
+        mask[row, : len(sentence.ids)] = 1
+        for word, pieces in enumerate(sentence.pieces):
             to[row, list(pieces), word] = 1
-    pairs = [(row, link) for row, one in enumerate(group) for link in one.links]
+    pairs = [(row, link) for row, sentence in enumerate(group) for link in sentence.links]
     exists = to.any(1)  # (B, W)
     targets = torch.zeros(len(pairs), width, dtype=torch.bool)
     allowed = exists[[row for row, _ in pairs]].clone()
@@ -157,10 +160,10 @@ def _batch(group: list[Encoded], device: Any, causal: bool) -> Batch:
         if causal:
             allowed[n, link.word :] = False
         allowed[n, link.word] = False
-    return Batch(
+    return LinkBatch(
         {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
         to.to(device),
-        torch.tensor([one.number for one in group]),
+        torch.tensor([sentence.number for sentence in group]),
         [link for _, link in pairs],
         torch.tensor([row for row, _ in pairs], device=device),
         torch.tensor([link.word for _, link in pairs], device=device),

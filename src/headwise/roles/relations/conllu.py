@@ -11,7 +11,7 @@ from pathlib import Path
 from ...errors import HeadwiseError
 from ...json_documents import whole_number
 from . import coreference
-from .gold import Link, Sentence
+from .gold import GoldLink, Sentence
 
 COLUMNS = 10
 RANGE, EMPTY = re.compile(r"([0-9]+)-([0-9]+)"), re.compile(r"[0-9]+\.[0-9]+")
@@ -22,7 +22,7 @@ ANY = "any"
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One syntactic word: a line of the file."""
+    """One syntactic word: one line of the file."""
 
     form: str
     tag: str  # UPOS
@@ -30,7 +30,7 @@ class Word:
     head: int  # the number of another word of the sentence, from 0; -1 for the root
     relation: str
     misc: dict[str, str]
-    start: int  # where it stands in the sentence's text
+    start: int  # in the text of the sentence
     end: int
 
 
@@ -50,7 +50,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Treebank:
-    """The sentences of one or more files, and what of their annotation was left out."""
+    """The sentences of one or more files, and notes on annotation that was left out."""
 
     trees: tuple[Tree, ...]
     entities: bool  # whether mentions are marked
@@ -61,12 +61,12 @@ class Treebank:
         return [Sentence(tree.text, tree.spans, tuple(dependencies(tree)), tree.document) for tree in self.trees]
 
     def coreference(self, words: int = 100) -> list[Sentence]:
-        """Runs of sentences of one document, up to so many words, with links from pronouns to antecedents."""
+        """Consecutive sentences of one document, up to so many words, with links from pronouns to antecedents."""
         return coreference.windows(self.trees, words)
 
 
-def read(*paths: str | os.PathLike[str]) -> Treebank:
-    """One or more CoNLL-U files; what is wrong in one is told with its line."""
+def read_conllu(*paths: str | os.PathLike[str]) -> Treebank:
+    """Read one or more CoNLL-U files; errors name the line."""
     trees = [tree for path in paths for tree in _trees(str(path), _lines(Path(path)))]
     entities = any("Entity" in word.misc for tree in trees for word in tree.words)
     skipped = sum(coreference.mentions(tree).skipped for tree in trees) if entities else 0
@@ -74,18 +74,18 @@ def read(*paths: str | os.PathLike[str]) -> Treebank:
     return Treebank(tuple(trees), entities, tuple(notes))
 
 
-def dependencies(tree: Tree) -> Iterator[Link]:
+def dependencies(tree: Tree) -> Iterator[GoldLink]:
     """Every relation from dependent to head and from head to its dependents, and "any": each word to its head."""
     below: dict[tuple[str, int], list[int]] = {}
     for number, word in enumerate(tree.words):
         if word.relation in HEADLESS or word.head < 0:
             continue
-        yield Link(f"{word.relation} > head", number, (word.head,))
+        yield GoldLink(f"{word.relation} > head", number, (word.head,))
         below.setdefault((word.relation, word.head), []).append(number)
         if word.relation not in UNCOUNTED:
-            yield Link(f"{ANY} > head", number, (word.head,))
+            yield GoldLink(f"{ANY} > head", number, (word.head,))
     for (relation, head), dependents in below.items():
-        yield Link(f"head > {relation}", head, tuple(dependents))
+        yield GoldLink(f"head > {relation}", head, tuple(dependents))
 
 
 def _lines(path: Path) -> list[str]:
@@ -121,10 +121,10 @@ def _trees(name: str, lines: list[str]) -> Iterator[Tree]:
                 current.line = number
             _add(current, line, f"{name} line {number}")
         elif current.rows:
-            yield _finished(current, document, name)
+            yield _tree(current, document, name)
             current, empty = _Open(number + 1), False
     if empty:
-        raise HeadwiseError(f"{name} holds no sentence; CoNLL-U with a word a line is expected")
+        raise HeadwiseError(f"{name} holds no sentence; CoNLL-U with one word per line is expected")
 
 
 def _add(sentence: _Open, line: str, where: str) -> None:
@@ -134,8 +134,8 @@ def _add(sentence: _Open, line: str, where: str) -> None:
     if EMPTY.fullmatch(row[0]):
         return  # a node that is not in the text
     expected = len(sentence.rows) + 1
-    if found := RANGE.fullmatch(row[0]):
-        first, last = whole_number(found[1]), whole_number(found[2])
+    if token_range := RANGE.fullmatch(row[0]):
+        first, last = whole_number(token_range[1]), whole_number(token_range[2])
         if first != expected or last is None or last < first:
             raise HeadwiseError(f"{where}: the range {row[0][:60]} does not begin at the next word, {expected}")
         sentence.ranges[first - 1] = last - 1, row[1], row[9]
@@ -147,9 +147,9 @@ def _add(sentence: _Open, line: str, where: str) -> None:
         sentence.rows.append([*row, where])
 
 
-def _finished(sentence: _Open, document: str, name: str) -> Tree:
+def _tree(sentence: _Open, document: str, name: str) -> Tree:
     count = len(sentence.rows)
-    spans, text = _laid_out(sentence, name)
+    spans, text = _text_and_spans(sentence, name)
     words = []
     for number, (row, (start, end)) in enumerate(zip(sentence.rows, spans, strict=True)):
         where, head = row[COLUMNS], whole_number(row[6])
@@ -158,29 +158,29 @@ def _finished(sentence: _Open, document: str, name: str) -> Tree:
         if head == number + 1:
             raise HeadwiseError(f"{where}: word {number + 1} is its own head")
         words.append(Word(row[1], row[3], row[5], head - 1, row[7], _pairs(row[9]), start, end))
-    at = _in_circle([word.head for word in words])
+    at = _in_cycle([word.head for word in words])
     if at is not None:
         raise HeadwiseError(f"{sentence.rows[at][COLUMNS]}: word {at + 1} depends on itself through its heads")
     return Tree(text, tuple(words), document, sentence.line)
 
 
-def _in_circle(heads: list[int]) -> int | None:
-    """A word from which the way up never ends; None in a tree. heads: -1 for the root."""
-    ended = {-1}
+def _in_cycle(heads: list[int]) -> int | None:
+    """A word whose chain of heads never ends; None in a tree. heads: -1 for the root."""
+    ended = {-1}  # words whose chain reaches the root
     for start in range(len(heads)):
-        way: list[int] = []
+        path: list[int] = []
         at = start
         while at not in ended:
-            if len(way) > len(heads):
+            if len(path) > len(heads):
                 return at
-            way.append(at)
+            path.append(at)
             at = heads[at]
-        ended.update(way)
+        ended.update(path)
     return None
 
 
-def _laid_out(sentence: _Open, name: str) -> tuple[list[tuple[int, int]], str]:
-    """Where each word stands, and the text: forms with a space after each, unless the file says otherwise."""
+def _text_and_spans(sentence: _Open, name: str) -> tuple[list[tuple[int, int]], str]:
+    """The span of each word, and the text: forms with a space after each, unless the file says otherwise."""
     spans: list[tuple[int, int]] = []
     text = ""
     while len(spans) < len(sentence.rows):

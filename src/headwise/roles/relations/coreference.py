@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .gold import Link, Sentence
+from .gold import GoldLink, Sentence
 
 if TYPE_CHECKING:
     from .conllu import Tree
@@ -36,7 +36,7 @@ class Mentions:
 def mentions(tree: Tree) -> Mentions:
     """The mentions of one sentence; they may lie in each other."""
     opened: dict[str, list[int]] = {}
-    found: list[Mention] = []
+    closed: list[Mention] = []
     skipped = 0
     for number, word in enumerate(tree.words):
         for opens, body, closes in BRACKET.findall(word.misc.get("Entity", "")):
@@ -48,11 +48,11 @@ def mentions(tree: Tree) -> Mentions:
                 opened.setdefault(name, []).append(number)
             if closes and opened.get(name):
                 first = opened[name].pop()
-                found.append(Mention(name, first, number, _head(tree, first, number)))
+                closed.append(Mention(name, first, number, _head(tree, first, number)))
             elif closes:
                 skipped += 1
     skipped += sum(map(len, opened.values()))
-    return Mentions(tuple(sorted(found, key=lambda m: (m.first, -m.last))), skipped)
+    return Mentions(tuple(sorted(closed, key=lambda m: (m.first, -m.last))), skipped)
 
 
 def _head(tree: Tree, first: int, last: int) -> int:
@@ -62,7 +62,7 @@ def _head(tree: Tree, first: int, last: int) -> int:
 
 def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
     """Runs of sentences of one document as one text each, up to so many words, with the links of their pronouns."""
-    made = []
+    sentences = []
     for run in _runs(trees, words):
         text, pronouns = "", set()
         spans: list[tuple[int, int]] = []
@@ -75,8 +75,8 @@ def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
             everything += [(before, mention) for mention in mentions(tree).found]
         nouns = {b + m.head for b, m in everything if _tag(run, b + m.head) != "PRON"}
         links = tuple(_links([(b + m.head, m.entity) for b, m in everything], pronouns, nouns))
-        made.append(Sentence(text.rstrip(), tuple(spans), links, run[0].document))
-    return made
+        sentences.append(Sentence(text.rstrip(), tuple(spans), links, run[0].document))
+    return sentences
 
 
 def _tag(run: Sequence[Tree], number: int) -> str:
@@ -105,7 +105,7 @@ def _third_person(tag: str, features: str) -> bool:
     return tag == "PRON" and "Person=3" in features and "PronType=Prs" in features
 
 
-def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) -> Iterator[Link]:
+def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) -> Iterator[GoldLink]:
     """From each pronoun to any earlier mention of its entity, and to any that is a noun or name."""
     for word in sorted(pronouns):
         own = {entity for head, entity in heads if head == word}
@@ -116,7 +116,7 @@ def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) ->
                 yield link
 
 
-def _link(relation: str, word: int, own: set[str], earlier: list[tuple[int, str]]) -> Link | None:
+def _link(relation: str, word: int, own: set[str], earlier: list[tuple[int, str]]) -> GoldLink | None:
     right = sorted({head for head, entity in earlier if entity in own})
     among = sorted({head for head, _ in earlier})
-    return Link(relation, word, tuple(right), tuple(among)) if right and len(among) > len(right) else None
+    return GoldLink(relation, word, tuple(right), tuple(among)) if right and len(among) > len(right) else None

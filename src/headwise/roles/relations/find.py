@@ -1,4 +1,4 @@
-"""Which heads follow a relation between words: chosen on one half of the gold links, reported on the other."""
+"""`headwise.relations`: heads that follow a relation, chosen on one half of the gold links, evaluated on the other."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ import numpy as np
 
 from ...errors import HeadwiseError
 from ...models.loading.resolve import resolve
+from ...resampling import bootstrap_counts
 from . import conllu, gold, scoring
-from .alignment import Lost
+from .alignment import LeftOut
 from .gold import SHUFFLED, Sentence
 from .result import Head, Relation, Relations
-from .scoring import FIXED
+from .scoring import FIXED_ANSWERS
 
 Gold = str | os.PathLike[str] | conllu.Treebank | Sequence[Any]
 Progress = Callable[[int], None]  # called with the number of texts that were read since the last call
 
-FEWEST = 50  # links of a relation, in each half, to say anything of it
-LEVEL = 0.05  # of being wrong about one relation or more, of all that are judged
+FEWEST = 50  # links of a relation in each half; with fewer it is not judged
+LEVEL = 0.05  # chance of being wrong about one relation or more, of all that are judged
 RESAMPLES = 10_000
-AT_ONCE = 200  # resamples that are drawn together
+AT_ONCE = 200  # resamples that are drawn together, for memory
 UNITS = 5_000  # more sentences than this are resampled in so many groups
 
 
-class Choice(NamedTuple):
-    """What was picked for a relation on the choosing half."""
+class ChosenHead(NamedTuple):
+    """The best head and the best fixed answer for a relation, on the half for choosing."""
 
     head: Head
-    fixed: str  # the best answer that knows no meaning, such as "-1": the word before
-    links: int = 0  # it was picked by
+    fixed: str  # the best answer that ignores meaning, such as "-1": the word before
+    links: int = 0  # that they were chosen on
 
 
 @dataclass
-class Tally:
-    """Sums over the links of each relation: how often each head, and each fixed answer, is right."""
+class RelationSums:
+    """Sums over the links of each relation: how often each of H heads, and each of F fixed answers, is right."""
 
     heads: list[Head] = field(default_factory=list)
     links: dict[str, int] = field(default_factory=dict)
-    hits: dict[str, np.ndarray] = field(default_factory=dict)  # (heads,)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)  # (heads,)
-    fixed: dict[str, np.ndarray] = field(default_factory=dict)  # (FIXED,)
-    lost: Lost = field(default_factory=Lost)
+    hits: dict[str, np.ndarray] = field(default_factory=dict)  # (H,)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # (H,)
+    fixed: dict[str, np.ndarray] = field(default_factory=dict)  # (F,)
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def add(self, names: np.ndarray, hits: np.ndarray, weights: np.ndarray, fixed: np.ndarray) -> None:
-        """names (N,), hits and weights (N, heads), fixed (N, FIXED)."""
+        """Add the links of a batch: names (N,), hits and weights (N, H), fixed (N, F)."""
         for name in map(str, np.unique(names)):
-            at = names == name
-            self.links[name] = self.links.get(name, 0) + int(at.sum())
+            rows = names == name
+            self.links[name] = self.links.get(name, 0) + int(rows.sum())
             for sums, new in ((self.hits, hits), (self.weights, weights), (self.fixed, fixed)):
-                sums[name] = sums.get(name, 0) + new[at].sum(0, dtype=np.float64)
+                sums[name] = sums.get(name, 0) + new[rows].sum(0, dtype=np.float64)
 
-    def choices(self) -> dict[str, Choice]:
-        """For each relation the head that is right most often; on a tie the one with more weight there."""
-        made = {}
+    def choices(self) -> dict[str, ChosenHead]:
+        """Per relation the head that is right most often; on a tie the one with more weight on the gold words."""
+        choices = {}
         for name, hits in self.hits.items():
             best = np.lexsort((self.weights[name], hits))[-1]
-            made[name] = Choice(self.heads[best], FIXED[int(self.fixed[name].argmax())], self.links[name])
-        return made
+            fixed = FIXED_ANSWERS[int(self.fixed[name].argmax())]
+            choices[name] = ChosenHead(self.heads[best], fixed, self.links[name])
+        return choices
 
 
-class Record(NamedTuple):
-    """What the chosen head and the chosen fixed answer gave, link by link."""
+class LinkRecord(NamedTuple):
+    """The results of the chosen head and the chosen fixed answer, link by link."""
 
     names: np.ndarray  # (N,) str
     sentences: np.ndarray  # (N,) int
@@ -82,48 +84,72 @@ def relations(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Relations:
-    """Which head follows each relation, and how well, on links that it was not chosen by.
+    """Which head follows each relation between words, and how well, on links that it was not chosen on.
 
-    links: CoNLL-U files, or sentences with gold links. report: others to report on; without them `links` is halved.
-    For each relation the head that is right most often on the choosing part is taken, and on the reporting part set
-    against the best fixed offset (chosen alike), all heads, and gold that was shuffled.
+    Per relation, the head that is right most often on one part of the links is evaluated on the other part, against
+    the best fixed offset (chosen in the same way), all heads, and shuffled gold links.
+
+    Args:
+        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer.
+        links: CoNLL-U files, a Treebank, or sentences with gold links.
+        report: the same, to evaluate on; by default `links` is split in halves, by document where there are many.
+        tokenizer: of a model that is given as an object.
+        seed: of the shuffled gold links and of the bootstrap.
+        progress: called with the number of texts that were read since the last call.
+
+    Returns:
+        Relations, with one row per relation: head, accuracy, interval, verdict.
+
+    Example:
+        >>> from headwise.roles.relations import probe_sentences
+        >>> sentences = [sentence for sentence in probe_sentences() if "objects" in sentence.document]
+        >>> row = headwise.relations("minilm", sentences)["object > verb"]
+        >>> row.label, row.verdict
+        ('4.11', 'found')
     """
     first, notes = sentences_of(links)
     if report is None:
         first, second = gold.halves(first)
     else:
-        second, more = sentences_of(report)
-        notes = (*notes, *more)
-    subject = _subject(model, tokenizer)
-    tally = _asked(subject, first, seed, progress=progress)[0]
-    made = _reported(subject, second, tally.choices(), seed + 1, progress, least=FEWEST)
-    return replace(made, notes=(*notes, *made.notes))
+        second, second_notes = sentences_of(report)
+        notes = (*notes, *second_notes)
+    text_model = _text_model(model, tokenizer)
+    sums = _scored(text_model, first, seed, progress=progress)[0]
+    result = _evaluated(text_model, second, sums.choices(), seed + 1, progress, least=FEWEST)
+    return replace(result, notes=(*notes, *result.notes))
 
 
-def choices(model: Any, links: Gold, *, tokenizer: Any = None, seed: int = 0) -> dict[str, Choice]:
-    """The best head and the best fixed answer for each relation: the choosing half alone."""
-    return _asked(_subject(model, tokenizer), sentences_of(links)[0], seed)[0].choices()
+def choose_heads(model: Any, links: Gold, *, tokenizer: Any = None, seed: int = 0) -> dict[str, ChosenHead]:
+    """The best head and the best fixed answer per relation on these links, to be evaluated on others."""
+    return _scored(_text_model(model, tokenizer), sentences_of(links)[0], seed)[0].choices()
 
 
-def reported(
-    model: Any, links: Gold, chosen: Mapping[str, Choice], *, tokenizer: Any = None, seed: int = 1, least: int = 0
+def evaluate_heads(
+    model: Any, links: Gold, chosen: Mapping[str, ChosenHead], *, tokenizer: Any = None, seed: int = 1, least: int = 0
 ) -> Relations:
-    """How heads that were chosen elsewhere do on these links; relations that nothing was chosen for are left out.
+    """Evaluate chosen heads on other links; relations without a chosen head are left out.
 
-    least: links that a head must have been chosen by for its relation to be judged. `relations` is `choices` on one
-    half and then this on the other, with at least FEWEST.
+    `relations` is `choose_heads` on one half and then this on the other, with least=FEWEST.
+
+    Args:
+        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer.
+        links: CoNLL-U files, a Treebank, or sentences with gold links.
+        chosen: as `choose_heads` gives it.
+        tokenizer: of a model that is given as an object.
+        seed: of the shuffled gold links and of the bootstrap.
+        least: links that a head must have been chosen on for its relation to be judged.
     """
     sentences, notes = sentences_of(links)
-    made = _reported(_subject(model, tokenizer), sentences, chosen, seed, None, least)
-    return replace(made, notes=(*notes, *made.notes))
+    result = _evaluated(_text_model(model, tokenizer), sentences, chosen, seed, None, least)
+    return replace(result, notes=(*notes, *result.notes))
 
 
 def sentences_of(links: Gold) -> tuple[list[Sentence], tuple[str, ...]]:
-    """Sentences with links from whatever was given: files, a treebank, or sentences already; and what to say."""
+    """Sentences with links, from files, a treebank or sentences; and notes about what was left out."""
     if isinstance(links, (str, os.PathLike)):
-        links = conllu.read(links)
+        links = conllu.read_conllu(links)
     elif not isinstance(links, conllu.Treebank) and links and isinstance(links[0], (str, os.PathLike)):
-        links = conllu.read(*links)
+        links = conllu.read_conllu(*links)
     if isinstance(links, conllu.Treebank):
         return links.syntax() + (links.coreference() if links.entities else []), links.notes
     if not any(getattr(sentence, "links", ()) for sentence in links):
@@ -131,8 +157,8 @@ def sentences_of(links: Gold) -> tuple[list[Sentence], tuple[str, ...]]:
     return list(links), ()
 
 
-class Subject(NamedTuple):
-    """A model that is asked."""
+class TextModel(NamedTuple):
+    """The part of a model that reads text, with its tokenizer."""
 
     name: str
     body: Any
@@ -141,36 +167,39 @@ class Subject(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _subject(model: Any, tokenizer: Any) -> Subject:
+def _text_model(model: Any, tokenizer: Any) -> TextModel:
     name, model, tokenizer = resolve(model, tokenizer)
     body, notes = scoring.body(model)
-    return Subject(name, body, tokenizer, scoring.is_causal(body), notes)
+    return TextModel(name, body, tokenizer, scoring.is_causal(body), notes)
 
 
-def _asked(
-    subject: Subject,
+def _scored(
+    model: TextModel,
     sentences: list[Sentence],
     seed: int,
-    chosen: Mapping[str, Choice] | None = None,
+    chosen: Mapping[str, ChosenHead] | None = None,
     progress: Progress | None = None,
-) -> tuple[Tally, Record]:
-    """Every head's sums, and link by link what the chosen heads gave."""
-    seen = [gold.visible(one) for one in sentences] if subject.causal else sentences
-    moved = gold.shuffled(seen, seed, causal=subject.causal)
-    both = [replace(one, links=one.links + other.links) for one, other in zip(seen, moved, strict=True)]
-    tally, parts = Tally(), []
-    for answers in scoring.ask(subject.body, subject.tokenizer, both, causal=subject.causal, lost=tally.lost):
-        batch = answers.batch
-        tally.heads = answers.heads
+) -> tuple[RelationSums, LinkRecord]:
+    """The sums of every head, and link by link the results of the chosen heads."""
+    visible = [gold.visible(sentence) for sentence in sentences] if model.causal else sentences
+    shuffled = gold.shuffled(visible, seed, causal=model.causal)
+    both = [
+        replace(sentence, links=sentence.links + other.links) for sentence, other in zip(visible, shuffled, strict=True)
+    ]
+    sums, parts = RelationSums(), []
+    for scores in scoring.score_batches(model.body, model.tokenizer, both, causal=model.causal, left_out=sums.left_out):
+        batch = scores.batch
+        sums.heads = scores.heads
         names = np.array([link.relation for link in batch.links])
-        hits, weights, fixed = answers.hits.numpy(), answers.weights.numpy(), scoring.fixed(batch, both).numpy()
-        tally.add(names, hits, weights, fixed)
-        parts.append(_recorded(names, batch.numbers[batch.sentence.cpu()].numpy(), hits, weights, fixed, tally, chosen))
+        hits, weights = scores.hits.numpy(), scores.weights.numpy()
+        fixed = scoring.score_fixed_answers(batch, both).numpy()
+        sums.add(names, hits, weights, fixed)
+        parts.append(_recorded(names, batch.numbers[batch.sentence.cpu()].numpy(), hits, weights, fixed, sums, chosen))
         if progress:
             progress(len(batch.numbers))
     if not parts:
         raise HeadwiseError(f"none of {len(sentences)} sentences has a link that the model can follow")
-    return tally, Record(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return sums, LinkRecord(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _recorded(
@@ -179,49 +208,49 @@ def _recorded(
     hits: np.ndarray,
     weights: np.ndarray,
     fixed: np.ndarray,
-    tally: Tally,
-    chosen: Mapping[str, Choice] | None,
-) -> Record:
-    """Of a batch, what the chosen heads gave; links of relations that nothing was chosen for are left out."""
+    sums: RelationSums,
+    chosen: Mapping[str, ChosenHead] | None,
+) -> LinkRecord:
+    """The results of the chosen heads in a batch; links of relations without a chosen head are left out."""
     chosen = chosen or {}
-    column = {head: i for i, head in enumerate(tally.heads)}
+    column = {head: i for i, head in enumerate(sums.heads)}
     rows = np.array([i for i, name in enumerate(names) if name in chosen], dtype=int)
     heads = np.array([column[chosen[name].head] for name in names[rows]], dtype=int)
-    answers = np.array([FIXED.index(chosen[name].fixed) for name in names[rows]], dtype=int)
-    return Record(names[rows], numbers[rows], hits[rows, heads], weights[rows, heads], fixed[rows, answers])
+    answers = np.array([FIXED_ANSWERS.index(chosen[name].fixed) for name in names[rows]], dtype=int)
+    return LinkRecord(names[rows], numbers[rows], hits[rows, heads], weights[rows, heads], fixed[rows, answers])
 
 
-def _reported(
-    subject: Subject,
+def _evaluated(
+    model: TextModel,
     sentences: list[Sentence],
-    chosen: Mapping[str, Choice],
+    chosen: Mapping[str, ChosenHead],
     seed: int,
     progress: Progress | None,
     least: int,
 ) -> Relations:
-    """least: links that a head must have been chosen by."""
-    tally, record = _asked(subject, sentences, seed, chosen, progress)
-    reach = _reach(sentences) if subject.causal else {}
-    rows = [_row(name, chosen[name], tally, record, reach) for name in sorted(tally.links) if name in chosen]
+    """See evaluate_heads."""
+    sums, record = _scored(model, sentences, seed, chosen, progress)
+    visible = _visible_shares(sentences) if model.causal else {}
+    rows = [_row(name, chosen[name], sums, record, visible) for name in sorted(sums.links) if name in chosen]
     judged = [row.name for row in rows if row.links >= FEWEST and chosen[row.name].links >= least]
     level = LEVEL / max(1, sum(not name.startswith(SHUFFLED) for name in judged))
     ranges = _intervals(record, judged, level, seed)
     rows = [replace(row, **ranges.get(row.name, {})) for row in rows]
     return Relations(
-        model=subject.name,
-        causal=subject.causal,
+        model=model.name,
+        causal=model.causal,
         sentences=len(sentences),
         level=level,
         rows=tuple(row for row in rows if not row.name.startswith(SHUFFLED)),
         shuffled=tuple(row for row in rows if row.name.startswith(SHUFFLED)),
-        heads=tuple(tally.heads),
-        scores={name: tally.hits[name] / tally.links[name] for name in judged if not name.startswith(SHUFFLED)},
-        notes=(*subject.notes, *tally.lost.notes(len(sentences))),
+        heads=tuple(sums.heads),
+        scores={name: sums.hits[name] / sums.links[name] for name in judged if not name.startswith(SHUFFLED)},
+        notes=(*model.notes, *sums.left_out.notes(len(sentences))),
         record=record,
     )
 
 
-def _reach(sentences: Sequence[Sentence]) -> dict[str, float]:
+def _visible_shares(sentences: Sequence[Sentence]) -> dict[str, float]:
     """The share of each relation's links that a causal model can follow."""
     counts: dict[str, list[int]] = {}
     for sentence in sentences:
@@ -229,55 +258,59 @@ def _reach(sentences: Sequence[Sentence]) -> dict[str, float]:
             count = counts.setdefault(link.relation, [0, 0])
             count[0] += any(target < link.word for target in link.targets)
             count[1] += 1
-    return {name: seen / every for name, (seen, every) in counts.items()}
+    return {name: visible / total for name, (visible, total) in counts.items()}
 
 
-def _row(name: str, choice: Choice, tally: Tally, record: Record, reach: Mapping[str, float]) -> Relation:
+def _row(
+    name: str, choice: ChosenHead, sums: RelationSums, record: LinkRecord, visible: Mapping[str, float]
+) -> Relation:
     """Without its intervals yet."""
-    at = record.names == name
-    every = tally.hits[name] / tally.links[name]
+    links = record.names == name
+    accuracies = sums.hits[name] / sums.links[name]  # of all heads
     return Relation(
         name,
         *choice.head,
-        links=int(at.sum()),
+        links=int(links.sum()),
         chosen_by=choice.links,
-        visible=reach.get(name.removeprefix(SHUFFLED), 1.0),
-        accuracy=float(record.hits[at].mean()),
-        weight=float(record.weights[at].mean()),
+        visible=visible.get(name.removeprefix(SHUFFLED), 1.0),
+        accuracy=float(record.hits[links].mean()),
+        weight=float(record.weights[links].mean()),
         fixed=choice.fixed,
-        fixed_accuracy=float(record.fixed[at].mean()),
-        median=float(np.median(every)),
-        high_heads=float(np.quantile(every, 0.95)),
+        fixed_accuracy=float(record.fixed[links].mean()),
+        median=float(np.median(accuracies)),
+        high_heads=float(np.quantile(accuracies, 0.95)),
     )
 
 
-def _intervals(record: Record, names: Sequence[str], level: float, seed: int) -> dict[str, dict[str, Any]]:
-    """Bootstrap over sentences: all relations of a drawn sentence come along, so one drawing serves them all."""
+def _intervals(record: LinkRecord, names: Sequence[str], level: float, seed: int) -> dict[str, dict[str, Any]]:
+    """Bootstrap over sentences: a drawn sentence counts with all its relations, so one drawing serves them all."""
     if not names:
         return {}
     column = {name: i for i, name in enumerate(names)}
     used = np.array([name in column for name in record.names])
     _, units = np.unique(record.sentences[used] % UNITS, return_inverse=True)
-    at = (units, np.array([column[name] for name in record.names[used]]))
+    cells = (units, np.array([column[name] for name in record.names[used]]))
     sums = np.zeros((units.max() + 1, len(names), 4))  # links, hits, weight, hits of the fixed answer
     for part, values in enumerate((np.ones(used.sum()), record.hits[used], record.weights[used], record.fixed[used])):
-        np.add.at(sums[..., part], at, values)
-    drawn = _resampled(sums, np.random.default_rng(seed))  # (resamples, names, 4)
+        np.add.at(sums[..., part], cells, values)
+    resampled = _resampled(sums, np.random.default_rng(seed))  # (resamples, names, 4)
     with np.errstate(invalid="ignore"):
-        hits, weights, fixed = (drawn[..., part] / drawn[..., 0] for part in (1, 2, 3))
+        hits, weights, fixed = (resampled[..., part] / resampled[..., 0] for part in (1, 2, 3))
     edges = 100 * level / 2, 100 * (1 - level / 2)
-    found = [np.nanpercentile(values, edges, axis=0) for values in (hits, weights, hits - fixed)]
+    intervals = [np.nanpercentile(values, edges, axis=0) for values in (hits, weights, hits - fixed)]
     keys = ("low", "high"), ("weight_low", "weight_high"), ("gain_low", "gain_high")
     return {
         name: {
-            key: float(ends[side, i]) for pair, ends in zip(keys, found, strict=True) for side, key in enumerate(pair)
+            key: float(ends[side, i])
+            for pair, ends in zip(keys, intervals, strict=True)
+            for side, key in enumerate(pair)
         }
         for name, i in column.items()
     }
 
 
-def _resampled(sums: np.ndarray, chance: np.random.Generator) -> np.ndarray:
-    units = len(sums)
-    flat = sums.reshape(units, -1)
-    drawn = [chance.multinomial(units, np.full(units, 1 / units), AT_ONCE) @ flat for _ in range(RESAMPLES // AT_ONCE)]
+def _resampled(sums: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """(units, names, 4) -> (RESAMPLES, names, 4)."""
+    flat = sums.reshape(len(sums), -1)
+    drawn = [bootstrap_counts(len(sums), AT_ONCE, random) @ flat for _ in range(RESAMPLES // AT_ONCE)]
     return np.concatenate(drawn).reshape(RESAMPLES, *sums.shape[1:])

@@ -1,4 +1,4 @@
-"""Gold links between words: what a head is asked, and what it would have to answer."""
+"""Gold links between words: from which word a head should attend to which."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-SHUFFLED = "shuffled "  # before the name of a relation whose gold was moved to places it does not belong to
+SHUFFLED = "shuffled "  # prefix of a relation whose gold links were shuffled
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One question to a head: looking from this word, which word?"""
+class GoldLink:
+    """One gold link: from `word`, the largest weight should be on one of `targets`."""
 
     relation: str  # "nsubj > head": from the subject to its verb
     word: int
     targets: tuple[int, ...]  # any of these is right
-    among: tuple[int, ...] = ()  # the words to choose among; empty: all others
+    among: tuple[int, ...] = ()  # the candidates; empty: all other words
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A text with its words and the links between them; several sentences in a row may be one."""
+    """A text with its words and the links between them; it may consist of several sentences."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]  # of each word: where it stands in the text
-    links: tuple[Link, ...]
+    spans: tuple[tuple[int, int], ...]  # per word, its start and end in the text
+    links: tuple[GoldLink, ...]
     document: str = ""  # sentences of one document stay in one half
 
     @property
@@ -34,7 +34,7 @@ class Sentence:
 
 
 def visible(sentence: Sentence) -> Sentence:
-    """What a causal model can be asked: links whose target stands before the word that looks."""
+    """The links that a causal model can follow: those to earlier words."""
     links = []
     for link in sentence.links:
         before = tuple(target for target in link.targets if target < link.word)
@@ -44,7 +44,7 @@ def visible(sentence: Sentence) -> Sentence:
 
 
 def halves(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence]]:
-    """One half to choose heads on, the other to report on: every other document, or sentence where there are few."""
+    """One half to choose heads on, the other for evaluation: every other document, or sentence if there are few."""
     documents = list(dict.fromkeys(sentence.document for sentence in sentences))
     by_document = len(documents) >= MANY
     rank = {name: i for i, name in enumerate(documents)}
@@ -54,37 +54,41 @@ def halves(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence
     return parts
 
 
-MANY = 10  # documents, from which on halves are made of whole ones
+MANY = 10  # documents; from so many on, halves are made of whole documents
 
 
 def shuffled(sentences: Iterable[Sentence], seed: int, *, causal: bool = False) -> list[Sentence]:
-    """The same sentences with each link's targets where those of another link of its relation would be.
+    """The same sentences, with each link's targets at the offsets of another link of its relation.
 
-    Only places remain true: how far and in which direction gold words stand. So a fixed offset is as good as before,
-    and a head that follows the relation itself is not. Where the places of no other link fit, a random word is taken.
+    Distances and directions keep their distribution. So a fixed offset is as good as before, and a head that follows
+    the relation itself is not. Where the offsets of no other link fit, a random word is taken.
     """
     sentences = list(sentences)
     chance = random.Random(seed)
-    places: dict[str, list[tuple[int, ...]]] = {}
+    offsets: dict[str, list[tuple[int, ...]]] = {}
     for link in (link for sentence in sentences for link in sentence.links):
-        places.setdefault(link.relation, []).append(tuple(target - link.word for target in link.targets))
-    made = []
+        offsets.setdefault(link.relation, []).append(tuple(target - link.word for target in link.targets))
+    result = []
     for sentence in sentences:
-        links = [_moved(link, len(sentence.spans), places[link.relation], chance, causal) for link in sentence.links]
-        made.append(replace(sentence, links=tuple(link for link in links if link is not None)))
-    return made
+        links = [
+            _shuffled_link(link, len(sentence.spans), offsets[link.relation], chance, causal) for link in sentence.links
+        ]
+        result.append(replace(sentence, links=tuple(link for link in links if link is not None)))
+    return result
 
 
-TRIES = 20
+TRIES = 20  # random offsets per link
 
 
-def _moved(link: Link, words: int, places: list[tuple[int, ...]], chance: random.Random, causal: bool) -> Link | None:
+def _shuffled_link(
+    link: GoldLink, words: int, offsets: list[tuple[int, ...]], chance: random.Random, causal: bool
+) -> GoldLink | None:
     name = SHUFFLED + link.relation
     if link.among:  # any of the candidates, as many as are right
         drawn = chance.sample(link.among, min(len(set(link.targets)), len(link.among)))
         return replace(link, relation=name, targets=tuple(sorted(drawn)))
     for _ in range(TRIES):
-        targets = tuple(link.word + offset for offset in chance.choice(places))
+        targets = tuple(link.word + offset for offset in chance.choice(offsets))
         if all(0 <= target < words for target in targets):
             return replace(link, relation=name, targets=targets)
     others = [i for i in range(link.word if causal else words) if i != link.word]

@@ -1,4 +1,4 @@
-"""What was found out about relations, as a plain value: it prints, saves, loads and compares without torch."""
+"""Relations: which head follows which relation, as a plain value. It opens without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Head = tuple[str, int, int]  # kind, layer, head
-MARGIN = 0.10  # by which a head must beat the best fixed offset (Voita 2019)
+MARGIN = 0.10  # accuracy above the best fixed answer that a head needs (Voita et al. 2019)
 FOUND, BETTER, NOT_FOUND, TOO_FEW = "found", "above the offset", "not found", "too few links"
 FORMAT = "headwise relations 1"
 DIGITS = 5
@@ -39,21 +39,21 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """How the head that was chosen for a relation does on links that it was not chosen by.
+    """The head that was chosen for one relation, on links that it was not chosen on.
 
-    Intervals are at a level that holds for all relations together; `gain` is accuracy beyond the best fixed answer.
+    Intervals are at a level that holds for all relations together; `gain` is accuracy above the best fixed answer.
     """
 
     name: str
     kind: str
     layer: int
     head: int
-    links: int  # reported on
-    chosen_by: int  # links of the choosing half; 0 where the head was chosen by another relation or corpus
-    visible: float  # share of all links that the model can follow: a causal one sees backwards alone
+    links: int  # evaluated on
+    chosen_by: int  # links of the half for choosing; 0 where the head was chosen by another relation or corpus
+    visible: float  # share of all links that the model can follow; a causal one only those to earlier words
     accuracy: float
     weight: float  # mean weight on the gold word
-    fixed: str  # the best answer that knows no meaning: "-1" is the word before
+    fixed: str  # the best answer that ignores meaning: "-1" is the word before
     fixed_accuracy: float
     median: float  # accuracy of a random head: the median of all heads
     high_heads: float  # the accuracy that one head in twenty exceeds
@@ -78,7 +78,7 @@ class Relation:
 
     @property
     def verdict(self) -> str:
-        """Found: 10 points above the best fixed answer, and an interval that does not reach down to it."""
+        """FOUND: at least MARGIN above the best fixed answer, with an interval that lies above it."""
         if not self.enough:
             return TOO_FEW
         if self.gain_low <= 0:
@@ -88,18 +88,28 @@ class Relation:
 
 @dataclass(frozen=True)
 class Relations:
-    """All relations of a corpus in one model, and the same with shuffled gold, which must find nothing."""
+    """All relations of a corpus in one model, as `headwise.relations` gives them.
+
+    The same with shuffled gold links, which should find nothing, are in `shuffled`. It prints as a table.
+
+    Example:
+        >>> relations = headwise.Relations.load("relations.json")
+        >>> relations["object > verb"].verdict, relations["object > verb"].label
+        ('found', '4.11')
+        >>> relations.best("object > verb", count=1)  # ((kind, layer, head), accuracy)
+        [(('self', 4, 5), 0.6133333333333333)]
+    """
 
     model: str
     causal: bool
-    sentences: int  # reported on
+    sentences: int  # evaluated on
     level: float  # of each interval, so that all of them hold together at 0.05
     rows: tuple[Relation, ...]
     shuffled: tuple[Relation, ...]
     heads: tuple[Head, ...]
     scores: dict[str, np.ndarray]  # relation -> accuracy of every head on the reporting half, (heads,)
     notes: tuple[str, ...] = ()
-    record: Any = field(default=None, repr=False, compare=False)  # link by link; not saved
+    record: Any = field(default=None, repr=False, compare=False)  # results link by link; not saved
 
     def __getitem__(self, name: str) -> Relation:
         for row in self.rows:
@@ -112,12 +122,12 @@ class Relations:
         return tuple(row for row in self.rows if row.verdict == FOUND)
 
     def best(self, name: str, count: int = 5) -> list[tuple[Head, float]]:
-        """The heads that do best at a relation on the reporting half: to look at, not to report."""
+        """The best heads of a relation on the half for evaluation: to look at, since they were chosen on it."""
         order = np.argsort(self.scores[name])[::-1][:count]
         return [(self.heads[i], float(self.scores[name][i])) for i in order]
 
     def summary(self) -> list[str]:
-        """What there is to say in a few lines."""
+        """The result in a few lines."""
         judged = [row for row in self.rows if row.enough]
         counts = {verdict: sum(row.verdict == verdict for row in judged) for verdict in (FOUND, BETTER, NOT_FOUND)}
         false = [row for row in self.shuffled if row.enough]
@@ -128,23 +138,23 @@ class Relations:
             f"shuffled gold: {sum(row.verdict == FOUND for row in false)} of {len(false)} found",
         ]
         if self.causal:
-            lines.append("a causal model: links to later words cannot be followed; `visible` tells the share that can")
+            lines.append("a causal model: links to later words cannot be followed; `visible` is the share that can")
         return [*lines, *self.notes]
 
     def table(self, rows: Iterable[Relation] | None = None) -> Table:
-        """As rich draws it."""
+        """A table for the terminal."""
         from rich.table import Table
 
-        drawn = Table(box=None, header_style="bold", pad_edge=False)
+        table = Table(box=None, header_style="bold", pad_edge=False)
         for title in ("relation", "head", "accuracy", "interval", "fixed", "its", "random head", "weight", "links"):
-            drawn.add_column(title, justify="left" if title in ("relation", "fixed") else "right")
-        drawn.add_column("")
+            table.add_column(title, justify="left" if title in ("relation", "fixed") else "right")
+        table.add_column("")
         for row in self.ordered() if rows is None else rows:
-            drawn.add_row(*_cells(row), style=None if row.verdict == FOUND else "dim")
-        return drawn
+            table.add_row(*_cells(row), style=None if row.verdict == FOUND else "dim")
+        return table
 
     def ordered(self) -> list[Relation]:
-        """Those that were found first, each kind by its gain; without those that have too few links."""
+        """By verdict and gain, without those that have too few links."""
         rank = {FOUND: 0, BETTER: 1, NOT_FOUND: 2}
         return sorted((row for row in self.rows if row.enough), key=lambda row: (rank[row.verdict], -row.gain))
 
@@ -159,7 +169,7 @@ class Relations:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def markdown(self, rows: Iterable[Relation] | None = None) -> str:
-        """The table for a page."""
+        """The table in Markdown."""
         head = "| relation | head | accuracy | interval | best fixed | its | median head | weight | links | visible | |"
         lines = [head, "|" + "---|" * (head.count("|") - 1)]
         for row in self.ordered() if rows is None else rows:
@@ -169,7 +179,7 @@ class Relations:
         return "\n".join(lines)
 
     def frame(self) -> Any:
-        """One row a relation, as a pandas DataFrame."""
+        """A pandas DataFrame with one row per relation."""
         from ..atlas.export import pandas
 
         return pandas().DataFrame([_plain(row) for row in self.rows])
@@ -189,25 +199,25 @@ class Relations:
         }
 
     @classmethod
-    def from_json(cls, made: dict[str, Any]) -> Relations:
-        if not isinstance(made, dict) or made.get("format") != FORMAT:
-            got = brief(made.get("format") if isinstance(made, dict) else made)
+    def from_json(cls, data: dict[str, Any]) -> Relations:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            got = brief(data.get("format") if isinstance(data, dict) else data)
             raise CheckpointError(f"these are no relations: their format is {got}, not {FORMAT!r}")
         try:
-            heads = tuple(items(made["heads"], "heads", read_head))
-            scores = mapping(made["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
+            heads = tuple(items(data["heads"], "heads", read_head))
+            scores = mapping(data["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
             if wrong := [name for name, found in scores.items() if len(found) != len(heads)]:
                 raise ValueError(f"scores of {brief(wrong[0])} must be {len(heads)}, one for each head")
             return cls(
-                model=string(made["model"], "model"),
-                causal=flag(made["causal"], "causal"),
-                sentences=count(made["sentences"], "sentences"),
-                level=finite(made["level"], "level"),
-                rows=tuple(items(made["rows"], "rows", _row)),
-                shuffled=tuple(items(made["shuffled"], "shuffled", _row)),
+                model=string(data["model"], "model"),
+                causal=flag(data["causal"], "causal"),
+                sentences=count(data["sentences"], "sentences"),
+                level=finite(data["level"], "level"),
+                rows=tuple(items(data["rows"], "rows", _row)),
+                shuffled=tuple(items(data["shuffled"], "shuffled", _row)),
                 heads=heads,
                 scores=scores,
-                notes=tuple(items(made["notes"], "notes", string)),
+                notes=tuple(items(data["notes"], "notes", string)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
@@ -219,19 +229,19 @@ class Relations:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Relations:
         try:
-            made = parse_json(Path(path).read_text(encoding="utf-8"))
+            data = parse_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{str(path)!r} cannot be read as saved relations: {in_words(error)}") from error
-        return cls.from_json(made)
+        return cls.from_json(data)
 
 
 def _rounded(x: float) -> float | None:
-    """None for what is not a number, which JSON has not."""
+    """None for NaN, which JSON does not have."""
     return None if np.isnan(x) else round(x, DIGITS)
 
 
 def _plain(row: Relation) -> dict[str, Any]:
-    """With what is worked out: from the rounded numbers, as it is when they are read again."""
+    """Plain values, with gain and verdict from the rounded numbers, as they are when read again."""
     values: dict[str, Any] = {name: _rounded(x) if isinstance(x, float) else x for name, x in asdict(row).items()}
     own, fixed = values["accuracy"], values["fixed_accuracy"]
     gain = None if own is None or fixed is None else _rounded(own - fixed)
@@ -240,11 +250,11 @@ def _plain(row: Relation) -> dict[str, Any]:
 
 def _row(value: Any, what: str) -> Relation:
     values = mapping(value, what, anything)
-    known: dict[str, Any] = {}
-    for one in fields(Relation):
-        if one.default is MISSING or one.name in values:
-            known[one.name] = READ[str(one.type)](values[one.name], f"{what}.{one.name}")
-    return Relation(**known)
+    fields_read: dict[str, Any] = {}
+    for column in fields(Relation):
+        if column.default is MISSING or column.name in values:
+            fields_read[column.name] = READ[str(column.type)](values[column.name], f"{what}.{column.name}")
+    return Relation(**fields_read)
 
 
 READ = {"str": string, "int": count, "float": finite_or_none}  # how a field is read, by its type

@@ -1,4 +1,4 @@
-"""Ask every head of a model about gold links: does its strongest weight fall on the right word, and how much does?"""
+"""Every head against gold links: is its largest weight on the right word, and how much weight is?"""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 from ...models.structure.text_model import text_model
 from ...models.watching.watcher import watch
-from .alignment import Batch, Lost, batches, encode
+from .alignment import LeftOut, LinkBatch, batches, encode
 from .gold import Sentence
 from .result import Head
 
-REACH = 10  # words, on either side, of a fixed offset
+REACH = 10  # words on either side, for fixed offsets
 OFFSETS = [*range(-REACH, 0), *range(1, REACH + 1)]
 RANKS = ("the nearest candidate", "the second nearest candidate", "the first candidate")  # where there are candidates
 SAME = "the nearest same word, else candidate"
 EDGES = ("the first word", "the last word")
-FIXED = [*(f"{offset:+d}" for offset in OFFSETS), *EDGES, *RANKS, SAME]
+FIXED_ANSWERS = [*(f"{offset:+d}" for offset in OFFSETS), *EDGES, *RANKS, SAME]
 
 
-class Answers(NamedTuple):
-    """What each head answers to the links of a batch."""
+class LinkScores(NamedTuple):
+    """Results of every head on the links of a batch: N links, H heads."""
 
     heads: list[Head]
-    batch: Batch
-    hits: Tensor  # (N, heads) bool: its strongest weight is on the right word
-    weights: Tensor  # (N, heads): how much of its weight is
+    batch: LinkBatch
+    hits: Tensor  # (N, H) bool: the largest weight is on the right word
+    weights: Tensor  # (N, H): the weight on the right words
 
 
 def body(model: Any) -> tuple[Any, tuple[str, ...]]:
@@ -40,7 +40,7 @@ def body(model: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether no head of a model looks ahead, seen on a few tokens."""
+    """Whether no head of a model attends to later tokens, tried on a few tokens."""
     ids = torch.arange(1, 8, device=model.device)[None]
     ahead: list[bool] = []
 
@@ -53,37 +53,39 @@ def is_causal(model: Any) -> bool:
 
 
 def longest(model: Any) -> int:
-    """The most tokens a model takes."""
+    """The largest number of tokens that a model takes."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20) - 2
 
 
-def ask(model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, lost: Lost) -> Iterator[Answers]:
-    """Every head's answers, batch by batch."""
-    for batch in batches(encode(sentences, tokenizer, longest(model), lost), model.device, causal=causal):
+def score_batches(
+    model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, left_out: LeftOut
+) -> Iterator[LinkScores]:
+    """The results of every head, batch by batch; left_out counts what cannot be scored."""
+    for batch in batches(encode(sentences, tokenizer, longest(model), left_out), model.device, causal=causal):
         if batch.links:
-            yield answer(model, batch)
+            yield score_batch(model, batch)
 
 
-def answer(model: Any, batch: Batch) -> Answers:
-    """What every head answers to the links of one batch."""
+def score_batch(model: Any, batch: LinkBatch) -> LinkScores:
+    """The results of every head on the links of one batch."""
     heads: list[Head] = []
     hits, shares = [], []
 
     def each(layer: Any, reading: Any, real: Any) -> None:
-        hit, share = marked(reading.weights(None, None).float(), batch)
+        hit, share = score_links(reading.weights(None, None).float(), batch)
         heads.extend((layer.kind, layer.index, head) for head in range(hit.shape[1]))
         hits.append(hit)
         shares.append(share)
 
     with torch.no_grad(), watch(model, each=each):
         model(**batch.inputs)
-    return Answers(heads, batch, torch.cat(hits, 1).cpu(), torch.cat(shares, 1).cpu())
+    return LinkScores(heads, batch, torch.cat(hits, 1).cpu(), torch.cat(shares, 1).cpu())
 
 
-def marked(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(B, H, T, T) between pieces -> (N, H): whether the answer is right, and the weight on what would be.
+def score_links(weights: Tensor, batch: LinkBatch) -> tuple[Tensor, Tensor]:
+    """Weights between pieces (B, H, T, T) -> (N, H): whether the largest is on a right word, and the weight there.
 
-    Between words: weights to the pieces of a word add up, those from them are averaged.
+    Between words: weights to the pieces of a word are added, weights from them are averaged.
     """
     to = batch.to[:, None]  # (B, 1, T, W)
     mean = (batch.to / batch.to.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2)[:, None]  # (B, 1, W, T)
@@ -93,10 +95,10 @@ def marked(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.targets.gather(1, best), (rows * batch.targets[:, None]).sum(-1)
 
 
-def fixed(batch: Batch, sentences: Sequence[Sentence]) -> Tensor:
-    """(N, FIXED) bool: where answers that know no meaning are right, such as always the word before.
+def score_fixed_answers(batch: LinkBatch, sentences: Sequence[Sentence]) -> Tensor:
+    """(N, F) bool: where answers that ignore meaning are right, such as always the word before.
 
-    An offset that leads out of the text takes the word at that edge, as a head must look somewhere too.
+    An offset that leads out of the text takes the word at that edge, since a head must attend somewhere too.
     """
     targets, word = batch.targets.cpu(), batch.word.cpu()[:, None]
     numbers = batch.numbers[batch.sentence.cpu()].tolist()
@@ -105,7 +107,7 @@ def fixed(batch: Batch, sentences: Sequence[Sentence]) -> Tensor:
     places = (word + offsets).clamp(min=0).minimum(last)  # (N, offsets)
     places = torch.where(places == word, word - offsets.sign(), places)  # at the edge itself: the other neighbour
     places = torch.cat([places, torch.zeros_like(last), last], 1).clamp(min=0).minimum(last)
-    right = torch.zeros(len(batch.links), len(FIXED), dtype=torch.bool)
+    right = torch.zeros(len(batch.links), len(FIXED_ANSWERS), dtype=torch.bool)
     right[:, : places.shape[1]] = targets.gather(1, places)
     for n, link in enumerate(batch.links):
         if link.among:

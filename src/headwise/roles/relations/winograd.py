@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import HeadwiseError
 from ...json_documents import in_words, parse_json, string
-from .gold import Link, Sentence
+from .gold import GoldLink, Sentence
 
 ITEM = re.compile(r"(?P<text>.+?)\s*The '(?P<pronoun>[^']+)' refers to (?P<referent>.+?) because ", re.DOTALL)
 WORD = re.compile(r"[A-Za-z0-9$][\w-]*(?:'(?!s\b)\w+)?|'s|[^\w\s]")
@@ -19,42 +19,43 @@ PRONOUN, DECIDING = "pronoun > referent", "deciding word > referent"
 
 @dataclass(frozen=True)
 class Winograd:
-    """Sentences in pairs, one after the other, and what was left out."""
+    """Pairs of sentences, one after the other, and notes on what was left out."""
 
     sentences: list[Sentence]
     notes: tuple[str, ...]
 
 
-def read(path: str | os.PathLike[str]) -> Winograd:
-    """Pairs of sentences in which each pronoun has the same two candidates and another one of them is right."""
+def read_winograd(path: str | os.PathLike[str]) -> Winograd:
+    """Read pairs of sentences whose pronoun has the same two candidates and a different referent in each."""
     try:
         examples = parse_json(Path(path).read_text(encoding="utf-8"))["examples"]
-        found = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
+        matches = [ITEM.match(" ".join(string(example["input"], "input").split())) for example in examples]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HeadwiseError(f"{str(path)!r} is not the WinoWhy file of BIG-bench: {in_words(error)}") from error
-    items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in found if m))
-    made: list[Sentence] = []
+    items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in matches if m))
+    sentences: list[Sentence] = []
     at = 0
     while at + 1 < len(items):
         pair = _pair(items[at], items[at + 1], f"pair {at}")
-        made += pair
+        sentences += pair
         at += 2 if pair or _alike(items[at][0], items[at + 1][0]) else 1
-    left = len(items) - len(made)
+    left = len(items) - len(sentences)
     note = f"{left} of {len(items)} Winograd sentences left out: no twin, or a word that is not found once"
-    return Winograd(made, (note,) if left else ())
+    return Winograd(sentences, (note,) if left else ())
 
 
-def _alike(one: str, other: str) -> bool:
-    a, b = WORD.findall(one), WORD.findall(other)
+def _alike(first: str, second: str) -> bool:
+    a, b = WORD.findall(first), WORD.findall(second)
     return a[:3] == b[:3]
 
 
-def _pair(one: tuple[str, str, str], other: tuple[str, str, str], document: str) -> list[Sentence]:
-    """Two sentences, where they are twins and every word that matters is found; else none."""
-    if not _alike(one[0], other[0]) or one[1].lower() != other[1].lower() or one[2].lower() == other[2].lower():
+def _pair(first: tuple[str, str, str], second: tuple[str, str, str], document: str) -> list[Sentence]:
+    """Two sentences, if they are a pair and pronoun and referents are found in both; else none."""
+    same_pronoun, same_referent = (first[i].lower() == second[i].lower() for i in (1, 2))
+    if not _alike(first[0], second[0]) or not same_pronoun or same_referent:
         return []
-    made = [_sentence(one, other, document), _sentence(other, one, document)]
-    return [sentence for sentence in made if sentence] if all(made) else []
+    pair = [_sentence(first, second, document), _sentence(second, first, document)]
+    return [sentence for sentence in pair if sentence] if all(pair) else []
 
 
 def _sentence(own: tuple[str, str, str], twin: tuple[str, str, str], document: str) -> Sentence | None:
@@ -66,18 +67,18 @@ def _sentence(own: tuple[str, str, str], twin: tuple[str, str, str], document: s
     if len(places) != 1 or right is None or wrong is None or right == wrong:
         return None
     among = (min(right, wrong), max(right, wrong))
-    links = [Link(PRONOUN, places[0], (right,), among)]
+    links = [GoldLink(PRONOUN, places[0], (right,), among)]
     twins = [word.lower() for word in WORD.findall(twin[0])]
     deciding = next((i for i, word in enumerate(words) if i >= len(twins) or word != twins[i]), None)
     if deciding is not None and deciding not in (*among, places[0]):
-        links.append(Link(DECIDING, deciding, (right,), among))
+        links.append(GoldLink(DECIDING, deciding, (right,), among))
     return Sentence(text, tuple(spans), tuple(links), document)
 
 
 def _head_word(words: Sequence[str], name: str) -> int | None:
-    """Where the noun of a name stands in a text, if the name is there: "sack" of "the sack of potatoes".
+    """The position of the noun of a name in a text, if it is there: "sack" of "the sack of potatoes".
 
-    Articles may differ; where the name is there several times, the last one counts.
+    Articles may differ; of several occurrences, the last one counts.
     """
     parts = [part.lower() for part in WORD.findall(name)]
     parts = [part for part in parts if part not in ("the", "a", "an", "his", "her", "my")]

@@ -1,1 +1,1 @@
-"""Sentences of our own grammar with exact gold links."""
+"""The probe set: generated sentences with exact gold links."""

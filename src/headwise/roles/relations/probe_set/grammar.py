@@ -1,4 +1,4 @@
-"""Our own grammar: English sentences with exact gold links, the same ones every time.
+"""The grammar of the probe set: English sentences with exact gold links.
 
 A sentence is written as words with marks, "The key^s beside the lamps is^v old .", and links between marks,
 ("verb > subject", "v", "s"). Each function below makes one sentence of a family, or two that belong together.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..gold import Link, Sentence
+from ..gold import GoldLink, Sentence
 from . import lexicon as lex
 from .schemas import SCHEMAS
 
@@ -22,7 +22,7 @@ CANDIDATES = "ab"  # marks of the two nouns that a pronoun may stand for
 
 
 class Chance:
-    """Draws that are the same in every version of Python: only random() is promised to be."""
+    """Random draws that are the same in every version of Python, of which only random() is guaranteed."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -31,7 +31,7 @@ class Chance:
         return of[int(self._chance.random() * len(of))]
 
     def two(self, of: Sequence[T]) -> tuple[T, T]:
-        """Different ones."""
+        """Two different elements."""
         first = int(self._chance.random() * len(of))
         second = int(self._chance.random() * (len(of) - 1))
         return of[first], of[second + (second >= first)]
@@ -41,7 +41,7 @@ class Chance:
 
 
 def sentence(marked: str, links: Sequence[Marked], document: str, among: str = "") -> Sentence:
-    """Words and their places from a marked text; among: the marks of candidates, where a link is a choice."""
+    """A sentence from a marked text; among: the marks of the candidates, where a link is a choice between nouns."""
     words: list[str] = []
     marks: dict[str, int] = {}
     for token in marked.split():
@@ -60,7 +60,7 @@ def sentence(marked: str, links: Sequence[Marked], document: str, among: str = "
         spans.append((len(text), len(text) + len(word)))
         text += word
     candidates = tuple(sorted(marks[mark] for mark in among))
-    made = tuple(Link(name, marks[source], (marks[target],), candidates) for name, source, target in links)
+    made = tuple(GoldLink(name, marks[source], (marks[target],), candidates) for name, source, target in links)
     return Sentence(text, tuple(spans), made, document)
 
 
@@ -75,7 +75,7 @@ def plural(noun: str) -> str:
 
 
 def agreement(chance: Chance, document: str) -> list[Sentence]:
-    """The verb agrees with its subject, not with a nearer noun of the other number."""
+    """The verb agrees with its subject, not with a nearer noun of the other grammatical number."""
     many = chance.one((False, True))
     people = chance.one((False, True))
     subject, other = chance.two(lex.PEOPLE if people else lex.THINGS)
@@ -119,7 +119,7 @@ def adjectives(chance: Chance, document: str) -> list[Sentence]:
 
 
 def objects(chance: Chance, document: str) -> list[Sentence]:
-    """A verb and what it is done to."""
+    """A verb and its object."""
     verb = chance.one(list(lex.DEEDS))
     thing = chance.one(lex.DEEDS[verb])
     person = f"{chance.maybe(chance.one(lex.CHARACTERS) + ' ')}{chance.one(lex.PEOPLE)}"
@@ -151,7 +151,7 @@ def prepositions(chance: Chance, document: str) -> list[Sentence]:
 
 
 def possessives(chance: Chance, document: str) -> list[Sentence]:
-    """What belongs to whom: the doctor's car, the roof of the house."""
+    """Possessor and possessed: the doctor's car, the roof of the house."""
     links = [("possessor > possessed", "a", "b"), ("possessed > possessor", "b", "a")]
     more = chance.maybe(chance.one(("old", "new")) + " ") + chance.maybe(chance.one(lex.PLAIN_COLOURS) + " ")
     if chance.one((True, False)):
@@ -167,7 +167,7 @@ def possessives(chance: Chance, document: str) -> list[Sentence]:
 
 
 def meanings(chance: Chance, document: str) -> list[Sentence]:
-    """Two sentences that differ in what decides: the pronoun stands for another noun in each."""
+    """Two sentences that differ in one deciding word: the pronoun stands for another noun in each."""
     schema = chance.one(SCHEMAS)
     a, b, endings = chance.one(schema.a), chance.one(schema.b), chance.one(schema.endings)
     if a == b:
@@ -190,7 +190,7 @@ def genders(chance: Chance, document: str) -> list[Sentence]:
 
 
 def related(chance: Chance, document: str) -> list[Sentence]:
-    """A word and, further on, the word for its kind."""
+    """A word and, later, its hypernym."""
     a, b = chance.one(lex.KINDS)
     place, person, state = chance.one(lex.PLACES), chance.one(lex.PEOPLE), chance.one(lex.KNOWN)
     when, near = chance.one(lex.WHEN), chance.one(lex.NEAR)
@@ -223,7 +223,7 @@ def causes(chance: Chance, document: str) -> list[Sentence]:
     return [sentence(text, [("effect > cause", "e", "c"), ("cause > effect", "c", "e")], document)]
 
 
-FAMILIES: dict[Callable[[Chance, str], list[Sentence]], int] = {  # and how many sentences of each
+FAMILIES: dict[Callable[[Chance, str], list[Sentence]], int] = {  # family -> number of sentences
     agreement: 400,
     adjectives: 300,
     objects: 300,

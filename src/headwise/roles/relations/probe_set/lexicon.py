@@ -1,4 +1,4 @@
-"""The words of the probe sentences, by what they can be said of."""
+"""The vocabulary of the probe sentences, by use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences whose pronoun turns with a single word: each has two readings, and meaning alone tells which is right."""
+"""Winograd schemas: one word decides which of two nouns a pronoun stands for, by meaning alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe set: sentences of our own grammar, made when they are wanted, the same ones everywhere."""
+"""The probe sentences: generated from a grammar, the same ones on every machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from ..gold import Sentence
 from .grammar import FAMILIES, Chance
 
 SEED = 8
-SHA256 = "1563096a78facbaabf33b89a76749d7bb48dde125a3a14807e374a0498c715ec"  # of all of them, as digest gives it
+SHA256 = (
+    "1563096a78facbaabf33b89a76749d7bb48dde125a3a14807e374a0498c715ec"  # of all probe sentences, as `digest` gives it
+)
 
 
-def sentences() -> list[Sentence]:
-    """Every probe sentence with its gold links; no two are the same. Those of a pair share their document."""
-    made: dict[str, Sentence] = {}
+def probe_sentences() -> list[Sentence]:
+    """Every probe sentence with its gold links; no two are the same. The sentences of a pair share a document."""
+    by_text: dict[str, Sentence] = {}
     for number, (family, count) in enumerate(FAMILIES.items()):
-        chance, wanted = Chance(SEED + number), len(made) + count
-        while len(made) < wanted:
-            some = family(chance, f"{family.__name__} {len(made)}")
-            if not any(one.text in made for one in some):
-                made.update((one.text, one) for one in some)
-    return list(made.values())
+        chance, wanted = Chance(SEED + number), len(by_text) + count
+        while len(by_text) < wanted:
+            some = family(chance, f"{family.__name__} {len(by_text)}")
+            if not any(sentence.text in by_text for sentence in some):
+                by_text.update((sentence.text, sentence) for sentence in some)
+    return list(by_text.values())
 
 
-def digest(of: Sequence[Sentence]) -> str:
-    """SHA-256 of sentences and links, to tell that they are the ones that figures were measured on."""
-    plain = [[one.text, one.spans, [[x.relation, x.word, x.targets, x.among] for x in one.links]] for one in of]
+def digest(sentences: Sequence[Sentence]) -> str:
+    """SHA-256 of sentences and links, to check that they are the ones that figures were measured on."""
+    plain = [
+        [sentence.text, sentence.spans, [[x.relation, x.word, x.targets, x.among] for x in sentence.links]]
+        for sentence in sentences
+    ]
     return hashlib.sha256(json.dumps(plain).encode()).hexdigest()

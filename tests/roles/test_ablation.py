@@ -1,4 +1,4 @@
-"""Heads that carry a task hurt when they are masked; others do not, and that is said."""
+"""Ablation: masking heads that carry a task damages it more than random heads; masking others does not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.roles.ablation import ablate as matters
-from headwise.roles.ablation import tasks
-from headwise.roles.ablation.ablate import LESS, MORE, SAME, Matter, head_counts, matter, random_heads
-from headwise.roles.relations.gold import Link, Sentence
-from headwise.roles.relations.probe_set import sentences as probe
+from headwise.roles.ablation import ablate, tasks
+from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_heads, head_counts, random_heads
+from headwise.roles.relations.gold import GoldLink, Sentence
+from headwise.roles.relations.probe_set.sentences import probe_sentences
 from helpers import relation_heads
 
 
@@ -59,33 +58,33 @@ def model() -> Any:
     return transformers.BertModel(config, add_pooling_layer=False).eval()
 
 
-def test_heads_that_carry_a_task_matter(model: Any) -> None:
-    found = matter(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
-    assert (found.whole, found.damage) == (pytest.approx(0.5), pytest.approx(2))
-    assert found.random == (0.0,) * 23 and found.verdict == MORE and found.units == 13
-    assert found.low == found.high == pytest.approx(2)
-    assert "without 0.2, 1.1: what is gone 0.500 +2.0000" in str(found) and str(found).endswith(MORE)
-    assert Matter.from_json(json.loads(json.dumps(found.to_json()))) == found
+def test_masking_heads_that_carry_a_task_damages_more_than_random_heads(model: Any) -> None:
+    result = ablate_heads(task_of(model, {(0, 2), (1, 1)}), [("self", 0, 2), ("self", 1, 1)], draws=23)
+    assert (result.whole, result.damage) == (pytest.approx(0.5), pytest.approx(2))
+    assert result.random == (0.0,) * 23 and result.verdict == MORE and result.units == 13
+    assert result.low == result.high == pytest.approx(2)
+    assert "without 0.2, 1.1: what is gone 0.500 +2.0000" in str(result) and str(result).endswith(MORE)
+    assert Ablation.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
-def test_heads_that_do_not_are_no_different(model: Any) -> None:
-    assert matter(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
+def test_masking_heads_without_a_part_in_a_task_is_no_different_from_random_heads(model: Any) -> None:
+    assert ablate_heads(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
     others = {(layer, head) for layer in (0, 1) for head in range(HEADS)} - {(1, 0)}
-    assert matter(task_of(model, others), [("self", 1, 0)]).verdict == LESS
+    assert ablate_heads(task_of(model, others), [("self", 1, 0)]).verdict == LESS
 
 
-def test_too_few_draws_prove_nothing(model: Any) -> None:
-    assert matter(task_of(model, {(0, 2)}), [("self", 0, 2)], draws=7).verdict == SAME
+def test_too_few_random_draws_give_no_verdict(model: Any) -> None:
+    assert ablate_heads(task_of(model, {(0, 2)}), [("self", 0, 2)], draws=7).verdict == SAME
 
 
-def test_everything_is_put_back_and_the_seed_decides(model: Any) -> None:
+def test_ablation_restores_the_model_and_depends_on_the_seed_alone(model: Any) -> None:
     task = task_of(model, {(0, 0)})
     before = task.score()
-    assert matter(task, [("self", 0, 2)], seed=3) == matter(task, [("self", 0, 2)], seed=3)
+    assert ablate_heads(task, [("self", 0, 2)], seed=3) == ablate_heads(task, [("self", 0, 2)], seed=3)
     assert (task.score() == before).all()
 
 
-def test_random_heads_are_of_the_same_layers_and_others() -> None:
+def test_random_heads_are_other_heads_of_the_same_layers() -> None:
     counts = {("self", 0): 5, ("self", 1): 3, ("cross", 0): 7}
     chosen = (("self", 0, 1), ("self", 0, 2), ("self", 1, 0), ("cross", 0, 6))
     seen = set()
@@ -97,7 +96,7 @@ def test_random_heads_are_of_the_same_layers_and_others() -> None:
     assert len(seen) == 3 + 2 + 6  # every other head has its turn
 
 
-def test_a_layer_with_too_few_left_borrows_from_others() -> None:
+def test_random_heads_come_from_other_layers_where_a_layer_has_too_few() -> None:
     counts = {("self", 0): 3, ("self", 1): 5}
     chosen = (("self", 0, 0), ("self", 0, 1))
     drawn = random_heads(counts, chosen, np.random.default_rng(0))
@@ -108,23 +107,23 @@ def test_a_layer_with_too_few_left_borrows_from_others() -> None:
         )
 
 
-def test_no_random_set_counts_twice() -> None:
+def test_no_random_set_of_heads_is_drawn_twice() -> None:
     """One head of three: two others in its layer, then those of the other layer, and then there are no more."""
     counts = {("self", 0): 3, ("self", 1): 5}
-    drawn = list(matters._distinct(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
+    drawn = list(ablate._distinct_sets(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
     assert len(drawn) == len(set(drawn)) == 7 and set(drawn[:2]) == {(("self", 0, 0),), (("self", 0, 2),)}
-    many = list(matters._distinct({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
+    many = list(ablate._distinct_sets({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
     assert len(set(many)) == 20
 
 
-def test_what_cannot_be_compared(model: Any) -> None:
+def test_ablation_refuses_missing_heads_and_zero_draws(model: Any) -> None:
     task = task_of(model, set())
     with pytest.raises(HeadwiseError, match="no heads to mask"):
-        matter(task, [])
+        ablate_heads(task, [])
     with pytest.raises(HeadwiseError, match=r"no self head 1\.31 in BertModel"):
-        matter(task, [("self", 1, 31)])
+        ablate_heads(task, [("self", 1, 31)])
     with pytest.raises(HeadwiseError, match="at least 1 random draw"):
-        matter(task, [("self", 1, 1)], draws=0)
+        ablate_heads(task, [("self", 1, 1)], draws=0)
     assert head_counts(model) == {("self", 0): 31, ("self", 1): 31}
 
 
@@ -143,9 +142,9 @@ def llama() -> Any:
 TEXTS = ["a0 x1 n0 x2", "x3 x4", "a1 n1 x5 x6 x7 x8"]
 
 
-def test_the_loss_of_a_text_is_transformers_own() -> None:
+def test_text_task_of_a_causal_model_is_the_loss_of_transformers() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
-    got = tasks.text(model, tokenizer, TEXTS).score()
+    got = tasks.text_task(model, tokenizer, TEXTS).score()
     alone = []
     for one in sorted(TEXTS, key=lambda t: len(t.split())):
         ids = tokenizer(one, return_tensors="pt").input_ids
@@ -154,28 +153,28 @@ def test_the_loss_of_a_text_is_transformers_own() -> None:
     assert got == pytest.approx(alone, rel=1e-4)
 
 
-def test_a_whole_encoder_is_no_distance_from_itself(model: Any) -> None:
-    task = tasks.text(model, relation_heads.tokenizer(), TEXTS)
+def test_text_task_of_a_whole_encoder_is_zero(model: Any) -> None:
+    task = tasks.text_task(model, relation_heads.tokenizer(), TEXTS)
     assert task.score() == pytest.approx(np.zeros(3), abs=1e-6) and "cosine" in task.words
-    found = matter(task, [("self", 0, 1)], draws=2)
-    assert found.damage > 1e-6
+    result = ablate_heads(task, [("self", 0, 1)], draws=2)
+    assert result.damage > 1e-6
 
 
-def test_the_words_that_ask_move(model: Any) -> None:
+def test_relation_task_measures_how_far_source_words_move(model: Any) -> None:
     some = relation_heads.sentences(17)
-    task = tasks.words(model, relation_heads.tokenizer(), some, "adjective > noun")
+    task = tasks.relation_task(model, relation_heads.tokenizer(), some, "adjective > noun")
     assert task.score() == pytest.approx(np.zeros(34), abs=1e-6)  # two pairs a sentence
-    assert matter(task, [("self", 1, 0)], draws=1).damage > 1e-6
+    assert ablate_heads(task, [("self", 1, 0)], draws=1).damage > 1e-6
     with pytest.raises(HeadwiseError, match="no sentence has a link 'nothing'"):
-        tasks.words(model, relation_heads.tokenizer(), some, "nothing")
+        tasks.relation_task(model, relation_heads.tokenizer(), some, "nothing")
 
 
-def test_repeating_is_scored_on_the_second_half_alone() -> None:
+def test_repetition_task_scores_the_second_half_alone() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
-    task = tasks.repeat(model, tokenizer)
+    task = tasks.repetition_task(model, tokenizer)
     assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
-    assert (task.score() == tasks.repeat(model, tokenizer).score()).all()
-    assert (task.score() != tasks.repeat(model, tokenizer, seed=1).score()).any()
+    assert (task.score() == tasks.repetition_task(model, tokenizer).score()).all()
+    assert (task.score() != tasks.repetition_task(model, tokenizer, seed=1).score()).any()
     seen: list[Any] = []
     hook = model.register_forward_pre_hook(lambda module, args, more: seen.append(more["input_ids"]), with_kwargs=True)
     task.score()
@@ -188,14 +187,14 @@ def test_repeating_is_scored_on_the_second_half_alone() -> None:
     assert task.score()[:half] == pytest.approx(second, rel=1e-4)
 
 
-def test_an_encoder_neither_repeats_nor_agrees(model: Any) -> None:
+def test_repetition_and_agreement_tasks_refuse_an_encoder(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="does not predict the next token; it repeats nothing"):
-        tasks.repeat(model, relation_heads.tokenizer())
+        tasks.repetition_task(model, relation_heads.tokenizer())
     with pytest.raises(UnsupportedError, match="does not predict the next token, so no verb either"):
-        tasks.agreement(model, relation_heads.tokenizer(), probe.sentences()[:3])
+        tasks.agreement_task(model, relation_heads.tokenizer(), probe_sentences()[:3])
 
 
-def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
+def test_agreement_task_compares_the_two_forms_of_the_next_verb() -> None:
     """A model that has learnt nothing but one word, said by its output bias."""
     model, tokenizer = llama(), relation_heads.tokenizer()
     tokenizer.add_tokens(["is", "are"])
@@ -203,16 +202,16 @@ def test_agreement_asks_for_the_verb_after_what_stands_before_it() -> None:
     likes = torch.zeros(31)
     likes[tokenizer.convert_tokens_to_ids("is")] = 3.0
     hook = model.lm_head.register_forward_hook(lambda module, args, out: torch.zeros_like(out) + likes)
-    things = [s for s in probe.sentences() if {"is", "are"} & set(s.words) and s.document.startswith("agreement")][:20]
-    odds = tasks.agreement(model, tokenizer, things).score()
+    things = [s for s in probe_sentences() if {"is", "are"} & set(s.words) and s.document.startswith("agreement")][:20]
+    odds = tasks.agreement_task(model, tokenizer, things).score()
     hook.remove()
     assert odds.tolist() == [pytest.approx(-3 if "is" in sentence.words else 3) for sentence in things]
 
 
-def test_texts_that_are_too_short(model: Any) -> None:
+def test_text_task_refuses_texts_of_less_than_two_tokens(model: Any) -> None:
     with pytest.raises(HeadwiseError, match="no text of two tokens or more"):
-        tasks.text(model, relation_heads.tokenizer(), [""])
-    assert matters.SURE == 0.05
+        tasks.text_task(model, relation_heads.tokenizer(), [""])
+    assert ablate.SIGNIFICANT == 0.05
 
 
 class Arrived(Exception):
@@ -220,7 +219,7 @@ class Arrived(Exception):
 
 
 @pytest.mark.parametrize("task", ["text", "causal text", "words", "repeat", "agreement"])
-def test_batches_go_where_the_model_is(task: str) -> None:
+def test_tasks_send_their_batches_to_the_device_of_the_model(task: str) -> None:
     """On the device "meta", which every machine has."""
     words = relation_heads.tokenizer()
     if task in ("text", "words"):
@@ -234,14 +233,14 @@ def test_batches_go_where_the_model_is(task: str) -> None:
 
     model.register_forward_pre_hook(arrive, with_kwargs=True)
     sentences = relation_heads.sentences(7)
-    verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (Link("verb > subject", 2, (1,)),))]
+    verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (GoldLink("verb > subject", 2, (1,)),))]
     texts = [one.text for one in sentences]
     scores = {
-        "text": lambda: tasks.text(model, words, texts).score(),
-        "causal text": lambda: tasks.text(model, words, texts).score(),
-        "words": lambda: tasks.words(model, words, sentences, "adjective > noun").score(),
-        "repeat": lambda: tasks.repeat(model, words).score(),
-        "agreement": lambda: tasks.agreement(model, words, verbs).score(),
+        "text": lambda: tasks.text_task(model, words, texts).score(),
+        "causal text": lambda: tasks.text_task(model, words, texts).score(),
+        "words": lambda: tasks.relation_task(model, words, sentences, "adjective > noun").score(),
+        "repeat": lambda: tasks.repetition_task(model, words).score(),
+        "agreement": lambda: tasks.agreement_task(model, words, verbs).score(),
     }
     with pytest.raises(Arrived) as caught:
         scores[task]()
@@ -257,10 +256,10 @@ def test_batches_go_where_the_model_is(task: str) -> None:
         ({"units": -1}, "units must be a whole number from 0 on, got -1"),
     ],
 )
-def test_a_tampered_file_is_told(values: dict[str, Any], message: str) -> None:
-    plain = Matter("loss", (("self", 1, 2),), 0.5, 0.25, 0.125, 0.375, (0.0, 0.1), 7)
-    assert Matter.from_json(json.loads(json.dumps(plain.to_json()))) == plain
+def test_a_damaged_ablation_file_is_refused_with_its_reason(values: dict[str, Any], message: str) -> None:
+    plain = Ablation("loss", (("self", 1, 2),), 0.5, 0.25, 0.125, 0.375, (0.0, 0.1), 7)
+    assert Ablation.from_json(json.loads(json.dumps(plain.to_json()))) == plain
     with pytest.raises(HeadwiseError, match=message):
-        Matter.from_json(plain.to_json() | values)
+        Ablation.from_json(plain.to_json() | values)
     with pytest.raises(HeadwiseError, match="'task' is missing"):
-        Matter.from_json({name: x for name, x in plain.to_json().items() if name != "task"})
+        Ablation.from_json({name: x for name, x in plain.to_json().items() if name != "task"})

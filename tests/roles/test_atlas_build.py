@@ -1,4 +1,4 @@
-"""The numbers equal those of eager matrices, and one run equals any way of cutting it up."""
+"""headwise.atlas: scores equal those of eager matrices, and parts, blocks and resumed runs equal one run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import transformers
 import headwise
 from headwise.models.watching.call_reader import Reading
 from headwise.models.watching.layers import Layer
+from headwise.role_definitions.positions import NEAR, OFFSETS
 from headwise.roles.atlas import build
-from headwise.roles.atlas import corpus as corpora
-from headwise.roles.atlas import observer as measure
-from headwise.roles.atlas.roles import NEAR, OFFSETS
-from headwise.roles.atlas.sums import Tally, draws, identity
+from headwise.roles.atlas.corpus import Corpus, TextEncoder
+from headwise.roles.atlas.observer import Observer
+from headwise.roles.atlas.sums import Tally, identity
 from helpers.role_heads import MARKS, SPECIAL, VOCABULARY, texts, tokenizer
 
 SIZES: dict[str, Any] = {
@@ -135,14 +135,14 @@ class Eager:
         places["rare"] = [] if not cross and i in rarest else rarest
         word = queries[i] if not special[0][i] and queries[i] not in MARK_IDS else None
         places["same_word"] = [j for j in seen if keys[j] == word and not special[1][j] and (cross or i != j)]
-        for name, found in places.items():
-            found = [j for j in found if j in seen]
-            if name in ("rare", "same_word") and not found:
+        for name, keys_of_score in places.items():
+            counted = [j for j in keys_of_score if j in seen]
+            if name in ("rare", "same_word") and not counted:
                 continue
-            self.add(kind, layer, name, a[:, found].sum(-1))
+            self.add(kind, layer, name, a[:, counted].sum(-1))
             # equal words at places that a bias does not tell apart have equal weights: any of them may be the largest
             largest = a >= a.max(-1, keepdims=True) - self.margin
-            inside = np.isin(np.arange(len(keys)), found)
+            inside = np.isin(np.arange(len(keys)), counted)
             self.add(kind, layer, name + ":argmax", (largest & inside).any(-1))
             self.add(kind, layer, name + ":argmax alone", ~(largest & ~inside).any(-1))
         self.add(kind, layer, "entropy", -(a * np.log(np.where(a > 0, a, 1))).sum(-1))
@@ -161,20 +161,20 @@ MARK_IDS = {VOCABULARY.index(mark) for mark in MARKS}
 
 @pytest.mark.parametrize(("dtype", "margin", "bound"), [(torch.float64, 1e-9, 6e-6), (torch.float32, 1e-3, 1e-3)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_numbers_are_those_of_eager_matrices(
+def test_atlas_scores_equal_those_of_eager_attention_matrices(
     name: str, dtype: torch.dtype, margin: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact in float64, but for the five digits of an atlas; float32 is what the kernel computes in."""
     corpus = texts(23, seed=1)
-    monkeypatch.setattr(corpora, "WINDOW", 7)  # several windows, padded batches
-    found = headwise.atlas(MODELS[name]().to(dtype), corpus, tokenizer())
+    monkeypatch.setattr("headwise.roles.atlas.corpus.WINDOW", 7)  # several windows, padded batches
+    atlas = headwise.atlas(MODELS[name]().to(dtype), corpus, tokenizer())
     eager = Eager(MODELS[name]().to(dtype), corpus, margin)
-    assert set(found.layers) == {kind for kind, _, _ in eager.top}
+    assert set(atlas.layers) == {kind for kind, _, _ in eager.top}
     means = {at: top / eager.bottom[at] for at, top in eager.top.items()}
     for (kind, layer, score), expected in means.items():
         if score.endswith(" alone"):
             continue
-        ours = found.scores[score][kind][layer][: len(expected)]
+        ours = atlas.scores[score][kind][layer][: len(expected)]
         least = means.get((kind, layer, score + " alone"), expected)
         np.testing.assert_allclose(
             ours, np.clip(ours, least, expected), rtol=bound, atol=bound, err_msg=f"{kind} {score}"
@@ -182,28 +182,28 @@ def test_the_numbers_are_those_of_eager_matrices(
         if name != "t5" and dtype == torch.float64:  # the others know every place, so that nothing is equal
             np.testing.assert_array_equal(least, expected, err_msg=f"{kind} {score}")
     measured = {name for kind, _, name in eager.top if kind == "cross" and not name.endswith(" alone")}
-    assert measured <= found.scores.keys()
-    if "cross" in found.layers:
-        assert "cross" not in found.scores["previous"] and "cross" not in found.scores["induction"]
+    assert measured <= atlas.scores.keys()
+    if "cross" in atlas.layers:
+        assert "cross" not in atlas.scores["previous"] and "cross" not in atlas.scores["induction"]
 
 
-def test_long_texts_go_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_atlas_scores_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = texts(11, seed=2)
     whole = headwise.atlas(bert(), corpus, tokenizer())
-    monkeypatch.setattr(measure, "WEIGHTS", 600)
+    monkeypatch.setattr("headwise.roles.atlas.observer.WEIGHTS", 600)
     blocks = headwise.atlas(bert(), corpus, tokenizer())
     for name, kinds in whole.scores.items():
         np.testing.assert_allclose(blocks.scores[name]["self"], kinds["self"], atol=3e-5, err_msg=name)
 
 
-def test_layers_that_see_differently_have_marks_of_their_own() -> None:
+def test_layers_with_different_masks_do_not_share_pair_columns() -> None:
     """Two calls of one pass that differ in nothing but their masks, as models with masks of their own make them."""
     words = tokenizer()
-    encoder = corpora.Encoder(words, 47)
-    batch = next(iter(corpora.Corpus.of(iter(texts(3)), encoder).windows()))[2][0]
+    encoder = TextEncoder(words, 47)
+    batch = next(iter(Corpus.of(iter(texts(3)), encoder).windows()))[2][0]
     size = batch.source.ids.shape[1]
     near = (torch.arange(size)[:, None] - torch.arange(size)).abs() < 2
-    observer = measure.Observer(bert(), {"self": "both ways"}, batch)
+    observer = Observer(bert(), {"self": "both ways"}, batch)
     q = torch.zeros(3, 1, size, 4)
     for index, mask in enumerate((batch.source.real[:, None, None], (near & batch.source.real[:, None])[:, None])):
         how = {
@@ -215,14 +215,14 @@ def test_layers_that_see_differently_have_marks_of_their_own() -> None:
             "softcap": None,
             "sinks": None,
         }
-        observer._roles(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
-    wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.found.values())
+        observer._measure_texts(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
+    wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.layers.values())
     assert (wide < narrow).all()
-    for one in observer.found.values():  # scores of zero are equal attention
+    for one in observer.layers.values():  # scores of zero are equal attention
         np.testing.assert_allclose(one.top[:, :19, 0], one.top[:, :19, 1], atol=1e-4)
 
 
-def test_the_spread_and_the_interval_are_those_of_the_texts() -> None:
+def test_spread_and_interval_match_a_plain_bootstrap_over_texts() -> None:
     """Each text a corpus of its own gives its own mean; the interval is near that of resampling them plainly."""
     corpus = texts(67, seed=3)
     model, words = bert(), tokenizer()
@@ -245,7 +245,7 @@ def same(a: headwise.Atlas, b: headwise.Atlas) -> None:
                 np.testing.assert_allclose(getattr(b, part)[name][kind], table, atol=3e-5, err_msg=f"{part} {name}")
 
 
-def test_parts_merge_into_the_whole(tmp_path: Path) -> None:
+def test_atlases_of_parts_merge_into_the_atlas_of_the_whole(tmp_path: Path) -> None:
     corpus = texts(31, seed=4)
     whole = headwise.atlas(llama(), corpus, tokenizer())
     parts = [headwise.atlas(llama(), corpus, tokenizer(), part=(i, 3)) for i in range(3)]
@@ -266,7 +266,7 @@ def test_atlases_of_other_weights_do_not_merge() -> None:
         one.merge(two)
 
 
-def test_what_would_count_twice_is_refused() -> None:
+def test_merging_the_same_texts_twice_is_refused() -> None:
     corpus = texts(7)
     one = headwise.atlas(bert(), corpus, tokenizer())
     with pytest.raises(headwise.HeadwiseError, match="both atlases are of the same 7 texts, which would count twice"):
@@ -280,14 +280,14 @@ def test_what_would_count_twice_is_refused() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of 13 texts and batches of a few."""
-    monkeypatch.setattr(corpora, "WINDOW", 13)
-    monkeypatch.setattr(corpora, "PAIRS", 1200)
-    monkeypatch.setattr(corpora, "TOKENS", 60)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.WINDOW", 13)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.PAIRS", 1200)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.TOKENS", 60)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("when", [1, 4, 9])
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, when: int) -> None:
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, when: int) -> None:
     corpus, file = texts(41, seed=5), tmp_path / "kept.safetensors"
     whole = headwise.atlas(bert(), corpus, tokenizer())
     calls = []
@@ -312,7 +312,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, when: int) -> N
 
 
 @pytest.mark.usefixtures("small")
-def test_texts_that_change_only_where_nothing_was_read_yet_are_gone_on_with(tmp_path: Path) -> None:
+def test_a_run_resumes_when_only_unread_texts_changed(tmp_path: Path) -> None:
     """What was measured is of the texts as they are now, so the atlas is that of the new texts."""
     corpus, file = texts(41, seed=5), tmp_path / "kept.safetensors"
 
@@ -332,7 +332,7 @@ def test_texts_that_change_only_where_nothing_was_read_yet_are_gone_on_with(tmp_
 
 
 @pytest.mark.usefixtures("small")
-def test_a_kept_run_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     file = tmp_path / "kept.safetensors"
     stop = iter([lambda: signal.raise_signal(signal.SIGINT)])
     with pytest.raises(KeyboardInterrupt):
@@ -363,8 +363,8 @@ def test_a_kept_run_of_something_else_is_not_gone_on_with(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("small")
-def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "COUNTED", 17)
+def test_a_corpus_is_streamed_and_never_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED", 17)
     read = 0
     ahead = []
 
@@ -374,12 +374,12 @@ def test_a_corpus_of_any_size_is_never_held_whole(monkeypatch: pytest.MonkeyPatc
             read += 1
             yield text
 
-    found = headwise.atlas(bert(), endless(), tokenizer(), progress=lambda done, total: ahead.append(read - done))
-    assert found.about["texts"] == 200
+    atlas = headwise.atlas(bert(), endless(), tokenizer(), progress=lambda done, total: ahead.append(read - done))
+    assert atlas.about["texts"] == 200
     assert max(ahead) <= 17 + 13
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_the_atlas_leaves_the_model_unchanged() -> None:
     model = llama().train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
@@ -391,26 +391,12 @@ def test_the_model_is_as_it_was() -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-def test_draws_are_poisson_and_hang_on_the_text_alone() -> None:
-    names = np.array([identity(f"text {i}") for i in range(3000)], np.uint64)
-    drawn = draws(names, 50)
-    assert drawn.shape == (3000, 51) and (drawn[:, 0] == 1).all()
-    assert abs(drawn[:, 1:].mean() - 1) < 0.01 and abs(drawn[:, 1:].var() - 1) < 0.02
-    assert abs((drawn[:, 1:] == 0).mean() - np.exp(-1)) < 0.005
-    assert abs(np.corrcoef(drawn[:, 1], drawn[:, 2])[0, 1]) < 0.06
-    np.testing.assert_array_equal(draws(names[::-1], 50), drawn[::-1])
-
-
-def test_the_draws_are_the_same_everywhere() -> None:
+def test_the_identity_of_a_text_is_the_same_on_every_machine() -> None:
     """Else parts measured on two machines would not merge."""
     assert identity("The cat sat.") == 5403105395583678653
-    assert draws(np.array([0, 1], np.uint64), 8)[:, 1:].tolist() == [
-        [2, 1, 0, 3, 0, 0, 0, 2],
-        [1, 2, 3, 1, 1, 2, 2, 1],
-    ]
 
 
-def test_pairs_go_to_encoder_and_decoder() -> None:
+def test_pairs_of_texts_go_to_encoder_and_decoder() -> None:
     corpus = texts(7)
     other = texts(7, seed=11)
     paired = headwise.atlas(t5(), list(zip(corpus, other, strict=True)), tokenizer())
@@ -436,14 +422,14 @@ def test_pairs_go_to_encoder_and_decoder() -> None:
         ({"tokenizer": None}, "a model that is already loaded needs its tokenizer"),
     ],
 )
-def test_bad_inputs_are_told_in_one_line(given: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_atlas_are_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     arguments = {"texts": ["the cat sat."], "tokenizer": tokenizer(), **given}
     with pytest.raises(headwise.HeadwiseError, match=message) as caught:
         build.atlas(bert(), arguments.pop("texts"), arguments.pop("tokenizer"), **arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_texts(tmp_path: Path) -> None:
+def test_texts_are_read_from_plain_and_jsonl_files(tmp_path: Path) -> None:
     corpus = texts(5)
     plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     plain.write_text("\n\n".join(corpus))
@@ -458,12 +444,12 @@ def test_files_of_texts(tmp_path: Path) -> None:
         headwise.atlas(bert(), plain, tokenizer())
 
 
-def test_texts_that_are_too_long_are_cut_and_counted() -> None:
-    found = headwise.atlas(bert(), ["the cat sat.", "the cat " * 40], tokenizer())
-    assert found.about["cut"] == 1 and "1 of them cut" in str(found)
+def test_long_texts_are_cut_and_counted() -> None:
+    atlas = headwise.atlas(bert(), ["the cat sat.", "the cat " * 40], tokenizer())
+    assert atlas.about["cut"] == 1 and "1 of them cut" in str(atlas)
 
 
-def test_pruned_heads_keep_their_numbers() -> None:
+def test_heads_of_a_pruned_model_keep_their_original_numbers() -> None:
     corpus = texts(13)
     full = bert()
     smaller = headwise.prune_heads(full, {0: [1], 1: [0, 3]})
@@ -478,5 +464,5 @@ def test_pruned_heads_keep_their_numbers() -> None:
     assert not [one for one in changes.moved if one.layer == 0]  # the first layer's inputs are what they were
 
 
-def test_tallies_of_nothing() -> None:
+def test_two_empty_tallies_add_up_to_an_empty_one() -> None:
     assert Tally().plus(Tally()).texts == 0
