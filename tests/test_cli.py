@@ -47,6 +47,10 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         "from headwise.cli import main; main(['inspect', '--examples'])",
         "from headwise.cli import main; main(['serve', '--help'])",
         "from headwise.cli import main; main(['atlas', '--help'])",
+        "from headwise.cli import main; main(['atlas', 'ablate', '--help'])",
+        "from headwise.cli import main; main(['prune', '--help'])",
+        "from headwise.cli import main; main(['lab', '--help'])",
+        "from headwise.cli import main; main(['--completion', 'zsh'])",
         "from headwise.cli import main; main(['--version'])",
     ],
 )
@@ -72,7 +76,7 @@ def test_without_arguments_it_helps() -> None:
 
 
 def test_trace_counts_weights_and_biases_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(capsys, "--d-model", "768", "--heads", "12", "--tokens", "3")
+    found = traced(capsys, "--d-model", "768", "--heads", "12", "--context", "3")
     assert found["parameters"] == {"weights": 2_359_296, "biases": 3_072, "total": 2_362_368}
     assert {
         step["name"]: (step["weights"], step["biases"]) for step in found["steps"] if step["weights"]
@@ -80,7 +84,7 @@ def test_trace_counts_weights_and_biases_apart(capsys: pytest.CaptureFixture[str
 
 
 def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--d-model 35 --heads 6 --kv-heads 2 --head-dim 11 --tokens 7 --batch 3 --no-bias --causal".split()
+    sizes = "--d-model 35 --heads 6 --kv-heads 2 --head-dim 11 --context 7 --batch 3 --no-bias --causal".split()
     found = traced(capsys, *sizes)
     assert {step["name"]: tuple(step["shape"]) for step in found["steps"]} == {
         "X": (3, 7, 35),
@@ -101,7 +105,7 @@ def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_trace_numbers_are_those_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(capsys, "--d-model", "15", "--heads", "5", "--tokens", "2", "--seed", "11")
+    found = traced(capsys, "--d-model", "15", "--heads", "5", "--context", "2", "--seed", "11")
     sample = {step["name"]: step["sample"] for step in found["steps"]}
     torch.manual_seed(11)
     attn = headwise.MultiHeadAttention(15, 5)
@@ -132,7 +136,7 @@ def test_trace_leaves_the_random_state_alone() -> None:
 @pytest.mark.parametrize("columns", [80, 120])
 def test_trace_drawing(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main("trace --d-model 512 --heads 8 --tokens 10 --causal".split()) == 0
+    assert main("trace --d-model 512 --heads 8 --context 10 --causal".split()) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert max(map(len, out.splitlines())) <= columns
@@ -164,26 +168,26 @@ def test_trace_on_a_terminal_that_knows_only_ascii() -> None:
         ("trace --d-model 768 --heads 10", "10 heads do not divide d_model 768 (768 / 10 = 76.8)"),
         ("trace --kv-heads 3", "3 key/value heads do not divide 8 query heads"),
         (
-            "trace --tokens 100000",
+            "trace --context 100000",
             "8 heads x 100,000 x 100,000 tokens take 298.0 GiB, more than the 1 GiB allowed here; up to 5,792",
         ),
         ("trace --batch 1000000000000", "take a smaller batch"),
-        ("trace --d-model 65536 --tokens 1", "parameters for d_model 65,536 with 8 heads of 8,192 take 64.0 GiB"),
+        ("trace --d-model 65536 --context 1", "parameters for d_model 65,536 with 8 heads of 8,192 take 64.0 GiB"),
         (
-            "trace --d-model 8192 --heads 1 --batch 40000 --tokens 1",
+            "trace --d-model 8192 --heads 1 --batch 40000 --context 1",
             "values of batch 40,000 x 1 tokens x 8,192 take 1.2 GiB",
         ),
-        ("trace --d-model 999999999999 --heads 7", "65536; see headwise trace --help"),
-        ("trace --tokens 0", "'--tokens'"),
+        ("trace --d-model 999999999999 --heads 7", "65,536; see headwise trace --help"),
+        ("trace --context 0", "'--context'"),
         ("trace --seed -1", "'--seed'"),
         (f"trace --seed {2**64}", "'--seed'"),
         ("trace --d-model ²", "'--d-model'"),
-        (f"trace --tokens {'9' * 5000}", "'--tokens'"),
-        (f"trace --kv-heads {'9' * 30}", "key/value heads do not divide 8 query heads; 8 would"),
+        (f"trace --context {'9' * 5000}", "'--context'"),
+        (f"trace --kv-heads {'9' * 30}", "'--kv-heads'"),
         ("trace --heads eight", "see headwise trace --help"),
-        ("trace --nonsense", "No such option: --nonsense"),
+        ("trace --nonsense", "--nonsense"),
         ("nonsense", "No such command 'nonsense'; see headwise --help"),
-        ("bench --cases nonsense", "there is no case 'nonsense'; there are dense, causal, decode"),
+        ("bench --cases nonsense", "'nonsense' is not one of 'dense', 'causal', 'decode'"),
         ("bench --rounds 0", "'--rounds'"),
     ],
 )
@@ -219,7 +223,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert one_line(capsys) == "headwise: interrupted\n"
 
 
-@pytest.mark.parametrize("args", [("trace", "--tokens", "3"), ("trace", "--tokens", "3", "--json"), ("--help",)])
+@pytest.mark.parametrize("args", [("trace", "--context", "3"), ("trace", "--context", "3", "--json"), ("--help",)])
 def test_a_reader_that_goes_away_is_no_error(args: tuple[str, ...]) -> None:
     process = subprocess.Popen((*HEADWISE, *args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

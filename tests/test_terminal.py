@@ -175,9 +175,10 @@ def test_card_of_hostile_tensor_names(beside: bool, folder: Path, capsys: pytest
         ("inspect", "x", "--head", HOSTILE), ("inspect", "x", "--token", HOSTILE), ("inspect", "--example", HOSTILE),
         ("inspect", "x", "--png", f"/nowhere/{HOSTILE}.png"), ("inspect", "x", "--html", f"/nowhere/{HOSTILE}.html"),
         ("inspect", "x", "--html", "x.html", "--scores", HOSTILE), ("inspect", "x", "--svg", HOSTILE),
-        ("atlas", "--texts", HOSTILE), ("atlas", "--model", HOSTILE), ("atlas", "--merge", HOSTILE, "--merge", HOSTILE),
-        ("atlas", "--against", HOSTILE), ("atlas", "--head", HOSTILE), ("atlas", "--part", HOSTILE),
-        ("atlas", "--matter", HOSTILE), ("atlas", "--conllu", HOSTILE),
+        ("atlas", "--texts", HOSTILE), ("atlas", "--model", HOSTILE), ("atlas", "merge", HOSTILE, HOSTILE),
+        ("atlas", "diff", HOSTILE, "minilm"), ("atlas", "show", HOSTILE), ("atlas", "--head", HOSTILE),
+        ("atlas", "--texts", "x", "--part", HOSTILE),
+        ("atlas", "ablate", HOSTILE, "--texts", "x"), ("atlas", "relations", "--conllu", HOSTILE),
         ("prune", "--texts", HOSTILE, "--out", "y"), ("prune", "--texts", "x", "--out", "y", "--keep", HOSTILE),
         ("prune", "--texts", __file__, "--out", "y", "--plan", HOSTILE),
         ("prune", "--texts", "x", "--out", "y", "--score", HOSTILE),
@@ -225,7 +226,7 @@ def test_an_atlas_with_a_hostile_name(
     named.save(tmp_path / "atlas.json")
     monkeypatch.setattr("headwise.roles.atlas.bundled.shipped", lambda model: named)
     printed(capsys, "atlas", *options)
-    printed(capsys, "atlas", "--against", str(tmp_path / "atlas.json"))
+    printed(capsys, "atlas", "diff", str(tmp_path / "atlas.json"), "minilm")
 
 
 # --- nothing goes another way ---

@@ -55,7 +55,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    code = main(["prune", "--batch", "6", "--length", "16", *map(str, args)])
+    code = main(["prune", "--batch", "6", "--context", "16", *map(str, args)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -161,7 +161,7 @@ def test_an_encoder_decoder_from_texts(
 
 def test_scores_against_ablation(tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(tmp_path / "source", transformers.AutoModelForCausalLM, "llama")
-    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare"]
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare-scores"]
     code, out, _ = run(capsys, *args)
     assert code == 0 and "rank correlation with ablation:" in out and "of 18 heads matter alone" in out
     report = json.loads((tmp_path / "out" / "pruning.json").read_text())
@@ -415,32 +415,33 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
     assert whole.heads[0] == [0, 1, 2, 3, 4]
     usual = ["--model", source, "--texts", texts, "--out", tmp_path / "out"]
     for args, words in [
-        ([], "give --texts"),
+        ([], "Missing option '--texts'"),
+        (["--texts", texts], "Missing option '--out'"),
         (["--texts", texts, "--out", tmp_path / "full"], "exists and is not empty"),
         ([*usual, "--keep", "many"], "--keep is a share such as 0.6"),
         ([*usual, "--keep", "0.01"], "the nearest is keep=0.2000"),
         ([*usual, "--keep", "6"], "keep is a share from 0 to 1"),
         ([*usual, "--keep", "middle=0.5"], "no 'middle' attention here"),
-        ([*usual, "--score", "best"], "there is no score 'best'"),
+        ([*usual, "--score", "best"], "'best' is not one of 'michel'"),
         ([*usual, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
         ([*usual, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
         ([*usual, "--plan", tmp_path / "empty.json"], "all 5 heads of self layer 0 would go; keep one, or say"),
-        ([*usual, "--recover", "-3"], "--recover must be at least 0, got -3"),
-        ([*usual, "--recover", "9" * 30], "--recover must be at most 10,000,000, got 999"),
-        ([*usual, "--batch", "9" * 30], "--batch must be at most 65,536, got 999"),
-        ([*usual, "--length", "0"], "--length must be at least 1"),
-        ([*usual, "--seed", "-1"], "--seed must be at least 0, got -1"),
-        ([*usual, "--seed", "4294967296"], "--seed must be at most 4,294,967,295, got 4294967296"),
+        ([*usual, "--recover", "-3"], "Invalid value for '--recover': -3 is not in the range 0 to 10,000,000"),
+        ([*usual, "--recover", "9" * 30], "Invalid value for '--recover'"),
+        ([*usual, "--batch", "9" * 30], "is not in the range 1 to 65,536"),
+        ([*usual, "--context", "0"], "Invalid value for '--context': 0 is not in the range 1 to"),
+        ([*usual, "--seed", "-1"], "Invalid value for '--seed': -1 is not in the range"),
+        ([*usual, "--seed", "4294967296"], "4294967296 is not in the range 0 to 4,294,967,295"),
         ([*usual, "--seed", "9" * 5000], "Invalid value for '--seed'"),
         ([*usual, "--keep", "nan"], "keep is a share from 0 to 1, such as 0.6, got nan"),
         ([*usual, "--keep", "encoder=inf"], "keep is a share from 0 to 1, such as 0.6, got inf"),
         ([*usual, "--keep", "encoder=0.5,encoder=0.6"], "--keep is one share per kind"),
         ([*usual, "--keep", "=0.5"], "--keep is one share per kind"),
         ([*usual, "--keep", "9" * 5000], "keep is a share from 0 to 1, such as 0.6, got inf"),
-        ([*usual, "--budget", "euro"], "budget must be one of heads, parameters, cache, latency"),
-        ([*usual, "--per", "word"], "per must be one of model, layer"),
-        ([*usual, "--compensate", "much"], "--compensate is bias or mean, got 'much'"),
-        ([*usual, "--over", "mail"], "--over is ddp or fsdp, got 'mail'"),
+        ([*usual, "--budget", "euro"], "'euro' is not one of 'heads', 'parameters', 'cache', 'latency'"),
+        ([*usual, "--per", "word"], "'word' is not one of 'model', 'layer'"),
+        ([*usual, "--compensate", "much"], "'much' is not one of 'bias', 'mean'"),
+        ([*usual, "--over", "mail"], "'mail' is not one of 'ddp', 'fsdp'"),
         ([*usual, "--steps", "16"], "steps must be at most the number of heads, 15, got 16"),
         ([*usual, "--steps", "2", "--budget", "latency"], "steps are for one share of heads, parameters or cache"),
         ([*usual, "--plan", tmp_path / "empty.json", "--keep", "0.5"], "--plan says which heads go: leave out --keep"),
@@ -450,7 +451,7 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         ([*usual[:-1], "a\0b"], "Invalid value for '--out'"),
         ([*usual[:-1], texts / "out"], "is no directory that can be written to"),
         ([*usual[:-1], texts], "exists and is not empty"),
-        ([*usual, "--steps", "0"], "--steps must be at least 1"),
+        ([*usual, "--steps", "0"], "Invalid value for '--steps': 0 is not in the range"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),
         (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out"], "2 texts are too few"),
         ([*usual, "--labels", tmp_path / "few.txt"], "label 'one' is neither a number"),

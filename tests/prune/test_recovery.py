@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_tampered_with_is_one_line(
 
 def headwise_prune(folder: Path, *more: object) -> int:
     given = ["--model", folder / "source", "--texts", folder / "texts.txt", "--out", folder / "out", "--keep", 0.6]
-    return main(["prune", "--batch", "6", "--length", "16", "--recover", "5", *map(str, [*given, *more])])
+    return main(["prune", "--batch", "6", "--context", "16", "--recover", "5", *map(str, [*given, *more])])
 
 
 @pytest.fixture

@@ -1,24 +1,30 @@
-"""`headwise scale`: which heads would live on which rank, and what each way of splitting sends. Needs no torch."""
+"""`headwise scale`: which heads live on which rank, and what each way of splitting sends. Needs no torch."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from ..terminal import echo
+from .options import Whole, context_option, json_option
 
 
-def scale(
-    model: Annotated[str, typer.Argument(help="A config.json, safetensors or GGUF file, directory or famous name.")],
-    ranks: Annotated[int, typer.Option(min=1, max=65_536, help="How many ranks share it.")] = 8,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once, over all ranks.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of what is sent: bf16, fp16 or fp32.")] = "bf16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-) -> None:
-    """Plan a model over ranks: where its heads live, which counts divide, bytes and FLOPs for each way of splitting."""
+@click.command
+@click.argument("model")
+@click.option("--ranks", type=Whole(1, 65_536), default=8, help="Number of ranks.")
+@context_option(4096, "Context length of every sequence.")
+@click.option("--batch", type=Whole(1), default=1, help="Sequences at once, over all ranks.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="bf16", help="Data type of what is sent.")
+@json_option
+def command(model: str, ranks: int, context: int, batch: int, dtype: str, as_json: bool) -> None:
+    """Plan a model over several ranks.
+
+    Where do its heads live, which rank counts divide them, and what does each way of splitting send and compute?
+
+    MODEL is a config.json, a directory, a .safetensors or .gguf file, a famous name (bert-base, llama3-8b) or a hub id.
+    """
     from ..card import read
     from ..scale.cost_model import costs, crossings
     from ..scale.head_plan import HeadPlan

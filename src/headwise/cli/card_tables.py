@@ -1,11 +1,9 @@
-"""What `headwise card` and `headwise diff` print: tables, and how the heads share keys and values. No Typer here."""
+"""What `headwise card` and `headwise diff` print: tables, and how the heads share keys and values."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError
 from ..terminal import console, echo, one_line
 
 if TYPE_CHECKING:
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
     from ..card import Card, Diff, Option
     from ..card.types import Layer
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 LEFT = ("", "tower", "number", "source", "attention")  # columns of words; the others hold numbers
 DRAWN = 48  # heads drawn in a row
 
@@ -28,62 +24,51 @@ def show_card(
     context: int | None = None,
     dtype: str = "bf16",
     batch: int = 1,
-    memory: str | None = None,
+    memory: int | None = None,
     source: int | None = None,
     layers: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Read a card and print it."""
+    """Read a card and print it; memory: bytes for which the longest context is printed."""
     from ..card.reading import read
 
-    found = read(model)
-    chosen = context or found.main.numbers.get("context") or 4096
-    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch, source)
+    card = read(model)
+    length = context or card.main.numbers.get("context") or 4096
+    longest = None if memory is None else card.longest_context(memory, dtype, batch, source)
     if as_json:
-        _print_json(_plain(found, chosen, dtype, batch, layers, source) | ({"longest_context": fits} if memory else {}))
+        document = _document(card, length, dtype, batch, layers, source)
+        _print_json(document if memory is None else document | {"longest_context": longest})
         return
-    _print(_drawing(found, chosen, dtype, batch, layers, source))
+    _print(_drawing(card, length, dtype, batch, layers, source))
     if memory is not None:
-        tokens = "any context" if fits is None else f"{fits:,} tokens"
-        _print(
-            f"Into {memory} of memory for the cache alone fits a context of {tokens}.".replace(
-                "a context of any", "any"
-            )
-        )
+        from ..card.explain import size
+
+        fitting = "any context" if longest is None else f"a context of {longest:,} tokens"
+        _print(f"A cache of {size(memory)} holds {fitting}.")
 
 
 def show_diff(
-    a: str, b: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
+    first: str, second: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
 ) -> None:
     """Compare two cards and print what differs."""
     from ..card.differences import diff
 
-    found = diff(a, b, context=context, dtype=dtype, batch=batch)
+    difference = diff(first, second, context=context, dtype=dtype, batch=batch)
     if as_json:
-        _print_json(found.to_json())
+        _print_json(difference.to_json())
     else:
-        _print(_sides(found))
+        _print(_sides(difference))
 
 
-def show_design(width: int | None, params: str | None, *, as_json: bool) -> None:
+def show_design(width: int, parameters: int | None, *, as_json: bool) -> None:
     """Print head counts for a width."""
     from ..card.designs import design
 
-    if width is None:
-        raise UnsupportedError("--design needs a --width, such as --width 1024 (and --params 300M)")
-    options = design(width, None if params is None else amount(params, UNITS))
+    options = design(width, parameters)
     if as_json:
         _print_json([option.to_json() for option in options])
     else:
         _print(_options(width, options))
-
-
-def amount(text: str, units: dict[str, int]) -> int:
-    """ "300M" or "1.5G" as a number."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([a-zA-Z]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if not found or found[2].lower() not in units:
-        raise UnsupportedError(f"{text[:40]!r} is no amount; write 300M, 7B or 16G")
-    return int(float(found[1]) * units[found[2].lower()])
 
 
 def _print_json(plain: Any) -> None:
@@ -96,7 +81,7 @@ def _print(drawing: RenderableType) -> None:
     console().print(drawing)
 
 
-def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
+def _document(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
     cache = {"context": context, "dtype": dtype, "batch": batch, "source": source}
     cache |= found.cache(context, dtype, batch, source).to_json()
     return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context, source).to_json()}
