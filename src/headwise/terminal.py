@@ -40,6 +40,14 @@ def _escape(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
 
 
+def format_bytes(count: int) -> str:
+    """Bytes in binary units: 128 KiB, 4 GiB, 1.5 MiB."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.4g} {unit}"
+    return f"{count} bytes" if count != 1 else "1 byte"
+
+
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text to stdout or stderr."""
     stream = sys.stderr if err else sys.stdout

@@ -419,7 +419,7 @@ def test_bad_input_is_one_line(tmp_path: Path, texts: Path, capsys: pytest.Captu
         (["--texts", texts], "Missing option '--out'"),
         (["--texts", texts, "--out", tmp_path / "full"], "exists and is not empty"),
         ([*usual, "--keep", "many"], "--keep is a share such as 0.6"),
-        ([*usual, "--keep", "0.01"], "the nearest is keep=0.2000"),
+        ([*usual, "--keep", "0.01"], "the nearest is --keep 0.2000"),
         ([*usual, "--keep", "6"], "keep is a share from 0 to 1"),
         ([*usual, "--keep", "middle=0.5"], "no 'middle' attention here"),
         ([*usual, "--score", "best"], "'best' is not one of 'michel'"),

@@ -47,7 +47,7 @@ class Options:
             raise HeadwiseError(f"there is no device {self.device!r} here; there is {' and '.join(there)}")
         elsewhere = [name for name in self.cases if self.device != "cpu" and name not in attention.CASES]
         if elsewhere:
-            raise HeadwiseError(f"case {elsewhere[0]!r} is measured on the CPU alone; leave --device away")
+            raise HeadwiseError(f"case {elsewhere[0]!r} is measured on the CPU alone; leave out device=")
 
     @property
     def count(self) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..terminal import one_line
+from ..terminal import format_bytes, one_line
 from .card import Card
-from .explain import big, change, size
+from .explain import big, change
 from .types import Counts
 
 CONTEXT = 32_768
@@ -96,7 +96,7 @@ def _cache(changed: dict[str, str], before: int, after: int, context: int, dtype
     if not before and not after:
         return f"{what + '. ' if what else ''}Neither keeps a cache."
     if before == after:
-        return f"{what + '. ' if what else ''}The cache at {shown} stays at {size(before)} ({dtype})."
+        return f"{what + '. ' if what else ''}The cache at {shown} stays at {format_bytes(before)} ({dtype})."
     falls = after < before
     so = any(("fewer" in changed.get(key, "")) == falls for key in ("layers", "kv_heads") if key in changed)
     start = f"{what}, so the" if so else f"{what}. The" if what else "The"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import one_line
+from ..terminal import format_bytes, one_line
 from .cost import CONVENTION
 from .types import Counts, Layer, Part
 
@@ -23,17 +23,9 @@ SHOWN = {  # numbers in the order a reader asks for them, with their names
 }  # fmt: skip
 
 
-def size(count: int) -> str:
-    """Bytes for people: 128 KiB, 4 GiB, 1.5 MiB."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 2**power:
-            return f"{count / 2**power:.4g} {unit}"
-    return f"{count} bytes" if count != 1 else "1 byte"
-
-
 def change(before: int, after: int) -> str:
     """ "from 16 to 4 GiB", each with its unit where they differ."""
-    first, second = size(before), size(after)
+    first, second = format_bytes(before), format_bytes(after)
     unit = second.rpartition(" ")[2]
     return f"from {first.removesuffix(' ' + unit)} to {second}"
 
@@ -122,10 +114,10 @@ def _saving(card: Card, layer: Layer, dtype: str) -> str:
     """What sharing saves: the sentence people want from a card."""
     token = card.cache(1, dtype).per_token
     if not token or layer.sharing == "MHA" or layer.role == "cross":
-        return f": the cache takes {size(token)} a token in {dtype}" if token and layer.role == "self" else ""
+        return f": the cache takes {format_bytes(token)} a token in {dtype}" if token and layer.role == "self" else ""
     whole = layer.query * (layer.dim + layer.value_dim)
     part = fraction(whole, layer.cached or layer.kv * (layer.dim + layer.value_dim))
-    a_token = "" if len(_kinds(card.attention.layers)) > 1 else f", {size(token)} a token in {dtype}"
+    a_token = "" if len(_kinds(card.attention.layers)) > 1 else f", {format_bytes(token)} a token in {dtype}"
     return f": the cache is {part} of what {layer.query} would need{a_token}"
 
 
@@ -197,13 +189,13 @@ def _cache(card: Card, context: int, dtype: str, batch: int, source: int | None)
             yield "It reads a whole text at once and keeps no cache."
         return
     many = f", batch {batch}" if batch > 1 else ""
-    yield f"At {context:,} tokens the cache of keys and values takes {size(cache.ideal)} in {dtype}{many}."
+    yield f"At {context:,} tokens the cache of keys and values takes {format_bytes(cache.ideal)} in {dtype}{many}."
     if cache.reserved != cache.ideal:
-        yield f"An engine that gives every layer the whole context reserves {size(cache.reserved)}."
+        yield f"An engine that gives every layer the whole context reserves {format_bytes(cache.reserved)}."
     if cache.expanded != cache.reserved:
-        yield f"With the latent written out head by head it would be {size(cache.expanded)}."
+        yield f"With the latent written out head by head it would be {format_bytes(cache.expanded)}."
     if "cross" in cache.by_kind:
-        yield f"{size(cache.by_kind['cross'])} of it is cross-attention's, {_encoder(card, context, source)}."
+        yield f"{format_bytes(cache.by_kind['cross'])} of it is cross-attention's, {_encoder(card, context, source)}."
 
 
 def _encoder(card: Card, context: int, source: int | None) -> str:

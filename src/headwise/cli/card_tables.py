@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import console, echo, one_line
+from ..terminal import console, echo, format_bytes, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,10 +41,8 @@ def show_card(
         return
     _print(_drawing(card, length, dtype, batch, layers, source))
     if memory is not None:
-        from ..card.explain import size
-
         fitting = "any context" if longest is None else f"a context of {longest:,} tokens"
-        _print(f"A cache of {size(memory)} holds {fitting}.")
+        _print(f"A cache of {format_bytes(memory)} holds {fitting}.")
 
 
 def show_diff(
@@ -179,11 +177,11 @@ def _sides(found: Diff) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..card.explain import size
-
     table = _table("", *map(one_line, found.names), "")
     for what, first, second in found.rows:
-        shown = [_shown(value, size) if what.startswith("cache") else _shown(value) for value in (first, second)]
+        shown = [
+            _shown(value, format_bytes) if what.startswith("cache") else _shown(value) for value in (first, second)
+        ]
         table.add_row(what, *shown, "")
     return Group(table, Text(), Text(str(found))) if found.rows else Text(str(found))
 
@@ -199,12 +197,18 @@ def _options(width: int, options: list[Option]) -> RenderableType:
     from rich.text import Text
 
     from ..card.designs import CONTEXT
-    from ..card.explain import big, size
+    from ..card.explain import big
 
     table = _table("heads", "KV", "d_k", "a token", f"at {CONTEXT:,}", "parameters", "")
     for option in options:
         bad = option.verdict.startswith("avoid")
-        row = (str(option.heads), str(option.kv), str(option.dim), size(option.cache_token), size(option.cache))
+        row = (
+            str(option.heads),
+            str(option.kv),
+            str(option.dim),
+            format_bytes(option.cache_token),
+            format_bytes(option.cache),
+        )
         table.add_row(*row, big(option.parameters), option.verdict, style="dim" if bad else "")
     title = f"width {width:,}, {options[0].layers} layers; embeddings not counted, cache in bf16"
     return Group(Text(title, style="bold"), table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import HeadwiseError
-from ..terminal import console, echo
+from ..terminal import console, echo, format_bytes
 from .options import PATH, LazyChoice, json_option, model_option
 
 if TYPE_CHECKING:
@@ -109,7 +109,6 @@ def command(
 
 
 def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **options: Any) -> None:
-    from ..card.explain import size
     from ..inspection import run as inspection
     from ..ui.overlays import read
     from ..ui.service import heads_off
@@ -121,7 +120,7 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
     heads = options.pop("heads")
     seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **options)
     saved(seen, path, heads=heads, scores=scores)
-    echo(f"wrote {path} ({size(path.stat().st_size)}); open it in a browser", err=True)
+    echo(f"wrote {path} ({format_bytes(path.stat().st_size)}); open it in a browser", err=True)
 
 
 def _picture(result: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:

@@ -243,7 +243,7 @@ def check_out(out: Path, overwrite: bool) -> None:
     run = run_id(recovery_file(out))
     if run is not None and run == _saved_run(out):  # the run was killed after its last rename
         recovery_file(out).unlink(missing_ok=True)
-    raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or --overwrite")
+    raise HeadwiseError(f"{str(out)!r} exists and is not empty; give another directory, or overwrite=True")
 
 
 def _note(asked: Asked, made: Plan) -> str:

@@ -249,7 +249,7 @@ def _bound(host: str, port: int) -> Any:
     except OSError as error:
         made.close()
         raise HeadwiseError(
-            f"{host} port {port} cannot be served: {error.strerror or error}; --port takes another"
+            f"{host} port {port} cannot be served: {error.strerror or error}; choose another port="
         ) from error
     return made
 
