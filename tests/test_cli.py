@@ -7,12 +7,22 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 import torch
+from rich.console import Group
+from rich.text import Text
 
 import headwise
 import headwise.attention.trace
+from headwise.card import cost
 from headwise.cli import main
+from headwise.cli.app import app
+from headwise.cli.wording import name_options, name_options_in
+from headwise.models.surgery import removal
+from headwise.prune import importance, plan
+from headwise.scale import train
+from headwise.timing import machine
 
 HEAVY = ("torch", "transformers", "numpy")
 HEADWISE = (sys.executable, "-m", "headwise")
@@ -232,3 +242,86 @@ def test_a_reader_that_goes_away_is_no_error(args: tuple[str, ...]) -> None:
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 1
+
+
+# --- wording ---
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("cut it by truncate=True", "cut it by --truncate"),
+        ("the nearest is keep=0.2000, or say allow_empty=True", "the nearest is --keep 0.2000, or say --allow-empty"),
+        ('token="bank:2" is the second', "--token bank:2 is the second"),
+        ("choose another port=", "choose another --port"),
+        ("to_json() lists all", "--json lists all"),
+        ("keepsake=7, mytoken=3", "keepsake=7, mytoken=3"),
+    ],
+)
+def test_messages_name_options_instead_of_python_arguments(message: str, words: str) -> None:
+    assert name_options(message) == words
+
+
+def test_a_renamed_argument_in_a_drawing_keeps_its_style() -> None:
+    text = Text("it ").append("(token= follows)", "dim").append(" end")
+    reworded = name_options_in(Group(text, "plain"))
+    assert isinstance(reworded, Group)
+    first, second = reworded.renderables
+    assert isinstance(first, Text) and second == "plain"
+    assert first.plain == "it (--token follows) end"
+    assert {str(span.style) for span in first.spans if span.start < 12 <= span.end} == {"dim"}
+
+
+# --- completion and choices ---
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("headwise at", {"atlas"}),
+        ("headwise atlas m", {"measure", "merge"}),
+        ("headwise prune --budget ", {"heads", "parameters", "cache", "latency"}),
+        ("headwise card --dtype fp", {"fp32", "fp16", "fp8", "fp4"}),
+        ("headwise lab --over ", {"ddp", "fsdp"}),
+        ("headwise inspect --stat co", {"confidence"}),
+        ("headwise atlas ablate in", {"induction"}),
+        ("headwise prune --score mi", {"michel", "michel-token"}),
+    ],
+)
+def test_shells_complete_commands_and_choices(line: str, expected: set[str]) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    done = run(*HEADWISE, _HEADWISE_COMPLETE="bash_complete", **words)
+    assert {item.partition(",")[2] for item in done.stdout.split()} == expected
+
+
+def test_the_completion_script_is_printed() -> None:
+    done = run(*HEADWISE, "--completion", "zsh")
+    assert done.returncode == 0 and "#compdef headwise" in done.stdout
+
+
+def choices(command: str, option: str) -> tuple[str, ...]:
+    """The values that an option offers."""
+    found = app.get_command(click.Context(app), command)
+    assert found is not None
+    [param] = [param for param in found.params if param.name == option]
+    assert isinstance(param.type, click.Choice)
+    return tuple(param.type.choices)
+
+
+def test_choices_are_those_of_the_library() -> None:
+    assert choices("prune", "budget") == plan.BUDGETS
+    assert choices("prune", "unit") == importance.UNITS
+    assert choices("prune", "compensate") == removal.COMPENSATE
+    assert choices("prune", "over") == choices("lab", "over") == train.WAYS
+    assert set(choices("card", "dtype")) == set(choices("diff", "dtype")) <= cost.BITS.keys()
+    assert set(choices("scale", "dtype")) <= cost.BITS.keys()
+    assert choices("bench", "isa") == tuple(machine.LESSER)
+
+
+def test_every_command_prints_json_or_says_why_not() -> None:
+    without = {"serve"}  # it answers a browser
+    for name in app.list_commands(click.Context(app)):
+        command = app.get_command(click.Context(app), name)
+        assert command is not None
+        if not isinstance(command, click.Group):
+            assert ("--json" in {opt for param in command.params for opt in param.opts}) == (name not in without), name

@@ -56,7 +56,7 @@ def test_it_looks_at_animal(animal: Inspection) -> None:
     target = animal.find("animal")
     best = [(link.name, round(link.weight, 2)) for link in animal.links(place) if link.target == target][:2]
     assert best == [("3.1", 0.68), ("5.11", 0.67)]
-    assert animal.followed() == [(place, "a pronoun; --token follows another word")]
+    assert animal.followed() == [(place, "a pronoun; token= follows another word")]
     previous, *others = animal.standouts(KINDS[0])
     assert (previous.kind.name, previous.name, others) == ("previous token", "0.2", [])
 
@@ -221,7 +221,7 @@ def test_an_empty_text(text: str) -> None:
 
 def test_a_text_that_is_too_long(minilm: tuple[Any, Any]) -> None:
     long = "word " * 600
-    with pytest.raises(HeadwiseError, match=r"has 602 tokens, BertModel takes 512 \(its positions\); .* --truncate"):
+    with pytest.raises(HeadwiseError, match=r"has 602 tokens, BertModel takes 512 \(its positions\); .* truncate=True"):
         headwise.inspect(long, minilm[0], tokenizer=minilm[1])
     found = headwise.inspect(long, minilm[0], tokenizer=minilm[1], truncate=True)
     assert isinstance(found, Inspection)

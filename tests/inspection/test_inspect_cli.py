@@ -107,7 +107,7 @@ def test_one_head(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_more_words_than_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     out = shown(capsys, "word " * 80, "--head", "0.0")
-    assert re.search(r"The first \d\d of 82 words; --png and --json have all.", " ".join(out.split()))
+    assert re.search(r"The first \d\d of 82 words; --json has all.", " ".join(out.split()))
     assert max(map(len, out.splitlines())) <= 40
 
 

@@ -12,6 +12,7 @@ import click
 from ..errors import HeadwiseError
 from ..terminal import console, echo, format_bytes
 from .options import PATH, LazyChoice, json_option, model_option
+from .wording import name_options, name_options_in
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -170,7 +171,8 @@ def _check(result: Any, stat: str, head: str | None) -> None:
 
 def _print(result: Any, **options: Any) -> None:
     screen = console(soft_wrap=False)
-    screen.print(_drawing(result, screen.width, colour=screen.color_system is not None, **options))
+    drawing = _drawing(result, screen.width, colour=screen.color_system is not None, **options)
+    screen.print(name_options_in(drawing))
 
 
 def _drawing(
@@ -242,7 +244,7 @@ def _page(model: str) -> str:
     parts = [PAGE]
     for name, example in EXAMPLES.items():
         result = _inspect(example.text, model, token=example.follow)
-        drawn = "\n".join(line.rstrip() for line in plain(result).splitlines())
+        drawn = "\n".join(line.rstrip() for line in name_options(plain(result)).splitlines())
         parts.append(f"\n## {name}\n{example.question}\n\n```text\n{drawn}\n```\n")
     return "".join(parts)
 

@@ -149,7 +149,7 @@ def _ranked(one: Inspection, place: int, why: str) -> Text:
         rest = sum(float(x) for x, mark in zip(row, one.words.delimiter, strict=True) if mark)
         text.append(f" delimiters {rest:.2f}\n", "dim")
     return text.append(
-        f"{len(ranked)} of {len(list(one.heads))} heads look at another word, {_aside(one)} aside; --json lists all",
+        f"{len(ranked)} of {len(list(one.heads))} heads look at another word, {_aside(one)} aside; to_json() lists all",
         "dim",
     )
 
@@ -208,7 +208,7 @@ def matrix(one: Inspection, head: str, width: int, *, colour: bool) -> Renderabl
     head_line.append("Each row is a word, the columns are where it looks; a row sums to 1.", "dim")
     parts: list[RenderableType] = [title(one), Text(), head_line, Text(), text]
     if count < len(one.words.names):
-        parts.append(Text(f"The first {count} of {len(one.words.names)} words; --png and --json have all.", "dim"))
+        parts.append(Text(f"The first {count} of {len(one.words.names)} words; to_json() has all.", "dim"))
     return Group(*parts)
 
 

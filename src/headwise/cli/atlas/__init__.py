@@ -15,7 +15,8 @@ class AtlasGroup(LazyGroup):
     """Without the name of a command: `show` where it has all the options given, else `measure`."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        if not args or args[0] not in (*self.modules, *context.help_option_names):
+        completing = context.resilient_parsing and not args
+        if not completing and (not args or args[0] not in (*self.modules, *context.help_option_names)):
             args = [self._default(context, args), *args]
         return super().parse_args(context, args)
 
