@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 
 from .errors import ShapeError
 
@@ -47,6 +46,8 @@ class Heads:
         _check_size("d_model", width)
         if dim is None:
             if width % query:
+                from decimal import Decimal  # exact for numbers of any size, and needed only here
+
                 raise ShapeError(
                     f"{query} heads do not divide d_model {width} ({width} / {query} = {Decimal(width) / query:.4g}); "
                     f"{_near_divisors(width, query)} do, or give head_dim"

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import write_defaults
+import transformers
 from transformers import PreTrainedConfig, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
+from headwise.card.config.defaults import defaults, model_types, version
 from headwise.card.types import Part
+from helpers.tools import load_tool
 
 NAMES = {
     "num_hidden_layers": "layers",
@@ -138,11 +140,12 @@ def test_layer_types_are_those_of_the_object(configs: dict[str, PreTrainedConfig
 
 
 def test_the_table_of_defaults_is_that_of_transformers() -> None:
-    """A sample of the lines; the whole is written by write_defaults.py."""
-    lines = dict(line.split("\t", 1) for line in write_defaults.PATH.read_text(encoding="utf-8").splitlines())
-    assert lines.keys() == set(CONFIG_MAPPING.keys())
+    """A sample of the rows; tools/config_defaults.py writes them all."""
+    generator = load_tool("config_defaults")
+    assert version() == f"transformers {transformers.__version__}"
+    assert model_types() == sorted(CONFIG_MAPPING.keys())
     for model_type in ("llama", "bert", "whisper", "qwen2_5_vl", "gemma3", "falcon", "deepseek_v3", "clip"):
-        assert json.loads(lines[model_type]) == write_defaults.defaults(model_type)
+        assert defaults(model_type) == generator.defaults(model_type)
 
 
 # --- what configs on the hub say in words of their own ---

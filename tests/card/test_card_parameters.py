@@ -9,11 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
 from headwise.card.parameters.output_heads import OUTPUTS
-from headwise.card.parameters.table import FACTS
+from headwise.card.parameters.table import facts_of, model_types
 from headwise.card.parameters.totals import ending
 from helpers.meta_models import built, classes, small, variants
 
-TYPES = sorted(name for name in FACTS if name in CONFIG_MAPPING)
+TYPES = sorted(name for name in model_types() if name in CONFIG_MAPPING)
 MAIN = (
     "ForConditionalGeneration",
     "ForCausalLM",
@@ -39,7 +39,7 @@ def total(config: dict[str, Any], name: str) -> Any:
 
 
 def main_class(model_type: str) -> str:
-    known = [name for name in classes(model_type) if ending(name) in OUTPUTS[FACTS[model_type].heads]]
+    known = [name for name in classes(model_type) if ending(name) in OUTPUTS[facts_of(model_type).heads]]
     return next((name for end in MAIN for name in known if name.endswith(end)), "")
 
 
@@ -70,7 +70,7 @@ HEADS = ("llama", "qwen3_5_text", "gpt2", "opt", "bert", "roberta", "distilbert"
 
 @pytest.mark.parametrize("model_type", HEADS)
 def test_every_head_of_a_family(model_type: str) -> None:
-    compared, known = 0, OUTPUTS[FACTS[model_type].heads]
+    compared, known = 0, OUTPUTS[facts_of(model_type).heads]
     for name in classes(model_type):
         truth = built(model_type, name, small(model_type))
         if truth is None:

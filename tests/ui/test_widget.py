@@ -128,7 +128,7 @@ def test_html_by_the_command(tab: Any, tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "a.html"
     assert main(["inspect", ANIMAL, "--html", str(path), "--head", "5.11"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and re.fullmatch(rf"wrote {path} \(\d\.\d MB\); open it in a browser\n", err)
+    assert out == "" and re.fullmatch(rf"wrote {path} \(\d\.\d+ MiB\); open it in a browser\n", err)
     shown = tab().open(path)
     assert shown.title() == ANIMAL
     assert shown.locator(".hw-chosen b").inner_text() == "head 5.11"

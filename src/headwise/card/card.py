@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import cost
-from .advice import warnings
+from .config.node import Node
 from .config.towers import parts
+from .config_warnings import warnings
+from .parameters.facts import Sizes
 from .parameters.output_heads import tied
-from .parameters.spec import Sizes
 from .parameters.totals import class_name, count
-from .sources.config import Node
 from .types import Attention, Counts, Part, Source, Unknown
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ShapeError, UnsupportedError
 from .types import Counts, Layer, Part, Unknown
@@ -32,8 +31,7 @@ def check_count(name: str, got: Any, least: int = 1) -> int:
     return got
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
+class Cache(NamedTuple):
     """The cache in bytes.
 
     ideal: each layer keeps what it can still see, MLA its latent. reserved: every layer the whole context,
@@ -48,7 +46,7 @@ class Cache:
     by_kind: dict[str, int]  # the ideal, by "full", "sliding", "chunked", "cross"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return self._asdict()
 
 
 def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source: int | None = None) -> Cache:
@@ -100,8 +98,7 @@ def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int, source
     return low
 
 
-@dataclass(frozen=True, slots=True)
-class Flops:
+class Flops(NamedTuple):
     """FLOPs of one sequence: prefill of the context, one decode step behind it. linear: None where parameters are."""
 
     prefill_attention: int
@@ -119,7 +116,7 @@ class Flops:
         return None if self.decode_linear is None else self.decode_linear + self.decode_attention
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"prefill": self.prefill, "decode": self.decode}
+        return self._asdict() | {"prefill": self.prefill, "decode": self.decode}
 
 
 def pairs(layer: Layer, context: int, source: int | None = None) -> int:

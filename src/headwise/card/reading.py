@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import hub
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from .card import Card, from_config, from_tensors
+from .sources.json_file import load_json
 
 if TYPE_CHECKING:
     from .sources.pruned import Pruned
     from .sources.safetensors import Tensors
 
-LARGEST_JSON = 64 * 2**20
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
 def read(source: Any) -> Card:
@@ -39,45 +37,19 @@ def read(source: Any) -> Card:
         if isinstance(error, HeadwiseError):
             raise
         raise CheckpointError(f"{name[:120]!r} cannot be read: {str(error)[:120]}") from None
-    import difflib
-
     from .sources.presets import FAMOUS
 
     if name in FAMOUS:
         return from_config(FAMOUS[name], name)
-    if isinstance(source, str) and HUB_ID.fullmatch(source):
+    if isinstance(source, str) and re.fullmatch(HUB_ID, source):
         return from_config(load_json(_from_hub(source)), source)
+    import difflib
+
     alike = difflib.get_close_matches(name, FAMOUS, 3)
     raise CheckpointError(
         f"{name[:120]!r} is neither a file or folder that exists, nor a hub id (owner/name), nor a famous name; "
         + (f"did you mean {' or '.join(alike)}?" if alike else f"those are {', '.join(FAMOUS)}")
     )
-
-
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
-    size = path.stat().st_size
-    if size > LARGEST_JSON:
-        raise CheckpointError(
-            f"{path.name} has {size:,} bytes; a config has at most {LARGEST_JSON:,}. Is it a config.json?"
-        )
-    text = path.read_bytes()
-    if not text.strip():
-        raise CheckpointError(f"{path.name} is empty; expected a JSON object, as a config.json is")
-    try:
-        plain = json.loads(text)
-    except RecursionError:
-        raise CheckpointError(f"{path.name} nests too deep to be a config.json") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON: {str(error)[:100]}; expected a config.json") from None
-    if not isinstance(plain, dict):
-        raise CheckpointError(f"{path.name} holds a JSON {_kind(plain)}; expected an object, as a config.json is")
-    return plain
-
-
-def _kind(plain: Any) -> str:
-    names: dict[type, str] = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(plain), "null")
 
 
 def _file(path: Path) -> Card:
@@ -147,6 +119,8 @@ def _from_hub(name: str) -> Path:
         raise UnsupportedError(
             f"{name} looks like a hub id; `pip install huggingface_hub` to read cards from there"
         ) from None
+    from .. import hub
+
     offline = hub.unreachable()
     try:
         with hub.quiet():

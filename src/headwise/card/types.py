@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..heads import Heads
+
+# Small values are named tuples: a card is read in the time of a few dozen dataclass definitions.
 
 GROUPS = ("attention", "ffn", "embeddings", "norms", "other")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Where a number comes from: "read" (which key), "derived" (how) or "defaulted" (from where)."""
 
     how: str
@@ -73,8 +74,7 @@ class Layer:
         return asdict(self) | {"sharing": self.sharing}
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(NamedTuple):
     """Every attention of a stack, one entry a layer (two for a decoder layer that also attends to an encoder)."""
 
     layers: tuple[Layer, ...]
@@ -91,7 +91,7 @@ class Attention:
         return sum(layer.query for layer in self.layers if layer.sharing != "none")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counts:
     """Parameters by what they serve. `active`: those one token meets (all but the experts it is not sent to)."""
 
@@ -118,8 +118,7 @@ class Counts:
         return {name: getattr(self, name) for name in ("total", "active", *GROUPS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
+class Unknown(NamedTuple):
     """In place of a count that would be a guess. Every number of it is None."""
 
     why: str
@@ -138,7 +137,7 @@ class Unknown:
         return {"unknown": self.why}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """One tower: its config's place and model type, its layers, and where each of its numbers comes from."""
 

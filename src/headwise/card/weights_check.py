@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .parameters.table import FACTS
+from .parameters.table import facts_of
 from .sources.safetensors import Tensor, Tensors
 from .types import Counts, Layer, Part, Source
 
@@ -145,7 +145,7 @@ def _words(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
 
 
 def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
-    facts = FACTS.get(part.model_type)
+    facts = facts_of(part.model_type)
     if facts is None or not isinstance(facts.gated, bool) or facts.ffn is not None:
         return
     gate, up = _first(tensors, GATES), _first(tensors, UPS)

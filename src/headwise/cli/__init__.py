@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import click
 
 USAGE_ERROR, INTERRUPTED = 2, 130
+START_UP_OBJECTS = 50_000  # before the first garbage collection; Python begins after 700
 COMPLETE = "_HEADWISE_COMPLETE"  # the variable by which a shell asks for completions
 
 
@@ -22,6 +24,8 @@ def main(args: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot encode "√" shows "?" instead of failing
+    thresholds = gc.get_threshold()
+    gc.set_threshold(START_UP_OBJECTS, *thresholds[1:])  # loading modules makes many objects and no garbage
     try:
         code = _run(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
@@ -34,6 +38,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it exits
         return 1
+    finally:
+        gc.set_threshold(*thresholds)
     return code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from ..sources.config import Node
+from .node import Node
 
 # Tokens beside the patches: the class token, DeiT's distillation token.
 EXTRA_TOKENS = {"vit": 1, "deit": 2, "beit": 1, "data2vec-vision": 1, "blip_vision_model": 1, "mllama_vision_model": 1}

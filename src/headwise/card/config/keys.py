@@ -95,8 +95,8 @@ NO_TOWER = frozenset({
 # Names that say "heads" and mean a state or something else: these types have no attention.
 NO_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "hyena", "rwkv7"})
 
-# Types of the hub that are another's twin, to the last parameter.
-TWINS = {"kimi_k2": "deepseek_v3", "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "chinese_clip_text": "bert"}
+# Model types of the hub that equal another type, to the last parameter.
+ALIASES = {"kimi_k2": "deepseek_v3", "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "chinese_clip_text": "bert"}
 
 # Layers that hold more than one attention each: LongCat-Flash has two.
 ATTENTIONS_A_LAYER = {"longcat_flash": 2}

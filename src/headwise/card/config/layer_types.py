@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..sources.config import Node
 from . import keys
+from .node import Node
 
 
 def layer_words(node: Node, depth: int) -> list[str] | None:

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointError
-from ..sources.config import LARGEST, MOST_LAYERS, Node
 from ..types import Attention, Layer, Source
 from . import keys as names
 from . import layer_types
+from .node import LARGEST, MOST_LAYERS, Node
 
 Keys = tuple[str, ...]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Stack:
     """What one stack of layers says of itself, each number with its source; the layers are made from it."""
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..sources.config import Node
 from ..types import Attention, Part
 from . import keys
 from .encoder_length import encoder_length
 from .layers import stack
+from .node import Node
 
 ENCODERS, DECODERS = ("encoder", "encoder_config"), ("decoder", "decoder_config")
 NO_CROSS = ("musicgen_melody_decoder",)  # it reads its encoder as tokens before its own

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..config.layer_types import sparse_layers
-from ..sources.config import Node
+from ..config.node import Node
 from ..types import GROUPS, Counts, Layer, Part
+from .facts import Experts, Facts, Sizes, Term, lin
 from .output_heads import OUTPUTS, Output
-from .spec import Experts, Facts, Sizes, Term, lin
 
 NORM = {"rms": 1, "layer": 2, "bare": 0}  # numbers a channel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .spec import Experts, Facts, Sizes, lin, ln
+from .facts import Experts, Facts, Sizes, lin, ln
 
 BIAS = "attention_bias"
 
@@ -58,7 +58,7 @@ QWEN3_NEXT = Facts(
 )  # fmt: skip
 GRANITE_MOE = Facts(qkv_bias=BIAS, out_bias=BIAS, experts=Experts(always=True, width=lambda s: s.f))
 
-DECODERS: dict[str, Facts] = {
+FACTS: dict[str, Facts] = {
     # Llama and those built like it
     "llama": LLAMA,
     "mistral": Facts(),

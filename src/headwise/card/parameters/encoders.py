@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .facts import Facts, Sizes, lin, ln
 from .output_heads import tied
-from .spec import Facts, Sizes, lin, ln
 
 
 def rows(s: Sizes) -> int:
@@ -193,11 +193,7 @@ def _pairs() -> dict[str, Facts]:
     kinds["transformer-2017"] = _both(post_norm, positions=lambda s: 0, qkv_bias=False, out_bias=False)
     marian = kinds["marian"]
     kinds["marian"] = marian[0], marian[1].but(once={"embeddings": marian_words})
-    table: dict[str, Facts] = {}
-    for name, (encoder, decoder) in kinds.items():
-        table[name] = encoder.but(twin=f"{name}:decoder")
-        table[f"{name}:decoder"] = decoder
-    return table
+    return {name: encoder.but(decoder=decoder) for name, (encoder, decoder) in kinds.items()}
 
 
-PAIRS = _pairs()
+FACTS: dict[str, Facts] = {**ENCODERS, **_pairs()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .spec import Facts, Sizes, lin, ln
+from .facts import Facts, Sizes, lin, ln
 
 Output = Callable[[Sizes, Facts], int]
 

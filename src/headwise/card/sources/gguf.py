@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from ...errors import CheckpointError
 from ...terminal import one_line
-from .config import defaults
+from ..config.defaults import defaults
 from .safetensors import Tensor, Tensors
 
 PLAIN = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}

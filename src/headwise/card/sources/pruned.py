@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..types import Attention, Layer, Part, Source
+from .json_file import load_json
 
 FILE = "headwise.json"
 VERSION = 1
@@ -69,8 +70,6 @@ class Pruned:
 
 def read(folder: Path) -> Pruned | None:
     """The headwise.json of a folder, or None where it has none."""
-    from ..reading import load_json
-
     file = folder / FILE
     if not file.is_file():
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .json_file import load_json
 
 LONGEST_HEADER = 100 * 2**20  # the format's own limit
 DTYPES = {
@@ -87,8 +88,6 @@ def _tensor(name: str, key: str, entry: Any, data: int) -> Tensor:
 
 def sharded(index: Path) -> Tensors:
     """All files that an index names, which must lie beside it."""
-    from ..reading import load_json
-
     table = load_json(index).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(f"{index.name} must have a weight_map of tensor to file")

@@ -5,48 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..config import keys as names
 from ..types import Source
+from . import keys as key_names
+from .defaults import defaults, version
 
 DEPTH = 8  # configs nest two or three deep
 LARGEST = 10**9  # of any one size
 MOST_LAYERS = 10_000  # a thousand is more than any model has
-VERSION = "transformers 5.22.2"
-
-
-# The model of 2017 has no config of its own; famous.py writes one.
-OURS: dict[str, dict[str, Any]] = {
-    "transformer-2017": {"_base": "TransformerModel", "_generates": "TransformerForConditionalGeneration"}
-}
-
-
-@cache
-def _table() -> dict[str, str]:
-    text = (Path(__file__).parents[1] / "config" / "defaults.tsv").read_text(encoding="utf-8")
-    return dict(line.split("\t", 1) for line in text.splitlines())
-
-
-@cache
-def defaults(model_type: str) -> dict[str, Any]:
-    """What transformers assumes for a model type; nothing for a type it does not know."""
-    if model_type in OURS:
-        return OURS[model_type]
-    line = _table().get(names.TWINS.get(model_type, model_type))
-    return json.loads(line) if line else {}
-
-
-def model_types() -> list[str]:
-    """Every model type of the table."""
-    return list(_table())
-
-
-def known(model_type: str) -> bool:
-    return names.TWINS.get(model_type, model_type) in _table()
 
 
 class Node:
@@ -84,7 +52,7 @@ class Node:
         for key in wanted:
             # a null in the file is an answer too where the type's own default is a number
             if self.assumed.get(key) is not None and not (key in self.raw and self.raw[key] is None):
-                return self.assumed[key], Source("defaulted", f"{key} of {self.model_type} in {VERSION}")
+                return self.assumed[key], Source("defaulted", f"{key} of {self.model_type} in {version()}")
         return None, None
 
     def value(self, *keys: str) -> Any:
@@ -123,7 +91,7 @@ class Node:
         return got if isinstance(got, list) and got else None
 
     def _tower(self, key: str) -> bool:
-        return isinstance(self.assumed.get(key), dict) and not key.startswith("_") and key not in names.NO_TOWER
+        return isinstance(self.assumed.get(key), dict) and not key.startswith("_") and key not in key_names.NO_TOWER
 
     def children(self) -> Iterator[tuple[str, Node]]:
         """The configs inside this one, those that the type assumes among them."""
@@ -137,7 +105,7 @@ class Node:
         keys = [key for key, value in self.raw.items() if isinstance(value, dict)]
         keys += [key for key, value in self.assumed.items() if isinstance(value, dict) and key not in self.raw]
         for key in keys:
-            if key.startswith("_") or key in names.NO_TOWER:
+            if key.startswith("_") or key in key_names.NO_TOWER:
                 continue
             raw, assumed = self.raw.get(key), self.assumed.get(key)
             if not isinstance(assumed, dict):

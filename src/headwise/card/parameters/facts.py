@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sources.config import Node
+from ..config.node import Node
 from ..types import Layer
 
 Flag = bool | str  # a fact of the type, or the config key that decides; "!key" is its opposite
@@ -62,7 +62,7 @@ def ln(width: int) -> int:
     return 2 * width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Experts:
     """The routed feed-forward part of a sparse layer. Experts are gated like the type's dense FFN."""
 
@@ -76,7 +76,7 @@ class Experts:
     only_if: Flag = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Facts:
     """One model type. What is not said is as in Llama: gated FFN, no biases, two RMS norms a layer, one at the end."""
 
@@ -110,7 +110,7 @@ class Facts:
     towers: Mapping[str, str] = field(
         default_factory=dict
     )  # key of a nested config -> its class's ending; "?": may be missing
-    twin: str = ""  # a decoder's row, where encoder and decoder differ
+    decoder: Facts | None = None  # the decoder's facts in a model with an encoder and a decoder
     cross: str = ""  # "same": cross-attention like self-attention
 
     def but(self, **changes: Any) -> Facts:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .sources.config import Node, known
+from .config.defaults import is_known, version
+from .config.node import Node
 from .types import Layer, Part
 
 SMALL_HEAD, ALIGNED = 32, 8
@@ -16,10 +17,8 @@ def warnings(parts: Iterable[Part], root: Node) -> list[str]:
     said = []
     if not root.model_type:
         said.append("the config names no model_type; keys were read by their usual names")
-    elif not known(root.model_type) and not root.model_type.startswith(("gguf:", "transformer-2017")):
-        said.append(
-            f"model type {root.model_type} is not one of transformers 5.22.2; keys were read by their usual names"
-        )
+    elif not is_known(root.model_type) and not root.model_type.startswith(("gguf:", "transformer-2017")):
+        said.append(f"model type {root.model_type} is not one of {version()}; keys were read by their usual names")
     for part in parts:
         for words in _part(part):
             text = f"{part.name}: {words}" if part.name not in ("model", "") else words
