@@ -137,6 +137,9 @@ class Unknown(NamedTuple):
         return {"unknown": self.why}
 
 
+NO_LAYERS, NOT_COUNTED = Attention(()), Unknown("not counted")
+
+
 @dataclass(frozen=True)
 class Part:
     """One tower: its config's place and model type, its layers, and where each of its numbers comes from."""
@@ -145,9 +148,9 @@ class Part:
     path: str  # of its config inside the file: "", "vision_config", ...
     model_type: str
     numbers: dict[str, int | None] = field(default_factory=dict)
-    attention: Attention = Attention(())
+    attention: Attention = NO_LAYERS
     sources: dict[str, Source] = field(default_factory=dict)
-    parameters: Counts | Unknown = Unknown("not counted")
+    parameters: Counts | Unknown = NOT_COUNTED
 
     @property
     def layers(self) -> Sequence[Layer]:
