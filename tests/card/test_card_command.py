@@ -130,7 +130,7 @@ def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], tmp_pat
         (4, 2, 0, "queries  ●● ●●\n         └┘ └┘\nkeys     ■  ■"),
         (6, 2, 0, "queries  ●●● ●●●\n         └┬┘ └┬┘\nkeys      ■   ■"),
         (4, 1, 0, "queries  ●●●●\n         └┬─┘\nkeys      ■"),
-        (3, 3, 9, "queries  ●●●\nlatent   └─┘ 9 numbers a token"),
+        (3, 3, 9, "queries  ●●●\nlatent   └─┘ 9 numbers per token"),
     ],
 )
 def test_the_drawing(query: int, kv: int, latent: int, want: str) -> None:

@@ -87,7 +87,7 @@ def test_weights_alone_are_counted(tmp_path: Path) -> None:
     assert card.parameters == want
     assert card.attention.kind == "none"
     assert card.main.numbers == {"layers": 2, "vocab": 31, "width": 24, "group": 3}
-    assert "weights alone do not say how a projection is cut into heads" in card.warnings[0]
+    assert "weights alone do not say into how many heads a projection is divided" in card.warnings[0]
     assert "Nothing here says how many heads there are" in card.explain()
 
 
@@ -110,7 +110,7 @@ def test_sharded_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 4}, r"q_proj.weight has 30 rows; 6 heads with head_dim 4 make 24; 5 a head would fit"),
+        ({"head_dim": 4}, r"q_proj.weight has 30 rows; 6 heads with head_dim 4 make 24; 5 per head would fit"),
         ({"num_key_value_heads": 3}, r"k_proj.weight has 10 rows; 3 heads with head_dim 5 make 15"),
         (
             {"tie_word_embeddings": True},
@@ -316,12 +316,12 @@ def test_the_hub_is_asked_only_by_name_and_offline_is_one_line(
     assert main(["card", "someone/some-model"]) == 2
     err = capsys.readouterr().err
     assert (
-        "someone/some-model could not be had from the hub (no network); give the path of a config.json instead" in err
+        "someone/some-model cannot be fetched from the hub (no network); give the path of a config.json instead" in err
     )
     assert err.count("\n") == 1
     monkeypatch.setattr(hub, "unreachable", lambda: True)
     assert main(["card", "someone/some-model"]) == 2
-    assert "could not be had from the hub (it cannot be reached)" in capsys.readouterr().err
+    assert "cannot be fetched from the hub (it cannot be reached)" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **how: pytest.fail("asked the hub"))
     headwise.card.read("llama3-8b")
 

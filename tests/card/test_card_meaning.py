@@ -145,23 +145,23 @@ def test_the_sentences_people_want() -> None:
     said = headwise.card.read("llama3-8b").explain()
     assert (
         "32 query heads share 8 key/value heads in groups of 4 (GQA): the cache is a quarter of what 32 would need, "
-        "128 KiB a token in bf16."
+        "128 KiB per token in bf16."
     ) in said
-    assert "12 layers of 12 heads make 144 attentions a pass." in headwise.card.read("bert-base").explain()
+    assert "12 layers of 12 heads make 144 attentions per pass." in headwise.card.read("bert-base").explain()
     assert (
-        "Heads do not add parameters: 6 heads of 128 would take the same matrices as 12 of 64."
+        "Heads do not add parameters: 6 heads of 128 would need the same matrices as 12 of 64."
         in headwise.card.read("bert-base").explain()
     )
     mixtral = headwise.card.read("mixtral-8x7b").explain()
     assert (
-        "A token meets 12,879,925,248 of them: it is sent to 2 of 8 experts. Experts belong to the feed-forward part"
+        "A token uses 12,879,925,248 of them: it is routed to 2 of 8 experts. Experts belong to the feed-forward part"
         in mixtral
     )
     deepseek = headwise.card.read("deepseek-v3").explain()
-    assert "make their keys and values from one latent of 576 numbers a token (MLA)" in deepseek
+    assert "make their keys and values from one latent of 576 numbers per token (MLA)" in deepseek
     gpt_oss = headwise.card.read("gpt-oss-20b").explain(8192)
-    assert "12 of 24 layers see 128 tokens at most, so their cache stops growing there." in gpt_oss
-    assert "An engine that gives every layer the whole context reserves 384 MiB." in gpt_oss
+    assert "12 of 24 layers attend to 128 tokens at most, so their cache stops growing there." in gpt_oss
+    assert "An engine that reserves the whole context for every layer needs 384 MiB." in gpt_oss
     assert "All 71 query heads share one key/value head (MQA)" in headwise.card.read({"model_type": "falcon"}).explain()
 
 
@@ -235,7 +235,7 @@ def test_diff_claims_no_cause_that_is_none() -> None:
     assert (
         "1.91 times more layers, 4 times more query heads. The cache at 32k falls from 4 to 2.145 GiB (bf16)." in said
     )
-    assert "A token meets 8.03 billion there and 37.55 billion here." in said
+    assert "A token uses 8.03 billion of them in" in said
     unknown = str(headwise.card.diff("gpt2", {"model_type": "unheard-of", **SMALL, "model_type": "unheard-of"}))  # noqa: F601
     assert "Parameters of config: not known for this model type (unheard-of)." in unknown
 

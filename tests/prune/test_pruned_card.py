@@ -67,7 +67,7 @@ def test_a_record_that_does_not_fit_is_told(tmp_path: Path) -> None:
     record = json.loads(file.read_text())
     (path, entry), *_ = record["layers"].items()
     for change, words in [
-        ({"headwise": 7}, "not one that this version wrote"),
+        ({"headwise": 7}, "was not written by this version"),
         ({"layers": {path: entry | {"query_of": 9}}}, "is for 9 heads in layer 0, config.json says 5"),
         ({"layers": {path: {}}}, "does not say what the heads of a layer are"),
     ]:
@@ -76,7 +76,7 @@ def test_a_record_that_does_not_fit_is_told(tmp_path: Path) -> None:
             headwise.card.read(tmp_path / "model")
     file.write_text(json.dumps(record | {"layers": {path: entry | {"layer": 7}}}))
     card = headwise.card.read(tmp_path / "model")
-    assert any("speaks of self layers that the config has not" in words for words in card.warnings)
+    assert any("names self layers that the config does not have" in words for words in card.warnings)
     (tmp_path / "model" / "model.safetensors").unlink()
     file.write_text(json.dumps(record))
     assert "put the weights beside the config" in headwise.card.read(tmp_path / "model").explain()

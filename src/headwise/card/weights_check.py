@@ -1,4 +1,4 @@
-"""Weights by their names and shapes: what they hold, and what of a config they contradict."""
+"""Weights by their names and shapes: how many parameters they have, and where they contradict a config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .parameters.table import facts_of
 from .sources.safetensors import Tensor, Tensors
 from .types import Counts, Layer, Part, Source
 
-# The first pattern that a tensor's name matches says what it serves.
+# The first pattern that matches a tensor's name gives its group.
 GROUPS = (
     ("norms", re.compile(r"norm|(^|\.)ln_|layrnorm|\bln\d?\b|LayerNorm")),
     ("embeddings", re.compile(r"embed|embd|wte|wpe|token_types|cls_token|position|shared\.weight")),
@@ -20,7 +20,7 @@ GROUPS = (
     ("ffn", re.compile(r"mlp|ffn|feed_forward|intermediate|expert|moe|fc1|fc2|DenseReluDense|\.output\.dense|router")),
 )
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|blk)\.(\d+)\.")
-# Where a layer keeps its projections: what -> endings of names. Rows are outputs, but for Conv1D (GPT-2).
+# A layer's projections -> endings of the names of their tensors. Rows are outputs, except in Conv1D (GPT-2).
 PROJECTIONS = {
     "query": (
         "q_proj.weight",
@@ -60,7 +60,7 @@ WORDS = (
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
-NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks that old checkpoints carry: nothing that is learned
+NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks in old checkpoints: not parameters
 
 
 def group(name: str) -> str:
@@ -70,7 +70,7 @@ def group(name: str) -> str:
 
 
 def counts(tensors: Tensors) -> Counts:
-    """Parameters as they stand in the file, by what their names say they serve."""
+    """The parameters in the file, grouped by their names."""
     sums: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor.dtype in NO_NUMBERS:
@@ -80,7 +80,7 @@ def counts(tensors: Tensors) -> Counts:
 
 
 def by_layer(tensors: Tensors) -> dict[int | None, Tensors]:
-    """The tensors of each layer, and under None those of no layer: a large model has a hundred thousand."""
+    """The tensors of each layer, and under None those of no layer."""
     found: dict[int | None, Tensors] = {}
     for name, tensor in tensors.items():
         match = LAYER.search(name)
@@ -96,14 +96,14 @@ def _first(tensors: Tensors, endings: tuple[str, ...]) -> tuple[str, Tensor] | N
 
 
 def contradictions(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
-    """What the weights say otherwise than the config, one sentence each."""
+    """Where the weights contradict the config, one sentence each."""
     yield from _layers(part, tensors)
     layers = by_layer(tensors)
     for layer in {layer.index: layer for layer in part.layers if layer.role == "self"}.values():
         problems = list(_projections(layer, layers.get(layer.index, {})))
         if problems:
             yield from problems
-            break  # one layer says it; the others say the same
+            break  # the other layers would say the same
     yield from _words(part, tied, layers.get(None, {}))
     yield from _gate(part, layers.get(0, {}))
 
@@ -128,7 +128,7 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
     for name, (heads, dim) in sizes.items():
         found = _first(tensors, PROJECTIONS[name])
         if found and found[1].shape[0] != heads * dim:
-            fits = f"; {found[1].shape[0] // heads} a head would fit" if found[1].shape[0] % heads == 0 else ""
+            fits = f"; {found[1].shape[0] // heads} per head would fit" if found[1].shape[0] % heads == 0 else ""
             yield f"{found[0]} has {found[1].shape[0]} rows; {heads} heads with head_dim {dim} make {heads * dim}{fits}"
 
 
@@ -165,7 +165,7 @@ def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
 
 
 def sizes(tensors: Tensors) -> tuple[dict[str, int | None], dict[str, Source]]:
-    """What shapes alone say: layers, width, vocabulary, and how many query rows there are to a row of keys."""
+    """What shapes alone say: layers, width, vocabulary, and query rows per key row."""
     numbers: dict[str, int | None] = {}
     sources: dict[str, Source] = {}
 
@@ -174,7 +174,7 @@ def sizes(tensors: Tensors) -> tuple[dict[str, int | None], dict[str, Source]]:
 
     found = [int(match[1]) for name in tensors if (match := LAYER.search(name))]
     if found:
-        note("layers", max(found) + 1, "the highest number of a layer in the names of the weights, and one")
+        note("layers", max(found) + 1, "1 + the highest layer number in the names of the weights")
     if words := _first(tensors, WORDS):
         note("vocab", words[1].shape[0], f"rows of {words[0]}")
         note("width", words[1].shape[1], f"columns of {words[0]}")

@@ -120,7 +120,7 @@ def heads_drawing(layer: Layer) -> Text:
         shown = min(layer.query, DRAWN)
         more = f" … {layer.query} in all" if shown < layer.query else ""
         return Text(
-            f"queries  {'●' * shown}{more}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers a token"
+            f"queries  {'●' * shown}{more}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers per token"
         )
     group = max(layer.query // layer.kv, 1)
     groups = max(min(layer.kv, DRAWN // (group + 1)), 1)
@@ -199,7 +199,7 @@ def _options(width: int, options: list[Option]) -> RenderableType:
     from ..card.designs import CONTEXT
     from ..card.explain import big
 
-    table = _table("heads", "KV", "d_k", "a token", f"at {CONTEXT:,}", "parameters", "")
+    table = _table("heads", "KV", "d_k", "per token", f"at {CONTEXT:,}", "parameters", "")
     for option in options:
         bad = option.verdict.startswith("avoid")
         row = (

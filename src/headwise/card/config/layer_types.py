@@ -1,4 +1,4 @@
-"""Which layer attends how: the lists and shorthands by which configs say that layers differ."""
+"""The type of every layer: the lists and shorthands by which configs say that layers differ."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _indices(key: str, hit: str, miss: str) -> Callable[[Node, int], list[str]]:
 
 
 def _letters(node: Node, depth: int) -> list[str]:
-    """Nemotron-H: "M-M*-" with * for attention; a layer of MLP or MoE is a layer there."""
+    """Nemotron-H: "M-M*-" with * for attention; an MLP or MoE counts as a layer there."""
     got = node.value("hybrid_override_pattern")
     return [letter.lower() for letter in got][:depth] if isinstance(got, str) else []
 
@@ -160,7 +160,7 @@ def sparse_layers(node: Node, depth: int) -> list[bool]:
 
 
 def _first_dense(node: Node, depth: int) -> list[bool]:
-    """DeepSeek: the first k layers are dense, of the rest every moe_layer_freq-th is sparse (a list: one a layer)."""
+    """DeepSeek: the first k layers are dense, then every moe_layer_freq-th is sparse (a list: one entry per layer)."""
     first = node.amount("first_k_dense_replace", "num_dense_layers", most=10**9) or 0
     freq = node.value("moe_layer_freq")
     if isinstance(freq, list):

@@ -1,4 +1,4 @@
-"""One config of a file: what it says, what its model type assumes where it says nothing, and which it was."""
+"""One config of a file: each value with its source, the file itself or the defaults of its model type."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Node:
         raw: dict[str, Any],
         path: str = "",
         assumed: dict[str, Any] | None = None,
-        written: dict[str, str] | None = None,
+        key_names: dict[str, str] | None = None,
     ) -> None:
         self.raw, self.path = raw, path
-        self.written = written or {}  # a key's name in the file, where that is another (GGUF)
+        self.key_names = key_names or {}  # names of keys in the file, where they differ (GGUF)
         own = raw.get("model_type", (assumed or {}).get("model_type"))
         if own is not None and not isinstance(own, str):
             raise CheckpointError(f"{self.place('model_type')} must be a name, got {shown(own)}")
@@ -37,7 +37,7 @@ class Node:
         self.map: dict[str, str] = self.assumed.get("_map", {})
 
     def place(self, key: str) -> str:
-        key = self.written.get(key, key)
+        key = self.key_names.get(key, key)
         return f"{self.path}.{key}" if self.path else key
 
     def has(self, key: str) -> bool:
@@ -82,7 +82,7 @@ class Node:
         if isinstance(got, float) and math.isfinite(got) and got == int(got):
             got = int(got)
         if isinstance(got, bool) or not isinstance(got, int) or not least <= got <= most:
-            what = source.what if source else "a number"
+            what = source.detail if source else "a number"
             raise CheckpointError(f"{what} must be a whole number from {least} to {most:,}, got {shown(got)}")
         return got
 
