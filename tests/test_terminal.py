@@ -17,7 +17,7 @@ from headwise.card import diff, read
 from headwise.card.sources.safetensors import DTYPES
 from headwise.cli import main
 from headwise.roles.atlas.bundled import shipped
-from headwise.terminal import CONTROL, console, echo, neutralised, one_line
+from headwise.terminal import CONTROL, console, echo, escape_controls, one_line
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 # the clipboard by OSC 52, colours, C1's CSI, an overriding direction, a link, a cursor that goes back, DEL; and markup
@@ -38,10 +38,10 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str, code: int | None = 0
 
 
 def test_control_characters_become_escapes() -> None:
-    assert neutralised("a\x1b[31m\x9b\u202e\udc80\tb\n") == "a\\u001b[31m\\u009b\\u202e\\udc80\tb\n"
+    assert escape_controls("a\x1b[31m\x9b\u202e\udc80\tb\n") == "a\\u001b[31m\\u009b\\u202e\\udc80\tb\n"
     assert one_line("a\n\tb") == "a\\u000a\\u0009b"
-    assert neutralised("naïve 中文 é \u200d 👩‍💻") == "naïve 中文 é \u200d 👩‍💻"
-    assert [chr(n) for n in range(256) if neutralised(chr(n)) == chr(n) and n not in range(32, 127)] == [
+    assert escape_controls("naïve 中文 é \u200d 👩‍💻") == "naïve 中文 é \u200d 👩‍💻"
+    assert [chr(n) for n in range(256) if escape_controls(chr(n)) == chr(n) and n not in range(32, 127)] == [
         "\t", "\n", *map(chr, range(160, 256))
     ]  # fmt: skip
 

@@ -76,10 +76,8 @@ def test_whisper_keeps_its_1500_frames() -> None:
     large |= {"encoder_attention_heads": 20, "decoder_attention_heads": 20}
     card = headwise.card.read(large)
     assert card.kv_cache(448) == 2 * 2 * 32 * 1280 * (448 + 1500)  # 304 MiB
-    assert (
-        "234.4 MiB of it is cross-attention's, over the 1,500 tokens that the encoder always outputs"
-        in card.explain(448)
-    )
+    words = "234.4 MiB of it is cross-attention's, over the 1,500 tokens that the encoder always outputs"
+    assert words in card.explain(448)
     assert card.longest_context(card.kv_cache(448)) == 448
     assert card.flops(448).decode_attention - card.flops(448, source=1499).decode_attention == 32 * 2 * 20 * 2 * 64
 

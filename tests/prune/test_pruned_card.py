@@ -69,7 +69,7 @@ def test_a_record_that_does_not_fit_is_told(tmp_path: Path) -> None:
     for change, words in [
         ({"headwise": 7}, "was not written by this version"),
         ({"layers": {path: entry | {"query_of": 9}}}, "is for 9 heads in layer 0, config.json says 5"),
-        ({"layers": {path: {}}}, "does not say what the heads of a layer are"),
+        ({"layers": {path: {}}}, "does not list the heads of every layer"),
     ]:
         file.write_text(json.dumps(record | change))
         with pytest.raises(CheckpointError, match=words):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import written
-from ..terminal import neutralised, one_line
+from ..terminal import escape_controls, one_line
 
 if TYPE_CHECKING:
     from .rank_scores import Against
@@ -101,7 +101,7 @@ def _fence(text: str, least: int) -> str:
 
 
 def markdown(report: Report) -> str:
-    drawn = neutralised(str(report.plan))
+    drawn = escape_controls(str(report.plan))
     fence = _fence(drawn, 3)
     parts = [
         f"# {plain(report.model)}, {report.plan.removed} of {report.plan.total} heads removed",
