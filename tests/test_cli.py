@@ -64,18 +64,18 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         "from headwise.cli import main; main(['--version'])",
     ],
 )
-def test_starts_without_the_heavy_ones(start: str) -> None:
+def test_help_and_imports_load_no_heavy_package(start: str) -> None:
     heavy = f"', '.join(sorted(set({HEAVY}) & sys.modules.keys()))"
     done = run(sys.executable, "-c", f"{start}\nimport sys\nsys.exit({heavy} or 0)")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     done = run(*HEADWISE, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"headwise {headwise.__version__}\n", "")
 
 
-def test_without_arguments_it_helps() -> None:
+def test_help_is_printed_without_arguments() -> None:
     done = run(*HEADWISE)
     assert done.returncode == 0
     assert "trace" in done.stdout
@@ -85,7 +85,7 @@ def test_without_arguments_it_helps() -> None:
 # --- trace ---
 
 
-def test_trace_counts_weights_and_biases_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_counts_weights_and_biases_separately(capsys: pytest.CaptureFixture[str]) -> None:
     found = traced(capsys, "--d-model", "768", "--heads", "12", "--context", "3")
     assert found["parameters"] == {"weights": 2_359_296, "biases": 3_072, "total": 2_362_368}
     assert {
@@ -137,14 +137,16 @@ def test_trace_says_when_the_steps_and_the_module_differ(
     assert "✗ the steps and the module's own forward differ by at most 5.0e-01" in capsys.readouterr().out
 
 
-def test_trace_leaves_the_random_state_alone() -> None:
+def test_trace_does_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     headwise.attention.trace.trace(headwise.Heads.split(6, 2), seed=5)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_trace_drawing(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main("trace --d-model 512 --heads 8 --context 10 --causal".split()) == 0
     out, err = capsys.readouterr()
@@ -163,7 +165,7 @@ def test_trace_drawing(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ("batch, tokens, d_model" in out) == (columns == 120)
 
 
-def test_trace_on_a_terminal_that_knows_only_ascii() -> None:
+def test_trace_on_an_ascii_terminal() -> None:
     done = run(*HEADWISE, "trace", "--d-model", "6", "--heads", "2", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "S_i = Q_i K_i? / ?3" in done.stdout
@@ -201,19 +203,19 @@ def test_trace_on_a_terminal_that_knows_only_ascii() -> None:
         ("bench --rounds 0", "'--rounds'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args.split()) == 2
     assert words in one_line(capsys)
 
 
-def test_the_process_exits_with_2_too() -> None:
+def test_the_process_exits_with_code_2_after_a_user_error() -> None:
     done = run(*HEADWISE, "trace", "--heads", "7")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("headwise: 7 heads do not divide d_model 512")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_message_of_several_lines_becomes_one(
+def test_an_error_message_of_several_lines_is_printed_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: object, **how: object) -> None:
@@ -224,7 +226,9 @@ def test_a_message_of_several_lines_becomes_one(
     assert one_line(capsys) == "headwise: first second\n"
 
 
-def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_one_line_and_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*args: object, **how: object) -> None:
         raise KeyboardInterrupt
 
@@ -234,7 +238,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("args", [("trace", "--context", "3"), ("trace", "--context", "3", "--json"), ("--help",)])
-def test_a_reader_that_goes_away_is_no_error(args: tuple[str, ...]) -> None:
+def test_a_closed_pipe_is_no_error(args: tuple[str, ...]) -> None:
     process = subprocess.Popen((*HEADWISE, *args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()  # before anything can have been written
@@ -318,7 +322,7 @@ def test_choices_are_those_of_the_library() -> None:
     assert choices("bench", "isa") == tuple(machine.LESSER)
 
 
-def test_every_command_prints_json_or_says_why_not() -> None:
+def test_every_command_but_serve_has_json() -> None:
     without = {"serve"}  # it answers a browser
     for name in app.list_commands(click.Context(app)):
         command = app.get_command(click.Context(app), name)

@@ -29,7 +29,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return out
 
 
-def test_a_card_is_printed(capsys: pytest.CaptureFixture[str], config: str) -> None:
+def test_card_prints_heads_sources_and_words(capsys: pytest.CaptureFixture[str], config: str) -> None:
     out = printed(capsys, "card", config)
     assert out.startswith("config.json: LlamaForCausalLM (model type llama)\n")
     assert "queries  ●●● ●●●\n         └┬┘ └┬┘\nkeys      ■   ■\n" in out
@@ -37,7 +37,7 @@ def test_a_card_is_printed(capsys: pytest.CaptureFixture[str], config: str) -> N
     assert "6 query heads share 2 key/value heads in groups of 3 (GQA)" in out
 
 
-def test_every_layer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_lists_every_layer(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "card", "gpt-oss-20b", "--layers")
     rows = [line.split() for line in out.splitlines() if line.startswith("model ")]
     assert rows[0] == ["model", "0", "64", "8", "64", "64", "128", "sliding", "GQA"]
@@ -45,7 +45,7 @@ def test_every_layer(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == 24
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "card", "llama3-8b", "--json", "--context", "32768", "--dtype", "fp8", "--batch", "3")
     plain = json.loads(out)
     assert plain["parameters"]["total"] == 8_030_261_248
@@ -55,20 +55,20 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers" in json.loads(printed(capsys, "card", "llama3-8b", "--json", "--layers"))["parts"][0]
 
 
-def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_prints_the_longest_context_for_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "card", "llama3-8b", "--memory", "1GiB")
     assert "A cache of 1 GiB holds a context of 8,192 tokens." in out.replace("\n", " ")
     assert json.loads(printed(capsys, "card", "llama3-8b", "--memory", "1G", "--json"))["longest_context"] == 8192
     assert "A cache of 1 GiB holds any context" in printed(capsys, "card", "bert-base", "--memory", "1G")
 
 
-def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_prints_words_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "diff", "llama2-7b", "llama3-8b")
     assert "4 times fewer KV heads, so the cache at 32k falls from 16 to 4 GiB (bf16)." in out
     assert json.loads(printed(capsys, "diff", "gpt2", "gpt2-xl", "--json"))["names"] == ["gpt2", "gpt2-xl"]
 
 
-def test_design(capsys: pytest.CaptureFixture[str]) -> None:
+def test_design_lists_head_counts(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "card", "--design", "1024", "--params", "300M")
     assert out.startswith("width 1,024, 24 layers; embeddings not counted, cache in bf16\n")
     assert "GQA, groups of 4: usual" in out
@@ -94,7 +94,7 @@ def test_design(capsys: pytest.CaptureFixture[str]) -> None:
         ("diff gpt2 nowhere", "'nowhere' is neither a file"),
     ],
 )
-def test_mistakes_are_one_line(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_of_card_and_diff_are_one_line(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -103,7 +103,7 @@ def test_mistakes_are_one_line(args: str, words: str, capsys: pytest.CaptureFixt
     assert words in err
 
 
-def test_a_card_starts_light(config: str) -> None:
+def test_card_loads_no_heavy_package(config: str) -> None:
     heavy = ("torch", "transformers", "numpy", "typer", "pydantic", "huggingface_hub", "gguf")
     code = (
         f"import sys; from headwise.cli import main; main(['card', {config!r}]); "
@@ -117,7 +117,7 @@ def test_a_card_starts_light(config: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_markup_in_a_file_name_has_no_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "[bold]red :smile:.json"
     path.write_text(json.dumps(LLAMA))
     assert "[bold]red :smile:.json" in printed(capsys, "card", str(path))
@@ -133,12 +133,12 @@ def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str], tmp_pat
         (3, 3, 9, "queries  ●●●\nlatent   └─┘ 9 numbers per token"),
     ],
 )
-def test_the_drawing(query: int, kv: int, latent: int, want: str) -> None:
+def test_drawing_of_query_heads_over_kv_heads(query: int, kv: int, latent: int, want: str) -> None:
     drawn = card_tables.heads_drawing(Layer(0, 64, query, kv, 8, 8, latent=latent)).plain
     assert [line.rstrip() for line in drawn.splitlines()] == want.splitlines()
 
 
-def test_a_drawing_stays_on_the_screen() -> None:
+def test_drawings_fit_into_80_columns() -> None:
     for query in (1, 2, 71, 128, 1000):
         for kv in {1, 2, query, max(query // 8, 1)}:
             drawn = card_tables.heads_drawing(Layer(0, 64, query, kv, 8, 8)).plain
