@@ -41,6 +41,6 @@ def _script(shell: str) -> str:
 
     from . import COMPLETE
 
-    found = get_completion_class(shell)
-    assert found is not None
-    return found(app, {}, "headwise", COMPLETE).source()
+    completion = get_completion_class(shell)
+    assert completion is not None
+    return completion(app, {}, "headwise", COMPLETE).source()

@@ -79,10 +79,10 @@ def _print(drawing: RenderableType) -> None:
     console().print(drawing)
 
 
-def _document(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
+def _document(card: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
     cache = {"context": context, "dtype": dtype, "batch": batch, "source": source}
-    cache |= found.cache(context, dtype, batch, source).to_json()
-    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context, source).to_json()}
+    cache |= card.cache(context, dtype, batch, source).to_json()
+    return card.to_json(layers=layers) | {"kv_cache": cache, "flops": card.flops(context, source).to_json()}
 
 
 def _table(*columns: str) -> Table:
@@ -94,21 +94,20 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> RenderableType:
+def _drawing(card: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    words = found.explain(context, dtype, batch, source)
-    said, _, sources = words.partition("\n\nWhere the numbers come from:")
-    title, _, body = said.partition("\n\n")
+    words = card.explain(context, dtype, batch, source)
+    prose = words.partition("\n\nWhere the numbers come from:")[0]  # the table has the sources, number by number
+    title, _, body = prose.partition("\n\n")
     blocks: list[RenderableType] = [Text(title, style="bold"), Text()]
-    layer = next((layer for layer in found.attention.layers if layer.sharing != "none"), None)
+    layer = next((layer for layer in card.attention.layers if layer.sharing != "none"), None)
     if layer is not None:
         blocks += [heads_drawing(layer), Text()]
-    blocks += [_numbers(found), Text(), Text(body)]
+    blocks += [_numbers(card), Text(), Text(body)]
     if layers:
-        blocks += [Text(), _every_layer(found)]
-    del sources  # the table has them, number by number
+        blocks += [Text(), _every_layer(card)]
     return Group(*blocks)
 
 
@@ -118,9 +117,9 @@ def heads_drawing(layer: Layer) -> Text:
 
     if layer.sharing == "MLA":
         shown = min(layer.query, DRAWN)
-        more = f" … {layer.query} in all" if shown < layer.query else ""
+        rest = f" … {layer.query} in all" if shown < layer.query else ""
         return Text(
-            f"queries  {'●' * shown}{more}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers per token"
+            f"queries  {'●' * shown}{rest}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers per token"
         )
     group = max(layer.query // layer.kv, 1)
     groups = max(min(layer.kv, DRAWN // (group + 1)), 1)
@@ -129,11 +128,11 @@ def heads_drawing(layer: Layer) -> Text:
     heads = " ".join(["●" * shown] * groups)
     bars = " ".join([bar] * groups)
     keys = " ".join(["■".center(shown)] * groups)
-    more = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
-    keys_more = f" … {layer.kv} in all" if more else ""
+    rest = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
+    rest_of_keys = f" … {layer.kv} in all" if rest else ""
     return Text.assemble(
-        ("queries  ", "dim"), (heads, "cyan"), more, "\n", ("         ", "dim"), (bars, "dim"), "\n",
-        ("keys     ", "dim"), (keys.rstrip() if not keys_more else keys, "green"), keys_more,
+        ("queries  ", "dim"), (heads, "cyan"), rest, "\n", ("         ", "dim"), (bars, "dim"), "\n",
+        ("keys     ", "dim"), (keys.rstrip() if not rest_of_keys else keys, "green"), rest_of_keys,
     )  # fmt: skip
 
 
@@ -143,25 +142,25 @@ def _halves(width: int) -> tuple[int, int]:
     return left, max(width - 1 - left, 0)
 
 
-def _numbers(found: Card) -> Table:
+def _numbers(card: Card) -> Table:
     from ..card.explain import SHOWN
 
-    several = len(found.parts) > 1
+    several = len(card.parts) > 1
     table = _table(*(("tower",) if several else ()), "number", " ", "source")
-    for part in found.parts:
+    for part in card.parts:
         for name, title in SHOWN.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
                 table.add_row(*((part.name,) if several else ()), title, f"{number:,}", one_line(str(source)))
-    if found.class_name:
-        row = (*(("",) if several else ()), "class", "", one_line(f"{found.class_name} ({found.class_source})"))
+    if card.class_name:
+        row = (*(("",) if several else ()), "class", "", one_line(f"{card.class_name} ({card.class_source})"))
         table.add_row(*row)
     return table
 
 
-def _every_layer(found: Card) -> Table:
+def _every_layer(card: Card) -> Table:
     table = _table("tower", "layer", "query", "KV", "d_k", "d_v", "window", "attention")
-    for part in found.parts:
+    for part in card.parts:
         for layer in part.layers:
             numbers = [layer.query, layer.kv, layer.dim, layer.value_dim]
             shown = [f"{number:,}" if number else "" for number in numbers]
@@ -173,17 +172,17 @@ def _every_layer(found: Card) -> Table:
     return table
 
 
-def _sides(found: Diff) -> RenderableType:
+def _sides(difference: Diff) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    table = _table("", *map(one_line, found.names), "")
-    for what, first, second in found.rows:
+    table = _table("", *map(one_line, difference.names), "")
+    for what, first, second in difference.rows:
         shown = [
             _shown(value, format_bytes) if what.startswith("cache") else _shown(value) for value in (first, second)
         ]
         table.add_row(what, *shown, "")
-    return Group(table, Text(), Text(str(found))) if found.rows else Text(str(found))
+    return Group(table, Text(), Text(str(difference))) if difference.rows else Text(str(difference))
 
 
 def _shown(value: Any, form: Any = None) -> str:

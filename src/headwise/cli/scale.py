@@ -32,14 +32,14 @@ def command(model: str, ranks: int, context: int, batch: int, dtype: str, as_jso
     card = read(model)
     kinds = {layer.heads: layer.index for layer in reversed(card.attention.layers) if layer.sharing != "none"}
     plans = [(first, HeadPlan(heads, ranks)) for heads, first in reversed(kinds.items())]
-    found, points = costs(card, ranks, context, batch, dtype), crossings(card, dtype)
+    ways, points = costs(card, ranks, context, batch, dtype), crossings(card, dtype)
     if as_json:
         echo(
             json.dumps(
                 {
                     "model": model,
                     "plans": [{"from_layer": first, **plan.to_json()} for first, plan in plans],
-                    "costs": [cost.to_json() for cost in found],
+                    "costs": [cost.to_json() for cost in ways],
                     "crossings": points,
                 },
                 indent=2,
@@ -51,16 +51,16 @@ def command(model: str, ranks: int, context: int, batch: int, dtype: str, as_jso
         lines += [f"layers as layer {first}: {plan}", ""]
     counts = ", ".join(map(str, points["rank_counts"]))
     lines += [f"transformers' own splitting works on {counts} ranks; headwise's on any number.", ""]
-    lines += [_table(found), "", f"Of one layer, batch {batch}, {context} tokens, {dtype}; the busiest rank."]
+    lines += [_table(ways), "", f"One layer on the busiest rank; batch {batch}, {context} tokens, {dtype}."]
     echo("\n".join(lines))
 
 
-def _table(found: list[Any]) -> str:
-    rows = [("way", "sent forward", "a training step", "computed", "weights held", "")]
+def _table(ways: list[Any]) -> str:
+    rows = [("way", "sent forward", "per training step", "computed", "weights held", "")]
     rows += [
         (cost.way, format_bytes(cost.forward), format_bytes(cost.training), f"{cost.flops / 1e12:.3g} TFLOP",
          format_bytes(cost.weights), cost.note)
-        for cost in found
+        for cost in ways
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     return "\n".join(

@@ -95,8 +95,8 @@ def _value(step: Step) -> Text:
     from rich.text import Text
 
     numbers = " ".join(f"{number:5.2f}" for number in step.sample)
-    more = " …" if step.shape[-1] > len(step.sample) else ""
-    return Text.assemble((str(step.shape), "green"), "\n", (numbers + more, "cyan"))
+    rest = " …" if step.shape[-1] > len(step.sample) else ""
+    return Text.assemble((str(step.shape), "green"), "\n", (numbers + rest, "cyan"))
 
 
 def _parameters(step: Step) -> str:

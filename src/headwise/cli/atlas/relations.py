@@ -54,14 +54,14 @@ def command(
         if folder is not None:
             check_output_folder(folder)
     measured = None if atlas is None else load_atlas(atlas)
-    found = _measure(conllu, report, model, seed)
+    result = _measure(conllu, report, model, seed)
     if out is not None:
         make_folder(out)
-        found.save(out / "relations.json")
+        result.save(out / "relations.json")
         echo(f"wrote relations.json to {out}", err=True)
     if atlas is not None and measured is not None:
-        write_atlas(replace(measured, relations=found), atlas.parent)
-    echo(json.dumps(found.to_json(), ensure_ascii=False) if as_json else str(found))
+        write_atlas(replace(measured, relations=result), atlas.parent)
+    echo(json.dumps(result.to_json(), ensure_ascii=False) if as_json else str(result))
 
 
 def _measure(conllu: tuple[Path, ...], report: tuple[Path, ...], model: str, seed: int) -> Relations:
