@@ -157,8 +157,8 @@ def _parameters(card: Card) -> Iterator[str]:
         yield f"Parameters: {counts.why}. The other numbers are shown."
         return
     shares = [(name, getattr(counts, name)) for name in ("attention", "ffn", "embeddings", "norms", "other")]
-    said = ", ".join(f"{name} {number:,}" for name, number in shares if number)
-    yield f"{counts.total:,} parameters ({big(counts.total)}): {said}."
+    listed = ", ".join(f"{name} {number:,}" for name, number in shares if number)
+    yield f"{counts.total:,} parameters ({big(counts.total)}): {listed}."
     if counts.idle:
         routed, experts = (card.main.numbers.get(key) for key in ("experts_per_token", "experts"))
         yield (

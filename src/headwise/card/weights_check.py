@@ -66,7 +66,7 @@ NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks in old checkpoints: not p
 def group(name: str) -> str:
     if any(name == head or name.endswith("." + head) for head in HEADS) and not LAYER.search(name):
         return "other"
-    return next((found for found, pattern in GROUPS if pattern.search(name)), "other")
+    return next((group_name for group_name, pattern in GROUPS if pattern.search(name)), "other")
 
 
 def counts(tensors: Tensors) -> Counts:
@@ -81,11 +81,11 @@ def counts(tensors: Tensors) -> Counts:
 
 def by_layer(tensors: Tensors) -> dict[int | None, Tensors]:
     """The tensors of each layer, and under None those of no layer."""
-    found: dict[int | None, Tensors] = {}
+    layers: dict[int | None, Tensors] = {}
     for name, tensor in tensors.items():
         match = LAYER.search(name)
-        found.setdefault(int(match[1]) if match else None, {})[name] = tensor
-    return found
+        layers.setdefault(int(match[1]) if match else None, {})[name] = tensor
+    return layers
 
 
 def _first(tensors: Tensors, endings: tuple[str, ...]) -> tuple[str, Tensor] | None:
@@ -109,9 +109,9 @@ def contradictions(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
 
 
 def _layers(part: Part, tensors: Tensors) -> Iterator[str]:
-    found = [int(match[1]) for name in tensors if "vision" not in name and (match := LAYER.search(name))]
-    if found and part.model_type != "albert" and part.depth not in (max(found) + 1, 0):
-        yield f"the config says {part.depth} layers, the weights have {max(found) + 1}"
+    numbers = [int(match[1]) for name in tensors if "vision" not in name and (match := LAYER.search(name))]
+    if numbers and part.model_type != "albert" and part.depth not in (max(numbers) + 1, 0):
+        yield f"the config says {part.depth} layers, the weights have {max(numbers) + 1}"
 
 
 def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
@@ -122,25 +122,28 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
     if fused:
         rows, want = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
         if rows != want:
-            said = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
-            yield f"{fused[0]} has {rows} rows; {said} make {want}"
+            sizes_in_words = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
+            yield f"{fused[0]} has {rows} rows; {sizes_in_words} make {want}"
         return
     for name, (heads, dim) in sizes.items():
-        found = _first(tensors, PROJECTIONS[name])
-        if found and found[1].shape[0] != heads * dim:
-            fits = f"; {found[1].shape[0] // heads} per head would fit" if found[1].shape[0] % heads == 0 else ""
-            yield f"{found[0]} has {found[1].shape[0]} rows; {heads} heads with head_dim {dim} make {heads * dim}{fits}"
+        projection = _first(tensors, PROJECTIONS[name])
+        if projection is None:
+            continue
+        title, rows, expected = projection[0], projection[1].shape[0], heads * dim
+        if rows != expected:
+            fits = f"; {rows // heads} per head would fit" if rows % heads == 0 else ""
+            yield f"{title} has {rows} rows; {heads} heads with head_dim {dim} make {expected}{fits}"
 
 
 def _words(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
-    words, head = _first(tensors, WORDS), _first(tensors, HEADS)
+    embeddings, head = _first(tensors, WORDS), _first(tensors, HEADS)
     vocab = part.numbers.get("vocab")
-    if words and vocab and words[1].shape[0] != vocab:
-        yield f"{words[0]} has {words[1].shape[0]:,} rows; the config says a vocabulary of {vocab:,}"
+    if embeddings and vocab and embeddings[1].shape[0] != vocab:
+        yield f"{embeddings[0]} has {embeddings[1].shape[0]:,} rows; the config says a vocabulary of {vocab:,}"
     writes = any(layer.causal for layer in part.layers)
-    if writes and words and head and tied:
+    if writes and embeddings and head and tied:
         yield f"the config ties the output layer to the embeddings, and the weights have {head[0]} of their own"
-    if writes and words and not head and not tied:
+    if writes and embeddings and not head and not tied:
         yield "the config says the output layer is not tied to the embeddings, and the weights have none of their own"
 
 
@@ -169,12 +172,12 @@ def sizes(tensors: Tensors) -> tuple[dict[str, int | None], dict[str, Source]]:
     numbers: dict[str, int | None] = {}
     sources: dict[str, Source] = {}
 
-    def note(name: str, number: int, how: str) -> None:
-        numbers[name], sources[name] = number, Source("derived", how)
+    def note(name: str, number: int, rule: str) -> None:
+        numbers[name], sources[name] = number, Source("derived", rule)
 
-    found = [int(match[1]) for name in tensors if (match := LAYER.search(name))]
-    if found:
-        note("layers", max(found) + 1, "1 + the highest layer number in the names of the weights")
+    layer_numbers = [int(match[1]) for name in tensors if (match := LAYER.search(name))]
+    if layer_numbers:
+        note("layers", max(layer_numbers) + 1, "1 + the highest layer number in the names of the weights")
     if words := _first(tensors, WORDS):
         note("vocab", words[1].shape[0], f"rows of {words[0]}")
         note("width", words[1].shape[1], f"columns of {words[0]}")

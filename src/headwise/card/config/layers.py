@@ -244,12 +244,17 @@ PER_LAYER = {
 
 def _by_kind(node: Node, kind: str) -> dict[str, int | None]:
     table = BY_KIND.get(kind, {})
-    found = {name: node.amount(*keys, least=1) for name, keys in table.items()}
+    numbers = {name: node.amount(*keys, least=1) for name, keys in table.items()}
     if kind == "full" and not node.flag("attention_k_eq_v"):
-        found.pop("kv", None)  # raw Gemma 4 has the number, and uses it only with attention_k_eq_v
-    if kind == "full" and "per_layer_config" not in node.raw and node.model_type in GLOBAL_512 and not found.get("dim"):
-        found["dim"] = 512
-    return {name: number for name, number in found.items() if number is not None}
+        numbers.pop("kv", None)  # raw Gemma 4 has the number, and uses it only with attention_k_eq_v
+    if (
+        kind == "full"
+        and "per_layer_config" not in node.raw
+        and node.model_type in GLOBAL_512
+        and not numbers.get("dim")
+    ):
+        numbers["dim"] = 512
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 GLOBAL_512 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text")
@@ -258,23 +263,23 @@ GLOBAL_512 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "emb
 def _by_layer(own: Stack, i: int) -> dict[str, int | None]:
     """Lists with one entry per layer (OpenELM, Laguna), and Gemma 4's per_layer_config."""
     node, depth = own.node, own.depth
-    found: dict[str, int | None] = {}
+    numbers: dict[str, int | None] = {}
     for name, keys in PER_LAYER.items():
         for key in keys:
             listed = node.raw.get(key)
             if isinstance(listed, list) and len(listed) == depth:
                 source = Source("read", f"{node.place(key)}[{i}]")
-                found[name] = node._whole(source, listed[i], 1, LARGEST)
+                numbers[name] = node._whole(source, listed[i], 1, LARGEST)
                 break
-    found |= _block(own, i)
+    numbers |= _block(own, i)
     table = node.raw.get("per_layer_config")
     own_row = next((table[k] for k in (f"{i:02d}", str(i)) if k in table), None) if isinstance(table, dict) else None
     if isinstance(own_row, dict):
         for name, key in (("query", "num_attention_heads"), ("kv", "num_key_value_heads"), ("dim", "head_dim")):
             if own_row.get(key) is not None:
                 source = Source("read", f"{node.place('per_layer_config')}.{i}.{key}")
-                found[name] = node._whole(source, own_row[key], 1, LARGEST)
-    return found
+                numbers[name] = node._whole(source, own_row[key], 1, LARGEST)
+    return numbers
 
 
 def _block(own: Stack, i: int) -> dict[str, int | None]:
@@ -359,5 +364,5 @@ def _cross_heads(node: Node) -> dict[str, int]:
     """Heads of cross-attention, where they differ from those of self-attention (Dia)."""
     query, kv = (node.amount(f"cross_num_{name}_heads", least=1) for name in ("attention", "key_value"))
     dim = node.amount("cross_head_dim", least=1)
-    found = {"query": query, "kv": kv or query, "dim": dim, "value_dim": dim}
-    return {name: number for name, number in found.items() if number}
+    numbers = {"query": query, "kv": kv or query, "dim": dim, "value_dim": dim}
+    return {name: number for name, number in numbers.items() if number}

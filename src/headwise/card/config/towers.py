@@ -96,8 +96,10 @@ def _own(node: Node, name: str, writes: bool, cross: bool) -> Iterator[tuple[Par
 
 
 def _sides(node: Node) -> tuple[str, ...]:
-    def given(side: str) -> bool:
+    def has_layers(side: str) -> bool:
         return any(node.value(key) is not None for key in keys.SIDES[side][0][:3])
 
-    both = (given("encoder") and given("decoder")) or (node.flag("is_encoder_decoder") and given("decoder"))
+    both = (has_layers("encoder") and has_layers("decoder")) or (
+        node.flag("is_encoder_decoder") and has_layers("decoder")
+    )
     return ("encoder", "decoder") if both and node.value(*keys.HEADS) is not None else ("",)

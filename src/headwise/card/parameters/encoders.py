@@ -143,8 +143,8 @@ def marian_words(s: Sizes) -> int:
 
 
 def t5_ffn(s: Sizes) -> int:
-    given = s.node.raw.get("is_gated_act")
-    gated = given if isinstance(given, bool) else s.text("feed_forward_proj").startswith("gated")
+    flag = s.node.raw.get("is_gated_act")
+    gated = flag if isinstance(flag, bool) else s.text("feed_forward_proj").startswith("gated")
     return (3 if gated else 2) * s.w * s.f
 
 

@@ -17,9 +17,9 @@ Towers = Sequence[tuple[Part, Node]]
 
 def class_name(root: Node) -> tuple[str, Source]:
     """The class the count is for: the one in architectures, else the type's usual one."""
-    given = root.raw.get("architectures")
-    if isinstance(given, list) and given and isinstance(given[0], str):
-        return given[0], Source("read", root.place("architectures"))
+    classes = root.raw.get("architectures")
+    if isinstance(classes, list) and classes and isinstance(classes[0], str):
+        return classes[0], Source("read", root.place("architectures"))
     usual = root.assumed.get("_generates") or root.assumed.get("_base") or ""
     return usual, Source("defaulted", f"no architectures in the file; the usual class of {root.model_type}")
 
