@@ -1,4 +1,4 @@
-"""Facts of the decoders, one row a model type. A row says only what differs from Llama."""
+"""Facts of the decoders, one row per model type. A row says only what differs from Llama."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BIAS = "attention_bias"
 
 
 def mla(s: Sizes) -> int:
-    """DeepSeek's attention: queries through a latent or not, keys and values from one latent, RoPE's part beside."""
+    """DeepSeek's attention: queries with or without a latent, keys and values from one latent, RoPE's part apart."""
     rank, latent, rope, nope = s("q_lora_rank"), s("kv_lora_rank"), s("qk_rope_head_dim"), s("qk_nope_head_dim")
     bias = s(BIAS)
     queries = lin(s.w, rank, bias) + rank + rank * s.q if rank else s.w * s.q
@@ -23,7 +23,7 @@ def delta_net(s: Sizes, gates: int = 2) -> int:
 
 
 def gated_query(s: Sizes) -> int:
-    """Queries come with a gate of their size."""
+    """Queries with a gate of the same size."""
     bias = s(BIAS)
     return lin(s.w, 2 * s.q, bias) + lin(s.w, s.k, bias) + lin(s.w, s.v, bias) + lin(s.o, s.w, bias)
 

@@ -1,4 +1,4 @@
-"""Facts of the encoders of text, and of encoder-decoders: one row a model type."""
+"""Facts of the encoders of text, and of encoder-decoders: one row per model type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole model's parameters: which class is counted, its towers, its head; a refusal where it would be a guess."""
+"""The parameters of a whole model: its class, towers and output head; `Unknown` where a count would be a guess."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Towers = Sequence[tuple[Part, Node]]
 
 
 def class_name(root: Node) -> tuple[str, Source]:
-    """The class the count is for: the one in architectures, else the type's usual one."""
+    """The class that is counted: the one in `architectures`, else the usual class of the model type."""
     classes = root.raw.get("architectures")
     if isinstance(classes, list) and classes and isinstance(classes[0], str):
         return classes[0], Source("read", root.place("architectures"))
@@ -25,12 +25,12 @@ def class_name(root: Node) -> tuple[str, Source]:
 
 
 def ending(name: str) -> str:
-    """The end of a class's name that says what its head does: "ForCausalLM"."""
+    """The end of a class's name, which says what its output head does: "ForCausalLM"."""
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
 
 def count(root: Node, towers: Towers) -> tuple[Counts | Unknown, list[Part]]:
-    """Parameters of the class, and the towers with those of their own."""
+    """The parameters of the class, and the towers with their own parameters."""
     name, _ = class_name(root)
     facts = facts_of(root.model_type)
     plain = [part for part, _ in towers]
@@ -44,7 +44,7 @@ def count(root: Node, towers: Towers) -> tuple[Counts | Unknown, list[Part]]:
 
 
 def _fits(root: Node, name: str) -> bool:
-    """Whether a class belongs to the model type: its name starts as the type's own classes do, whatever their case.
+    """Whether a class belongs to the model type: its name starts like those of the type's own classes, in any case.
 
     The hub's MPTForCausalLM is the library's MptForCausalLM.
     """

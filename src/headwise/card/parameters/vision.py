@@ -1,4 +1,4 @@
-"""Facts of the towers that see or hear, and of the models that join towers: one row a model type."""
+"""Facts of the towers that see or hear, and of the models that join towers: one row per model type."""
 
 from __future__ import annotations
 
