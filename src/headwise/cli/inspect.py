@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import HeadwiseError
-from ..terminal import console, echo, format_bytes
+from ..terminal import console, echo
 from .options import PATH, LazyChoice, json_option, model_option
 from .wording import name_options, name_options_in
 
@@ -121,7 +121,7 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
     heads = options.pop("heads")
     seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **options)
     saved(seen, path, heads=heads, scores=scores)
-    echo(f"wrote {path} ({format_bytes(path.stat().st_size)}); open it in a browser", err=True)
+    echo(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB); open it in a browser", err=True)
 
 
 def _picture(result: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
