@@ -328,8 +328,8 @@ MASKED = {"previous": "previous-token heads", "induction": "induction heads", "f
 
 INTRODUCTION = """# Which heads follow a relation between words
 Written by `make relations`; every number is measured. The gold links are Universal Dependencies' English EWT and GUM
-(GUM also for pronouns), fetched by `make data` and not shipped. `headwise atlas --conllu FILE` does the same with any
-CoNLL-U file, `headwise atlas --probe` with the sentences that come along.
+(GUM also for pronouns), fetched by `make data` and not shipped. `headwise atlas relations --conllu FILE` does the same
+with any CoNLL-U file, `headwise atlas relations` with the bundled probe set.
 
 **How.** For each relation and each direction every head is asked: looking from this word, is the strongest weight
 (without the word itself and special tokens) on the right word? Between words, weights to the pieces of a word add up

@@ -224,7 +224,7 @@ def test_another_device_than_the_cpu_has_only_attention_cases_and_no_goals(monke
     assert [(peer.goal, peer.met) for peer in report.cases[0].peers] == [(None, None)] * 2
     assert report.settings["device"] == "meta" and cases.CASES["decode"].goals
     assert len(suite.jobs(suite.Options(device="cuda"))) == len(cases.CASES) + 40
-    with pytest.raises(HeadwiseError, match="case 'watch' is measured on the CPU alone; leave --device away"):
+    with pytest.raises(HeadwiseError, match="case 'watch' is measured on the CPU alone; leave out device="):
         suite.Options(("watch",), device="cuda")
 
 

@@ -7,12 +7,22 @@ import os
 import subprocess
 import sys
 
+import click
 import pytest
 import torch
+from rich.console import Group
+from rich.text import Text
 
 import headwise
 import headwise.attention.trace
+from headwise.card import cost
 from headwise.cli import main
+from headwise.cli.app import app
+from headwise.cli.wording import name_options, name_options_in
+from headwise.models.surgery import removal
+from headwise.prune import importance, plan
+from headwise.scale import train
+from headwise.timing import machine
 
 HEAVY = ("torch", "transformers", "numpy")
 HEADWISE = (sys.executable, "-m", "headwise")
@@ -47,21 +57,25 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         "from headwise.cli import main; main(['inspect', '--examples'])",
         "from headwise.cli import main; main(['serve', '--help'])",
         "from headwise.cli import main; main(['atlas', '--help'])",
+        "from headwise.cli import main; main(['atlas', 'ablate', '--help'])",
+        "from headwise.cli import main; main(['prune', '--help'])",
+        "from headwise.cli import main; main(['lab', '--help'])",
+        "from headwise.cli import main; main(['--completion', 'zsh'])",
         "from headwise.cli import main; main(['--version'])",
     ],
 )
-def test_starts_without_the_heavy_ones(start: str) -> None:
+def test_help_and_imports_load_no_heavy_package(start: str) -> None:
     heavy = f"', '.join(sorted(set({HEAVY}) & sys.modules.keys()))"
     done = run(sys.executable, "-c", f"{start}\nimport sys\nsys.exit({heavy} or 0)")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     done = run(*HEADWISE, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"headwise {headwise.__version__}\n", "")
 
 
-def test_without_arguments_it_helps() -> None:
+def test_help_is_printed_without_arguments() -> None:
     done = run(*HEADWISE)
     assert done.returncode == 0
     assert "trace" in done.stdout
@@ -71,8 +85,8 @@ def test_without_arguments_it_helps() -> None:
 # --- trace ---
 
 
-def test_trace_counts_weights_and_biases_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(capsys, "--d-model", "768", "--heads", "12", "--tokens", "3")
+def test_trace_counts_weights_and_biases_separately(capsys: pytest.CaptureFixture[str]) -> None:
+    found = traced(capsys, "--d-model", "768", "--heads", "12", "--context", "3")
     assert found["parameters"] == {"weights": 2_359_296, "biases": 3_072, "total": 2_362_368}
     assert {
         step["name"]: (step["weights"], step["biases"]) for step in found["steps"] if step["weights"]
@@ -80,7 +94,7 @@ def test_trace_counts_weights_and_biases_apart(capsys: pytest.CaptureFixture[str
 
 
 def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--d-model 35 --heads 6 --kv-heads 2 --head-dim 11 --tokens 7 --batch 3 --no-bias --causal".split()
+    sizes = "--d-model 35 --heads 6 --kv-heads 2 --head-dim 11 --context 7 --batch 3 --no-bias --causal".split()
     found = traced(capsys, *sizes)
     assert {step["name"]: tuple(step["shape"]) for step in found["steps"]} == {
         "X": (3, 7, 35),
@@ -101,7 +115,7 @@ def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_trace_numbers_are_those_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(capsys, "--d-model", "15", "--heads", "5", "--tokens", "2", "--seed", "11")
+    found = traced(capsys, "--d-model", "15", "--heads", "5", "--context", "2", "--seed", "11")
     sample = {step["name"]: step["sample"] for step in found["steps"]}
     torch.manual_seed(11)
     attn = headwise.MultiHeadAttention(15, 5)
@@ -123,16 +137,18 @@ def test_trace_says_when_the_steps_and_the_module_differ(
     assert "✗ the steps and the module's own forward differ by at most 5.0e-01" in capsys.readouterr().out
 
 
-def test_trace_leaves_the_random_state_alone() -> None:
+def test_trace_does_not_change_the_random_state() -> None:
     before = torch.get_rng_state()
     headwise.attention.trace.trace(headwise.Heads.split(6, 2), seed=5)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_trace_drawing(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_fits_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main("trace --d-model 512 --heads 8 --tokens 10 --causal".split()) == 0
+    assert main("trace --d-model 512 --heads 8 --context 10 --causal".split()) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert max(map(len, out.splitlines())) <= columns
@@ -149,7 +165,7 @@ def test_trace_drawing(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ("batch, tokens, d_model" in out) == (columns == 120)
 
 
-def test_trace_on_a_terminal_that_knows_only_ascii() -> None:
+def test_trace_on_an_ascii_terminal() -> None:
     done = run(*HEADWISE, "trace", "--d-model", "6", "--heads", "2", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "S_i = Q_i K_i? / ?3" in done.stdout
@@ -164,42 +180,42 @@ def test_trace_on_a_terminal_that_knows_only_ascii() -> None:
         ("trace --d-model 768 --heads 10", "10 heads do not divide d_model 768 (768 / 10 = 76.8)"),
         ("trace --kv-heads 3", "3 key/value heads do not divide 8 query heads"),
         (
-            "trace --tokens 100000",
+            "trace --context 100000",
             "8 heads x 100,000 x 100,000 tokens take 298.0 GiB, more than the 1 GiB allowed here; up to 5,792",
         ),
         ("trace --batch 1000000000000", "take a smaller batch"),
-        ("trace --d-model 65536 --tokens 1", "parameters for d_model 65,536 with 8 heads of 8,192 take 64.0 GiB"),
+        ("trace --d-model 65536 --context 1", "parameters for d_model 65,536 with 8 heads of 8,192 take 64.0 GiB"),
         (
-            "trace --d-model 8192 --heads 1 --batch 40000 --tokens 1",
+            "trace --d-model 8192 --heads 1 --batch 40000 --context 1",
             "values of batch 40,000 x 1 tokens x 8,192 take 1.2 GiB",
         ),
-        ("trace --d-model 999999999999 --heads 7", "65536; see headwise trace --help"),
-        ("trace --tokens 0", "'--tokens'"),
+        ("trace --d-model 999999999999 --heads 7", "65,536; see headwise trace --help"),
+        ("trace --context 0", "'--context'"),
         ("trace --seed -1", "'--seed'"),
         (f"trace --seed {2**64}", "'--seed'"),
         ("trace --d-model ²", "'--d-model'"),
-        (f"trace --tokens {'9' * 5000}", "'--tokens'"),
-        (f"trace --kv-heads {'9' * 30}", "key/value heads do not divide 8 query heads; 8 would"),
+        (f"trace --context {'9' * 5000}", "'--context'"),
+        (f"trace --kv-heads {'9' * 30}", "'--kv-heads'"),
         ("trace --heads eight", "see headwise trace --help"),
-        ("trace --nonsense", "No such option: --nonsense"),
+        ("trace --nonsense", "--nonsense"),
         ("nonsense", "No such command 'nonsense'; see headwise --help"),
-        ("bench --cases nonsense", "there is no case 'nonsense'; there are dense, causal, decode"),
+        ("bench --cases nonsense", "'nonsense' is not one of 'dense', 'causal', 'decode'"),
         ("bench --rounds 0", "'--rounds'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(args: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args.split()) == 2
     assert words in one_line(capsys)
 
 
-def test_the_process_exits_with_2_too() -> None:
+def test_the_process_exits_with_code_2_after_a_user_error() -> None:
     done = run(*HEADWISE, "trace", "--heads", "7")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("headwise: 7 heads do not divide d_model 512")
     assert done.stderr.count("\n") == 1
 
 
-def test_a_message_of_several_lines_becomes_one(
+def test_an_error_message_of_several_lines_is_printed_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: object, **how: object) -> None:
@@ -210,7 +226,9 @@ def test_a_message_of_several_lines_becomes_one(
     assert one_line(capsys) == "headwise: first second\n"
 
 
-def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_one_line_and_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(*args: object, **how: object) -> None:
         raise KeyboardInterrupt
 
@@ -219,8 +237,8 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert one_line(capsys) == "headwise: interrupted\n"
 
 
-@pytest.mark.parametrize("args", [("trace", "--tokens", "3"), ("trace", "--tokens", "3", "--json"), ("--help",)])
-def test_a_reader_that_goes_away_is_no_error(args: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("args", [("trace", "--context", "3"), ("trace", "--context", "3", "--json"), ("--help",)])
+def test_a_closed_pipe_is_no_error(args: tuple[str, ...]) -> None:
     process = subprocess.Popen((*HEADWISE, *args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()  # before anything can have been written
@@ -228,3 +246,86 @@ def test_a_reader_that_goes_away_is_no_error(args: tuple[str, ...]) -> None:
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 1
+
+
+# --- wording ---
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("cut it by truncate=True", "cut it by --truncate"),
+        ("the nearest is keep=0.2000, or say allow_empty=True", "the nearest is --keep 0.2000, or say --allow-empty"),
+        ('token="bank:2" is the second', "--token bank:2 is the second"),
+        ("choose another port=", "choose another --port"),
+        ("to_json() lists all", "--json lists all"),
+        ("keepsake=7, mytoken=3", "keepsake=7, mytoken=3"),
+    ],
+)
+def test_messages_name_options_instead_of_python_arguments(message: str, words: str) -> None:
+    assert name_options(message) == words
+
+
+def test_a_renamed_argument_in_a_drawing_keeps_its_style() -> None:
+    text = Text("it ").append("(token= follows)", "dim").append(" end")
+    reworded = name_options_in(Group(text, "plain"))
+    assert isinstance(reworded, Group)
+    first, second = reworded.renderables
+    assert isinstance(first, Text) and second == "plain"
+    assert first.plain == "it (--token follows) end"
+    assert {str(span.style) for span in first.spans if span.start < 12 <= span.end} == {"dim"}
+
+
+# --- completion and choices ---
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("headwise at", {"atlas"}),
+        ("headwise atlas m", {"measure", "merge"}),
+        ("headwise prune --budget ", {"heads", "parameters", "cache", "latency"}),
+        ("headwise card --dtype fp", {"fp32", "fp16", "fp8", "fp4"}),
+        ("headwise lab --over ", {"ddp", "fsdp"}),
+        ("headwise inspect --stat co", {"confidence"}),
+        ("headwise atlas ablate in", {"induction"}),
+        ("headwise prune --score mi", {"michel", "michel-token"}),
+    ],
+)
+def test_shells_complete_commands_and_choices(line: str, expected: set[str]) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    done = run(*HEADWISE, _HEADWISE_COMPLETE="bash_complete", **words)
+    assert {item.partition(",")[2] for item in done.stdout.split()} == expected
+
+
+def test_the_completion_script_is_printed() -> None:
+    done = run(*HEADWISE, "--completion", "zsh")
+    assert done.returncode == 0 and "#compdef headwise" in done.stdout
+
+
+def choices(command: str, option: str) -> tuple[str, ...]:
+    """The values that an option offers."""
+    found = app.get_command(click.Context(app), command)
+    assert found is not None
+    [param] = [param for param in found.params if param.name == option]
+    assert isinstance(param.type, click.Choice)
+    return tuple(param.type.choices)
+
+
+def test_choices_are_those_of_the_library() -> None:
+    assert choices("prune", "budget") == plan.BUDGETS
+    assert choices("prune", "unit") == importance.UNITS
+    assert choices("prune", "compensate") == removal.COMPENSATE
+    assert choices("prune", "over") == choices("lab", "over") == train.WAYS
+    assert set(choices("card", "dtype")) == set(choices("diff", "dtype")) <= cost.BITS.keys()
+    assert set(choices("scale", "dtype")) <= cost.BITS.keys()
+    assert choices("bench", "isa") == tuple(machine.LESSER)
+
+
+def test_every_command_but_serve_has_json() -> None:
+    without = {"serve"}  # it answers a browser
+    for name in app.list_commands(click.Context(app)):
+        command = app.get_command(click.Context(app), name)
+        assert command is not None
+        if not isinstance(command, click.Group):
+            assert ("--json" in {opt for param in command.params for opt in param.opts}) == (name not in without), name

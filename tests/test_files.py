@@ -115,7 +115,7 @@ def test_a_folder_is_replaced_whole_and_private_where_asked(tmp_path: Path) -> N
     assert os.listdir(target) == ["two"] and os.listdir(tmp_path) == ["model"]
 
 
-def test_a_failed_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_restores_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, step = tmp_path / "model", os.rename
     target.mkdir()
     (target / "old").touch()
@@ -136,7 +136,7 @@ def test_a_failed_rename_brings_the_old_folder_back(tmp_path: Path, monkeypatch:
     assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["model"]
 
 
-def test_a_full_disk_is_one_line_whatever_class_says_so(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_for_every_exception_class(tmp_path: Path) -> None:
     from safetensors import SafetensorError
 
     said = f'Error while serializing: I/O error: No space left on device (os error 28) at path "{tmp_path}/.tmp1"'
@@ -159,7 +159,7 @@ def test_safetensors_own_temporary_files_are_inside_the_working_folder(tmp_path:
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~files.umask()
 
 
-def test_links_stay_links(tmp_path: Path) -> None:
+def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "a.txt")
     with files.written(tmp_path / "link") as made:
@@ -167,7 +167,7 @@ def test_links_stay_links(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "a.txt").read_text() == "whole"
 
 
-def test_names_of_full_length_can_be_written(tmp_path: Path) -> None:
+def test_a_file_name_of_full_length_can_be_written(tmp_path: Path) -> None:
     for name in ("x" * 255, "é" * 127):
         with files.written(tmp_path / name) as made:
             made.write_text("whole")
@@ -184,7 +184,7 @@ def test_names_of_full_length_can_be_written(tmp_path: Path) -> None:
         ("x" * 256, "cannot be written: File name too long"),
     ],
 )
-def test_what_is_no_place_for_a_file(path: str, words: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_file_is_refused(path: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(HeadwiseError, match=words), files.written(os.path.join(tmp_path, path)) as made:
@@ -192,7 +192,7 @@ def test_what_is_no_place_for_a_file(path: str, words: str, tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
 
 
-def test_what_is_no_place_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     for path, words in (("file", "'file' is a file; give a directory"), (".", "'.' is the current directory")):

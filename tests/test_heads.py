@@ -27,7 +27,7 @@ COUNTS = st.integers(1, 97)
         (Heads(7, 3, 3, 5, value_dim=11), (7, 3, 3, 5, 11), "MHA", 1),
     ],
 )
-def test_values(heads, values, kind, group):
+def test_kind_and_group_follow_from_the_head_counts(heads, values, kind, group):
     assert (heads.width, heads.query, heads.kv, heads.dim, heads.value_dim) == values
     assert (heads.kind, heads.group) == (kind, group)
 
@@ -43,7 +43,7 @@ def test_values(heads, values, kind, group):
         ((1, 1), Heads(1, 1, 1, 1)),
     ],
 )
-def test_split(given, want):
+def test_split_divides_the_width(given, want):
     assert Heads.split(*given) == want
 
 
@@ -56,7 +56,7 @@ def test_split_of_any_size(query, dim, data):
 
 
 @given(width=st.integers(1, 10**5), query=st.integers(1, 10**4))
-def test_what_the_error_offers_would_work(width, query):
+def test_head_counts_suggested_by_the_error_are_valid(width, query):
     if width % query == 0:
         assert Heads.split(width, query).dim == width // query
         return
@@ -100,14 +100,14 @@ def test_what_the_error_offers_would_work(width, query):
         (lambda: Heads(16, 4, 4, 4, 2.5), "value_dim must be a whole number of at least 1, got 2.5$"),
     ],
 )
-def test_errors(make, words):
+def test_invalid_head_counts_are_refused(make, words):
     with pytest.raises(HeadwiseError, match=words) as caught:
         make()
     assert isinstance(caught.value, ShapeError)
     assert "\n" not in str(caught.value)
 
 
-def test_a_plain_value():
+def test_heads_are_a_frozen_hashable_value():
     heads = Heads(24, 6, 2, 4)
     assert heads == Heads.split(24, 6, 2) != Heads(24, 6, 3, 4)
     assert len({heads, Heads.split(24, 6, 2), Heads(24, 6, 3, 4)}) == 2
@@ -119,7 +119,7 @@ def test_a_plain_value():
         heads.other = 5
 
 
-def test_json():
+def test_heads_as_json():
     heads = Heads(24, 6, 2, 4, 5)
     assert heads.to_json() == {"width": 24, "query": 6, "kv": 2, "dim": 4, "value_dim": 5}
     assert Heads(**json.loads(json.dumps(heads.to_json()))) == heads
@@ -148,7 +148,7 @@ def _at_once():
         pytest.param(10**400, 7, "7 heads do not divide d_model 1000", id="more than a float holds"),
     ],
 )
-def test_huge_numbers(width, query, words):
+def test_split_handles_huge_numbers(width, query, words):
     with pytest.raises(HeadwiseError, match=words):
         Heads.split(width, query)
     assert Heads.split(width * query, query).dim == width

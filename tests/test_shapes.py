@@ -31,12 +31,12 @@ SMALL = Shape(layers=2, heads=Heads.split(12, 3), ffn=7, vocab=11, max_length=5)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_exact_counts(name):
+def test_parameters_equal_the_published_exact_counts(name):
     assert shape(name).parameters()["total"] == PRESETS[name].published == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_rounded_counts(name):
+def test_parameters_round_to_the_published_counts(name):
     published, exact = ROUNDED[name]
     assert PRESETS[name].rounded
     assert PRESETS[name].published == published
@@ -44,7 +44,7 @@ def test_rounded_counts(name):
     assert exact == pytest.approx(published, rel=0.031)
 
 
-def test_the_paper_of_2017_within_its_vocabulary():
+def test_the_2017_totals_lie_within_the_range_of_its_vocabulary():
     """ "about 37000 tokens": the base model's 65M is met with a tenth more of them, the big one's 213M with fewer."""
     for name, vocab in (("transformer-base", 40_817), ("transformer-big", 35_856)):
         counted = replace(shape(name), vocab=vocab).parameters()["total"]
@@ -52,12 +52,12 @@ def test_the_paper_of_2017_within_its_vocabulary():
         assert vocab == pytest.approx(37_000, rel=0.11)
 
 
-def test_every_preset_is_accounted_for():
+def test_every_preset_is_exact_or_rounded():
     assert set(PRESETS) == set(PUBLISHED) | set(ROUNDED)
     assert all(preset.source for preset in PRESETS.values())
 
 
-def test_the_parts_of_a_count():
+def test_parameter_groups_add_up_to_the_total():
     base = shape("bert-base").parameters()
     assert base["attention"] == 12 * (2_359_296 + 3_072)  # the weights and the biases of 768 / 12
     assert base["other"] == 768 * 768 + 768
@@ -67,7 +67,7 @@ def test_the_parts_of_a_count():
     assert grouped.parameters()["attention"] == 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024)
 
 
-def test_a_count_by_hand():
+def test_parameters_equal_a_count_by_hand():
     small = replace(SMALL, token_types=2, embedding_norm=True, embedding_width=5, pooler=True, qk_norm="rms")
     assert small.parameters() == {
         "attention": 2 * 4 * (12 * 12 + 12),
@@ -79,13 +79,13 @@ def test_a_count_by_hand():
     }
 
 
-def test_windows():
+def test_one_window_or_one_per_layer():
     assert SMALL.windows == (None, None)
     assert replace(SMALL, window=3).windows == (3, 3)
     assert replace(SMALL, window=(None, 3)).windows == (None, 3)
 
 
-def test_a_shape_is_plain_data():
+def test_a_shape_is_a_frozen_hashable_value():
     rope = {"rope_theta": 1e4, "factors": [1, 2]}
     assert replace(SMALL, rope=rope) == replace(SMALL, rope=dict(reversed(rope.items())))
     assert hash(replace(SMALL, rope=rope)) == hash(replace(SMALL, rope=freeze(rope)))
@@ -111,12 +111,12 @@ def test_a_shape_is_plain_data():
         ({"head": "tied", "embedding_width": 5}, "a tied head needs embeddings of width 12, got 5"),
     ],
 )
-def test_errors(change, words):
+def test_invalid_shapes_are_refused(change, words):
     with pytest.raises(HeadwiseError, match=words):
         replace(SMALL, **change)
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_unknown_shape_name_lists_the_known_ones():
     with pytest.raises(UnsupportedError, match="no shape is called 'gpt5'; known are transformer-base, .*llama2-70b"):
         shape("gpt5")
 

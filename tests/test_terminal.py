@@ -17,7 +17,7 @@ from headwise.card import diff, read
 from headwise.card.sources.safetensors import DTYPES
 from headwise.cli import main
 from headwise.roles.atlas.bundled import bundled_atlas
-from headwise.terminal import CONTROL, console, echo, neutralised, one_line
+from headwise.terminal import CONTROL, console, echo, escape_controls, one_line
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 # the clipboard by OSC 52, colours, C1's CSI, an overriding direction, a link, a cursor that goes back, DEL; and markup
@@ -38,15 +38,15 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str, code: int | None = 0
 
 
 def test_control_characters_become_escapes() -> None:
-    assert neutralised("a\x1b[31m\x9b\u202e\udc80\tb\n") == "a\\u001b[31m\\u009b\\u202e\\udc80\tb\n"
+    assert escape_controls("a\x1b[31m\x9b\u202e\udc80\tb\n") == "a\\u001b[31m\\u009b\\u202e\\udc80\tb\n"
     assert one_line("a\n\tb") == "a\\u000a\\u0009b"
-    assert neutralised("naïve 中文 é \u200d 👩‍💻") == "naïve 中文 é \u200d 👩‍💻"
-    assert [chr(n) for n in range(256) if neutralised(chr(n)) == chr(n) and n not in range(32, 127)] == [
+    assert escape_controls("naïve 中文 é \u200d 👩‍💻") == "naïve 中文 é \u200d 👩‍💻"
+    assert [chr(n) for n in range(256) if escape_controls(chr(n)) == chr(n) and n not in range(32, 127)] == [
         "\t", "\n", *map(chr, range(160, 256))
     ]  # fmt: skip
 
 
-def test_json_stays_the_same_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_escaped_json_keeps_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     value = {HOSTILE: [HOSTILE, "\\u001b", "中"]}
     for ascii_only in (True, False):
         echo(json.dumps(value, ensure_ascii=ascii_only))
@@ -55,11 +55,11 @@ def test_json_stays_the_same_value(capsys: pytest.CaptureFixture[str]) -> None:
         assert not CONTROL.search(out)
 
 
-def test_an_error_shows_what_it_quotes() -> None:
+def test_an_error_escapes_what_it_quotes() -> None:
     assert str(HeadwiseError("no \x1b[31mfile\n")) == "no \\u001b[31mfile\n"
 
 
-def test_a_console_keeps_our_styles_and_no_others() -> None:
+def test_a_console_applies_only_its_own_styles() -> None:
     out = io.StringIO()
     screen = console(file=out, force_terminal=True, color_system="standard", width=60)
     screen.print(Text.assemble(("ours\x1b[8m", "bold"), "x\x9b[bold]y"))
@@ -102,7 +102,7 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=lambda extra: " ".join(key for key in extra if key.isidentifier()),
 )
-def test_card_of_a_hostile_config(
+def test_card_escapes_a_hostile_config(
     extra: dict, options: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder / f"{folder.name}.json"
@@ -117,7 +117,7 @@ def test_card_of_a_hostile_config(
         assert not CONTROL.search(read(path).explain() + str(diff(path, "gpt2")))
 
 
-def test_a_name_cannot_pose_as_another_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_cannot_imitate_another_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "m.json\n\nAll is well.json"
     path.write_text(json.dumps(LLAMA | {"model_type": "a\nb"}))
     for args in (("card", str(path)), ("diff", str(path), "gpt2"), ("card", str(path) + "?")):
@@ -141,7 +141,9 @@ def gguf_file(arch: str) -> bytes:
 
 
 @pytest.mark.parametrize("options", [(), ("--layers",), ("--json",)], ids=" ".join)
-def test_card_of_a_hostile_gguf(options: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_escapes_a_hostile_gguf(
+    options: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder / "model.gguf"
     path.write_bytes(gguf_file("llama" + HOSTILE))
     assert "llamaa\\u001b]52" in "".join(printed(capsys, "card", str(path), *options).split())
@@ -150,7 +152,7 @@ def test_card_of_a_hostile_gguf(options: tuple[str, ...], folder: Path, capsys: 
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_card_of_hostile_tensor_names(beside: bool, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_escapes_hostile_tensor_names(beside: bool, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"dtype": "F32", "shape": [11, 13], "data_offsets": [0, 4 * 143]}
     names = (f"layers.0.{HOSTILE}.q_proj.weight", f"{HOSTILE}embed_tokens.weight", f"{HOSTILE}lm_head.weight")
     header = json.dumps(dict.fromkeys(names, entry) | {"__metadata__": {HOSTILE: HOSTILE}}).encode()
@@ -175,9 +177,10 @@ def test_card_of_hostile_tensor_names(beside: bool, folder: Path, capsys: pytest
         ("inspect", "x", "--head", HOSTILE), ("inspect", "x", "--token", HOSTILE), ("inspect", "--example", HOSTILE),
         ("inspect", "x", "--png", f"/nowhere/{HOSTILE}.png"), ("inspect", "x", "--html", f"/nowhere/{HOSTILE}.html"),
         ("inspect", "x", "--html", "x.html", "--scores", HOSTILE), ("inspect", "x", "--svg", HOSTILE),
-        ("atlas", "--texts", HOSTILE), ("atlas", "--model", HOSTILE), ("atlas", "--merge", HOSTILE, "--merge", HOSTILE),
-        ("atlas", "--against", HOSTILE), ("atlas", "--head", HOSTILE), ("atlas", "--part", HOSTILE),
-        ("atlas", "--matter", HOSTILE), ("atlas", "--conllu", HOSTILE),
+        ("atlas", "--texts", HOSTILE), ("atlas", "--model", HOSTILE), ("atlas", "merge", HOSTILE, HOSTILE),
+        ("atlas", "diff", HOSTILE, "minilm"), ("atlas", "show", HOSTILE), ("atlas", "--head", HOSTILE),
+        ("atlas", "--texts", "x", "--part", HOSTILE),
+        ("atlas", "ablate", HOSTILE, "--texts", "x"), ("atlas", "relations", "--conllu", HOSTILE),
         ("prune", "--texts", HOSTILE, "--out", "y"), ("prune", "--texts", "x", "--out", "y", "--keep", HOSTILE),
         ("prune", "--texts", __file__, "--out", "y", "--plan", HOSTILE),
         ("prune", "--texts", "x", "--out", "y", "--score", HOSTILE),
@@ -188,7 +191,7 @@ def test_card_of_hostile_tensor_names(beside: bool, folder: Path, capsys: pytest
     ],
     ids=lambda args: " ".join(args).replace(HOSTILE, "HOSTILE").replace(__file__, "FILE"),
 )  # fmt: skip
-def test_a_hostile_argument_is_quoted_harmlessly(
+def test_a_hostile_argument_is_escaped(
     args: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -201,26 +204,28 @@ def test_a_hostile_argument_is_quoted_harmlessly(
     [(), ("--token", "HOSTILE"), ("--head", "3.1"), ("--pieces",), ("--json",), ("second\x1b[8m text\u202e",)],
     ids=" ".join,
 )
-def test_inspect_of_a_hostile_text(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_escapes_a_hostile_text(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     text = f"The cat {HOSTILE} sat\x1b]0;title\x07 [bold]because[/bold] it\x9b was HOSTILE"
     out = printed(capsys, "inspect", text, *options)
     if "--json" in options:
         assert json.loads(out)["text"].startswith("The cat a")
 
 
-def test_a_picture_of_a_hostile_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_about_a_picture_of_a_hostile_text_are_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """matplotlib warns of characters that its font has not, and quotes them."""
     words = printed(capsys, "inspect", "a \x1b[8m\x9b b", "--png", str(tmp_path / "a.png"))
     assert "Glyph 27 (\\u001b) missing" in words
 
 
-def test_files_that_are_written_are_named_harmlessly(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_names_of_output_files_are_escaped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option, ending in (("--html", ".html"), ("--png", ".png"), ("--svg", ".svg")):
         assert "wrote" in printed(capsys, "inspect", "a b", option, str(folder / f"{HOSTILE[:40]}{ending}"))
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--head", "3.1"), ("--head", "3.1", "--json")], ids=" ".join)
-def test_an_atlas_with_a_hostile_name(
+def test_atlas_escapes_a_hostile_model_name(
     options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import dataclasses
@@ -231,7 +236,7 @@ def test_an_atlas_with_a_hostile_name(
     named.save(tmp_path / "atlas.json")
     monkeypatch.setattr("headwise.roles.atlas.bundled.bundled_atlas", lambda model: named)
     printed(capsys, "atlas", *options)
-    printed(capsys, "atlas", "--against", str(tmp_path / "atlas.json"))
+    printed(capsys, "atlas", "diff", str(tmp_path / "atlas.json"), "minilm")
 
 
 # --- nothing goes another way ---
@@ -258,11 +263,11 @@ CHILDREN = ("bench/memory.py", "bench/models.py")
     "path",
     [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "terminal.py"],
 )
-def test_everything_is_printed_by_terminal(path: str) -> None:
+def test_modules_print_only_through_terminal(path: str) -> None:
     if path not in CHILDREN:
         assert direct_prints((PACKAGE / path).read_text(encoding="utf-8")) == []
 
 
-def test_a_direct_print_is_caught() -> None:
+def test_the_check_finds_a_direct_print() -> None:
     for line in ("print(1)", "typer.echo('x')", "sys.stderr.write('x')", "Console(stderr=True).print('x')"):
         assert direct_prints(line)

@@ -1,15 +1,15 @@
-"""What can go wrong for a user: one class a kind of failure, each message one line that says what to do."""
+"""User errors: one class per kind of failure, each message one line that says what to do."""
 
 from __future__ import annotations
 
-from .terminal import neutralised
+from .terminal import escape_controls
 
 
 class HeadwiseError(ValueError):
-    """A user's mistake: what was got, what was expected, what to do."""
+    """A user error: what was got, what was expected, what to do."""
 
     def __str__(self) -> str:
-        return neutralised(super().__str__())  # it may quote a file, and a traceback prints it
+        return escape_controls(super().__str__())  # it may quote a file, and tracebacks print it
 
 
 class ShapeError(HeadwiseError):
@@ -17,20 +17,20 @@ class ShapeError(HeadwiseError):
 
 
 class MaskError(HeadwiseError):
-    """A mask, window, length or offset that cannot be meant."""
+    """A mask, window, length or offset that makes no sense."""
 
 
 class CacheError(HeadwiseError):
-    """A KV cache that is full or belongs to other sizes."""
+    """A KV cache that is full or was made for other sizes."""
 
 
 class CheckpointError(HeadwiseError):
-    """A config or weight file that is missing, broken or does not fit."""
+    """A config or weight file that is missing, damaged or does not fit the model."""
 
 
 class UnsupportedError(HeadwiseError):
-    """An option or architecture that has no exact counterpart here."""
+    """An option or architecture that headwise does not support exactly."""
 
 
 class RankError(HeadwiseError):
-    """Ranks that do not agree, do not answer, or cannot share the work."""
+    """Ranks that disagree, do not answer, or cannot share the work."""

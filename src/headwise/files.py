@@ -1,9 +1,9 @@
-"""Files and folders that appear whole or not at all, and the removal of what killed runs left.
+"""Atomic files and folders, and the removal of what killed processes left behind.
 
-While something is written, a working folder lies beside the target:
+While something is written, there is a working folder beside the target:
 
     .NAME.headwise-MACHINE-RANDOM/lock       locked (flock) as long as its process lives
-                                 /new/NAME   what is written, moved to NAME at the end by one rename
+                                 /new/NAME   the new content, moved to NAME at the end by one rename
                                  /old/NAME   a folder that is being replaced
 
 A working folder whose lock is free belongs to a process that was killed, and the next write in that place removes it.
@@ -28,16 +28,20 @@ from pathlib import Path
 from .errors import HeadwiseError
 
 WORKING = re.compile(r"\..*\.headwise-([0-9a-f]{8})-[0-9a-f]{16}", re.DOTALL)
-NAME_LENGTH = 40  # of the target's name in that of its working folder: a file name has at most 255 bytes
-# A lock of another machine may be invisible here (network file systems): then only its age tells, in seconds.
+NAME_LENGTH = 40  # characters of the target's name in its working folder's: a file name has at most 255 bytes
+# A lock of another machine may be invisible here (network file systems): then its age in seconds decides.
 OLD_AGE = 24 * 3600.0
 
 
 @contextmanager
 def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError) -> Iterator[Path]:
-    """A temporary file to write to; it takes the place of `path` when the body ends without an error.
+    """A temporary file to write to; it replaces `path` when the body ends without an exception.
 
-    What cannot be written (no room, no permission) is an `error` of one line, and what was there before stays.
+    A failed write (full disk, no permission) raises `error` with one line, and the previous file stays.
+
+    Example:
+        >>> with written("report.json") as file:
+        ...     file.write_text("{}")
     """
     with _failures(path, error):
         target = _target(path, error)
@@ -57,9 +61,10 @@ def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseE
 def folder_written(
     path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError, *, private: bool = False
 ) -> Iterator[Path]:
-    """A temporary folder to write to; it takes the place of `path` when the body ends without an error.
+    """A temporary folder to write to; it replaces `path` when the body ends without an exception.
 
-    A folder that is at `path` by then is replaced: ask before. Folders above it are made. private: for its owner alone.
+    An existing folder at `path` is replaced: ask the user before. Missing parent folders are made. private: readable
+    by its owner alone.
     """
     with _failures(path, error, "; what was there before is untouched"):
         target = _target(path, error)
@@ -78,13 +83,13 @@ def folder_written(
 
 @contextmanager
 def scratch_folder(place: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError) -> Iterator[Path]:
-    """A temporary folder inside the folder `place`, removed at the end; a killed process's by the next write there."""
+    """A temporary folder inside `place`, removed at the end, or by the next write there if the process is killed."""
     with _failures(place, error), _working_folder(_target(place, error) / "scratch") as folder:
         yield folder / "new"
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
-    """Remove from a folder what processes left that were killed while they wrote; those that live are not touched."""
+    """Remove the working folders of killed processes from a folder; those of live processes are not touched."""
     try:
         names = [name for name in os.listdir(folder) if WORKING.fullmatch(name)]
     except (OSError, ValueError):  # the folder does not exist, may not be listed, or is no path
@@ -93,14 +98,14 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def umask() -> int:
-    """What this process takes from the rights of new files; it can only be read by setting it."""
+    """The process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def _target(path: str | os.PathLike[str], error: type[HeadwiseError]) -> Path:
-    """The file or folder itself, where `path` is a link to it: links stay what they are."""
+    """The target of `path`, with links resolved: a link stays a link."""
     if not os.fspath(path) or "\0" in os.fspath(path):
         raise error(f"{os.fspath(path)!r} cannot be written: it is not a path")
     return Path(os.path.realpath(os.fspath(path)))
@@ -108,7 +113,7 @@ def _target(path: str | os.PathLike[str], error: type[HeadwiseError]) -> Path:
 
 @contextmanager
 def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], rest: str = "") -> Iterator[None]:
-    """What a writer says about a disk or a path, as an `error` of one line."""
+    """Turn failures of the disk or the path into an `error` of one line."""
     try:
         yield
     except HeadwiseError:
@@ -125,7 +130,7 @@ def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], rest: st
 
 @contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """A new working folder beside the target, locked, and removed at the end whatever happens."""
+    """A new, locked working folder beside the target, removed at the end whatever happens."""
     remove_leftovers(target.parent)
     folder, lock = _locked_folder(target)
     try:
@@ -176,7 +181,7 @@ def _try_lock(lock: int) -> bool | None:
 
 @functools.cache
 def _machine() -> str:
-    """A name for the running kernel: its processes, those in containers too, see each other's locks."""
+    """An id of the running kernel, whose processes, also those in containers, see each other's locks."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -185,15 +190,15 @@ def _machine() -> str:
 
 
 def _remove_if_dead(folder: Path) -> bool:
-    """Remove a working folder unless its process may live; a replacement that only lacked a rename is finished."""
-    found = WORKING.fullmatch(folder.name)
-    here = found is not None and found[1] == _machine()
+    """Remove a working folder unless its process may be alive; a replacement before its last rename is finished."""
+    match = WORKING.fullmatch(folder.name)
+    here = match is not None and match[1] == _machine()
     with contextlib.suppress(OSError):  # another user's, or another process is removing it
         if not here and time.time() - folder.stat().st_mtime < OLD_AGE:
             return False
         try:
             lock = os.open(folder / "lock", os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-        except FileNotFoundError:  # its process was killed before it made the lock, or while it removed all
+        except FileNotFoundError:  # its process was killed before it made the lock, or during the removal
             if not _has_content(folder):
                 os.rmdir(folder)
             else:
@@ -212,12 +217,12 @@ def _remove_if_dead(folder: Path) -> bool:
 
 
 def _has_content(folder: Path) -> bool:
-    """Whether `new` or `old` is in it, which are made after the lock: without a lock they are being removed."""
+    """Whether it contains `new` or `old`, which are made after the lock: without a lock they are being removed."""
     return any((folder / name).is_dir() for name in ("new", "old"))
 
 
 def _unfinished(folder: Path) -> list[tuple[Path, Path]]:
-    """(new, target) where a folder was moved away and its replacement did not arrive."""
+    """(new, target) where a folder was moved away and its replacement was not moved in yet."""
     try:
         names = os.listdir(folder / "old")
     except OSError:
@@ -232,7 +237,7 @@ def _finish(folder: Path) -> None:
 
 
 def _move_folder(made: Path, old: Path, target: Path) -> None:
-    """Rename a folder to its target; one that is there comes back if that fails."""
+    """Rename a folder to its target; an existing target is restored if that fails."""
     if not target.exists():
         os.rename(made, target)
         return

@@ -1,23 +1,27 @@
-"""How a layer divides its width into heads: a plain value that every other part speaks in."""
+"""How a layer divides its width into heads: the value that all other parts use."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 
 from .errors import ShapeError
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How one attention layer divides its width."""
+    """How one attention layer divides its width.
+
+    Example:
+        >>> Heads.split(4096, 32, kv=8)
+        Heads(width=4096, query=32, kv=8, dim=128, value_dim=128)
+    """
 
     width: int  # d_model
     query: int  # query heads
-    kv: int  # key/value heads; fewer than query: grouped (GQA), one: multi-query (MQA)
-    dim: int  # of one head; query * dim need not equal width
-    value_dim: int = 0  # of one head's values; the same as dim but for MLA
+    kv: int  # key/value heads; fewer than query heads: grouped (GQA), one: multi-query (MQA)
+    dim: int  # width of one head; query * dim need not equal the model's width
+    value_dim: int = 0  # width of one head's values; the same as dim except in MLA
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -30,7 +34,7 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Query heads that read one KV head."""
+        """Query heads per KV head."""
         return self.query // self.kv
 
     @property
@@ -42,11 +46,23 @@ class Heads:
 
     @classmethod
     def split(cls, width: int, query: int, kv: int | None = None, dim: int | None = None) -> Heads:
-        """Divide a width into query heads: d_k = width / query unless dim is given."""
+        """Divide a width into query heads.
+
+        Args:
+            width: The layer's width, d_model.
+            query: Query heads.
+            kv: Key/value heads; as many as query heads by default.
+            dim: Width of one head; width / query by default.
+
+        Raises:
+            ShapeError: The heads do not divide the width, or the KV heads the query heads.
+        """
         _check_size("num_heads", query)
         _check_size("d_model", width)
         if dim is None:
             if width % query:
+                from decimal import Decimal  # exact for numbers of any size, and needed only here
+
                 raise ShapeError(
                     f"{query} heads do not divide d_model {width} ({width} / {query} = {Decimal(width) / query:.4g}); "
                     f"{_near_divisors(width, query)} do, or give head_dim"
@@ -64,8 +80,8 @@ def _check_size(name: str, got: object) -> None:
 
 
 def _near_divisors(number: int, wanted: int) -> str:
-    """A divisor of a number below the wanted one and two above it, where there are such, in words."""
+    """The nearest divisors of a number, one below the wanted one and two above it, in words."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
-    all_of_them = sorted({*small, *(number // n for n in small)})
-    near = [n for n in all_of_them if n < wanted][-1:] + [n for n in all_of_them if n > wanted][:2]
+    divisors = sorted({*small, *(number // n for n in small)})
+    near = [n for n in divisors if n < wanted][-1:] + [n for n in divisors if n > wanted][:2]
     return " and ".join(filter(None, [", ".join(map(str, near[:-1])), str(near[-1])]))

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it can be reached, and its library kept quiet."""
+"""The Hugging Face hub: whether it can be reached, and its library without log lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 def unreachable() -> bool:
-    """Whether the hub's name cannot even be resolved: then nothing is tried, since each try takes many seconds."""
+    """Whether the hub's name does not resolve: then nothing is downloaded, since every attempt takes many seconds."""
     import socket
     import urllib.parse
     import urllib.request
@@ -25,7 +25,7 @@ def unreachable() -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings and retry lines of huggingface_hub: what matters of them is in our own message."""
+    """Silence the warnings and retry lines of huggingface_hub; the error message has what matters."""
     import logging
 
     log = logging.getLogger("huggingface_hub")

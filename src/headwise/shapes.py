@@ -1,4 +1,4 @@
-"""What a transformer stack is made of, as data: sizes and kinds, the famous ones by name. No torch here."""
+"""The shape of a transformer stack as data: sizes and variants, the famous ones by name. No torch here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Frozen = tuple[tuple[str, Any], ...]
 
 
 def freeze(mapping: Mapping[str, Any] | Frozen) -> Frozen:
-    """A dict as sorted pairs, lists as tuples: the same data always compares and hashes alike."""
+    """A dict as sorted pairs, with lists as tuples: equal data compares equal and has the same hash."""
 
-    def fixed(value: Any) -> Any:
-        return tuple(map(fixed, value)) if isinstance(value, list | tuple) else value
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
-    return tuple(sorted((key, fixed(value)) for key, value in dict(mapping).items()))
+    return tuple(sorted((key, frozen(value)) for key, value in dict(mapping).items()))
 
 
 _KINDS: dict[str, tuple[str | None, ...]] = {
@@ -32,7 +32,7 @@ _KINDS: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """All that is needed to build a stack, and to count its parameters without building it."""
+    """Everything needed to build a stack, or to count its parameters without building it."""
 
     layers: int
     heads: Heads
@@ -55,7 +55,7 @@ class Shape:
     token_types: int = 0
     embedding_width: int | None = None  # where it differs from the width (ELECTRA)
     scale_embeddings: bool = False  # by sqrt(width), as in 2017
-    window: int | tuple[int | None, ...] | None = None  # tokens a layer sees, itself included; a tuple: one a layer
+    window: int | tuple[int | None, ...] | None = None  # keys per query, its own included; a tuple: one per layer
     head: str | None = None  # the output layer: "tied" to the embeddings, "own", or none
     pooler: bool = False  # BERT's dense layer over the first token
 
@@ -74,7 +74,7 @@ class Shape:
             if window is not None:
                 check_at_least(1, "window", window)
         if isinstance(self.window, tuple) and len(self.window) != self.layers:
-            raise ShapeError(f"window names {len(self.window)} layers and there are {self.layers}; give one a layer")
+            raise ShapeError(f"window names {len(self.window)} layers and there are {self.layers}; give one per layer")
         if self.window is not None and self.decoder_layers:
             raise UnsupportedError("window is for a decoder alone; an encoder-decoder has none")
         if self.head == "tied" and self.embedding_width not in (None, self.width):
@@ -87,11 +87,11 @@ class Shape:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """How many tokens back each layer sees, itself included; None for all."""
+        """The window of each layer: keys that a query may attend to, its own included; None for all."""
         return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
 
     def parameters(self) -> dict[str, int]:
-        """How many numbers are learned: attention, ffn, embeddings, norms, other (output layer, pooler, ...), total.
+        """Parameter counts: attention, ffn, embeddings, norms, other (output layer, pooler, ...) and total.
 
         The encoder and the decoder of an encoder-decoder share their embeddings, as in 2017.
         """
@@ -133,7 +133,7 @@ class Shape:
 
 
 def check_known(what: str, got: str | None, known: Collection[str | None]) -> None:
-    """An option that has names, and got one that is not among them, is refused with the list."""
+    """Refuse a value that is not among the known ones, and list them."""
     if got not in known:
         raise UnsupportedError(f"{what} {got!r} is not known; known are {', '.join(map(repr, known))}")
 
@@ -220,9 +220,9 @@ _DEVLIN = "Devlin et al. 2018; checkpoint {} with its pooler, without the pre-tr
 _RADFORD = "Radford et al. 2019; checkpoint {}"
 _TOUVRON = "Touvron et al. 2023, Llama 2; checkpoint {}"
 
-# Two sources round, and what their own numbers give is not quite what they print:
+# Two sources print rounded totals that do not quite follow from their own sizes:
 # - 2017 prints 65M and 213M with a vocabulary of "about 37000" tokens. With 37,000 it is 63.0M and 214.2M. No single
-#   vocabulary gives both (65M wants about 40,800 tokens, 213M about 35,900), so the paper's word is kept.
+#   vocabulary gives both (65M wants about 40,800 tokens, 213M about 35,900), so the paper's vocabulary is used.
 # - GPT-3's table prints 175.0B; its layers, width and vocabulary give 174.6B. Every other of its layers attends
 #   sparsely, which changes no count; here all are dense.
 PRESETS: dict[str, Preset] = {
@@ -242,7 +242,12 @@ PRESETS: dict[str, Preset] = {
 
 
 def shape(name: str) -> Shape:
-    """The famous shape of that name."""
+    """A famous shape by its name, such as "bert-base" or "llama2-7b".
+
+    Example:
+        >>> headwise.shape("gpt2").parameters()["total"]
+        124439808
+    """
     if name not in PRESETS:
         raise UnsupportedError(f"no shape is called {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name].shape

@@ -1,7 +1,7 @@
-"""What is printed: text whose control characters are shown as escapes, so that no file can command a terminal.
+"""Printing: control characters are shown as escapes, so that no file can send commands to a terminal.
 
-A config, a file name, a tensor's name or a token may hold an escape sequence that writes the clipboard (OSC 52),
-moves the cursor, or turns the reading direction. Everything headwise prints goes through `echo` or `console`.
+A config, a file name, a tensor's name or a token may contain an escape sequence that writes the clipboard (OSC 52),
+moves the cursor, or changes the reading direction. Everything headwise prints goes through `echo` or `console`.
 """
 
 from __future__ import annotations
@@ -18,38 +18,47 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 # C0 without tab and newline, DEL, C1, line and paragraph separators, bidirectional overrides and isolates, and lone
-# surrogates, which stand for the undecodable bytes of a file name
+# surrogates, which are the undecodable bytes of a file name
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SEPARATOR = re.compile("[\t\n]")
 
 
-def neutralised(text: str) -> str:
-    r"""The same text with control characters as escapes; tabs and newlines stay.
+def escape_controls(text: str) -> str:
+    r"""Replace control characters by escapes; tabs and newlines stay.
 
-    The escapes are \u001b and the like, which JSON knows: a JSON text stays the same value.
+    The escapes are those of JSON, such as \u001b: a JSON document keeps its value.
     """
     return CONTROL.sub(_escape, text)
 
 
 def one_line(text: str) -> str:
-    """The same for a name: tabs and newlines are escapes too, so that a name cannot pose as another line."""
-    return SEPARATOR.sub(_escape, neutralised(text))
+    """The same for a name: tabs and newlines are escaped too, so that a name cannot imitate another line."""
+    return SEPARATOR.sub(_escape, escape_controls(text))
 
 
-def _escape(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
+def format_bytes(count: int) -> str:
+    """Bytes in binary units: 128 KiB, 4 GiB, 1.5 MiB."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.4g} {unit}"
+    return f"{count} bytes" if count != 1 else "1 byte"
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text to stdout or stderr."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(neutralised(text) + "\n" * nl)
+    stream.write(escape_controls(text) + "\n" * nl)
     stream.flush()
 
 
 def console(**options: Any) -> Console:
-    """A rich console, with its options, for drawings that hold text of others: neither control characters nor markup
-    of theirs is obeyed, our own styles are.
+    """A rich console for drawings that contain foreign text: its control characters and markup have no effect.
+
+    The styles of the drawing itself work as usual; `options` are those of `rich.console.Console`.
     """
     return _console_class()(**{"highlight": False, "markup": False, "emoji": False, **options})
 
@@ -61,31 +70,31 @@ def _console_class() -> type[Console]:
     from rich.text import Text
 
     class SafeConsole(Console):
-        """rich obeys a sequence that stands in a text; here it is shown."""
+        """Shows control sequences in a text, where rich would send them to the terminal."""
 
-        def render_str(self, text: str, **how: Any) -> Text:
-            return super().render_str(neutralised(text), **how)
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(escape_controls(text), **options)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             if isinstance(renderable, Text) and CONTROL.search(renderable.plain):
-                renderable = _shown(renderable)  # before it is wrapped, so that all of it has room
+                renderable = _escaped(renderable)  # before wrapping, which needs the final width
             for segment in super().render(renderable, options):
                 if segment.control is None and CONTROL.search(segment.text):
-                    yield Segment(neutralised(segment.text), segment.style)
+                    yield Segment(escape_controls(segment.text), segment.style)
                 else:
                     yield segment
 
     return SafeConsole
 
 
-def _shown(text: Text) -> Text:
-    """A styled text with its control characters as escapes, each in the style of the character."""
+def _escaped(text: Text) -> Text:
+    """A styled text with its control characters as escapes, each in the style of its character."""
     from rich.text import Span
 
-    shown = [neutralised(character) for character in text.plain]
-    places = [0, *accumulate(map(len, shown))]  # where each character of the text begins in what is shown
-    copy = text.blank_copy("".join(shown))
+    pieces = [escape_controls(character) for character in text.plain]
+    starts = [0, *accumulate(map(len, pieces))]  # where each character of the text begins in the escaped text
+    copy = text.blank_copy("".join(pieces))
     copy.spans = [
-        Span(places[max(span.start, 0)], places[min(span.end, len(shown))], span.style) for span in text.spans
+        Span(starts[max(span.start, 0)], starts[min(span.end, len(pieces))], span.style) for span in text.spans
     ]
     return copy

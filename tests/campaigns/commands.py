@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import click
 import huggingface_hub.constants
 import torch
 import transformers
-import typer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headwise.cli import main
@@ -34,7 +34,7 @@ from . import Report
 from .documents import CONLLU, relations
 
 SHORT, LONG = 12, 10_000
-SENTENCES = probe_sentences()[::40]  # of those that --probe asks about
+SENTENCES = probe_sentences()[::40]  # of the bundled probe set
 SECONDS = 20  # after which a command hangs
 
 WORDS = "a the cat dog bird sat ran on by old new red house tree river hill . ,".split()
@@ -52,12 +52,12 @@ VALUES = [
 ]  # fmt: skip
 
 SANE = {  # by option: values that mean something, so that commands also get somewhere
-    "model": ["model"], "texts": ["texts.txt", "texts.jsonl"], "out": ["out"], "limit": ["3"], "length": ["9"],
-    "part": ["0/2"], "head": ["0.0", "1.2"], "seed": ["5"], "conllu": ["gold.conllu"], "matter": ["previous"],
+    "model": ["model"], "texts": ["texts.txt", "texts.jsonl"], "out": ["out"], "limit": ["3"],
+    "part": ["0/2"], "head": ["0.0", "1.2"], "seed": ["5"], "conllu": ["gold.conllu"], "role": ["previous"],
     "field": ["text"], "keep": ["0.5"], "score": ["magnitude", "random"], "stat": ["entropy"], "d_model": ["12"],
-    "heads": ["3"], "tokens": ["4"], "kv_heads": ["1"], "context": ["512"], "batch": ["2"], "dtype": ["fp16"],
+    "heads": ["3"], "kv_heads": ["1"], "context": ["4", "512"], "batch": ["2"], "dtype": ["fp16"],
     "token": ["cat"], "html": ["a.html"], "png": ["a.png"], "svg": ["a.svg"], "budget": ["parameters"],
-    "against": ["model"], "steps": ["1"],
+    "compare": ["model"], "steps": ["1"],
 }  # fmt: skip
 
 
@@ -84,9 +84,23 @@ def master(folder: Path) -> None:
     (folder / "folder").mkdir()
 
 
+def all_commands() -> dict[str, click.Command]:
+    """Every command by its name, the commands of groups as "atlas merge"."""
+    context = click.Context(app)
+    found: dict[str, click.Command] = {}
+    for name in app.list_commands(context):
+        command = app.get_command(context, name)
+        if isinstance(command, click.Group):
+            found |= {
+                f"{name} {inner}": command.get_command(context, inner) for inner in command.list_commands(context)
+            }
+        found[name] = command
+    return found
+
+
 def line(chance: random.Random) -> list[str]:
     """A command with some of its options, most of them wrong."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = all_commands()
     if chance.random() < 0.02:
         return [chance.choice(VALUES + FILES) for _ in range(chance.randrange(3))]
     name = chance.choice(sorted(commands))
@@ -99,7 +113,7 @@ def line(chance: random.Random) -> list[str]:
         args += [chance.choice(option.opts)] + ([] if option.is_flag else [value(option.name, chance)])
     if chance.random() < 0.05:
         args.insert(chance.randrange(len(args) + 1), chance.choice(["--help", "--nosy", "--", "-x", "--json=7"]))
-    return [name, *args]
+    return [*name.split(), *args]
 
 
 def value(name: str, chance: random.Random) -> str:

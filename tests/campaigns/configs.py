@@ -11,7 +11,7 @@ from typing import Any
 
 import headwise
 from headwise.card import read
-from headwise.card.sources.config import defaults, model_types
+from headwise.card.config.defaults import defaults, model_types
 from headwise.card.sources.presets import FAMOUS
 from headwise.terminal import CONTROL
 

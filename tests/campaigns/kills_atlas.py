@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from headwise.cli import main
-from headwise.cli.atlas import UNFINISHED
+from headwise.cli.atlas.measure import UNFINISHED
 from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
 from headwise.roles.atlas.result import Atlas
 from headwise.ui import atlas as drawing  # noqa: F401

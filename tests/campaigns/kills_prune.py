@@ -179,7 +179,7 @@ def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | No
     os.dup2(out, 1)
     os.dup2(out, 2)
     line = ["prune", "--model", given / "source", "--texts", given / "texts.txt", "--out", work / "out"]
-    line += ["--batch", 6, "--length", 16, "--recover", STEPS, *(["--overwrite"] if overwrite else [])]
+    line += ["--batch", 6, "--context", 16, "--recover", STEPS, *(["--overwrite"] if overwrite else [])]
     if after is not None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once, as SIGKILL does
         signal.setitimer(signal.ITIMER_REAL, after)

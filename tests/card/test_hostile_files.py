@@ -18,7 +18,7 @@ DEEP = 100_000
     "text", ["[" * DEEP, '{"a":' * DEEP, '{"text_config":' * DEEP, '{"model_type":"llama","x":' + "[" * DEEP], ids=len
 )
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "headwise.json"])
-def test_json_that_nests_without_end(text: str, name: str, tmp_path: Path) -> None:
+def test_deeply_nested_json_is_refused(text: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / name).write_text(text)
     with pytest.raises(headwise.CheckpointError, match="nests too deep|is not JSON|no JSON") as caught:
@@ -27,14 +27,14 @@ def test_json_that_nests_without_end(text: str, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["[" * DEEP, '{"a":' * DEEP, '{"a":{"shape":[' + "9" * 5000 + "]}}"], ids=len)
-def test_a_header_that_nests_without_end(text: str, tmp_path: Path) -> None:
+def test_a_deeply_nested_safetensors_header_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text.encode())
     with pytest.raises(headwise.CheckpointError, match="the header of model.safetensors is no JSON"):
         read(path)
 
 
-def test_a_dict_that_nests_without_end_ends() -> None:
+def test_configs_nested_deeper_than_8_are_refused() -> None:
     deep: dict[str, Any] = {"num_attention_heads": 3}
     for _ in range(DEEP):
         deep = {"text_config": deep}
@@ -54,7 +54,7 @@ def test_a_dict_that_nests_without_end_ends() -> None:
         ("vocab_size", "9" * 5000),
     ],
 )  # fmt: skip
-def test_a_number_that_is_none(key: str, number: str, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_or_whole_is_refused(key: str, number: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(f'{{"model_type": "llama", "{key}": {number}}}')
     with pytest.raises(headwise.CheckpointError, match=f"{key} must be a whole number from|is not JSON") as caught:
@@ -62,7 +62,7 @@ def test_a_number_that_is_none(key: str, number: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-def test_a_gguf_that_claims_more_than_it_has(tmp_path: Path) -> None:
+def test_a_gguf_with_absurd_counts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for claim in ((2**64 - 1, 0), (0, 2**64 - 1), (10**6, 10**5)):
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *claim))

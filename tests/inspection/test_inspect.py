@@ -56,7 +56,7 @@ def test_the_pronoun_of_the_default_sentence_attends_to_animal(animal: Inspectio
     target = animal.find("animal")
     best = [(link.name, round(link.weight, 2)) for link in animal.links(place) if link.target == target][:2]
     assert best == [("3.1", 0.68), ("5.11", 0.67)]
-    assert animal.followed() == [(place, "a pronoun; --token follows another word")]
+    assert animal.followed() == [(place, "a pronoun; token= follows another word")]
     previous, *others = animal.standouts(KINDS[0])
     assert (previous.kind.name, previous.name, others) == ("previous token", "0.2", [])
 
@@ -221,7 +221,7 @@ def test_inspect_refuses_an_empty_text(text: str) -> None:
 
 def test_inspect_refuses_or_truncates_a_text_beyond_the_positions(minilm: tuple[Any, Any]) -> None:
     long = "word " * 600
-    with pytest.raises(HeadwiseError, match=r"has 602 tokens, BertModel takes 512 \(its positions\); .* --truncate"):
+    with pytest.raises(HeadwiseError, match=r"has 602 tokens, BertModel takes 512 \(its positions\); .* truncate=True"):
         headwise.inspect(long, minilm[0], tokenizer=minilm[1])
     result = headwise.inspect(long, minilm[0], tokenizer=minilm[1], truncate=True)
     assert isinstance(result, Inspection)

@@ -37,7 +37,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def prune(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    code = main(["prune", "--batch", "6", "--length", "16", *map(str, args)])
+    code = main(["prune", "--batch", "6", "--context", "16", *map(str, args)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -156,7 +156,7 @@ def test_compare_reports_the_rank_correlation_of_every_score_with_ablation(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = save_model(tmp_path / "source", transformers.AutoModelForCausalLM, "llama")
-    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare"]
+    args = ["--model", source, "--texts", texts, "--out", tmp_path / "out", "--keep", 0.67, "--compare-scores"]
     code, out, _ = prune(capsys, *args)
     assert code == 0 and "rank correlation with ablation:" in out and "of 18 heads matter alone" in out
     report = json.loads((tmp_path / "out" / "pruning.json").read_text())
@@ -429,32 +429,33 @@ def test_bad_options_of_prune_are_one_line_and_exit_code_2(
     assert empty_layer_plan.heads[0] == [0, 1, 2, 3, 4]
     valid = ["--model", source, "--texts", texts, "--out", tmp_path / "out"]
     for args, message in [
-        ([], "give --texts"),
+        ([], "Missing option '--texts'"),
+        (["--texts", texts], "Missing option '--out'"),
         (["--texts", texts, "--out", tmp_path / "full"], "exists and is not empty"),
         ([*valid, "--keep", "many"], "--keep is a share such as 0.6"),
-        ([*valid, "--keep", "0.01"], "the nearest is keep=0.2000"),
+        ([*valid, "--keep", "0.01"], "the nearest is --keep 0.2000"),
         ([*valid, "--keep", "6"], "keep is a share from 0 to 1"),
         ([*valid, "--keep", "middle=0.5"], "no 'middle' attention here"),
-        ([*valid, "--score", "best"], "there is no score 'best'"),
+        ([*valid, "--score", "best"], "'best' is not one of 'ablation'"),
         ([*valid, "--plan", tmp_path / "plan.json"], "not a plan that headwise wrote"),
         ([*valid, "--plan", tmp_path / "other.json"], "this plan is for another model: 3 layers of 7 heads, but"),
         ([*valid, "--plan", tmp_path / "empty.json"], "all 5 heads of self layer 0 would go; keep one, or say"),
-        ([*valid, "--recover", "-3"], "--recover must be at least 0, got -3"),
-        ([*valid, "--recover", "9" * 30], "--recover must be at most 10,000,000, got 999"),
-        ([*valid, "--batch", "9" * 30], "--batch must be at most 65,536, got 999"),
-        ([*valid, "--length", "0"], "--length must be at least 1"),
-        ([*valid, "--seed", "-1"], "--seed must be at least 0, got -1"),
-        ([*valid, "--seed", "4294967296"], "--seed must be at most 4,294,967,295, got 4294967296"),
+        ([*valid, "--recover", "-3"], "Invalid value for '--recover': -3 is not in the range 0 to 10,000,000"),
+        ([*valid, "--recover", "9" * 30], "Invalid value for '--recover'"),
+        ([*valid, "--batch", "9" * 30], "is not in the range 1 to 65,536"),
+        ([*valid, "--context", "0"], "Invalid value for '--context': 0 is not in the range 1 to"),
+        ([*valid, "--seed", "-1"], "Invalid value for '--seed': -1 is not in the range"),
+        ([*valid, "--seed", "4294967296"], "4294967296 is not in the range 0 to 4,294,967,295"),
         ([*valid, "--seed", "9" * 5000], "Invalid value for '--seed'"),
         ([*valid, "--keep", "nan"], "keep is a share from 0 to 1, such as 0.6, got nan"),
         ([*valid, "--keep", "encoder=inf"], "keep is a share from 0 to 1, such as 0.6, got inf"),
         ([*valid, "--keep", "encoder=0.5,encoder=0.6"], "--keep is one share per kind"),
         ([*valid, "--keep", "=0.5"], "--keep is one share per kind"),
         ([*valid, "--keep", "9" * 5000], "keep is a share from 0 to 1, such as 0.6, got inf"),
-        ([*valid, "--budget", "euro"], "budget must be one of heads, parameters, cache, latency"),
-        ([*valid, "--per", "word"], "per must be one of model, layer"),
-        ([*valid, "--compensate", "much"], "--compensate is bias or mean, got 'much'"),
-        ([*valid, "--over", "mail"], "--over is ddp or fsdp, got 'mail'"),
+        ([*valid, "--budget", "euro"], "'euro' is not one of 'heads', 'parameters', 'cache', 'latency'"),
+        ([*valid, "--per", "word"], "'word' is not one of 'model', 'layer'"),
+        ([*valid, "--compensate", "much"], "'much' is not one of 'bias', 'mean'"),
+        ([*valid, "--over", "mail"], "'mail' is not one of 'ddp', 'fsdp'"),
         ([*valid, "--steps", "16"], "steps must be at most the number of heads, 15, got 16"),
         ([*valid, "--steps", "2", "--budget", "latency"], "steps are for one share of heads, parameters or cache"),
         ([*valid, "--plan", tmp_path / "empty.json", "--keep", "0.5"], "--plan says which heads go: leave out --keep"),
@@ -464,7 +465,7 @@ def test_bad_options_of_prune_are_one_line_and_exit_code_2(
         ([*valid[:-1], "a\0b"], "Invalid value for '--out'"),
         ([*valid[:-1], texts / "out"], "is no directory that can be written to"),
         ([*valid[:-1], texts], "exists and is not empty"),
-        ([*valid, "--steps", "0"], "--steps must be at least 1"),
+        ([*valid, "--steps", "0"], "Invalid value for '--steps': 0 is not in the range"),
         (["--model", source, "--texts", tmp_path / "none", "--out", tmp_path / "out"], "cannot be read: No such file"),
         (["--model", source, "--texts", tmp_path / "few.txt", "--out", tmp_path / "out"], "2 texts are too few"),
         ([*valid, "--labels", tmp_path / "few.txt"], "label 'one' is neither a number"),

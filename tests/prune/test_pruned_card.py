@@ -66,20 +66,20 @@ def test_a_record_that_contradicts_the_config_is_refused_or_warned_about(tmp_pat
     record = json.loads(file.read_text())
     (path, entry), *_ = record["layers"].items()
     for change, message in [
-        ({"headwise": 7}, "not one that this version wrote"),
+        ({"headwise": 7}, "was not written by this version"),
         ({"layers": {path: entry | {"query_of": 9}}}, "is for 9 heads in layer 0, config.json says 5"),
         (
             {"layers": {path: {"query": [], "kv": [], "query_of": float("inf")}}},
-            "does not say what the heads of a layer are",
+            "does not list the heads of every layer",
         ),
-        ({"layers": {path: {}}}, "does not say what the heads of a layer are"),
+        ({"layers": {path: {}}}, "does not list the heads of every layer"),
     ]:
         file.write_text(json.dumps(record | change))
         with pytest.raises(CheckpointError, match=message):
             headwise.card.read(tmp_path / "model")
     file.write_text(json.dumps(record | {"layers": {path: entry | {"layer": 7}}}))
     card = headwise.card.read(tmp_path / "model")
-    assert any("speaks of self layers that the config has not" in message for message in card.warnings)
+    assert any("names self layers that the config does not have" in message for message in card.warnings)
     (tmp_path / "model" / "model.safetensors").unlink()
     file.write_text(json.dumps(record))
     assert "put the weights beside the config" in headwise.card.read(tmp_path / "model").explain()

@@ -167,7 +167,7 @@ def test_a_tampered_checkpoint_is_refused_in_one_line_and_changes_no_weight(
 
 def run_prune(folder: Path, *extra: object) -> int:
     arguments = ["--model", folder / "source", "--texts", folder / "texts.txt", "--out", folder / "out", "--keep", 0.6]
-    return main(["prune", "--batch", "6", "--length", "16", "--recover", "5", *map(str, [*arguments, *extra])])
+    return main(["prune", "--batch", "6", "--context", "16", "--recover", "5", *map(str, [*arguments, *extra])])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`headwise atlas`: what it prints and writes, how it goes on, and how mistakes read."""
+"""`headwise atlas`: what it prints and writes, how it resumes, and how user errors read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_a_table_and_all_its_files(
+def test_measuring_prints_a_table_and_writes_all_files(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path / "out")
@@ -63,30 +63,41 @@ def test_a_table_and_all_its_files(
     assert not (tmp_path / "out" / "unfinished.safetensors").exists()
 
 
-def test_json_is_the_atlas(model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_loads_as_an_atlas(model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--model", model, "--texts", corpus, "--limit", 41, "--json")
     assert code == 0
     atlas = headwise.Atlas.from_json(json.loads(out))
     assert atlas.about["texts"] == 41 and atlas.heads_with("induction")[0].name == "1.0"
 
 
-def test_parts_and_merging(model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merged_parts_equal_the_whole_corpus(
+    model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for i in range(2):
         code, _, _ = run(capsys, "--model", model, "--texts", corpus, "--part", f"{i}/2", "--out", tmp_path / str(i))
         assert code == 0
     code, out, _ = run(
-        capsys, "--merge", tmp_path / "0" / "atlas.json", "--merge", tmp_path / "1" / "atlas.json", "--json"
+        capsys,
+        "merge",
+        tmp_path / "0" / "atlas.json",
+        tmp_path / "1" / "atlas.json",
+        "--json",
+        "--out",
+        tmp_path / "all",
     )
     _, whole, _ = run(capsys, "--model", model, "--texts", corpus, "--json")
     merged, one = (headwise.Atlas.from_json(json.loads(text)) for text in (out, whole))
     assert merged.about["texts"] == one.about["texts"] == 83
     assert merged.scores["rare"]["self"] == pytest.approx(one.scores["rare"]["self"], abs=3e-5)
     assert merged.low["previous"]["self"] == pytest.approx(one.low["previous"]["self"], abs=3e-5)
-    code, out, _ = run(capsys, "--model", model, "--texts", corpus, "--against", tmp_path / "0" / "atlas.json")
+    assert headwise.Atlas.load(tmp_path / "all" / "atlas.json").to_json() == merged.to_json()
+    code, out, _ = run(capsys, "diff", tmp_path / "0" / "atlas.json", tmp_path / "all" / "atlas.json")
     assert code == 0 and " roles kept, " in out
+    code, shown, _ = run(capsys, "show", tmp_path / "all" / "atlas.json", "--json")
+    assert code == 0 and json.loads(shown) == merged.to_json()
 
 
-def test_one_head(model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_atlas_shows_every_score_of_one_head(model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--model", model, "--texts", corpus, "--head", "1.0")
     assert code == 0 and "1.0 (self): induction" in out.splitlines()[0]
     assert "induction            0.9" in out
@@ -94,7 +105,7 @@ def test_one_head(model: Path, corpus: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(out)["roles"] == ["induction"]
 
 
-def test_the_atlas_that_comes_along_needs_no_torch() -> None:
+def test_the_bundled_atlas_needs_no_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; from headwise.cli import main; sys.exit(main(['atlas']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -102,7 +113,7 @@ def test_the_atlas_that_comes_along_needs_no_torch() -> None:
     assert "previous        1  0.2 0.9" in done.stdout
 
 
-def test_ctrl_c_leaves_what_can_be_gone_on_with(
+def test_an_interrupted_run_is_resumed(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = corpus_run.Accumulator.add
@@ -113,33 +124,36 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(
     assert (tmp_path / "unfinished.safetensors").exists()
     monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
-    assert code == 0 and "going on where" in err and "83 texts" in out
+    assert code == 0 and "resuming from" in err and "83 texts" in out
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "elsewhere"], "give --texts, a file with a text a line; atlases come along for minilm, smollm2"),
+        (["--model", "elsewhere"], "no atlas is bundled for 'elsewhere', only for minilm and smollm2; give --texts"),
         (["--texts", "none.txt"], "texts 'none.txt' cannot be read: No such file"),
         (["--texts", "."], "texts '.' is not a file; give one with one text per line"),
-        (["--part", "2/2"], "--part is I/N such as 0/4, with I below N, got '2/2'"),
-        (["--part", "²/3"], "--part is I/N such as 0/4, with I below N, got '²/3'"),
-        (["--part", "1"], "--part is I/N such as 0/4, with I below N, got '1'"),
-        (["--part", "0/" + "7" * 5000], "--part is I/N such as 0/4, with I below N, got '0/777"),
+        (["--texts", "x", "--part", "2/2"], "--part is I/N such as 0/4, with I below N, got '2/2'"),
+        (["--texts", "x", "--part", "²/3"], "--part is I/N such as 0/4, with I below N, got '²/3'"),
+        (["--texts", "x", "--part", "1"], "--part is I/N such as 0/4, with I below N, got '1'"),
+        (["--texts", "x", "--part", "0/" + "7" * 5000], "--part is I/N such as 0/4, with I below N, got '0/777"),
         (["--seed", "-1"], "Invalid value for '--seed'"),
         (["--limit", "-7"], "Invalid value for '--limit'"),
-        (["--length", "3"], "Invalid value for '--length'"),
+        (["--context", "3"], "Invalid value for '--context'"),
         (["--limit", "9" * 5000], "Invalid value for '--limit'"),
         (["--head", "².1"], "a head is written layer.head, such as 3.1, got '².1'"),
         (["--head", "1." + "3" * 5000], "a head is written layer.head, such as 3.1, got '1.333"),
-        (["--matter", "previous"], "--matter measures what is lost on texts; give --texts as well"),
-        (["--merge", "a.json"], "--merge takes two atlases or more"),
-        (["--merge", "a.json", "--merge", "b.json"], "atlas 'a.json' cannot be read: No such file"),
+        (["--out", "x"], "Missing option '--texts'; see headwise atlas measure --help"),
+        (["ablate", "previous"], "Missing option '--texts'"),
+        (["merge", "a.json"], "Missing argument 'ATLAS...'"),
+        (["merge", "a.json", "b.json"], "atlas 'a.json' cannot be read: No such file"),
+        (["nonsense"], "atlas 'nonsense' cannot be read: No such file"),
         (["--head", "9.9"], "there is no head"),
-        (["--against", "nowhere.json"], "atlas 'nowhere.json' cannot be read"),
+        (["diff", "nowhere.json", "minilm"], "atlas 'nowhere.json' cannot be read"),
+        (["diff", "minilm"], "Missing argument 'AFTER'"),
     ],
 )
-def test_mistakes_read_as_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *args)
     assert (code, out) == (2, "")
     assert err.startswith("headwise: ") and message in err and err.count("\n") == 1
@@ -168,7 +182,7 @@ def test_bad_texts_leave_nothing_behind(
     assert not (tmp_path / "a").exists()
 
 
-def test_a_place_that_is_no_folder_is_told_before_the_work(
+def test_an_output_path_that_is_no_directory_is_refused_before_measuring(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus_run.CorpusRun, "measure", lambda *args: pytest.fail("it was measured"))
@@ -177,12 +191,12 @@ def test_a_place_that_is_no_folder_is_told_before_the_work(
     for out, message in ((file, "is not a directory; give one to write to"), (file / "below", "cannot be made")):
         code, _, err = run(capsys, "--model", model, "--texts", corpus, "--out", out)
         assert code == 2 and message in err and err.count("\n") == 1
-    code, _, err = run(capsys, "--model", model, "--texts", corpus, "--against", file)
+    code, _, err = run(capsys, "diff", file, "minilm")
     assert code == 2 and "is no atlas: it is not JSON" in err
     assert file.read_text() == "mine"
 
 
-def test_other_weights_under_the_same_name_are_not_mixed(
+def test_resuming_with_other_weights_under_the_same_name_is_refused(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, out = tmp_path / "model", tmp_path / "out"
@@ -203,7 +217,7 @@ def test_other_weights_under_the_same_name_are_not_mixed(
     assert (out / "unfinished.safetensors").read_bytes() == kept
 
 
-def test_nothing_is_measured_again_when_the_end_was_interrupted(
+def test_a_run_interrupted_after_measuring_is_not_measured_again(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -215,13 +229,13 @@ def test_nothing_is_measured_again_when_the_end_was_interrupted(
     monkeypatch.setattr(similarity, "head_similarity", plain)
     monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *args: pytest.fail("it was measured again"))
     code, out, err = run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)
-    assert code == 0 and "going on where" in err and "83 texts" in out
+    assert code == 0 and "resuming from" in err and "83 texts" in out
     files = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}
     assert {path.name for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_what_a_killed_run_left_is_removed_by_the_next(
+def test_temporary_files_of_a_killed_run_are_removed_by_the_next(
     model: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = os.fork()
@@ -236,7 +250,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file grows beyond so many bytes meanwhile, which fails as a full disk does."""
+    """Limit the size of files to so many bytes, which fails as a full disk does."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
@@ -257,7 +271,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     assert run(capsys, "--model", model, "--texts", corpus, "--out", tmp_path)[0] == 0
 
 
-def test_inspect_names_what_a_head_is_known_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_names_the_roles_of_a_head_from_the_bundled_atlas(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "The cat sat on the mat.", "--head", "0.2"]) == 0
     out = capsys.readouterr().out
     assert "What these heads do over 10,000 texts" in out and "0.2 previous" in out

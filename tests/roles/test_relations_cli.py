@@ -1,4 +1,4 @@
-"""`headwise atlas --conllu`, --probe and --matter; relations as a part of an atlas."""
+"""`headwise atlas relations` and `headwise atlas ablate`; relations as a part of an atlas."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_gold_links_alone_give_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["atlas", "--model", f"{folder}/model", "--conllu", f"{folder}/gold.conllu"]) == 0
+def test_relations_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["atlas", "relations", "--model", f"{folder}/model", "--conllu", f"{folder}/gold.conllu"]) == 0
     out = capsys.readouterr().out
     [amod] = [line for line in out.splitlines() if line.startswith("amod > head")]
     assert "1.0" in amod and "100.0%" in amod and amod.rstrip().endswith(FOUND)
     assert "shuffled gold: 0 of" in out
 
 
-def test_they_are_written_and_printed_as_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relations_are_written_and_printed_as_json(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gold = f"{folder}/gold.conllu"
-    command = ["atlas", "--model", f"{folder}/model", "--conllu", gold, "--report", gold, "--json"]
+    command = ["atlas", "relations", "--model", f"{folder}/model", "--conllu", gold, "--report", gold, "--json"]
     assert main([*command, "--out", f"{tmp_path}/made"]) == 0
     printed = json.loads(capsys.readouterr().out)
     saved = Relations.load(tmp_path / "made" / "relations.json")
@@ -53,7 +55,7 @@ def test_they_are_written_and_printed_as_json(folder: Path, tmp_path: Path, caps
     assert saved["amod > head"].verdict == FOUND
 
 
-def test_an_atlas_carries_them(folder: Path, tmp_path: Path) -> None:
+def test_an_atlas_saves_and_loads_its_relations(folder: Path, tmp_path: Path) -> None:
     atlas = headwise.atlas(
         relation_heads.model(),
         folder / "texts.txt",
@@ -69,32 +71,43 @@ def test_an_atlas_carries_them(folder: Path, tmp_path: Path) -> None:
     assert headwise.atlas(relation_heads.model(), ["a0 x1 n0"], relation_heads.tokenizer()).relations is None
 
 
-def test_what_a_role_is_worth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["atlas", "--model", f"{folder}/model", "--texts", f"{folder}/texts.txt", "--limit", "29"]
-    assert main([*given, "--matter", "previous"]) == 0
+def test_relations_are_added_to_a_saved_atlas(folder: Path, tmp_path: Path) -> None:
+    atlas = headwise.atlas(relation_heads.model(), folder / "texts.txt", relation_heads.tokenizer(), limit=31)
+    atlas.save(tmp_path / "atlas.json")
+    command = ["atlas", "relations", "--model", f"{folder}/model", "--conllu", f"{folder}/gold.conllu"]
+    assert main([*command, "--atlas", f"{tmp_path}/atlas.json"]) == 0
+    again = headwise.Atlas.load(tmp_path / "atlas.json")
+    assert again.relations is not None and again.relations["amod > head"].verdict == FOUND
+    assert again.scores.keys() == atlas.scores.keys()
+
+
+def test_ablating_a_role_is_compared_with_random_heads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", f"{folder}/model", "--texts", f"{folder}/texts.txt", "--limit", "29"]
+    assert main(["atlas", "ablate", "previous", *options]) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("without 1.1: 1 - cosine with the whole model's embedding") and "random heads" in line
-    assert main([*given, "--matter", "previous", "--json"]) == 0
+    assert main(["atlas", "ablate", "previous", *options, "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert found["heads"] == [["self", 1, relation_heads.PREVIOUS]] and len(found["random"]) == 5  # all others
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("args", "message"),
     [
-        (["--report", "x.conllu"], "--report needs --conllu"),
-        (["--conllu", "none.conllu"], "'none.conllu' cannot be read: No such file"),
-        (["--conllu", "none.conllu", "--probe"], "give --conllu or --probe, not both"),
-        (["--matter", "nosy", "--texts", "nowhere.txt"], "there is no role 'nosy'; there are previous"),  # first of all
+        (["relations", "--report", "x.conllu"], "--report needs --conllu"),
+        (["relations", "--conllu", "none.conllu"], "'none.conllu' cannot be read: No such file"),
+        (["relations", "--conllu", "x", "--atlas", "none.json"], "atlas 'none.json' cannot be read: No such file"),
+        (["ablate", "nosy", "--texts", "nowhere.txt"], "'nosy' is not one of 'previous'"),  # before texts are read
+        (["ablate", "previous", "--texts", "nowhere.txt"], "texts 'nowhere.txt' cannot be read: No such file"),
     ],
 )
-def test_mistakes_are_one_line(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["atlas", *more]) == 2
+def test_user_errors_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["atlas", *args]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_a_role_that_no_head_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["atlas", "--model", f"{folder}/model", "--texts", f"{folder}/texts.txt", "--limit", "29"]
-    assert main([*given, "--matter", "next"]) == 2
+def test_ablating_a_role_that_no_head_has_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", f"{folder}/model", "--texts", f"{folder}/texts.txt", "--limit", "29"]
+    assert main(["atlas", "ablate", "next", *options]) == 2
     assert "has the role 'next', so nothing can be masked" in capsys.readouterr().err

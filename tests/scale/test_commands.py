@@ -38,7 +38,7 @@ def test_an_atlas(given: Path) -> None:
 
 def test_pruning(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["prune", "--texts", str(given / "texts.txt"), "--model", str(given / "model"), "--json"]
-    line += ["--batch", "3", "--recover", "2", "--compare"]
+    line += ["--batch", "3", "--recover", "2", "--compare-scores"]
     run = torchrun(2, "-m", "headwise", *line, "--over", "fsdp", "--out", str(given / "small-two"))
     assert run.returncode == 0, run.stderr[-3000:]
     assert main([*line, "--out", str(given / "small-one")]) == 0
@@ -62,4 +62,4 @@ def test_a_claim_of_the_lab(given: Path) -> None:
     [record] = json.loads(run.stdout)  # printed once, by the first rank
     assert record["claim"] == 12 and (given / "lab" / "claim12.md").exists()
     run = torchrun(2, "-m", "headwise", *line, "--over", "mail")
-    assert run.returncode != 0 and "--over is ddp or fsdp, got 'mail'" in run.stderr
+    assert run.returncode != 0 and "Invalid value for '--over': 'mail' is not one of 'ddp', 'fsdp'" in run.stderr

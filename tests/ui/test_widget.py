@@ -123,7 +123,7 @@ def test_html_by_the_command(tab: Any, tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "a.html"
     assert main(["inspect", ANIMAL, "--html", str(path), "--head", "5.11"]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and re.fullmatch(rf"wrote {path} \(\d\.\d MB\); open it in a browser\n", err)
+    assert out == "" and re.fullmatch(rf"wrote {path} \(\d\.\d+ MiB\); open it in a browser\n", err)
     shown = tab().open(path)
     assert shown.title() == ANIMAL
     assert shown.locator(".hw-chosen b").inner_text() == "head 5.11"
@@ -145,7 +145,7 @@ def test_another_model_and_heads_off_by_the_command(tab: Any, tmp_path: Path) ->
     assert main(["inspect", ANIMAL, "--html", path, "--off", "3.1,5.11"]) == 0
     shown = tab().open(Path(path))
     assert "minilm without 3.1, 5.11" in shown.locator(".hw-compare").inner_text()
-    assert main(["inspect", ANIMAL, "--html", path, "--beside", "bart"]) == 0
+    assert main(["inspect", ANIMAL, "--html", path, "--compare", "bart"]) == 0
     shown = tab().open(Path(path), "x")
     assert "second: bart" in shown.locator(".hw-compare").inner_text()
 
@@ -165,7 +165,7 @@ def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytes
         ("--html none/a.html", "'none/a.html' cannot be written: No such file or directory"),
         ("--html a.html --head 9.9", "there is no layer 9"),
         ("--target x", "--target is for the page; give --html FILE too"),
-        ("other --html a.html --beside bart", "a second text or a second model can stand beside the first, not both"),
+        ("other --html a.html --compare bart", "a second text or a second model can stand beside the first, not both"),
         ("--html a.html --off 3", "a head is written layer.head, such as 3.1, got '3'"),
         ("--html a.html --target x", "minilm has no decoder beside its encoder; leave the target out"),
         ("--html a.html --scores none.json", "'none.json' cannot be read: No such file or directory"),

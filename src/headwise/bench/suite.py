@@ -48,7 +48,7 @@ class Options:
             raise HeadwiseError(f"there is no device {self.device!r} here; there is {' and '.join(available)}")
         cpu_only = [name for name in self.cases if self.device != "cpu" and name not in attention.CASES]
         if cpu_only:
-            raise HeadwiseError(f"case {cpu_only[0]!r} is measured on the CPU alone; leave --device away")
+            raise HeadwiseError(f"case {cpu_only[0]!r} is measured on the CPU alone; leave out device=")
 
     @property
     def count(self) -> int:

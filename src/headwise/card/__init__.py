@@ -1,4 +1,15 @@
-"""Model cards: heads, parameters, cache and costs from a config or a header, without torch or transformers."""
+"""Model cards: heads, parameters, cache and costs from a config or a file header, without torch or transformers.
+
+`read` gives a `Card`, `diff` compares two, `design` lists head counts for a width. The sub-packages depend on each
+other in one direction:
+
+- `config/`: what a config.json says about towers, layers and heads, and the defaults of its model type; it imports
+  neither of the others.
+- `parameters/`: how many parameters each model type has; imports `config/`.
+- `sources/`: the files and names that a card is read from; imports `config/`.
+
+`reading` and `card` join them; `cost`, `explain`, `differences` and `designs` are computed from a finished card.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +24,7 @@ if TYPE_CHECKING:
     from .differences import diff as diff
     from .reading import read as read
 
-# Loaded when first asked for: a command that reads one card needs neither the comparison nor the design help.
+# Imported on first use: a command that reads one card needs neither the comparison nor the design help.
 _WHERE = {
     "Card": "card",
     "Diff": "differences",

@@ -1,4 +1,4 @@
-"""The card: what was read of a model, and what it means."""
+"""The card of a model, and how it is made from a config or from weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import cost
-from .advice import warnings
+from .config.node import Node
 from .config.towers import parts
+from .config_warnings import warnings
+from .parameters.facts import Sizes
 from .parameters.output_heads import tied
-from .parameters.spec import Sizes
 from .parameters.totals import class_name, count
-from .sources.config import Node
 from .types import Attention, Counts, Part, Source, Unknown
 
 if TYPE_CHECKING:
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Card:
-    """A model's attention, parameters and costs; `parts` are its towers, and `explain()` says all of it in words."""
+    """A model's attention, parameters and costs; `parts` are its towers, and `explain()` puts them into words.
+
+    Example:
+        >>> card = headwise.card.read("llama3-8b")
+        >>> card.attention.layers[0].heads
+        Heads(width=4096, query=32, kv=8, dim=128, value_dim=128)
+    """
 
     name: str
     model_type: str
@@ -30,57 +36,79 @@ class Card:
     class_source: Source
     parts: tuple[Part, ...]
     parameters: Counts | Unknown
-    stored: Counts | None = None  # what the weights beside the config hold
+    stored: Counts | None = None  # counted from the weights beside the config
     warnings: tuple[str, ...] = ()
     tied: bool | None = None
-    pruned: str = ""  # for a pruned model, how many heads are left, in words
+    pruned: str = ""  # how many heads are left in a pruned model, in words
 
     @property
     def main(self) -> Part:
-        """The tower that writes; else the first with attention."""
-        writing = [part for part in self.parts if any(layer.causal for layer in part.layers)]
+        """The tower that generates text; without one, the largest tower with attention."""
+        generating = [part for part in self.parts if any(layer.causal for layer in part.layers)]
         attending = [part for part in self.parts if part.attention.kind != "none"]
-        return max(writing or attending or self.parts[:1], key=lambda part: (part.width * part.depth, part.depth))
+        return max(generating or attending or self.parts[:1], key=lambda part: (part.width * part.depth, part.depth))
 
     @property
     def attention(self) -> Attention:
-        """Of the main tower; of encoder and decoder together where there are both."""
+        """The attention of the main tower; of encoder and decoder together in a model with both."""
         main = self.main
         pair = [part for part in self.parts if part.path == main.path]
         return Attention(tuple(layer for part in pair for layer in part.layers))
 
     def cache(self, context: int, dtype: str = "bf16", batch: int = 1, source: int | None = None) -> cost.Cache:
-        """Ideal and reserved bytes of the cache.
+        """The KV cache in bytes: ideal, reserved and per token.
 
-        source: tokens of the encoder, which cross-attention keeps. Without it as many as the model fixes (Whisper's
-        frames, the patches of an image); where that depends on the input, as many as the context.
+        Args:
+            context: Tokens in the cache.
+            dtype: Data type of keys and values: "fp32", "bf16", "fp16", "fp8", "int8", "fp4" or "int4".
+            batch: Sequences at once.
+            source: Tokens of the encoder's output, which cross-attention caches. By default the number that the
+                model fixes (Whisper's frames, the patches of an image), or else `context`.
+
+        Example:
+            >>> headwise.card.read("llama3-8b").cache(8192).ideal
+            1073741824
         """
         return cost.cache(self.attention.layers, context, dtype, batch, source)
 
     def kv_cache(self, context: int, dtype: str = "bf16", batch: int = 1, source: int | None = None) -> int:
-        """Bytes of keys and values after so many tokens, each layer keeping what it can still see."""
+        """Bytes of keys and values after `context` tokens, where each layer keeps only what it can still attend to.
+
+        The arguments are those of `cache`.
+        """
         return self.cache(context, dtype, batch, source).ideal
 
     def longest_context(
         self, memory: int, dtype: str = "bf16", batch: int = 1, source: int | None = None
     ) -> int | None:
-        """Tokens whose cache fits into so many bytes; None where the cache stops growing before."""
+        """The longest context whose cache fits into `memory` bytes; None where any context does.
+
+        The other arguments are those of `cache`.
+        """
         return cost.longest(self.attention.layers, memory, dtype, batch, source)
 
     def flops(self, context: int, source: int | None = None) -> cost.Flops:
-        """Prefill and one decode step of the main tower, attention apart; `.convention` names what is counted."""
+        """FLOPs of the main tower: a prefill of `context` tokens, and one decoding step after them.
+
+        Attention is counted apart from the linear layers; `.convention` says what is counted. `source` is the length
+        of the encoder's output, as for `cache`.
+        """
         main = self.main
         return cost.flops(main, main.parameters, context, source)
 
     def explain(
         self, context: int | None = None, dtype: str = "bf16", batch: int = 1, source: int | None = None
     ) -> str:
-        """What this card means, in words."""
+        """The card in words: heads, layers, parameters, cache, FLOPs and sources.
+
+        The arguments are those of `cache`; without `context`, the model's own context length is used.
+        """
         from .explain import explain
 
         return explain(self, context, dtype, batch, source)
 
     def to_json(self, *, layers: bool = True) -> dict[str, Any]:
+        """The card as JSON values; without `layers`, the list of every tower's layers is left out."""
         return {
             "name": self.name,
             "model_type": self.model_type,
@@ -102,37 +130,43 @@ def from_config(
     *,
     weights: Tensors | None = None,
     counted: Counts | None = None,
-    written: dict[str, str] | None = None,
+    key_names: dict[str, str] | None = None,
     pruned: Pruned | None = None,
 ) -> Card:
-    """A card of a config; weights check it, counts of a file that has them (GGUF) stand instead of a sum by facts.
+    """The card of a config.
 
-    A compactly saved pruned model has the full model's config: its heads come from `pruned`, its parameters from the
-    weights.
+    Args:
+        raw: The config, as `json.load` gives it.
+        name: The card's name.
+        weights: Tensors beside the config, which are checked against it.
+        counted: Parameters counted in a file (GGUF), instead of those computed from the facts of the model type.
+        key_names: The names of keys in the file, where they differ from those of a config.json (GGUF).
+        pruned: What headwise.save wrote about a pruned model. Saved compactly it has the full model's config: its
+            heads come from `pruned`, its parameters from the weights.
     """
-    root = Node(raw, written=written)
+    root = Node(raw, key_names=key_names)
     towers = list(parts(root))
-    chosen, chosen_by = class_name(root)
-    parameters, found = count(root, towers)
-    lost: list[str] = []
+    model_class, class_source = class_name(root)
+    parameters, towers_counted = count(root, towers)
+    unmatched: list[str] = []
     if pruned is not None and pruned.compact:
-        found, lost = pruned.cut([part for part, _ in towers])
+        towers_counted, unmatched = pruned.cut([part for part, _ in towers])
         counted = _stored({name: x for name, x in (weights or {}).items() if name not in pruned.buffers})
-        parameters = Unknown("put the weights beside the config; headwise.json has cut them")
+        parameters = Unknown("put the weights beside the config: headwise.json says that heads were removed from them")
     if counted is not None:
-        alone = counted if len(found) == 1 else Unknown("counted with the other towers")
-        parameters, found = counted, [replace(part, parameters=alone) for part in found]
+        own = counted if len(towers_counted) == 1 else Unknown("counted with the other towers")
+        parameters, towers_counted = counted, [replace(part, parameters=own) for part in towers_counted]
     ties = tied(Sizes(root, {}, None, {})) if root.value("tie_word_embeddings") is not None else None
     card = Card(
-        name, root.model_type or "unknown", chosen, chosen_by, tuple(found), parameters, tied=ties,
+        name, root.model_type or "unknown", model_class, class_source, tuple(towers_counted), parameters, tied=ties,
         stored=_stored(weights),
     )  # fmt: skip
     if pruned is not None:
         card = replace(card, pruned=pruned.words(sum(part.attention.attentions for part in card.parts)))
-    said = warnings(card.parts, root) + lost
+    messages = warnings(card.parts, root) + unmatched
     if weights:
-        said += [f"config and weights differ: {words}" for words in _contradictions(card, weights)]
-    return replace(card, warnings=tuple(said))
+        messages += [f"config and weights differ: {words}" for words in _contradictions(card, weights)]
+    return replace(card, warnings=tuple(messages))
 
 
 def _stored(weights: Tensors | None) -> Counts | None:
@@ -150,11 +184,11 @@ def _contradictions(card: Card, weights: Tensors) -> Iterable[str]:
 
 
 def from_tensors(tensors: Tensors, name: str) -> Card:
-    """Weights without a config: the parameters are exact, the heads are not to be seen."""
+    """The card of weights without a config: exact parameter counts, and no heads."""
     from . import weights_check
 
-    found = weights_check.counts(tensors)
+    counts = weights_check.counts(tensors)
     numbers, sources = weights_check.sizes(tensors)
-    part = Part("model", "", "unknown", numbers, Attention(()), sources, found)
-    why = "weights alone do not say how a projection is cut into heads; put the config.json beside them"
-    return Card(name, "unknown", "", Source("derived", "no config"), (part,), found, found, (why,))
+    part = Part("model", "", "unknown", numbers, Attention(()), sources, counts)
+    warning = "weights alone do not say into how many heads a projection is divided; put the config.json beside them"
+    return Card(name, "unknown", "", Source("derived", "no config"), (part,), counts, counts, (warning,))

@@ -1,10 +1,9 @@
-"""What a card costs to run: the cache of keys and values in bytes, the context that fits, and FLOPs."""
+"""What a model costs to run: the KV cache in bytes, the context that fits into a memory, and FLOPs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ShapeError, UnsupportedError
 from .types import Counts, Layer, Part, Unknown
@@ -13,10 +12,10 @@ BITS = {
     "float32": 32, "fp32": 32, "f32": 32, "bfloat16": 16, "bf16": 16, "float16": 16, "fp16": 16, "f16": 16, "half": 16,
     "fp8": 8, "float8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8, "q8": 8, "fp4": 4, "int4": 4, "q4": 4,
 }  # fmt: skip
-FAR = 2**60  # a context nobody asks for
+FAR = 2**60  # tokens; longer than any context
 CONVENTION = (
-    "a multiply-add is 2 FLOPs; linear layers: 2 x the parameters a token meets (attention, active FFN, output layer); "
-    "attention: scores and weighted values over the pairs that may look, half the square where causal; no softmax"
+    "a multiply-add is 2 FLOPs; linear layers: 2 x the parameters a token uses (attention, active FFN, output layer); "
+    "attention: scores and weighted values over the visible query-key pairs, half the square where causal; no softmax"
 )
 
 
@@ -32,27 +31,21 @@ def check_count(name: str, got: Any, least: int = 1) -> int:
     return got
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """The cache in bytes.
+class Cache(NamedTuple):
+    """The KV cache in bytes."""
 
-    ideal: each layer keeps what it can still see, MLA its latent. reserved: every layer the whole context,
-    as engines do
-    that do not trim windows. expanded: reserved, and MLA's keys and values written out head by head.
-    """
-
-    ideal: int
-    reserved: int
-    expanded: int
+    ideal: int  # each layer caches what it can still attend to, MLA its latent
+    reserved: int  # every layer caches the whole context, as in engines that do not trim windows
+    expanded: int  # like reserved, with MLA's latent expanded into keys and values per head
     per_token: int  # one token more, while no window is full, batch 1
     by_kind: dict[str, int]  # the ideal, by "full", "sliding", "chunked", "cross"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return self._asdict()
 
 
 def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source: int | None = None) -> Cache:
-    """source: tokens of the encoder that cross-attention keeps; as many as the model fixes, else the context."""
+    """The cache of a stack. source: tokens of the encoder's output; by default what the model fixes, or the context."""
     check_count("context", context, 0)
     check_count("batch", batch)
     size, by_kind = bits(dtype), dict[str, int]()
@@ -60,14 +53,16 @@ def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source:
     if source is not None:
         check_count("source", source, 0)
     layers = list(layers)
-    writes = any(layer.causal for layer in layers)  # what writes nothing keeps nothing, cross-attention neither
+    generates = any(
+        layer.causal for layer in layers
+    )  # without generation nothing is cached, not even for cross-attention
     for layer in layers:
-        if not layer.cached or not (layer.causal or (layer.role == "cross" and writes)):
+        if not layer.cached or not (layer.causal or (layer.role == "cross" and generates)):
             continue
         length = keys(layer, context, source)
         kind = layer.kind if layer.role == "self" else "cross"
-        kept = min(length, layer.window) if layer.window else length
-        by_kind[kind] = by_kind.get(kind, 0) + layer.cached * kept
+        cached = min(length, layer.window) if layer.window else length
+        by_kind[kind] = by_kind.get(kind, 0) + layer.cached * cached
         reserved += layer.cached * length
         expanded += layer.kv * (layer.dim + layer.value_dim) * length
         token += layer.cached if layer.role == "self" else 0
@@ -77,7 +72,7 @@ def cache(layers: Iterable[Layer], context: int, dtype: str, batch: int, source:
 
 
 def keys(layer: Layer, context: int, source: int | None = None) -> int:
-    """Keys that a layer may look at after a context: in cross-attention those of the encoder."""
+    """Keys that a layer may attend to after a context: in cross-attention those of the encoder."""
     if layer.role == "self":
         return context
     if source is not None:
@@ -100,9 +95,11 @@ def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int, source
     return low
 
 
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """FLOPs of one sequence: prefill of the context, one decode step behind it. linear: None where parameters are."""
+class Flops(NamedTuple):
+    """FLOPs of one sequence: prefill of the context, and one decoding step after it.
+
+    The linear ones are None where the parameters are unknown.
+    """
 
     prefill_attention: int
     prefill_linear: int | None
@@ -119,11 +116,11 @@ class Flops:
         return None if self.decode_linear is None else self.decode_linear + self.decode_attention
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"prefill": self.prefill, "decode": self.decode}
+        return self._asdict() | {"prefill": self.prefill, "decode": self.decode}
 
 
 def pairs(layer: Layer, context: int, source: int | None = None) -> int:
-    """Query-key pairs that may look, over a whole context."""
+    """Visible query-key pairs over a whole context."""
     if layer.role == "cross":
         return context * keys(layer, context, source)
     if not layer.causal:
@@ -138,14 +135,14 @@ def pairs(layer: Layer, context: int, source: int | None = None) -> int:
 
 
 def flops(part: Part, parameters: Counts | Unknown, context: int, source: int | None = None) -> Flops:
-    """Of the stack that the context runs through."""
+    """FLOPs of the stack that processes the context."""
     check_count("context", context)
     layers = [layer for layer in part.layers if layer.sharing != "none"]
-    a_pair = [2 * layer.query * (layer.dim + layer.value_dim) for layer in layers]
-    prefill = sum(cost * pairs(layer, context, source) for cost, layer in zip(a_pair, layers, strict=True))
+    per_pair = [2 * layer.query * (layer.dim + layer.value_dim) for layer in layers]
+    prefill = sum(cost * pairs(layer, context, source) for cost, layer in zip(per_pair, layers, strict=True))
     lengths = [keys(layer, context, source) for layer in layers]
-    seen = [min(length, layer.window or length) for length, layer in zip(lengths, layers, strict=True)]
-    decode = sum(cost * count for cost, count in zip(a_pair, seen, strict=True))
+    visible = [min(length, layer.window or length) for length, layer in zip(lengths, layers, strict=True)]
+    decode = sum(cost * count for cost, count in zip(per_pair, visible, strict=True))
     linear = None
     if isinstance(parameters, Counts):
         head = (part.numbers.get("vocab") or 0) * part.width if any(layer.causal for layer in layers) else 0

@@ -1,4 +1,4 @@
-"""Help with a design: for a width and a number of parameters, which head counts make sense, and what each costs."""
+"""Which head counts make sense for a width and a number of parameters, and what each costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_WIDTH = 262_144
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to cut the width: heads, KV heads, the cache a token and at 8,192 tokens, and a word on it."""
+    """One way to divide the width: heads, KV heads, the cache per token and at 8,192 tokens, and a verdict."""
 
     heads: int
     kv: int
@@ -32,10 +32,24 @@ class Option:
 
 
 def design(width: int, parameters: int | None = None, *, layers: int | None = None) -> list[Option]:
-    """Head counts for a width, from the fewest to the most, the extremes named as such.
+    """List head counts for a width, from the fewest heads to the most.
 
-    The number of layers follows from the parameters (12 width squared a layer, as in GPT-2 and Llama, embeddings not
-    counted), or is given.
+    Args:
+        width: The model's width, d_model.
+        parameters: A budget for the whole model without embeddings; the number of layers follows from it, at
+            12 width² parameters per layer as in GPT-2 and Llama.
+        layers: The number of layers, instead of a budget; 12 without either.
+
+    Returns:
+        One option per head count and number of KV heads, with its cost and a verdict; bad choices are listed and
+        named as such.
+
+    Raises:
+        ShapeError: No head count makes sense, or the budget does not fit the width.
+
+    Example:
+        >>> [option.heads for option in headwise.card.design(64)]
+        [1, 2, 4, 8]
     """
     if isinstance(width, bool) or not isinstance(width, int) or not 8 <= width <= LARGEST_WIDTH:
         raise ShapeError(f"width must be a whole number from 8 to {LARGEST_WIDTH:,}, got {str(width)[:40]}")

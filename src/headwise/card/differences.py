@@ -6,23 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..terminal import one_line
+from ..terminal import format_bytes, one_line
 from .card import Card
-from .explain import big, change, size
+from .explain import big, change
 from .types import Counts
 
 CONTEXT = 32_768
 ROWS = (
     ("layers", "layers"), ("width", "width"), ("query_heads", "query heads"), ("kv_heads", "key/value heads"),
-    ("head_dim", "d_k"), ("value_dim", "d_v"), ("latent", "latent a token"), ("window", "window"), ("ffn",
+    ("head_dim", "d_k"), ("value_dim", "d_v"), ("latent", "latent per token"), ("window", "window"), ("ffn",
     "feed-forward width"),
-    ("experts", "experts"), ("experts_per_token", "experts a token"), ("vocab", "vocabulary"), ("context", "context"),
+    ("experts", "experts"), ("experts_per_token", "experts per token"), ("vocab", "vocabulary"), ("context", "context"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs between two cards: rows of (what, of the first, of the second), and sentences."""
+    """What differs between two cards: rows of (name, first value, second value), and sentences."""
 
     names: tuple[str, str]
     rows: tuple[tuple[str, Any, Any], ...]
@@ -36,15 +36,32 @@ class Diff:
 
 
 def diff(a: Any, b: Any, *, context: int = CONTEXT, dtype: str = "bf16", batch: int = 1) -> Diff:
-    """From a to b; both may be cards or anything `read` takes. The caches are compared at one context."""
+    """Compare two models.
+
+    Args:
+        a: The first model: a `Card`, or anything that `read` takes.
+        b: The second model.
+        context: Tokens at which the KV caches are compared.
+        dtype: Data type of the caches.
+        batch: Sequences at once.
+
+    Returns:
+        Rows of what differs and sentences about it; `print` it, or use `to_json`.
+
+    Example:
+        >>> print(headwise.card.diff("llama2-7b", "llama3-8b"))
+        From llama2-7b to llama3-8b:
+        4 times fewer KV heads, so the cache at 32k falls from 16 to 4 GiB (bf16).
+        ...
+    """
     from .reading import read
 
     first, second = (card if isinstance(card, Card) else read(card) for card in (a, b))
     rows = tuple(row for row in _rows(first, second, context, dtype, batch) if row[1] != row[2])
-    said = tuple(_sentences(first, second, context, dtype, batch))
+    sentences = tuple(_sentences(first, second, context, dtype, batch))
     if not rows:
-        said = (f"{first.name} and {second.name} have the same shape.",)
-    return Diff((first.name, second.name), rows, said)
+        sentences = (f"{first.name} and {second.name} have the same shape.",)
+    return Diff((first.name, second.name), rows, sentences)
 
 
 def _rows(a: Card, b: Card, context: int, dtype: str, batch: int) -> Iterator[tuple[str, Any, Any]]:
@@ -68,7 +85,7 @@ def times(a: int, b: int, noun: str) -> str:
 def _sentences(a: Card, b: Card, context: int, dtype: str, batch: int) -> Iterator[str]:
     first, second = a.main.numbers, b.main.numbers
     yield f"From {a.name} to {b.name}:"
-    latent = "MLA" in (a.attention.kind, b.attention.kind)  # there KV heads say nothing of the cache
+    latent = "MLA" in (a.attention.kind, b.attention.kind)  # with MLA, KV heads say nothing about the cache
     keys = (("layers", "layers"), ("query_heads", "query heads"), ("kv_heads", "KV heads"))[: 2 if latent else 3]
     changed = {
         key: times(first[key] or 0, second[key] or 0, noun)
@@ -96,7 +113,7 @@ def _cache(changed: dict[str, str], before: int, after: int, context: int, dtype
     if not before and not after:
         return f"{what + '. ' if what else ''}Neither keeps a cache."
     if before == after:
-        return f"{what + '. ' if what else ''}The cache at {shown} stays at {size(before)} ({dtype})."
+        return f"{what + '. ' if what else ''}The cache at {shown} stays at {format_bytes(before)} ({dtype})."
     falls = after < before
     so = any(("fewer" in changed.get(key, "")) == falls for key in ("layers", "kv_heads") if key in changed)
     start = f"{what}, so the" if so else f"{what}. The" if what else "The"
@@ -113,4 +130,4 @@ def _parameters(a: Card, b: Card) -> Iterator[str]:
     if first.total != second.total:
         yield f"Parameters: {big(first.total)} to {big(second.total)} ({second.total - first.total:+,})."
     if first.idle or second.idle:
-        yield f"A token meets {big(first.active)} there and {big(second.active)} here."
+        yield f"A token uses {big(first.active)} of them in {a.name} and {big(second.active)} in {b.name}."

@@ -1,4 +1,4 @@
-"""What a card means, in words, for a reader who knows what attention is."""
+"""A card in words, for a reader who knows what attention is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import one_line
+from ..terminal import format_bytes, one_line
 from .cost import CONVENTION
 from .types import Counts, Layer, Part
 
@@ -14,32 +14,24 @@ if TYPE_CHECKING:
     from .card import Card
 
 FRACTIONS = {1: "all", 2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth"}
-SHOWN = {  # numbers in the order a reader asks for them, with their names
+SHOWN = {  # the numbers of a part in the order they are printed, with their titles
     "layers": "layers", "blocks": "attention layers", "width": "width (d_model)", "query_heads": "query heads",
     "kv_heads": "key/value heads", "head_dim": "head width (d_k)", "value_dim": "value width (d_v)",
-    "latent": "latent a token", "window": "window", "ffn": "feed-forward width", "experts": "experts",
-    "experts_per_token": "experts a token", "expert_ffn": "an expert's width", "shared_experts": "shared experts",
-    "vocab": "vocabulary", "context": "context", "group": "query rows a key row",
+    "latent": "latent per token", "window": "window", "ffn": "feed-forward width", "experts": "experts",
+    "experts_per_token": "experts per token", "expert_ffn": "an expert's width", "shared_experts": "shared experts",
+    "vocab": "vocabulary", "context": "context", "group": "query rows per key row",
 }  # fmt: skip
-
-
-def size(count: int) -> str:
-    """Bytes for people: 128 KiB, 4 GiB, 1.5 MiB."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 2**power:
-            return f"{count / 2**power:.4g} {unit}"
-    return f"{count} bytes" if count != 1 else "1 byte"
 
 
 def change(before: int, after: int) -> str:
     """ "from 16 to 4 GiB", each with its unit where they differ."""
-    first, second = size(before), size(after)
+    first, second = format_bytes(before), format_bytes(after)
     unit = second.rpartition(" ")[2]
     return f"from {first.removesuffix(' ' + unit)} to {second}"
 
 
 def big(count: int) -> str:
-    """Counts for people: 8.03 billion, 354.8 million."""
+    """A count in words: 8.03 billion, 354.8 million."""
     for unit, power in (("trillion", 12), ("billion", 9), ("million", 6)):
         if count >= 10**power:
             return f"{count / 10**power:.4g} {unit}"
@@ -60,15 +52,15 @@ def fraction(whole: int, part: int) -> str:
 def explain(
     card: Card, context: int | None = None, dtype: str = "bf16", batch: int = 1, source: int | None = None
 ) -> str:
-    """One paragraph a question: the heads, the layers, the parameters, the cache, the work, the sources."""
-    chosen = context or card.main.numbers.get("context") or 4096
+    """One paragraph per question: the heads, the layers, the parameters, the cache, the FLOPs, the sources."""
+    length = context or card.main.numbers.get("context") or 4096
     blocks = [
         [title(card)],
         list(_heads(card, dtype)),
         [*_layers(card.attention.layers), *([card.pruned] if card.pruned else [])],
         list(_parameters(card)),
-        list(_cache(card, chosen, dtype, batch, source)),
-        list(_work(card, chosen, source)),
+        list(_cache(card, length, dtype, batch, source)),
+        list(_work(card, length, source)),
         list(_towers(card)),
         [f"Warning: {words}." for words in card.warnings],
         list(_sources(card)),
@@ -82,18 +74,18 @@ def title(card: Card) -> str:
 
 
 def _kinds(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
-    """Layers whose heads are the same, however far they see, with how many there are, in their order."""
-    seen: dict[tuple[Any, ...], list[Layer]] = {}
+    """Groups of layers with equal heads, whatever their windows: the first layer and the number of layers."""
+    groups: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         if layer.sharing != "none":
             key = (layer.query, layer.kv, layer.dim, layer.value_dim, layer.latent, layer.role)
-            seen.setdefault(key, []).append(layer)
-    return [(alike[0], len(alike)) for alike in seen.values()]
+            groups.setdefault(key, []).append(layer)
+    return [(alike[0], len(alike)) for alike in groups.values()]
 
 
 def _heads(card: Card, dtype: str) -> Iterator[str]:
     for layer, count in _kinds(card.attention.layers):
-        where = f"In {several(count, 'layer')} ({_seeing(layer)}), " if len(_kinds(card.attention.layers)) > 1 else ""
+        where = f"In {several(count, 'layer')} ({_reach(layer)}), " if len(_kinds(card.attention.layers)) > 1 else ""
         words = sharing(layer)
         yield where + (words if where else words[0].upper() + words[1:]) + _saving(card, layer, dtype) + "."
     if card.attention.kind == "none":
@@ -104,32 +96,28 @@ def sharing(layer: Layer) -> str:
     """How the query heads of a layer share keys and values."""
     heads = several(layer.query, "query head")
     if layer.sharing == "MLA":
-        return f"{heads} make their keys and values from one latent of {layer.latent} numbers a token (MLA)"
+        return f"{heads} make their keys and values from one latent of {layer.latent} numbers per token (MLA)"
     if layer.sharing == "MHA":
         own = "each with its own keys and values" if layer.query > 1 else "with its own keys and values"
         return f"{heads}, {own} (MHA)"
     if layer.sharing == "MQA":
         return f"all {heads} share one key/value head (MQA)"
-    groups = (
-        f"in groups of {layer.query // layer.kv}"
-        if layer.query % layer.kv == 0
-        else "in groups that do not come out even"
-    )
+    groups = f"in groups of {layer.query // layer.kv}" if layer.query % layer.kv == 0 else "in uneven groups"
     return f"{heads} share {several(layer.kv, 'key/value head')} {groups} (GQA)"
 
 
 def _saving(card: Card, layer: Layer, dtype: str) -> str:
-    """What sharing saves: the sentence people want from a card."""
+    """What sharing saves in the cache."""
     token = card.cache(1, dtype).per_token
     if not token or layer.sharing == "MHA" or layer.role == "cross":
-        return f": the cache takes {size(token)} a token in {dtype}" if token and layer.role == "self" else ""
+        return f": the cache takes {format_bytes(token)} per token in {dtype}" if token and layer.role == "self" else ""
     whole = layer.query * (layer.dim + layer.value_dim)
     part = fraction(whole, layer.cached or layer.kv * (layer.dim + layer.value_dim))
-    a_token = "" if len(_kinds(card.attention.layers)) > 1 else f", {size(token)} a token in {dtype}"
-    return f": the cache is {part} of what {layer.query} would need{a_token}"
+    per_token = "" if len(_kinds(card.attention.layers)) > 1 else f", {format_bytes(token)} per token in {dtype}"
+    return f": the cache is {part} of what {layer.query} would need{per_token}"
 
 
-def _seeing(layer: Layer) -> str:
+def _reach(layer: Layer) -> str:
     kinds = {"full": "full attention", "sliding": f"a window of {layer.window:,}" if layer.window else "a window"}
     kinds |= {"chunked": f"chunks of {layer.window:,}" if layer.window else "chunks", "linear": "linear attention"}
     return ("cross-attention" if layer.role == "cross" else kinds.get(layer.kind, layer.mixer or layer.kind)).strip()
@@ -142,10 +130,10 @@ def _layers(layers: tuple[Layer, ...]) -> Iterator[str]:
     if len(heads) == 1:
         [each] = heads
         noun = "layer" if all(layer.role == "self" for layer in attending) else "attention layer"
-        yield f"{several(len(attending), noun)} of {several(each, 'head')} make {total:,} attentions a pass."
+        yield f"{several(len(attending), noun)} of {several(each, 'head')} make {total:,} attentions per pass."
     elif attending:
         between = f"{min(heads)} to {max(heads)} heads"
-        yield f"{several(len(attending), 'layer')} with {between} make {total:,} attentions a pass."
+        yield f"{several(len(attending), 'layer')} with {between} make {total:,} attentions per pass."
     if widths := sorted({(layer.dim, layer.value_dim) for layer in attending}):
         yield (
             "A head is " + " or ".join(f"{k} wide" if k == v else f"{k} wide (its values {v})" for k, v in widths) + "."
@@ -154,38 +142,38 @@ def _layers(layers: tuple[Layer, ...]) -> Iterator[str]:
     for kind, count in states.items():
         if attending or kind:
             without = f"{several(count, 'layer')} without softmax attention ({kind})"
-            yield f"{without}: what they keep does not grow with the context."
+            yield f"{without}: their state does not grow with the context."
     windows = Counter(layer.window for layer in attending if layer.window and layer.role == "self")
     for window, count in windows.items():
         which = f"{count} of {several(len(attending), 'layer')}"
-        yield f"{which} see {window:,} tokens at most, so their cache stops growing there."
+        yield f"{which} attend to {window:,} tokens at most, so their cache stops growing there."
     if shared := sum(layer.shares for layer in layers):
-        yield f"The last {shared} layers read the keys and values of earlier ones and keep none."
+        yield f"The last {shared} layers read the keys and values of earlier layers and cache none."
 
 
 def _parameters(card: Card) -> Iterator[str]:
     counts = card.parameters
     if not isinstance(counts, Counts):
-        yield f"Parameters: {counts.why}. What could be read is shown."
+        yield f"Parameters: {counts.why}. The other numbers are shown."
         return
     shares = [(name, getattr(counts, name)) for name in ("attention", "ffn", "embeddings", "norms", "other")]
-    said = ", ".join(f"{name} {number:,}" for name, number in shares if number)
-    yield f"{counts.total:,} parameters ({big(counts.total)}): {said}."
+    listed = ", ".join(f"{name} {number:,}" for name, number in shares if number)
+    yield f"{counts.total:,} parameters ({big(counts.total)}): {listed}."
     if counts.idle:
-        sent, experts = (card.main.numbers.get(key) for key in ("experts_per_token", "experts"))
+        routed, experts = (card.main.numbers.get(key) for key in ("experts_per_token", "experts"))
         yield (
-            f"A token meets {counts.active:,} of them: it is sent to {sent} of {experts} experts. "
+            f"A token uses {counts.active:,} of them: it is routed to {routed} of {experts} experts. "
             "Experts belong to the feed-forward part; attention has none."
         )
     layer = next((layer for layer in card.attention.layers if layer.sharing in ("MHA", "GQA")), None)
     if layer and layer.query % 2 == layer.kv % 2 == 0:
         grouped = f" (on {layer.kv // 2} key/value heads)" if layer.sharing == "GQA" else ""
         yield (
-            f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{grouped} would take the same "
+            f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{grouped} would need the same "
             f"matrices as {layer.query} of {layer.dim}. Layers are not heads: each layer has its own."
         )
     elif layer:
-        yield "Heads do not add parameters: into how many the projections are cut changes no matrix."
+        yield "Heads do not add parameters: dividing the projections into more or fewer heads changes no matrix."
     if card.stored and card.stored.total != counts.total:
         yield f"The weights beside the config hold {card.stored.total:,} numbers."
 
@@ -194,27 +182,28 @@ def _cache(card: Card, context: int, dtype: str, batch: int, source: int | None)
     cache = card.cache(context, dtype, batch, source)
     if not cache.ideal:
         if card.attention.kind != "none":
-            yield "It reads a whole text at once and keeps no cache."
+            yield "It reads a whole text at once and needs no cache."
         return
     many = f", batch {batch}" if batch > 1 else ""
-    yield f"At {context:,} tokens the cache of keys and values takes {size(cache.ideal)} in {dtype}{many}."
+    yield f"At {context:,} tokens the cache of keys and values takes {format_bytes(cache.ideal)} in {dtype}{many}."
     if cache.reserved != cache.ideal:
-        yield f"An engine that gives every layer the whole context reserves {size(cache.reserved)}."
+        yield f"An engine that reserves the whole context for every layer needs {format_bytes(cache.reserved)}."
     if cache.expanded != cache.reserved:
-        yield f"With the latent written out head by head it would be {size(cache.expanded)}."
+        yield f"With the latent expanded into keys and values per head it would be {format_bytes(cache.expanded)}."
     if "cross" in cache.by_kind:
-        yield f"{size(cache.by_kind['cross'])} of it is cross-attention's, {_encoder(card, context, source)}."
+        yield f"{format_bytes(cache.by_kind['cross'])} of it is cross-attention's, {_encoder(card, context, source)}."
 
 
 def _encoder(card: Card, context: int, source: int | None) -> str:
     """The length of the encoder's output, and where it comes from."""
     layer = next(layer for layer in card.attention.layers if layer.role == "cross")
     if source is not None:
-        return f"over the {source:,} tokens of the encoder that were given"
+        return f"over the {source:,} tokens of the encoder given as source"
     if layer.encoder_length is not None:
-        return f"over the {layer.encoder_length:,} tokens that the encoder always gives for one input"
+        return f"over the {layer.encoder_length:,} tokens that the encoder always outputs for one input"
     return (
-        f"over an encoder's output assumed as long, {context:,} tokens, since it is as long as the input (see source)"
+        f"over {context:,} tokens of encoder output, assumed as long as the context since it depends on the input "
+        "(see source)"
     )
 
 

@@ -1,28 +1,41 @@
-"""From whatever names a model to a card: a config.json, a folder, a dict, safetensors, GGUF, a name, a hub id."""
+"""Reading a card: from a config.json, a directory, a dict, safetensors, GGUF, a famous name or a hub id."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import hub
 from ..errors import CheckpointError, HeadwiseError, UnsupportedError
 from .card import Card, from_config, from_tensors
+from .sources.json_file import load_json
 
 if TYPE_CHECKING:
     from .sources.pruned import Pruned
     from .sources.safetensors import Tensors
 
-LARGEST_JSON = 64 * 2**20
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
 def read(source: Any) -> Card:
-    """The card of a model: a path, a folder, a dict as json.load gives it, or the name of a famous shape.
+    """Read the card of a model.
 
-    A hub id ("owner/name") is asked for its config.json only where no such path exists; it needs huggingface_hub.
+    Args:
+        source: A config.json, .safetensors or .gguf file, a directory with them, a config as a dict, a famous name
+            such as "llama3-8b", or a hub id ("owner/name"). The hub is asked only where no such path exists; this
+            needs huggingface_hub.
+
+    Returns:
+        The card: heads per layer, parameter counts, and where each number comes from.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or no model, or the name is unknown.
+        UnsupportedError: `source` is of another type.
+
+    Example:
+        >>> card = headwise.card.read("llama3-8b")
+        >>> card.attention.kind, card.parameters.total
+        ('GQA', 8030261248)
     """
     if isinstance(source, dict):
         return from_config(source, "config")
@@ -39,14 +52,14 @@ def read(source: Any) -> Card:
         if isinstance(error, HeadwiseError):
             raise
         raise CheckpointError(f"{name[:120]!r} cannot be read: {str(error)[:120]}") from None
-    import difflib
-
     from .sources.presets import FAMOUS
 
     if name in FAMOUS:
         return from_config(FAMOUS[name], name)
-    if isinstance(source, str) and HUB_ID.fullmatch(source):
+    if isinstance(source, str) and re.fullmatch(HUB_ID, source):
         return from_config(load_json(_from_hub(source)), source)
+    import difflib
+
     alike = difflib.get_close_matches(name, FAMOUS, 3)
     raise CheckpointError(
         f"{name[:120]!r} is neither a file or folder that exists, nor a hub id (owner/name), nor a famous name; "
@@ -54,51 +67,26 @@ def read(source: Any) -> Card:
     )
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
-    size = path.stat().st_size
-    if size > LARGEST_JSON:
-        raise CheckpointError(
-            f"{path.name} has {size:,} bytes; a config has at most {LARGEST_JSON:,}. Is it a config.json?"
-        )
-    text = path.read_bytes()
-    if not text.strip():
-        raise CheckpointError(f"{path.name} is empty; expected a JSON object, as a config.json is")
-    try:
-        plain = json.loads(text)
-    except RecursionError:
-        raise CheckpointError(f"{path.name} nests too deep to be a config.json") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON: {str(error)[:100]}; expected a config.json") from None
-    if not isinstance(plain, dict):
-        raise CheckpointError(f"{path.name} holds a JSON {_kind(plain)}; expected an object, as a config.json is")
-    return plain
-
-
-def _kind(plain: Any) -> str:
-    names: dict[type, str] = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(plain), "null")
-
-
 def _file(path: Path) -> Card:
     if not path.is_file():
         raise CheckpointError(f"{path.name} is no regular file; give a config.json, a .safetensors or a .gguf")
-    if path.suffix == ".gguf" or _starts(path, b"GGUF"):
+    if path.suffix == ".gguf" or _starts_with(path, b"GGUF"):
         from . import weights_check
         from .sources import gguf
 
-        said, tensors = gguf.read(path)
-        plain = gguf.config(said, tensors, path.name)
-        return from_config(plain, path.name, counted=weights_check.counts(tensors), written=gguf.written(said))
+        header, tensors = gguf.read(path)
+        config = gguf.config(header, tensors, path.name)
+        counted, names = weights_check.counts(tensors), gguf.key_names(header)
+        return from_config(config, path.name, counted=counted, key_names=names)
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return _weights(path)
     if path.name == "config.json" and (path.parent / "headwise.json").is_file():
-        return _folder(path.parent)  # what is left of a pruned model stands beside its config
+        return _folder(path.parent)  # a pruned model's remaining heads are listed beside its config
     return from_config(load_json(path), path.name)
 
 
 def _pruned(file: Path) -> Pruned | None:
-    """What headwise.save wrote beside a file; looked for before anything is imported, since most models are whole."""
+    """What headwise.save wrote beside a file. Most models are not pruned: the file is looked for before the import."""
     if not file.with_name("headwise.json").is_file():
         return None
     from .sources.pruned import read as read_pruned
@@ -106,13 +94,13 @@ def _pruned(file: Path) -> Pruned | None:
     return read_pruned(file.parent)
 
 
-def _starts(path: Path, magic: bytes) -> bool:
+def _starts_with(path: Path, magic: bytes) -> bool:
     with path.open("rb") as file:
         return file.read(len(magic)) == magic
 
 
 def _weights(path: Path) -> Card:
-    """Weights alone say no head count; a config.json beside them does."""
+    """The card of weights, with the heads of a config.json beside them where there is one."""
     from .sources import safetensors
 
     tensors: Tensors = safetensors.header(path) if path.suffix == ".safetensors" else safetensors.sharded(path)
@@ -140,13 +128,15 @@ def _folder(path: Path) -> Card:
 
 
 def _from_hub(name: str) -> Path:
-    """config.json of a hub model; the user named it, so the network may be asked."""
+    """Fetch the config.json of a hub model; the user named it, so the network may be used."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
         raise UnsupportedError(
             f"{name} looks like a hub id; `pip install huggingface_hub` to read cards from there"
         ) from None
+    from .. import hub
+
     offline = hub.unreachable()
     try:
         with hub.quiet():
@@ -155,5 +145,5 @@ def _from_hub(name: str) -> Path:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         reason = "it cannot be reached" if offline else reason
         raise CheckpointError(
-            f"{name} could not be had from the hub ({reason}); give the path of a config.json instead"
+            f"{name} cannot be fetched from the hub ({reason}); give the path of a config.json instead"
         ) from None

@@ -1,54 +1,50 @@
-"""The plain values a card is made of: where a number comes from, a layer's heads, a tower, a count."""
+"""The values that a card is made of: the source of a number, a layer's heads, a tower, a count."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..heads import Heads
+
+# Small values are named tuples: a card is read in the time of a few dozen dataclass definitions.
 
 GROUPS = ("attention", "ffn", "embeddings", "norms", "other")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a number comes from: "read" (which key), "derived" (how) or "defaulted" (from where)."""
+class Source(NamedTuple):
+    """Where a number comes from: "read" (from which key), "derived" (by which rule) or "defaulted" (from what)."""
 
-    how: str
-    what: str
+    origin: str
+    detail: str
 
     def __str__(self) -> str:
-        return f"{self.how}: {self.what}"
+        return f"{self.origin}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One attention of one layer, as the file has it: the heads need not fit together.
-
-    kind: "full", "sliding", "chunked", "linear" (a state instead of a cache) or "none" (no attention: Mamba,
-    convolution,
-    feed-forward alone). role: "self" or "cross". latent: MLA's cached numbers a token, instead of heads x dim.
-    """
+    """One attention of one layer, as the file has it: the heads need not fit together."""
 
     index: int
     width: int
     query: int = 0
     kv: int = 0
-    dim: int = 0  # of queries and keys
-    value_dim: int = 0
-    kind: str = "full"
-    window: int | None = None  # tokens a query sees, itself included; None: all
-    role: str = "self"
-    latent: int = 0
-    mixer: str = ""  # what stands where there is no attention, in the config's word
+    dim: int = 0  # width of one head's queries and keys
+    value_dim: int = 0  # width of one head's values
+    kind: str = "full"  # or "sliding", "chunked", "linear" (a state, no cache), "none" (Mamba, convolution, FFN alone)
+    window: int | None = None  # keys that a query may attend to, its own included; None: all
+    role: str = "self"  # or "cross"
+    latent: int = 0  # MLA: cached numbers per token, instead of heads x dim
+    mixer: str = ""  # what the config calls a layer without softmax attention
     shares: bool = False  # reads the keys and values of an earlier layer: it has no cache of its own
     causal: bool = False
-    encoder_length: int | None = None  # of cross-attention: its keys, where the model fixes how many the encoder gives
+    encoder_length: int | None = None  # keys of cross-attention, where the model fixes their number
 
     @property
     def heads(self) -> Heads:
-        """The same as `Heads`; a `ShapeError` where there are none or they do not fit together."""
+        """The layer's heads; raises `ShapeError` where there are none or they do not fit together."""
         return Heads(self.width, self.query, self.kv, self.dim, self.value_dim)
 
     @property
@@ -64,7 +60,7 @@ class Layer:
 
     @property
     def cached(self) -> int:
-        """Numbers kept for each token: keys and values, or MLA's latent."""
+        """Numbers cached per token: keys and values, or MLA's latent."""
         if self.sharing == "none" or self.shares:
             return 0
         return self.latent or self.kv * (self.dim + self.value_dim)
@@ -73,9 +69,8 @@ class Layer:
         return asdict(self) | {"sharing": self.sharing}
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Every attention of a stack, one entry a layer (two for a decoder layer that also attends to an encoder)."""
+class Attention(NamedTuple):
+    """Every attention of a stack: one entry per layer, two for a decoder layer with cross-attention."""
 
     layers: tuple[Layer, ...]
 
@@ -87,20 +82,20 @@ class Attention:
 
     @property
     def attentions(self) -> int:
-        """Attention patterns a pass: query heads summed over the layers."""
+        """Attention patterns per forward pass: query heads summed over the layers."""
         return sum(layer.query for layer in self.layers if layer.sharing != "none")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counts:
-    """Parameters by what they serve. `active`: those one token meets (all but the experts it is not sent to)."""
+    """Parameters by purpose. `active`: those that one token uses, all but the experts it is not routed to."""
 
     attention: int = 0
     ffn: int = 0
     embeddings: int = 0
     norms: int = 0
     other: int = 0
-    idle: int = 0  # of the routed experts that a token does not meet
+    idle: int = 0  # parameters of the experts that a token is not routed to
 
     @property
     def total(self) -> int:
@@ -111,16 +106,15 @@ class Counts:
         return self.total - self.idle
 
     def __add__(self, other: Counts) -> Counts:
-        mine, more = asdict(self), asdict(other)
-        return Counts(**{name: mine[name] + more[name] for name in mine})
+        mine, theirs = asdict(self), asdict(other)
+        return Counts(**{name: mine[name] + theirs[name] for name in mine})
 
     def to_json(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("total", "active", *GROUPS)}
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """In place of a count that would be a guess. Every number of it is None."""
+class Unknown(NamedTuple):
+    """In place of a count that would be a guess: the reason, with None for every number."""
 
     why: str
     attention: None = None
@@ -138,17 +132,20 @@ class Unknown:
         return {"unknown": self.why}
 
 
-@dataclass(frozen=True, slots=True)
+NO_LAYERS, NOT_COUNTED = Attention(()), Unknown("not counted")
+
+
+@dataclass(frozen=True)
 class Part:
-    """One tower: its config's place and model type, its layers, and where each of its numbers comes from."""
+    """One tower: the path and model type of its config, its layers, and the source of each of its numbers."""
 
     name: str  # "text", "vision", "encoder", ...
     path: str  # of its config inside the file: "", "vision_config", ...
     model_type: str
     numbers: dict[str, int | None] = field(default_factory=dict)
-    attention: Attention = Attention(())
+    attention: Attention = NO_LAYERS
     sources: dict[str, Source] = field(default_factory=dict)
-    parameters: Counts | Unknown = Unknown("not counted")
+    parameters: Counts | Unknown = NOT_COUNTED
 
     @property
     def layers(self) -> Sequence[Layer]:

@@ -1,15 +1,15 @@
-"""Weights by their names and shapes: what they hold, and what of a config they contradict."""
+"""Weights by their names and shapes: how many parameters they have, and where they contradict a config."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from .parameters.table import FACTS
+from .parameters.table import facts_of
 from .sources.safetensors import Tensor, Tensors
 from .types import Counts, Layer, Part, Source
 
-# The first pattern that a tensor's name matches says what it serves.
+# The first pattern that matches a tensor's name gives its group.
 GROUPS = (
     ("norms", re.compile(r"norm|(^|\.)ln_|layrnorm|\bln\d?\b|LayerNorm")),
     ("embeddings", re.compile(r"embed|embd|wte|wpe|token_types|cls_token|position|shared\.weight")),
@@ -20,7 +20,7 @@ GROUPS = (
     ("ffn", re.compile(r"mlp|ffn|feed_forward|intermediate|expert|moe|fc1|fc2|DenseReluDense|\.output\.dense|router")),
 )
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block|blk)\.(\d+)\.")
-# Where a layer keeps its projections: what -> endings of names. Rows are outputs, but for Conv1D (GPT-2).
+# A layer's projections -> endings of the names of their tensors. Rows are outputs, except in Conv1D (GPT-2).
 PROJECTIONS = {
     "query": (
         "q_proj.weight",
@@ -60,17 +60,17 @@ WORDS = (
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
-NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks that old checkpoints carry: nothing that is learned
+NO_NUMBERS = ("I64", "BOOL")  # position_ids and masks in old checkpoints: not parameters
 
 
 def group(name: str) -> str:
     if any(name == head or name.endswith("." + head) for head in HEADS) and not LAYER.search(name):
         return "other"
-    return next((found for found, pattern in GROUPS if pattern.search(name)), "other")
+    return next((group_name for group_name, pattern in GROUPS if pattern.search(name)), "other")
 
 
 def counts(tensors: Tensors) -> Counts:
-    """Parameters as they stand in the file, by what their names say they serve."""
+    """The parameters in the file, grouped by their names."""
     sums: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor.dtype in NO_NUMBERS:
@@ -80,12 +80,12 @@ def counts(tensors: Tensors) -> Counts:
 
 
 def by_layer(tensors: Tensors) -> dict[int | None, Tensors]:
-    """The tensors of each layer, and under None those of no layer: a large model has a hundred thousand."""
-    found: dict[int | None, Tensors] = {}
+    """The tensors of each layer, and under None those of no layer."""
+    layers: dict[int | None, Tensors] = {}
     for name, tensor in tensors.items():
         match = LAYER.search(name)
-        found.setdefault(int(match[1]) if match else None, {})[name] = tensor
-    return found
+        layers.setdefault(int(match[1]) if match else None, {})[name] = tensor
+    return layers
 
 
 def _first(tensors: Tensors, endings: tuple[str, ...]) -> tuple[str, Tensor] | None:
@@ -96,22 +96,22 @@ def _first(tensors: Tensors, endings: tuple[str, ...]) -> tuple[str, Tensor] | N
 
 
 def contradictions(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
-    """What the weights say otherwise than the config, one sentence each."""
+    """Where the weights contradict the config, one sentence each."""
     yield from _layers(part, tensors)
     layers = by_layer(tensors)
     for layer in {layer.index: layer for layer in part.layers if layer.role == "self"}.values():
         problems = list(_projections(layer, layers.get(layer.index, {})))
         if problems:
             yield from problems
-            break  # one layer says it; the others say the same
+            break  # the other layers would say the same
     yield from _words(part, tied, layers.get(None, {}))
     yield from _gate(part, layers.get(0, {}))
 
 
 def _layers(part: Part, tensors: Tensors) -> Iterator[str]:
-    found = [int(match[1]) for name in tensors if "vision" not in name and (match := LAYER.search(name))]
-    if found and part.model_type != "albert" and part.depth not in (max(found) + 1, 0):
-        yield f"the config says {part.depth} layers, the weights have {max(found) + 1}"
+    numbers = [int(match[1]) for name in tensors if "vision" not in name and (match := LAYER.search(name))]
+    if numbers and part.model_type != "albert" and part.depth not in (max(numbers) + 1, 0):
+        yield f"the config says {part.depth} layers, the weights have {max(numbers) + 1}"
 
 
 def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
@@ -122,30 +122,33 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
     if fused:
         rows, want = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
         if rows != want:
-            said = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
-            yield f"{fused[0]} has {rows} rows; {said} make {want}"
+            sizes_in_words = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
+            yield f"{fused[0]} has {rows} rows; {sizes_in_words} make {want}"
         return
     for name, (heads, dim) in sizes.items():
-        found = _first(tensors, PROJECTIONS[name])
-        if found and found[1].shape[0] != heads * dim:
-            fits = f"; {found[1].shape[0] // heads} a head would fit" if found[1].shape[0] % heads == 0 else ""
-            yield f"{found[0]} has {found[1].shape[0]} rows; {heads} heads with head_dim {dim} make {heads * dim}{fits}"
+        projection = _first(tensors, PROJECTIONS[name])
+        if projection is None:
+            continue
+        title, rows, expected = projection[0], projection[1].shape[0], heads * dim
+        if rows != expected:
+            fits = f"; {rows // heads} per head would fit" if rows % heads == 0 else ""
+            yield f"{title} has {rows} rows; {heads} heads with head_dim {dim} make {expected}{fits}"
 
 
 def _words(part: Part, tied: bool, tensors: Tensors) -> Iterator[str]:
-    words, head = _first(tensors, WORDS), _first(tensors, HEADS)
+    embeddings, head = _first(tensors, WORDS), _first(tensors, HEADS)
     vocab = part.numbers.get("vocab")
-    if words and vocab and words[1].shape[0] != vocab:
-        yield f"{words[0]} has {words[1].shape[0]:,} rows; the config says a vocabulary of {vocab:,}"
+    if embeddings and vocab and embeddings[1].shape[0] != vocab:
+        yield f"{embeddings[0]} has {embeddings[1].shape[0]:,} rows; the config says a vocabulary of {vocab:,}"
     writes = any(layer.causal for layer in part.layers)
-    if writes and words and head and tied:
+    if writes and embeddings and head and tied:
         yield f"the config ties the output layer to the embeddings, and the weights have {head[0]} of their own"
-    if writes and words and not head and not tied:
+    if writes and embeddings and not head and not tied:
         yield "the config says the output layer is not tied to the embeddings, and the weights have none of their own"
 
 
 def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
-    facts = FACTS.get(part.model_type)
+    facts = facts_of(part.model_type)
     if facts is None or not isinstance(facts.gated, bool) or facts.ffn is not None:
         return
     gate, up = _first(tensors, GATES), _first(tensors, UPS)
@@ -165,16 +168,16 @@ def _gate(part: Part, tensors: Tensors) -> Iterator[str]:
 
 
 def sizes(tensors: Tensors) -> tuple[dict[str, int | None], dict[str, Source]]:
-    """What shapes alone say: layers, width, vocabulary, and how many query rows there are to a row of keys."""
+    """What shapes alone say: layers, width, vocabulary, and query rows per key row."""
     numbers: dict[str, int | None] = {}
     sources: dict[str, Source] = {}
 
-    def note(name: str, number: int, how: str) -> None:
-        numbers[name], sources[name] = number, Source("derived", how)
+    def note(name: str, number: int, rule: str) -> None:
+        numbers[name], sources[name] = number, Source("derived", rule)
 
-    found = [int(match[1]) for name in tensors if (match := LAYER.search(name))]
-    if found:
-        note("layers", max(found) + 1, "the highest number of a layer in the names of the weights, and one")
+    layer_numbers = [int(match[1]) for name in tensors if (match := LAYER.search(name))]
+    if layer_numbers:
+        note("layers", max(layer_numbers) + 1, "1 + the highest layer number in the names of the weights")
     if words := _first(tensors, WORDS):
         note("vocab", words[1].shape[0], f"rows of {words[0]}")
         note("width", words[1].shape[1], f"columns of {words[0]}")

@@ -1,73 +1,79 @@
-"""The command `headwise`. What it takes to run one is imported when it runs."""
+"""The command `headwise`. Every command is a module here, and imports what it needs when it runs."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import HeadwiseError
 from ..terminal import echo
 
+if TYPE_CHECKING:
+    import click
+
 USAGE_ERROR, INTERRUPTED = 2, 130
-
-
-class Interrupted(HeadwiseError):
-    """Ctrl-C, with words about what was kept; Typer drops those of a KeyboardInterrupt."""
+START_UP_OBJECTS = 50_000  # before the first garbage collection; Python begins after 700
+COMPLETE = "_HEADWISE_COMPLETE"  # the variable by which a shell asks for completions
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and give its exit code; a user's mistake is one line on stderr, never a traceback."""
+    """Run the command line and return its exit code; a user error is one line on stderr, never a traceback."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that knows no "√" shows "?" instead of failing
+            stream.reconfigure(errors="replace")  # a terminal that cannot encode "√" shows "?" instead of failing
+    thresholds = gc.get_threshold()
+    gc.set_threshold(START_UP_OBJECTS, *thresholds[1:])  # loading modules makes many objects and no garbage
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _run(args)
+            code = _run(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
-    except Interrupted as error:
-        return _fail(str(error), INTERRUPTED)
     except HeadwiseError as error:
-        return _fail(str(error), USAGE_ERROR)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+        from .wording import name_options
+
+        return _fail(name_options(str(error)), USAGE_ERROR)
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it exits
         return 1
-    return _fail("interrupted", INTERRUPTED) if code == INTERRUPTED else code
+    finally:
+        gc.set_threshold(*thresholds)
+    return code
 
 
-def _run(args: Sequence[str] | None) -> int:
-    """By the short way where a command has one, else by Typer, which takes longer to import than a card to read."""
-    from .quick import quick
+def _run(args: list[str]) -> int:
+    import click
 
-    given = list(sys.argv[1:] if args is None else args)
-    if quick(given):
-        return 0
-    import typer
+    from .app import app
 
-    from .app import UsageError, app
+    if COMPLETE in os.environ:
+        from click.shell_completion import shell_complete
 
+        return shell_complete(app, {}, "headwise", COMPLETE, os.environ[COMPLETE])
     try:
-        return app(given, prog_name="headwise", standalone_mode=False) or 0
-    except UsageError as error:
+        with app.make_context("headwise", args) as context:
+            app.invoke(context)
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.UsageError as error:
         return _fail(_usage(error), USAGE_ERROR)
-    except typer.Abort:
-        return INTERRUPTED
+    return 0
 
 
 def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-    """A library's warning may quote a text: matplotlib names the characters that a font has not."""
+    """Print a library's warning escaped: it may quote a text, as matplotlib names characters missing from a font."""
     echo(warnings.formatwarning(message, category, filename, lineno, line), err=True, nl=False)
 
 
-def _usage(error: Exception) -> str:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "headwise"
-    return f"{error.format_message().rstrip('.')}; see {command} --help"  # type: ignore[attr-defined]
+def _usage(error: click.UsageError) -> str:
+    """The message of a wrong command line, and which help to read."""
+    command, message = error.ctx.command_path if error.ctx else "headwise", error.format_message().rstrip(".")
+    return f"{message} See {command} --help" if message.endswith("?") else f"{message}; see {command} --help"
 
 
 def _fail(message: str, code: int) -> int:

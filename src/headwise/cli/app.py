@@ -1,42 +1,46 @@
-"""The commands, as Typer has them. Each imports what it needs inside, so that help starts without torch."""
+"""The root of the command line: its commands, one row each, and completion for shells."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 
 from .. import __version__
 from ..terminal import echo
-from . import atlas, bench, card, inspect, lab, prune, scale, serve, trace
+from .groups import LazyGroup
 
-# typer carries click inside or beside it, depending on its version; this leads to the base of usage errors in both
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+# one module of this package each, in the order of the help
+COMMANDS = ("inspect", "atlas", "prune", "trace", "serve", "lab", "bench", "card", "diff", "scale")
 
-app = typer.Typer(
-    name="headwise",
-    help="Multi-head attention, every head in the open.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+
+@click.group(
+    cls=LazyGroup,
+    package=__package__,
+    modules=COMMANDS,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["--help", "-h"], "show_default": True},
 )
-app.command("inspect")(inspect.inspect)
-app.command("atlas")(atlas.atlas)
-app.command("prune")(prune.prune)
-app.command("trace")(trace.trace)
-app.command("serve")(serve.serve)
-app.command("lab")(lab.lab)
-app.command("bench")(bench.bench)
-app.command("card")(card.card)
-app.command("diff")(card.diff)
-app.command("scale")(scale.scale)
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
+@click.option("--version", is_flag=True, help="Show the version and exit.")
+@click.option(
+    "--completion",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    help='Print a script that completes commands, options and choices: eval "$(headwise --completion bash)".',
+)
+@click.pass_context
+def app(context: click.Context, version: bool, completion: str | None) -> None:
+    """Multi-head attention, every head in the open."""
     if version:
         echo(f"headwise {__version__}")
+    elif completion is not None:
+        echo(_script(completion))
     elif context.invoked_subcommand is None:
         echo(context.get_help())
+
+
+def _script(shell: str) -> str:
+    from click.shell_completion import get_completion_class
+
+    from . import COMPLETE
+
+    completion = get_completion_class(shell)
+    assert completion is not None
+    return completion(app, {}, "headwise", COMPLETE).source()

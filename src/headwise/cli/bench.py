@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from ..terminal import console, echo
+from .options import LazyChoice, Whole, json_option
+from .progress import progress_bars
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,18 +22,39 @@ STYLES = {True: "green", False: "bold red", None: ""}
 MARKS = {True: "✓", False: "✗", None: "·"}
 
 
-def bench(
-    cases: Annotated[list[str] | None, typer.Option(help="Only these cases, by name; may be repeated.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and shapes, nothing compiled.")] = False,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds; the best of them counts.")] = None,
-    sweep: Annotated[bool | None, typer.Option(help="Forty untuned shapes; by default unless cases are named.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that torch may use.")] = None,
-    isa: Annotated[str | None, typer.Option(help="Let all contestants use no better instructions: avx2.")] = None,
-    device: Annotated[str, typer.Option(help="Where attention is measured: cpu, cuda, mps.")] = "cpu",
-    explain: Annotated[bool, typer.Option("--explain", help="Say which path each case takes, and why.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+def _case_names() -> Iterable[str]:
+    from ..bench.suite import NAMES
+
+    return NAMES
+
+
+@click.command
+@click.option(
+    "--cases", type=LazyChoice(_case_names), multiple=True, metavar="CASE", help="Only this case; repeatable."
+)
+@click.option("--quick", is_flag=True, help="Fewer rounds and shapes, nothing compiled.")
+@click.option("--rounds", type=Whole(1), help="Rounds; the fastest counts.")
+@click.option("--sweep/--no-sweep", default=None, show_default="unless cases are named", help="Forty untuned shapes.")
+@click.option("--threads", type=Whole(1), help="Threads that torch may use.")
+@click.option("--isa", type=click.Choice(["avx2"]), help="Restrict all contestants to this instruction set.")
+@click.option("--device", default="cpu", help="Where attention is measured: cpu, cuda or mps.")
+@click.option("--explain", is_flag=True, help="Say which backend each case uses, and why.")
+@json_option
+def command(
+    cases: tuple[str, ...],
+    quick: bool,
+    rounds: int | None,
+    sweep: bool | None,
+    threads: int | None,
+    isa: str | None,
+    device: str,
+    explain: bool,
+    as_json: bool,
 ) -> None:
-    """Measure headwise and its peers side by side on this machine, and compare with the goals."""
+    """Measure headwise and its peers on this machine.
+
+    They run side by side; the ratios are compared with the goals.
+    """
     if isa:
         import sys
 
@@ -42,7 +65,7 @@ def bench(
 
     from ..bench.suite import Options, run
 
-    options = Options(tuple(cases or ()), quick, rounds or 0, sweep, device)
+    options = Options(cases, quick, rounds or 0, sweep, device)
     if threads:
         torch.set_num_threads(threads)
     _warn_if_busy()
@@ -55,11 +78,11 @@ def bench(
     for error in report.errors:
         echo(f"headwise: {error}", err=True)
     if report.errors:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _warn_if_busy() -> None:
-    """Ratios hold on a machine that does other things, but only roughly."""
+    """Warn when other processes keep the cores busy: the ratios are then only approximate."""
     import os
 
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
@@ -68,14 +91,10 @@ def _warn_if_busy() -> None:
 
 
 def _progress(jobs: list[Job]) -> Iterator[Job]:
-    from rich.progress import Progress
-
-    with Progress(console=console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(jobs))
-        for job in jobs:
-            progress.update(task, description=job.title)
+    with progress_bars() as progress:
+        for done, job in enumerate(jobs):
+            progress("cases", done, len(jobs))
             yield job
-            progress.advance(task)
 
 
 def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
@@ -102,7 +121,7 @@ def _drawing(results: dict[str, Any], *, explain: bool) -> RenderableType:
 
 
 def _table(results: dict[str, Any]) -> Table:
-    """A line for each case, and below it one for each peer."""
+    """One line per case, and below it one per peer."""
     from rich.table import Table
 
     from ..bench.result_rows import rows

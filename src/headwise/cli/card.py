@@ -1,64 +1,60 @@
-"""`headwise card` and `headwise diff`, as Typer has them; what they print is in cards.py."""
+"""`headwise card`: what a model card means; what it prints is in card_tables.py."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 
 from ..errors import UnsupportedError
-from .cards import show_card, show_design, show_diff
-
-Context = Annotated[
-    int | None, typer.Option(min=1, max=2**40, help="Tokens to reckon with; the model's own by default.")
-]
-Dtype = Annotated[str, typer.Option(help="Of the cache: fp32, bf16, fp16, fp8, int8, int4.")]
-Batch = Annotated[int, typer.Option(min=1, max=10**6, help="Sequences at once.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+from .card_tables import show_card, show_design
+from .options import BYTES, CACHE_DTYPES, COUNT, Whole, context_option, json_option
 
 
-def card(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="config.json, folder, .safetensors, .gguf, a famous name (bert-base, llama3-8b) or a hub id."
-        ),
-    ] = None,
-    context: Context = None,
-    dtype: Dtype = "bf16",
-    batch: Batch = 1,
-    memory: Annotated[str | None, typer.Option(help="Say which context's cache fits into so much: 16G, 80G.")] = None,
-    source: Annotated[
-        int | None, typer.Option(min=1, max=2**40, help="Tokens of the encoder, which cross-attention keeps.")
-    ] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="List every layer.")] = False,
-    as_json: AsJson = False,
-    design: Annotated[bool, typer.Option("--design", help="List head counts for a --width instead.")] = False,
-    width: Annotated[int | None, typer.Option(min=8, help="With --design: d_model.")] = None,
-    params: Annotated[str | None, typer.Option(help="With --design: 300M, 7B.")] = None,
+@click.command
+@click.argument("model", required=False)
+@context_option(None, "Context length for cache and FLOPs.", show_default="the model's own")
+@click.option("--dtype", type=click.Choice(CACHE_DTYPES), default="bf16", help="Data type of the cache.")
+@click.option("--batch", type=Whole(1, 10**6), default=1, help="Sequences at once.")
+@click.option("--memory", type=BYTES, metavar="SIZE", help="Find the longest context whose cache fits: 16GiB.")
+@click.option(
+    "--source",
+    type=Whole(1, 2**40),
+    metavar="TOKENS",
+    show_default="the model's own, or --context",
+    help="Length of the encoder's output, which cross-attention caches.",
+)
+@click.option("--layers", is_flag=True, help="List every layer.")
+@click.option("--design", type=Whole(8), metavar="WIDTH", help="List head counts for this width (d_model); no MODEL.")
+@click.option(
+    "--params", type=COUNT, metavar="COUNT", help="With --design: a budget of parameters, such as 300M or 7B."
+)
+@json_option
+def command(
+    model: str | None,
+    context: int | None,
+    dtype: str,
+    batch: int,
+    memory: int | None,
+    source: int | None,
+    layers: bool,
+    design: int | None,
+    params: int | None,
+    as_json: bool,
 ) -> None:
-    """Say what a model card means: heads, KV heads, parameters to the last one, cache, FLOPs."""
-    if design:
-        show_design(width, params, as_json=as_json)
+    """Explain a model card.
+
+    Heads, KV heads, exact parameter counts, KV cache and FLOPs, in numbers and in words.
+
+    MODEL is a config.json, a directory, a .safetensors or .gguf file, a famous name (bert-base, llama3-8b) or a hub id.
+    """
+    if design is not None:
+        if model is not None:
+            raise click.UsageError("--design takes no MODEL; leave one of them out")
+        show_design(design, params, as_json=as_json)
         return
     if model is None:
-        raise UnsupportedError(
-            "name a model: a config.json, a folder, a .safetensors, a .gguf, bert-base, or owner/name"
-        )
-    if width is not None or params is not None:
-        raise UnsupportedError("--width and --params belong to --design; leave them out or add it")
+        raise click.UsageError("Missing argument 'MODEL': a config.json, a directory, a file, bert-base or owner/name")
+    if params is not None:
+        raise UnsupportedError("--params belongs to --design; leave it out or add --design")
     show_card(
         model, context=context, dtype=dtype, batch=batch, memory=memory, source=source, layers=layers, as_json=as_json
     )
-
-
-def diff(
-    a: Annotated[str, typer.Argument(help="A model, as for headwise card.")],
-    b: Annotated[str, typer.Argument(help="Another.")],
-    context: Annotated[int, typer.Option(min=1, max=2**40, help="Tokens at which the caches are compared.")] = 32_768,
-    dtype: Dtype = "bf16",
-    batch: Batch = 1,
-    as_json: AsJson = False,
-) -> None:
-    """Say in words what changes from one model to another."""
-    show_diff(a, b, context=context, dtype=dtype, batch=batch, as_json=as_json)

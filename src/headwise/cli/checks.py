@@ -1,4 +1,4 @@
-"""What commands check before they begin to work."""
+"""Checks of output directories, before a command begins to work."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 
 from ..errors import HeadwiseError
 
-LARGEST_SEED = 2**32 - 1
-
 
 def check_output_folder(path: Path) -> None:
-    """Refuse what is not a directory and cannot become one, or cannot be written to; nothing is made."""
+    """Refuse a path that cannot become a directory to write to; nothing is made."""
     shown = repr(str(path)) if len(str(path)) <= 200 else f"{str(path)[:60]!r}..."
     try:
         above = path.absolute()
-        while not _is_there(above):
+        while not _exists(above):
             above = above.parent
         if not above.is_dir():
             whose = "" if above == path.absolute() else f" cannot be made: {str(above)!r}"
@@ -30,8 +28,8 @@ def check_output_folder(path: Path) -> None:
         raise HeadwiseError(f"{shown} cannot be written: {error}") from None  # a NUL in the path
 
 
-def _is_there(path: Path) -> bool:
-    """As os.path.lexists, but for names that can never be."""
+def _exists(path: Path) -> bool:
+    """Like os.path.lexists, but an impossible name raises an error."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -40,7 +38,7 @@ def _is_there(path: Path) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory to write to, with those above it."""
+    """Make a directory to write to, with its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

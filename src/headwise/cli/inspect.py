@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from ..errors import HeadwiseError
 from ..terminal import console, echo
+from .options import PATH, LazyChoice, json_option, model_option
+from .wording import name_options, name_options_in
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,81 +20,96 @@ if TYPE_CHECKING:
     from ..inspection.comparison import Comparison
     from ..inspection.result import Inspection
 
-SENTENCE = 400  # characters
-NONE = "no clean role"
+SENTENCE = 400  # characters; longer texts use every thread
+NO_ROLE = "no clean role"
 
 
-def inspect(
-    text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="A sentence; one that comes along by default.")
-    ] = None,
-    against: Annotated[str | None, typer.Argument(metavar="TEXT2", help="A second sentence to compare with.")] = None,
-    model: Annotated[
-        str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
-    ] = "minilm",
-    stat: Annotated[
-        str,
-        typer.Option(help="For the table: entropy, confidence, distance, previous, next, self, first or delimiter."),
-    ] = "entropy",
-    head: Annotated[str | None, typer.Option(metavar="L.H", help="One head's matrix, such as 3.1.")] = None,
-    token: Annotated[
-        list[str] | None, typer.Option(help="Rank the heads for a word, such as it, or bank:2 for the second bank.")
-    ] = None,
-    pieces: Annotated[bool, typer.Option("--pieces", help="Keep the tokenizer's pieces; words by default.")] = False,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")] = False,
-    example: Annotated[str | None, typer.Option(help="A sentence that comes along: see --examples.")] = None,
-    examples: Annotated[bool, typer.Option("--examples", help="Every sentence that comes along.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
-    png: Annotated[Path | None, typer.Option(help="Write a picture: all heads, or the matrix of --head.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="The same picture as SVG.")] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the interactive view as one page, for texts of any length.")
-    ] = None,
-    beside: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --html: a second model beside the first.")
-    ] = None,
-    off: Annotated[
-        str | None,
-        typer.Option(metavar="L.H,...", help="With --html: without these heads, beside the same with all of them."),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="With --html: what the decoder of an encoder-decoder model is given.")
-    ] = None,
-    scores: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="With --html: a JSON file to colour heads by: an atlas, importance, or {name: {kind: [[...]]}}."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
-    """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
+def _statistics() -> Iterable[str]:
+    from ..inspection.result import STATISTICS
+
+    return STATISTICS
+
+
+def _example_names() -> Iterable[str]:
+    from ..inspection.examples import EXAMPLES
+
+    return EXAMPLES
+
+
+@click.command
+@click.argument("text", required=False)
+@click.argument("text2", required=False)
+@model_option
+@click.option(
+    "--stat",
+    type=LazyChoice(_statistics),
+    default="entropy",
+    metavar="NAME",
+    help="Statistic of the table: entropy, confidence, distance, previous, next, self, first or delimiter.",
+)
+@click.option("--head", metavar="L.H", help="Show one head's matrix, such as 3.1.")
+@click.option(
+    "--token",
+    "tokens",
+    multiple=True,
+    metavar="WORD",
+    help="Rank the heads for a word, such as it, or bank:2 for the second bank; repeatable.",
+)
+@click.option("--pieces", is_flag=True, help="Keep the tokenizer's pieces instead of whole words.")
+@click.option("--truncate", is_flag=True, help="Cut a text that is too long for the model.")
+@click.option("--example", type=LazyChoice(_example_names), metavar="NAME", help="A bundled sentence: see --examples.")
+@click.option("--examples", is_flag=True, help="List the bundled sentences.")
+@click.option("--markdown", is_flag=True, hidden=True)
+@click.option("--png", type=PATH, help="Write a picture of all heads, or of the matrix of --head.")
+@click.option("--svg", type=PATH, help="Write the same picture as SVG.")
+@click.option("--html", type=PATH, help="Write the interactive view as one page, for texts of any length.")
+@click.option("--compare", metavar="MODEL", help="With --html: a second model beside the first.")
+@click.option("--off", metavar="L.H,...", help="With --html: the model without these heads beside the whole model.")
+@click.option("--target", metavar="TEXT", help="With --html: the decoder's input, for encoder-decoder models.")
+@click.option(
+    "--scores",
+    type=PATH,
+    multiple=True,
+    help="With --html: a JSON file to colour heads by: an atlas, importance or {name: {kind: [[...]]}}; repeatable.",
+)
+@json_option
+def command(
+    text: str | None, text2: str | None, model: str, stat: str, head: str | None, tokens: tuple[str, ...], pieces: bool,
+    truncate: bool, example: str | None, examples: bool, markdown: bool, png: Path | None, svg: Path | None,
+    html: Path | None, compare: str | None, off: str | None, target: str | None, scores: tuple[Path, ...],
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Show what every head does with a sentence.
+
+    Where does a word attend, and which heads stand out? TEXT is the sentence, a bundled one by default; TEXT2 is a
+    second one to compare it with.
+    """
     if markdown:
         return echo(_page(model), nl=False)
     if examples:
         return _list()
-    text, follow = _chosen(text, example, tuple(token or ()))
-    for name, value in (("target", target), ("scores", scores), ("beside", beside), ("off", off)):
+    text, followed = _choose_text(text, example, tokens)
+    for name, value in (("target", target), ("scores", scores), ("compare", compare), ("off", off)):
         if value and not html:
             raise HeadwiseError(f"--{name} is for the page; give --html FILE too")
     if html:
-        how = {"against": against, "beside": beside, "target": target, "truncate": truncate}
-        _write_page(html, text, model, off, scores or [], heads=head or (), **how)
+        options = {"against": text2, "beside": compare, "target": target, "truncate": truncate}
+        _write_page(html, text, model, off, list(scores), heads=head or (), **options)
         if not (png or svg or as_json):
             return None
-    found = _inspected(text, model, against=against, token=follow, pieces=pieces, truncate=truncate)
-    _check(found, stat, head)
+    result = _inspect(text, model, against=text2, token=followed, pieces=pieces, truncate=truncate)
+    _check(result, stat, head)
     for picture in (png, svg):
         if picture:
-            _picture(found, picture, ".png" if picture is png else ".svg", head, stat)
+            _picture(result, picture, ".png" if picture is png else ".svg", head, stat)
     if as_json:
-        echo(json.dumps({**found.to_json(head), **_known(found)}, indent=2, ensure_ascii=False))
+        echo(json.dumps({**result.to_json(head), **_known(result)}, indent=2, ensure_ascii=False))
     elif not (png or svg or html):
-        _print(found, stat=stat, head=head, ranked=bool(token))
+        _print(result, stat=stat, head=head, ranked=bool(tokens))
     return None
 
 
-def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **how: Any) -> None:
+def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **options: Any) -> None:
     from ..models.loading.resolve import resolve
     from ..ui.overlays import read
     from ..ui.service import heads_off
@@ -99,29 +117,27 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
 
     scores = read(files)
     name, loaded, tokenizer = resolve(model)
-    without = heads_off(loaded, off, whole=bool(how["target"])) if off else None
-    heads = how.pop("heads")
-    seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **how)
+    without = heads_off(loaded, off, whole=bool(options["target"])) if off else None
+    heads = options.pop("heads")
+    seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **options)
     saved(seen, path, heads=heads, scores=scores)
-    echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
+    echo(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB); open it in a browser", err=True)
 
 
-def _picture(found: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
+def _picture(result: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
     from ..ui.figure import save
 
     if ending == ".svg" and path.suffix.lower() != ending:
         raise HeadwiseError(f"--svg writes {ending}, got {str(path)!r}; name it so")
-    save(found, path, head=head, statistic=stat)
+    save(result, path, head=head, statistic=stat)
     echo(f"wrote {path}", err=True)
 
 
-def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def _choose_text(text: str | None, example: str | None, follow: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """The text and the words to follow in it."""
     from ..inspection.examples import EXAMPLES
 
     if example is not None:
-        if example not in EXAMPLES:
-            raise HeadwiseError(f"there is no example {example!r}; there are {', '.join(EXAMPLES)}")
         if text is not None:
             raise HeadwiseError("give a text or an example, not both")
         return EXAMPLES[example].text, follow or EXAMPLES[example].follow
@@ -131,35 +147,36 @@ def _chosen(text: str | None, example: str | None, follow: tuple[str, ...]) -> t
     return text, follow
 
 
-def _inspected(text: str, model: str, **how: Any) -> Any:
+def _inspect(text: str, model: str, **options: Any) -> Any:
     import torch
 
-    from ..inspection.run import inspect as run
+    from ..inspection.run import inspect
 
     threads = torch.get_num_threads()
-    if len(text) <= SENTENCE:  # so little work that threads wait for each other longer than they compute
+    if len(text) <= SENTENCE:  # too little work for threads: they wait for each other longer than they compute
         torch.set_num_threads(1)
     try:
-        return run(text, model, **how)
+        return inspect(text, model, **options)
     finally:
         torch.set_num_threads(threads)
 
 
-def _check(found: Any, stat: str, head: str | None) -> None:
-    """A statistic or a head that does not exist is told before anything is written."""
-    first = getattr(found, "first", found)
+def _check(result: Any, stat: str, head: str | None) -> None:
+    """Refuse a statistic or a head that does not exist, before anything is written."""
+    first = getattr(result, "first", result)
     first.table(stat)
     if head is not None:
         first.matrix(head)
 
 
-def _print(found: Any, **how: Any) -> None:
+def _print(result: Any, **options: Any) -> None:
     screen = console(soft_wrap=False)
-    screen.print(_drawing(found, screen.width, colour=screen.color_system is not None, **how))
+    drawing = _drawing(result, screen.width, colour=screen.color_system is not None, **options)
+    screen.print(name_options_in(drawing))
 
 
 def _drawing(
-    found: Inspection | Comparison, width: int, *, colour: bool, stat: str, head: str | None, ranked: bool
+    result: Inspection | Comparison, width: int, *, colour: bool, stat: str, head: str | None, ranked: bool
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -167,45 +184,45 @@ def _drawing(
     from ..inspection import terminal
     from ..inspection.comparison import Comparison
 
-    if isinstance(found, Comparison):
+    if isinstance(result, Comparison):
         if head is None:
-            return terminal.comparison(found, width, colour=colour, statistic=stat)
-        return Group(*(terminal.matrix(one, head, width, colour=colour) for one in (found.first, found.second)))
+            return terminal.comparison(result, width, colour=colour, statistic=stat)
+        return Group(*(terminal.matrix(one, head, width, colour=colour) for one in (result.first, result.second)))
     parts: list[RenderableType] = []
     if head is not None:
-        parts.append(terminal.matrix(found, head, width, colour=colour))
+        parts.append(terminal.matrix(result, head, width, colour=colour))
     if ranked:
-        parts += [Text()] * bool(parts) + [terminal.ranking(found)]
+        parts += [Text()] * bool(parts) + [terminal.ranking(result)]
     if not parts:
-        parts.append(terminal.overview(found, width, colour=colour, statistic=stat))
-    return Group(*parts, *_roles(found, head))
+        parts.append(terminal.overview(result, width, colour=colour, statistic=stat))
+    return Group(*parts, *_roles(result, head))
 
 
-def _roles(found: Inspection, head: str | None) -> list[RenderableType]:
-    """What the heads that were named do over a corpus, where an atlas of the model comes along."""
+def _roles(result: Inspection, head: str | None) -> list[RenderableType]:
+    """The roles of the heads shown, measured over a corpus, where an atlas of the model is bundled."""
     from rich.text import Text
 
     from ..inspection import terminal
     from ..roles.atlas.bundled import known_roles
 
-    known = known_roles(found.model)
+    known = known_roles(result.model)
     if known is None:
         return []
     texts, roles = known
     named: dict[str, list[str]] = {}
-    for at in [found.at(head)] if head is not None else terminal.named_heads(found):
-        named.setdefault(", ".join(roles.get(at, ())) or NONE, []).append(f"{at[0]}.{at[1]}")
-    text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {found.model})")
-    for role, heads in sorted(named.items(), key=lambda one: one[0] == NONE):
+    for at in [result.at(head)] if head is not None else terminal.named_heads(result):
+        named.setdefault(", ".join(roles.get(at, ())) or NO_ROLE, []).append(f"{at[0]}.{at[1]}")
+    text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {result.model})")
+    for role, heads in sorted(named.items(), key=lambda one: one[0] == NO_ROLE):
         text.append("\n  ").append(", ".join(heads), "bold cyan").append(f" {role}")
     return [text]
 
 
-def _known(found: Any) -> dict[str, Any]:
+def _known(result: Any) -> dict[str, Any]:
     """The same for JSON: every head that has a role."""
     from ..roles.atlas.bundled import known_roles
 
-    known = known_roles(getattr(found, "first", found).model)
+    known = known_roles(getattr(result, "first", result).model)
     if known is None:
         return {}
     return {"roles": {f"{layer}.{head}": roles for (layer, head), roles in sorted(known[1].items())}}
@@ -226,8 +243,8 @@ def _page(model: str) -> str:
 
     parts = [PAGE]
     for name, example in EXAMPLES.items():
-        found = _inspected(example.text, model, token=example.follow)
-        drawn = "\n".join(line.rstrip() for line in plain(found).splitlines())
+        result = _inspect(example.text, model, token=example.follow)
+        drawn = "\n".join(line.rstrip() for line in name_options(plain(result)).splitlines())
         parts.append(f"\n## {name}\n{example.question}\n\n```text\n{drawn}\n```\n")
     return "".join(parts)
 

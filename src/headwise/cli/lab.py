@@ -1,45 +1,52 @@
-"""`headwise lab`: the claims and their verdicts; one of them run anew, or all."""
+"""`headwise lab`: the claims and their verdicts; some of them measured again, or all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from ..errors import HeadwiseError
 from ..terminal import console, echo
-from .checks import LARGEST_SEED, check_output_folder
-from .ranks import Alone, check_over, together
-
-if TYPE_CHECKING:
-    from ..lab.store import Progress
+from .checks import check_output_folder
+from .options import PATH, json_option, seed_option, training_option
+from .progress import progress_bars
+from .ranks import Alone, joined_ranks
 
 ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
 
 
-def lab(
-    claims: Annotated[list[int] | None, typer.Argument(help="Run these claims, by number; none lists all.")] = None,
-    all_claims: Annotated[bool, typer.Option("--all", help="Run every claim.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The long version: more random starts.")] = False,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="The first random start; the others follow it.")
-    ] = 0,
-    device: Annotated[str, typer.Option(help="Where models are trained: cpu, cuda, ...")] = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="Where JSON, PNG and Markdown go: lab/, or docs/lab/ with --all.")
-    ] = None,
-    work: Annotated[Path | None, typer.Option(help="Where finished pieces are kept; the user's cache.")] = None,
-    pages: Annotated[
-        bool, typer.Option("--pages", help="Write the pages in docs/lab/ again from their figures; nothing is run.")
-    ] = False,
-    over: Annotated[str, typer.Option(help="Under torchrun, how models are trained: ddp or fsdp.")] = "ddp",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+@click.command
+@click.argument("claims", type=int, nargs=-1, metavar="[NUMBER]...")
+@click.option("--all", "all_claims", is_flag=True, help="Run every claim.")
+@click.option("--full", is_flag=True, help="The long version: more random starts.")
+@seed_option("The first random start; the others follow it.")
+@click.option("--device", default="cpu", help="Where models are trained: cpu, cuda, ...")
+@click.option(
+    "--out", type=PATH, show_default="lab/, or docs/lab/ with --all", help="Directory for JSON, PNG and Markdown."
+)
+@click.option("--work", type=PATH, show_default="the user's cache", help="Directory for finished pieces of work.")
+@click.option("--pages", is_flag=True, help="Only rewrite the pages in docs/lab/ from their figures.")
+@training_option
+@json_option
+def command(
+    claims: tuple[int, ...],
+    all_claims: bool,
+    full: bool,
+    seed: int,
+    device: str,
+    out: Path | None,
+    work: Path | None,
+    pages: bool,
+    over: str,
+    as_json: bool,
 ) -> None:
-    """What everyone says about multi-head attention, measured: each claim an experiment with a verdict."""
+    """Measure common claims about multi-head attention.
+
+    Without a NUMBER it lists the claims with their verdicts.
+    """
     if pages:
         from ..lab.session import rewrite
 
@@ -59,15 +66,14 @@ def lab(
     for number in numbers:
         claim(number)
     _check_device(device)
-    check_over(over)
     records = []
     out = out or (ALL_OUT if all_claims else ONE_OUT)
     work = cache() / "lab" if work is None else work
     for folder in (out, work):
         check_output_folder(folder)
-    with together() as ranks, _bars(ranks.first) as progress:
-        those = None if isinstance(ranks, Alone) else ranks
-        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=those, over=over)
+    with joined_ranks() as ranks, progress_bars(ranks.first) as progress:
+        shared = None if isinstance(ranks, Alone) else ranks
+        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=shared, over=over)
         for done, number in enumerate(numbers):
             progress(f"claim {number}", done, len(numbers))
             records.append(measure(number, desk))
@@ -85,10 +91,10 @@ def _list(as_json: bool) -> None:
     from ..lab.claims import NUMBERS, claim
     from ..lab.session import results
 
-    found = results()
+    measured = results()
     if as_json:
-        kept = [{key: x for key, x in record.items() if key != "figures"} for record in found.values()]
-        echo(json.dumps(kept, indent=2))
+        short = [{key: x for key, x in record.items() if key != "figures"} for record in measured.values()]
+        echo(json.dumps(short, indent=2))
         return
     from rich.text import Text
 
@@ -96,13 +102,13 @@ def _list(as_json: bool) -> None:
 
     screen = console()
     for number in NUMBERS:
-        record = found.get(number)
+        record = measured.get(number)
         title = record["title"] if record else claim(number).title
         screen.print(Text(f"{number}. {title}", style="bold"))
         for verdict in verdicts_of(record) if record else []:
             screen.print(Text("   ").append_text(sentence(verdict)))
         if record is None:
-            screen.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
+            screen.print(Text(f"   not measured yet; headwise lab {number} measures it", style="dim"))
     screen.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
 
 
@@ -122,25 +128,7 @@ def _check_device(device: str) -> None:
     import torch
 
     try:
-        float(torch.ones(1, device=device))  # read back, for the device "meta" takes tensors and computes nothing
+        float(torch.ones(1, device=device))  # read back: the device "meta" takes tensors and computes nothing
     except (RuntimeError, AssertionError, ImportError) as error:
         words = (str(error).splitlines() or [type(error).__name__])[0]
         raise HeadwiseError(f"device {device[:60]!r} cannot be used here ({words}); try cpu") from error
-
-
-@contextmanager
-def _bars(shown: bool) -> Iterator[Progress]:
-    """What is being done, on stderr: the newest kinds of work as bars, gone at the end."""
-    from rich.progress import Progress as Bars
-    from rich.progress import TaskID
-
-    screen = console(stderr=True)
-    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total, visible=done < total)
-
-        yield show

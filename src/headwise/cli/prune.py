@@ -1,21 +1,34 @@
-"""`headwise prune`: which heads matter, a smaller model without the others, and an honest account of it."""
+"""`headwise prune`: which heads matter, a smaller model without the others, and a report of the cost."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
+from click.core import ParameterSource
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
-from ..terminal import console, echo
-from . import Interrupted
-from .ranks import Alone, check_over, together
+from ..terminal import echo
+from .options import (
+    PATH,
+    LazyChoice,
+    Whole,
+    context_option,
+    field_option,
+    json_option,
+    model_option,
+    seed_option,
+    texts_option,
+    training_option,
+)
+from .progress import progress_bars
+from .ranks import Alone, joined_ranks
 
 if TYPE_CHECKING:
     from ..prune.batches import TextBatches
@@ -24,54 +37,80 @@ if TYPE_CHECKING:
     from ..scale.ranks import Ranks
 
 
-MOST = {"--batch": 1 << 16, "--length": 1 << 20, "--steps": 1 << 20, "--recover": 10_000_000, "--seed": 2**32 - 1}
-CHOOSING = ("keep", "score", "budget", "unit", "per", "steps", "seed")  # what a plan has decided already
+CHOOSING = ("keep", "score", "budget", "unit", "per", "steps", "seed")  # options that a plan has decided already
 
 
-def prune(
-    context: typer.Context,
-    texts: Annotated[Path | None, typer.Option(help="A file with a text a line, or .jsonl; half score.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where the pruned model goes: a new directory.")] = None,
-    model: Annotated[
-        str, typer.Option(help="minilm, smollm2, a directory with safetensors, a GGUF file or a hub id.")
-    ] = "minilm",
-    labels: Annotated[Path | None, typer.Option(help="A label a line; for encoder-decoders a text.")] = None,
-    field: Annotated[str, typer.Option(help="Where the text is in a line of .jsonl.")] = "text",
-    keep: Annotated[str, typer.Option(help="The share to keep, such as 0.6, or encoder=0.5,cross=0.9.")] = "0.6",
-    score: Annotated[
-        str, typer.Option(help="michel, michel-token, ablation, output, variance, ... or random.")
-    ] = "michel",
-    budget: Annotated[str, typer.Option(help="What keep counts: heads, parameters, cache or latency.")] = "heads",
-    unit: Annotated[str, typer.Option(help="What goes at once: head, or kv for whole groups.")] = "head",
-    per: Annotated[str, typer.Option(help="model: all heads compete; layer: the same share of every layer.")] = "model",
-    steps: Annotated[int, typer.Option(help="Score again between so many steps.")] = 1,
-    plan: Annotated[Path | None, typer.Option(help="A plan of before, perhaps edited, instead of scores.")] = None,
-    zero: Annotated[bool, typer.Option("--zero", help="Zero the heads and keep all shapes; loads anywhere.")] = False,
-    compensate: Annotated[str | None, typer.Option(help="bias or mean: what removed heads always gave.")] = None,
-    allow_empty: Annotated[bool, typer.Option("--allow-empty", help="Layers may lose every head.")] = False,
-    recover: Annotated[int, typer.Option(metavar="STEPS", help="Distil from the full model afterwards.")] = 0,
-    curve: Annotated[bool, typer.Option("--curve", help="Quality against heads kept, as PNG and JSON.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Hold every score against ablation; slow.")] = False,
-    over: Annotated[str, typer.Option(help="Under torchrun, how recovery is shared: ddp or fsdp.")] = "ddp",
-    batch: Annotated[int, typer.Option(help="Texts at once, in scoring and in timing.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a text at most, and in timing.")] = 128,
-    seed: Annotated[int, typer.Option(help="For scores that draw random numbers.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output directory.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> None:
-    """Remove the attention heads that matter least, and say what that does to quality, size and speed."""
-    if texts is None or out is None:
-        raise HeadwiseError("give --texts, a file with a text a line, and --out, a directory for the pruned model")
-    for name, number, least in (
-        ("--batch", batch, 1), ("--length", length, 1), ("--steps", steps, 1), ("--recover", recover, 0),
-        ("--seed", seed, 0),
-    ):  # fmt: skip
-        if number < least:
-            raise HeadwiseError(f"{name} must be at least {least}, got {number}")
-        if number > MOST[name]:
-            raise HeadwiseError(f"{name} must be at most {MOST[name]:,}, got {str(number)[:40]}")
+def _scores() -> Iterable[str]:
+    from ..prune.registry import scores
+
+    return scores()
+
+
+@click.command
+@texts_option(help="A text file with one text per line, or a .jsonl file; half of the texts score, the others measure.")
+@click.option("--out", type=PATH, required=True, help="Directory for the pruned model; a new one.")
+@model_option
+@click.option("--labels", type=PATH, help="A file with one label per line; for encoder-decoders one text per line.")
+@field_option
+@click.option("--keep", default="0.6", metavar="SHARE", help="Share to keep, such as 0.6, or encoder=0.5,cross=0.9.")
+@click.option(
+    "--score",
+    type=LazyChoice(_scores),
+    default="michel",
+    metavar="NAME",
+    help="How heads are ranked: michel, michel-token, ablation, output, variance, ... or random.",
+)
+@click.option(
+    "--budget",
+    type=click.Choice(["heads", "parameters", "cache", "latency"]),
+    default="heads",
+    help="What --keep is a share of.",
+)
+@click.option(
+    "--unit",
+    type=click.Choice(["head", "kv", "layer"]),
+    default="head",
+    help="What is removed at once: a query head, a KV head with its group, or a layer's attention.",
+)
+@click.option(
+    "--per",
+    type=click.Choice(["model", "layer"]),
+    default="model",
+    help="model: all heads compete; layer: the same share of every layer.",
+)
+@click.option("--steps", type=Whole(1, 1 << 20), default=1, help="Prune in this many steps, scoring before each.")
+@click.option("--plan", type=PATH, help="A saved plan, perhaps edited, instead of scores.")
+@click.option("--zero", is_flag=True, help="Zero the heads and keep all shapes; loads everywhere.")
+@click.option("--compensate", type=click.Choice(["bias", "mean"]), help="Replace removed heads by their mean output.")
+@click.option("--allow-empty", is_flag=True, help="Layers may lose every head.")
+@click.option(
+    "--recover",
+    type=Whole(0, 10_000_000),
+    default=0,
+    metavar="STEPS",
+    help="Distil from the full model afterwards.",
+)
+@click.option("--curve", is_flag=True, help="Also measure quality against heads kept, as PNG and JSON.")
+@click.option("--compare-scores", is_flag=True, help="Also rank-correlate every score with ablation; slow.")
+@training_option
+@click.option("--batch", type=Whole(1, 1 << 16), default=16, help="Texts at once, in scoring and timing.")
+@context_option(128, "Tokens per text at most, also in timing.", most=1 << 20)
+@seed_option("Seed of the scores that draw random numbers.")
+@click.option("--overwrite", is_flag=True, help="Replace the output directory.")
+@json_option
+@click.pass_context
+def command(
+    process: click.Context, texts: Path, out: Path, model: str, labels: Path | None, field: str, keep: str, score: str,
+    budget: str, unit: str, per: str, steps: int, plan: Path | None, zero: bool, compensate: str | None,
+    allow_empty: bool, recover: int, curve: bool, compare_scores: bool, over: str, batch: int, context: int, seed: int,
+    overwrite: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Remove the heads that matter least.
+
+    Scores every head on texts, writes the smaller model and reports the change in quality, size and speed.
+    """
     shares = _shares(keep)
-    _check_choices(context, plan, score, compensate)
+    _check_plan(process, plan)
     from ..prune.output_directory import check_output, recovery_file
     from ..prune.plan import check_options
     from ..prune.report import PruneOptions
@@ -80,10 +119,10 @@ def prune(
     check_output(out, overwrite)
     _check_replaced(out, {"--texts": texts, "--labels": labels, "--model": Path(model)})
     options = PruneOptions(
-        shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, length, seed, compare,
+        shares, score, budget, unit, per, steps, zero, compensate, allow_empty, recover, batch, context, seed,
+        compare_scores,
     )  # fmt: skip
-    check_over(over)
-    with together() as ranks:
+    with joined_ranks() as ranks:
         report = _run(model, texts, labels, field, options, out, plan, curve, overwrite, _shared(ranks, out, over))
     if ranks.first:
         if not recover and recovery_file(out).exists():
@@ -96,7 +135,7 @@ def prune(
 
 
 def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
-    """How scoring and recovery go where torchrun shares them."""
+    """How scoring and recovery are shared under torchrun."""
     if ranks.count == 1:
         return {}
     from functools import partial
@@ -125,21 +164,15 @@ def _shares(text: str) -> float | dict[str, float]:
     return shares
 
 
-def _check_choices(context: typer.Context, plan: Path | None, score: str, compensate: str | None) -> None:
-    """What is asked for exists, and no option is given that another makes void."""
-    from ..models.surgery.compensation import COMPENSATE
-    from ..prune.registry import find_score
-
-    find_score(score)
-    if compensate is not None and compensate not in COMPENSATE:
-        raise HeadwiseError(f"--compensate is {' or '.join(COMPENSATE)}, got {compensate[:60]!r}")
-    set_by_user = [name for name in CHOOSING if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
-    if plan is not None and set_by_user:
-        raise HeadwiseError(f"--plan says which heads go: leave out --{set_by_user[0]}, or --plan")
+def _check_plan(process: click.Context, plan: Path | None) -> None:
+    """Refuse options that a plan makes void."""
+    void = [name for name in CHOOSING if process.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if plan is not None and void:
+        raise HeadwiseError(f"--plan says which heads go: leave out --{void[0]}, or --plan")
 
 
 def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
-    """Nothing that is read lies in the directory that is replaced."""
+    """Refuse to replace a directory that holds one of the inputs."""
     for name, path in inputs.items():
         if path is not None and os.path.exists(path) and path.resolve().is_relative_to(out.resolve()):
             raise HeadwiseError(
@@ -157,25 +190,26 @@ def _run(
     from ..prune.session import prune_and_measure, save_result
 
     lines = read_texts(texts, field)
-    saved_plan = Plan.load(plan) if plan else None
+    given = Plan.load(plan) if plan else None
     model = load(name)
     marks = read_labels(labels, len(lines), model.config, field) if labels else None
     batches = make_batches(
         lines, tokenizer(name), labels=marks, config=model.config, batch=options.batch, length=options.length
     )
     first = shared.get("first", True)
-    with _bars(first) as progress, _recovery_named(out):
+    with progress_bars(first) as progress, _recovery_named(out):
         smaller, report = prune_and_measure(
-            model, name, batches, options, out, saved_plan=saved_plan, progress=progress, **shared
+            model, name, batches, options, out, saved_plan=given, progress=progress, **shared
         )
         if not first:
             return report
-        draw = _curve(model, batches, options, progress) if curve else None
-        return save_result(smaller, report, out, overwrite, draw)
+        return save_result(
+            smaller, report, out, overwrite, _curve(model, batches, options, progress) if curve else None
+        )
 
 
 def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Progress) -> Callable[[Path], None]:
-    """Measure the curve; what comes back draws it into a directory."""
+    """Measure the curve; the function returned draws it into a directory."""
     from ..prune.curve import curve as drawn
     from ..ui.curves import save_curve
 
@@ -185,7 +219,7 @@ def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Prog
     )  # fmt: skip
 
     def draw(folder: Path) -> None:
-        with written(folder / "curve.json") as file:
+        with written(folder / "curve.json", CheckpointError) as file:
             file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
         for ending in ("png", "svg"):
             save_curve(found, folder / f"curve.{ending}")
@@ -195,7 +229,7 @@ def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Prog
 
 @contextmanager
 def _recovery_named(out: Path) -> Iterator[None]:
-    """Whatever stops a run, its last line says that a recovery was kept."""
+    """Whatever stops a run, its last line says that the recovery was saved."""
     from ..prune.output_directory import recovery_file
 
     words = "; the recovery is kept, and the same command takes it up"
@@ -204,28 +238,11 @@ def _recovery_named(out: Path) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if not stop.args and not recovery_file(out).exists():
             raise
-        raise Interrupted(str(stop) or "interrupted" + words) from None
+        raise KeyboardInterrupt(str(stop) or "interrupted" + words) from None
     except CheckpointError as error:
         if recovery_file(out).name in str(error) or not recovery_file(out).exists():
             raise
         raise CheckpointError(str(error) + words) from error
-
-
-@contextmanager
-def _bars(shown: bool) -> Iterator[Progress]:
-    """A progress bar a kind of work, on stderr, gone at the end."""
-    from rich.progress import Progress as Bars
-
-    screen = console(stderr=True)
-    with Bars(console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield show
 
 
 def _words(report: PruneReport) -> str:

@@ -1,4 +1,4 @@
-"""Commands under torchrun: the work is shared, and the first rank alone prints and writes."""
+"""Commands under torchrun: the work is shared among the ranks; only the first rank prints and writes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alone:
-    """One process, which is the first of one."""
+    """A process without torchrun: the first rank of one."""
 
     rank: int = 0
     count: int = 1
     first: bool = True
 
 
-@contextmanager
-def together() -> Iterator[Alone | Ranks]:
-    """Who this process is among those that torchrun started; alone, without torch having been imported."""
+def world_size() -> int:
+    """The number of processes that torchrun started; 1 without it."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not re.fullmatch("[0-9]{1,9}", size):
         raise HeadwiseError(f"the environment's WORLD_SIZE must be a whole number, got {size!r}; torchrun sets it")
-    if int(size) < 2:
+    return int(size)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Alone | Ranks]:
+    """The ranks that torchrun started, joined into one group; `Alone`, without importing torch, where it did not."""
+    if world_size() < 2:
         yield Alone()
         return
     from ..scale.data_parallel import PATIENCE
@@ -38,11 +43,3 @@ def together() -> Iterator[Alone | Ranks]:
 
     with started(timeout=PATIENCE) as ranks:
         yield ranks
-
-
-def check_over(over: str) -> None:
-    """Refuse a way of training over ranks that there is not, also where one process trains alone."""
-    from ..scale.train import WAYS
-
-    if over not in WAYS:
-        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")

@@ -3,41 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from ..terminal import echo
+from .options import PATH, Whole
 
 
-def serve(
-    model: Annotated[
-        list[str] | None, typer.Option(help="A model to choose, as inspect takes it; may be given several times.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="The text to begin with.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="What the decoder of an encoder-decoder model is given to begin with.")
-    ] = None,
-    scores: Annotated[
-        list[Path] | None, typer.Option(help="A JSON file to colour the first model's heads by, as inspect takes it.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; another machine's browser then needs the token shown.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any free one.")] = 7447,
-    longest: Annotated[int, typer.Option(min=1, help="Characters that a text may have.")] = 40_000,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds that one pass may take.")] = 60.0,
+@click.command
+@click.option(
+    "--model", "models", multiple=True, default=["minilm"], help="A model to offer, as for inspect; repeatable."
+)
+@click.option("--text", show_default="the bundled sentence", help="The first text.")
+@click.option("--target", help="The first input of the decoder of an encoder-decoder model.")
+@click.option(
+    "--scores", type=PATH, multiple=True, help="A JSON file to colour the first model's heads by, as for inspect."
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on; browsers elsewhere need the printed token.")
+@click.option("--port", type=Whole(0, 65535), default=7447, help="Port to listen on; 0 for any free one.")
+@click.option("--max-characters", type=Whole(1), default=40_000, help="Longest text accepted.")
+@click.option("--max-seconds", type=click.FloatRange(0.1), default=60.0, help="Longest time for one forward pass.")
+def command(
+    models: tuple[str, ...],
+    text: str | None,
+    target: str | None,
+    scores: tuple[Path, ...],
+    host: str,
+    port: int,
+    max_characters: int,
+    max_seconds: float,
 ) -> None:
-    """Look into a model in the browser: type a sentence, choose a model, switch heads off."""
+    """Explore a model in the browser.
+
+    Type a sentence, choose a model, switch heads off.
+    """
     from ..inspection.run import SENTENCE
     from ..ui.overlays import read
     from ..ui.server import serve as run
     from ..ui.service import Service
 
-    names = list(dict.fromkeys(model or ["minilm"]))
     service = Service(
-        names, text=text or SENTENCE, target=target, scores=read(scores or []), longest=longest, seconds=seconds
+        list(dict.fromkeys(models)),
+        text=text or SENTENCE,
+        target=target,
+        scores=read(list(scores)),
+        longest=max_characters,
+        seconds=max_seconds,
     )
-    # what is wrong with them is told here, not in the browser; and the first who asks does not wait for a cold start
+    # errors are reported here rather than in the browser, and the first visitor does not wait for a cold start
     service.answer({"ask": "run", "text": service.text, "target": target})
-    run(service, host=host, port=port, tell=lambda address: echo(f"open {address} (Ctrl C ends it)"))
+    run(service, host=host, port=port, tell=lambda address: echo(f"open {address} (Ctrl-C ends it)"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from ..terminal import console, echo
-from .checks import LARGEST_SEED
+from .options import Whole, context_option, json_option, seed_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,34 +16,44 @@ if TYPE_CHECKING:
 
     from ..attention.trace import Step, Trace
 
-LARGEST = 65_536  # of any one size; together they are checked by the trace itself
-WIDE = 100  # columns from which the names of the axes have room
+LARGEST = 65_536  # of any one size; the trace itself checks their product
+WIDE = 100  # columns; a narrower terminal has no room for the names of the axes
 
 
-def trace(
-    d_model: Annotated[int, typer.Option(min=1, max=LARGEST, help="Width of a token.")] = 512,
-    heads: Annotated[int, typer.Option(min=1, max=LARGEST, help="Query heads.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens in the sequence.")] = 10,
-    kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads; as many as query heads by default.")
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, max=LARGEST, help="Width of one head; d_model / heads by default.")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    causal: Annotated[bool, typer.Option("--causal", help="A token sees itself and those before it.")] = False,
-    no_bias: Annotated[bool, typer.Option("--no-bias", help="Projections without biases.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random parameters and tokens.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the steps as JSON.")] = False,
+@click.command
+@click.option("--d-model", type=Whole(1, LARGEST), default=512, help="Width of a token.")
+@click.option("--heads", type=Whole(1, LARGEST), default=8, help="Query heads.")
+@context_option(10, "Tokens in the sequence.", most=2**63)
+@click.option("--kv-heads", type=Whole(1), show_default="as many as query heads", help="Key/value heads.")
+@click.option("--head-dim", type=Whole(1, LARGEST), show_default="d_model / heads", help="Width of one head.")
+@click.option("--batch", type=Whole(1), default=1, help="Sequences at once.")
+@click.option("--causal", is_flag=True, help="Each token attends to itself and the tokens before it.")
+@click.option("--no-bias", is_flag=True, help="Projections without biases.")
+@seed_option("Seed of the random parameters and tokens.")
+@json_option
+def command(
+    d_model: int,
+    heads: int,
+    context: int,
+    kv_heads: int | None,
+    head_dim: int | None,
+    batch: int,
+    causal: bool,
+    no_bias: bool,
+    seed: int,
+    as_json: bool,
 ) -> None:
-    """Show multi-head attention at work: every step with its shape, its parameters and a few real numbers."""
-    from ..attention.trace import trace as run
+    """Show multi-head attention step by step.
+
+    Every step comes with its shape, its parameters and a few real numbers.
+    """
+    from ..attention.trace import trace
     from ..heads import Heads
 
-    result = run(
+    result = trace(
         Heads.split(d_model, heads, kv_heads, head_dim),
         batch=batch,
-        tokens=tokens,
+        tokens=context,
         causal=causal,
         bias=not no_bias,
         seed=seed,
@@ -54,7 +64,7 @@ def trace(
     screen = console()
     screen.print(_drawing(result, wide=screen.width >= WIDE))
     if not result.equal:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _drawing(result: Trace, *, wide: bool) -> RenderableType:
@@ -85,8 +95,8 @@ def _value(step: Step) -> Text:
     from rich.text import Text
 
     numbers = " ".join(f"{number:5.2f}" for number in step.sample)
-    more = " …" if step.shape[-1] > len(step.sample) else ""
-    return Text.assemble((str(step.shape), "green"), "\n", (numbers + more, "cyan"))
+    rest = " …" if step.shape[-1] > len(step.sample) else ""
+    return Text.assemble((str(step.shape), "green"), "\n", (numbers + rest, "cyan"))
 
 
 def _parameters(step: Step) -> str:

@@ -170,7 +170,7 @@ class Inspection:
         content = [place for place, mark in enumerate(self.words.delimiter) if not mark]
         for place in content[1:]:
             if self.is_pronoun(place):
-                return [(place, "a pronoun; --token follows another word")]
+                return [(place, "a pronoun; token= follows another word")]
         strongest = np.max([weights.max(0) for weights in self.weights], axis=0)  # (W, W): over all heads
         best = [
             max((strongest[place, target] for target in self._targets(place, reach=1)), default=0.0)
@@ -178,7 +178,7 @@ class Inspection:
         ]
         if not content or max(best) == 0:
             return [((content or [0])[0], "the first word")]
-        return [(content[int(np.argmax(best))], "the strongest link beyond neighbours; --token follows another word")]
+        return [(content[int(np.argmax(best))], "the strongest link beyond neighbours; token= follows another word")]
 
     def is_pronoun(self, place: int) -> bool:
         return self.words.names[place].casefold() in PRONOUNS
@@ -190,7 +190,7 @@ class Inspection:
         places = [other for other, word in enumerate(self.words.names) if word.casefold() == name.casefold()]
         if len(places) == 1:
             return ""
-        return f"number {places.index(place) + 1} of {len(places)}; --token {name}:2 is the second"
+        return f'number {places.index(place) + 1} of {len(places)}; token="{name}:2" is the second'
 
     def links(self, source: int | str, *, near: bool = False) -> list[Link]:
         """Every head's weights from a word to other words, strongest first.

@@ -97,7 +97,7 @@ def encode(
         return encoded, _unknown(text, encoded, tokenizer)
     if not truncate:
         raise HeadwiseError(
-            f"the text has {count:,} tokens, {name} takes {limit:,} ({why}); shorten it, or cut it by --truncate"
+            f"the text has {count:,} tokens, {name} takes {limit:,} ({why}); shorten it, or cut it by truncate=True"
         )
     encoded = tokenizer(text, truncation=True, max_length=limit, **options)
     return encoded, (f"cut to {limit:,} of {count:,} tokens", *_unknown(text, encoded, tokenizer))

@@ -157,7 +157,7 @@ def _ranked(result: Inspection, place: int, why: str) -> Text:
         text.append(f" delimiters {rest:.2f}\n", "dim")
     count = len(list(result.heads))
     return text.append(
-        f"{len(ranked)} of {count} heads look at another word, {_left_out(result)} aside; --json lists all",
+        f"{len(ranked)} of {count} heads look at another word, {_left_out(result)} aside; to_json() lists all",
         "dim",
     )
 
@@ -216,7 +216,7 @@ def matrix(result: Inspection, head: str, width: int, *, colour: bool) -> Render
     head_line.append("Each row is a word, the columns are where it looks; a row sums to 1.", "dim")
     parts: list[RenderableType] = [title(result), Text(), head_line, Text(), text]
     if count < len(result.words.names):
-        parts.append(Text(f"The first {count} of {len(result.words.names)} words; --png and --json have all.", "dim"))
+        parts.append(Text(f"The first {count} of {len(result.words.names)} words; to_json() has all.", "dim"))
     return Group(*parts)
 
 

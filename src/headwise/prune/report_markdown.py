@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..terminal import neutralised, one_line
+from ..terminal import escape_controls, one_line
 from .rank_scores import ScoreComparison
 from .report import PruneReport, comparison_rows, recovery_summary, savings_limit, score_rows
 
@@ -14,7 +14,7 @@ SPECIAL = re.compile(r"[\\`*_{}\[\]<>&|#!~$@:]")
 
 def markdown(report: PruneReport) -> str:
     """The whole page."""
-    plan = neutralised(str(report.plan))
+    plan = escape_controls(str(report.plan))
     fence = _backticks(plan, 3)
     rows = "\n".join(f"| {escape(a)} | {b} | {c} |" for a, b, c in comparison_rows(report))
     parts = [

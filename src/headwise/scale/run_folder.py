@@ -126,7 +126,7 @@ def _check_seen(folder: Path, token: str, temporary: bool) -> None:
     end = time.monotonic() + SEEN_WAIT
     while _about(folder).get("token") != token:
         if time.monotonic() > end:
-            where = "without --out or resume= this is a temporary one; give one" if temporary else "give one"
+            where = "without out= or resume= this is a temporary one; give one" if temporary else "give one"
             raise HeadwiseError(
                 f"{str(folder)!r} on {socket.gethostname()} is not the folder that the first rank wrote to; "
                 f"{where} on a disk that all ranks share"

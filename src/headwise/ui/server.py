@@ -249,7 +249,7 @@ def _bound(host: str, port: int) -> Any:
     except (OSError, TypeError, ValueError) as error:  # a name that is none is any of these
         made.close()
         why = getattr(error, "strerror", None) or error
-        raise HeadwiseError(f"{host} port {port} cannot be served: {why}; --port takes another") from error
+        raise HeadwiseError(f"{host} port {port} cannot be served: {why}; choose another port=") from error
     return made
 
 

@@ -1,1 +1,1 @@
-"""What a config.json says about towers, layers and heads."""
+"""What a config.json says: `node` reads keys with their defaults, `towers` finds the stacks, `layers` their heads."""

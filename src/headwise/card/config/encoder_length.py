@@ -1,13 +1,13 @@
-"""How many keys an encoder hands to cross-attention, where a model fixes their number."""
+"""The number of keys of cross-attention, where a model fixes it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 
-from ..sources.config import Node
+from .node import Node
 
-# Tokens beside the patches: the class token, DeiT's distillation token.
+# Tokens in addition to the patches: the class token, DeiT's distillation token.
 EXTRA_TOKENS = {"vit": 1, "deit": 2, "beit": 1, "data2vec-vision": 1, "blip_vision_model": 1, "mllama_vision_model": 1}
 PYRAMIDS = ("swin", "donut-swin")
 

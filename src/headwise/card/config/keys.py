@@ -1,4 +1,4 @@
-"""The names under which configs keep their numbers, most usual first. A difference between families is a row here."""
+"""The keys under which configs have their numbers, most common first. A difference between families is a row."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SIDES = {
     ),
 }
 
-# What a config calls a layer -> what it is here. A word that is not in the table is named and taken as it is.
+# A config's word for a layer -> its kind here. A word that is not in the table is shown as it is.
 LAYER_KINDS = {
     "full_attention": "full", "attention": "full", "global": "full", "global_attention": "full", "full": "full",
     "indexed_attention": "full", "hybrid": "full", "lsh": "full", "cross_attention": "full", "transformer": "full",
@@ -95,11 +95,11 @@ NO_TOWER = frozenset({
 # Names that say "heads" and mean a state or something else: these types have no attention.
 NO_ATTENTION = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "hyena", "rwkv7"})
 
-# Types of the hub that are another's twin, to the last parameter.
-TWINS = {"kimi_k2": "deepseek_v3", "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "chinese_clip_text": "bert"}
+# Model types of the hub that equal another type, to the last parameter.
+ALIASES = {"kimi_k2": "deepseek_v3", "RefinedWeb": "falcon", "RefinedWebModel": "falcon", "chinese_clip_text": "bert"}
 
 # Layers that hold more than one attention each: LongCat-Flash has two.
-ATTENTIONS_A_LAYER = {"longcat_flash": 2}
+ATTENTIONS_PER_LAYER = {"longcat_flash": 2}
 
 # Where a usual name means something else: there hidden_size is the width that leaves the tower.
 OWN_WIDTH = {"qwen2_vl_vision": ("embed_dim",)}

@@ -1,12 +1,12 @@
-"""Which layer attends how: the lists and shorthands by which configs say that layers differ."""
+"""The type of every layer: the lists and shorthands by which configs say that layers differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from ..sources.config import Node
 from . import keys
+from .node import Node
 
 
 def layer_words(node: Node, depth: int) -> list[str] | None:
@@ -15,8 +15,8 @@ def layer_words(node: Node, depth: int) -> list[str] | None:
     A list in the file comes first, then the shorthands of raw files, then the list that the type assumes.
     """
     for key in keys.LAYER_LISTS:
-        if node.has(key) and (given := _words(node.raw[key])):
-            return stretched(given, depth)
+        if node.has(key) and (listed := _words(node.raw[key])):
+            return stretched(listed, depth)
     if made := _blocks(node, depth):
         return made
     for key, rule in SHORTHANDS:
@@ -36,8 +36,8 @@ def _blocks(node: Node, depth: int) -> list[str]:
     blocks = node.raw.get("block_configs")
     if not isinstance(blocks, list) or len(blocks) != depth:
         return []
-    found = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
-    plain = [attention if isinstance(attention, dict) else {} for attention in found]
+    entries = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
+    plain = [attention if isinstance(attention, dict) else {} for attention in entries]
     gone = ("no_op", "replace_with_linear")
     return [next((word for word in gone if attention.get(word)), "full_attention") for attention in plain]
 
@@ -47,9 +47,9 @@ def numbered(got: Any) -> set[int]:
     return {i for i in got if isinstance(i, int)} if isinstance(got, list) else set()
 
 
-def stretched(given: list[Any], depth: int) -> list[Any]:
+def stretched(values: list[Any], depth: int) -> list[Any]:
     """A list repeated or cut to the number of layers."""
-    return [given[i % len(given)] for i in range(depth)]
+    return [values[i % len(values)] for i in range(depth)]
 
 
 def _words(got: Any) -> list[str]:
@@ -95,7 +95,7 @@ def _indices(key: str, hit: str, miss: str) -> Callable[[Node, int], list[str]]:
 
 
 def _letters(node: Node, depth: int) -> list[str]:
-    """Nemotron-H: "M-M*-" with * for attention; a layer of MLP or MoE is a layer there."""
+    """Nemotron-H: "M-M*-" with * for attention; an MLP or MoE counts as a layer there."""
     got = node.value("hybrid_override_pattern")
     return [letter.lower() for letter in got][:depth] if isinstance(got, str) else []
 
@@ -160,7 +160,7 @@ def sparse_layers(node: Node, depth: int) -> list[bool]:
 
 
 def _first_dense(node: Node, depth: int) -> list[bool]:
-    """DeepSeek: the first k layers are dense, of the rest every moe_layer_freq-th is sparse (a list: one a layer)."""
+    """DeepSeek: the first k layers are dense, then every moe_layer_freq-th is sparse (a list: one entry per layer)."""
     first = node.amount("first_k_dense_replace", "num_dense_layers", most=10**9) or 0
     freq = node.value("moe_layer_freq")
     if isinstance(freq, list):

@@ -1,4 +1,4 @@
-"""Every layer's heads, from one config: where the numbers stand, and where one layer differs from the next."""
+"""The heads of every layer of one config: under which keys they are, and how layers differ."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import CheckpointError
-from ..sources.config import LARGEST, MOST_LAYERS, Node
 from ..types import Attention, Layer, Source
 from . import keys as names
 from . import layer_types
+from .node import LARGEST, MOST_LAYERS, Node
 
 Keys = tuple[str, ...]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Stack:
-    """What one stack of layers says of itself, each number with its source; the layers are made from it."""
+    """The numbers of one stack of layers, each with its source; the layers are made from them."""
 
     node: Node
     side: str = ""  # "encoder" or "decoder" of a flat config that has both
     causal: bool = False
-    cross: bool = False  # every layer also attends to an encoder that has a config of its own
+    cross: bool = False  # every layer also attends to an encoder with a config of its own
     numbers: dict[str, int | None] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -65,10 +65,10 @@ def stack(node: Node, side: str = "", *, causal: bool = False, cross: bool = Fal
 
 
 def _depth(own: Stack) -> None:
-    """Blocks are what is built: the stages of a pyramid add up, LongCat has two attentions a layer."""
+    """The number of blocks: the stages of a pyramid add up, LongCat has two attentions per layer."""
     node, numbers = own.node, own.numbers
     listed = node.sequence("depths") or node.sequence("block_sizes")
-    if times := names.ATTENTIONS_A_LAYER.get(node.model_type):
+    if times := names.ATTENTIONS_PER_LAYER.get(node.model_type):
         own.derive(
             "layers", min(times * (numbers["layers"] or 0), MOST_LAYERS), f"{times} attentions for each of num_layers"
         )
@@ -95,7 +95,7 @@ def _kv_heads(own: Stack) -> None:
         own.read("kv_heads", ("multi_query_group_num",), least=1) if grouped else _same(own, query)
     elif node.flag("multi_query"):
         own.note("kv_heads", 1, Source("derived", "multi_query: one key/value head for all"))
-    elif node.model_type == "gpt_bigcode":  # the file has a number that counts only with multi_query
+    elif node.model_type == "gpt_bigcode":  # its number of KV heads is used only with multi_query
         _same(own, query)
     elif own.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
         own.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
@@ -109,11 +109,11 @@ def _kv_heads(own: Stack) -> None:
 
 
 def _same(own: Stack, query: int) -> None:
-    own.derive("kv_heads", query, "as many as query heads, since the config names no other number")
+    own.derive("kv_heads", query, "as many as query heads, since the config has no other number")
 
 
 def _falcon(own: Stack, query: int) -> None:
-    """num_kv_heads counts only in the new architecture; multi_query means one head."""
+    """num_kv_heads is used only in the new architecture; multi_query means one KV head."""
     if own.node.flag("new_decoder_architecture"):
         if own.read("kv_heads", ("num_kv_heads", "n_head_kv"), least=1) is None:
             _same(own, query)
@@ -130,8 +130,10 @@ def _head_dim(own: Stack) -> None:
     if own.numbers["latent"] and rope is not None and nope is not None:
         own.derive("head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim (head_dim in the file is RoPE's)")
         own.read("value_dim", ("v_head_dim",), least=1)
-        own.derive("kv_heads", query, "MLA: every head has keys and values of its own, made from one latent")
-        own.derive("latent", own.numbers["latent"] + rope, "kv_lora_rank + qk_rope_head_dim, cached a token a layer")
+        own.derive("kv_heads", query, "MLA: every head has its own keys and values, computed from one latent")
+        own.derive(
+            "latent", own.numbers["latent"] + rope, "kv_lora_rank + qk_rope_head_dim, cached per token and layer"
+        )
         return
     own.numbers["latent"] = None
     own.sources.pop("latent", None)
@@ -148,7 +150,7 @@ def _ffn(own: Stack) -> None:
         if isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 < ratio < 1e6:
             own.derive("ffn", int(width * ratio), f"mlp_ratio x width: {ratio} x {width}")
         elif "n_inner" in node.assumed or "ffn_hidden_size" in node.assumed or node.model_type in FOURFOLD:
-            own.derive("ffn", 4 * width, "4 x width, since the config names no other")
+            own.derive("ffn", 4 * width, "4 x width, since the config has no other number")
 
 
 FOURFOLD = ("falcon", "bloom", "gpt2", "gptj", "gpt_neo", "codegen", "gpt_bigcode", "RefinedWeb", "RefinedWebModel")
@@ -177,7 +179,7 @@ def _layers(own: Stack) -> list[Layer]:
 
 
 def _plain(own: Stack, i: int, word: str | None, window: int | None) -> dict[str, Any]:
-    """What one layer has: the stack's numbers, over them those for its kind, over them those for itself."""
+    """The numbers of one layer: its own before those of its kind before those of the stack."""
     node, numbers = own.node, own.numbers
     kind = _kind(word, window, node)
     heads = {"query": numbers["query_heads"], "kv": numbers.get("kv_heads"), "dim": numbers.get("head_dim")}
@@ -225,7 +227,7 @@ def _linear(node: Node, heads: dict[str, int | None]) -> dict[str, int | None]:
     return {"query": value, "kv": key or value, "dim": dims[0], "value_dim": dims[1]}
 
 
-# Keys under which sliding layers have heads of their own.
+# Keys of the heads of sliding layers, where they differ.
 SLIDING: dict[str, Keys] = {
     "query": ("swa_num_attention_heads", "num_sliding_attention_heads"),
     "kv": ("swa_num_key_value_heads",),
@@ -242,37 +244,42 @@ PER_LAYER = {
 
 def _by_kind(node: Node, kind: str) -> dict[str, int | None]:
     table = BY_KIND.get(kind, {})
-    found = {name: node.amount(*keys, least=1) for name, keys in table.items()}
+    numbers = {name: node.amount(*keys, least=1) for name, keys in table.items()}
     if kind == "full" and not node.flag("attention_k_eq_v"):
-        found.pop("kv", None)  # raw Gemma 4 has the number and uses it only then
-    if kind == "full" and "per_layer_config" not in node.raw and node.model_type in GLOBAL_512 and not found.get("dim"):
-        found["dim"] = 512
-    return {name: number for name, number in found.items() if number is not None}
+        numbers.pop("kv", None)  # raw Gemma 4 has the number, and uses it only with attention_k_eq_v
+    if (
+        kind == "full"
+        and "per_layer_config" not in node.raw
+        and node.model_type in GLOBAL_512
+        and not numbers.get("dim")
+    ):
+        numbers["dim"] = 512
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 GLOBAL_512 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text")
 
 
 def _by_layer(own: Stack, i: int) -> dict[str, int | None]:
-    """Lists of one entry a layer (OpenELM, Laguna), and Gemma 4's per_layer_config."""
+    """Lists with one entry per layer (OpenELM, Laguna), and Gemma 4's per_layer_config."""
     node, depth = own.node, own.depth
-    found: dict[str, int | None] = {}
+    numbers: dict[str, int | None] = {}
     for name, keys in PER_LAYER.items():
         for key in keys:
             listed = node.raw.get(key)
             if isinstance(listed, list) and len(listed) == depth:
                 source = Source("read", f"{node.place(key)}[{i}]")
-                found[name] = node._whole(source, listed[i], 1, LARGEST)
+                numbers[name] = node._whole(source, listed[i], 1, LARGEST)
                 break
-    found |= _block(own, i)
+    numbers |= _block(own, i)
     table = node.raw.get("per_layer_config")
     own_row = next((table[k] for k in (f"{i:02d}", str(i)) if k in table), None) if isinstance(table, dict) else None
     if isinstance(own_row, dict):
         for name, key in (("query", "num_attention_heads"), ("kv", "num_key_value_heads"), ("dim", "head_dim")):
             if own_row.get(key) is not None:
                 source = Source("read", f"{node.place('per_layer_config')}.{i}.{key}")
-                found[name] = node._whole(source, own_row[key], 1, LARGEST)
-    return found
+                numbers[name] = node._whole(source, own_row[key], 1, LARGEST)
+    return numbers
 
 
 def _block(own: Stack, i: int) -> dict[str, int | None]:
@@ -313,7 +320,7 @@ def _stages(own: Stack, depth: int) -> list[dict[str, Any]]:
 
 
 def _window(own: Stack) -> int | None:
-    """How many tokens a query of a windowed layer sees, itself included."""
+    """How many keys a query of a windowed layer may attend to, its own included."""
     node = own.node
     if node.model_type.startswith("llama4") or node.has("attention_chunk_size"):
         return own.read("window", ("attention_chunk_size",), least=1)
@@ -323,7 +330,7 @@ def _window(own: Stack) -> int | None:
     got, source = node.find(*keys)
     if isinstance(got, bool) or got is None or isinstance(got, list) or got == 0 or got == -1:
         return None
-    if node.value("use_sliding_window") is False and source is not None and source.what.endswith("sliding_window"):
+    if node.value("use_sliding_window") is False and source is not None and source.detail.endswith("sliding_window"):
         return None
     return own.note("window", node._whole(source, got, 1, LARGEST), source)
 
@@ -344,7 +351,7 @@ TOKEN_WINDOWS = ("gpt_neo",)  # elsewhere window_size is patches of an image, or
 
 
 def _cross(own: Stack, depth: int) -> list[str]:
-    """For each layer: "" (self-attention alone), "also" or "instead"."""
+    """Cross-attention per layer: "" (self-attention alone), "also" or "instead"."""
     listed = own.node.value("cross_attention_layers")
     if isinstance(listed, list):
         chosen = layer_types.numbered(listed)
@@ -354,8 +361,8 @@ def _cross(own: Stack, depth: int) -> list[str]:
 
 
 def _cross_heads(node: Node) -> dict[str, int]:
-    """Numbers of cross-attention that differ from self-attention's (Dia)."""
+    """Heads of cross-attention, where they differ from those of self-attention (Dia)."""
     query, kv = (node.amount(f"cross_num_{name}_heads", least=1) for name in ("attention", "key_value"))
     dim = node.amount("cross_head_dim", least=1)
-    found = {"query": query, "kv": kv or query, "dim": dim, "value_dim": dim}
-    return {name: number for name, number in found.items() if number}
+    numbers = {"query": query, "kv": kv or query, "dim": dim, "value_dim": dim}
+    return {name: number for name, number in numbers.items() if number}

@@ -6,32 +6,32 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..sources.config import Node
 from ..types import Attention, Part
 from . import keys
 from .encoder_length import encoder_length
 from .layers import stack
+from .node import Node
 
 ENCODERS, DECODERS = ("encoder", "encoder_config"), ("decoder", "decoder_config")
-NO_CROSS = ("musicgen_melody_decoder",)  # it reads its encoder as tokens before its own
+NO_CROSS = ("musicgen_melody_decoder",)  # its encoder's output is prepended as tokens
 GENERATE = ("CausalLM", "LMHead", "ForConditionalGeneration", "DoubleHeads")
 
 
 def parts(root: Node) -> Iterator[tuple[Part, Node]]:
-    """Every tower, its own numbers first, each with the config it was read from."""
+    """Every tower with the config it was read from; the outermost config comes first."""
     length = encoder_length(root)
     for part, node in _walk(root, "", generates(root)):
-        yield (part if length is None else _reading(part, length)), node
+        yield (part if length is None else _with_encoder_length(part, length)), node
 
 
-def _reading(part: Part, length: int) -> Part:
+def _with_encoder_length(part: Part, length: int) -> Part:
     """The same tower with the number of keys that its cross-attention reads."""
-    layers = (replace(one, encoder_length=length) if one.role == "cross" else one for one in part.layers)
+    layers = (replace(layer, encoder_length=length) if layer.role == "cross" else layer for layer in part.layers)
     return replace(part, attention=Attention(tuple(layers)))
 
 
 def generates(root: Node) -> bool:
-    """Whether it writes token after token, so that it keeps keys and values; by its class, else by its model type."""
+    """Whether the model generates tokens, and so caches keys and values: by its class, else by its model type."""
     classes = root.raw.get("architectures")
     if isinstance(classes, list) and classes and isinstance(classes[0], str):
         return any(word in classes[0] for word in GENERATE) or (
@@ -40,18 +40,18 @@ def generates(root: Node) -> bool:
     return "_generates" in root.assumed or not root.assumed
 
 
-def _walk(node: Node, name: str, writes: bool, cross: bool = False) -> Iterator[tuple[Part, Node]]:
+def _walk(node: Node, name: str, generating: bool, cross: bool = False) -> Iterator[tuple[Part, Node]]:
     children = [(key, child) for key, child in _children(node)]
     nested = any(child.value(*keys.HEADS) is not None for _, child in children)
     if node.value(*keys.HEADS) is not None and not _is_text(node, children):
         own_cross = cross or (node.flag("is_encoder_decoder") and any(key in ENCODERS for key, _ in children))
-        yield from _own(node, name or ("main" if nested else "model"), writes, own_cross)
+        yield from _own(node, name or ("main" if nested else "model"), generating, own_cross)
     elif not children:
-        yield from _own(node, name or "model", writes, cross)
+        yield from _own(node, name or "model", generating, cross)
     for key, child in children:
         own = key.removesuffix("_config")
         reads = _reads_encoder(node, key, child)
-        yield from _walk(child, f"{name}.{own}" if name else own, writes and _writes(own, child), reads)
+        yield from _walk(child, f"{name}.{own}" if name else own, generating and _may_generate(own, child), reads)
 
 
 def _reads_encoder(node: Node, key: str, child: Node) -> bool:
@@ -61,11 +61,11 @@ def _reads_encoder(node: Node, key: str, child: Node) -> bool:
 
 
 def _is_text(node: Node, children: list[tuple[str, Node]]) -> bool:
-    """Whether the config's own heads are those of its text part, as flat files of old have it."""
+    """Whether the config's own heads are those of its text tower, as in old, flat files."""
     return any(child.path == node.path for _, child in children)
 
 
-def _writes(name: str, child: Node) -> bool:
+def _may_generate(name: str, child: Node) -> bool:
     side = any(word in name for word in ("vision", "audio", "image", "encoder", "qformer", "backbone", "patcher"))
     return not side or ("_generates" in child.assumed and "encoder" not in name)
 
@@ -87,17 +87,19 @@ def _any_heads(raw: dict[str, Any], depth: int = 4) -> bool:
     return depth > 0 and any(_any_heads(value, depth - 1) for value in raw.values() if isinstance(value, dict))
 
 
-def _own(node: Node, name: str, writes: bool, cross: bool) -> Iterator[tuple[Part, Node]]:
+def _own(node: Node, name: str, generating: bool, cross: bool) -> Iterator[tuple[Part, Node]]:
     for side in _sides(node):
-        causal = side != "encoder" and (writes or node.flag("is_decoder"))
+        causal = side != "encoder" and (generating or node.flag("is_decoder"))
         own, attention = stack(node, side, causal=causal, cross=cross)
         title = side if name == "model" and side else f"{name}.{side}" if side else name
         yield Part(title, node.path, node.model_type or "unknown", own.numbers, attention, own.sources), node
 
 
 def _sides(node: Node) -> tuple[str, ...]:
-    def given(side: str) -> bool:
+    def has_layers(side: str) -> bool:
         return any(node.value(key) is not None for key in keys.SIDES[side][0][:3])
 
-    both = (given("encoder") and given("decoder")) or (node.flag("is_encoder_decoder") and given("decoder"))
+    both = (has_layers("encoder") and has_layers("decoder")) or (
+        node.flag("is_encoder_decoder") and has_layers("decoder")
+    )
     return ("encoder", "decoder") if both and node.value(*keys.HEADS) is not None else ("",)

@@ -1,1 +1,1 @@
-"""Exact parameter counts: one row of facts per model type."""
+"""Exact parameter counts: `facts` is a row about a model type, `table` finds it, `totals` counts a whole model."""

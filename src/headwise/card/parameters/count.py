@@ -1,20 +1,20 @@
-"""Parameters to the last one: a model type's facts applied to the sizes that were read."""
+"""Exact parameter counts: the facts of a model type applied to the sizes of a config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from ..config.layer_types import sparse_layers
-from ..sources.config import Node
+from ..config.node import Node
 from ..types import GROUPS, Counts, Layer, Part
+from .facts import Experts, Facts, Sizes, Term, lin
 from .output_heads import OUTPUTS, Output
-from .spec import Experts, Facts, Sizes, Term, lin
 
-NORM = {"rms": 1, "layer": 2, "bare": 0}  # numbers a channel
+NORM = {"rms": 1, "layer": 2, "bare": 0}  # parameters per channel
 
 
 class Tally:
-    """Counts by group while they add up."""
+    """Counts by group, while they are summed."""
 
     def __init__(self) -> None:
         self.groups = dict.fromkeys((*GROUPS, "idle"), 0)
@@ -89,7 +89,7 @@ def _routed(tally: Tally, facts: Facts, routed: Experts, s: Sizes) -> None:
     shared = routed.shared(s)
     if shared:
         tally.add("ffn", one_ffn(s, shared, gated, s.is_on(facts.ffn_bias)) + (s.w if routed.shared_gate else 0))
-    tally.add("ffn", s.e * expert + lin(s.w, s.e, s.is_on(routed.router_bias)) + routed.more(s))
+    tally.add("ffn", s.e * expert + lin(s.w, s.e, s.is_on(routed.router_bias)) + routed.extra(s))
     tally.add("idle", max(s.e - s.t, 0) * expert if s.t else 0)
 
 

@@ -1,14 +1,14 @@
-"""Facts of the decoders, one row a model type. A row says only what differs from Llama."""
+"""Facts of the decoders, one row per model type. A row says only what differs from Llama."""
 
 from __future__ import annotations
 
-from .spec import Experts, Facts, Sizes, lin, ln
+from .facts import Experts, Facts, Sizes, lin, ln
 
 BIAS = "attention_bias"
 
 
 def mla(s: Sizes) -> int:
-    """DeepSeek's attention: queries through a latent or not, keys and values from one latent, RoPE's part beside."""
+    """DeepSeek's attention: queries with or without a latent, keys and values from one latent, RoPE's part apart."""
     rank, latent, rope, nope = s("q_lora_rank"), s("kv_lora_rank"), s("qk_rope_head_dim"), s("qk_nope_head_dim")
     bias = s(BIAS)
     queries = lin(s.w, rank, bias) + rank + rank * s.q if rank else s.w * s.q
@@ -16,14 +16,14 @@ def mla(s: Sizes) -> int:
 
 
 def delta_net(s: Sizes, gates: int = 2) -> int:
-    """Gated delta net: q, k, v, z, the two gates a head, a convolution over q, k, v, a norm, the output."""
+    """Gated delta net: q, k, v, z, the two gates per head, a convolution over q, k, v, a norm, the output."""
     keys, values = s.g * s.d, s.h * s.dv
     mixed = 2 * keys + values
     return s.w * (mixed + values + gates * s.h) + mixed * s("linear_conv_kernel_dim") + 2 * s.h + s.dv + values * s.w
 
 
 def gated_query(s: Sizes) -> int:
-    """Queries come with a gate of their size."""
+    """Queries with a gate of the same size."""
     bias = s(BIAS)
     return lin(s.w, 2 * s.q, bias) + lin(s.w, s.k, bias) + lin(s.w, s.v, bias) + lin(s.o, s.w, bias)
 
@@ -58,7 +58,7 @@ QWEN3_NEXT = Facts(
 )  # fmt: skip
 GRANITE_MOE = Facts(qkv_bias=BIAS, out_bias=BIAS, experts=Experts(always=True, width=lambda s: s.f))
 
-DECODERS: dict[str, Facts] = {
+FACTS: dict[str, Facts] = {
     # Llama and those built like it
     "llama": LLAMA,
     "mistral": Facts(),
@@ -140,7 +140,7 @@ DECODERS: dict[str, Facts] = {
     ),
     "gpt_oss": Facts(
         qkv_bias=BIAS, out_bias=BIAS, experts=Experts(always=True, bias=True, router_bias=True, width=lambda s: s.f),
-        layer={"attention": lambda s: s.h},  # a sink a head, that no key of the config shows
+        layer={"attention": lambda s: s.h},  # one sink per head, which no key of the config mentions
     ),
     "llama4_text": Facts(
         qkv_bias=BIAS, out_bias=BIAS, ffn_width=lambda s: s("intermediate_size_mlp"),
@@ -150,7 +150,7 @@ DECODERS: dict[str, Facts] = {
     "deepseek_v3": Facts(attention=mla, experts=DEEPSEEK),
     "ernie4_5_moe": Facts(
         qkv_bias="use_bias", out_bias="use_bias", ffn_bias="use_bias", head_bias="use_bias",
-        experts=Experts(shared=lambda s: s.sh * s.fe, more=lambda s: s.e),
+        experts=Experts(shared=lambda s: s.sh * s.fe, extra=lambda s: s.e),
     ),
     "exaone_moe": Facts(qkv_bias=BIAS, out_bias=BIAS, qk_norm="head", experts=DEEPSEEK),
     "mellum": QWEN3.but(experts=Experts()),
@@ -161,7 +161,7 @@ DECODERS: dict[str, Facts] = {
     width=lambda s: s.f, shared=lambda s: s.f)),
     "afmoe": Facts(
         qkv_bias=BIAS, out_bias=BIAS, norms=4, qk_norm="head", layer={"attention": lambda s: s.w * s.q},
-        experts=Experts(shared=lambda s: s.sh * s.fe, more=lambda s: s.e),
+        experts=Experts(shared=lambda s: s.sh * s.fe, extra=lambda s: s.e),
     ),
     # GPT and its time
     "gpt2": GPT2,

@@ -1,11 +1,11 @@
-"""Facts of the encoders of text, and of encoder-decoders: one row a model type."""
+"""Facts of the encoders of text, and of encoder-decoders: one row per model type."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from .facts import Facts, Sizes, lin, ln
 from .output_heads import tied
-from .spec import Facts, Sizes, lin, ln
 
 
 def rows(s: Sizes) -> int:
@@ -143,8 +143,8 @@ def marian_words(s: Sizes) -> int:
 
 
 def t5_ffn(s: Sizes) -> int:
-    given = s.node.raw.get("is_gated_act")
-    gated = given if isinstance(given, bool) else s.text("feed_forward_proj").startswith("gated")
+    flag = s.node.raw.get("is_gated_act")
+    gated = flag if isinstance(flag, bool) else s.text("feed_forward_proj").startswith("gated")
     return (3 if gated else 2) * s.w * s.f
 
 
@@ -193,11 +193,7 @@ def _pairs() -> dict[str, Facts]:
     kinds["transformer-2017"] = _both(post_norm, positions=lambda s: 0, qkv_bias=False, out_bias=False)
     marian = kinds["marian"]
     kinds["marian"] = marian[0], marian[1].but(once={"embeddings": marian_words})
-    table: dict[str, Facts] = {}
-    for name, (encoder, decoder) in kinds.items():
-        table[name] = encoder.but(twin=f"{name}:decoder")
-        table[f"{name}:decoder"] = decoder
-    return table
+    return {name: encoder.but(decoder=decoder) for name, (encoder, decoder) in kinds.items()}
 
 
-PAIRS = _pairs()
+FACTS: dict[str, Facts] = {**ENCODERS, **_pairs()}

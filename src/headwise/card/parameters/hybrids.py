@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .decoders import BIAS, DEEPSEEK, GEMMA2, mla
-from .spec import Facts, Sizes, lin, ln
+from .facts import Facts, Sizes, lin, ln
 from .vision import LLAVA, NO_WORDS, VIT, patches, pixels, text_w
 
 
@@ -104,7 +104,7 @@ GEMMA4_VISION = Facts(
     once={"embeddings": lambda s: pixels(s) * s.w + 2 * s("position_embedding_size") * s.w},
 ).but(square=False)  # fmt: skip
 
-HYBRIDS: dict[str, Facts] = {
+FACTS: dict[str, Facts] = {
     "gemma3n_text": GEMMA2.but(
         attention=shared_attention, ffn=own_ffn,
         layer={"embeddings": per_layer, "norms": lambda s: s.w, "other": altup},

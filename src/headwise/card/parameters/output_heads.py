@@ -1,10 +1,10 @@
-"""What a class adds to the bare model, by the end of its name: heads that write, classify, point."""
+"""Output heads: the parameters that a class adds to the bare model, by the end of its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .spec import Facts, Sizes, lin, ln
+from .facts import Facts, Sizes, lin, ln
 
 Output = Callable[[Sizes, Facts], int]
 
@@ -19,18 +19,18 @@ SUFFIXES = (
 
 
 def labels(s: Sizes) -> int:
-    """num_labels in the file, else the entries of id2label, else two, as transformers has it."""
+    """num_labels in the file, else the entries of id2label, else two, as in transformers."""
     named = s.node.raw.get("id2label")
     return s("num_labels") or (len(named) if isinstance(named, dict) and named else 2)
 
 
 def tied(s: Sizes) -> bool:
-    """Whether the output layer is the embedding table; so it is where nothing else is said."""
+    """Whether the output layer shares the embedding table, which is the default."""
     return s.node.value("tie_word_embeddings") is not False
 
 
 def lm(s: Sizes, facts: Facts) -> int:
-    """The output layer over the vocabulary; nothing but its bias where it is tied to the embeddings."""
+    """The output layer over the vocabulary; only its bias where it is tied to the embeddings."""
     own = 0 if tied(s) and facts.ties else s.V * facts.embedding_width(s)
     return own + s.V * s.is_on(facts.head_bias)
 
@@ -50,7 +50,7 @@ def _one_bias(s: Sizes, facts: Facts) -> int:
 
 
 def _mlm(s: Sizes, facts: Facts) -> int:
-    """BERT's: untied, the bias of the head and that of its last layer are two."""
+    """BERT's head: without tying, its own bias and that of its last layer are separate."""
     return _one_bias(s, facts) + (0 if tied(s) else s.V)
 
 

@@ -1,39 +1,38 @@
-"""The whole model's parameters: which class is counted, its towers, its head; a refusal where it would be a guess."""
+"""The parameters of a whole model: its class, towers and output head; `Unknown` where a count would be a guess."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..config import keys
-from ..sources.config import Node
+from ..config.node import Node
 from ..types import Counts, Part, Source, Unknown
 from .count import count_head, count_stack
+from .facts import Facts, Sizes
 from .output_heads import ENCODER_ALONE, SUFFIXES
-from .spec import Facts, Sizes
-from .table import FACTS
+from .table import facts_of
 
 Towers = Sequence[tuple[Part, Node]]
 
 
 def class_name(root: Node) -> tuple[str, Source]:
-    """The class the count is for: the one in architectures, else the type's usual one."""
-    given = root.raw.get("architectures")
-    if isinstance(given, list) and given and isinstance(given[0], str):
-        return given[0], Source("read", root.place("architectures"))
+    """The class that is counted: the one in `architectures`, else the usual class of the model type."""
+    classes = root.raw.get("architectures")
+    if isinstance(classes, list) and classes and isinstance(classes[0], str):
+        return classes[0], Source("read", root.place("architectures"))
     usual = root.assumed.get("_generates") or root.assumed.get("_base") or ""
     return usual, Source("defaulted", f"no architectures in the file; the usual class of {root.model_type}")
 
 
 def ending(name: str) -> str:
-    """The end of a class's name that says what its head does: "ForCausalLM"."""
+    """The end of a class's name, which says what its output head does: "ForCausalLM"."""
     return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), "")
 
 
 def count(root: Node, towers: Towers) -> tuple[Counts | Unknown, list[Part]]:
-    """Parameters of the class, and the towers with those of their own."""
+    """The parameters of the class, and the towers with their own parameters."""
     name, _ = class_name(root)
-    facts = FACTS.get(keys.TWINS.get(root.model_type, root.model_type))
+    facts = facts_of(root.model_type)
     plain = [part for part, _ in towers]
     if facts is None:
         return Unknown(f"not known for this model type ({root.model_type or 'none is named'})"), plain
@@ -45,7 +44,7 @@ def count(root: Node, towers: Towers) -> tuple[Counts | Unknown, list[Part]]:
 
 
 def _fits(root: Node, name: str) -> bool:
-    """Whether a class belongs to the model type: its name starts as the type's own classes do, whatever their case.
+    """Whether a class belongs to the model type: its name starts like those of the type's own classes, in any case.
 
     The hub's MPTForCausalLM is the library's MptForCausalLM.
     """
@@ -57,19 +56,19 @@ def _fits(root: Node, name: str) -> bool:
 
 def _single(facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown, list[Part]]:
     counted, total = [], Counts()
-    alone = ENCODER_ALONE.get(suffix) if facts.twin else None
+    alone = ENCODER_ALONE.get(suffix) if facts.decoder else None
     if alone:
         part, node = towers[0]
         counts = count_stack(facts, part, node)
         return counts + Counts(other=alone(Sizes(node, part.numbers, None, {}), facts)), [
             replace(part, parameters=counts)
         ]
-    sides = [facts, FACTS[facts.twin]] if facts.twin else [facts]
+    sides = [facts, facts.decoder] if facts.decoder else [facts]
     for (part, node), own in zip(towers, sides, strict=False):
         counts = count_stack(own, part, node)
         counted.append(replace(part, parameters=counts))
         total += counts
-    part, node = towers[-1] if facts.twin else towers[0]
+    part, node = towers[-1] if facts.decoder else towers[0]
     head = count_head(facts, part, node, suffix)
     if head is None:
         return Unknown(f"not known for classes that end in {suffix} of model type {part.model_type}"), counted
@@ -86,7 +85,7 @@ def _composite(root: Node, facts: Facts, towers: Towers, suffix: str) -> tuple[C
                 continue
             return Unknown(f"not known without the {key} that model type {root.model_type} has"), [*counted.values()]
         part, node = by_key[key]
-        own = FACTS.get(keys.TWINS.get(node.model_type, node.model_type))
+        own = facts_of(node.model_type)
         if own is None:
             return Unknown(f"not known for model type {node.model_type} ({node.path})"), [*counted.values()]
         counts = count_stack(own, part, node)

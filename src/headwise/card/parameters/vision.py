@@ -1,10 +1,10 @@
-"""Facts of the towers that see or hear, and of the models that join towers: one row a model type."""
+"""Facts of the towers that see or hear, and of the models that join towers: one row per model type."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .spec import Facts, Sizes, Term, lin, ln
+from .facts import Facts, Sizes, Term, lin, ln
 
 
 def side(s: Sizes, key: str, default: int = 1) -> tuple[int, int]:
@@ -201,3 +201,5 @@ JOINT: dict[str, Facts] = {
     "siglip": DUAL.but(once={"other": lambda s: 2}),
     "siglip2": DUAL.but(once={"other": lambda s: 2}),
 }
+
+FACTS: dict[str, Facts] = {**TOWERS, **JOINT}

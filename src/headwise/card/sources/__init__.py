@@ -1,1 +1,1 @@
-"""What a card is read from: configs, safetensors and GGUF headers, pruned directories, famous names."""
+"""What a card is read from: JSON files, safetensors and GGUF headers, pruned directories, famous names."""

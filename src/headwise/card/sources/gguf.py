@@ -1,6 +1,6 @@
-"""The header of a GGUF file: what it says of the model, and the names and shapes of its tensors.
+"""The header of a GGUF file: its key-value pairs, and the names and shapes of its tensors.
 
-Read here in a few lines, since the package gguf maps the whole file and needs numpy.
+The package gguf would map the whole file and needs numpy, so the header is read here.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 
 from ...errors import CheckpointError
 from ...terminal import one_line
-from .config import defaults
+from ..config.defaults import defaults
 from .safetensors import Tensor, Tensors
 
 PLAIN = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
-MOST_PAIRS, MOST_TENSORS, LONGEST_ARRAY, LONGEST_TEXT = 100_000, 1_000_000, 10_000_000, 2**24
-KEPT = 20_000  # entries of an array that are kept; a longer one (the vocabulary) is counted
+MAX_PAIRS, MAX_TENSORS, MAX_ARRAY, MAX_TEXT = 100_000, 1_000_000, 10_000_000, 2**24
+LONG_ARRAY = 20_000  # entries; a longer array (the vocabulary) is read as its length alone
 
 # GGUF's key behind the architecture's name -> the name in a config.json
 KEYS = {
@@ -45,22 +45,22 @@ KEYS = {
 }
 
 
-# Architectures whose files name a window but not which layers have it: the model type that knows.
-LIKE = {
+# Architectures whose files name a window but not the layers that have it -> the model type whose defaults do.
+LAYER_TYPES_OF = {
     "gemma2": "gemma2", "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gpt-oss": "gpt_oss", "cohere2": "cohere2",
     "olmo3": "olmo3", "exaone4": "exaone4",
 }  # fmt: skip
-ENCODERS = ("bert", "t5encoder", "embedding")  # architectures that write nothing, by a part of their name
+ENCODERS = ("bert", "t5encoder", "embedding")  # parts of the names of architectures that generate no text
 
 
-def written(said: dict[str, Any]) -> dict[str, str]:
-    """Under which key of the file each name of a config stands."""
-    arch = said.get("general.architecture")
-    return {ours: f"{arch}.{key}" for key, ours in KEYS.items() if f"{arch}.{key}" in said}
+def key_names(header: dict[str, Any]) -> dict[str, str]:
+    """The file's own key for each key of a config.json."""
+    arch = header.get("general.architecture")
+    return {name: f"{arch}.{key}" for key, name in KEYS.items() if f"{arch}.{key}" in header}
 
 
 class Reader:
-    """Reads numbers and texts, and refuses to go past the end."""
+    """Reads numbers and strings, and refuses to read past the end of the file."""
 
     def __init__(self, file: BinaryIO, name: str, size: int) -> None:
         self.file, self.name, self.left = file, name, size
@@ -77,13 +77,11 @@ class Reader:
     def count(self, what: str, most: int, form: str = "<Q") -> int:
         got = self.number(form)
         if got > most:
-            raise CheckpointError(
-                f"{self.name} claims {got:,} {what}; at most {most:,} are taken for real: it is damaged"
-            )
+            raise CheckpointError(f"{self.name} claims {got:,} {what}; at most {most:,} are plausible: it is damaged")
         return got
 
     def text(self) -> str:
-        return self.take(self.count("bytes of text", LONGEST_TEXT)).decode("utf-8", errors="replace")
+        return self.take(self.count("bytes of text", MAX_TEXT)).decode("utf-8", errors="replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in PLAIN:
@@ -91,12 +89,12 @@ class Reader:
         if kind == STRING:
             return self.text()
         if kind == ARRAY and depth < 4:
-            inner, length = self.number("<I"), self.count("entries of an array", LONGEST_ARRAY)
+            inner, length = self.number("<I"), self.count("entries of an array", MAX_ARRAY)
             return self._array(inner, length, depth)
         raise CheckpointError(f"{self.name} has a value of kind {kind}; GGUF knows 0 to 12: it is damaged")
 
     def _array(self, inner: int, length: int, depth: int) -> Any:
-        if inner in PLAIN and length > KEPT:
+        if inner in PLAIN and length > LONG_ARRAY:
             self.take(length * struct.calcsize(PLAIN[inner]))
             return length
         if inner in PLAIN:
@@ -106,13 +104,13 @@ class Reader:
         values = []
         for i in range(length):
             value = self.value(inner, depth + 1)
-            if i < KEPT:
+            if i < LONG_ARRAY:
                 values.append(value)
-        return values if length <= KEPT else length
+        return values if length <= LONG_ARRAY else length
 
 
 def read(path: Path) -> tuple[dict[str, Any], Tensors]:
-    """All key-value pairs (a long array as its length), and the tensors with their shapes, rows first as elsewhere."""
+    """All key-value pairs (a long array as its length), and the tensors with their shapes, rows first."""
     size = path.stat().st_size
     with path.open("rb") as file:
         reader = Reader(file, path.name, size)
@@ -123,9 +121,9 @@ def read(path: Path) -> tuple[dict[str, Any], Tensors]:
             raise CheckpointError(
                 f"{path.name} is GGUF version {version}; 2 and 3 are read (1 and big-endian files are not)"
             )
-        tensors, pairs = reader.count("tensors", MOST_TENSORS), reader.count("key-value pairs", MOST_PAIRS)
-        said = {reader.text(): reader.value(reader.number("<I")) for _ in range(pairs)}
-        return said, dict(_tensor(reader) for _ in range(tensors))
+        tensors, pairs = reader.count("tensors", MAX_TENSORS), reader.count("key-value pairs", MAX_PAIRS)
+        header = {reader.text(): reader.value(reader.number("<I")) for _ in range(pairs)}
+        return header, dict(_tensor(reader) for _ in range(tensors))
 
 
 def _tensor(reader: Reader) -> tuple[str, Tensor]:
@@ -135,54 +133,54 @@ def _tensor(reader: Reader) -> tuple[str, Tensor]:
     return name, Tensor(f"ggml type {kind}", shape[::-1])
 
 
-def config(said: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
-    """What the header says under the names of a config.json."""
-    arch = said.get("general.architecture")
+def config(header: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any]:
+    """The header under the keys of a config.json."""
+    arch = header.get("general.architecture")
     if not isinstance(arch, str) or not arch:
         raise CheckpointError(f"{name} has no general.architecture; it holds no language model that can be read")
-    found: dict[str, Any] = {"model_type": f"gguf:{arch}"}
+    plain: dict[str, Any] = {"model_type": f"gguf:{arch}"}
     if any(word in arch for word in ENCODERS):
-        found["architectures"] = ["EncoderModel"]
-    for key, ours in KEYS.items():
-        value = said.get(f"{arch}.{key}")
+        plain["architectures"] = ["EncoderModel"]
+    for key, config_key in KEYS.items():
+        value = header.get(f"{arch}.{key}")
         if value is not None and not (key.endswith("sliding_window") and value == 0):
-            found[ours] = value
+            plain[config_key] = value
     words = tensors.get("token_embd.weight")
     if words is not None and len(words.shape) == 2:
-        found["vocab_size"] = words.shape[0]
-    if "num_attention_heads" not in found or "num_hidden_layers" not in found:
+        plain["vocab_size"] = words.shape[0]
+    if "num_attention_heads" not in plain or "num_hidden_layers" not in plain:
         shown = one_line(arch[:60])
         raise CheckpointError(
             f"{name} names no {shown}.attention.head_count and {shown}.block_count; is it a whole model?"
         )
-    if arch in LIKE and "sliding_window" in found and "sliding_window_pattern" not in found:
-        found["layer_types"] = defaults(LIKE[arch])["layer_types"]
-    return _pattern(_mla(found))
+    if arch in LAYER_TYPES_OF and "sliding_window" in plain and "sliding_window_pattern" not in plain:
+        plain["layer_types"] = defaults(LAYER_TYPES_OF[arch])["layer_types"]
+    return _pattern(_mla(plain))
 
 
-def _pattern(found: dict[str, Any]) -> dict[str, Any]:
-    """A pattern of booleans (True: the layer slides) as layer types; a layer of no KV heads has no attention."""
-    pattern = found.get("sliding_window_pattern")
+def _pattern(plain: dict[str, Any]) -> dict[str, Any]:
+    """A list of booleans (True: sliding window) as layer types; a layer without KV heads has no attention."""
+    pattern = plain.get("sliding_window_pattern")
     if isinstance(pattern, list) and all(isinstance(slides, bool) for slides in pattern):
-        del found["sliding_window_pattern"]
-        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    kv = found.get("num_key_value_heads")
+        del plain["sliding_window_pattern"]
+        plain["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    kv = plain.get("num_key_value_heads")
     if isinstance(kv, list) and 0 in kv:
-        heads = found["num_attention_heads"]
-        found["layer_types"] = ["full_attention" if number else "recurrent" for number in kv]
-        found["num_key_value_heads"] = [number or 1 for number in kv]
+        heads = plain["num_attention_heads"]
+        plain["layer_types"] = ["full_attention" if number else "recurrent" for number in kv]
+        plain["num_key_value_heads"] = [number or 1 for number in kv]
         if isinstance(heads, list):
-            found["num_attention_heads"] = [number or 1 for number in heads]
-    return found
+            plain["num_attention_heads"] = [number or 1 for number in heads]
+    return plain
 
 
-def _mla(found: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp writes MLA as one KV head of the latent's width; the heads' own widths stand under other keys."""
-    key, value, rope = (found.pop(name, None) for name in ("_key_length_mla", "_value_length_mla", "_rope_dim"))
-    if found.get("kv_lora_rank") and isinstance(rope, int):
-        whole = key or found.get("head_dim")
+def _mla(plain: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp writes MLA as one KV head of the latent's width; the heads' own widths are under other keys."""
+    key, value, rope = (plain.pop(name, None) for name in ("_key_length_mla", "_value_length_mla", "_rope_dim"))
+    if plain.get("kv_lora_rank") and isinstance(rope, int):
+        whole = key or plain.get("head_dim")
         if isinstance(whole, int) and whole > rope:
-            found |= {"qk_nope_head_dim": whole - rope, "qk_rope_head_dim": rope}
-            found["v_head_dim"] = value or found.get("v_head_dim")
-            found.pop("head_dim", None)
-    return found
+            plain |= {"qk_nope_head_dim": whole - rope, "qk_rope_head_dim": rope}
+            plain["v_head_dim"] = value or plain.get("v_head_dim")
+            plain.pop("head_dim", None)
+    return plain

@@ -8,17 +8,17 @@ from ...shapes import PRESETS, Shape
 
 
 def _llama(
-    width: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, context: int, **more: Any
+    width: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, context: int, **changes: Any
 ) -> dict[str, Any]:
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn, "vocab_size": vocab,
         "max_position_embeddings": context, "tie_word_embeddings": False,
-    } | more  # fmt: skip
+    } | changes  # fmt: skip
 
 
-def _as(model_type: str, name: str, base: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return base | {"model_type": model_type, "architectures": [name]} | more
+def _as(model_type: str, name: str, base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return base | {"model_type": model_type, "architectures": [name]} | changes
 
 
 def _gpt2(shape: Shape) -> dict[str, Any]:

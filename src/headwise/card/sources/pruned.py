@@ -1,4 +1,4 @@
-"""Pruned models: what the headwise.json beside a config says of the heads that are left, layer by layer."""
+"""Pruned models: which heads are left in each layer, from the headwise.json beside a config."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..types import Attention, Layer, Part, Source
+from .json_file import load_json
 
 FILE = "headwise.json"
 VERSION = 1
@@ -15,18 +16,18 @@ TOWERS = {"vision": ("vision", "visual", "image"), "audio": ("audio", "speech"),
 
 
 @dataclass(frozen=True)
-class Left:
+class PrunedLayer:
     """One attention layer after pruning."""
 
     kind: str  # "self", "encoder", "decoder", "cross" or a tower's name
     index: int
-    query: int  # heads that there are
-    kv: int
-    zeros: int  # of them, those whose output is zero
-    query_of: int  # before pruning
+    query: int  # query heads that are left
+    kv: int  # KV heads that are left
+    zeros: int  # query heads that are left as zeros
+    query_of: int  # query heads before pruning
 
     @property
-    def gone(self) -> int:
+    def removed(self) -> int:
         return self.query_of - self.query + self.zeros
 
 
@@ -35,67 +36,66 @@ class Pruned:
     """What headwise.save wrote about a pruned model."""
 
     form: str  # "plain", "zeroed" or "compact"
-    layers: tuple[Left, ...]
-    buffers: tuple[str, ...] = ()  # tensors of the file that are no parameters
+    layers: tuple[PrunedLayer, ...]
+    buffers: tuple[str, ...] = ()  # tensors of the file that are not parameters
 
     @property
     def compact(self) -> bool:
-        """Whether the config still has the heads of before, and only headwise.json those that are left."""
+        """Whether the config still has the full model's heads, and only headwise.json the remaining ones."""
         return self.form == "compact" and any(layer.query != layer.query_of for layer in self.layers)
 
     def cut(self, parts: list[Part]) -> tuple[list[Part], list[str]]:
-        """The towers with the heads that are left, and a warning for each kind of layer that was not found."""
+        """The towers with their remaining heads, and a warning per kind of layer that the config does not have."""
         by_place = {place: layer for layer in self.layers if (place := _place(layer.kind, layer.index, parts))}
-        lost = sorted({layer.kind for layer in self.layers if not _place(layer.kind, layer.index, parts)})
+        unmatched = sorted({layer.kind for layer in self.layers if not _place(layer.kind, layer.index, parts)})
         cut = [_cut(part, {key[1:]: left for key, left in by_place.items() if key[0] == part.name}) for part in parts]
-        said = [
-            f"{FILE} speaks of {kind} layers that the config has not; their heads are shown as before" for kind in lost
+        warnings = [
+            f"{FILE} names {kind} layers that the config does not have; their heads are shown as before pruning"
+            for kind in unmatched
         ]
-        return cut, said
+        return cut, warnings
 
     def words(self, attentions: int) -> str:
-        """How many heads are left; `attentions`: all heads of the card, those of layers that lost none too."""
+        """How many heads are left, in words; `attentions`: all heads of the card, also of layers that lost none."""
         if not self.layers:
             return ""
-        zeros, gone = (sum(getattr(x, what) for x in self.layers) for what in ("zeros", "gone"))
+        zeros, removed = (sum(getattr(x, what) for x in self.layers) for what in ("zeros", "removed"))
         here = attentions - zeros
         if self.compact:
-            stay = f" ({zeros} more are zeros that keep the shapes even)" if zeros else ""
+            stay = f" ({zeros} more are zeros that pad uneven groups)" if zeros else ""
             stay += "; headwise.load reads this form, plain transformers does not"
         else:
             stay = ", the others are zeros" if zeros else ""
-        return f"Pruned by headwise: {here} of {here + gone} heads are left{stay}."
+        return f"Pruned by headwise: {here} of {here + removed} heads are left{stay}."
 
 
 def read(folder: Path) -> Pruned | None:
     """The headwise.json of a folder, or None where it has none."""
-    from ..reading import load_json
-
     file = folder / FILE
     if not file.is_file():
         return None
     plain = load_json(file)
     layers = plain.get("layers")
     if plain.get("headwise") != VERSION or not isinstance(layers, dict):
-        raise CheckpointError(f"{FILE} is not one that this version wrote (headwise {plain.get('headwise')!r})")
+        raise CheckpointError(f"{FILE} was not written by this version (headwise {plain.get('headwise')!r})")
     try:
-        return Pruned(str(plain["form"]), tuple(_left(entry) for entry in layers.values()), _buffers(plain))
+        return Pruned(str(plain["form"]), tuple(_pruned_layer(entry) for entry in layers.values()), _buffers(plain))
     except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(Infinity) overflows
-        raise CheckpointError(f"{FILE} does not say what the heads of a layer are: {error}") from None
+        raise CheckpointError(f"{FILE} does not list the heads of every layer: {error}") from None
 
 
 def _buffers(plain: dict[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, plain.get("buffers") or ()))
 
 
-def _left(entry: dict[str, Any]) -> Left:
+def _pruned_layer(entry: dict[str, Any]) -> PrunedLayer:
     query, kv, before = list(entry["query"]), list(entry["kv"]), int(entry["query_of"])
     zeros = sum(number is None for number in query)
-    return Left(str(entry["kind"]), int(entry["layer"]), len(query), len(kv) or len(query), zeros, before)
+    return PrunedLayer(str(entry["kind"]), int(entry["layer"]), len(query), len(kv) or len(query), zeros, before)
 
 
 def _place(kind: str, index: int, parts: list[Part]) -> tuple[str, str, int] | None:
-    """(tower, role, layer) in a card's words."""
+    """Where a layer is in the card: (tower, role, layer)."""
     role = "cross" if kind.split(".")[-1] == "cross" else "self"
     side = "decoder" if kind == "cross" else kind
     for part in parts:
@@ -107,7 +107,7 @@ def _place(kind: str, index: int, parts: list[Part]) -> tuple[str, str, int] | N
     return None
 
 
-def _cut(part: Part, left: dict[tuple[str, int], Left]) -> Part:
+def _cut(part: Part, left: dict[tuple[str, int], PrunedLayer]) -> Part:
     if not left:
         return part
     layers = tuple(_layer(layer, left.get((layer.role, layer.index))) for layer in part.layers)
@@ -118,11 +118,11 @@ def _cut(part: Part, left: dict[tuple[str, int], Left]) -> Part:
         sources[name] = Source("read", f"{FILE} ({numbers.get(name)} before pruning{uneven})")
         numbers[name] = max(counts)
     if "head_dim" in sources:
-        sources["head_dim"] = Source(sources["head_dim"].how, f"as before pruning, {sources['head_dim'].what}")
+        sources["head_dim"] = Source(sources["head_dim"].origin, f"as before pruning, {sources['head_dim'].detail}")
     return replace(part, attention=Attention(layers), numbers=numbers, sources=sources)
 
 
-def _layer(layer: Layer, left: Left | None) -> Layer:
+def _layer(layer: Layer, left: PrunedLayer | None) -> Layer:
     if left is None:
         return layer
     if left.query_of != layer.query:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .json_file import load_json
 
 LONGEST_HEADER = 100 * 2**20  # the format's own limit
 DTYPES = {
@@ -58,11 +59,11 @@ def _tensors(name: str, text: bytes, data: int) -> Tensors:
         raise CheckpointError(f"the header of {name} is no JSON ({str(error)[:80]}); it is damaged") from None
     if not isinstance(plain, dict):
         raise CheckpointError(f"the header of {name} must be an object of tensors, got {type(plain).__name__}")
-    found = {}
+    tensors = {}
     for key, entry in plain.items():
         if key != "__metadata__":
-            found[key] = _tensor(name, key, entry, data)
-    return found
+            tensors[key] = _tensor(name, key, entry, data)
+    return tensors
 
 
 def _tensor(name: str, key: str, entry: Any, data: int) -> Tensor:
@@ -87,23 +88,21 @@ def _tensor(name: str, key: str, entry: Any, data: int) -> Tensor:
 
 def sharded(index: Path) -> Tensors:
     """All files that an index names, which must lie beside it."""
-    from ..reading import load_json
-
     table = load_json(index).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise CheckpointError(f"{index.name} must have a weight_map of tensor to file")
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name in sorted(set(table.values())):
         file = index.parent / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index.name} names {name[:80]!r}; it must be a .safetensors file beside it")
         if not file.is_file():
             raise CheckpointError(f"{index.name} names {name}, which is not there; put all files into one folder")
-        found |= header(file)
-    missing = sorted(table.keys() - found.keys())
+        tensors |= header(file)
+    missing = sorted(table.keys() - tensors.keys())
     if missing:
         raise CheckpointError(f"{index.name} names {missing[0][:80]!r}, which is in no file")
-    return found
+    return tensors
 
 
 def of_folder(folder: Path) -> Tensors | None:

@@ -47,7 +47,7 @@ def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
 def survey() -> Figures:
     """Head sizes and counts of the published models: the famous by name, and the defaults of every model type."""
     from ...card import read
-    from ...card.sources.config import model_types
+    from ...card.config.defaults import model_types
     from ...card.sources.presets import FAMOUS
 
     famous = {}

@@ -25,7 +25,7 @@ from ...json_documents import (
     string,
 )
 from ...role_definitions import ANY
-from ...terminal import neutralised
+from ...terminal import escape_controls
 from .from_sums import is_from_sums
 from .result import DIGITS, Atlas, HeadRole, rounded
 
@@ -69,7 +69,7 @@ def save(atlas: Atlas, path: str | os.PathLike[str], *, sums: bool = False) -> N
     text = json.dumps(to_json(atlas), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     sums_file = Path(os.fspath(path) + SUMS)
     with written(path) as file:
-        file.write_text(neutralised(text) + "\n", encoding="utf-8")  # names may hold what UTF-8 cannot encode
+        file.write_text(escape_controls(text) + "\n", encoding="utf-8")  # names may hold what UTF-8 cannot encode
         # those of an earlier atlas at this path; first, so that a run that is killed now leaves no mixture
         sums_file.unlink(missing_ok=True)
     if sums:

@@ -1,4 +1,4 @@
-"""What a row of facts can say: biases, norms, experts, ties. The tables of facts.py and its neighbours say it."""
+"""What a row about a model type can say: biases, norms, experts, ties. The rows are in the modules of the families."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sources.config import Node
+from ..config.node import Node
 from ..types import Layer
 
 Flag = bool | str  # a fact of the type, or the config key that decides; "!key" is its opposite
@@ -16,7 +16,7 @@ class Sizes:
     """The numbers of one layer under short names, and any key of its config by calling: s("q_lora_rank").
 
     w width; h, g query and key/value heads; d, dv head widths; q, k, v, o widths of the projections; f FFN;
-    V vocabulary; L layers; e, t, fe, sh experts, experts a token, an expert's FFN, shared experts.
+    V vocabulary; L layers; e, t, fe, sh experts, experts per token, an expert's FFN, shared experts.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ def ln(width: int) -> int:
     return 2 * width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Experts:
     """The routed feed-forward part of a sparse layer. Experts are gated like the type's dense FFN."""
 
     width: Term = lambda s: s.fe or s.f  # of one expert's FFN
     bias: Flag = False
     router_bias: Flag = False
-    shared: Term = lambda s: 0  # width of the FFN that every token meets
+    shared: Term = lambda s: 0  # width of the FFN that every token uses
     shared_gate: bool = False
-    more: Term = lambda s: 0  # parameters beside: correction biases and the like
+    extra: Term = lambda s: 0  # other parameters: correction biases and the like
     always: bool = False  # in every layer, whatever the config's lists say
     only_if: Flag = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Facts:
-    """One model type. What is not said is as in Llama: gated FFN, no biases, two RMS norms a layer, one at the end."""
+    """One model type. The defaults are Llama: gated FFN, no biases, two RMS norms per layer, one at the end."""
 
     gated: Flag = True
     qkv_bias: Flag = False
@@ -86,7 +86,7 @@ class Facts:
     out_bias: Flag = False
     ffn_bias: Flag = False
     norm: str = "rms"  # "rms": a gain, "layer": gain and shift, "bare": nothing to learn
-    norms: int | Term = 2  # a layer
+    norms: int | Term = 2  # per layer
     final_norm: Flag = True
     embedding_norm: Flag = False
     qk_norm: str = ""  # "head": one gain of head_dim each, "heads": one for every head, "all": over all heads at once
@@ -101,8 +101,8 @@ class Facts:
     ffn: Term | None = None  # the dense FFN in another form
     positions: Term = lambda s: 0  # rows of learned positions
     embedding_width: Term = lambda s: s.w
-    layer: Mapping[str, Term] = field(default_factory=dict)  # group -> more, a layer
-    once: Mapping[str, Term] = field(default_factory=dict)  # group -> more, once
+    layer: Mapping[str, Term] = field(default_factory=dict)  # group -> additional parameters per layer
+    once: Mapping[str, Term] = field(default_factory=dict)  # group -> additional parameters, once
     heads: str = "decoder"  # which table of output heads
     head_bias: Flag = False
     ties: bool = True  # False: the output layer is its own, whatever tie_word_embeddings says
@@ -110,7 +110,7 @@ class Facts:
     towers: Mapping[str, str] = field(
         default_factory=dict
     )  # key of a nested config -> its class's ending; "?": may be missing
-    twin: str = ""  # a decoder's row, where encoder and decoder differ
+    decoder: Facts | None = None  # the decoder's facts in a model with an encoder and a decoder
     cross: str = ""  # "same": cross-attention like self-attention
 
     def but(self, **changes: Any) -> Facts:

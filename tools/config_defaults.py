@@ -1,6 +1,7 @@
-"""Writes src/headwise/card/defaults.tsv: what transformers assumes where a config.json says nothing.
+"""Writes src/headwise/card/config/defaults.tsv: what transformers assumes where a config.json says nothing.
 
-Run with transformers installed: `python tests/card/write_defaults.py`. One line a model type: its name, then JSON.
+Run with transformers installed: `python tools/config_defaults.py`. The first line of the table is the version of
+transformers; then there is one line per model type: its name, a tab, its defaults as JSON.
 """
 
 from __future__ import annotations
@@ -12,103 +13,107 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, logging
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-PATH = Path(__file__).parents[2] / "src" / "headwise" / "card" / "defaults.tsv"
+PATH = Path(__file__).parents[1] / "src" / "headwise" / "card" / "config" / "defaults.tsv"
 
-# No part of any shape or count. What a reader would need and is hit by one of these is in KEPT.
+# Keys that say nothing about shapes or counts; NEEDED names the exceptions.
 NOISE = re.compile(
     r"token|dropout|initializer|_eps$|eps_|epsilon|_std|return_|output_(att|hid|score)|_prob|^mask_|loss|theta|rope|cache"
     r"|_act|activation|gradient|label|drop|transformers_version|name_or_path|dtype|chunk_size_feed|problem_type|mean$"
     r"|temperature|tolerance|threshold|_weight$|weighting|freq|sampl|_init|beam|ctc_|task_spec|prefix|finetun|cost|alpha"
     r"|beta|gamma|capping|multiplier|scal(e|ing)|rescale|noise|^codevector|^num_negatives|coef|^summary|generation|suppress"
 )
-KEPT = re.compile(
+NEEDED = re.compile(
     r"token_type|resampler|rope_head_dim|no_rope|dropout_free|use_.*token|token_bias|register_token|per_tok|layer_scale|num_global_tokens|prefix_dense"
     r"|mask_token|mlp_freq|sampl(e|ing)_rate.*dim|activation_function|hidden_act|feed_forward_proj|partial_rot|out_token"
     r"|proj_codevector|ffn_dim_multiplier|with_box|scale_embedding"
 )
-# The first that knows a type gives its usual class; of those that do not generate, the bare model is the usual one.
+# The first mapping with a type gives its usual class; for types that do not generate it is the bare model.
 GENERATING = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "CAUSAL_LM")
 
 
 def defaults(model_type: str) -> dict[str, Any] | None:
-    """What bears on shapes in the default config; `_generates`, `_base`: its classes; `_map`: other names of keys."""
+    """The keys of a type's default config that bear on shapes.
+
+    Beside them: `_generates` and `_base`, the names of its classes, and `_map`, other names of its keys.
+    """
     try:
         config = CONFIG_MAPPING[model_type]()
-    except Exception:  # two types of 5.22.2 cannot make their own default
+    except Exception:  # a few types cannot make their own default
         return None
-    kept = dict(_own(type(config)))
+    row = dict(_own(type(config)))
     for name in (
         ()
-        if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not kept.get("is_encoder_decoder")
+        if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not row.get("is_encoder_decoder")
         else GENERATING
     ):
-        if found := getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").get(model_type):
-            kept["_generates"] = _one(found)
+        if classes := getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").get(model_type):
+            row["_generates"] = _first(classes)
             break
     if base := modeling_auto.MODEL_MAPPING_NAMES.get(model_type):
-        kept["_base"] = _one(base)
+        row["_base"] = _first(base)
     if config.attribute_map:
-        kept["_map"] = {k: v for k, v in config.attribute_map.items() if k != v and not NOISE.search(v)}
-    return kept
+        row["_map"] = {k: v for k, v in config.attribute_map.items() if k != v and not NOISE.search(v)}
+    return row
 
 
 @cache
 def _own(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     config = kind()
-    return {key: value for key, value in _kept(config).items() if key not in _moving(config)}
+    return {key: value for key, value in _relevant(config).items() if key not in _derived(config)}
 
 
-def _moving(config: PreTrainedConfig) -> set[str]:
-    """Keys that are made from others when they are not given, such as Llama's head_dim: no default, but a rule."""
-    before, moving = _scalars(config), set()
+def _derived(config: PreTrainedConfig) -> set[str]:
+    """Keys that transformers computes from other keys, such as Llama's head_dim: a rule, not a default."""
+    before, derived = _scalars(config), set()
     for name in ("num_attention_heads", "hidden_size"):
         own = {name, config.attribute_map.get(name, name)}
         try:
             after = _scalars(type(config)(**{name: 2 * getattr(config, name)}))
         except Exception:  # not every type has the key, or lets it change alone
             continue
-        moving |= {key for key, value in after.items() if value != before.get(key) and key not in own}
-    return moving
+        derived |= {key for key, value in after.items() if value != before.get(key) and key not in own}
+    return derived
 
 
 def _scalars(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value for key, value in vars(config).items() if value is None or isinstance(value, int | float)}
 
 
-def _one(found: str | tuple[str, ...]) -> str:
-    return found if isinstance(found, str) else found[0]
+def _first(classes: str | tuple[str, ...]) -> str:
+    return classes if isinstance(classes, str) else classes[0]
 
 
-def _kept(config: PreTrainedConfig) -> dict[str, Any]:
+def _relevant(config: PreTrainedConfig) -> dict[str, Any]:
     plain = json.loads(config.to_json_string(use_diff=True))
-    kept: dict[str, Any] = {}
+    relevant: dict[str, Any] = {}
     for key, value in plain.items():
         child = vars(config).get(key)  # getattr refuses where layers differ
         if isinstance(child, PreTrainedConfig):
-            kept[key] = _child(child)
-        elif isinstance(value, dict) or (NOISE.search(key) and not KEPT.search(key)):
+            relevant[key] = _child(child)
+        elif isinstance(value, dict) or (NOISE.search(key) and not NEEDED.search(key)):
             continue
         elif isinstance(value, list):
             if len(short := _period(value)) <= 200 and not any(isinstance(x, dict | list) for x in short):
-                kept[key] = short
+                relevant[key] = short
         elif key != "model_type":
-            kept[key] = value
-    return kept
+            relevant[key] = value
+    return relevant
 
 
 def _child(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a part inside another differs in from its own type's default."""
+    """A nested config: where it differs from the default of its own type."""
     own = _own(type(config))
-    there = _kept(config)
-    return {"model_type": config.model_type} | {k: v for k, v in there.items() if own.get(k, ...) != v}
+    values = _relevant(config)
+    return {"model_type": config.model_type} | {k: v for k, v in values.items() if own.get(k, ...) != v}
 
 
 def _period(values: list[Any]) -> list[Any]:
-    """A list of one entry a layer as its shortest period, so that it serves any number of layers."""
+    """A list with one entry per layer as its shortest period, so that it serves any number of layers."""
     if values and all(isinstance(value, str) for value in values):
         for size in range(1, len(values) // 2 + 1):
             if all(value == values[i % size] for i, value in enumerate(values)):
@@ -121,7 +126,7 @@ def main() -> None:
     logging.set_verbosity_error()
     rows = ((name, defaults(name)) for name in sorted(CONFIG_MAPPING.keys()))
     lines = [f"{name}\t{json.dumps(row or {}, separators=(',', ':'), sort_keys=True)}\n" for name, row in rows]
-    PATH.write_text("".join(lines), encoding="utf-8")
+    PATH.write_text("".join([f"# transformers {transformers.__version__}\n", *lines]), encoding="utf-8")
 
 
 if __name__ == "__main__":

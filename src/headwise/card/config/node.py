@@ -1,52 +1,20 @@
-"""One config of a file: what it says, what its model type assumes where it says nothing, and which it was."""
+"""One config of a file: each value with its source, the file itself or the defaults of its model type."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..config import keys as names
 from ..types import Source
+from .defaults import defaults, version
+from .keys import NO_TOWER
 
-DEPTH = 8  # configs nest two or three deep
+DEPTH = 8  # of nested configs; two or three are usual
 LARGEST = 10**9  # of any one size
-MOST_LAYERS = 10_000  # a thousand is more than any model has
-VERSION = "transformers 5.22.2"
-
-
-# The model of 2017 has no config of its own; famous.py writes one.
-OURS: dict[str, dict[str, Any]] = {
-    "transformer-2017": {"_base": "TransformerModel", "_generates": "TransformerForConditionalGeneration"}
-}
-
-
-@cache
-def _table() -> dict[str, str]:
-    text = (Path(__file__).parents[1] / "config" / "defaults.tsv").read_text(encoding="utf-8")
-    return dict(line.split("\t", 1) for line in text.splitlines())
-
-
-@cache
-def defaults(model_type: str) -> dict[str, Any]:
-    """What transformers assumes for a model type; nothing for a type it does not know."""
-    if model_type in OURS:
-        return OURS[model_type]
-    line = _table().get(names.TWINS.get(model_type, model_type))
-    return json.loads(line) if line else {}
-
-
-def model_types() -> list[str]:
-    """Every model type of the table."""
-    return list(_table())
-
-
-def known(model_type: str) -> bool:
-    return names.TWINS.get(model_type, model_type) in _table()
+MOST_LAYERS = 10_000  # no model has a tenth of that
 
 
 class Node:
@@ -57,34 +25,34 @@ class Node:
         raw: dict[str, Any],
         path: str = "",
         assumed: dict[str, Any] | None = None,
-        written: dict[str, str] | None = None,
+        key_names: dict[str, str] | None = None,
     ) -> None:
         self.raw, self.path = raw, path
-        self.written = written or {}  # a key's name in the file, where that is another (GGUF)
+        self.key_names = key_names or {}  # names of keys in the file, where they differ (GGUF)
         own = raw.get("model_type", (assumed or {}).get("model_type"))
         if own is not None and not isinstance(own, str):
-            raise CheckpointError(f"{self.place('model_type')} must be a name, got {shown(own)}")
+            raise CheckpointError(f"{self.place('model_type')} must be a name, got {brief(own)}")
         self.model_type: str = own or ""
         self.assumed = defaults(self.model_type) | (assumed or {})
         self.map: dict[str, str] = self.assumed.get("_map", {})
 
     def place(self, key: str) -> str:
-        key = self.written.get(key, key)
+        key = self.key_names.get(key, key)
         return f"{self.path}.{key}" if self.path else key
 
     def has(self, key: str) -> bool:
         return self.raw.get(key) is not None
 
     def find(self, *keys: str) -> tuple[Any, Source | None]:
-        """The first of these keys that the file has with a value, else the first that the type assumes."""
+        """The value of the first of these keys in the file, else in the defaults of the type."""
         wanted = [name for key in keys for name in (self.map.get(key), key) if name]
         for key in wanted:
             if self.raw.get(key) is not None:
                 return self.raw[key], Source("read", self.place(key))
         for key in wanted:
-            # a null in the file is an answer too where the type's own default is a number
+            # a null in the file overrides the default of the type
             if self.assumed.get(key) is not None and not (key in self.raw and self.raw[key] is None):
-                return self.assumed[key], Source("defaulted", f"{key} of {self.model_type} in {VERSION}")
+                return self.assumed[key], Source("defaulted", f"{key} of {self.model_type} in {version()}")
         return None, None
 
     def value(self, *keys: str) -> Any:
@@ -93,7 +61,7 @@ class Node:
     def flag(self, key: str) -> bool:
         got = self.value(key)
         if got is not None and not isinstance(got, bool | int):
-            raise CheckpointError(f"{self.place(key)} must be true or false, got {shown(got)}")
+            raise CheckpointError(f"{self.place(key)} must be true or false, got {brief(got)}")
         return bool(got)
 
     def number(self, *keys: str, least: int = 0, most: int = LARGEST) -> tuple[int | None, Source | None]:
@@ -114,8 +82,8 @@ class Node:
         if isinstance(got, float) and math.isfinite(got) and got == int(got):
             got = int(got)
         if isinstance(got, bool) or not isinstance(got, int) or not least <= got <= most:
-            what = source.what if source else "a number"
-            raise CheckpointError(f"{what} must be a whole number from {least} to {most:,}, got {shown(got)}")
+            what = source.detail if source else "a number"
+            raise CheckpointError(f"{what} must be a whole number from {least} to {most:,}, got {brief(got)}")
         return got
 
     def sequence(self, key: str) -> Sequence[Any] | None:
@@ -123,32 +91,32 @@ class Node:
         return got if isinstance(got, list) and got else None
 
     def _tower(self, key: str) -> bool:
-        return isinstance(self.assumed.get(key), dict) and not key.startswith("_") and key not in names.NO_TOWER
+        return isinstance(self.assumed.get(key), dict) and not key.startswith("_") and key not in NO_TOWER
 
     def children(self) -> Iterator[tuple[str, Node]]:
-        """The configs inside this one, those that the type assumes among them."""
+        """The configs inside this one, in the file or in the defaults of the type."""
         if self.path.count(".") + 2 > DEPTH:
             raise CheckpointError(f"configs nest deeper than {DEPTH} at {self.path}; is this a model's config.json?")
         wrong = [key for key, value in self.raw.items() if self._tower(key) and not isinstance(value, dict | None)]
         if wrong:
             raise CheckpointError(
-                f"{self.place(wrong[0])} must be a config of its own, got {shown(self.raw[wrong[0]])}"
+                f"{self.place(wrong[0])} must be a config of its own, got {brief(self.raw[wrong[0]])}"
             )
         keys = [key for key, value in self.raw.items() if isinstance(value, dict)]
         keys += [key for key, value in self.assumed.items() if isinstance(value, dict) and key not in self.raw]
         for key in keys:
-            if key.startswith("_") or key in names.NO_TOWER:
+            if key.startswith("_") or key in NO_TOWER:
                 continue
             raw, assumed = self.raw.get(key), self.assumed.get(key)
             if not isinstance(assumed, dict):
                 assumed = None
             elif isinstance(raw, dict) and raw:
-                assumed = {"model_type": assumed["model_type"]}  # a part that is given has its own type's defaults
+                assumed = {"model_type": assumed["model_type"]}  # a tower in the file has the defaults of its own type
             yield key, Node(raw if isinstance(raw, dict) else {}, self.place(key), assumed)
 
 
-def shown(got: Any) -> str:
-    """A value in an error message, short, whatever it is."""
+def brief(got: Any) -> str:
+    """A value for an error message, shortened."""
     if isinstance(got, int) and not isinstance(got, bool) and abs(got) >= 10**40:
         return f"a number of about {math.log10(abs(got)):.0f} digits"
     text = json.dumps(got, default=str) if isinstance(got, str | int | float | bool | None) else type(got).__name__

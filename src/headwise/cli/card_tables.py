@@ -1,12 +1,10 @@
-"""What `headwise card` and `headwise diff` print: tables, and how the heads share keys and values. No Typer here."""
+"""What `headwise card` and `headwise diff` print: tables, and how the heads share keys and values."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError
-from ..terminal import console, echo, one_line
+from ..terminal import console, echo, format_bytes, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
     from ..card import Card, Diff, Option
     from ..card.types import Layer
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 LEFT = ("", "tower", "number", "source", "attention")  # columns of words; the others hold numbers
 DRAWN = 48  # heads drawn in a row
 
@@ -28,62 +24,49 @@ def show_card(
     context: int | None = None,
     dtype: str = "bf16",
     batch: int = 1,
-    memory: str | None = None,
+    memory: int | None = None,
     source: int | None = None,
     layers: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Read a card and print it."""
+    """Read a card and print it; memory: bytes for which the longest context is printed."""
     from ..card.reading import read
 
-    found = read(model)
-    chosen = context or found.main.numbers.get("context") or 4096
-    fits = None if memory is None else found.longest_context(amount(memory, BYTES), dtype, batch, source)
+    card = read(model)
+    length = context or card.main.numbers.get("context") or 4096
+    longest = None if memory is None else card.longest_context(memory, dtype, batch, source)
     if as_json:
-        _print_json(_plain(found, chosen, dtype, batch, layers, source) | ({"longest_context": fits} if memory else {}))
+        document = _document(card, length, dtype, batch, layers, source)
+        _print_json(document if memory is None else document | {"longest_context": longest})
         return
-    _print(_drawing(found, chosen, dtype, batch, layers, source))
+    _print(_drawing(card, length, dtype, batch, layers, source))
     if memory is not None:
-        tokens = "any context" if fits is None else f"{fits:,} tokens"
-        _print(
-            f"Into {memory} of memory for the cache alone fits a context of {tokens}.".replace(
-                "a context of any", "any"
-            )
-        )
+        fitting = "any context" if longest is None else f"a context of {longest:,} tokens"
+        _print(f"A cache of {format_bytes(memory)} holds {fitting}.")
 
 
 def show_diff(
-    a: str, b: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
+    first: str, second: str, *, context: int = 32_768, dtype: str = "bf16", batch: int = 1, as_json: bool = False
 ) -> None:
     """Compare two cards and print what differs."""
     from ..card.differences import diff
 
-    found = diff(a, b, context=context, dtype=dtype, batch=batch)
+    difference = diff(first, second, context=context, dtype=dtype, batch=batch)
     if as_json:
-        _print_json(found.to_json())
+        _print_json(difference.to_json())
     else:
-        _print(_sides(found))
+        _print(_sides(difference))
 
 
-def show_design(width: int | None, params: str | None, *, as_json: bool) -> None:
+def show_design(width: int, parameters: int | None, *, as_json: bool) -> None:
     """Print head counts for a width."""
     from ..card.designs import design
 
-    if width is None:
-        raise UnsupportedError("--design needs a --width, such as --width 1024 (and --params 300M)")
-    options = design(width, None if params is None else amount(params, UNITS))
+    options = design(width, parameters)
     if as_json:
         _print_json([option.to_json() for option in options])
     else:
         _print(_options(width, options))
-
-
-def amount(text: str, units: dict[str, int]) -> int:
-    """ "300M" or "1.5G" as a number."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([a-zA-Z]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if not found or found[2].lower() not in units:
-        raise UnsupportedError(f"{text[:40]!r} is no amount; write 300M, 7B or 16G")
-    return int(float(found[1]) * units[found[2].lower()])
 
 
 def _print_json(plain: Any) -> None:
@@ -96,10 +79,10 @@ def _print(drawing: RenderableType) -> None:
     console().print(drawing)
 
 
-def _plain(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
+def _document(card: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> dict[str, Any]:
     cache = {"context": context, "dtype": dtype, "batch": batch, "source": source}
-    cache |= found.cache(context, dtype, batch, source).to_json()
-    return found.to_json(layers=layers) | {"kv_cache": cache, "flops": found.flops(context, source).to_json()}
+    cache |= card.cache(context, dtype, batch, source).to_json()
+    return card.to_json(layers=layers) | {"kv_cache": cache, "flops": card.flops(context, source).to_json()}
 
 
 def _table(*columns: str) -> Table:
@@ -111,21 +94,20 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _drawing(found: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> RenderableType:
+def _drawing(card: Card, context: int, dtype: str, batch: int, layers: bool, source: int | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    words = found.explain(context, dtype, batch, source)
-    said, _, sources = words.partition("\n\nWhere the numbers come from:")
-    title, _, body = said.partition("\n\n")
+    words = card.explain(context, dtype, batch, source)
+    prose = words.partition("\n\nWhere the numbers come from:")[0]  # the table has the sources, number by number
+    title, _, body = prose.partition("\n\n")
     blocks: list[RenderableType] = [Text(title, style="bold"), Text()]
-    layer = next((layer for layer in found.attention.layers if layer.sharing != "none"), None)
+    layer = next((layer for layer in card.attention.layers if layer.sharing != "none"), None)
     if layer is not None:
         blocks += [heads_drawing(layer), Text()]
-    blocks += [_numbers(found), Text(), Text(body)]
+    blocks += [_numbers(card), Text(), Text(body)]
     if layers:
-        blocks += [Text(), _every_layer(found)]
-    del sources  # the table has them, number by number
+        blocks += [Text(), _every_layer(card)]
     return Group(*blocks)
 
 
@@ -135,9 +117,9 @@ def heads_drawing(layer: Layer) -> Text:
 
     if layer.sharing == "MLA":
         shown = min(layer.query, DRAWN)
-        more = f" … {layer.query} in all" if shown < layer.query else ""
+        rest = f" … {layer.query} in all" if shown < layer.query else ""
         return Text(
-            f"queries  {'●' * shown}{more}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers a token"
+            f"queries  {'●' * shown}{rest}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers per token"
         )
     group = max(layer.query // layer.kv, 1)
     groups = max(min(layer.kv, DRAWN // (group + 1)), 1)
@@ -146,11 +128,11 @@ def heads_drawing(layer: Layer) -> Text:
     heads = " ".join(["●" * shown] * groups)
     bars = " ".join([bar] * groups)
     keys = " ".join(["■".center(shown)] * groups)
-    more = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
-    keys_more = f" … {layer.kv} in all" if more else ""
+    rest = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
+    rest_of_keys = f" … {layer.kv} in all" if rest else ""
     return Text.assemble(
-        ("queries  ", "dim"), (heads, "cyan"), more, "\n", ("         ", "dim"), (bars, "dim"), "\n",
-        ("keys     ", "dim"), (keys.rstrip() if not keys_more else keys, "green"), keys_more,
+        ("queries  ", "dim"), (heads, "cyan"), rest, "\n", ("         ", "dim"), (bars, "dim"), "\n",
+        ("keys     ", "dim"), (keys.rstrip() if not rest_of_keys else keys, "green"), rest_of_keys,
     )  # fmt: skip
 
 
@@ -160,25 +142,25 @@ def _halves(width: int) -> tuple[int, int]:
     return left, max(width - 1 - left, 0)
 
 
-def _numbers(found: Card) -> Table:
+def _numbers(card: Card) -> Table:
     from ..card.explain import SHOWN
 
-    several = len(found.parts) > 1
+    several = len(card.parts) > 1
     table = _table(*(("tower",) if several else ()), "number", " ", "source")
-    for part in found.parts:
+    for part in card.parts:
         for name, title in SHOWN.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
                 table.add_row(*((part.name,) if several else ()), title, f"{number:,}", one_line(str(source)))
-    if found.class_name:
-        row = (*(("",) if several else ()), "class", "", one_line(f"{found.class_name} ({found.class_source})"))
+    if card.class_name:
+        row = (*(("",) if several else ()), "class", "", one_line(f"{card.class_name} ({card.class_source})"))
         table.add_row(*row)
     return table
 
 
-def _every_layer(found: Card) -> Table:
+def _every_layer(card: Card) -> Table:
     table = _table("tower", "layer", "query", "KV", "d_k", "d_v", "window", "attention")
-    for part in found.parts:
+    for part in card.parts:
         for layer in part.layers:
             numbers = [layer.query, layer.kv, layer.dim, layer.value_dim]
             shown = [f"{number:,}" if number else "" for number in numbers]
@@ -190,17 +172,17 @@ def _every_layer(found: Card) -> Table:
     return table
 
 
-def _sides(found: Diff) -> RenderableType:
+def _sides(difference: Diff) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ..card.explain import size
-
-    table = _table("", *map(one_line, found.names), "")
-    for what, first, second in found.rows:
-        shown = [_shown(value, size) if what.startswith("cache") else _shown(value) for value in (first, second)]
+    table = _table("", *map(one_line, difference.names), "")
+    for what, first, second in difference.rows:
+        shown = [
+            _shown(value, format_bytes) if what.startswith("cache") else _shown(value) for value in (first, second)
+        ]
         table.add_row(what, *shown, "")
-    return Group(table, Text(), Text(str(found))) if found.rows else Text(str(found))
+    return Group(table, Text(), Text(str(difference))) if difference.rows else Text(str(difference))
 
 
 def _shown(value: Any, form: Any = None) -> str:
@@ -214,12 +196,18 @@ def _options(width: int, options: list[Option]) -> RenderableType:
     from rich.text import Text
 
     from ..card.designs import CONTEXT
-    from ..card.explain import big, size
+    from ..card.explain import big
 
-    table = _table("heads", "KV", "d_k", "a token", f"at {CONTEXT:,}", "parameters", "")
+    table = _table("heads", "KV", "d_k", "per token", f"at {CONTEXT:,}", "parameters", "")
     for option in options:
         bad = option.verdict.startswith("avoid")
-        row = (str(option.heads), str(option.kv), str(option.dim), size(option.cache_token), size(option.cache))
+        row = (
+            str(option.heads),
+            str(option.kv),
+            str(option.dim),
+            format_bytes(option.cache_token),
+            format_bytes(option.cache),
+        )
         table.add_row(*row, big(option.parameters), option.verdict, style="dim" if bad else "")
     title = f"width {width:,}, {options[0].layers} layers; embeddings not counted, cache in bf16"
     return Group(Text(title, style="bold"), table)

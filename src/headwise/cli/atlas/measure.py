@@ -1,0 +1,107 @@
+"""`headwise atlas measure`: statistics of every head over a corpus, resumable, shared under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import HeadwiseError
+from ...terminal import echo
+from ..checks import check_output_folder, make_folder
+from ..options import Whole, context_option, field_option, json_option, model_option, seed_option, texts_option
+from ..progress import progress_bars
+from ..ranks import Alone, joined_ranks
+from .files import out_option, print_atlas, table_options, write_atlas
+
+if TYPE_CHECKING:
+    from ...roles.atlas.result import Atlas
+    from ...scale.ranks import Ranks
+
+UNFINISHED = "unfinished.safetensors"  # in the output directory: the sums of an unfinished run
+
+
+@click.command
+@texts_option()
+@model_option
+@out_option
+@click.option("--limit", type=Whole(1), help="Texts at most.")
+@context_option(512, "Tokens per text at most.", least=4)
+@field_option
+@click.option("--part", metavar="I/N", help="Only every N-th text, from the I-th on, counted from 0; see merge.")
+@seed_option("Seed of the random tokens that measure induction.")
+@table_options
+@json_option
+def command(
+    texts: Path, model: str, out: Path | None, limit: int | None, context: int, field: str, part: str | None,
+    seed: int, head: str | None, best: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure what every head does over a corpus.
+
+    With --out, an interrupted run is resumed by the same command.
+    """
+    share = parse_part(part)
+    if out is not None:
+        check_output_folder(out)
+    with joined_ranks() as ranks:
+        if ranks.count > 1 and part is not None:
+            raise HeadwiseError("torchrun shares the texts among its ranks itself; leave out --part")
+        options = {"limit": limit, "length": context, "field": field, "seed": seed}
+        atlas = _measure(texts, model, out, share, ranks, options)
+        if out is not None and ranks.first:
+            write_atlas(atlas, out)
+            if ranks.count == 1:
+                (out / UNFINISHED).unlink(missing_ok=True)  # only now is everything that was measured on disk
+        if ranks.first:
+            print_atlas(atlas, head, best, as_json)
+
+
+def parse_part(text: str | None) -> tuple[int, int]:
+    """ "1/4" as (1, 4); the whole corpus is (0, 1)."""
+    if text is None:
+        return 0, 1
+    from ...json_documents import whole_number
+
+    i, n = (whole_number(side) for side in (text.partition("/")[0], text.partition("/")[2]))
+    if i is None or n is None or i >= n:
+        raise HeadwiseError(f"--part is I/N such as 0/4, with I below N, got {text[:60]!r}")
+    return i, n
+
+
+def _measure(
+    texts: Path, model: str, out: Path | None, part: tuple[int, int], ranks: Alone | Ranks, options: dict[str, Any]
+) -> Atlas:
+    from ...models.loading.loader import load, tokenizer
+    from ...roles.atlas.corpus import check_file
+
+    check_file(texts, options["field"])  # before a model is loaded
+    resume = None if out is None else out / (UNFINISHED if ranks.count == 1 else "unfinished")
+    if resume is not None and resume.exists() and ranks.first:
+        echo(f"resuming from {resume}; remove it to begin again", err=True)
+    words = tokenizer(model)  # before the weights: it finds a wrong name soonest
+    loaded = load(model)
+    with progress_bars(ranks.first) as progress:
+
+        def count_texts(done: int, total: int | None) -> None:
+            progress("texts", done, total)
+
+        shared: dict[str, Any] = {"name": model, "resume": resume, "progress": count_texts, **options}
+        if ranks.count > 1:
+            from ...scale.data_parallel import atlas as measure_on_ranks
+
+            measured = measure_on_ranks(loaded, texts, words, out=out and out / "atlas.json", **shared)
+        else:
+            from ...roles.atlas.build import atlas as measure
+
+            measured = measure(loaded, texts, words, part=part, keep_checkpoint=True, **shared)
+    if out is not None and ranks.first:
+        from ...roles.atlas.similarity import head_similarity
+
+        make_folder(out)
+        measured.save(out / "atlas.json", sums=True)  # what took long is on disk before the rest begins
+        alike = head_similarity(
+            loaded, texts, words, field=options["field"], length=options["length"], seed=options["seed"]
+        )
+        measured.about["likeness"] = {kind: table.to_json() for kind, table in alike.items()}
+    return measured
