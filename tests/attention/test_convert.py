@@ -317,8 +317,8 @@ def test_pruned_equals_gated(options, kv_heads, gone):
     gates = torch.ones(6, dtype=torch.float64)
     gates[gone] = 0
     mask = torch.rand(BATCH, 1, QUERIES, xs[-1].shape[1]) > 0.3
-    for how in ({}, {"causal": True}, {"mask": mask}, {"window": (2, 1)}):
-        close(small(*xs, **how), whole(*xs, **how, gates=gates))
+    for call_options in ({}, {"causal": True}, {"mask": mask}, {"window": (2, 1)}):
+        close(small(*xs, **call_options), whole(*xs, **call_options, gates=gates))
     kept = [i for i, number in enumerate(small.head_numbers) if number is not None]
     numbers = [number for number in small.head_numbers if number is not None]
     assert numbers == [h for h in range(6) if h not in gone]

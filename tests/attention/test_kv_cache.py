@@ -44,9 +44,9 @@ def tokens(count: int = TOKENS, batch: int = BATCH) -> torch.Tensor:
     return torch.randn(batch, count, WIDTH, dtype=torch.float64)
 
 
-def decode(module, x, cache, chunks, **how) -> torch.Tensor:
+def decode(module, x, cache, chunks, **call_options) -> torch.Tensor:
     """The outputs of x (B, T, d), given to a cache in pieces of these sizes."""
-    return torch.cat([module(piece, causal=True, cache=cache, **how) for piece in x.split(chunks, 1)], 1)
+    return torch.cat([module(piece, causal=True, cache=cache, **call_options) for piece in x.split(chunks, 1)], 1)
 
 
 def close(got, want, atol: float = 1e-10) -> None:
@@ -68,17 +68,17 @@ def test_decoding_equals_one_call(new_cache, window, position, options, chunks):
     module, x = made(position=position, **options), tokens()
     if window is None and isinstance(new_cache(), SlidingCache):
         window = WINDOW - 1  # it cannot see more than it keeps, but less
-    how = {} if window is None else {"window": (window - 1, 0)}
-    want = module(x, causal=True, **how)
-    close(module.train()(x, causal=True, **how), want)
+    call_options = {} if window is None else {"window": (window - 1, 0)}
+    want = module(x, causal=True, **call_options)
+    close(module.train()(x, causal=True, **call_options), want)
     module.eval()
     cache = new_cache()
-    close(decode(module, x, cache, chunks, **how), want)
+    close(decode(module, x, cache, chunks, **call_options), want)
     assert cache.length == TOKENS
     with torch.no_grad():
-        close(decode(module, x, new_cache(), chunks, **how), want)
+        close(decode(module, x, new_cache(), chunks, **call_options), want)
     with torch.inference_mode():
-        close(decode(module, x, new_cache(), chunks, **how).clone(), want)
+        close(decode(module, x, new_cache(), chunks, **call_options).clone(), want)
 
 
 def test_a_sliding_cache_implies_its_window():
@@ -166,9 +166,9 @@ def test_lengths_are_the_callers():
 def test_weights_and_gates_with_a_cache(new_cache, chunks):
     module, x = made(num_kv_heads=2, position=Rotary()), tokens()
     sliding = isinstance(new_cache(), SlidingCache)
-    how = {"window": (WINDOW - 1, 0)} if sliding else {}
+    call_options = {"window": (WINDOW - 1, 0)} if sliding else {}
     gates = torch.randn(6, dtype=torch.float64)
-    want, whole = module(x, causal=True, gates=gates, need_weights=True, **how)
+    want, whole = module(x, causal=True, gates=gates, need_weights=True, **call_options)
     cache, done = new_cache(), 0
     for piece in x.split(chunks, 1):
         out, a = module(piece, causal=True, gates=gates, need_weights=True, cache=cache)
@@ -214,13 +214,15 @@ def test_looking_does_not_spoil_a_cache(new_cache):
 
 @either("chunks", [[1] * 5, [3, 2], [5]], ids=str)
 @either(
-    "how", [{}, {"lengths": torch.tensor([7, 2, 5])}, {"mask": torch.rand(BATCH, 1, 1, 7) > 0.4}], ids=["", "l", "m"]
+    "call_options",
+    [{}, {"lengths": torch.tensor([7, 2, 5])}, {"mask": torch.rand(BATCH, 1, 1, 7) > 0.4}],
+    ids=["", "l", "m"],
 )
 @either("options", [{}, {"num_kv_heads": 2, "kdim": 5, "vdim": 5}, {"qk_norm": "layer", "sinks": True}], ids=str)
-def test_memory_is_projected_once(options, how, chunks):
+def test_memory_is_projected_once(options, call_options, chunks):
     module, x = made(**options), tokens(5)
     memory = torch.randn(BATCH, 7, module.kdim, dtype=torch.float64)
-    want = module(x, memory, **how)
+    want = module(x, memory, **call_options)
     calls = {"W_K": 0, "W_V": 0, "W_Q": 0}
 
     def count(name):
@@ -233,7 +235,7 @@ def test_memory_is_projected_once(options, how, chunks):
         getattr(module, name).register_forward_hook(count(name))
     cache = MemoryCache()
     assert cache.held is None and cache.length == 0
-    out = torch.cat([module(piece, memory, cache=cache, **how) for piece in x.split(chunks, 1)], 1)
+    out = torch.cat([module(piece, memory, cache=cache, **call_options) for piece in x.split(chunks, 1)], 1)
     close(out, want)
     assert calls == {"W_K": 1, "W_V": 1, "W_Q": len(chunks)}
     assert cache.length == 7
@@ -438,7 +440,7 @@ REFUSED = [
     ("sliding", (X, X, X[:, :1]), {}, HeadwiseError, "each key needs a value"),
     ("growing", (X, X, X[:1]), {}, HeadwiseError, "each key needs a value"),
     *((name, (X,), {"mask": torch.ones(2, 4).bool()}, MaskError, r"mask \(2, 4\) does not") for name in CACHES),
-    *((name, (X,), {"gates": torch.ones(5)}, ShapeError, "gates must be one number a query head") for name in CACHES),
+    *((name, (X,), {"gates": torch.ones(5)}, ShapeError, "gates must be one number per query head") for name in CACHES),
     *((name, (X,), {"positions": torch.arange(3)}, ShapeError, "positions") for name in CACHES),
     *((name, (X[0],), {}, ShapeError, "query must be") for name in CACHES),
     ("growing", (X,), {"window": (-1, 0)}, MaskError, "window's left side"),
@@ -446,9 +448,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@either(("name", "inputs", "how", "kind", "words"), REFUSED)
+@either(("name", "inputs", "call_options", "kind", "words"), REFUSED)
 @either("grad", [True, False])
-def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad):
+def test_a_call_that_fails_changes_nothing(name, inputs, call_options, kind, words, grad):
     module, x = made(position=Rotary(), dtype=torch.float32), tokens().float()
     window = (WINDOW - 1, 0) if name == "sliding" else None
     want = module(x, causal=True, window=window)
@@ -456,7 +458,7 @@ def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad)
     with torch.set_grad_enabled(grad):
         module(x[:, :5], causal=True, cache=cache)
         with pytest.raises(HeadwiseError, match=words) as caught:
-            module(*inputs, causal=True, cache=cache, **how)
+            module(*inputs, causal=True, cache=cache, **call_options)
         assert isinstance(caught.value, kind) and "\n" not in str(caught.value)
         assert cache.length == 5
         assert cache.fill is None
@@ -465,7 +467,7 @@ def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad)
 
 @every_cache
 @either(
-    ("inputs", "how"),
+    ("inputs", "call_options"),
     [
         ((X,), {"mask": torch.ones(2, 5).bool()}),
         ((X, X, X[:, :1]), {}),
@@ -474,20 +476,20 @@ def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad)
     ],
     ids=["mask", "fewer values", "fewer sequences", "gates"],
 )
-def test_a_first_call_that_fails_leaves_a_cache_empty(new_cache, inputs, how):
+def test_a_first_call_that_fails_leaves_a_cache_empty(new_cache, inputs, call_options):
     module, x, cache = made(dtype=torch.float32), tokens().float(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     with pytest.raises(HeadwiseError):
-        module(*inputs, causal=True, cache=cache, **how)
+        module(*inputs, causal=True, cache=cache, **call_options)
     assert cache.length == 0
     close(decode(module, x[:2], cache, [6, 5]), module(x[:2], causal=True, window=window), 1e-5)
 
 
 def test_a_failed_memory_is_not_kept():
     module, x, memory, cache = made(), tokens(), tokens(7), MemoryCache()
-    for wrong, how in ((memory[:2], {}), (memory, {"mask": torch.ones(5, 5).bool()})):
+    for wrong, call_options in ((memory[:2], {}), (memory, {"mask": torch.ones(5, 5).bool()})):
         with pytest.raises(HeadwiseError):
-            module(x, wrong, cache=cache, **how)
+            module(x, wrong, cache=cache, **call_options)
         assert cache.held is None
     close(module(x, memory, cache=cache), module(x, memory))
     with pytest.raises(HeadwiseError, match="the cache holds a memory \\(3, 7\\), got one of \\(2, 7\\)"):
@@ -499,9 +501,13 @@ def test_a_failed_ragged_call_changes_nothing():
     module, x, cache = made(position=Rotary()), tokens(), KVCache()
     lengths = torch.tensor([3, 1, 2])
     module(x[:, :3], causal=True, cache=cache, lengths=lengths)
-    for how in ({"lengths": torch.tensor([3, 1, 9])}, {"mask": torch.ones(5, 5).bool()}, {"gates": torch.ones(5)}):
+    for call_options in (
+        {"lengths": torch.tensor([3, 1, 9])},
+        {"mask": torch.ones(5, 5).bool()},
+        {"gates": torch.ones(5)},
+    ):
         with pytest.raises(HeadwiseError):
-            module(x[:, 3:5], causal=True, cache=cache, **how)
+            module(x[:, 3:5], causal=True, cache=cache, **call_options)
         assert cache.fill.tolist() == [3, 1, 2] and cache.length == 3
     out = module(x[:, 3:5], causal=True, cache=cache)
     for b, n in enumerate(lengths.tolist()):

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import headwise
-from headwise.attention import functional
+from headwise.attention import dispatch, functional
+from headwise.attention.call import build_call
 from headwise.errors import UnsupportedError
 
 
@@ -31,9 +32,9 @@ def test_views_with_a_negative_bit() -> None:
     numbers = torch.randn(6, generator=made)
     mask = torch.randn(7, 7, generator=made)
     for options in ({"sinks": numbers}, {"gates": numbers}, {"mask": mask}, {"slopes": numbers.abs()}):
-        want = functional.run(q, k, v, functional.call_of(q, k, v, **options))
+        want = dispatch.attend(q, k, v, build_call(q, k, v, **options))
         flipped: dict[str, Any] = {name: negated(x) for name, x in options.items()}
-        got = functional.run(*map(negated, (q, k, v)), functional.call_of(q, k, v, **flipped))
+        got = dispatch.attend(*map(negated, (q, k, v)), build_call(q, k, v, **flipped))
         torch.testing.assert_close(got, want)
     imaginary = torch.complex(q, -q).conj().imag  # which is one of these views
     torch.testing.assert_close(headwise.attend(imaginary, k, v), headwise.attend(q, k, v))
@@ -52,18 +53,16 @@ def test_vmap_takes_attend_and_refuses_statistics() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_statistics_without_values_are_recorded_and_links_are_refused() -> None:
-    q, k, v = inputs()
+def test_statistics_without_values_are_recorded() -> None:
+    q, k, _ = inputs()
 
     def entropy(q: Tensor, k: Tensor) -> Tensor:
-        found: Tensor = functional.statistics(q, k, causal=True).sums["entropy"]
+        found: Tensor = functional.head_stats_without_values(q, k, causal=True).sums["entropy"]
         return found
 
     graph = torch.jit.trace(entropy, (q, k))
     other = inputs(1, tokens=11)[:2]
     torch.testing.assert_close(graph(*other), entropy(*other))
-    with pytest.raises(UnsupportedError, match="links cannot be recorded"):
-        torch.jit.trace(lambda q, k, v: functional.links(q, k, v, functional.call_of(q, k, v), 2)[2].weight, (q, k, v))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

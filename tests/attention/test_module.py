@@ -73,7 +73,7 @@ def spec(module: MultiHeadAttention) -> reference.MultiHeadAttention:
     return twin
 
 
-def by_hand(module, query, key=None, value=None, *, norm=None, turn=None, **how):
+def by_hand(module, query, key=None, value=None, *, norm=None, turn=None, **call_options):
     """(output, weights) out of the specification's parts, with queries and keys normed and turned as given."""
     twin = spec(module)
     q, k, v = (torch.from_numpy(x.copy()) for x in twin.project(*map(plain, (query, key, value))))
@@ -81,9 +81,9 @@ def by_hand(module, query, key=None, value=None, *, norm=None, turn=None, **how)
         q, k = norm(q, module.q_norm), norm(k, module.k_norm)
     if turn is not None:
         q, k = turn(q), turn(k)
-    how = {name: plain(x) for name, x in how.items()}
-    a = reference.weights(plain(q), plain(k), **{name: x for name, x in how.items() if name != "gates"})
-    return twin.join(reference.attend(plain(q), plain(k), plain(v), **how)), a
+    call_options = {name: plain(x) for name, x in call_options.items()}
+    a = reference.weights(plain(q), plain(k), **{name: x for name, x in call_options.items() if name != "gates"})
+    return twin.join(reference.attend(plain(q), plain(k), plain(v), **call_options)), a
 
 
 def rms(x, norm):
@@ -119,34 +119,34 @@ def calls(draw):
         inputs.append(randn(batch, keys, made["kdim"]))
     if cross == "key and value":
         inputs.append(randn(batch, keys, made["vdim"]))
-    how = {"causal": draw(st.booleans())}
+    call_options = {"causal": draw(st.booleans())}
     shape = [draw(st.sampled_from([n, 1])) for n in (batch, kv * group, queries)] + [keys]
     match draw(st.sampled_from(["none", "bool", "float"])):
         case "bool":
-            how["mask"] = randn(*shape) > -0.5
+            call_options["mask"] = randn(*shape) > -0.5
         case "float":
-            how["mask"] = torch.where(randn(*shape) > -1, randn(*shape), -torch.inf)
+            call_options["mask"] = torch.where(randn(*shape) > -1, randn(*shape), -torch.inf)
     if draw(st.booleans()):
         side = st.none() | st.integers(0, 4)
-        how["window"] = (draw(side), draw(side))
+        call_options["window"] = (draw(side), draw(side))
     if draw(st.booleans()):
-        how["lengths"] = torch.randint(0, keys + 1, (batch,), generator=gen)
+        call_options["lengths"] = torch.randint(0, keys + 1, (batch,), generator=gen)
     if draw(st.booleans()):
-        how["gates"] = randn(*draw(st.sampled_from([(kv * group,), (batch, kv * group)])))
-    return made, inputs, how
+        call_options["gates"] = randn(*draw(st.sampled_from([(kv * group,), (batch, kv * group)])))
+    return made, inputs, call_options
 
 
 @settings(deadline=None, max_examples=150)
 @given(calls())
 def test_equals_the_specification(call):
-    options, inputs, how = call
+    options, inputs, call_options = call
     module = made(**options)
-    out, a = module(*inputs, **how, need_weights=True)
-    want, want_a = by_hand(module, *inputs, **how)
+    out, a = module(*inputs, **call_options, need_weights=True)
+    want, want_a = by_hand(module, *inputs, **call_options)
     close(out, want)
     close(a, want_a)
-    close(module(*inputs, **how), want)
-    close(out, spec(module)(*map(plain, inputs), **{name: plain(x) for name, x in how.items()}))
+    close(module(*inputs, **call_options), want)
+    close(out, spec(module)(*map(plain, inputs), **{name: plain(x) for name, x in call_options.items()}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -311,21 +311,23 @@ def test_rotary_across():
 
 
 @pytest.mark.parametrize("slopes", [None, (0.5, 0.1, 0.0, 2.0, 0.3, 1.0)])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (2, 1)}, {"lengths": torch.tensor([7, 2, 5])}])
-def test_alibi_is_a_float_mask(slopes, how):
+@pytest.mark.parametrize(
+    "call_options", [{}, {"causal": True}, {"window": (2, 1)}, {"lengths": torch.tensor([7, 2, 5])}]
+)
+def test_alibi_is_a_float_mask(slopes, call_options):
     alibi = Alibi(slopes)
     module, x = made(30, 6, num_kv_heads=3, position=alibi), tokens(width=30)
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     bias = -torch.tensor(alibi.for_heads(6), dtype=torch.float64)[:, None, None] * (i - j).abs()
-    want, a = by_hand(module, x, mask=bias, **how)
-    close(module(x, **how), want, 1e-6)
-    close(module.weights(x, **how), a, 1e-6)
-    close(module.weights(x, heads=[4, 1], rows=[5], **how), a[:, [4, 1]][:, :, [5]], 1e-6)
+    want, a = by_hand(module, x, mask=bias, **call_options)
+    close(module(x, **call_options), want, 1e-6)
+    close(module.weights(x, **call_options), a, 1e-6)
+    close(module.weights(x, heads=[4, 1], rows=[5], **call_options), a[:, [4, 1]][:, :, [5]], 1e-6)
     hidden = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.4
-    want, _ = by_hand(module, x, mask=torch.where(hidden, bias, -torch.inf), **how)
-    close(module(x, mask=hidden, **how), want, 1e-6)
+    want, _ = by_hand(module, x, mask=torch.where(hidden, bias, -torch.inf), **call_options)
+    close(module(x, mask=hidden, **call_options), want, 1e-6)
     extra = tokens(TOKENS, TOKENS, 1)[..., 0]
-    close(module(x, mask=extra, **how), by_hand(module, x, mask=bias + extra, **how)[0], 1e-6)
+    close(module(x, mask=extra, **call_options), by_hand(module, x, mask=bias + extra, **call_options)[0], 1e-6)
 
 
 def test_alibi_keeps_its_precision():
@@ -352,12 +354,12 @@ def test_normed_queries_and_keys(kind, formula, eps):
 
 
 @pytest.mark.parametrize("options", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 2.0, "sinks": True}])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"mask": torch.eye(TOKENS).bool()}])
-def test_softcap_and_sinks(options, how):
+@pytest.mark.parametrize("call_options", [{}, {"causal": True}, {"mask": torch.eye(TOKENS).bool()}])
+def test_softcap_and_sinks(options, call_options):
     module, x = made(num_kv_heads=2, **options), tokens()
     given = {"softcap": options.get("softcap"), "sinks": module.sinks}
-    out, a = module(x, **how, need_weights=True)
-    want, want_a = by_hand(module, x, **given, **how)
+    out, a = module(x, **call_options, need_weights=True)
+    want, want_a = by_hand(module, x, **given, **call_options)
     close(out, want)
     close(a, want_a)
     total = a.sum(-1)
@@ -389,10 +391,10 @@ def test_dropout_is_for_training():
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "sinks": True}, {"position": Rotary(), "head_dim": 4}])
 def test_weights_of_some_rows_and_heads(rows, heads, options):
     module, x = made(**options), tokens()
-    how = {"mask": torch.rand(BATCH, 4, TOKENS, TOKENS) > 0.3, "window": (3, 2)}
-    _, whole = module(x, **how, need_weights=True)
+    call_options = {"mask": torch.rand(BATCH, 4, TOKENS, TOKENS) > 0.3, "window": (3, 2)}
+    _, whole = module(x, **call_options, need_weights=True)
     pick = [[n] if isinstance(n, int) else slice(None) if n is None else n for n in (heads, rows)]
-    close(module.weights(x, rows=rows, heads=heads, **how), whole[:, pick[0]][:, :, pick[1]])
+    close(module.weights(x, rows=rows, heads=heads, **call_options), whole[:, pick[0]][:, :, pick[1]])
 
 
 def test_weights_need_no_values():
@@ -413,12 +415,12 @@ def test_stats(name, cross):
     keys = inputs[-1].shape[1]
     classes = {"some": torch.rand(BATCH, keys) > 0.5}
     queries = torch.rand(BATCH, TOKENS) > 0.3
-    how = {"lengths": torch.tensor([keys, 2, 5])} if cross else {"causal": True, "window": (4, None)}
-    got = module.stats(*inputs, queries=queries, classes=classes, **how)
+    call_options = {"lengths": torch.tensor([keys, 2, 5])} if cross else {"causal": True, "window": (4, None)}
+    got = module.stats(*inputs, queries=queries, classes=classes, **call_options)
     near = set() if cross else {"distance", "previous", "next", "self"}
     sink = {"sink"} if options.get("sinks") else set()
     assert set(got.names) == {"entropy", "confidence", "first", "share:some"} | near | sink
-    a = plain(module.weights(*inputs, **how))
+    a = plain(module.weights(*inputs, **call_options))
     real = plain(queries)[:, None] & (a.sum(-1) > 0)
     entropy = -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(-1)
     close(got.entropy, (entropy * real).sum((0, 2)) / real.sum((0, 2)))
@@ -439,14 +441,14 @@ def test_stats_are_head_stats(cross):
     module, x = made(num_kv_heads=2, softcap=2.0, sinks=True), tokens()
     inputs = (x, tokens(count=KEYS)) if cross else (x,)
     q, k, v = (torch.from_numpy(y.copy()) for y in spec(module).project(*map(plain, inputs)))
-    how = {"causal": not cross, "lengths": torch.tensor([7, 2, 5])}
-    out, want = head_stats(q, k, v, cross=cross, softcap=2.0, sinks=module.sinks.detach(), **how)
-    got = module.stats(*inputs, **how)
+    call_options = {"causal": not cross, "lengths": torch.tensor([7, 2, 5])}
+    out, want = head_stats(q, k, v, cross=cross, softcap=2.0, sinks=module.sinks.detach(), **call_options)
+    got = module.stats(*inputs, **call_options)
     assert got.names == want.names
     for name in got.names:
         close(got[name], want[name])
     assert not any(x.requires_grad for x in got.sums.values())
-    close(module(*inputs, **how), spec(module).join(plain(out)))
+    close(module(*inputs, **call_options), spec(module).join(plain(out)))
 
 
 def test_a_query_that_may_look_nowhere():
@@ -535,14 +537,14 @@ def _fresh_compiler():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("how", [{"causal": True}, {"window": (3, 1), "lengths": torch.tensor([7, 2, 5])}])
+@pytest.mark.parametrize("call_options", [{"causal": True}, {"window": (3, 1), "lengths": torch.tensor([7, 2, 5])}])
 @pytest.mark.parametrize("name", ["plain", "grouped", "alibi", "all of it"])
-def test_compile(name, how):
+def test_compile(name, call_options):
     module = made(**OPTIONS[name])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for count in (TOKENS, 13):
         x = tokens(count=count).requires_grad_()
-        out, want = compiled(x, **how), module(x, **how)
+        out, want = compiled(x, **call_options), module(x, **call_options)
         close(out, want)
         close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
 
@@ -685,7 +687,7 @@ def test_modules_that_are_refused(kind, options, words):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "inputs", "how", "words"),
+    ("kind", "options", "inputs", "call_options", "words"),
     [
         (ShapeError, {}, (X[0],), {}, r"query must be \(B, T, 20\), got \(7, 20\); add a batch axis: query\[None\]"),
         (ShapeError, {}, (X[..., :5],), {}, r"query must be \(B, T, 20\), got \(3, 7, 5\)$"),
@@ -721,10 +723,10 @@ def test_modules_that_are_refused(kind, options, words):
         (UnsupportedError, {"position": Alibi()}, (X, MEMORY), {}, "Alibi is about distances within one sequence"),
     ],
 )  # fmt: skip
-def test_calls_that_are_refused(kind, options, inputs, how, words):
+def test_calls_that_are_refused(kind, options, inputs, call_options, words):
     module = MultiHeadAttention(WIDTH, 4, **options)
     with pytest.raises(HeadwiseError, match=words) as caught:
-        module(*inputs, **how)
+        module(*inputs, **call_options)
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
 

@@ -45,7 +45,7 @@ def inputs(batch: int, queries: int, keys: int, dtype: torch.dtype = torch.float
     return [torch.randn(shape, generator=made, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def how(name: str, dtype: torch.dtype) -> dict[str, Any]:
+def call_options(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {key: x.to(dtype) if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
 
 
@@ -54,7 +54,7 @@ def how(name: str, dtype: torch.dtype) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_recorded_attend_serves_inputs_of_other_sizes(tracer: str, name: str, dtype: torch.dtype) -> None:
-    options = how(name, dtype)
+    options = call_options(name, dtype)
 
     def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.attend(q, k, v, **options)
@@ -87,7 +87,7 @@ def test_recorded_statistics_serve_inputs_of_other_sizes(tracer: str, dtype: tor
     [*(("jit", name) for name in OPTIONS if name != "gates"), ("symbolic", "causal")],
 )
 def test_recorded_weights_serve_inputs_of_other_sizes(tracer: str, name: str) -> None:
-    options = how(name, torch.float64)
+    options = call_options(name, torch.float64)
 
     def looked(q: Tensor, k: Tensor) -> Tensor:
         return headwise.weights(q, k, **options)

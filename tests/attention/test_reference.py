@@ -26,9 +26,9 @@ def queries(*numbers: float) -> np.ndarray:
     return np.array(numbers, float).reshape(1, 1, -1, 1)
 
 
-def look(q, k, **how) -> np.ndarray:
+def look(q, k, **options) -> np.ndarray:
     """The weights of the only sequence's only head, (Tq, Tk)."""
-    return reference.weights(q, k, **{"scale": 1.0, **how})[0, 0]
+    return reference.weights(q, k, **{"scale": 1.0, **options})[0, 0]
 
 
 def close(got, want) -> None:
@@ -97,10 +97,10 @@ VISIBLE = {  # how three queries look at four keys
 
 @pytest.mark.parametrize("rule", VISIBLE)
 def test_who_may_look_where(rule):
-    how, expected = VISIBLE[rule]
+    options, expected = VISIBLE[rule]
     q, k = queries(1, 0, 2), keys(1, 2, 5, 3)
-    np.testing.assert_array_equal(reference.visible(q, k, **how)[0, 0], seen(expected))
-    a = look(q, k, **how)
+    np.testing.assert_array_equal(reference.visible(q, k, **options)[0, 0], seen(expected))
+    a = look(q, k, **options)
     np.testing.assert_array_equal(a > 0, seen(expected))  # weights follow
     close(a.sum(-1), seen(expected).any(-1))  # and a row of them sums to one, or is zeros
 
@@ -216,8 +216,8 @@ def test_rows_and_heads_are_chosen_as_numpy_would(what, chosen, expected):
     np.testing.assert_array_equal(reference.weights(q, k, **{what: chosen}), whole.take(expected, axis))
 
 
-def stats_of(q, k, **how):
-    return reference.head_stats(q, k, np.ones_like(k), **{"scale": 1.0, **how})[1]
+def stats_of(q, k, **options):
+    return reference.head_stats(q, k, np.ones_like(k), **{"scale": 1.0, **options})[1]
 
 
 def test_statistics_by_hand():
@@ -259,8 +259,8 @@ FIRST = {  # two queries of 1 on odds 1, 2, 5: the mean weight on the first key 
 
 @pytest.mark.parametrize("case", FIRST)
 def test_the_first_key_is_the_first_that_exists(case):
-    how, expected = FIRST[case]
-    close(stats_of(queries(1, 1), keys(1, 2, 5), **how).first, [expected])
+    options, expected = FIRST[case]
+    close(stats_of(queries(1, 1), keys(1, 2, 5), **options).first, [expected])
 
 
 def test_only_queries_that_are_asked_for_and_see_something_count():

@@ -170,7 +170,9 @@ def test_stats_are_those_of_each_layer(name):
     mask = torch.arange(TOKENS) >= torch.tensor([[0], [3], [1]])
     inputs = []
     hooks = [
-        b.attention.register_forward_pre_hook(lambda _, a, how: inputs.append((a, how)), with_kwargs=True)
+        b.attention.register_forward_pre_hook(
+            lambda _, a, call_options: inputs.append((a, call_options)), with_kwargs=True
+        )
         for b in model.blocks
     ]
     with torch.no_grad():
@@ -179,9 +181,9 @@ def test_stats_are_those_of_each_layer(name):
         hook.remove()
     stats = model.stats(x, mask=mask, classes={"early": torch.arange(TOKENS).expand(BATCH, -1) < 4})
     assert len(stats) == model.shape.layers
-    for block, layer, ((query,), how) in zip(model.blocks, stats, inputs, strict=True):
-        how = {key: how[key] for key in ("mask", "causal", "window", "positions")}
-        weights = block.attention.weights(query, **how)  # (B, H, T, T)
+    for block, layer, ((query,), call_options) in zip(model.blocks, stats, inputs, strict=True):
+        call_options = {key: call_options[key] for key in ("mask", "causal", "window", "positions")}
+        weights = block.attention.weights(query, **call_options)  # (B, H, T, T)
         entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1).transpose(1, 2)[mask].mean(0)
         torch.testing.assert_close(layer.entropy.float(), entropy, rtol=0, atol=1e-4)
         early = weights[..., :4].sum(-1).transpose(1, 2)[mask].mean(0)

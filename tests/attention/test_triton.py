@@ -41,7 +41,7 @@ def test_calls_on_the_cpu_never_import_triton():
 import sys, torch, headwise
 q, k, v = torch.randn(3, 1, 2, 5, 8)
 headwise.head_stats(q, k, v, causal=True)
-print("native" in headwise.explain(q, k, v) or "fused" in headwise.explain(q, k, v), "triton" in sys.modules)
+print("native" in headwise.explain(q, k, v) or "sdpa" in headwise.explain(q, k, v), "triton" in sys.modules)
 """
     assert run("-c", code).split() == ["True", "False"]
 
@@ -50,7 +50,7 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from headwise import attend, head_stats
-from headwise.attention.kernel import cuda, cuda_attention
+from headwise.attention.backends.triton import kernel, launch
 
 class Driver:
     "A GPU that is not there: enough of it to compile for."
@@ -62,7 +62,7 @@ class Compiled:
     def __getitem__(self, grid):
         return lambda *given, **how: print(real.warmup(*given, grid=grid, **how).metadata.shared)
 
-real, cuda_attention.attend, cuda.interpreting = cuda_attention.attend, Compiled(), True
+real, kernel.attend, launch.interpreting = kernel.attend, Compiled(), True
 triton.runtime.driver.set_active(Driver())
 q, k, v = torch.randn(3, 2, 4, 200, 64, dtype=torch.float16)
 mask, marks = torch.zeros(2, 1, 200, 200), torch.ones(2, 200, dtype=torch.bool)
@@ -71,7 +71,7 @@ head_stats(
     softcap=3.0, sinks=torch.zeros(4), gates=torch.ones(2, 4), classes={{"some": marks}}, queries=marks,
 )
 attend(q, k, v, mask=mask > 0)
-x = torch.randn(1, 1, 40, cuda.WIDEST)
+x = torch.randn(1, 1, 40, launch.WIDEST)
 attend(x, x, x)
 """
 

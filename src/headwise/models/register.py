@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.functional import attend
-from ..attention.visibility import recorded
+from ..attention.torch_modes import is_recording
 from ..errors import UnsupportedError
 from .watching.call_reader import Given, read
 from .watching.lazy_masks import LazyMask, Recipe
@@ -61,7 +61,9 @@ def mask(**given: Any) -> Tensor | None:
     """transformers' mask without its T x T, where nothing else than a band and padding hides keys."""
     from transformers.masking_utils import sdpa_mask
 
-    if given["q_length"] == 1 or torch.compiler.is_compiling() or recorded():  # what is read here would be written down
+    if (
+        given["q_length"] == 1 or torch.compiler.is_compiling() or is_recording()
+    ):  # what is read here would be written down
         return sdpa_mask(**given)
     recipe = Recipe.of(sdpa_mask, given)
     if recipe.band() is None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import MaskError, ShapeError
+from ..torch_modes import is_readable
 from ..validation import shown
-from ..visibility import readable
 from .kv_cache import KVCache, SlidingCache
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def check_integers(name: str, given: Tensor, form: str, fits: bool) -> None:
 
 def range_of(given: Tensor, unseen: int = -1) -> tuple[int, int]:
     """The smallest and the largest of these numbers; where that cannot be seen, 0 and `unseen`."""
-    if not readable(given) or not given.numel():
+    if not is_readable(given) or not given.numel():
         return 0, unseen
     low, high = given.aminmax()
     return int(low), int(high)
@@ -37,7 +37,7 @@ def key_mask(mask: Tensor | None, name: str, shape: Sequence[int], flat: bool = 
     if tuple(mask.shape) != tuple(shape):
         also = "" if flat else ", or four dimensions as in attend"
         raise MaskError(f"{name} must be (B, tokens) = {shown(shape)}{also}, got {shown(mask.shape)}")
-    if mask.is_floating_point() or (readable(mask) and mask.numel() and not bool(((mask == 0) | (mask == 1)).all())):
+    if mask.is_floating_point() or (is_readable(mask) and mask.numel() and not bool(((mask == 0) | (mask == 1)).all())):
         raise MaskError(f"{name} must be True or 1 for a real token, False or 0 for padding, got other {mask.dtype}s")
     return mask.bool()[:, None, None, :]
 

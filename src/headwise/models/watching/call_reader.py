@@ -106,7 +106,7 @@ class Reading:
     def in_one_pass(self) -> bool:
         """Whether output and statistics come from one pass over the scores, and there are enough to gain by it."""
         large = self.q.shape[2] * self.k.shape[2] >= ONE_PASS
-        return large and self.recipe is None and functional.one_pass(self.q, self.k, self.v, **self.how)
+        return large and self.recipe is None and functional.is_one_pass(self.q, self.k, self.v, **self.how)
 
     def observe(
         self, real: Tensor | None, classes: dict[str, Tensor], dropout: float = 0.0
@@ -129,7 +129,7 @@ class Reading:
         total: HeadStats | None = None
         for block in self.blocks():
             queries = None if real is None else real[:, block.rows]
-            new = functional.statistics(
+            new = functional.head_stats_without_values(
                 self.q[:, :, block.rows],
                 self.k,
                 queries=queries,
@@ -143,15 +143,8 @@ class Reading:
 
     def links(self, k: int) -> tuple[Tensor, Tensor]:
         """The k strongest keys of every query and their weights, (B, H, Tq, k) each; fewer keys: fewer links."""
-        keys, strengths = [], []
-        for block in self.blocks():
-            for first in range(block.rows.start, block.rows.stop, ROWS):
-                rows = list(range(first - block.rows.start, min(first + ROWS, block.rows.stop) - block.rows.start))
-                found = functional.weights(self.q[:, :, block.rows], self.k, rows=rows, **block.how)
-                top = found.topk(min(k, found.shape[-1]), -1)
-                keys.append(top.indices)
-                strengths.append(top.values)
-        return torch.cat(keys, 2), torch.cat(strengths, 2)
+        done = [functional.strongest_keys(self.q[:, :, block.rows], self.k, k, **block.how) for block in self.blocks()]
+        return torch.cat([top.keys for top in done], 2), torch.cat([top.weights for top in done], 2)
 
 
 def read(given: Given, recipe: Recipe | None, near: Recipe | None, cross: bool) -> Reading:
