@@ -430,8 +430,8 @@ def test_any_kind_of_list(heads):
         ([True], "head True does not exist; there are 4, 0 to 3"),
         (["1", 9], "head '?1'? does not exist; there are 4, 0 to 3"),
         (2, r"\[2\]|list"),
-        (range(4), "all 4 heads would go; leave at least one"),
-        ([0, 1, 2, 3, 0], "all 4 heads would go; leave at least one"),
+        (range(4), "all 4 heads would be removed; leave at least one"),
+        ([0, 1, 2, 3, 0], "all 4 heads would be removed; leave at least one"),
     ],
     ids=str,
 )

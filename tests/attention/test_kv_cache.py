@@ -53,8 +53,8 @@ def close(got, want, atol: float = 1e-10) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
-def held_tokens(cache: KVCache) -> int:
-    """For how many tokens, at most, a cache keeps memory."""
+def capacity(cache: KVCache) -> int:
+    """The number of tokens for which a cache has memory."""
     tensors = [x for x in vars(cache).values() if isinstance(x, torch.Tensor) and x.dim() == 4]
     return max(x.untyped_storage().nbytes() // (x.element_size() * x[:, :, :1].numel() or 1) for x in tensors)
 
@@ -110,13 +110,13 @@ def test_memory():
             module(piece, causal=True, cache=cache)
             if name in places:
                 places[name].add(next(t for t in vars(cache).values() if isinstance(t, torch.Tensor)).data_ptr())
-        assert held_tokens(caches["sliding"]) <= 16
-    assert len(places["static"]) == 1 and held_tokens(caches["static"]) == 301  # one slot stays empty
-    assert len(places["growing"]) <= 5 and held_tokens(caches["growing"]) <= 600
+        assert capacity(caches["sliding"]) <= 16
+    assert len(places["static"]) == 1 and capacity(caches["static"]) == 301  # one slot stays empty
+    assert len(places["growing"]) <= 5 and capacity(caches["growing"]) <= 600
     for prompt in (5, 9, 17, 300):
         cache = SlidingCache(8)
         module(x[:, :prompt], causal=True, cache=cache)
-        assert held_tokens(cache) <= 24, "the prompt is kept whole"
+        assert capacity(cache) <= 24, "the prompt is kept whole"
         assert cache.length == prompt
 
 
@@ -234,7 +234,7 @@ def test_memory_is_projected_once(options, call_options, chunks):
     for name in calls:
         getattr(module, name).register_forward_hook(count(name))
     cache = MemoryCache()
-    assert cache.held is None and cache.length == 0
+    assert cache.memory is None and cache.length == 0
     out = torch.cat([module(piece, memory, cache=cache, **call_options) for piece in x.split(chunks, 1)], 1)
     close(out, want)
     assert calls == {"W_K": 1, "W_V": 1, "W_Q": len(chunks)}
@@ -242,7 +242,7 @@ def test_memory_is_projected_once(options, call_options, chunks):
     cache.reset()
     other = torch.randn_like(memory)
     close(module(x, other, cache=cache), module(x, other))
-    assert cache.held is not None
+    assert cache.memory is not None
 
 
 def test_memory_with_rotary_positions():
@@ -408,10 +408,10 @@ def test_one_cache_does_not_serve_two_layers():
         first(x, causal=True, cache=cache)
         with pytest.raises(CacheError, match="holds the keys and values of another layer; .* make one per layer"):
             second(x, causal=True, cache=cache)
-        held = copy.deepcopy(cache)  # as a search over several continuations does
+        fork = copy.deepcopy(cache)  # as a search over several continuations does
         cache.reset()
         second(x, causal=True, cache=cache)
-        first(x[:, :1], causal=True, cache=held)
+        first(x[:, :1], causal=True, cache=fork)
     memory = MemoryCache()
     first(x, x.clone(), cache=memory)
     with pytest.raises(CacheError, match="another layer"):
@@ -425,13 +425,13 @@ REFUSED = [
     ("sliding", (X[:1],), {}, CacheError, "one cache serves one layer and one batch"),
     ("static", (torch.zeros(BATCH, 9, WIDTH),), {}, CacheError, r"full: it has room for 13 keys, holds 5, needs 14"),
     ("sliding", (X,), {"lengths": torch.tensor([7, 6, 6])}, CacheError, r"one length for all .*; use KVCache\(\)"),
-    ("sliding", (X,), {"window": (4, 0)}, CacheError, r"window of \(4, 0\) looks further back than the 4 keys"),
-    ("sliding", (X,), {"window": (None, 0)}, CacheError, "looks further back than the 4 keys"),
+    ("sliding", (X,), {"window": (4, 0)}, CacheError, r"window of \(4, 0\) reaches further back than the 4 keys"),
+    ("sliding", (X,), {"window": (None, 0)}, CacheError, "reaches further back than the 4 keys"),
     ("sliding", (X,), {"window": 3}, MaskError, r"window must be a pair \(left, right\)"),
     ("growing", (X, X.clone()), {}, CacheError, r"one fixed memory: give it a MemoryCache\(\), not a KVCache"),
     ("static", (X, X.clone()), {}, CacheError, "MemoryCache.*not a StaticCache"),
-    ("growing", (X,), {"lengths": torch.tensor([5, 8, 6])}, CacheError, r"\[5, 5, 5\] are held and 2 more came, got"),
-    ("growing", (X,), {"lengths": torch.tensor([5, 4, 6])}, CacheError, "lengths are the keys of each sequence in all"),
+    ("growing", (X,), {"lengths": torch.tensor([5, 8, 6])}, CacheError, r"\[5, 5, 5\] are cached and 2 are new, got"),
+    ("growing", (X,), {"lengths": torch.tensor([5, 4, 6])}, CacheError, "lengths are the total keys of each sequence"),
     ("growing", (X,), {"lengths": torch.tensor([7, 7])}, HeadwiseError, "lengths"),
     ("growing", (X,), {"lengths": torch.tensor([7.0, 7, 6])}, MaskError, "lengths must be 3 whole numbers"),
     ("growing", (X,), {"lengths": [7, 7, 6]}, MaskError, "lengths must be a tensor"),
@@ -490,7 +490,7 @@ def test_a_failed_memory_is_not_kept():
     for wrong, call_options in ((memory[:2], {}), (memory, {"mask": torch.ones(5, 5).bool()})):
         with pytest.raises(HeadwiseError):
             module(x, wrong, cache=cache, **call_options)
-        assert cache.held is None
+        assert cache.memory is None
     close(module(x, memory, cache=cache), module(x, memory))
     with pytest.raises(HeadwiseError, match="the cache holds a memory \\(3, 7\\), got one of \\(2, 7\\)"):
         module(x[:2], memory[:2], cache=cache)

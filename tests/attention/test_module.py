@@ -674,9 +674,9 @@ MEMORY = torch.zeros(BATCH, KEYS, WIDTH)
         ),
         (UnsupportedError, {"position": Rotary}, r"position must be Rotary\(...\)"),
         (UnsupportedError, {"qk_norm": "l2"}, "qk_norm must be None, 'layer' or 'rms', got 'l2'"),
-        (ShapeError, {"position": Alibi((0.5, 0.25))}, "Alibi has 2 slopes and the layer 4 heads; give one a head"),
-        (ShapeError, {"position": Rotary(dim=8)}, "cannot turn 8 of 5 head dimensions"),
-        (ShapeError, {"position": Rotary()}, "cannot turn 5 of 5 head dimensions"),
+        (ShapeError, {"position": Alibi((0.5, 0.25))}, "Alibi has 2 slopes and the layer 4 heads; give one per head"),
+        (ShapeError, {"position": Rotary(dim=8)}, "cannot rotate 8 of 5 head dimensions"),
+        (ShapeError, {"position": Rotary()}, "cannot rotate 5 of 5 head dimensions"),
     ],
 )
 def test_modules_that_are_refused(kind, options, words):

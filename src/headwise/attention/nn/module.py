@@ -73,6 +73,21 @@ class Projected(NamedTuple):
         return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))[1]
 
 
+def split_heads(x: Tensor, dim: int) -> Tensor:
+    """(B, T, heads * d_k) -> (B, heads, T, d_k)."""
+    batch, tokens, width = x.shape
+    if tokens == 1 and not torch.jit.is_tracing():  # one view in decoding, whose overhead is what counts
+        return x.view(batch, width // dim, 1, dim)
+    return x.view(batch, tokens, width // dim, dim).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(B, heads, T, d_k) -> (B, T, heads * d_k)."""
+    if x.shape[2] == 1 and not torch.jit.is_tracing():
+        return x.reshape(x.shape[0], 1, x.shape[1] * x.shape[3])
+    return x.transpose(1, 2).flatten(2)
+
+
 class MultiHeadAttention(nn.Module):
     """Multi-head attention: h heads, each softmax(Q K^T / sqrt(d_k)) V with its own W_Q, W_K, W_V; W_O combines them.
 
@@ -128,7 +143,7 @@ class MultiHeadAttention(nn.Module):
             if size is not None:
                 check_at_least(1, name, size)
         if isinstance(position, Rotary):
-            position.turned(self.heads.dim)
+            position.rotated_dim(self.heads.dim)
         elif isinstance(position, Alibi):
             position.for_heads(num_heads)
         elif position is not None:
@@ -235,7 +250,7 @@ class MultiHeadAttention(nn.Module):
             if self.training and self.dropout:
                 projected.options["dropout"] = self.dropout
             out = projected.attend()  # (B, H, Tq, d_k)
-        out = self.W_O(out.transpose(1, 2).flatten(2))  # (B, Tq, H * d_k) -> (B, Tq, d_model)
+        out = self.W_O(join_heads(out))
         return (out, projected.weights()) if need_weights else out
 
     def weights(
@@ -321,7 +336,9 @@ class MultiHeadAttention(nn.Module):
         What forward, weights and stats have in common, and what a subclass that splits heads or tokens overrides.
         """
         position = self.position
-        self._check_inputs(query, key, value, values)
+        w_q = self.W_Q  # read once: a module's attributes are slow
+        _check_input("query", query, w_q)
+        self._check_keys(query, key, value, values)
         cross = _is_cross(query, key)
         if cache is not None:
             _check_cache(cache, cross, key, self)
@@ -332,7 +349,7 @@ class MultiHeadAttention(nn.Module):
             _check_positions(positions, query)
         elif isinstance(position, Rotary):
             positions = (KVCache() if cache is None else cache).positions(query.shape[1], query.device)
-        q = self._split(self.W_Q, query, self.q_norm, positions)
+        q = self._split(w_q, query, self.q_norm, positions)
         offset = None
         if cache is None:
             k, v = self._keys_and_values(query, key, value, positions, values)
@@ -367,13 +384,13 @@ class MultiHeadAttention(nn.Module):
         self, linear: nn.Linear, x: Tensor, norm: nn.Module | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x; rotated where positions say so."""
-        y = linear(x)  # (B, T, heads * d_k)
-        y = y.view(y.shape[0], y.shape[1], y.shape[2] // self.heads.dim, self.heads.dim)  # (B, T, heads, d_k)
-        y = (y if norm is None else norm(y)).transpose(1, 2)
+        y, dim = linear(x), self.heads.dim  # (B, T, heads * d_k)
+        if norm is not None:
+            y = norm(y.unflatten(-1, (-1, dim))).flatten(-2)
+        y = split_heads(y, dim)
         return y if positions is None or not isinstance(self.position, Rotary) else self.position(y, positions)
 
-    def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, values: bool) -> None:
-        _check_input("query", query, self.W_Q)
+    def _check_keys(self, query: Tensor, key: Tensor | None, value: Tensor | None, values: bool) -> None:
         if key is None:
             if value is not None:
                 raise ShapeError("a value was given without its key; give both")
