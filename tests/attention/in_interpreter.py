@@ -53,41 +53,41 @@ def _kernel():
 
 @given(call=cases() | nonfinite_cases())
 @settings(FEW, max_examples=30)
-def test_attend_equals_the_specification(call):
+def test_triton_attend_equals_the_reference(call):
     check_attend(call, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @given(call=cases())
 @FEWER
-def test_16_bit_numbers_are_as_close_as_they_can_be(dtype, call):
+def test_triton_attend_in_16_bits_equals_the_reference_within_rounding(dtype, call):
     check_attend(call, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(call=cases(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
 @FEWER
-def test_neither_layout_nor_what_nobody_looks_at_matters(layout, call, odd):
+def test_triton_ignores_memory_layout_and_hidden_keys(layout, call, odd):
     check_attend(call.spoil_hidden_keys(odd), torch.float32, layout)
 
 
 @given(call=cases_with_stats())
 @SOME
-def test_head_stats_equal_the_specification(call):
+def test_triton_head_stats_equal_the_reference(call):
     check_stats(call, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @given(call=cases_with_stats())
 @FEWER
-def test_what_nobody_sees_is_in_no_statistic(dtype, call):
+def test_triton_statistics_ignore_hidden_keys(dtype, call):
     check_stats(call.spoil_hidden_keys(np.nan), dtype)
 
 
 @pytest.mark.full
 @given(call=cases_with_stats() | nonfinite_cases())
 @settings(FEW, max_examples=1000)
-def test_a_long_campaign(call):
+def test_triton_equals_the_reference_in_many_random_calls(call):
     check_attend(call, torch.float32)
     if all(np.isfinite(x).all() for x in (call.q, call.k, call.v)):
         check_stats(call, torch.float32)
@@ -106,7 +106,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_blocks_of_the_usual_sizes_equal_the_specification(name):
+def test_triton_blocks_of_default_sizes_equal_the_reference(name):
     sizes, options = LARGE[name]
     call = random_case(5, *sizes)
     call.options.update(options)
@@ -117,7 +117,7 @@ def test_blocks_of_the_usual_sizes_equal_the_specification(name):
         check_stats(call, torch.float32)
 
 
-def test_a_row_that_keeps_finding_larger_scores_brings_everything_down():
+def test_sums_are_rescaled_when_the_row_maximum_keeps_rising():
     """Each block's largest score is above all before it, by much."""
     q, k = np.ones((1, 1, 3, 1)), np.linspace(-40, 40, 60).reshape(1, 1, 60, 1)
     call = replace(random_case(), q=q, k=k, v=np.random.default_rng(0).normal(size=(1, 1, 60, 2)))
@@ -128,7 +128,7 @@ def test_a_row_that_keeps_finding_larger_scores_brings_everything_down():
 
 @pytest.mark.parametrize("beside", [name for name in OTHER_OPTIONS if name != "dropout"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
-def test_a_query_that_may_look_nowhere_gets_zeros_even_as_nan(name, beside):
+def test_a_nan_query_with_no_visible_keys_gets_zeros(name, beside):
     options, dark = EMPTY_ROWS[name]
     options = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
     dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
@@ -140,7 +140,7 @@ def test_a_query_that_may_look_nowhere_gets_zeros_even_as_nan(name, beside):
 
 
 @pytest.mark.parametrize("place", ["query", "key", "value"])
-def test_nan_reaches_those_who_look_and_nobody_else(place):
+def test_nan_reaches_only_queries_that_see_it(place):
     call = random_case(queries=5, keys=40)
     {"query": call.q[0, 3, 2], "key": call.k[0, 1, -2], "value": call.v[0, 1, -2]}[place][:] = np.nan
     for options in ({"causal": True}, {"lengths": np.array([38, 40])}, {"mask": np.arange(40) < 38}, {}):
@@ -149,7 +149,7 @@ def test_nan_reaches_those_who_look_and_nobody_else(place):
 
 @given(call=cases())
 @FEWER
-def test_gradients_are_those_of_the_specification_in_torch(call):
+def test_gradients_equal_those_of_blockwise_attention(call):
     exact, given = call.tensors(), call.tensors(torch.float32)
     with forced("one block of rows"):
         want = gradients(attend, (exact.q, exact.k, exact.v), **exact.options)
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_the_specification_in_torch(call):
 
 
 @pytest.mark.parametrize("name", HIDDEN_KEYS)
-def test_gradients_do_not_notice_nan_that_nobody_sees(name):
+def test_gradients_ignore_nan_in_hidden_keys(name):
     call = replace(random_case(), options=array(HIDDEN_KEYS[name])).spoil_hidden_keys(np.nan).tensors(torch.float32)
     xs = call.q, call.k, call.v
     got, want = (gradients(attend, x, **call.options) for x in (xs, [x.nan_to_num(0.0) for x in xs]))
@@ -168,7 +168,7 @@ def test_gradients_do_not_notice_nan_that_nobody_sees(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "offset": 2}, {"softcap": 2.0, "lengths": np.array([5, 20])}])
-def test_alibi_is_a_float_mask(options):
+def test_alibi_equals_a_float_mask_in_triton(options):
     call, slopes = random_case(queries=19, keys=21), np.array([0.5, 0.1, 0.0, 2.0, 0.3, 1.0])
     away = abs(np.arange(21) - np.arange(19)[:, None] - options.get("offset", 2))
     want = reference.attend(call.q, call.k, call.v, mask=-slopes[:, None, None] * away, **options)
@@ -177,7 +177,7 @@ def test_alibi_is_a_float_mask(options):
     np.testing.assert_allclose(array(out), want, rtol=1e-4, atol=2e-5)
 
 
-def test_each_rows_log_sum_exp():
+def test_log_sum_exp_of_each_row():
     call = random_case(queries=19, keys=21).tensors(torch.float32)
     sinks = torch.linspace(-1, 1, 6)
     built = build_call(call.q, call.k, call.v, sinks=sinks, causal=True, offset=-1)
@@ -190,7 +190,7 @@ def test_each_rows_log_sum_exp():
     assert (lse[:, :, 0] == -torch.inf).all() and lse[:, :, 1:].isfinite().all()
 
 
-def test_the_lowest_number_hides_nothing_from_a_row_that_has_no_other():
+def test_a_row_masked_by_the_lowest_float_everywhere_still_attends():
     call = random_case(queries=5, keys=20)
     mask = np.full((5, 20), torch.finfo(torch.float32).min)
     mask[1:, 18:] = 0
@@ -198,11 +198,11 @@ def test_the_lowest_number_hides_nothing_from_a_row_that_has_no_other():
 
 
 @pytest.mark.parametrize("options", [{"offset": 10**12, "causal": True}, {"window": (10**12, 10**12), "causal": True}])
-def test_far_places_fit(options):
+def test_huge_windows_and_offsets_do_not_overflow(options):
     check_attend(replace(random_case(), options=options), torch.float32)
 
 
-def test_a_length_past_the_keys_reads_nothing_that_is_not_there():
+def test_lengths_past_the_last_key_read_nothing_beyond_it():
     """On another device lengths cannot be read, and so not checked."""
     call = random_case().tensors(torch.float32)
     built = build_call(call.q, call.k, call.v, lengths=torch.tensor([7, 3]))
@@ -212,21 +212,21 @@ def test_a_length_past_the_keys_reads_nothing_that_is_not_there():
 
 
 @pytest.mark.parametrize("count", [8, 9])
-def test_eight_classes_fit_and_nine_go_another_way(count):
+def test_up_to_eight_classes_run_in_triton_and_nine_in_torch(count):
     call = random_case()
     rng = np.random.default_rng(0)
     call.stats_options["classes"] = {str(i): rng.random((2, 7)) < 0.5 for i in range(count)}
     check_stats(call, torch.float32)
 
 
-def test_keys_and_values_may_be_expanded():
+def test_triton_takes_expanded_keys_and_values():
     call = random_case(kv=1).tensors(torch.float32)
     want = attend(call.q, call.k, call.v)
     k, v = (x.expand(-1, 6, -1, -1) for x in (call.k, call.v))
     torch.testing.assert_close(attend(call.q, k, v), want)
 
 
-def test_two_runs_are_equal_to_the_last_bit():
+def test_two_runs_are_bitwise_equal():
     call = random_case(queries=9, keys=40).tensors(torch.float32)
     (a, first), (b, again) = (head_stats(call.q, call.k, call.v, causal=True) for _ in range(2))
     assert a.equal(b) and first == again
@@ -241,25 +241,25 @@ INSTEAD = {
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_what_the_kernel_cannot_do_goes_another_way_and_says_so(name):
+def test_explain_says_why_triton_does_not_take_a_call(name):
     dtype, options, why = INSTEAD[name]
     call = random_case().tensors(dtype)
     assert explain(call.q, call.k, call.v, **options).endswith(f"{why})")
     assert attend(call.q, call.k, call.v, **options).shape == (2, 6, 5, 3)
 
 
-def test_heads_too_wide_go_another_way():
+def test_triton_refuses_heads_that_are_too_wide():
     q = torch.randn(1, 1, 2, launch.WIDEST + 1)
     assert explain(q, q, q).endswith(f"(the triton kernel takes heads up to {launch.WIDEST} wide)")
 
 
-def test_a_compiler_gets_pytorchs_own_operations():
+def test_compiled_calls_use_torch_operators_instead_of_triton():
     call = random_case().tensors(torch.float32)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(call.q, call.k, call.v), attend(call.q, call.k, call.v))
 
 
-def test_it_is_the_kernel_that_ran():
+def test_the_triton_kernel_is_the_backend_of_these_tests():
     call = random_case().tensors(torch.float32)
     said = explain(call.q, call.k, call.v, causal=True)
     assert said == "triton: one pass on cuda (not yet tried on hardware)"

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones
 @pytest.mark.parametrize("path", PATHS)
 @given(call=cases())
 @FEW
-def test_attend_equals_the_specification(path, call):
+def test_attend_equals_the_reference(path, call):
     with forced(path):
         check_attend(call)
 
@@ -42,14 +42,14 @@ def test_attend_equals_the_specification(path, call):
 @pytest.mark.parametrize("path", PATHS)
 @given(call=cases())
 @FEW
-def test_weights_equal_the_specification(path, call):
+def test_weights_equal_the_reference(path, call):
     with forced(path):
         check_weights(call, {})
 
 
 @given(call=cases(), data=st.data())
 @FEW
-def test_chosen_rows_and_heads_equal_the_specification(call, data):
+def test_weights_of_selected_rows_and_heads_equal_the_reference(call, data):
     chosen = {}
     for name, count in (("rows", call.q.shape[2]), ("heads", call.q.shape[1])):
         some = st.none() | st.slices(count)
@@ -64,7 +64,7 @@ def test_chosen_rows_and_heads_equal_the_specification(call, data):
 @pytest.mark.parametrize("path", ["default", "many calls of the kernel", "many blocks of rows"])
 @given(call=cases())
 @FEW
-def test_other_dtypes_are_as_close_as_they_can_be(path, dtype, call):
+def test_other_dtypes_equal_the_reference_within_rounding(path, dtype, call):
     with forced(path):
         check_attend(call, dtype)
         check_weights(call, {}, dtype)
@@ -74,7 +74,7 @@ def test_other_dtypes_are_as_close_as_they_can_be(path, dtype, call):
 @pytest.mark.parametrize("path", ["default", "many calls of the kernel", "many blocks of rows"])
 @given(call=cases())
 @FEW
-def test_memory_layout_does_not_matter(path, layout, call):
+def test_results_do_not_depend_on_memory_layout(path, layout, call):
     with forced(path):
         check_attend(call, layout=layout)
         check_weights(call, {}, layout=layout)
@@ -83,7 +83,7 @@ def test_memory_layout_does_not_matter(path, layout, call):
 @pytest.mark.parametrize("path", READABLE)
 @given(call=nonfinite_cases())
 @FEW
-def test_nan_and_infinities_reach_whoever_looks_at_them_and_nobody_else(path, call):
+def test_nan_and_infinities_reach_only_queries_that_see_them(path, call):
     with forced(path):
         check_attend(call)
         check_weights(call, {})
@@ -92,7 +92,7 @@ def test_nan_and_infinities_reach_whoever_looks_at_them_and_nobody_else(path, ca
 @pytest.mark.parametrize("path", PATHS)
 @given(call=cases(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
 @FEW
-def test_what_nobody_looks_at_may_be_anything(path, call, odd):
+def test_hidden_keys_may_hold_anything(path, call, odd):
     """Also where values cannot be read: there, NaN that some may look at may reach others, but not this."""
     call = call.spoil_hidden_keys(odd)
     with forced(path):
@@ -104,7 +104,7 @@ def test_what_nobody_looks_at_may_be_anything(path, call, odd):
 @pytest.mark.parametrize("path", READABLE)
 @given(call=cases() | nonfinite_cases())
 @MANY
-def test_a_long_campaign(path, call):
+def test_attend_and_weights_equal_the_reference_in_many_random_calls(path, call):
     with forced(path):
         check_attend(call)
         check_weights(call, {})
@@ -113,7 +113,7 @@ def test_a_long_campaign(path, call):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @pytest.mark.parametrize("tokens", [5, 20])
-def test_a_scale_need_not_be_positive(path, scale, tokens):
+def test_scale_may_be_zero_or_negative(path, scale, tokens):
     """PyTorch's causal kernel scales its -inf, too, which then hide nothing or are NaN."""
     call = random_case(queries=tokens, keys=tokens)
     call.options.update(scale=scale, causal=True)
@@ -124,7 +124,7 @@ def test_a_scale_need_not_be_positive(path, scale, tokens):
 @pytest.mark.parametrize("path", READABLE)
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
-def test_zero_times_infinity_is_nan_for_whoever_may_look(path, hides, odd):
+def test_zero_weight_on_an_infinite_value_is_nan_where_visible(path, hides, odd):
     call = random_case(queries=5, keys=20)
     call.v[0, 1, 3, 2] = odd
     call.options["mask"] = np.where(np.arange(20) == 3, -1e5, 0.0)  # seen with a weight of zero
@@ -150,7 +150,7 @@ def test_a_float_mask_may_be_wider_than_the_inputs(path, dtype, low):
     np.testing.assert_allclose(array(out), expected, **TOLERANCE[dtype])
 
 
-def test_inputs_are_left_as_they_were():
+def test_inputs_are_not_modified():
     call = random_case(queries=7)
     call.options.update(causal=True, softcap=2.0, sinks=np.ones(6), gates=np.ones(6), mask=np.zeros((7, 7)) - 1)
     given = call.tensors()
@@ -164,7 +164,7 @@ def test_inputs_are_left_as_they_were():
 
 
 @pytest.mark.parametrize("name", LARGE_CALLS)
-def test_large_sizes_take_their_path_and_equal_the_specification(name):
+def test_large_calls_take_the_expected_path_and_equal_the_reference(name):
     (batch, heads, kv, queries, keys), options, path = LARGE_CALLS[name]
     call = random_case(3, batch, heads, kv, queries, keys)
     call.options.update(options)
@@ -177,7 +177,7 @@ def test_large_sizes_take_their_path_and_equal_the_specification(name):
 
 @given(call=cases())
 @FEW
-def test_the_meta_device_gives_the_shapes(call):
+def test_meta_tensors_give_the_output_shapes(call):
     given = call.tensors(torch.float32)
     q, k, v = (x.to("meta") for x in (given.q, given.k, given.v))
     options = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.options.items()}
@@ -190,13 +190,13 @@ def test_the_meta_device_gives_the_shapes(call):
     assert out.shape == (batch, heads, queries, v.shape[3]) and stats.entropy.shape == (heads,)
 
 
-class Elsewhere(torch.Tensor):
+class TensorOnOtherDevice(torch.Tensor):
     """A tensor that says it is on a device other than the CPU."""
 
     device = SimpleNamespace(type="elsewhere")
 
 
-def dark_rows_are_nan(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, enable_gqa):
+def sdpa_with_nan_in_fully_masked_rows(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, enable_gqa):
     """PyTorch's kernel as some devices have it."""
     assert not (dropout or causal or enable_gqa)
     s = (q @ k.mT * scale).as_subclass(torch.Tensor)
@@ -206,7 +206,7 @@ def dark_rows_are_nan(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, e
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("rows", ["each its own", "all alike"])
-def test_kernels_of_other_devices_may_do_what_they_like_with_rows_that_see_nothing(monkeypatch, kind, rows):
+def test_fully_masked_rows_are_zero_whatever_a_devices_kernel_returns(monkeypatch, kind, rows):
     call = random_case(heads=3, kv=3)
     mask = np.random.default_rng(1).random((2, 3, 5, 7)) < 0.5
     mask[:, :, [0, 3]] = False
@@ -214,8 +214,8 @@ def test_kernels_of_other_devices_may_do_what_they_like_with_rows_that_see_nothi
     call.options["mask"] = mask if kind == "bool" else np.where(mask, 0.25, -np.inf)
     given = call.tensors()
     leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
-    q, k, v = (x.as_subclass(Elsewhere) for x in leaves)
-    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", dark_rows_are_nan)
+    q, k, v = (x.as_subclass(TensorOnOtherDevice) for x in leaves)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", sdpa_with_nan_in_fully_masked_rows)
     out = sdpa._kernel(q, k, v, given.options["mask"], AttentionCall(None, 0.5)).as_subclass(torch.Tensor)
     expected = reference.attend(call.q, call.k, call.v, **call.options)
     np.testing.assert_allclose(array(out), expected, **TOLERANCE[torch.float64])

@@ -49,7 +49,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("call", CALLS)
-def test_tangents_go_through(call: str, name: str) -> None:
+def test_forward_mode_tangents_equal_finite_differences(call: str, name: str) -> None:
     def output(*given: Tensor) -> Tensor:
         return CALLS[call](given, OPTIONS[name])
 
@@ -67,7 +67,7 @@ def test_tangents_go_through(call: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_tangents_go_through_a_call_like_earlier_ones(call: str) -> None:
+def test_forward_mode_works_after_repeated_plain_calls(call: str) -> None:
     def output(*given: Tensor) -> Tensor:
         return CALLS[call](given, {})
 
@@ -96,7 +96,7 @@ def test_a_frozen_module_has_tangents_and_statistics_have_none() -> None:
         torch.testing.assert_close(stats.entropy, plain.entropy)
 
 
-def test_a_tangent_in_sinks_and_gates_alone() -> None:
+def test_forward_mode_through_sinks_and_gates_alone() -> None:
     q, k, v = inputs()
     for name in ("sinks", "gates"):
         at, direction, step = OPTIONS[name][name], torch.randn(4, dtype=torch.float64), 1e-6
@@ -109,7 +109,7 @@ def test_a_tangent_in_sinks_and_gates_alone() -> None:
         torch.testing.assert_close(torch.func.jvp(output, (at,), (direction,))[1], want, rtol=1e-6, atol=1e-7)
 
 
-def test_a_hessian_is_that_of_reverse_mode() -> None:
+def test_torch_func_hessian_equals_reverse_mode() -> None:
     q, k, v = inputs()
 
     def loss(q: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_a_hessian_is_that_of_reverse_mode() -> None:
 
 @pytest.mark.parametrize("kv", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_second_derivatives(name: str, kv: int) -> None:
+def test_second_derivatives_pass_gradgradcheck(name: str, kv: int) -> None:
     given = [x.requires_grad_() for x in inputs(kv=kv, width=2)]
     learned = [
         x.clone().requires_grad_() for x in OPTIONS[name].values() if isinstance(x, Tensor) and x.is_floating_point()

@@ -117,7 +117,7 @@ def says(words: str) -> str:
 
 @pytest.mark.parametrize("function", [attend, head_stats, explain], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("given", "kind", "words"), NAMED.values(), ids=NAMED)
-def test_a_mistake_is_named(function, given, kind, words):
+def test_invalid_arguments_are_named_in_the_error(function, given, kind, words):
     with pytest.raises(kind, match=says(words)) as caught:
         function(**inputs(**given))
     assert isinstance(caught.value, HeadwiseError) and "\n" not in str(caught.value)
@@ -134,7 +134,7 @@ OF_WEIGHTS = {
 
 
 @pytest.mark.parametrize("words", OF_WEIGHTS)
-def test_weights_names_the_same_mistakes(words):
+def test_weights_names_the_same_invalid_arguments(words):
     given, kind = OF_WEIGHTS[words]
     given = inputs(**given)
     del given["v"]
@@ -158,7 +158,7 @@ def test_weights_names_the_same_mistakes(words):
     ],
     ids=["queries of a wrong shape", "queries as floats", "a class of a wrong shape", "a class as ints"],
 )
-def test_what_head_stats_takes_besides(given, words):
+def test_head_stats_names_invalid_queries_and_classes(given, words):
     with pytest.raises(MaskError, match=says(words)):
         head_stats(**inputs(**given))
     arrays = {
@@ -177,7 +177,7 @@ def test_what_head_stats_takes_besides(given, words):
         ({"heads": -7}, "head -7 does not exist; there are 6, 0 to 5"),
     ],
 )
-def test_rows_and_heads_that_do_not_exist(given, words):
+def test_weights_refuses_rows_and_heads_that_do_not_exist(given, words):
     q, k, _ = inputs().values()
     with pytest.raises(ShapeError, match=says(words)):
         weights(q, k, **given)
@@ -185,7 +185,7 @@ def test_rows_and_heads_that_do_not_exist(given, words):
         reference.weights(q.numpy(), k.numpy(), **given)
 
 
-def test_a_row_of_no_rows_does_not_exist():
+def test_weights_of_no_queries_has_no_rows():
     q, k, _ = inputs(q=x(B, H, 0, D)).values()
     with pytest.raises(ShapeError, match="row 0 does not exist; there are none"):
         weights(q, k, rows=[0])
@@ -195,7 +195,7 @@ OF_BOTH = [words for words, (given, *_) in NAMED.items() if set(given) <= {"q", 
 
 
 @pytest.mark.parametrize("words", [words for words in OF_BOTH if "device" not in words])
-def test_the_specification_names_sizes_in_the_same_words(words):
+def test_the_reference_raises_the_same_messages(words):
     given, kind, _ = NAMED[words]
     with pytest.raises(kind, match=says(words)):
         reference.attend(*(t.numpy() for t in inputs(**given).values()))
@@ -214,7 +214,7 @@ MEANT = {
 
 @pytest.mark.parametrize("name", MEANT)
 @pytest.mark.parametrize("function", ["attend", "weights", "head_stats", "explain"])
-def test_a_float_mask_of_zeros_and_ones_warns_where_it_was_given(function, name):
+def test_a_float_mask_of_zeros_and_ones_warns_at_the_callers_line(function, name):
     mask, warned = MEANT[name]
     given = inputs(mask=mask)
     if function == "weights":
@@ -242,7 +242,7 @@ RULES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("empty", EMPTY)
-def test_empty_input_is_legal(empty, rule, dtype):
+def test_empty_inputs_are_valid(empty, rule, dtype):
     b, tq, tk = EMPTY[empty]
     options = RULES[rule](b, tq, tk)
     q, k, v = (
@@ -289,7 +289,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_explain_names_the_path_and_why(name):
+def test_explain_names_the_backend_and_the_reason(name):
     given, words = PATHS[name]
     with forced("default"):
         said = explain(**inputs(**given))
@@ -297,7 +297,7 @@ def test_explain_names_the_path_and_why(name):
     assert said == f"{words} (HEADWISE_KERNEL=off)"
 
 
-def test_explain_knows_that_nothing_is_learned_without_gradients():
+def test_explain_ignores_requires_grad_where_gradients_are_disabled():
     given, _ = PATHS["a learned mask"]
     with forced("default"), torch.no_grad():
         assert explain(**inputs(**given)).startswith("sdpa")
@@ -305,7 +305,7 @@ def test_explain_knows_that_nothing_is_learned_without_gradients():
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("wrong", [None, [1.0], np.zeros((B, H, TQ, D)), "v"], ids=["None", "list", "array", "str"])
-def test_what_is_no_tensor_is_refused_by_name(name, wrong):
+def test_arguments_that_are_no_tensors_are_refused_by_name(name, wrong):
     given = inputs(**{name: wrong})
     words = f"{name} must be a tensor, got {type(wrong).__name__}"
     for call in (attend, head_stats, explain):
@@ -327,7 +327,7 @@ DENSE = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", DENSE)
-def test_a_tensor_that_is_not_dense_is_refused(kind):
+def test_sparse_and_nested_tensors_are_refused(kind):
     given = inputs()
     for _ in range(3):
         attend(**given)
@@ -346,19 +346,19 @@ def test_a_tensor_that_is_not_dense_is_refused(kind):
     ],
     ids=str,
 )
-def test_options_of_the_wrong_kind(other, words):
+def test_options_of_the_wrong_type_are_refused(other, words):
     for _ in range(3):
         attend(**inputs())
     with pytest.raises(HeadwiseError, match=re.escape(words)):
         attend(**inputs(), **other)
 
 
-def test_classes_that_are_no_dict():
+def test_classes_must_be_a_dict():
     with pytest.raises(MaskError, match="classes must be a dict from names to .*, got list"):
         head_stats(**inputs(), classes=["rare"])
 
 
-def test_a_misspelt_option_is_named_with_the_nearest_one():
+def test_a_misspelt_option_is_named_with_the_closest_match():
     given = inputs()
     q, k, v = given.values()
     arrays = [x.numpy() for x in given.values()]
@@ -383,6 +383,6 @@ def test_a_misspelt_option_is_named_with_the_nearest_one():
             call(zzz=1)
 
 
-def test_a_module_without_a_query():
+def test_module_without_a_query_raises():
     with pytest.raises(ShapeError, match="query must be a tensor, got NoneType"):
         MultiHeadAttention(8, 2)(None)

@@ -64,7 +64,7 @@ def capacity(cache: KVCache) -> int:
 @every_position
 @either("window", [None, WINDOW])
 @every_cache
-def test_decoding_equals_one_call(new_cache, window, position, options, chunks):
+def test_cached_decoding_equals_one_call(new_cache, window, position, options, chunks):
     module, x = made(position=position, **options), tokens()
     if window is None and isinstance(new_cache(), SlidingCache):
         window = WINDOW - 1  # it cannot see more than it keeps, but less
@@ -92,7 +92,7 @@ def test_a_sliding_cache_implies_its_window():
 
 @either("new_cache", [KVCache, lambda: StaticCache(200)], ids=["growing", "static"])
 @either("chunks", [[1] * 200, [63, 1, 1, 64, 71], [200]], ids=["token by token", "in chunks", "at once"])
-def test_long_decoding(new_cache, chunks):
+def test_long_decoding_equals_one_call(new_cache, chunks):
     """Past the room that a growing cache begins with, and past its doublings: earlier keys stay."""
     module, x = made(num_kv_heads=2, position=Rotary()), tokens(200, 2)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_long_decoding(new_cache, chunks):
 
 
 @torch.no_grad()
-def test_memory():
+def test_caches_allocate_as_little_as_they_promise():
     """A static cache takes it once, a growing one now and then, a sliding one no more than it needs."""
     module, x = made(num_kv_heads=2), tokens(300, 1)
     places = {"growing": set(), "static": set()}
@@ -124,7 +124,7 @@ def test_memory():
 @either("options", [{}, {"num_kv_heads": 2, "sinks": True}, {"num_kv_heads": 1, "softcap": 2.0}], ids=str)
 @either("window", [None, (2, 0)])
 @either("new_cache", [KVCache, lambda: StaticCache(20)], ids=["growing", "static"])
-def test_sequences_of_different_fill(new_cache, window, options, position):
+def test_sequences_of_different_lengths_decode_as_if_alone(new_cache, window, options, position):
     """Ragged prompts, then single tokens, a chunk, and a ragged chunk: as if each sequence ran alone."""
     module = made(position=position, **options)
     calls = [(6, [6, 2, 4]), (1, None), (1, None), (3, None), (4, [2, 4, 0]), (1, None)]  # tokens, those that are real
@@ -146,7 +146,7 @@ def test_sequences_of_different_fill(new_cache, window, options, position):
         close(torch.cat(got[b])[None], module(alone, causal=True, window=window))
 
 
-def test_lengths_are_the_callers():
+def test_lengths_of_the_caller_are_not_modified():
     """A caller may count up the tensor that was given."""
     module, x = made(position=Rotary()), tokens(6)
     lengths, cache = torch.tensor([3, 1, 2]), KVCache()
@@ -178,7 +178,7 @@ def test_weights_and_gates_with_a_cache(new_cache, chunks):
         assert a.shape[-1] == (done if not sliding else min(rows.start, WINDOW - 1) + piece.shape[1])
 
 
-def test_masks_cover_all_keys():
+def test_masks_cover_cached_and_new_keys():
     module, x = made(num_kv_heads=2), tokens()
     mask = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.3
     want = module(x, causal=True, mask=mask)
@@ -188,7 +188,7 @@ def test_masks_cover_all_keys():
         close(out, want[:, first:stop])
 
 
-def test_stats_of_the_steps_add_up():
+def test_stats_of_decoding_steps_add_up_to_those_of_one_call():
     module, x = made(num_kv_heads=2, position=Rotary(), sinks=True), tokens()
     cache = KVCache()
     steps = [module.stats(piece, causal=True, cache=cache) for piece in x.split([4, 1, 6], 1)]
@@ -198,7 +198,7 @@ def test_stats_of_the_steps_add_up():
 
 
 @every_cache
-def test_looking_does_not_spoil_a_cache(new_cache):
+def test_weights_does_not_change_a_cache(new_cache):
     """weights() with a cache shows the next tokens' weights, or is refused; the outputs after it are right."""
     module, x = made(position=Rotary()), tokens()
     window = (WINDOW - 1, 0) if isinstance(new_cache(), SlidingCache) else None
@@ -219,7 +219,7 @@ def test_looking_does_not_spoil_a_cache(new_cache):
     ids=["", "l", "m"],
 )
 @either("options", [{}, {"num_kv_heads": 2, "kdim": 5, "vdim": 5}, {"qk_norm": "layer", "sinks": True}], ids=str)
-def test_memory_is_projected_once(options, call_options, chunks):
+def test_memory_cache_projects_the_memory_once(options, call_options, chunks):
     module, x = made(**options), tokens(5)
     memory = torch.randn(BATCH, 7, module.kdim, dtype=torch.float64)
     want = module(x, memory, **call_options)
@@ -245,7 +245,7 @@ def test_memory_is_projected_once(options, call_options, chunks):
     assert cache.memory is not None
 
 
-def test_memory_with_rotary_positions():
+def test_memory_cache_with_rotary_positions():
     """Cross-attention cannot count the queries it has seen; positions say where they stand."""
     module, x, memory, cache = made(position=Rotary(base=20.0)), tokens(5), tokens(7), MemoryCache()
     steps = [module(x[:, t : t + 1], memory, cache=cache, positions=torch.tensor([t])) for t in range(5)]
@@ -290,7 +290,7 @@ def test_gradients_through_ragged_and_memory_caches():
 @either(
     ("first", "then"), [("inference", "no_grad"), ("no_grad", "inference"), ("inference", "grad"), ("no_grad", "grad")]
 )
-def test_a_mode_may_change_between_calls(new_cache, first, then):
+def test_a_cache_survives_a_change_of_gradient_mode(new_cache, first, then):
     modes = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}
     module, x, cache = made(position=Rotary()), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
@@ -302,7 +302,7 @@ def test_a_mode_may_change_between_calls(new_cache, first, then):
 
 
 @every_cache
-def test_going_on_without_gradients_spoils_none(new_cache):
+def test_decoding_without_gradients_leaves_earlier_gradients_intact(new_cache):
     module, x, cache = made(), tokens().requires_grad_(), new_cache()
     want = torch.autograd.grad(module(x[:, :5], causal=True, cache=new_cache()).square().sum(), x)[0]
     out = module(x[:, :5], causal=True, cache=cache)
@@ -313,7 +313,7 @@ def test_going_on_without_gradients_spoils_none(new_cache):
 
 @either("options", [{}, {"qk_norm": "layer", "num_kv_heads": 2}, {"position": Rotary()}], ids=str)
 @every_cache
-def test_autocast(new_cache, options):
+def test_cached_decoding_under_autocast(new_cache, options):
     module, x = made(**options, dtype=torch.float32), tokens().float()
     window = (WINDOW - 1, 0) if isinstance(new_cache(), SlidingCache) else None
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -322,7 +322,7 @@ def test_autocast(new_cache, options):
 
 @every_cache
 @every_position
-def test_an_empty_piece(new_cache, position):
+def test_a_call_of_no_tokens_leaves_a_cache_unchanged(new_cache, position):
     """No tokens are a legal input: an empty result, and the cache goes on as before."""
     module, x, cache = made(position=position), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
@@ -331,7 +331,7 @@ def test_an_empty_piece(new_cache, position):
 
 
 @every_cache
-def test_reset_and_copies(new_cache):
+def test_reset_empties_a_cache_and_copies_are_independent(new_cache):
     module, x, cache = made(num_kv_heads=2, position=Rotary()), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     want = module(x, causal=True, window=window)
@@ -359,7 +359,7 @@ def _fresh_compiler():
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @every_cache
-def test_compiled_decoding(new_cache):
+def test_compiled_decoding_equals_eager_decoding(new_cache):
     module, x, cache = made(num_kv_heads=2, position=Rotary()), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     compiled = torch.compile(module, backend="aot_eager")
@@ -450,7 +450,7 @@ REFUSED = [
 
 @either(("name", "inputs", "call_options", "kind", "words"), REFUSED)
 @either("grad", [True, False])
-def test_a_call_that_fails_changes_nothing(name, inputs, call_options, kind, words, grad):
+def test_a_failed_call_leaves_the_cache_unchanged(name, inputs, call_options, kind, words, grad):
     module, x = made(position=Rotary(), dtype=torch.float32), tokens().float()
     window = (WINDOW - 1, 0) if name == "sliding" else None
     want = module(x, causal=True, window=window)
@@ -476,7 +476,7 @@ def test_a_call_that_fails_changes_nothing(name, inputs, call_options, kind, wor
     ],
     ids=["mask", "fewer values", "fewer sequences", "gates"],
 )
-def test_a_first_call_that_fails_leaves_a_cache_empty(new_cache, inputs, call_options):
+def test_a_failed_first_call_leaves_the_cache_empty(new_cache, inputs, call_options):
     module, x, cache = made(dtype=torch.float32), tokens().float(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     with pytest.raises(HeadwiseError):
@@ -485,7 +485,7 @@ def test_a_first_call_that_fails_leaves_a_cache_empty(new_cache, inputs, call_op
     close(decode(module, x[:2], cache, [6, 5]), module(x[:2], causal=True, window=window), 1e-5)
 
 
-def test_a_failed_memory_is_not_kept():
+def test_a_failed_call_caches_no_memory():
     module, x, memory, cache = made(), tokens(), tokens(7), MemoryCache()
     for wrong, call_options in ((memory[:2], {}), (memory, {"mask": torch.ones(5, 5).bool()})):
         with pytest.raises(HeadwiseError):
@@ -497,7 +497,7 @@ def test_a_failed_memory_is_not_kept():
     close(module(x, memory, cache=cache), module(x, memory))
 
 
-def test_a_failed_ragged_call_changes_nothing():
+def test_a_failed_call_with_lengths_leaves_the_cache_unchanged():
     module, x, cache = made(position=Rotary()), tokens(), KVCache()
     lengths = torch.tensor([3, 1, 2])
     module(x[:, :3], causal=True, cache=cache, lengths=lengths)
@@ -515,7 +515,7 @@ def test_a_failed_ragged_call_changes_nothing():
         close(out[b : b + 1], module(alone, causal=True)[:, n:])
 
 
-def test_caches_of_another_layer():
+def test_a_cache_of_other_sizes_is_refused():
     """Heads of another number, width or dtype: said before anything is written."""
     x, cache = tokens(2), KVCache()
     made()(x, cache=cache)
@@ -530,12 +530,12 @@ def test_caches_of_another_layer():
 
 
 @either("cache", ["static", 5, (torch.zeros(1), torch.zeros(1))], ids=["a word", "a number", "a pair"])
-def test_what_is_no_cache(cache):
+def test_an_object_that_is_no_cache_is_refused(cache):
     with pytest.raises(HeadwiseError, match="cache"):
         made()(tokens(), cache=cache)
 
 
-def test_self_attention_has_no_memory():
+def test_self_attention_refuses_a_memory_cache():
     """A MemoryCache would answer every later call with the keys of the first."""
     with pytest.raises(CacheError, match="MemoryCache"):
         made()(tokens(), causal=True, cache=MemoryCache())
@@ -551,6 +551,6 @@ def test_self_attention_has_no_memory():
         (lambda: SlidingCache("4"), "window must be a whole number of at least 1, got '4'"),
     ],
 )
-def test_sizes_of_caches(make, words):
+def test_invalid_cache_sizes_are_refused(make, words):
     with pytest.raises(ShapeError, match=words):
         make()

@@ -26,7 +26,7 @@ def negated(x: Tensor) -> Tensor:
     return torch._neg_view(-x)
 
 
-def test_views_with_a_negative_bit() -> None:
+def test_negated_views_give_the_same_output() -> None:
     q, k, v = inputs()
     made = torch.Generator().manual_seed(1)
     numbers = torch.randn(6, generator=made)
@@ -53,7 +53,7 @@ def test_vmap_takes_attend_and_refuses_statistics() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_statistics_without_values_are_recorded() -> None:
+def test_statistics_without_values_can_be_traced() -> None:
     q, k, _ = inputs()
 
     def entropy(q: Tensor, k: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def test_statistics_without_values_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_gradients(reentrant: bool) -> None:
+def test_gradients_are_the_same_under_checkpointing(reentrant: bool) -> None:
     ours, plain = ([x.requires_grad_() for x in inputs()] for _ in range(2))
     checkpoint(lambda *x: headwise.attend(*x, causal=True), *ours, use_reentrant=reentrant).square().sum().backward()
     headwise.attend(*plain, causal=True).square().sum().backward()
@@ -75,7 +75,7 @@ def test_checkpointed_gradients(reentrant: bool) -> None:
         torch.testing.assert_close(got.grad, want.grad)
 
 
-def test_inference_tensors_serve_outside_of_inference_mode() -> None:
+def test_inference_tensors_work_outside_inference_mode() -> None:
     want = headwise.attend(*inputs(), causal=True)
     with torch.inference_mode():
         given = inputs()

@@ -85,7 +85,7 @@ def long_cases(draw: st.DrawFn) -> AttentionCase:
 @each_path
 @given(call=cases() | nonfinite_cases())
 @FEW
-def test_attend_equals_the_specification(path, call):
+def test_native_attend_equals_the_reference(path, call):
     with forced(path):
         check_attend(call, torch.float32)
 
@@ -93,7 +93,7 @@ def test_attend_equals_the_specification(path, call):
 @each_path
 @given(call=long_cases())
 @settings(FEW, max_examples=40)
-def test_so_do_long_calls(path, call):
+def test_native_attend_and_stats_equal_the_reference_over_several_blocks(path, call):
     with forced(path):
         check_attend(call, torch.float32)
         check_stats(call, torch.float32)
@@ -101,7 +101,7 @@ def test_so_do_long_calls(path, call):
 
 @pytest.mark.parametrize("whose", ["query", "key"])
 @each_path
-def test_an_infinity_hides_a_key_and_no_more(path, whose):
+def test_an_infinite_number_in_a_query_or_key_affects_only_its_own_scores(path, whose):
     """Heads that are no whole number of vectors: their last numbers are read together with some that were before."""
     for place in range(23):
         rng = np.random.default_rng(place)
@@ -118,7 +118,7 @@ def test_an_infinity_hides_a_key_and_no_more(path, whose):
 @each_path
 @given(call=cases() | nonfinite_cases() | long_cases())
 @MANY
-def test_a_long_campaign(path, call):
+def test_native_attend_equals_the_reference_in_many_random_calls(path, call):
     with forced(path):
         check_attend(call, torch.float32)
 
@@ -127,7 +127,7 @@ def test_a_long_campaign(path, call):
 @each_path
 @given(call=cases())
 @FEW
-def test_16_bit_numbers_are_as_close_as_they_can_be(path, dtype, call):
+def test_native_attend_in_16_bits_equals_the_reference_within_rounding(path, dtype, call):
     with forced(path):
         check_attend(call, dtype)
 
@@ -137,7 +137,7 @@ def test_16_bit_numbers_are_as_close_as_they_can_be(path, dtype, call):
 @each_path
 @given(call=cases(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
 @settings(FEW, max_examples=50)
-def test_neither_layout_nor_what_nobody_looks_at_matters(path, dtype, layout, call, odd):
+def test_native_ignores_memory_layout_and_hidden_keys(path, dtype, layout, call, odd):
     with forced(path):
         check_attend(call.spoil_hidden_keys(odd), dtype, layout)
 
@@ -146,7 +146,7 @@ def test_neither_layout_nor_what_nobody_looks_at_matters(path, dtype, layout, ca
 @each_path
 @given(call=cases_with_stats())
 @FEW
-def test_head_stats_equal_the_specification(path, dtype, call):
+def test_native_head_stats_equal_the_reference(path, dtype, call):
     with forced(path):
         check_stats(call, dtype)
         check_stats(call.spoil_hidden_keys(np.nan), dtype)
@@ -154,7 +154,7 @@ def test_head_stats_equal_the_specification(path, dtype, call):
 
 @pytest.mark.parametrize("name", LARGE_CALLS)
 @each_path
-def test_large_sizes_equal_the_specification(path, name):
+def test_native_large_calls_equal_the_reference(path, name):
     sizes, options, _ = LARGE_CALLS[name]
     call = random_case(3, *sizes)
     call.options.update(options)
@@ -166,7 +166,7 @@ def test_large_sizes_equal_the_specification(path, name):
 
 @pytest.mark.parametrize("name", [*LARGE_CALLS_WITH_STATS, "split keys"])
 @each_path
-def test_statistics_of_large_sizes_equal_the_specification(path, name):
+def test_native_statistics_of_large_calls_equal_the_reference(path, name):
     sizes, options = {
         **LARGE_CALLS_WITH_STATS,
         "split keys": ((2, 6, 2, 3, 5000), {"lengths": np.array([4999, 1500])}),
@@ -181,7 +181,7 @@ def test_statistics_of_large_sizes_equal_the_specification(path, name):
 @each_path
 @pytest.mark.parametrize("keys", [300, 5000])
 @pytest.mark.parametrize("place", ["query", "key", "value"])
-def test_nan_reaches_those_who_look_and_nobody_else(path, keys, place):
+def test_nan_reaches_only_queries_that_see_it(path, keys, place):
     call = random_case(queries=5, keys=keys)
     {"query": call.q[0, 3, 2], "key": call.k[0, 1, -2], "value": call.v[0, 1, -2]}[place][:] = np.nan
     for options in (
@@ -197,7 +197,7 @@ def test_nan_reaches_those_who_look_and_nobody_else(path, keys, place):
 @each_path
 @pytest.mark.parametrize("beside", [name for name in OTHER_OPTIONS if name != "dropout"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
-def test_a_query_that_may_look_nowhere_gets_zeros_even_as_nan(path, name, beside):
+def test_a_nan_query_with_no_visible_keys_gets_zeros(path, name, beside):
     options, dark = EMPTY_ROWS[name]
     options = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
     dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
@@ -214,7 +214,7 @@ def test_a_query_that_may_look_nowhere_gets_zeros_even_as_nan(path, name, beside
 @each_path
 @given(call=cases())
 @FEW
-def test_gradients_are_those_of_the_specification_in_torch(path, call):
+def test_native_gradients_equal_those_of_blockwise_attention(path, call):
     exact, given = call.tensors(), call.tensors(torch.float32)
     with forced("one block of rows"):
         want = gradients(attend, (exact.q, exact.k, exact.v), **exact.options)
@@ -225,7 +225,7 @@ def test_gradients_are_those_of_the_specification_in_torch(path, call):
 
 
 @pytest.mark.parametrize("name", HIDDEN_KEYS)
-def test_gradients_do_not_notice_nan_that_nobody_sees(name):
+def test_gradients_ignore_nan_in_hidden_keys(name):
     call = replace(random_case(), options=array(HIDDEN_KEYS[name])).spoil_hidden_keys(np.nan).tensors(torch.float32)
     xs = call.q, call.k, call.v
     with forced(NATIVE[0]):
@@ -236,7 +236,7 @@ def test_gradients_do_not_notice_nan_that_nobody_sees(name):
 
 @each_path
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["dense", "causal"])
-def test_gradients_of_large_calls(path, options):
+def test_native_gradients_of_large_calls(path, options):
     call = random_case(batch=2, heads=3, kv=3, queries=300, keys=300).tensors(torch.float32)
     call = replace(call, v=call.k.flip(2) + 1)  # as wide as the keys, for PyTorch's own backward
     with forced("one block of rows"):
@@ -247,18 +247,18 @@ def test_gradients_of_large_calls(path, options):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def second(xs, options):
+def second_derivatives(xs, options):
     q, k, v = (x.clone().requires_grad_() for x in xs)
     (slope,) = torch.autograd.grad(attend(q, k, v, **options).square().sum(), q, create_graph=True)
     return torch.autograd.grad(slope.square().sum(), (q, k, v))
 
 
-def test_second_derivatives():
+def test_second_derivatives_after_a_native_forward():
     call, options = random_case().tensors(torch.float32), {"softcap": 2.0, "causal": True}
     with forced("one block of rows"):
-        want = second((call.q, call.k, call.v), options)
+        want = second_derivatives((call.q, call.k, call.v), options)
     with forced(NATIVE[0]):
-        got = second((call.q, call.k, call.v), options)
+        got = second_derivatives((call.q, call.k, call.v), options)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -266,7 +266,7 @@ def test_second_derivatives():
 @each_path
 @given(call=cases() | long_cases(), count=st.integers(1, 16))
 @settings(FEW, max_examples=60)
-def test_links_are_the_largest_weights_of_every_row(path, call, count):
+def test_strongest_keys_have_the_largest_weights_of_every_row(path, call, count):
     given = call.rounded(torch.float32)
     call, a = given.tensors(torch.float32), reference.weights(given.q, given.k, **given.weight_options)
     for way in (path, "default"):
@@ -336,7 +336,7 @@ def test_the_operator_passes_pytorchs_own_checks():
         torch.library.opcheck(torch.ops.headwise.attend.default, (*given, sums))
 
 
-def test_autocast_and_inference_mode():
+def test_native_attend_under_autocast_and_inference_mode():
     call = random_case(keys=20).tensors(torch.float32)
     with forced(NATIVE[0]):
         want = attend(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16())
@@ -345,7 +345,7 @@ def test_autocast_and_inference_mode():
     assert out.dtype == torch.bfloat16 and out.equal(want)
 
 
-def test_transforms_of_torch_func_go_through_pytorch():
+def test_torch_func_transforms_use_torch_operators():
     call = random_case().tensors(torch.float32)
     with forced(NATIVE[0]):
         got = torch.func.grad(lambda q: attend(q, call.k, call.v, causal=True).square().sum())(call.q)
@@ -361,7 +361,7 @@ def test_windows_and_offsets_of_any_size(path, options):
         check_attend(replace(random_case(), options=options), torch.float32)
 
 
-def test_negated_views():
+def test_native_attend_of_negated_views():
     call, z = random_case().tensors(torch.float32), torch.randn(2, 2, 7, 4, dtype=torch.complex64)
     k = z.conj().imag
     assert k.is_neg()
@@ -370,7 +370,7 @@ def test_negated_views():
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_powers_of_whole_and_half_numbers(name):
+def test_exponentials_of_whole_and_half_numbers_are_exact(name):
     """Scores are powers of two here, and halves are where rounding could go either way."""
     x = np.arange(-130, 1, 0.5)
     q, k, v = np.ones((1, 1, 14, 1)), x[None, None, :, None], np.eye(len(x))[None, None]
@@ -421,7 +421,7 @@ def from_limited_scores(call: AttentionCase) -> tuple[np.ndarray, HeadStats]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_scores_that_overflow_equal_the_specification(path, name, option, dtype):
+def test_native_scores_that_overflow_equal_the_reference(path, name, option, dtype):
     for seed, queries, keys in ((0, 5, 7), (1, 71, 23), (2, 1, 2053)):  # few rows, blocks of rows, parts of the keys
         rng, call = np.random.default_rng(seed), random_case(seed, queries=queries, keys=keys)
         q, k = OVERFLOWS[name](rng, call.q, call.k)
@@ -439,8 +439,8 @@ def test_scores_that_overflow_equal_the_specification(path, name, option, dtype)
 
 
 @each_path
-def test_links_and_logarithms_of_scores_that_overflow(path):
-    """Every score of the first row is past the limit, of the second below it; the third is ordinary."""
+def test_strongest_keys_and_log_sum_exp_of_scores_that_overflow(path):
+    """Every score of the first row is past the limit, of the second_derivatives below it; the third is ordinary."""
     q = torch.tensor([1e25, -1e25, 1e-25]).reshape(1, 1, 3, 1)
     k = torch.tensor([1e20, 1e25, 2e25, 3e20, 4e25, 2e20, 5e20]).reshape(1, 1, 7, 1)
     v = torch.eye(7)[None, None]
@@ -458,7 +458,7 @@ def test_links_and_logarithms_of_scores_that_overflow(path):
 # ---- calls of a form that was seen before: what was checked once holds for the numbers, not for what is around them
 
 
-def test_a_form_is_remembered_and_the_numbers_are_not():
+def test_repeated_calls_share_a_template_and_no_numbers():
     repeated_calls.clear()
     with forced(NATIVE[0]):
         for seed in (1, 2):
@@ -470,7 +470,7 @@ def test_a_form_is_remembered_and_the_numbers_are_not():
         assert len(repeated_calls._templates) == 6
 
 
-def test_masks_of_one_shape_are_read_each_time():
+def test_repeated_calls_read_their_own_mask():
     call = random_case()
     rng = np.random.default_rng(0)
     with forced(NATIVE[0]):
@@ -479,7 +479,7 @@ def test_masks_of_one_shape_are_read_each_time():
                 check_stats(replace(call, options={"mask": rng.random(shape) < 0.6}), torch.float32)
 
 
-def test_few_forms_are_remembered(monkeypatch):
+def test_the_number_of_templates_is_limited(monkeypatch):
     repeated_calls.clear()
     monkeypatch.setattr(repeated_calls, "MAX_TEMPLATES", 3)
     with forced(NATIVE[0]):
@@ -489,7 +489,7 @@ def test_few_forms_are_remembered(monkeypatch):
     assert len(repeated_calls._templates) == 1
 
 
-def test_a_known_form_still_learns_casts_and_refuses():
+def test_repeated_calls_still_learn_cast_and_validate():
     call = random_case().tensors(torch.float32)
     q, k, v = call.q, call.k, call.v
     with forced(NATIVE[0]):
@@ -521,7 +521,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("guards", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_like_the_last_call_and_what_is_not(change, guards, monkeypatch):
+def test_a_changed_tensor_is_not_mistaken_for_a_repeated_call(change, guards, monkeypatch):
     if not guards:
         monkeypatch.setattr(repeated_calls, "TensorGuards", None)
     repeated_calls.clear()
@@ -541,7 +541,7 @@ def test_what_is_like_the_last_call_and_what_is_not(change, guards, monkeypatch)
             assert got.requires_grad == (change == "a gradient")
 
 
-def test_one_tensor_for_queries_keys_and_values():
+def test_repeated_calls_with_one_tensor_as_q_k_and_v():
     repeated_calls.clear()
     x = torch.randn(1, 2, 9, 16)
     with forced(NATIVE[0]):
@@ -550,7 +550,7 @@ def test_one_tensor_for_queries_keys_and_values():
             torch.testing.assert_close(attend(x, x, x), want)
 
 
-def test_transforms_modes_and_shapes_after_a_call_that_was_recognised():
+def test_transforms_modes_and_new_shapes_after_repeated_calls():
     call = random_case().tensors(torch.float32)
     q, k, v = call.q, call.k, call.v
     with forced(NATIVE[0]):
@@ -589,7 +589,7 @@ def build_driver(tmp_path_factory):
 
 @pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != SANITIZED])  # that one is a campaign
-def test_the_drivers_random_calls(name, calls, build_driver):
+def test_random_calls_of_the_c_driver_pass(name, calls, build_driver):
     variant = VARIANTS[name]
     missing = variant.missing()
     if missing:
@@ -623,7 +623,7 @@ THREADED = {
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("name", THREADED)
-def test_the_number_of_threads_changes_no_bit(name):
+def test_results_are_bitwise_equal_for_any_number_of_threads(name):
     sizes, options = THREADED[name]
     call = random_case(1, *sizes).tensors(torch.float32)
     with forced(NATIVE[0]):
@@ -636,7 +636,7 @@ def test_the_number_of_threads_changes_no_bit(name):
 
 
 @pytest.mark.usefixtures("_threads")
-def test_several_python_threads_may_call_at_once():
+def test_python_threads_may_call_concurrently():
     call = random_case(2, 2, 6, 3, 200, 600).tensors(torch.float32)
     with forced(NATIVE[0]):
         want, wrong = attend(call.q, call.k, call.v), []
@@ -688,13 +688,13 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("order", [("parallel", "import"), ("import", "parallel", "call")], ids=" ".join)
-def test_children_compute_whenever_their_parent_forks(order):
+def test_forked_children_compute_whenever_the_parent_forks(order):
     """Before and after the kernel is loaded, PyTorch's threads run and the kernel is first called."""
     assert fork_at_stages(2, 1, 2, list(order), "") == (2 + 2 * len(order), [])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_threads_are_borrowed_unless_the_process_was_forked():
+def test_torch_threads_are_used_unless_the_process_was_forked():
     code = """
 borrowed = native.borrow_threads(native.library().code)
 child = os.fork()
@@ -708,7 +708,7 @@ print(borrowed, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run(code, HEADWISE_THREADS="") == f"{gnu_openmp and flags} 0"
 
 
-def test_subnormal_numbers_are_left_alone():
+def test_the_kernel_does_not_flush_subnormal_numbers():
     """-ffast-math at link time would flush them in the whole process."""
     code = """
 headwise.attend(q, k, v)
@@ -720,7 +720,7 @@ print((tiny * 0.5 > 0).item(), float(numpy.float32(1e-40) * numpy.float32(0.5)) 
 
 
 @pytest.mark.parametrize("wanted", ["off", "plain", "nonsense"])
-def test_an_environment_variable_chooses(wanted):
+def test_headwise_kernel_chooses_the_instruction_set(wanted):
     said = run("print(headwise.explain(q, k, v))", HEADWISE_KERNEL=wanted)
     words = {"off": "(HEADWISE_KERNEL=off)", "plain": "native: one pass in plain C", "nonsense": "is none of"}
     assert words[wanted] in said
@@ -760,11 +760,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_random_calls_do_not_leak():
+def test_random_calls_do_not_leak_memory():
     assert int(run(LEAK)) < 8 << 10  # KiB
 
 
-def test_numbers_of_a_call_fit_the_struct():
+def test_packed_fields_have_the_size_of_the_c_struct():
     """Every field of AttentionCase in call.h is 8 bytes wide; Python packs as many."""
     text = (library.FOLDER / "call.h").read_text()
     body = text[text.index("typedef struct {") : text.index("} Call;")]
@@ -776,13 +776,13 @@ def test_numbers_of_a_call_fit_the_struct():
     assert count * 8 == library.FORM.size + library.POINTERS.size
 
 
-def test_the_statistics_stand_where_the_source_puts_them():
+def test_columns_of_statistics_are_those_of_the_c_source():
     text = (library.FOLDER / "call.h").read_text()
     names = text[text.index("enum { ENTROPY") + 7 : text.index(", CLASS,")].lower().split(", ")
     assert tuple(names) == COLUMNS
 
 
-def test_closeness_is_that_of_single_precision():
+def test_native_error_is_that_of_single_precision():
     """Against float64: far closer than the tolerances above ask for."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 2, 400, 64)).astype(np.float32) for _ in range(3))

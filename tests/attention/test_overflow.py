@@ -72,7 +72,7 @@ def check(given: list[torch.Tensor], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", LARGE, ids=str)
 @pytest.mark.parametrize("path", [*READABLE, *NATIVE])
-def test_scores_that_overflow(path: str, dtype: torch.dtype, name: str) -> None:
+def test_scores_that_overflow_equal_the_reference(path: str, dtype: torch.dtype, name: str) -> None:
     with forced(path):
         for sign in SIGNS.values():
             check(alike(call(dtype, sign)), options_for(name, dtype))
@@ -90,14 +90,14 @@ def test_a_sum_whose_parts_overflow_with_both_signs(path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_gradients_stay_finite(dtype: torch.dtype) -> None:
+def test_gradients_of_overflowing_scores_are_finite(dtype: torch.dtype) -> None:
     for sign in SIGNS.values():
         given = [x.requires_grad_() for x in alike(call(dtype, sign))]
         attend(*given).sum().backward()
         assert all(x.grad is not None and x.grad.isfinite().all() for x in given)
 
 
-def test_an_infinity_in_the_input_is_not_hidden() -> None:
+def test_infinite_inputs_propagate() -> None:
     q, k, v = call(torch.float32, 1.0)
     k[0, 0, 2, 1] = torch.inf
     assert attend(q, k, v)[0, :2].isnan().all()

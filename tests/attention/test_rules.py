@@ -32,7 +32,7 @@ def causal_mask(queries: int, keys: int) -> torch.Tensor:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beside", OTHER_OPTIONS)
 @pytest.mark.parametrize("name", EMPTY_ROWS)
-def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(name, beside, path):
+def test_a_query_with_no_visible_keys_gets_zeros_and_finite_gradients(name, beside, path):
     options, dark = EMPTY_ROWS[name]
     options = {**options, **OTHER_OPTIONS[beside]}
     dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
@@ -59,7 +59,7 @@ def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(name, bes
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beside", ["nothing", "sinks"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
-def test_it_gets_zeros_also_where_it_is_nan(name, beside, path):
+def test_a_nan_query_with_no_visible_keys_gets_zeros(name, beside, path):
     options, dark = EMPTY_ROWS[name]
     options = {**options, **OTHER_OPTIONS[beside]}
     dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
@@ -74,7 +74,7 @@ def test_it_gets_zeros_also_where_it_is_nan(name, beside, path):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_nan_where_someone_looks_is_not_hidden(where, path, dtype, keys):
+def test_nan_in_visible_inputs_propagates(where, path, dtype, keys):
     """PyTorch's CPU kernel gives zeros for NaN scores on fewer than 16 keys."""
     q, k, v = inputs(dtype=dtype, keys=keys)
     {"query": q[0, 3, 2], "key": k[0, 1, -1], "value": v[0, 1, -1]}[where][:] = torch.nan
@@ -98,7 +98,7 @@ def test_nan_where_someone_looks_is_not_hidden(where, path, dtype, keys):
 @pytest.mark.parametrize(
     "options", [{"lengths": torch.tensor([6, 9])}, {"offset": torch.tensor([1, 2]), "causal": True}]
 )
-def test_nor_where_sequences_differ(path, options):
+def test_nan_propagates_where_lengths_or_offsets_differ(path, options):
     q, k, v = inputs(keys=9)
     q[0, 3, 2] = torch.nan
     with forced(path):
@@ -114,7 +114,7 @@ def with_nan_in_hidden_keys(options: dict, tokens: int | None = None) -> tuple[t
 
 
 @pytest.mark.parametrize("name", HIDDEN_KEYS)
-def test_there_are_keys_that_nobody_sees(name):
+def test_the_cases_have_hidden_and_visible_keys(name):
     _, k, v = with_nan_in_hidden_keys(HIDDEN_KEYS[name])
     assert 0 < k.isnan().sum() < k.numel() and 0 < v.isnan().sum() < v.numel()
 
@@ -122,7 +122,7 @@ def test_there_are_keys_that_nobody_sees(name):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beside", ["nothing", "softcap", "sinks"])
 @pytest.mark.parametrize("name", HIDDEN_KEYS)
-def test_gradients_do_not_notice_nan_that_nobody_sees(name, beside, path):
+def test_gradients_ignore_nan_in_hidden_keys(name, beside, path):
     options = {**HIDDEN_KEYS[name], **OTHER_OPTIONS[beside]}
     xs = with_nan_in_hidden_keys(options)
     zeros = [x.nan_to_num(0.0) for x in xs]
@@ -140,7 +140,7 @@ MORE_HIDDEN_KEYS = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", MORE_HIDDEN_KEYS)
-def test_nor_on_more_keys_than_a_vector_holds(name, path):
+def test_gradients_ignore_nan_in_hidden_keys_beyond_one_vector(name, path):
     """Fewer than 16 take another way where values cannot be read."""
     options = MORE_HIDDEN_KEYS[name]
     xs = with_nan_in_hidden_keys(options, 23)
@@ -153,7 +153,7 @@ def test_nor_on_more_keys_than_a_vector_holds(name, path):
 @pytest.mark.parametrize("path", ["default", "unreadable"])
 @pytest.mark.parametrize("beside", ["nothing", "softcap", "sinks"])
 @pytest.mark.parametrize("name", HIDDEN_KEYS)
-def test_nor_do_the_gradients_of_weights(name, beside, path):
+def test_gradients_of_weights_ignore_nan_in_hidden_keys(name, beside, path):
     options = {**HIDDEN_KEYS[name], **OTHER_OPTIONS[beside]}
     q, k, _ = with_nan_in_hidden_keys(options)
     with forced(path):
@@ -163,7 +163,7 @@ def test_nor_do_the_gradients_of_weights(name, beside, path):
 @pytest.mark.parametrize("path", [name for name in PATHS if name != "one block of rows"])
 @given(call=cases())
 @FEW
-def test_gradients_are_those_of_plain_rows(path, call):
+def test_gradients_of_every_path_equal_those_of_blockwise(path, call):
     got = call.tensors()
     with forced("one block of rows"):
         want = gradients(attend, (got.q, got.k, got.v), **got.options)
@@ -192,7 +192,7 @@ CHECKED = {  # what is differentiated besides q, k and v; what is not
 
 @pytest.mark.parametrize("path", ["default", "many calls of the kernel", "many blocks of rows", "unreadable"])
 @pytest.mark.parametrize("name", CHECKED)
-def test_gradcheck(name, path):
+def test_attend_and_weights_pass_gradcheck(name, path):
     shapes, options = CHECKED[name]
     more = [torch.randn(shape, dtype=torch.float64) for shape in shapes.values()]
     xs = as_leaves(*inputs(**SMALL), *more)
@@ -210,12 +210,12 @@ def test_gradcheck(name, path):
         assert torch.autograd.gradcheck(look, xs)
 
 
-def test_second_derivatives_of_the_rows():
+def test_blockwise_passes_gradgradcheck():
     xs = as_leaves(*inputs(**SMALL))
     assert torch.autograd.gradgradcheck(lambda *xs: attend(*xs, softcap=2.0, causal=True), xs)
 
 
-def test_dropout_keeps_or_scales_up_each_weight():
+def test_dropout_drops_or_scales_up_each_weight():
     q, k, _ = inputs(keys=17)
     v = torch.eye(17, dtype=torch.float64).expand(2, 2, 17, 17)  # the output is the weights
     a, dropped = attend(q, k, v, causal=True), attend(q, k, v, causal=True, dropout=0.75)
@@ -233,7 +233,7 @@ def test_dropout_preserves_the_mean():
 
 
 @pytest.mark.parametrize("path", ["default", "many blocks of rows"])
-def test_dropout_of_nothing_and_of_everything(path):
+def test_dropout_of_zero_and_one(path):
     xs = inputs()
     with forced(path):
         assert not attend(*xs, dropout=1.0).any()
@@ -241,7 +241,7 @@ def test_dropout_of_nothing_and_of_everything(path):
 
 
 @pytest.mark.parametrize("path", READABLE)
-def test_dropout_repeats_under_a_seed_and_its_gradient_is_of_the_same_draw(path):
+def test_dropout_is_reproducible_and_its_gradient_uses_the_same_draw(path):
     q, k, v = as_leaves(*inputs())
     with forced(path):
         torch.manual_seed(5)
@@ -256,7 +256,7 @@ def test_dropout_repeats_under_a_seed_and_its_gradient_is_of_the_same_draw(path)
     torch.testing.assert_close((grad * v).sum(), (out * slope).sum())  # the output is linear in v
 
 
-def test_statistics_and_their_output_under_dropout():
+def test_statistics_are_of_the_weights_before_dropout():
     q, k, v = inputs()
     _, quiet = head_stats(q, k, v)
     torch.manual_seed(5)
@@ -283,7 +283,7 @@ def test_autocast_runs_in_its_dtype_and_sums_in_fp32(options):
     torch.testing.assert_close(stats.entropy, head_stats(*near, **options)[1].entropy, rtol=1e-6, atol=1e-6)
 
 
-def test_autocast_off_or_absent_refuses_mixed_dtypes():
+def test_mixed_dtypes_are_refused_without_autocast():
     q, k, v = inputs(dtype=torch.float32)
     with pytest.raises(ShapeError, match="must have one dtype"):
         attend(q, k, v.bfloat16())
@@ -291,7 +291,7 @@ def test_autocast_off_or_absent_refuses_mixed_dtypes():
         attend(q, k, v.bfloat16())
 
 
-def test_gradients_under_autocast_come_in_the_dtype_of_the_inputs():
+def test_gradients_under_autocast_have_the_dtype_of_the_inputs():
     q, k, v = as_leaves(*inputs(dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
         out = attend(q, k, v, softcap=2.0)
@@ -302,7 +302,7 @@ def test_gradients_under_autocast_come_in_the_dtype_of_the_inputs():
 @pytest.mark.parametrize("path", PATHS)
 @given(call=cases())
 @settings(FEW, max_examples=20)
-def test_the_same_call_gives_the_same_bits_in_every_mode(path, call):
+def test_results_are_bitwise_equal_in_every_gradient_mode(path, call):
     got = call.tensors(torch.float32)
     with forced(path):
         out, a = attend(got.q, got.k, got.v, **got.options), weights(got.q, got.k, **got.weight_options)
@@ -342,7 +342,7 @@ def alike(got: HeadStats, want: HeadStats, **tolerance) -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_compiled_attend_is_attend_forward_and_backward(name):
+def test_compiled_attend_equals_eager_forward_and_backward(name):
     options = GRAPHS[name]
     xs = with_nan_in_hidden_keys(options)
     fast = compiled(lambda q, k, v: attend(q, k, v, gates=torch.ones(6), **options), "aot_eager")
@@ -350,7 +350,7 @@ def test_compiled_attend_is_attend_forward_and_backward(name):
 
 
 @pytest.mark.parametrize("name", ["causal", "lengths", "a float mask", "all of them"])
-def test_compiled_weights_are_weights_forward_and_backward(name):
+def test_compiled_weights_equal_eager_forward_and_backward(name):
     options = GRAPHS[name]
     xs = with_nan_in_hidden_keys(options)[:2]
     fast = compiled(lambda q, k: weights(q, k, heads=[4, 1], rows=[0, 3], **options), "aot_eager")
@@ -358,7 +358,7 @@ def test_compiled_weights_are_weights_forward_and_backward(name):
 
 
 @pytest.mark.parametrize("name", ["causal", "offsets", "a padding mask", "all of them"])
-def test_compiled_statistics_are_the_statistics(name):
+def test_compiled_statistics_equal_eager(name):
     options = {**GRAPHS[name], **STATS}
     xs = with_nan_in_hidden_keys(GRAPHS[name])
     fast = compiled(lambda q, k, v: head_stats(q, k, v, **options), "aot_eager")
@@ -390,7 +390,7 @@ INDUCTOR = {
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
-def test_inductor_agrees(name):
+def test_inductor_equals_eager(name):
     function, xs = INDUCTOR[name], inputs()
     fast = compiled(function, "inductor")
     assert_all_close(gradients(fast, xs), gradients(function, xs))

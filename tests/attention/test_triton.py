@@ -25,14 +25,14 @@ def run(*command: str, **environment: str) -> str:
 
 
 @needs_triton
-def test_it_equals_the_specification_in_the_interpreter():
+def test_triton_kernel_passes_its_tests_in_the_interpreter():
     said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "in_interpreter.py", TRITON_INTERPRET="1")
     assert "passed" in said and "skipped" not in said
 
 
 @needs_triton
 @pytest.mark.full
-def test_a_long_campaign_in_the_interpreter():
+def test_triton_kernel_passes_a_long_campaign_in_the_interpreter():
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "full", "in_interpreter.py", TRITON_INTERPRET="1")
 
 
@@ -78,7 +78,7 @@ attend(x, x, x)
 
 @needs_triton
 @pytest.mark.parametrize("target", ['"cuda", 80, 32', '"hip", "gfx942", 64'])
-def test_it_compiles_for_gpus_and_fits_their_shared_memory(target, tmp_path):
+def test_triton_kernel_compiles_for_gpus_and_fits_their_shared_memory(target, tmp_path):
     said = run("-c", COMPILE.format(target=target), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     shared = [int(line) for line in said.split()]
     assert len(shared) == 3 and max(shared) <= 64 * 1024  # the least that any of them has
