@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Iterable, Mapping
+from typing import Unpack
 
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
@@ -90,8 +90,8 @@ def weights(
     q: Tensor,
     k: Tensor,
     *,
-    rows: Any = None,
-    heads: Any = None,
+    rows: int | slice | Iterable[int] | None = None,
+    heads: int | slice | Iterable[int] | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from ...errors import ShapeError
 from ...shapes import Shape, check_at_least, check_known
 from ..stats import HeadStats
 from .kv_cache import KVCache, MemoryCache
-from .module import NORMS, MultiHeadAttention
+from .module import NORMS, FactoryOptions, MultiHeadAttention
 from .positions import Alibi, Rotary, sinusoidal_at
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,7 +28,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     """W_down act(W_up x); with SwiGLU, W_down (silu(W_gate x) * W_up x). x (..., d_model) -> the same shape."""
 
-    def __init__(self, d_model: int, ffn: int, activation: str = "gelu", *, bias: bool = True, **factory: Any) -> None:
+    def __init__(
+        self, d_model: int, ffn: int, activation: str = "gelu", *, bias: bool = True, **factory: Unpack[FactoryOptions]
+    ) -> None:
         super().__init__()
         check_known("activation", activation, ACTIVATIONS)
         check_at_least(1, "ffn", ffn)
@@ -87,7 +89,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         check_known("norm", norm, NORMS)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         attention: dict[str, Any] = {
             "head_dim": head_dim,
             "bias": bias,
@@ -175,7 +177,7 @@ class Embedding(nn.Module):
     positions (T,) or (B, T) count from the first token; RoBERTa's padding tokens are at -1.
     """
 
-    def __init__(self, shape: Shape, dropout: float = 0.0, **factory: Any) -> None:
+    def __init__(self, shape: Shape, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.shape = shape
         width = shape.embedding_width or shape.width

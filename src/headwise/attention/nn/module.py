@@ -27,6 +27,16 @@ from .positions import Alibi, Rotary
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
+Selection = int | slice | Iterable[int] | None  # of rows or heads; None for all
+
+
+class FactoryOptions(TypedDict, total=False):
+    """Where and in which dtype parameters are created."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class ModuleOptions(TypedDict, total=False):
     """The options of `MultiHeadAttention.forward` that `weights` and `stats` share."""
 
@@ -51,7 +61,7 @@ class Projected(NamedTuple):
     options: AttendOptions[Tensor]
     slopes: Tensor | None  # (H,) of Alibi
 
-    def weights(self, rows: Any = None, heads: Any = None) -> Tensor:
+    def weights(self, rows: Selection = None, heads: Selection = None) -> Tensor:
         """(B, heads, rows, Tk), before dropout."""
         q, k = cast_inputs(self.q, self.k)
         return dispatch.weights(q, k, build_call(q, k, slopes=self.slopes, **self.options), rows, heads)
@@ -156,7 +166,7 @@ class MultiHeadAttention(nn.Module):
         # each head's number before pruning; None for a head of zeros that pads its group
         self.head_numbers: tuple[int | None, ...] = tuple(range(num_heads))
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         inner, inner_kv = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim
         self.W_Q = nn.Linear(d_model, inner, bias, **factory)
         self.W_K = nn.Linear(self.kdim, inner_kv, bias, **factory)
@@ -258,8 +268,8 @@ class MultiHeadAttention(nn.Module):
         query: Tensor,
         key: Tensor | None = None,
         *,
-        rows: Any = None,
-        heads: Any = None,
+        rows: Selection = None,
+        heads: Selection = None,
         **options: Unpack[ModuleOptions],
     ) -> Tensor:
         """Attention weights (B, heads, rows, Tk). rows and heads as in headwise.weights, other options as in forward.

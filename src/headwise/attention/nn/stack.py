@@ -20,16 +20,39 @@ from ..visibility import check_tensor
 from .blocks import NORMS, Embedding, FeedForward, TransformerBlock
 from .inputs import check_integers, key_mask, mask_of_cached_keys, positions_of, range_of
 from .kv_cache import KVCache, MemoryCache, SlidingCache, StaticCache
+from .module import FactoryOptions
 from .positions import Rotary
 
 __all__ = ["Caches", "Decoder", "Encoder", "FeedForward", "Transformer", "TransformerBlock"]
+
+
+class StackOptions(FactoryOptions, total=False):
+    """The options of a stack's constructor."""
+
+    dropout: float
+
+
+class StackInputs(TypedDict, total=False):
+    """The inputs of a stack besides its ids and caches; types are an encoder's, the memory is a decoder's."""
+
+    mask: Tensor | None
+    lengths: Tensor | None
+    types: Tensor | None
+    positions: Tensor | None
+    memory: Tensor | None
+    memory_mask: Tensor | None
 
 
 class _Stack(nn.Module):
     """Embeddings, blocks, and a final norm where blocks have pre-norms."""
 
     def __init__(
-        self, shape: Shape, windows: Sequence[int | None], cross: bool, dropout: float, **factory: Any
+        self,
+        shape: Shape,
+        windows: Sequence[int | None],
+        cross: bool,
+        dropout: float,
+        **factory: Unpack[FactoryOptions],
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -64,12 +87,13 @@ class _Stack(nn.Module):
         self.norm = NORMS[shape.norm](heads.width, eps=shape.norm_eps, **factory) if shape.pre_norm else None
 
     @classmethod
-    def from_shape(cls, shape: str | Shape, **options: Any) -> Self:
+    def from_shape(cls, shape: str | Shape, **options: Unpack[StackOptions]) -> Self:
         """Build from a Shape or the name of a famous one ("bert-base"); device="meta" allocates no memory.
 
         Options are dropout, device and dtype.
         """
-        return cls(preset(shape) if isinstance(shape, str) else shape, **options)
+        shape = preset(shape) if isinstance(shape, str) else shape
+        return cls(shape, **options)  # type: ignore[call-arg]  # Encoder's and Decoder's constructors take these
 
     def stats(
         self,
@@ -77,29 +101,29 @@ class _Stack(nn.Module):
         *,
         queries: Tensor | None = None,
         classes: dict[str, Tensor] | None = None,
-        **options: Any,
+        **inputs: Unpack[StackInputs],
     ) -> list[HeadStats]:
-        """Statistics of every head of each layer's self-attention on ids (B, T); options as in forward, but no cache.
+        """Statistics of every head of each layer's self-attention on ids (B, T); inputs as in forward, but no cache.
 
         queries (B, T) are the tokens that count: by default those that a mask (B, T) marks as real.
 
         Example:
             >>> [layer.entropy for layer in decoder.stats(ids)]  # (H,) per layer
         """
-        mask = options.get("mask")
+        mask = inputs.get("mask")
         if queries is None and mask is not None and mask.dim() == 2:
             queries = mask.bool()
         per_layer: list[HeadStats] = []
 
-        def observe(block: TransformerBlock, inputs: tuple[Tensor, ...], of_block: dict[str, Any]) -> None:
+        def observe(block: TransformerBlock, arguments: tuple[Tensor, ...], of_block: dict[str, Any]) -> None:
             visible = {name: of_block.get(name) for name in ("mask", "lengths", "positions")}
             causal = of_block.get("causal", False)
-            per_layer.append(block.stats(inputs[0], causal=causal, queries=queries, classes=classes, **visible))
+            per_layer.append(block.stats(arguments[0], causal=causal, queries=queries, classes=classes, **visible))
 
         hooks = [block.register_forward_pre_hook(observe, with_kwargs=True) for block in self.blocks]
         try:
             with torch.no_grad():
-                self(ids, **options)
+                self(ids, **inputs)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -132,7 +156,7 @@ class Encoder(_Stack):
         >>> encoder(ids, mask=attention_mask).shape  # (B, T, d)
     """
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         if not shape.decoder_layers and (shape.head or shape.window):
             raise UnsupportedError("an Encoder has no output layer and no sliding window; this is a Decoder's shape")
         super().__init__(shape, (None,) * shape.layers, False, dropout, **factory)
@@ -227,7 +251,7 @@ class Decoder(_Stack):
         >>> decoder.generate(ids, max_new_tokens=20, eos=2)  # (B, T + at most 20)
     """
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         if shape.pooler and not shape.decoder_layers:
             raise UnsupportedError("a Decoder has no pooler; this is an Encoder's shape")
         cross = shape.decoder_layers > 0
@@ -375,7 +399,7 @@ class Transformer(nn.Module):
         >>> model(source_ids, target_ids).shape  # (B, T, vocab)
     """
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         if not shape.decoder_layers:
             raise UnsupportedError("a Transformer needs decoder_layers; for this shape use Encoder or Decoder")
@@ -385,7 +409,7 @@ class Transformer(nn.Module):
         self.decoder.embed = self.encoder.embed
 
     @classmethod
-    def from_shape(cls, shape: str | Shape, **options: Any) -> Self:
+    def from_shape(cls, shape: str | Shape, **options: Unpack[StackOptions]) -> Self:
         """Build from a Shape or the name of a famous one ("transformer-base"); device="meta" allocates no memory."""
         return cls(preset(shape) if isinstance(shape, str) else shape, **options)
 
