@@ -1,4 +1,4 @@
-"""The Triton kernel equals the specification in every option, size and layout.
+"""The Triton kernel equals the reference in every option, size and layout.
 
 test_triton.py runs this file in a process of its own: whether Triton interprets its kernels on the CPU is settled
 when it is first imported.
@@ -65,10 +65,10 @@ def test_triton_attend_in_16_bits_equals_the_reference_within_rounding(dtype, ca
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@given(call=cases(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
+@given(call=cases(), value=st.sampled_from([np.nan, np.inf, -np.inf]))
 @FEWER
-def test_triton_ignores_memory_layout_and_hidden_keys(layout, call, odd):
-    check_attend(call.spoil_hidden_keys(odd), torch.float32, layout)
+def test_triton_ignores_memory_layout_and_hidden_keys(layout, call, value):
+    check_attend(call.spoil_hidden_keys(value), torch.float32, layout)
 
 
 @given(call=cases_with_stats())
@@ -129,14 +129,14 @@ def test_sums_are_rescaled_when_the_row_maximum_keeps_rising():
 @pytest.mark.parametrize("beside", [name for name in OTHER_OPTIONS if name != "dropout"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 def test_a_nan_query_with_no_visible_keys_gets_zeros(name, beside):
-    options, dark = EMPTY_ROWS[name]
+    options, empty = EMPTY_ROWS[name]
     options = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
     call = random_case().tensors(torch.float32)
-    call.q[dark] = torch.nan
+    call.q[empty] = torch.nan
     out, stats = head_stats(call.q, call.k, call.v, **options, **OTHER_OPTIONS[beside])
-    assert not out[dark].any() and out.isfinite().all()
-    assert stats.count.equal((~dark).sum(-1).double())
+    assert not out[empty].any() and out.isfinite().all()
+    assert stats.count.equal((~empty).sum(-1).double())
 
 
 @pytest.mark.parametrize("place", ["query", "key", "value"])
@@ -150,10 +150,10 @@ def test_nan_reaches_only_queries_that_see_it(place):
 @given(call=cases())
 @FEWER
 def test_gradients_equal_those_of_blockwise_attention(call):
-    exact, given = call.tensors(), call.tensors(torch.float32)
+    exact, tensors = call.tensors(), call.tensors(torch.float32)
     with forced("one block of rows"):
         want = gradients(attend, (exact.q, exact.k, exact.v), **exact.options)
-    got = gradients(attend, (given.q, given.k, given.v), **given.options)
+    got = gradients(attend, (tensors.q, tensors.k, tensors.v), **tensors.options)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(array(a), array(b), rtol=1e-4, atol=5e-5)
 
@@ -172,8 +172,10 @@ def test_alibi_equals_a_float_mask_in_triton(options):
     call, slopes = random_case(queries=19, keys=21), np.array([0.5, 0.1, 0.0, 2.0, 0.3, 1.0])
     away = abs(np.arange(21) - np.arange(19)[:, None] - options.get("offset", 2))
     want = reference.attend(call.q, call.k, call.v, mask=-slopes[:, None, None] * away, **options)
-    given = replace(call, options={**options, "slopes": slopes}).tensors(torch.float32)
-    out = dispatch.attend(given.q, given.k, given.v, build_call(given.q, given.k, given.v, **given.options))
+    tensors = replace(call, options={**options, "slopes": slopes}).tensors(torch.float32)
+    out = dispatch.attend(
+        tensors.q, tensors.k, tensors.v, build_call(tensors.q, tensors.k, tensors.v, **tensors.options)
+    )
     np.testing.assert_allclose(array(out), want, rtol=1e-4, atol=2e-5)
 
 

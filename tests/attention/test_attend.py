@@ -1,4 +1,4 @@
-"""attend and weights equal the specification: every option, dtype, memory layout and path, by random calls."""
+"""attend and weights equal the reference: every option, dtype, memory layout and path, in random calls."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_nan_and_infinities_reach_only_queries_that_see_them(path, call):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@given(call=cases(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
+@given(call=cases(), value=st.sampled_from([np.nan, np.inf, -np.inf]))
 @FEW
-def test_hidden_keys_may_hold_anything(path, call, odd):
-    """Also where values cannot be read: there, NaN that some may look at may reach others, but not this."""
-    call = call.spoil_hidden_keys(odd)
+def test_hidden_keys_may_hold_anything(path, call, value):
+    """Also where values cannot be read: there, NaN that some queries see may reach others, but hidden NaN may not."""
+    call = call.spoil_hidden_keys(value)
     with forced(path):
         check_attend(call)
         check_weights(call, {})
@@ -123,10 +123,10 @@ def test_scale_may_be_zero_or_negative(path, scale, tokens):
 
 @pytest.mark.parametrize("path", READABLE)
 @pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
-def test_zero_weight_on_an_infinite_value_is_nan_where_visible(path, hides, odd):
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_zero_weight_on_an_infinite_value_is_nan_where_visible(path, hides, value):
     call = random_case(queries=5, keys=20)
-    call.v[0, 1, 3, 2] = odd
+    call.v[0, 1, 3, 2] = value
     call.options["mask"] = np.where(np.arange(20) == 3, -1e5, 0.0)  # seen with a weight of zero
     if hides:
         call.options["causal"], call.options["offset"] = True, 1  # and not by everyone
@@ -143,9 +143,9 @@ def test_a_float_mask_may_be_wider_than_the_inputs(path, dtype, low):
     call = random_case(queries=17, keys=17).rounded(dtype)
     mask = np.where(np.tril(np.ones((17, 17), bool)), 0.0, low)
     mask[3] = low
-    given = call.tensors(dtype)
+    tensors = call.tensors(dtype)
     with forced(path):
-        out = attend(given.q, given.k, given.v, mask=torch.from_numpy(mask).float())
+        out = attend(tensors.q, tensors.k, tensors.v, mask=torch.from_numpy(mask).float())
     expected = reference.attend(call.q, call.k, call.v, mask=mask)
     np.testing.assert_allclose(array(out), expected, **TOLERANCE[dtype])
 
@@ -153,14 +153,14 @@ def test_a_float_mask_may_be_wider_than_the_inputs(path, dtype, low):
 def test_inputs_are_not_modified():
     call = random_case(queries=7)
     call.options.update(causal=True, softcap=2.0, sinks=np.ones(6), gates=np.ones(6), mask=np.zeros((7, 7)) - 1)
-    given = call.tensors()
-    attend(given.q, given.k, given.v, **given.options)
-    weights(given.q, given.k, **given.weight_options)
-    head_stats(given.q, given.k, given.v, **given.options)
+    tensors = call.tensors()
+    attend(tensors.q, tensors.k, tensors.v, **tensors.options)
+    weights(tensors.q, tensors.k, **tensors.weight_options)
+    head_stats(tensors.q, tensors.k, tensors.v, **tensors.options)
     for name in "qkv":
-        np.testing.assert_array_equal(getattr(given, name), getattr(call, name))
+        np.testing.assert_array_equal(getattr(tensors, name), getattr(call, name))
     for name in ("sinks", "gates", "mask"):
-        np.testing.assert_array_equal(given.options[name], call.options[name])
+        np.testing.assert_array_equal(tensors.options[name], call.options[name])
 
 
 @pytest.mark.parametrize("name", LARGE_CALLS)
@@ -168,19 +168,19 @@ def test_large_calls_take_the_expected_path_and_equal_the_reference(name):
     (batch, heads, kv, queries, keys), options, path = LARGE_CALLS[name]
     call = random_case(3, batch, heads, kv, queries, keys)
     call.options.update(options)
-    given = call.tensors(torch.float32)
+    tensors = call.tensors(torch.float32)
     with forced("default"):
         check_attend(call, torch.float32)
         check_weights(call, {"rows": slice(0, queries, 97)}, torch.float32)
-        assert path in explain(given.q, given.k, given.v, **given.options)
+        assert path in explain(tensors.q, tensors.k, tensors.v, **tensors.options)
 
 
 @given(call=cases())
 @FEW
 def test_meta_tensors_give_the_output_shapes(call):
-    given = call.tensors(torch.float32)
-    q, k, v = (x.to("meta") for x in (given.q, given.k, given.v))
-    options = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.options.items()}
+    tensors = call.tensors(torch.float32)
+    q, k, v = (x.to("meta") for x in (tensors.q, tensors.k, tensors.v))
+    options = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in tensors.options.items()}
     batch, heads, queries, _ = q.shape
     out = attend(q, k, v, **options)
     assert out.device.type == "meta" and out.shape == (batch, heads, queries, v.shape[3])
@@ -212,11 +212,11 @@ def test_fully_masked_rows_are_zero_whatever_a_devices_kernel_returns(monkeypatc
     mask[:, :, [0, 3]] = False
     mask = mask[:, :, :1] if rows == "all alike" else mask
     call.options["mask"] = mask if kind == "bool" else np.where(mask, 0.25, -np.inf)
-    given = call.tensors()
-    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    tensors = call.tensors()
+    leaves = [x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
     q, k, v = (x.as_subclass(TensorOnOtherDevice) for x in leaves)
     monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", sdpa_with_nan_in_fully_masked_rows)
-    out = sdpa._kernel(q, k, v, given.options["mask"], AttentionCall(None, 0.5)).as_subclass(torch.Tensor)
+    out = sdpa._kernel(q, k, v, tensors.options["mask"], AttentionCall(None, 0.5)).as_subclass(torch.Tensor)
     expected = reference.attend(call.q, call.k, call.v, **call.options)
     np.testing.assert_allclose(array(out), expected, **TOLERANCE[torch.float64])
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))

@@ -1,4 +1,4 @@
-"""The native kernel equals the specification in every instruction set, size and layout, and behaves in a process."""
+"""The native kernel equals the reference in every instruction set, size and layout, also in threads and forks."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def test_native_attend_in_16_bits_equals_the_reference_within_rounding(path, dty
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @each_path
-@given(call=cases(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
+@given(call=cases(), value=st.sampled_from([np.nan, np.inf, -np.inf]))
 @settings(FEW, max_examples=50)
-def test_native_ignores_memory_layout_and_hidden_keys(path, dtype, layout, call, odd):
+def test_native_ignores_memory_layout_and_hidden_keys(path, dtype, layout, call, value):
     with forced(path):
-        check_attend(call.spoil_hidden_keys(odd), dtype, layout)
+        check_attend(call.spoil_hidden_keys(value), dtype, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,10 +158,10 @@ def test_native_large_calls_equal_the_reference(path, name):
     sizes, options, _ = LARGE_CALLS[name]
     call = random_case(3, *sizes)
     call.options.update(options)
-    given = call.tensors(torch.float32)
+    tensors = call.tensors(torch.float32)
     with forced(path):
         check_attend(call, torch.float32)
-        assert explain(given.q, given.k, given.v, **given.options).startswith("native: one pass in")
+        assert explain(tensors.q, tensors.k, tensors.v, **tensors.options).startswith("native: one pass in")
 
 
 @pytest.mark.parametrize("name", [*LARGE_CALLS_WITH_STATS, "split keys"])
@@ -198,28 +198,28 @@ def test_nan_reaches_only_queries_that_see_it(path, keys, place):
 @pytest.mark.parametrize("beside", [name for name in OTHER_OPTIONS if name != "dropout"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 def test_a_nan_query_with_no_visible_keys_gets_zeros(path, name, beside):
-    options, dark = EMPTY_ROWS[name]
+    options, empty = EMPTY_ROWS[name]
     options = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
     call = random_case().tensors(torch.float32)
-    call.q[dark] = torch.nan
+    call.q[empty] = torch.nan
     with forced(path):
         for out in (
             attend(call.q, call.k, call.v, **options, **OTHER_OPTIONS[beside]),
             head_stats(call.q, call.k, call.v, **options, **OTHER_OPTIONS[beside])[0],
         ):
-            assert not out[dark].any() and out.isfinite().all()
+            assert not out[empty].any() and out.isfinite().all()
 
 
 @each_path
 @given(call=cases())
 @FEW
 def test_native_gradients_equal_those_of_blockwise_attention(path, call):
-    exact, given = call.tensors(), call.tensors(torch.float32)
+    exact, tensors = call.tensors(), call.tensors(torch.float32)
     with forced("one block of rows"):
         want = gradients(attend, (exact.q, exact.k, exact.v), **exact.options)
     with forced(path):
-        got = gradients(attend, (given.q, given.k, given.v), **given.options)
+        got = gradients(attend, (tensors.q, tensors.k, tensors.v), **tensors.options)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(array(a), array(b), rtol=1e-4, atol=5e-5)
 
@@ -267,8 +267,8 @@ def test_second_derivatives_after_a_native_forward():
 @given(call=cases() | long_cases(), count=st.integers(1, 16))
 @settings(FEW, max_examples=60)
 def test_strongest_keys_have_the_largest_weights_of_every_row(path, call, count):
-    given = call.rounded(torch.float32)
-    call, a = given.tensors(torch.float32), reference.weights(given.q, given.k, **given.weight_options)
+    tensors = call.rounded(torch.float32)
+    call, a = tensors.tensors(torch.float32), reference.weights(tensors.q, tensors.k, **tensors.weight_options)
     for way in (path, "default"):
         with forced(way):
             options = {name: value for name, value in call.options.items() if name != "gates"}
@@ -306,9 +306,9 @@ def test_compiled_calls_are_one_node(name):
         assert out.equal(want) and stats == expected
         plain = torch.compile(lambda q, k, v: attend(q, k, v, **options), fullgraph=True, backend="aot_eager")
         assert plain(call.q, call.k, call.v).equal(want)
-    given = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    tensors = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
     with forced(NATIVE[0]):  # with gradients, a graph of PyTorch's operators
-        torch.autograd.grad(plain(*given).sum(), given)
+        torch.autograd.grad(plain(*tensors).sum(), tensors)
 
 
 class Exported(torch.nn.Module):
@@ -331,9 +331,9 @@ def test_an_exported_graph_takes_any_length():
 def test_the_operator_passes_pytorchs_own_checks():
     call = random_case().tensors(torch.float32)
     mask = torch.rand(1, 1, 5, 7) < 0.5
-    given = (call.q, call.k, call.v, mask, *[None] * 7, -1, 0, 0, 7, 0.5, 0.0)
+    tensors = (call.q, call.k, call.v, mask, *[None] * 7, -1, 0, 0, 7, 0.5, 0.0)
     for sums in (True, False):
-        torch.library.opcheck(torch.ops.headwise.attend.default, (*given, sums))
+        torch.library.opcheck(torch.ops.headwise.attend.default, (*tensors, sums))
 
 
 def test_native_attend_under_autocast_and_inference_mode():
@@ -375,9 +375,9 @@ def test_exponentials_of_whole_and_half_numbers_are_exact(name):
     x = np.arange(-130, 1, 0.5)
     q, k, v = np.ones((1, 1, 14, 1)), x[None, None, :, None], np.eye(len(x))[None, None]
     for last in range(len(x) - 5, len(x)):
-        given = [torch.tensor(y, dtype=torch.float32) for y in (q, k[:, :, : last + 1], v[:, :, : last + 1])]
+        tensors = [torch.tensor(y, dtype=torch.float32) for y in (q, k[:, :, : last + 1], v[:, :, : last + 1])]
         with forced(name):
-            got = attend(*given, scale=math.log(2))
+            got = attend(*tensors, scale=math.log(2))
         want = 2.0 ** (x[: last + 1] - x[last])
         want /= want.sum()
         np.testing.assert_allclose(got[0, 0, :, : last + 1], np.tile(want, (14, 1)), rtol=1e-6, atol=2e-38)
@@ -428,10 +428,10 @@ def test_native_scores_that_overflow_equal_the_reference(path, name, option, dty
         options, classes = OPTIONS[option](rng, (2, 6, queries, keys)), {"some": rng.random((2, keys)) < 0.5}
         call = AttentionCase(q, k, call.v, options, {"classes": classes}).rounded(dtype)
         want, stats = from_limited_scores(call)
-        given = call.tensors(dtype)
+        tensors = call.tensors(dtype)
         with forced(path):
-            out, got = head_stats(given.q, given.k, given.v, **given.options, **given.stats_options)
-            plain = attend(given.q, given.k, given.v, **given.options)
+            out, got = head_stats(tensors.q, tensors.k, tensors.v, **tensors.options, **tensors.stats_options)
+            plain = attend(tensors.q, tensors.k, tensors.v, **tensors.options)
         assert plain.equal(out)
         np.testing.assert_allclose(array(out), want, **TOLERANCE[dtype])
         for number in stats.names:
@@ -455,7 +455,7 @@ def test_strongest_keys_and_log_sum_exp_of_scores_that_overflow(path):
     assert lse.isfinite().all()
 
 
-# ---- calls of a form that was seen before: what was checked once holds for the numbers, not for what is around them
+# ---- repeated calls: what was validated once holds for other numbers, not for other modes
 
 
 def test_repeated_calls_share_a_template_and_no_numbers():
@@ -703,7 +703,7 @@ if child == 0:
 print(borrowed, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     gnu_openmp = any((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    stat = Path("/proc/self/stat")  # a sandbox may show no flags, and then nobody knows
+    stat = Path("/proc/self/stat")  # a sandbox may hide the flags
     flags = stat.exists() and stat.read_text().rpartition(")")[2].split()[6] != "0"
     assert run(code, HEADWISE_THREADS="") == f"{gnu_openmp and flags} 0"
 

@@ -1,4 +1,4 @@
-"""head_stats equals the specification on every path without T x T; HeadStats adds up, prints and travels as JSON."""
+"""head_stats equals the reference on every path without T x T; HeadStats adds up, prints and is saved as JSON."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_statistics_of_large_calls_equal_the_reference(name):
 @given(call=cases())
 @FEW
 def test_head_stats_output_equals_attend(call):
-    given = call.tensors()
-    out, _ = head_stats(given.q, given.k, given.v, **given.options)
-    torch.testing.assert_close(out, attend(given.q, given.k, given.v, **given.options), rtol=1e-9, atol=1e-10)
+    tensors = call.tensors()
+    out, _ = head_stats(tensors.q, tensors.k, tensors.v, **tensors.options)
+    torch.testing.assert_close(out, attend(tensors.q, tensors.k, tensors.v, **tensors.options), rtol=1e-9, atol=1e-10)
 
 
 def some(seed: int = 0, batch: int = 2, **options) -> tuple[torch.Tensor, HeadStats]:
@@ -325,5 +325,5 @@ def test_lazy_statistics_are_computed_once_and_can_be_copied():
     assert not made and stats.entropy == 2.0 and stats.count == 3.0 and stats.sums is stats.sums and made == [1]
     call = random_case().tensors(torch.float32)
     for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
-        fresh = head_stats(call.q, call.k, call.v)[1]  # nobody has looked at it yet
+        fresh = head_stats(call.q, call.k, call.v)[1]  # not computed yet
         assert again(fresh) == fresh

@@ -1,4 +1,4 @@
-"""The Triton kernel: tested in an interpreter, compiled for GPUs that are not there, never imported for the CPU."""
+"""The Triton kernel: run in an interpreter, compiled for absent GPUs, never imported for CPU tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold on every path: dark rows, NaN, gradients, dropout, autocast, compiled and exported code."""
+"""What must hold on every code path: empty rows, NaN, gradients, dropout, autocast, compiled and exported code."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def causal_mask(queries: int, keys: int) -> torch.Tensor:
 @pytest.mark.parametrize("beside", OTHER_OPTIONS)
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 def test_a_query_with_no_visible_keys_gets_zeros_and_finite_gradients(name, beside, path):
-    options, dark = EMPTY_ROWS[name]
+    options, empty = EMPTY_ROWS[name]
     options = {**options, **OTHER_OPTIONS[beside]}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
     q, k, v = inputs()
     with forced(path):
         with torch.inference_mode():
@@ -48,26 +48,26 @@ def test_a_query_with_no_visible_keys_gets_zeros_and_finite_gradients(name, besi
         options = {name: value for name, value in options.items() if name not in ("dropout", "gates")}
         a = weights(q, k, **options)
     for out in (inferred, measured, trained, a):
-        assert not out[dark].any()
-        assert out[~dark].isfinite().all() and (out[~dark].any() or dark.all())
-    assert not q.grad[dark].any()
+        assert not out[empty].any()
+        assert out[~empty].isfinite().all() and (out[~empty].any() or empty.all())
+    assert not q.grad[empty].any()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
-    if not dark.all():
-        assert k.grad.any() and v.grad.any() and q.grad[~dark].any()
+    if not empty.all():
+        assert k.grad.any() and v.grad.any() and q.grad[~empty].any()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beside", ["nothing", "sinks"])
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 def test_a_nan_query_with_no_visible_keys_gets_zeros(name, beside, path):
-    options, dark = EMPTY_ROWS[name]
+    options, empty = EMPTY_ROWS[name]
     options = {**options, **OTHER_OPTIONS[beside]}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
     q, k, v = inputs()
-    q[dark] = torch.nan
+    q[empty] = torch.nan
     with forced(path):
         for out in (attend(q, k, v, **options), weights(q, k, **options), head_stats(q, k, v, **options)[0]):
-            assert not out[dark].any() and out.isfinite().all()
+            assert not out[empty].any() and out.isfinite().all()
 
 
 @pytest.mark.parametrize("keys", [1, 2, 7, 15, 16, 17, 31, 33])
@@ -107,7 +107,7 @@ def test_nan_propagates_where_lengths_or_offsets_differ(path, options):
 
 
 def with_nan_in_hidden_keys(options: dict, tokens: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Inputs with NaN wherever nobody may look: 5 queries on 7 keys, or so many tokens on themselves."""
+    """Inputs with NaN in all hidden keys: 5 queries on 7 keys, or self-attention of this many tokens."""
     call = random_case() if tokens is None else random_case(queries=tokens, keys=tokens)
     call = replace(call, options=array(options)).spoil_hidden_keys(np.nan).tensors()
     return call.q, call.k, call.v
@@ -201,9 +201,9 @@ def test_attend_and_weights_pass_gradcheck(name, path):
         return attend(q, k, v, **dict(zip(shapes, rest, strict=True)), **options)
 
     def look(q, k, v, *rest):
-        given = {**dict(zip(shapes, rest, strict=True)), **options}
-        given.pop("gates", None)
-        return weights(q, k, **given)
+        tensors = {**dict(zip(shapes, rest, strict=True)), **options}
+        tensors.pop("gates", None)
+        return weights(q, k, **tensors)
 
     with forced(path):
         assert torch.autograd.gradcheck(run, xs)

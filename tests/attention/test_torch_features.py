@@ -1,4 +1,4 @@
-"""Where attention meets other features of PyTorch: it gives the same numbers there, or refuses."""
+"""Attention together with other features of PyTorch gives the same numbers, or is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headwise.errors import UnsupportedError
 
 
 def inputs(seed: int = 0, tokens: int = 7) -> list[Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, heads, tokens, 5, generator=made) for heads in (6, 3, 3)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, tokens, 5, generator=generator) for heads in (6, 3, 3)]
 
 
 def negated(x: Tensor) -> Tensor:
@@ -28,9 +28,9 @@ def negated(x: Tensor) -> Tensor:
 
 def test_negated_views_give_the_same_output() -> None:
     q, k, v = inputs()
-    made = torch.Generator().manual_seed(1)
-    numbers = torch.randn(6, generator=made)
-    mask = torch.randn(7, 7, generator=made)
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn(6, generator=generator)
+    mask = torch.randn(7, 7, generator=generator)
     for options in ({"sinks": numbers}, {"gates": numbers}, {"mask": mask}, {"slopes": numbers.abs()}):
         want = dispatch.attend(q, k, v, build_call(q, k, v, **options))
         flipped: dict[str, Any] = {name: negated(x) for name, x in options.items()}
@@ -78,9 +78,9 @@ def test_gradients_are_the_same_under_checkpointing(reentrant: bool) -> None:
 def test_inference_tensors_work_outside_inference_mode() -> None:
     want = headwise.attend(*inputs(), causal=True)
     with torch.inference_mode():
-        given = inputs()
-        torch.testing.assert_close(headwise.attend(*given, causal=True), want)
-    torch.testing.assert_close(headwise.attend(*given, causal=True), want)
+        tensors = inputs()
+        torch.testing.assert_close(headwise.attend(*tensors, causal=True), want)
+    torch.testing.assert_close(headwise.attend(*tensors, causal=True), want)
 
 
 def test_threads_that_call_at_once_get_their_own_results() -> None:
@@ -88,9 +88,9 @@ def test_threads_that_call_at_once_get_their_own_results() -> None:
 
     def work(number: int) -> None:
         for tokens in (2, 3, 5, 7, 11, 13, 17, 19) * 3:
-            given = inputs(number, tokens)
-            exact = [x.double() for x in given]
-            out, stats = headwise.head_stats(*given, causal=True)
+            tensors = inputs(number, tokens)
+            exact = [x.double() for x in tensors]
+            out, stats = headwise.head_stats(*tensors, causal=True)
             want, exact_stats = headwise.head_stats(*exact, causal=True)
             close = torch.allclose(out.double(), want, atol=1e-5)
             if not (close and torch.allclose(stats.entropy, exact_stats.entropy.double(), atol=1e-4)):
