@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, recompute: bool
     """
     # PyTorch's counters of operations know matrix products, but not the fused kernel's backward
     out = None if recompute and is_observed() else _fused(q, k, v, call)
-    return apply_gates(blockwise.attend(q, k, v, call) if out is None else out, call)
+    return blockwise.run(q, k, v, call).out if out is None else apply_gates(out, call)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor | None:
