@@ -223,7 +223,7 @@ def test_a_float_mask_of_zeros_and_ones_warns_at_the_callers_line(function, name
         warnings.simplefilter("always")
         {"attend": attend, "weights": weights, "head_stats": head_stats, "explain": explain}[function](**given)
     assert [w.filename for w in caught] == [__file__] * warned  # the line that has to change is the caller's
-    words = "a torch.float32 mask of zeros and ones is added to the scores; if it says who may look, give mask.bool()"
+    words = "a torch.float32 mask of zeros and ones is added to the scores; if 1 means 'may attend', give mask.bool()"
     assert all(str(w.message) == words for w in caught)
 
 

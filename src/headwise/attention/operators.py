@@ -2,7 +2,7 @@
 
 Where nothing records, backends are called directly, which has several times less overhead. The operator dispatches
 like any call and has gradients, so that a recorded call serves every input. Operators take flat arguments and no
-`int | Tensor`, so offset and end come twice: a number, and a tensor that replaces it where it is given.
+`int | Tensor`, so offset and end are passed twice: as a number, and as a tensor that replaces it where it is given.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Validating a call takes longer than a short call itself, so calls that differ in their numbers alone are validated once.
 Most calls look like the latest one with the same options: PyTorch's tensor guards recognise that in one step, and also
-that no gradient, autocast, subclass or transform has come into play. Serves attend, head_stats and MultiHeadAttention.
+that no gradient, autocast, subclass or transform is involved. Serves attend, head_stats and MultiHeadAttention.
 """
 
 from __future__ import annotations

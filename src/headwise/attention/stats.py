@@ -1,6 +1,6 @@
 """HeadStats: statistics of each head's weights, kept as sums that add up exactly over batches, calls and ranks.
 
-The names of the statistics, and the order in which the kernels write them, stand here and nowhere else.
+The names of the statistics, and the order in which the kernels write them, are defined here and nowhere else.
 """
 
 from __future__ import annotations

@@ -131,20 +131,20 @@ def _descriptions(heads: Heads, causal: bool, bias: bool) -> list[tuple[str, str
     rows, inner, kv_inner = ("batch", "tokens"), f"{heads.query}·{heads.dim}", f"{heads.kv}·{heads.dim}"
     square = ("batch", "heads", "queries", "keys")
     read = "the same for keys and values" if heads.group == 1 else f"{heads.group} query heads read each KV head"
-    fit = "how a key fits; later ones hidden" if causal else "how well a key fits a query"
+    fit = "scores; later keys are hidden" if causal else "how well a key fits a query"
     last = f" … O_{heads.query - 1}" if heads.query > 1 else ""
     return [
-        ("X", "X", "the tokens come in", (*rows, "d_model")),
+        ("X", "X", "the input tokens", (*rows, "d_model")),
         ("Q", linear("Q", "X", "Q"), "what each token looks for", (*rows, inner)),
-        ("K", linear("K", "X", "K"), "what each token is found by", (*rows, kv_inner)),
-        ("V", linear("V", "X", "V"), "what each token hands over", (*rows, kv_inner)),
+        ("K", linear("K", "X", "K"), "what each token is matched by", (*rows, kv_inner)),
+        ("V", linear("V", "X", "V"), "what each token passes on", (*rows, kv_inner)),
         ("Q_i", "Q_i = Q, split", f"heads of {heads.dim} numbers each", ("batch", "heads", "tokens", "d_k")),
         ("K_i, V_i", "K_i, V_i = K, V, split", read, ("batch", "kv heads", "tokens", "d_k")),
         ("S_i", f"S_i = Q_i K_iᵀ / √{heads.dim}", fit, square),
-        ("A_i", "A_i = softmax(S_i)", "where a query looks; sums to 1", square),
-        ("O_i", "O_i = A_i V_i", "what each head brings back", ("batch", "heads", "tokens", "d_k")),
-        ("C", f"C = [O_0{last}]", "the heads side by side again", (*rows, inner)),
-        ("Y", linear("Y", "C", "O"), "mixed into one result a token", (*rows, "d_model")),
+        ("A_i", "A_i = softmax(S_i)", "attention weights; rows sum to 1", square),
+        ("O_i", "O_i = A_i V_i", "the output of each head", ("batch", "heads", "tokens", "d_k")),
+        ("C", f"C = [O_0{last}]", "the heads concatenated", (*rows, inner)),
+        ("Y", linear("Y", "C", "O"), "one output per token", (*rows, "d_model")),
     ]
 
 

@@ -353,7 +353,7 @@ def _warn_if_meant_as_bool(mask: Tensor) -> None:
     first = values[..., :1, :] if values.dim() > 1 else values  # one row settles most masks
     if zeros_and_ones(first) and zeros_and_ones(values) and bool((values == 1).any()):
         warnings.warn(
-            f"a {mask.dtype} mask of zeros and ones is added to the scores; if it says who may look, give mask.bool()",
+            f"a {mask.dtype} mask of zeros and ones is added to the scores; if 1 means 'may attend', give mask.bool()",
             stacklevel=_levels_to_caller(),
         )
 

@@ -15,7 +15,7 @@ class ExtraOutputs(NamedTuple):
 
     stats: StatsRequest | None = None
     lse: bool = False  # each row's log-sum-exp
-    strongest: int = 0  # so many of the largest weights of every row
+    strongest: int = 0  # the number of largest weights per row, and their keys
 
 
 NO_EXTRA = ExtraOutputs()
