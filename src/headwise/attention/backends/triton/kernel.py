@@ -186,18 +186,18 @@ def attend(
             real = sees & (tl.load(counted + batch * queries + query, mask=exists, other=0) != 0)
         sums += at
         w = f * w + down * (f * l)
-        write(sums + ENTROPY * column, exists, real, (f * l * tl.log(denominator) - w) / denominator)
-        write(sums + CONFIDENCE * column, exists, real, tl.where(m == -INF, 0.0, f) / denominator)
-        write(sums + FIRST * column, exists, real, f * on_first / denominator)
-        write(sums + DISTANCE * column, exists, real, f * distance / denominator)
-        write(sums + PREVIOUS * column, exists, real, f * on_previous / denominator)
-        write(sums + NEXT * column, exists, real, f * on_next / denominator)
-        write(sums + SELF * column, exists, real, f * on_self / denominator)
-        write(sums + SINK * column, exists, real, sink_part / denominator)
-        write(sums + COUNT * column, exists, real, tl.full([ROWS], 1.0, tl.float32))
+        write(sums + column * ENTROPY, exists, real, (f * l * tl.log(denominator) - w) / denominator)
+        write(sums + column * CONFIDENCE, exists, real, tl.where(m == -INF, 0.0, f) / denominator)
+        write(sums + column * FIRST, exists, real, f * on_first / denominator)
+        write(sums + column * DISTANCE, exists, real, f * distance / denominator)
+        write(sums + column * PREVIOUS, exists, real, f * on_previous / denominator)
+        write(sums + column * NEXT, exists, real, f * on_next / denominator)
+        write(sums + column * SELF, exists, real, f * on_self / denominator)
+        write(sums + column * SINK, exists, real, sink_part / denominator)
+        write(sums + column * COUNT, exists, real, tl.full([ROWS], 1.0, tl.float32))
         if CLASSES > 0:
             share = tl.where(real[:, None], on_class * (f / denominator)[:, None], 0.0)
-            share_at = sums[:, None] + (CLASS + name)[None, :] * column
+            share_at = sums[:, None] + (name + CLASS)[None, :] * column
             tl.store(share_at, share, mask=exists[:, None] & (name < CLASSES)[None, :])
 
 
