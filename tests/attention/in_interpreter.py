@@ -1,4 +1,4 @@
-"""The Triton kernel equals the specification in every option, size and layout.
+"""The Triton kernel equals the reference in every option, size and layout.
 
 test_triton.py runs this file in a process of its own: whether Triton interprets its kernels on the CPU is settled
 when it is first imported.
@@ -15,14 +15,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attend import check_attend
-from test_rules import BESIDE, DARK, UNSEEN, gradients
-from test_stats import check as check_stats
 
 from headwise import attend, explain, head_stats, reference
-from headwise.attention import functional
+from headwise.attention import dispatch
+from headwise.attention.backends.native import library
+from headwise.attention.backends.protocol import ExtraOutputs
 from headwise.attention.backends.triton import launch
-from helpers.attention_cases import FEW, LAYOUTS, TRITON, array, at_random, calls, forced, measured, spoiled
+from headwise.attention.call import build_call
+from helpers.attention_cases import (
+    FEW,
+    LAYOUTS,
+    TRITON,
+    array,
+    cases,
+    cases_with_stats,
+    forced,
+    nonfinite_cases,
+    random_case,
+)
+from helpers.attention_checks import EMPTY_ROWS, HIDDEN_KEYS, OTHER_OPTIONS, check_attend, check_stats, gradients
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_triton.py instead"
 
@@ -40,43 +51,43 @@ def _kernel():
         yield
 
 
-@given(call=calls() | spoiled())
+@given(call=cases() | nonfinite_cases())
 @settings(FEW, max_examples=30)
-def test_attend_equals_the_specification(call):
+def test_triton_attend_equals_the_reference(call):
     check_attend(call, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@given(call=calls())
+@given(call=cases())
 @FEWER
-def test_16_bit_numbers_are_as_close_as_they_can_be(dtype, call):
+def test_triton_attend_in_16_bits_equals_the_reference_within_rounding(dtype, call):
     check_attend(call, dtype)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@given(call=calls(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
+@given(call=cases(), value=st.sampled_from([np.nan, np.inf, -np.inf]))
 @FEWER
-def test_neither_layout_nor_what_nobody_looks_at_matters(layout, call, odd):
-    check_attend(call.spoil_unseen(odd), torch.float32, layout)
+def test_triton_ignores_memory_layout_and_hidden_keys(layout, call, value):
+    check_attend(call.spoil_hidden_keys(value), torch.float32, layout)
 
 
-@given(call=measured())
+@given(call=cases_with_stats())
 @SOME
-def test_head_stats_equal_the_specification(call):
+def test_triton_head_stats_equal_the_reference(call):
     check_stats(call, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@given(call=measured())
+@given(call=cases_with_stats())
 @FEWER
-def test_what_nobody_sees_is_in_no_statistic(dtype, call):
-    check_stats(call.spoil_unseen(np.nan), dtype)
+def test_triton_statistics_ignore_hidden_keys(dtype, call):
+    check_stats(call.spoil_hidden_keys(np.nan), dtype)
 
 
 @pytest.mark.full
-@given(call=measured() | spoiled())
+@given(call=cases_with_stats() | nonfinite_cases())
 @settings(FEW, max_examples=1000)
-def test_a_long_campaign(call):
+def test_triton_equals_the_reference_in_many_random_calls(call):
     check_attend(call, torch.float32)
     if all(np.isfinite(x).all() for x in (call.q, call.k, call.v)):
         check_stats(call, torch.float32)
@@ -95,128 +106,130 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_blocks_of_the_usual_sizes_equal_the_specification(name):
-    sizes, how = LARGE[name]
-    call = at_random(5, *sizes)
-    call.how.update(how)
-    call.stats["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
-    with forced("as it comes"), pytest.MonkeyPatch.context() as patch:  # the usual blocks
-        patch.setattr(functional.native, "_chosen", functional.native.Choice.of(None))
+def test_triton_blocks_of_default_sizes_equal_the_reference(name):
+    sizes, options = LARGE[name]
+    call = random_case(5, *sizes)
+    call.options.update(options)
+    call.stats_options["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
+    with forced("default"), pytest.MonkeyPatch.context() as patch:  # the usual blocks
+        patch.setattr(library, "_choice", library.Choice.of(None))
         patch.setattr(launch, "interpreting", True)
         check_stats(call, torch.float32)
 
 
-def test_a_row_that_keeps_finding_larger_scores_brings_everything_down():
+def test_sums_are_rescaled_when_the_row_maximum_keeps_rising():
     """Each block's largest score is above all before it, by much."""
     q, k = np.ones((1, 1, 3, 1)), np.linspace(-40, 40, 60).reshape(1, 1, 60, 1)
-    call = replace(at_random(), q=q, k=k, v=np.random.default_rng(0).normal(size=(1, 1, 60, 2)))
-    call.stats["classes"] = {"half": np.arange(60)[None] % 2 == 0}
+    call = replace(random_case(), q=q, k=k, v=np.random.default_rng(0).normal(size=(1, 1, 60, 2)))
+    call.stats_options["classes"] = {"half": np.arange(60)[None] % 2 == 0}
     check_stats(call, torch.float32)
     check_stats(replace(call, k=k[:, :, ::-1].copy()), torch.float32)
 
 
-@pytest.mark.parametrize("beside", [name for name in BESIDE if name != "dropout"])
-@pytest.mark.parametrize("name", DARK)
-def test_a_query_that_may_look_nowhere_gets_zeros_even_as_nan(name, beside):
-    how, dark = DARK[name]
-    how = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in how.items()}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
-    call = at_random().tensors(torch.float32)
-    call.q[dark] = torch.nan
-    out, stats = head_stats(call.q, call.k, call.v, **how, **BESIDE[beside])
-    assert not out[dark].any() and out.isfinite().all()
-    assert stats.count.equal((~dark).sum(-1).double())
+@pytest.mark.parametrize("beside", [name for name in OTHER_OPTIONS if name != "dropout"])
+@pytest.mark.parametrize("name", EMPTY_ROWS)
+def test_a_nan_query_with_no_visible_keys_gets_zeros(name, beside):
+    options, empty = EMPTY_ROWS[name]
+    options = {n: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+    call = random_case().tensors(torch.float32)
+    call.q[empty] = torch.nan
+    out, stats = head_stats(call.q, call.k, call.v, **options, **OTHER_OPTIONS[beside])
+    assert not out[empty].any() and out.isfinite().all()
+    assert stats.count.equal((~empty).sum(-1).double())
 
 
 @pytest.mark.parametrize("place", ["query", "key", "value"])
-def test_nan_reaches_those_who_look_and_nobody_else(place):
-    call = at_random(queries=5, keys=40)
+def test_nan_reaches_only_queries_that_see_it(place):
+    call = random_case(queries=5, keys=40)
     {"query": call.q[0, 3, 2], "key": call.k[0, 1, -2], "value": call.v[0, 1, -2]}[place][:] = np.nan
-    for how in ({"causal": True}, {"lengths": np.array([38, 40])}, {"mask": np.arange(40) < 38}, {}):
-        check_attend(replace(call, how=how), torch.float32)
+    for options in ({"causal": True}, {"lengths": np.array([38, 40])}, {"mask": np.arange(40) < 38}, {}):
+        check_attend(replace(call, options=options), torch.float32)
 
 
-@given(call=calls())
+@given(call=cases())
 @FEWER
-def test_gradients_are_those_of_the_specification_in_torch(call):
-    exact, given = call.tensors(), call.tensors(torch.float32)
+def test_gradients_equal_those_of_blockwise_attention(call):
+    exact, tensors = call.tensors(), call.tensors(torch.float32)
     with forced("one block of rows"):
-        want = gradients(attend, (exact.q, exact.k, exact.v), **exact.how)
-    got = gradients(attend, (given.q, given.k, given.v), **given.how)
+        want = gradients(attend, (exact.q, exact.k, exact.v), **exact.options)
+    got = gradients(attend, (tensors.q, tensors.k, tensors.v), **tensors.options)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(array(a), array(b), rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-def test_gradients_do_not_notice_nan_that_nobody_sees(name):
-    call = replace(at_random(), how=array(UNSEEN[name])).spoil_unseen(np.nan).tensors(torch.float32)
+@pytest.mark.parametrize("name", HIDDEN_KEYS)
+def test_gradients_ignore_nan_in_hidden_keys(name):
+    call = replace(random_case(), options=array(HIDDEN_KEYS[name])).spoil_hidden_keys(np.nan).tensors(torch.float32)
     xs = call.q, call.k, call.v
-    got, want = (gradients(attend, x, **call.how) for x in (xs, [x.nan_to_num(0.0) for x in xs]))
+    got, want = (gradients(attend, x, **call.options) for x in (xs, [x.nan_to_num(0.0) for x in xs]))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("how", [{}, {"causal": True, "offset": 2}, {"softcap": 2.0, "lengths": np.array([5, 20])}])
-def test_alibi_is_a_float_mask(how):
-    call, slopes = at_random(queries=19, keys=21), np.array([0.5, 0.1, 0.0, 2.0, 0.3, 1.0])
-    away = abs(np.arange(21) - np.arange(19)[:, None] - how.get("offset", 2))
-    want = reference.attend(call.q, call.k, call.v, mask=-slopes[:, None, None] * away, **how)
-    given = replace(call, how={**how, "slopes": slopes}).tensors(torch.float32)
-    out = functional.run(given.q, given.k, given.v, functional.call_of(given.q, given.k, given.v, **given.how))
+@pytest.mark.parametrize("options", [{}, {"causal": True, "offset": 2}, {"softcap": 2.0, "lengths": np.array([5, 20])}])
+def test_alibi_equals_a_float_mask_in_triton(options):
+    call, slopes = random_case(queries=19, keys=21), np.array([0.5, 0.1, 0.0, 2.0, 0.3, 1.0])
+    away = abs(np.arange(21) - np.arange(19)[:, None] - options.get("offset", 2))
+    want = reference.attend(call.q, call.k, call.v, mask=-slopes[:, None, None] * away, **options)
+    tensors = replace(call, options={**options, "slopes": slopes}).tensors(torch.float32)
+    out = dispatch.attend(
+        tensors.q, tensors.k, tensors.v, build_call(tensors.q, tensors.k, tensors.v, **tensors.options)
+    )
     np.testing.assert_allclose(array(out), want, rtol=1e-4, atol=2e-5)
 
 
-def test_each_rows_log_sum_exp():
-    call = at_random(queries=19, keys=21).tensors(torch.float32)
+def test_log_sum_exp_of_each_row():
+    call = random_case(queries=19, keys=21).tensors(torch.float32)
     sinks = torch.linspace(-1, 1, 6)
-    checked = functional.call_of(call.q, call.k, call.v, sinks=sinks, causal=True, offset=-1)
-    lse = torch.empty(2, 6, 19)
-    launch.run(call.q, call.k, call.v, checked.sight, checked.scale, None, sinks, extra=launch.Extra(lse=lse))
-    scores = call.q.double() @ call.k.double().repeat_interleave(3, 1).mT * checked.scale
+    built = build_call(call.q, call.k, call.v, sinks=sinks, causal=True, offset=-1)
+    lse = launch.run(call.q, call.k, call.v, built, ExtraOutputs(lse=True)).lse
+    scores = call.q.double() @ call.k.double().repeat_interleave(3, 1).mT * built.scale
     scores = scores.masked_fill(torch.ones(19, 21).triu(0).bool(), -torch.inf)
     both = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(2, 6, 19, 1)], -1)
     torch.testing.assert_close(lse, both.logsumexp(-1).float())
-    launch.run(call.q, call.k, call.v, checked.sight, checked.scale, extra=launch.Extra(lse=lse))
+    lse = launch.run(call.q, call.k, call.v, replace(built, sinks=None), ExtraOutputs(lse=True)).lse
     assert (lse[:, :, 0] == -torch.inf).all() and lse[:, :, 1:].isfinite().all()
 
 
-def test_the_lowest_number_hides_nothing_from_a_row_that_has_no_other():
-    call = at_random(queries=5, keys=20)
+def test_a_row_masked_by_the_lowest_float_everywhere_still_attends():
+    call = random_case(queries=5, keys=20)
     mask = np.full((5, 20), torch.finfo(torch.float32).min)
     mask[1:, 18:] = 0
-    check_stats(replace(call, how={"mask": mask}), torch.float32)
+    check_stats(replace(call, options={"mask": mask}), torch.float32)
 
 
-@pytest.mark.parametrize("how", [{"offset": 10**12, "causal": True}, {"window": (10**12, 10**12), "causal": True}])
-def test_far_places_fit(how):
-    check_attend(replace(at_random(), how=how), torch.float32)
+@pytest.mark.parametrize("options", [{"offset": 10**12, "causal": True}, {"window": (10**12, 10**12), "causal": True}])
+def test_huge_windows_and_offsets_do_not_overflow(options):
+    check_attend(replace(random_case(), options=options), torch.float32)
 
 
-def test_a_length_past_the_keys_reads_nothing_that_is_not_there():
+def test_lengths_past_the_last_key_read_nothing_beyond_it():
     """On another device lengths cannot be read, and so not checked."""
-    call = at_random().tensors(torch.float32)
-    sight = functional.call_of(call.q, call.k, call.v, lengths=torch.tensor([7, 3])).sight
-    past = replace(sight, end=torch.tensor([999, 3]))
-    assert launch.run(call.q, call.k, call.v, past, 0.5).equal(launch.run(call.q, call.k, call.v, sight, 0.5))
+    call = random_case().tensors(torch.float32)
+    built = build_call(call.q, call.k, call.v, lengths=torch.tensor([7, 3]))
+    past = replace(built, visibility=replace(built.visibility, end=torch.tensor([999, 3])))
+    out, want = (launch.run(call.q, call.k, call.v, checked).out for checked in (past, built))
+    assert out.equal(want)
 
 
 @pytest.mark.parametrize("count", [8, 9])
-def test_eight_classes_fit_and_nine_go_another_way(count):
-    call = at_random()
+def test_up_to_eight_classes_run_in_triton_and_nine_in_torch(count):
+    call = random_case()
     rng = np.random.default_rng(0)
-    call.stats["classes"] = {str(i): rng.random((2, 7)) < 0.5 for i in range(count)}
+    call.stats_options["classes"] = {str(i): rng.random((2, 7)) < 0.5 for i in range(count)}
     check_stats(call, torch.float32)
 
 
-def test_keys_and_values_may_be_expanded():
-    call = at_random(kv=1).tensors(torch.float32)
+def test_triton_takes_expanded_keys_and_values():
+    call = random_case(kv=1).tensors(torch.float32)
     want = attend(call.q, call.k, call.v)
     k, v = (x.expand(-1, 6, -1, -1) for x in (call.k, call.v))
     torch.testing.assert_close(attend(call.q, k, v), want)
 
 
-def test_two_runs_are_equal_to_the_last_bit():
-    call = at_random(queries=9, keys=40).tensors(torch.float32)
+def test_two_runs_are_bitwise_equal():
+    call = random_case(queries=9, keys=40).tensors(torch.float32)
     (a, first), (b, again) = (head_stats(call.q, call.k, call.v, causal=True) for _ in range(2))
     assert a.equal(b) and first == again
 
@@ -225,31 +238,31 @@ INSTEAD = {
     "dropout": (torch.float32, {"dropout": 0.5}, "the triton kernel has no dropout"),
     "float64": (torch.float64, {}, "the triton kernel computes in float32"),
     "a float64 mask": (torch.float32, {"mask": torch.zeros(7, dtype=torch.float64)}, "takes no float64 mask"),
-    "a mask that learns": (torch.float32, {"mask": torch.zeros(7, requires_grad=True)}, "the mask wants a gradient"),
+    "a mask that learns": (torch.float32, {"mask": torch.zeros(7, requires_grad=True)}, "the mask requires a gradient"),
 }
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_what_the_kernel_cannot_do_goes_another_way_and_says_so(name):
-    dtype, how, why = INSTEAD[name]
-    call = at_random().tensors(dtype)
-    assert explain(call.q, call.k, call.v, **how).endswith(f"{why})")
-    assert attend(call.q, call.k, call.v, **how).shape == (2, 6, 5, 3)
+def test_explain_says_why_triton_does_not_take_a_call(name):
+    dtype, options, why = INSTEAD[name]
+    call = random_case().tensors(dtype)
+    assert explain(call.q, call.k, call.v, **options).endswith(f"{why})")
+    assert attend(call.q, call.k, call.v, **options).shape == (2, 6, 5, 3)
 
 
-def test_heads_too_wide_go_another_way():
+def test_triton_refuses_heads_that_are_too_wide():
     q = torch.randn(1, 1, 2, launch.WIDEST + 1)
     assert explain(q, q, q).endswith(f"(the triton kernel takes heads up to {launch.WIDEST} wide)")
 
 
-def test_a_compiler_gets_pytorchs_own_operations():
-    call = at_random().tensors(torch.float32)
+def test_compiled_calls_use_torch_operators_instead_of_triton():
+    call = random_case().tensors(torch.float32)
     compiled = torch.compile(attend, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(call.q, call.k, call.v), attend(call.q, call.k, call.v))
 
 
-def test_it_is_the_kernel_that_ran():
-    call = at_random().tensors(torch.float32)
+def test_the_triton_kernel_is_the_backend_of_these_tests():
+    call = random_case().tensors(torch.float32)
     said = explain(call.q, call.k, call.v, causal=True)
     assert said == "triton: one pass on cuda (not yet tried on hardware)"
     assert "headwise.attention.backends.triton.kernel" in sys.modules

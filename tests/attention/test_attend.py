@@ -1,4 +1,4 @@
-"""attend and weights equal the specification: every option, dtype, memory layout and path, by random calls."""
+"""attend and weights equal the reference: every option, dtype, memory layout and path, in random calls."""
 
 from __future__ import annotations
 
@@ -12,55 +12,44 @@ from hypothesis import strategies as st
 
 from headwise import attend, explain, head_stats, reference, weights
 from headwise.attention.backends import sdpa
-from helpers.attention_cases import FEW, LAYOUTS, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, spoiled
+from headwise.attention.call import AttentionCall
+from helpers.attention_cases import (
+    FEW,
+    LAYOUTS,
+    MANY,
+    PATHS,
+    READABLE,
+    array,
+    cases,
+    forced,
+    nonfinite_cases,
+    random_case,
+)
+from helpers.attention_checks import LARGE_CALLS, TOLERANCE, check_attend, check_weights
 
 # a random mask of one number may round to one
 pytestmark = pytest.mark.filterwarnings("ignore:a torch.* mask of zeros and ones")
 
-# Beside rounding the result, the kernels round the weights to the inputs' dtype before they meet the values.
-CLOSE = {
-    torch.float64: {"rtol": 1e-9, "atol": 1e-10},
-    torch.float32: {"rtol": 1e-4, "atol": 2e-5},
-    torch.float16: {"rtol": 5e-3, "atol": 1e-2},
-    torch.bfloat16: {"rtol": 4e-2, "atol": 6e-2},
-}
-
-
-def check_attend(call: Call, dtype: torch.dtype = torch.float64, layout: str = "as it comes") -> None:
-    call = call.rounded(dtype)
-    given = call.tensors(dtype)
-    out = attend(*(LAYOUTS[layout](x) for x in (given.q, given.k, given.v)), **given.how)
-    assert out.dtype == dtype
-    np.testing.assert_allclose(array(out), reference.attend(call.q, call.k, call.v, **call.how), **CLOSE[dtype])
-
-
-def check_weights(call: Call, chosen: dict, dtype: torch.dtype = torch.float64, layout: str = "as it comes") -> None:
-    call = call.rounded(dtype)
-    given = call.tensors(dtype)
-    a = weights(LAYOUTS[layout](given.q), LAYOUTS[layout](given.k), **given.looks, **chosen)
-    assert a.dtype == dtype
-    np.testing.assert_allclose(array(a), reference.weights(call.q, call.k, **call.looks, **chosen), **CLOSE[dtype])
-
 
 @pytest.mark.parametrize("path", PATHS)
-@given(call=calls())
+@given(call=cases())
 @FEW
-def test_attend_equals_the_specification(path, call):
+def test_attend_equals_the_reference(path, call):
     with forced(path):
         check_attend(call)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@given(call=calls())
+@given(call=cases())
 @FEW
-def test_weights_equal_the_specification(path, call):
+def test_weights_equal_the_reference(path, call):
     with forced(path):
         check_weights(call, {})
 
 
-@given(call=calls(), data=st.data())
+@given(call=cases(), data=st.data())
 @FEW
-def test_chosen_rows_and_heads_equal_the_specification(call, data):
+def test_weights_of_selected_rows_and_heads_equal_the_reference(call, data):
     chosen = {}
     for name, count in (("rows", call.q.shape[2]), ("heads", call.q.shape[1])):
         some = st.none() | st.slices(count)
@@ -72,40 +61,40 @@ def test_chosen_rows_and_heads_equal_the_specification(call, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("path", ["as it comes", "many calls of the kernel", "many blocks of rows"])
-@given(call=calls())
+@pytest.mark.parametrize("path", ["default", "many calls of the kernel", "many blocks of rows"])
+@given(call=cases())
 @FEW
-def test_other_dtypes_are_as_close_as_they_can_be(path, dtype, call):
+def test_other_dtypes_equal_the_reference_within_rounding(path, dtype, call):
     with forced(path):
         check_attend(call, dtype)
         check_weights(call, {}, dtype)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "as it comes"])
-@pytest.mark.parametrize("path", ["as it comes", "many calls of the kernel", "many blocks of rows"])
-@given(call=calls())
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "default"])
+@pytest.mark.parametrize("path", ["default", "many calls of the kernel", "many blocks of rows"])
+@given(call=cases())
 @FEW
-def test_memory_layout_does_not_matter(path, layout, call):
+def test_results_do_not_depend_on_memory_layout(path, layout, call):
     with forced(path):
         check_attend(call, layout=layout)
         check_weights(call, {}, layout=layout)
 
 
 @pytest.mark.parametrize("path", READABLE)
-@given(call=spoiled())
+@given(call=nonfinite_cases())
 @FEW
-def test_nan_and_infinities_reach_whoever_looks_at_them_and_nobody_else(path, call):
+def test_nan_and_infinities_reach_only_queries_that_see_them(path, call):
     with forced(path):
         check_attend(call)
         check_weights(call, {})
 
 
 @pytest.mark.parametrize("path", PATHS)
-@given(call=calls(), odd=st.sampled_from([np.nan, np.inf, -np.inf]))
+@given(call=cases(), value=st.sampled_from([np.nan, np.inf, -np.inf]))
 @FEW
-def test_what_nobody_looks_at_may_be_anything(path, call, odd):
-    """Also where values cannot be read: there, NaN that some may look at may reach others, but not this."""
-    call = call.spoil_unseen(odd)
+def test_hidden_keys_may_hold_anything(path, call, value):
+    """Also where values cannot be read: there, NaN that some queries see may reach others, but hidden NaN may not."""
+    call = call.spoil_hidden_keys(value)
     with forced(path):
         check_attend(call)
         check_weights(call, {})
@@ -113,9 +102,9 @@ def test_what_nobody_looks_at_may_be_anything(path, call, odd):
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", READABLE)
-@given(call=calls() | spoiled())
+@given(call=cases() | nonfinite_cases())
 @MANY
-def test_a_long_campaign(path, call):
+def test_attend_and_weights_equal_the_reference_in_many_random_calls(path, call):
     with forced(path):
         check_attend(call)
         check_weights(call, {})
@@ -124,108 +113,90 @@ def test_a_long_campaign(path, call):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @pytest.mark.parametrize("tokens", [5, 20])
-def test_a_scale_need_not_be_positive(path, scale, tokens):
+def test_scale_may_be_zero_or_negative(path, scale, tokens):
     """PyTorch's causal kernel scales its -inf, too, which then hide nothing or are NaN."""
-    call = at_random(queries=tokens, keys=tokens)
-    call.how.update(scale=scale, causal=True)
+    call = random_case(queries=tokens, keys=tokens)
+    call.options.update(scale=scale, causal=True)
     with forced(path):
         check_attend(call)
 
 
 @pytest.mark.parametrize("path", READABLE)
 @pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
-def test_zero_times_infinity_is_nan_for_whoever_may_look(path, hides, odd):
-    call = at_random(queries=5, keys=20)
-    call.v[0, 1, 3, 2] = odd
-    call.how["mask"] = np.where(np.arange(20) == 3, -1e5, 0.0)  # seen with a weight of zero
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_zero_weight_on_an_infinite_value_is_nan_where_visible(path, hides, value):
+    call = random_case(queries=5, keys=20)
+    call.v[0, 1, 3, 2] = value
+    call.options["mask"] = np.where(np.arange(20) == 3, -1e5, 0.0)  # seen with a weight of zero
     if hides:
-        call.how["causal"], call.how["offset"] = True, 1  # and not by everyone
-    expected = reference.attend(call.q, call.k, call.v, **call.how)
+        call.options["causal"], call.options["offset"] = True, 1  # and not by everyone
+    expected = reference.attend(call.q, call.k, call.v, **call.options)
     assert np.isnan(expected[0, 3:, 2:, 2]).all() and np.isnan(expected[:, :, 0]).sum() == (0 if hides else 3)
     with forced(path):
         check_attend(call)
 
 
-@pytest.mark.parametrize("path", ["as it comes", "many blocks of rows"])
+@pytest.mark.parametrize("path", ["default", "many blocks of rows"])
 @pytest.mark.parametrize(("dtype", "low"), [(torch.float16, -1e5), (torch.bfloat16, torch.finfo(torch.float32).min)])
 def test_a_float_mask_may_be_wider_than_the_inputs(path, dtype, low):
     """What their dtype cannot hold is still not -inf: a row that is low all over looks everywhere."""
-    call = at_random(queries=17, keys=17).rounded(dtype)
+    call = random_case(queries=17, keys=17).rounded(dtype)
     mask = np.where(np.tril(np.ones((17, 17), bool)), 0.0, low)
     mask[3] = low
-    given = call.tensors(dtype)
+    tensors = call.tensors(dtype)
     with forced(path):
-        out = attend(given.q, given.k, given.v, mask=torch.from_numpy(mask).float())
+        out = attend(tensors.q, tensors.k, tensors.v, mask=torch.from_numpy(mask).float())
     expected = reference.attend(call.q, call.k, call.v, mask=mask)
-    np.testing.assert_allclose(array(out), expected, **CLOSE[dtype])
+    np.testing.assert_allclose(array(out), expected, **TOLERANCE[dtype])
 
 
-def test_inputs_are_left_as_they_were():
-    call = at_random(queries=7)
-    call.how.update(causal=True, softcap=2.0, sinks=np.ones(6), gates=np.ones(6), mask=np.zeros((7, 7)) - 1)
-    given = call.tensors()
-    attend(given.q, given.k, given.v, **given.how)
-    weights(given.q, given.k, **given.looks)
-    head_stats(given.q, given.k, given.v, **given.how)
+def test_inputs_are_not_modified():
+    call = random_case(queries=7)
+    call.options.update(causal=True, softcap=2.0, sinks=np.ones(6), gates=np.ones(6), mask=np.zeros((7, 7)) - 1)
+    tensors = call.tensors()
+    attend(tensors.q, tensors.k, tensors.v, **tensors.options)
+    weights(tensors.q, tensors.k, **tensors.weight_options)
+    head_stats(tensors.q, tensors.k, tensors.v, **tensors.options)
     for name in "qkv":
-        np.testing.assert_array_equal(getattr(given, name), getattr(call, name))
+        np.testing.assert_array_equal(getattr(tensors, name), getattr(call, name))
     for name in ("sinks", "gates", "mask"):
-        np.testing.assert_array_equal(given.how[name], call.how[name])
+        np.testing.assert_array_equal(tensors.options[name], call.options[name])
 
 
-# What a call of this size looks like, and how explain names the path it takes with the constants as they are.
-LARGE = {
-    "causal, below the triangle": ((1, 2, 1, 700, 700), {"causal": True}, "queries each"),
-    "causal, the kernel's triangle": ((1, 2, 1, 1000, 1000), {"causal": True}, "own causal form"),
-    "causal, a chunk behind a cache": ((1, 2, 2, 300, 1000), {"causal": True}, "queries each"),
-    "causal, a chunk with room behind it": ((1, 2, 2, 300, 1000), {"causal": True, "offset": 400}, "queries each"),
-    "a causal window": ((1, 2, 1, 1000, 1000), {"window": (100, 0)}, "queries each"),
-    "a window to both sides": ((1, 2, 1, 1000, 1000), {"window": (37, 211)}, "queries each"),
-    "a window open to the right": ((1, 2, 2, 500, 1000), {"window": (37, None), "offset": 100}, "queries each"),
-    "grouped decoding": ((2, 8, 2, 1, 1000), {}, "of a group together"),
-    "grouped, not together": ((1, 8, 2, 100, 900), {}, "one call"),
-    "lengths one by one": ((3, 2, 2, 300, 1000), {"lengths": np.array([1000, 0, 613])}, "a sequence each"),
-    "offsets one by one": ((2, 2, 1, 300, 900), {"causal": True, "offset": np.array([650, 3])}, "a sequence each"),
-    "softcap in blocks": ((1, 4, 2, 600, 1000), {"causal": True, "softcap": 3.0}, "rows: softcap"),
-    "sinks in a window": ((1, 4, 2, 1000, 1000), {"window": (50, 9), "sinks": np.arange(4.0)}, "rows: sinks"),
-}
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_large_sizes_take_their_path_and_equal_the_specification(name):
-    (batch, heads, kv, queries, keys), how, path = LARGE[name]
-    call = at_random(3, batch, heads, kv, queries, keys)
-    call.how.update(how)
-    given = call.tensors(torch.float32)
-    with forced("as it comes"):
+@pytest.mark.parametrize("name", LARGE_CALLS)
+def test_large_calls_take_the_expected_path_and_equal_the_reference(name):
+    (batch, heads, kv, queries, keys), options, path = LARGE_CALLS[name]
+    call = random_case(3, batch, heads, kv, queries, keys)
+    call.options.update(options)
+    tensors = call.tensors(torch.float32)
+    with forced("default"):
         check_attend(call, torch.float32)
         check_weights(call, {"rows": slice(0, queries, 97)}, torch.float32)
-        assert path in explain(given.q, given.k, given.v, **given.how)
+        assert path in explain(tensors.q, tensors.k, tensors.v, **tensors.options)
 
 
-@given(call=calls())
+@given(call=cases())
 @FEW
-def test_the_meta_device_gives_the_shapes(call):
-    given = call.tensors(torch.float32)
-    q, k, v = (x.to("meta") for x in (given.q, given.k, given.v))
-    how = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.how.items()}
+def test_meta_tensors_give_the_output_shapes(call):
+    tensors = call.tensors(torch.float32)
+    q, k, v = (x.to("meta") for x in (tensors.q, tensors.k, tensors.v))
+    options = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in tensors.options.items()}
     batch, heads, queries, _ = q.shape
-    out = attend(q, k, v, **how)
+    out = attend(q, k, v, **options)
     assert out.device.type == "meta" and out.shape == (batch, heads, queries, v.shape[3])
-    how.pop("gates", None)
-    assert weights(q, k, **how).shape == (batch, heads, queries, k.shape[2])
-    out, stats = head_stats(q, k, v, **how)
+    options.pop("gates", None)
+    assert weights(q, k, **options).shape == (batch, heads, queries, k.shape[2])
+    out, stats = head_stats(q, k, v, **options)
     assert out.shape == (batch, heads, queries, v.shape[3]) and stats.entropy.shape == (heads,)
 
 
-class Elsewhere(torch.Tensor):
+class TensorOnOtherDevice(torch.Tensor):
     """A tensor that says it is on a device other than the CPU."""
 
     device = SimpleNamespace(type="elsewhere")
 
 
-def dark_rows_are_nan(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, enable_gqa):
+def sdpa_with_nan_in_fully_masked_rows(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, enable_gqa):
     """PyTorch's kernel as some devices have it."""
     assert not (dropout or causal or enable_gqa)
     s = (q @ k.mT * scale).as_subclass(torch.Tensor)
@@ -235,17 +206,17 @@ def dark_rows_are_nan(q, k, v, mask=None, dropout=0.0, causal=False, *, scale, e
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("rows", ["each its own", "all alike"])
-def test_kernels_of_other_devices_may_do_what_they_like_with_rows_that_see_nothing(monkeypatch, kind, rows):
-    call = at_random(heads=3, kv=3)
+def test_fully_masked_rows_are_zero_whatever_a_devices_kernel_returns(monkeypatch, kind, rows):
+    call = random_case(heads=3, kv=3)
     mask = np.random.default_rng(1).random((2, 3, 5, 7)) < 0.5
     mask[:, :, [0, 3]] = False
     mask = mask[:, :, :1] if rows == "all alike" else mask
-    call.how["mask"] = mask if kind == "bool" else np.where(mask, 0.25, -np.inf)
-    given = call.tensors()
-    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
-    q, k, v = (x.as_subclass(Elsewhere) for x in leaves)
-    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", dark_rows_are_nan)
-    out = sdpa._call(q, k, v, given.how["mask"], 0.5, 0.0).as_subclass(torch.Tensor)
-    expected = reference.attend(call.q, call.k, call.v, **call.how)
-    np.testing.assert_allclose(array(out), expected, **CLOSE[torch.float64])
+    call.options["mask"] = mask if kind == "bool" else np.where(mask, 0.25, -np.inf)
+    tensors = call.tensors()
+    leaves = [x.requires_grad_() for x in (tensors.q, tensors.k, tensors.v)]
+    q, k, v = (x.as_subclass(TensorOnOtherDevice) for x in leaves)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", sdpa_with_nan_in_fully_masked_rows)
+    out = sdpa._kernel(q, k, v, tensors.options["mask"], AttentionCall(None, 0.5)).as_subclass(torch.Tensor)
+    expected = reference.attend(call.q, call.k, call.v, **call.options)
+    np.testing.assert_allclose(array(out), expected, **TOLERANCE[torch.float64])
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))

@@ -29,9 +29,9 @@ GROUPS = {"grouped": 2, "a KV head per head": 4}
 
 
 def inputs(seed: int = 0, kv: int = 2, width: int = 3) -> list[Tensor]:
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     shapes = (2, 4, 3, 3), (2, kv, 5, 3), (2, kv, 5, width)
-    return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def single(options: dict[str, Any]) -> dict[str, Any]:
@@ -39,19 +39,19 @@ def single(options: dict[str, Any]) -> dict[str, Any]:
 
 
 CALLS = {
-    "attend": lambda given, options: headwise.attend(*given, **options),
-    "head_stats": lambda given, options: headwise.head_stats(*given, **options)[0],
-    "weights": lambda given, options: headwise.weights(
-        *given[:2], **{name: x for name, x in options.items() if name != "gates"}
+    "attend": lambda tensors, options: headwise.attend(*tensors, **options),
+    "head_stats": lambda tensors, options: headwise.head_stats(*tensors, **options)[0],
+    "weights": lambda tensors, options: headwise.weights(
+        *tensors[:2], **{name: x for name, x in options.items() if name != "gates"}
     ),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("call", CALLS)
-def test_tangents_go_through(call: str, name: str) -> None:
-    def output(*given: Tensor) -> Tensor:
-        return CALLS[call](given, OPTIONS[name])
+def test_forward_mode_tangents_equal_finite_differences(call: str, name: str) -> None:
+    def output(*tensors: Tensor) -> Tensor:
+        return CALLS[call](tensors, OPTIONS[name])
 
     point, direction, step = inputs(), inputs(1), 1e-6
     ahead, behind = (output(*(x + t * d for x, d in zip(point, direction, strict=True))) for t in (step, -step))
@@ -67,9 +67,9 @@ def test_tangents_go_through(call: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_tangents_go_through_a_call_like_earlier_ones(call: str) -> None:
-    def output(*given: Tensor) -> Tensor:
-        return CALLS[call](given, {})
+def test_forward_mode_works_after_repeated_plain_calls(call: str) -> None:
+    def output(*tensors: Tensor) -> Tensor:
+        return CALLS[call](tensors, {})
 
     point, direction = inputs(), inputs(1)
     want = torch.func.jvp(output, tuple(point), tuple(direction))[1]
@@ -122,7 +122,7 @@ def test_a_frozen_module_has_tangents_and_statistics_have_none() -> None:
         torch.testing.assert_close(stats.entropy, plain.entropy)
 
 
-def test_a_tangent_in_sinks_and_gates_alone() -> None:
+def test_forward_mode_through_sinks_and_gates_alone() -> None:
     q, k, v = inputs()
     for name in ("sinks", "gates"):
         at, direction, step = OPTIONS[name][name], torch.randn(4, dtype=torch.float64), 1e-6
@@ -135,7 +135,7 @@ def test_a_tangent_in_sinks_and_gates_alone() -> None:
         torch.testing.assert_close(torch.func.jvp(output, (at,), (direction,))[1], want, rtol=1e-6, atol=1e-7)
 
 
-def test_a_hessian_is_that_of_reverse_mode() -> None:
+def test_torch_func_hessian_equals_reverse_mode() -> None:
     q, k, v = inputs()
 
     def loss(q: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ def test_a_hessian_is_that_of_reverse_mode() -> None:
 
 @pytest.mark.parametrize("kv", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_second_derivatives(name: str, kv: int) -> None:
-    given = [x.requires_grad_() for x in inputs(kv=kv, width=2)]
+def test_second_derivatives_pass_gradgradcheck(name: str, kv: int) -> None:
+    tensors = [x.requires_grad_() for x in inputs(kv=kv, width=2)]
     learned = [
         x.clone().requires_grad_() for x in OPTIONS[name].values() if isinstance(x, Tensor) and x.is_floating_point()
     ]
@@ -161,17 +161,17 @@ def test_second_derivatives(name: str, kv: int) -> None:
             options[next(iter(options))] = more[0]
         return headwise.attend(q, k, v, **options)
 
-    assert torch.autograd.gradgradcheck(output, (*given, *learned), fast_mode=True)
-    assert torch.autograd.gradgradcheck(output, given, fast_mode=True)  # PyTorch's fused kernel, where it fits
+    assert torch.autograd.gradgradcheck(output, (*tensors, *learned), fast_mode=True)
+    assert torch.autograd.gradgradcheck(output, tensors, fast_mode=True)  # PyTorch's fused kernel, where it fits
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_second_derivatives_after_a_native_forward(name: str) -> None:
-    def second(given: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-        given = [x.clone().requires_grad_() for x in given]
-        out = headwise.attend(*given, **options)
-        first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
-        return list(torch.autograd.grad(torch.stack([x.sin().sum() for x in first]).sum(), given))
+    def second(tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+        tensors = [x.clone().requires_grad_() for x in tensors]
+        out = headwise.attend(*tensors, **options)
+        first = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        return list(torch.autograd.grad(torch.stack([x.sin().sum() for x in first]).sum(), tensors))
 
     want = second(inputs(), OPTIONS[name])
     got = second([x.float() for x in inputs()], single(OPTIONS[name]))
@@ -182,18 +182,18 @@ def test_second_derivatives_after_a_native_forward(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_inputs_in_any_layout(causal: bool, dtype: torch.dtype) -> None:
-    made = torch.Generator().manual_seed(7)
-    given = [torch.randn(2, 3, 7, 5, generator=made, dtype=torch.float64) for _ in range(4)]
+    generator = torch.Generator().manual_seed(7)
+    tensors = [torch.randn(2, 3, 7, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
 
     def gradients(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> list[Tensor]:
         learned = [x.requires_grad_() for x in (q, k, v)]
         return list(torch.autograd.grad(headwise.attend(*learned, causal=causal), learned, slope))
 
-    want = gradients(*given)
+    want = gradients(*tensors)
     for lay in LAYOUTS.values():
-        got = gradients(*(lay(x.detach().to(dtype)).detach() for x in given))
+        got = gradients(*(lay(x.detach().to(dtype)).detach() for x in tensors))
         for ours, exact in zip(got, want, strict=True):
             torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5 * float(exact.abs().max()))
     one = torch.ones((), dtype=dtype).expand(2, 3, 7, 5)  # the gradient that a sum hands back
-    plain = [x.detach().to(dtype) for x in given[:3]]
+    plain = [x.detach().to(dtype) for x in tensors[:3]]
     torch.testing.assert_close(gradients(*plain, one), gradients(*plain, one.contiguous()))

@@ -46,7 +46,7 @@ def test_every_entry_point_takes_empty_calls(size: str, dtype: torch.dtype) -> N
         counted: dict[str, Any] = {"queries": torch.ones(batch, queries, dtype=torch.bool)}
         classes = {"odd": torch.ones(batch, keys, dtype=torch.bool)}
         assert headwise.head_stats(q, k, v, classes=classes, **counted, **options)[1].count.shape == (batch, 6)
-        assert functional.statistics(q, k, **options).count.shape == (batch, 6)
+        assert functional.head_stats_without_values(q, k, **options).count.shape == (batch, 6)
         assert headwise.weights(q, k, **options).shape == (batch, 6, queries, keys)
         assert headwise.explain(q, k, v, **options)
         headwise.attend(q.requires_grad_(), k, v, **options).sum().backward()

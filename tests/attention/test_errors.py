@@ -31,8 +31,8 @@ def yes(*shape: int) -> torch.Tensor:
 
 x = torch.zeros
 FULL = "does not broadcast to (B, Hq, Tq, Tk) = (2, 6, 5, 7)"
-KINDS = "mask must be bool (True: may look) or float (added to the scores)"
-NOT_WHOLE = "2 whole numbers, one a sequence, got numbers that are not whole of shape (2,)"
+KINDS = "mask must be bool (True: may attend) or float (added to the scores)"
+NOT_WHOLE = "2 whole numbers, one per sequence, got numbers that are not whole of shape (2,)"
 
 # what is given instead of what fits -> the error and its words
 SIZES = [
@@ -50,10 +50,10 @@ SIZES = [
     ({"k": x(B, 0, TK, D), "v": x(B, 0, TK, DV)}, "heads and their width must be at least 1"),
     ({"v": x(B, KV, TK, 0)}, "heads and their width must be at least 1"),
     ({"q": x(B, H, TQ, 0), "k": x(B, KV, TK, 0)}, "heads and their width must be at least 1"),
-    ({"sinks": x(KV)}, "sinks must be one number a query head, shape (6,), got (3,)"),
-    ({"sinks": x(B, H)}, "sinks must be one number a query head, shape (6,), got (2, 6)"),
-    ({"gates": x(5)}, "gates must be one number a query head, shape (6,) or (2, 6), got (5,)"),
-    ({"gates": x(1, H)}, "gates must be one number a query head, shape (6,) or (2, 6), got (1, 6)"),
+    ({"sinks": x(KV)}, "sinks must be one number per query head, shape (6,), got (3,)"),
+    ({"sinks": x(B, H)}, "sinks must be one number per query head, shape (6,), got (2, 6)"),
+    ({"gates": x(5)}, "gates must be one number per query head, shape (6,) or (2, 6), got (5,)"),
+    ({"gates": x(1, H)}, "gates must be one number per query head, shape (6,) or (2, 6), got (1, 6)"),
     ({"scale": float("inf")}, "scale must be a finite number, got inf"),
     ({"scale": float("nan")}, "scale must be a finite number, got nan"),
     ({"scale": [1]}, "scale must be a finite number, got [1]"),
@@ -83,7 +83,7 @@ SIGHTS = [
     ({"mask": yes(1, B, H, TQ, TK)}, "mask (1, 2, 6, 5, 7) does not broadcast"),
     ({"mask": yes(0)}, "mask (0,) does not broadcast"),
     ({"mask": yes(B, TK)}, f"mask (2, 7) {FULL}; for a padding mask give mask[:, None, None, :]"),
-    ({"mask": yes(B, TQ, TK)}, f"mask (2, 5, 7) {FULL}; for one mask a sequence give mask[:, None]"),
+    ({"mask": yes(B, TQ, TK)}, f"mask (2, 5, 7) {FULL}; for one mask per sequence give mask[:, None]"),
     ({"mask": whole(TQ, TK)}, f"{KINDS}, got torch.int64; use .bool()"),
     ({"mask": x(TQ, TK) + 0j}, f"{KINDS}, got torch.complex64"),
     ({"mask": np.ones((TQ, TK), bool)}, "mask must be a tensor, got ndarray; use torch.as_tensor(mask)"),
@@ -98,14 +98,14 @@ SIGHTS = [
     ({"lengths": torch.tensor([-1, 7])}, "lengths must lie between 0 and the 7 keys there are, got -1"),
     ({"lengths": x(B)}, f"lengths must be {NOT_WHOLE}"),
     ({"lengths": yes(B)}, f"lengths must be {NOT_WHOLE}"),
-    ({"lengths": whole(3)}, "lengths must be 2 whole numbers, one a sequence, got whole numbers of shape (3,)"),
-    ({"lengths": whole(B, 1)}, "lengths must be 2 whole numbers, one a sequence, got whole numbers of shape (2, 1)"),
+    ({"lengths": whole(3)}, "lengths must be 2 whole numbers, one per sequence, got whole numbers of shape (3,)"),
+    ({"lengths": whole(B, 1)}, "lengths must be 2 whole numbers, one per sequence, got whole numbers of shape (2, 1)"),
     ({"lengths": [3, 7]}, "lengths must be a tensor of shape (2,), got [3, 7]; use torch.tensor(lengths)"),
-    ({"offset": 1.0}, "offset must be a whole number or one a sequence, shape (2,), got 1.0"),
-    ({"offset": True}, "offset must be a whole number or one a sequence, shape (2,), got True"),
-    ({"offset": [1, 2]}, "offset must be a whole number or one a sequence, shape (2,), got [1, 2]"),
+    ({"offset": 1.0}, "offset must be a whole number or one per sequence, shape (2,), got 1.0"),
+    ({"offset": True}, "offset must be a whole number or one per sequence, shape (2,), got True"),
+    ({"offset": [1, 2]}, "offset must be a whole number or one per sequence, shape (2,), got [1, 2]"),
     ({"offset": x(B)}, f"offset must be {NOT_WHOLE}"),
-    ({"offset": whole(3)}, "offset must be 2 whole numbers, one a sequence, got whole numbers of shape (3,)"),
+    ({"offset": whole(3)}, "offset must be 2 whole numbers, one per sequence, got whole numbers of shape (3,)"),
 ]  # fmt: skip
 CASES = [(given, ShapeError, words) for given, words in SIZES] + [(given, MaskError, words) for given, words in SIGHTS]
 NAMED = {words: (given, kind, words) for given, kind, words in CASES}
@@ -117,7 +117,7 @@ def says(words: str) -> str:
 
 @pytest.mark.parametrize("function", [attend, head_stats, explain], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("given", "kind", "words"), NAMED.values(), ids=NAMED)
-def test_a_mistake_is_named(function, given, kind, words):
+def test_invalid_arguments_are_named_in_the_error(function, given, kind, words):
     with pytest.raises(kind, match=says(words)) as caught:
         function(**inputs(**given))
     assert isinstance(caught.value, HeadwiseError) and "\n" not in str(caught.value)
@@ -134,7 +134,7 @@ OF_WEIGHTS = {
 
 
 @pytest.mark.parametrize("words", OF_WEIGHTS)
-def test_weights_names_the_same_mistakes(words):
+def test_weights_names_the_same_invalid_arguments(words):
     given, kind = OF_WEIGHTS[words]
     given = inputs(**given)
     del given["v"]
@@ -158,7 +158,7 @@ def test_weights_names_the_same_mistakes(words):
     ],
     ids=["queries of a wrong shape", "queries as floats", "a class of a wrong shape", "a class as ints"],
 )
-def test_what_head_stats_takes_besides(given, words):
+def test_head_stats_names_invalid_queries_and_classes(given, words):
     with pytest.raises(MaskError, match=says(words)):
         head_stats(**inputs(**given))
     arrays = {
@@ -177,7 +177,7 @@ def test_what_head_stats_takes_besides(given, words):
         ({"heads": -7}, "head -7 does not exist; there are 6, 0 to 5"),
     ],
 )
-def test_rows_and_heads_that_do_not_exist(given, words):
+def test_weights_refuses_rows_and_heads_that_do_not_exist(given, words):
     q, k, _ = inputs().values()
     with pytest.raises(ShapeError, match=says(words)):
         weights(q, k, **given)
@@ -185,7 +185,7 @@ def test_rows_and_heads_that_do_not_exist(given, words):
         reference.weights(q.numpy(), k.numpy(), **given)
 
 
-def test_a_row_of_no_rows_does_not_exist():
+def test_weights_of_no_queries_has_no_rows():
     q, k, _ = inputs(q=x(B, H, 0, D)).values()
     with pytest.raises(ShapeError, match="row 0 does not exist; there are none"):
         weights(q, k, rows=[0])
@@ -195,7 +195,7 @@ OF_BOTH = [words for words, (given, *_) in NAMED.items() if set(given) <= {"q", 
 
 
 @pytest.mark.parametrize("words", [words for words in OF_BOTH if "device" not in words])
-def test_the_specification_names_sizes_in_the_same_words(words):
+def test_the_reference_raises_the_same_messages(words):
     given, kind, _ = NAMED[words]
     with pytest.raises(kind, match=says(words)):
         reference.attend(*(t.numpy() for t in inputs(**given).values()))
@@ -214,7 +214,7 @@ MEANT = {
 
 @pytest.mark.parametrize("name", MEANT)
 @pytest.mark.parametrize("function", ["attend", "weights", "head_stats", "explain"])
-def test_a_float_mask_of_zeros_and_ones_warns_where_it_was_given(function, name):
+def test_a_float_mask_of_zeros_and_ones_warns_at_the_callers_line(function, name):
     mask, warned = MEANT[name]
     given = inputs(mask=mask)
     if function == "weights":
@@ -223,7 +223,7 @@ def test_a_float_mask_of_zeros_and_ones_warns_where_it_was_given(function, name)
         warnings.simplefilter("always")
         {"attend": attend, "weights": weights, "head_stats": head_stats, "explain": explain}[function](**given)
     assert [w.filename for w in caught] == [__file__] * warned  # the line that has to change is the caller's
-    words = "a torch.float32 mask of zeros and ones is added to the scores; if it says who may look, give mask.bool()"
+    words = "a torch.float32 mask of zeros and ones is added to the scores; if 1 means 'may attend', give mask.bool()"
     assert all(str(w.message) == words for w in caught)
 
 
@@ -242,70 +242,70 @@ RULES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("empty", EMPTY)
-def test_empty_input_is_legal(empty, rule, dtype):
+def test_empty_inputs_are_valid(empty, rule, dtype):
     b, tq, tk = EMPTY[empty]
-    how = RULES[rule](b, tq, tk)
+    options = RULES[rule](b, tq, tk)
     q, k, v = (
         torch.randn(shape, dtype=dtype, requires_grad=True)
         for shape in ((b, H, tq, D), (b, KV, tk, D), (b, KV, tk, DV))
     )
-    out = attend(q, k, v, gates=torch.ones(H), **how)
+    out = attend(q, k, v, gates=torch.ones(H), **options)
     torch.testing.assert_close(out, torch.zeros(b, H, tq, DV, dtype=dtype))
     out.sum().backward()
     assert all(not t.grad.any() for t in (q, k, v))
-    assert weights(q, k, **how).shape == (b, H, tq, tk)
+    assert weights(q, k, **options).shape == (b, H, tq, tk)
     with torch.no_grad():
-        out, stats = head_stats(q, k, v, classes={"some": yes(b, tk)}, queries=yes(b, tq), **how)
+        out, stats = head_stats(q, k, v, classes={"some": yes(b, tk)}, queries=yes(b, tq), **options)
     torch.testing.assert_close(out, torch.zeros(b, H, tq, DV, dtype=dtype))
     assert stats.count.shape == (b, H) and not stats.count.any()
     assert stats.share("some").isnan().all() and stats.share("some").shape == (H,)
     assert f"over {b} sequences, 0 queries at most" in repr(stats)
-    assert explain(q, k, v, **how)
+    assert explain(q, k, v, **options)
 
 
-def long(queries: int, keys: int = TK, **how) -> dict:
-    return {"q": x(B, H, queries, D), "k": x(B, KV, keys, D), "v": x(B, KV, keys, DV), **how}
+def long(queries: int, keys: int = TK, **options) -> dict:
+    return {"q": x(B, H, queries, D), "k": x(B, KV, keys, D), "v": x(B, KV, keys, DV), **options}
 
 
-ONE = "fused: one call of PyTorch's kernel"
+ONE = "sdpa: one call of PyTorch's kernel"
 PATHS = {
-    "softcap": ({"softcap": 3.0}, "rows: softcap comes between the scores and the mask"),
-    "sinks": ({"sinks": x(H)}, "rows: sinks change the softmax's denominator"),
-    "dropout": ({"dropout": 0.1}, "rows: PyTorch's fused CPU kernel has no dropout"),
-    "a learned mask": ({"mask": torch.zeros(TQ, TK, requires_grad=True)}, "rows: the mask wants a gradient"),
-    "plain": ({}, f"{ONE}, the queries of a group together"),
-    "a mask": ({"mask": yes(TQ, TK)}, f"{ONE}, the queries of a group together"),
+    "softcap": ({"softcap": 3.0}, "blockwise: softcap comes between the scores and the mask"),
+    "sinks": ({"sinks": x(H)}, "blockwise: sinks change the softmax's denominator"),
+    "dropout": ({"dropout": 0.1}, "blockwise: PyTorch's fused CPU kernel has no dropout"),
+    "a learned mask": ({"mask": torch.zeros(TQ, TK, requires_grad=True)}, "blockwise: the mask requires a gradient"),
+    "plain": ({}, f"{ONE}, the queries of a group stacked"),
+    "a mask": ({"mask": yes(TQ, TK)}, f"{ONE}, the queries of a group stacked"),
     "large groups": (long(100), ONE),
     "a window": (
         long(300, window=(4, 1)),
-        "fused: 3 calls of PyTorch's kernel, 128 queries each on the keys that they may look at",
+        "sdpa: 3 calls of PyTorch's kernel, 128 queries each on the keys that they see",
     ),
     "causal": (long(900, 900, causal=True), f"{ONE} in its own causal form"),
     "lengths": (
         long(99, 900, lengths=torch.tensor([5, 900])),
-        "fused: 2 calls of PyTorch's kernel, a sequence each, since their lengths differ",
+        "sdpa: 2 calls of PyTorch's kernel, one per sequence, since their lengths differ",
     ),
 }
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_explain_names_the_path_and_why(name):
+def test_explain_names_the_backend_and_the_reason(name):
     given, words = PATHS[name]
-    with forced("as it comes"):
+    with forced("default"):
         said = explain(**inputs(**given))
-    words = words if words.startswith("fused") else f"{words}; blocks of query rows in PyTorch"
+    words = words if words.startswith("sdpa") else f"{words}; blocks of query rows in PyTorch"
     assert said == f"{words} (HEADWISE_KERNEL=off)"
 
 
-def test_explain_knows_that_nothing_is_learned_without_gradients():
+def test_explain_ignores_requires_grad_where_gradients_are_disabled():
     given, _ = PATHS["a learned mask"]
-    with forced("as it comes"), torch.no_grad():
-        assert explain(**inputs(**given)).startswith("fused")
+    with forced("default"), torch.no_grad():
+        assert explain(**inputs(**given)).startswith("sdpa")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("wrong", [None, [1.0], np.zeros((B, H, TQ, D)), "v"], ids=["None", "list", "array", "str"])
-def test_what_is_no_tensor_is_refused_by_name(name, wrong):
+def test_arguments_that_are_no_tensors_are_refused_by_name(name, wrong):
     given = inputs(**{name: wrong})
     words = f"{name} must be a tensor, got {type(wrong).__name__}"
     for call in (attend, head_stats, explain):
@@ -327,7 +327,7 @@ DENSE = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", DENSE)
-def test_a_tensor_that_is_not_dense_is_refused(kind):
+def test_sparse_and_nested_tensors_are_refused(kind):
     given = inputs()
     for _ in range(3):
         attend(**given)
@@ -346,35 +346,35 @@ def test_a_tensor_that_is_not_dense_is_refused(kind):
     ],
     ids=str,
 )
-def test_options_of_the_wrong_kind(other, words):
+def test_options_of_the_wrong_type_are_refused(other, words):
     for _ in range(3):
         attend(**inputs())
     with pytest.raises(HeadwiseError, match=re.escape(words)):
         attend(**inputs(), **other)
 
 
-def test_classes_that_are_no_dict():
+def test_classes_must_be_a_dict():
     with pytest.raises(MaskError, match="classes must be a dict from names to .*, got list"):
         head_stats(**inputs(), classes=["rare"])
 
 
-def test_a_misspelt_option_is_named_with_the_nearest_one():
+def test_a_misspelt_option_is_named_with_the_closest_match():
     given = inputs()
     q, k, v = given.values()
     arrays = [x.numpy() for x in given.values()]
     module, x = MultiHeadAttention(8, 2), torch.zeros(1, 3, 8)
     spec = reference.MultiHeadAttention(8, 2)
     calls = [
-        lambda **how: explain(q, k, v, **how),
-        lambda **how: functional.statistics(q, k, **how),
-        lambda **how: functional.one_pass(q, k, v, **how),
-        lambda **how: module.stats(x, **how),
-        lambda **how: module.weights(x, **how),
-        lambda **how: reference.attend(*arrays, **how),
-        lambda **how: reference.weights(*arrays[:2], **how),
-        lambda **how: reference.head_stats(*arrays, **how),
-        lambda **how: spec(x.numpy(), **how),
-        lambda **how: spec.weights(x.numpy(), **how),
+        lambda **options: explain(q, k, v, **options),
+        lambda **options: functional.head_stats_without_values(q, k, **options),
+        lambda **options: functional.is_one_pass(q, k, v, **options),
+        lambda **options: module.stats(x, **options),
+        lambda **options: module.weights(x, **options),
+        lambda **options: reference.attend(*arrays, **options),
+        lambda **options: reference.weights(*arrays[:2], **options),
+        lambda **options: reference.head_stats(*arrays, **options),
+        lambda **options: spec(x.numpy(), **options),
+        lambda **options: spec.weights(x.numpy(), **options),
     ]
     for call in calls:
         with pytest.raises(UnsupportedError, match="no option 'casual' here; did you mean 'causal'"):
@@ -383,6 +383,6 @@ def test_a_misspelt_option_is_named_with_the_nearest_one():
             call(zzz=1)
 
 
-def test_a_module_without_a_query():
+def test_module_without_a_query_raises():
     with pytest.raises(ShapeError, match="query must be a tensor, got NoneType"):
         MultiHeadAttention(8, 2)(None)

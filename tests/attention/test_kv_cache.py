@@ -45,17 +45,17 @@ def tokens(count: int = TOKENS, batch: int = BATCH) -> torch.Tensor:
     return torch.randn(batch, count, WIDTH, dtype=torch.float64)
 
 
-def decode(module, x, cache, chunks, **how) -> torch.Tensor:
+def decode(module, x, cache, chunks, **call_options) -> torch.Tensor:
     """The outputs of x (B, T, d), given to a cache in pieces of these sizes."""
-    return torch.cat([module(piece, causal=True, cache=cache, **how) for piece in x.split(chunks, 1)], 1)
+    return torch.cat([module(piece, causal=True, cache=cache, **call_options) for piece in x.split(chunks, 1)], 1)
 
 
 def close(got, want, atol: float = 1e-10) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
-def held_tokens(cache: KVCache) -> int:
-    """For how many tokens, at most, a cache keeps memory."""
+def capacity(cache: KVCache) -> int:
+    """The number of tokens for which a cache has memory."""
     tensors = [x for x in vars(cache).values() if isinstance(x, torch.Tensor) and x.dim() == 4]
     return max(x.untyped_storage().nbytes() // (x.element_size() * x[:, :, :1].numel() or 1) for x in tensors)
 
@@ -65,21 +65,21 @@ def held_tokens(cache: KVCache) -> int:
 @every_position
 @either("window", [None, WINDOW])
 @every_cache
-def test_decoding_equals_one_call(new_cache, window, position, options, chunks):
+def test_cached_decoding_equals_one_call(new_cache, window, position, options, chunks):
     module, x = made(position=position, **options), tokens()
     if window is None and isinstance(new_cache(), SlidingCache):
         window = WINDOW - 1  # it cannot see more than it keeps, but less
-    how = {} if window is None else {"window": (window - 1, 0)}
-    want = module(x, causal=True, **how)
-    close(module.train()(x, causal=True, **how), want)
+    call_options = {} if window is None else {"window": (window - 1, 0)}
+    want = module(x, causal=True, **call_options)
+    close(module.train()(x, causal=True, **call_options), want)
     module.eval()
     cache = new_cache()
-    close(decode(module, x, cache, chunks, **how), want)
+    close(decode(module, x, cache, chunks, **call_options), want)
     assert cache.length == TOKENS
     with torch.no_grad():
-        close(decode(module, x, new_cache(), chunks, **how), want)
+        close(decode(module, x, new_cache(), chunks, **call_options), want)
     with torch.inference_mode():
-        close(decode(module, x, new_cache(), chunks, **how).clone(), want)
+        close(decode(module, x, new_cache(), chunks, **call_options).clone(), want)
 
 
 def test_a_sliding_cache_implies_its_window():
@@ -93,7 +93,7 @@ def test_a_sliding_cache_implies_its_window():
 
 @either("new_cache", [KVCache, lambda: StaticCache(200)], ids=["growing", "static"])
 @either("chunks", [[1] * 200, [63, 1, 1, 64, 71], [200]], ids=["token by token", "in chunks", "at once"])
-def test_long_decoding(new_cache, chunks):
+def test_long_decoding_equals_one_call(new_cache, chunks):
     """Past the room that a growing cache begins with, and past its doublings: earlier keys stay."""
     module, x = made(num_kv_heads=2, position=Rotary()), tokens(200, 2)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_long_decoding(new_cache, chunks):
 
 
 @torch.no_grad()
-def test_memory():
+def test_caches_allocate_as_little_as_they_promise():
     """A static cache takes it once, a growing one now and then, a sliding one no more than it needs."""
     module, x = made(num_kv_heads=2), tokens(300, 1)
     places = {"growing": set(), "static": set()}
@@ -111,13 +111,13 @@ def test_memory():
             module(piece, causal=True, cache=cache)
             if name in places:
                 places[name].add(next(t for t in vars(cache).values() if isinstance(t, torch.Tensor)).data_ptr())
-        assert held_tokens(caches["sliding"]) <= 16
-    assert len(places["static"]) == 1 and held_tokens(caches["static"]) == 301  # one slot stays empty
-    assert len(places["growing"]) <= 5 and held_tokens(caches["growing"]) <= 600
+        assert capacity(caches["sliding"]) <= 16
+    assert len(places["static"]) == 1 and capacity(caches["static"]) == 301  # one slot stays empty
+    assert len(places["growing"]) <= 5 and capacity(caches["growing"]) <= 600
     for prompt in (5, 9, 17, 300):
         cache = SlidingCache(8)
         module(x[:, :prompt], causal=True, cache=cache)
-        assert held_tokens(cache) <= 24, "the prompt is kept whole"
+        assert capacity(cache) <= 24, "the prompt is kept whole"
         assert cache.length == prompt
 
 
@@ -125,7 +125,7 @@ def test_memory():
 @either("options", [{}, {"num_kv_heads": 2, "sinks": True}, {"num_kv_heads": 1, "softcap": 2.0}], ids=str)
 @either("window", [None, (2, 0)])
 @either("new_cache", [KVCache, lambda: StaticCache(20)], ids=["growing", "static"])
-def test_sequences_of_different_fill(new_cache, window, options, position):
+def test_sequences_of_different_lengths_decode_as_if_alone(new_cache, window, options, position):
     """Ragged prompts, then single tokens, a chunk, and a ragged chunk: as if each sequence ran alone."""
     module = made(position=position, **options)
     calls = [(6, [6, 2, 4]), (1, None), (1, None), (3, None), (4, [2, 4, 0]), (1, None)]  # tokens, those that are real
@@ -147,7 +147,7 @@ def test_sequences_of_different_fill(new_cache, window, options, position):
         close(torch.cat(got[b])[None], module(alone, causal=True, window=window))
 
 
-def test_lengths_are_the_callers():
+def test_lengths_of_the_caller_are_not_modified():
     """A caller may count up the tensor that was given."""
     module, x = made(position=Rotary()), tokens(6)
     lengths, cache = torch.tensor([3, 1, 2]), KVCache()
@@ -167,9 +167,9 @@ def test_lengths_are_the_callers():
 def test_weights_and_gates_with_a_cache(new_cache, chunks):
     module, x = made(num_kv_heads=2, position=Rotary()), tokens()
     sliding = isinstance(new_cache(), SlidingCache)
-    how = {"window": (WINDOW - 1, 0)} if sliding else {}
+    call_options = {"window": (WINDOW - 1, 0)} if sliding else {}
     gates = torch.randn(6, dtype=torch.float64)
-    want, whole = module(x, causal=True, gates=gates, need_weights=True, **how)
+    want, whole = module(x, causal=True, gates=gates, need_weights=True, **call_options)
     cache, done = new_cache(), 0
     for piece in x.split(chunks, 1):
         out, a = module(piece, causal=True, gates=gates, need_weights=True, cache=cache)
@@ -179,7 +179,7 @@ def test_weights_and_gates_with_a_cache(new_cache, chunks):
         assert a.shape[-1] == (done if not sliding else min(rows.start, WINDOW - 1) + piece.shape[1])
 
 
-def test_masks_cover_all_keys():
+def test_masks_cover_cached_and_new_keys():
     module, x = made(num_kv_heads=2), tokens()
     mask = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.3
     want = module(x, causal=True, mask=mask)
@@ -189,7 +189,7 @@ def test_masks_cover_all_keys():
         close(out, want[:, first:stop])
 
 
-def test_stats_of_the_steps_add_up():
+def test_stats_of_decoding_steps_add_up_to_those_of_one_call():
     module, x = made(num_kv_heads=2, position=Rotary(), sinks=True), tokens()
     cache = KVCache()
     steps = [module.stats(piece, causal=True, cache=cache) for piece in x.split([4, 1, 6], 1)]
@@ -199,7 +199,7 @@ def test_stats_of_the_steps_add_up():
 
 
 @every_cache
-def test_looking_does_not_spoil_a_cache(new_cache):
+def test_weights_does_not_change_a_cache(new_cache):
     """weights() with a cache shows the next tokens' weights, or is refused; the outputs after it are right."""
     module, x = made(position=Rotary()), tokens()
     window = (WINDOW - 1, 0) if isinstance(new_cache(), SlidingCache) else None
@@ -215,13 +215,15 @@ def test_looking_does_not_spoil_a_cache(new_cache):
 
 @either("chunks", [[1] * 5, [3, 2], [5]], ids=str)
 @either(
-    "how", [{}, {"lengths": torch.tensor([7, 2, 5])}, {"mask": torch.rand(BATCH, 1, 1, 7) > 0.4}], ids=["", "l", "m"]
+    "call_options",
+    [{}, {"lengths": torch.tensor([7, 2, 5])}, {"mask": torch.rand(BATCH, 1, 1, 7) > 0.4}],
+    ids=["", "l", "m"],
 )
 @either("options", [{}, {"num_kv_heads": 2, "kdim": 5, "vdim": 5}, {"qk_norm": "layer", "sinks": True}], ids=str)
-def test_memory_is_projected_once(options, how, chunks):
+def test_memory_cache_projects_the_memory_once(options, call_options, chunks):
     module, x = made(**options), tokens(5)
     memory = torch.randn(BATCH, 7, module.kdim, dtype=torch.float64)
-    want = module(x, memory, **how)
+    want = module(x, memory, **call_options)
     calls = {"W_K": 0, "W_V": 0, "W_Q": 0}
 
     def count(name):
@@ -233,18 +235,18 @@ def test_memory_is_projected_once(options, how, chunks):
     for name in calls:
         getattr(module, name).register_forward_hook(count(name))
     cache = MemoryCache()
-    assert cache.held is None and cache.length == 0
-    out = torch.cat([module(piece, memory, cache=cache, **how) for piece in x.split(chunks, 1)], 1)
+    assert cache.memory is None and cache.length == 0
+    out = torch.cat([module(piece, memory, cache=cache, **call_options) for piece in x.split(chunks, 1)], 1)
     close(out, want)
     assert calls == {"W_K": 1, "W_V": 1, "W_Q": len(chunks)}
     assert cache.length == 7
     cache.reset()
     other = torch.randn_like(memory)
     close(module(x, other, cache=cache), module(x, other))
-    assert cache.held is not None
+    assert cache.memory is not None
 
 
-def test_memory_with_rotary_positions():
+def test_memory_cache_with_rotary_positions():
     """Cross-attention cannot count the queries it has seen; positions say where they stand."""
     module, x, memory, cache = made(position=Rotary(base=20.0)), tokens(5), tokens(7), MemoryCache()
     steps = [module(x[:, t : t + 1], memory, cache=cache, positions=torch.tensor([t])) for t in range(5)]
@@ -289,7 +291,7 @@ def test_gradients_through_ragged_and_memory_caches():
 @either(
     ("first", "then"), [("inference", "no_grad"), ("no_grad", "inference"), ("inference", "grad"), ("no_grad", "grad")]
 )
-def test_a_mode_may_change_between_calls(new_cache, first, then):
+def test_a_cache_survives_a_change_of_gradient_mode(new_cache, first, then):
     modes = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}
     module, x, cache = made(position=Rotary()), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
@@ -301,7 +303,7 @@ def test_a_mode_may_change_between_calls(new_cache, first, then):
 
 
 @every_cache
-def test_going_on_without_gradients_spoils_none(new_cache):
+def test_decoding_without_gradients_leaves_earlier_gradients_intact(new_cache):
     module, x, cache = made(), tokens().requires_grad_(), new_cache()
     want = torch.autograd.grad(module(x[:, :5], causal=True, cache=new_cache()).square().sum(), x)[0]
     out = module(x[:, :5], causal=True, cache=cache)
@@ -312,7 +314,7 @@ def test_going_on_without_gradients_spoils_none(new_cache):
 
 @either("options", [{}, {"qk_norm": "layer", "num_kv_heads": 2}, {"position": Rotary()}], ids=str)
 @every_cache
-def test_autocast(new_cache, options):
+def test_cached_decoding_under_autocast(new_cache, options):
     module, x = made(**options, dtype=torch.float32), tokens().float()
     window = (WINDOW - 1, 0) if isinstance(new_cache(), SlidingCache) else None
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -321,7 +323,7 @@ def test_autocast(new_cache, options):
 
 @every_cache
 @every_position
-def test_an_empty_piece(new_cache, position):
+def test_a_call_of_no_tokens_leaves_a_cache_unchanged(new_cache, position):
     """No tokens are a legal input: an empty result, and the cache goes on as before."""
     module, x, cache = made(position=position), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
@@ -330,7 +332,7 @@ def test_an_empty_piece(new_cache, position):
 
 
 @every_cache
-def test_reset_and_copies(new_cache):
+def test_reset_empties_a_cache_and_copies_are_independent(new_cache):
     module, x, cache = made(num_kv_heads=2, position=Rotary()), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     want = module(x, causal=True, window=window)
@@ -358,7 +360,7 @@ def _fresh_compiler():
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @every_cache
-def test_compiled_decoding(new_cache):
+def test_compiled_decoding_equals_eager_decoding(new_cache):
     module, x, cache = made(num_kv_heads=2, position=Rotary()), tokens(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     compiled = torch.compile(module, backend="aot_eager")
@@ -418,10 +420,10 @@ def test_one_cache_does_not_serve_two_layers():
         first(x, causal=True, cache=cache)
         with pytest.raises(CacheError, match="holds the keys and values of another layer; .* make one per layer"):
             second(x, causal=True, cache=cache)
-        held = copy.deepcopy(cache)  # as a search over several continuations does
+        fork = copy.deepcopy(cache)  # as a search over several continuations does
         cache.reset()
         second(x, causal=True, cache=cache)
-        first(x[:, :1], causal=True, cache=held)
+        first(x[:, :1], causal=True, cache=fork)
     memory = MemoryCache()
     first(x, x.clone(), cache=memory)
     with pytest.raises(CacheError, match="another layer"):
@@ -435,13 +437,13 @@ REFUSED = [
     ("sliding", (X[:1],), {}, CacheError, "one cache serves one layer and one batch"),
     ("static", (torch.zeros(BATCH, 9, WIDTH),), {}, CacheError, r"full: it has room for 13 keys, holds 5, needs 14"),
     ("sliding", (X,), {"lengths": torch.tensor([7, 6, 6])}, CacheError, r"one length for all .*; use KVCache\(\)"),
-    ("sliding", (X,), {"window": (4, 0)}, CacheError, r"window of \(4, 0\) looks further back than the 4 keys"),
-    ("sliding", (X,), {"window": (None, 0)}, CacheError, "looks further back than the 4 keys"),
+    ("sliding", (X,), {"window": (4, 0)}, CacheError, r"window of \(4, 0\) reaches further back than the 4 keys"),
+    ("sliding", (X,), {"window": (None, 0)}, CacheError, "reaches further back than the 4 keys"),
     ("sliding", (X,), {"window": 3}, MaskError, r"window must be a pair \(left, right\)"),
     ("growing", (X, X.clone()), {}, CacheError, r"one fixed memory: give it a MemoryCache\(\), not a KVCache"),
     ("static", (X, X.clone()), {}, CacheError, "MemoryCache.*not a StaticCache"),
-    ("growing", (X,), {"lengths": torch.tensor([5, 8, 6])}, CacheError, r"\[5, 5, 5\] are held and 2 more came, got"),
-    ("growing", (X,), {"lengths": torch.tensor([5, 4, 6])}, CacheError, "lengths are the keys of each sequence in all"),
+    ("growing", (X,), {"lengths": torch.tensor([5, 8, 6])}, CacheError, r"\[5, 5, 5\] are cached and 2 are new, got"),
+    ("growing", (X,), {"lengths": torch.tensor([5, 4, 6])}, CacheError, "lengths are the total keys of each sequence"),
     ("growing", (X,), {"lengths": torch.tensor([7, 7])}, HeadwiseError, "lengths"),
     ("growing", (X,), {"lengths": torch.tensor([7.0, 7, 6])}, MaskError, "lengths must be 3 whole numbers"),
     ("growing", (X,), {"lengths": [7, 7, 6]}, MaskError, "lengths must be a tensor"),
@@ -450,7 +452,7 @@ REFUSED = [
     ("sliding", (X, X, X[:, :1]), {}, HeadwiseError, "each key needs a value"),
     ("growing", (X, X, X[:1]), {}, HeadwiseError, "each key needs a value"),
     *((name, (X,), {"mask": torch.ones(2, 4).bool()}, MaskError, r"mask \(2, 4\) does not") for name in CACHES),
-    *((name, (X,), {"gates": torch.ones(5)}, ShapeError, "gates must be one number a query head") for name in CACHES),
+    *((name, (X,), {"gates": torch.ones(5)}, ShapeError, "gates must be one number per query head") for name in CACHES),
     *((name, (X,), {"positions": torch.arange(3)}, ShapeError, "positions") for name in CACHES),
     *((name, (X[0],), {}, ShapeError, "query must be") for name in CACHES),
     ("growing", (X,), {"window": (-1, 0)}, MaskError, "window's left side"),
@@ -458,9 +460,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@either(("name", "inputs", "how", "kind", "words"), REFUSED)
+@either(("name", "inputs", "call_options", "kind", "words"), REFUSED)
 @either("grad", [True, False])
-def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad):
+def test_a_failed_call_leaves_the_cache_unchanged(name, inputs, call_options, kind, words, grad):
     module, x = made(position=Rotary(), dtype=torch.float32), tokens().float()
     window = (WINDOW - 1, 0) if name == "sliding" else None
     want = module(x, causal=True, window=window)
@@ -468,7 +470,7 @@ def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad)
     with torch.set_grad_enabled(grad):
         module(x[:, :5], causal=True, cache=cache)
         with pytest.raises(HeadwiseError, match=words) as caught:
-            module(*inputs, causal=True, cache=cache, **how)
+            module(*inputs, causal=True, cache=cache, **call_options)
         assert isinstance(caught.value, kind) and "\n" not in str(caught.value)
         assert cache.length == 5
         assert cache.fill is None
@@ -477,7 +479,7 @@ def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad)
 
 @every_cache
 @either(
-    ("inputs", "how"),
+    ("inputs", "call_options"),
     [
         ((X,), {"mask": torch.ones(2, 5).bool()}),
         ((X, X, X[:, :1]), {}),
@@ -486,34 +488,38 @@ def test_a_call_that_fails_changes_nothing(name, inputs, how, kind, words, grad)
     ],
     ids=["mask", "fewer values", "fewer sequences", "gates"],
 )
-def test_a_first_call_that_fails_leaves_a_cache_empty(new_cache, inputs, how):
+def test_a_failed_first_call_leaves_the_cache_empty(new_cache, inputs, call_options):
     module, x, cache = made(dtype=torch.float32), tokens().float(), new_cache()
     window = (WINDOW - 1, 0) if isinstance(cache, SlidingCache) else None
     with pytest.raises(HeadwiseError):
-        module(*inputs, causal=True, cache=cache, **how)
+        module(*inputs, causal=True, cache=cache, **call_options)
     assert cache.length == 0
     close(decode(module, x[:2], cache, [6, 5]), module(x[:2], causal=True, window=window), 1e-5)
 
 
-def test_a_failed_memory_is_not_kept():
+def test_a_failed_call_caches_no_memory():
     module, x, memory, cache = made(), tokens(), tokens(7), MemoryCache()
-    for wrong, how in ((memory[:2], {}), (memory, {"mask": torch.ones(5, 5).bool()})):
+    for wrong, call_options in ((memory[:2], {}), (memory, {"mask": torch.ones(5, 5).bool()})):
         with pytest.raises(HeadwiseError):
-            module(x, wrong, cache=cache, **how)
-        assert cache.held is None
+            module(x, wrong, cache=cache, **call_options)
+        assert cache.memory is None
     close(module(x, memory, cache=cache), module(x, memory))
     with pytest.raises(HeadwiseError, match="the cache holds a memory \\(3, 7\\), got one of \\(2, 7\\)"):
         module(x[:2], memory[:2], cache=cache)
     close(module(x, memory, cache=cache), module(x, memory))
 
 
-def test_a_failed_ragged_call_changes_nothing():
+def test_a_failed_call_with_lengths_leaves_the_cache_unchanged():
     module, x, cache = made(position=Rotary()), tokens(), KVCache()
     lengths = torch.tensor([3, 1, 2])
     module(x[:, :3], causal=True, cache=cache, lengths=lengths)
-    for how in ({"lengths": torch.tensor([3, 1, 9])}, {"mask": torch.ones(5, 5).bool()}, {"gates": torch.ones(5)}):
+    for call_options in (
+        {"lengths": torch.tensor([3, 1, 9])},
+        {"mask": torch.ones(5, 5).bool()},
+        {"gates": torch.ones(5)},
+    ):
         with pytest.raises(HeadwiseError):
-            module(x[:, 3:5], causal=True, cache=cache, **how)
+            module(x[:, 3:5], causal=True, cache=cache, **call_options)
         assert cache.fill.tolist() == [3, 1, 2] and cache.length == 3
     out = module(x[:, 3:5], causal=True, cache=cache)
     for b, n in enumerate(lengths.tolist()):
@@ -521,7 +527,7 @@ def test_a_failed_ragged_call_changes_nothing():
         close(out[b : b + 1], module(alone, causal=True)[:, n:])
 
 
-def test_caches_of_another_layer():
+def test_a_cache_of_other_sizes_is_refused():
     """Heads of another number, width or dtype: said before anything is written."""
     x, cache = tokens(2), KVCache()
     made()(x, cache=cache)
@@ -536,12 +542,12 @@ def test_caches_of_another_layer():
 
 
 @either("cache", ["static", 5, (torch.zeros(1), torch.zeros(1))], ids=["a word", "a number", "a pair"])
-def test_what_is_no_cache(cache):
+def test_an_object_that_is_no_cache_is_refused(cache):
     with pytest.raises(HeadwiseError, match="cache"):
         made()(tokens(), cache=cache)
 
 
-def test_self_attention_has_no_memory():
+def test_self_attention_refuses_a_memory_cache():
     """A MemoryCache would answer every later call with the keys of the first."""
     with pytest.raises(CacheError, match="MemoryCache"):
         made()(tokens(), causal=True, cache=MemoryCache())
@@ -557,6 +563,6 @@ def test_self_attention_has_no_memory():
         (lambda: SlidingCache("4"), "window must be a whole number of at least 1, got '4'"),
     ],
 )
-def test_sizes_of_caches(make, words):
+def test_invalid_cache_sizes_are_refused(make, words):
     with pytest.raises(ShapeError, match=words):
         make()

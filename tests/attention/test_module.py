@@ -73,7 +73,7 @@ def spec(module: MultiHeadAttention) -> reference.MultiHeadAttention:
     return twin
 
 
-def by_hand(module, query, key=None, value=None, *, norm=None, turn=None, **how):
+def by_hand(module, query, key=None, value=None, *, norm=None, turn=None, **call_options):
     """(output, weights) out of the specification's parts, with queries and keys normed and turned as given."""
     twin = spec(module)
     q, k, v = (torch.from_numpy(x.copy()) for x in twin.project(*map(plain, (query, key, value))))
@@ -81,9 +81,9 @@ def by_hand(module, query, key=None, value=None, *, norm=None, turn=None, **how)
         q, k = norm(q, module.q_norm), norm(k, module.k_norm)
     if turn is not None:
         q, k = turn(q), turn(k)
-    how = {name: plain(x) for name, x in how.items()}
-    a = reference.weights(plain(q), plain(k), **{name: x for name, x in how.items() if name != "gates"})
-    return twin.join(reference.attend(plain(q), plain(k), plain(v), **how)), a
+    call_options = {name: plain(x) for name, x in call_options.items()}
+    a = reference.weights(plain(q), plain(k), **{name: x for name, x in call_options.items() if name != "gates"})
+    return twin.join(reference.attend(plain(q), plain(k), plain(v), **call_options)), a
 
 
 def rms(x, norm):
@@ -119,39 +119,39 @@ def calls(draw):
         inputs.append(randn(batch, keys, made["kdim"]))
     if cross == "key and value":
         inputs.append(randn(batch, keys, made["vdim"]))
-    how = {"causal": draw(st.booleans())}
+    call_options = {"causal": draw(st.booleans())}
     shape = [draw(st.sampled_from([n, 1])) for n in (batch, kv * group, queries)] + [keys]
     match draw(st.sampled_from(["none", "bool", "float"])):
         case "bool":
-            how["mask"] = randn(*shape) > -0.5
+            call_options["mask"] = randn(*shape) > -0.5
         case "float":
-            how["mask"] = torch.where(randn(*shape) > -1, randn(*shape), -torch.inf)
+            call_options["mask"] = torch.where(randn(*shape) > -1, randn(*shape), -torch.inf)
     if draw(st.booleans()):
         side = st.none() | st.integers(0, 4)
-        how["window"] = (draw(side), draw(side))
+        call_options["window"] = (draw(side), draw(side))
     if draw(st.booleans()):
-        how["lengths"] = torch.randint(0, keys + 1, (batch,), generator=gen)
+        call_options["lengths"] = torch.randint(0, keys + 1, (batch,), generator=gen)
     if draw(st.booleans()):
-        how["gates"] = randn(*draw(st.sampled_from([(kv * group,), (batch, kv * group)])))
-    return made, inputs, how
+        call_options["gates"] = randn(*draw(st.sampled_from([(kv * group,), (batch, kv * group)])))
+    return made, inputs, call_options
 
 
 @settings(deadline=None, max_examples=150)
 @given(calls())
-def test_equals_the_specification(call):
-    options, inputs, how = call
+def test_module_equals_the_reference(call):
+    options, inputs, call_options = call
     module = made(**options)
-    out, a = module(*inputs, **how, need_weights=True)
-    want, want_a = by_hand(module, *inputs, **how)
+    out, a = module(*inputs, **call_options, need_weights=True)
+    want, want_a = by_hand(module, *inputs, **call_options)
     close(out, want)
     close(a, want_a)
-    close(module(*inputs, **how), want)
-    close(out, spec(module)(*map(plain, inputs), **{name: plain(x) for name, x in how.items()}))
+    close(module(*inputs, **call_options), want)
+    close(out, spec(module)(*map(plain, inputs), **{name: plain(x) for name, x in call_options.items()}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every_option
-def test_lower_precision(options, dtype):
+def test_module_in_lower_precision_equals_float64_within_rounding(options, dtype):
     exact = made(**options)
     low = copy.deepcopy(exact).to(dtype)
     exact.load_state_dict(low.state_dict())  # the same rounded weights
@@ -164,7 +164,7 @@ def test_lower_precision(options, dtype):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_classic_shapes(training):
+def test_output_and_weight_shapes_of_classic_configurations(training):
     attention = MultiHeadAttention(128, 8).train(training)
     assert attention(torch.randn(2, 10, 128)).shape == (2, 10, 128)
     attention = MultiHeadAttention(256, 8).train(training)
@@ -191,14 +191,14 @@ def test_the_classic_shapes(training):
         ({"position": Rotary()}, 2_359_296, 3_072),
     ],
 )
-def test_parameter_counts(options, weights, biases):
+def test_module_has_the_expected_parameter_count(options, weights, biases):
     module = MultiHeadAttention(768, 12, **options, device="meta")
     assert sum(p.numel() for p in module.parameters() if p.dim() == 2) == weights
     assert sum(p.numel() for p in module.parameters() if p.dim() == 1) == biases
 
 
 @every_option
-def test_names_in_the_state_dict(options):
+def test_state_dict_has_the_literatures_names(options):
     module = made(**options)
     names = {f"W_{name}.weight" for name in "QKVO"}
     names |= {f"W_{name}.bias" for name in "QKV" if options.get("bias", True)}
@@ -214,7 +214,7 @@ def test_names_in_the_state_dict(options):
 
 
 @every_option
-def test_copies_give_the_same(options):
+def test_copied_and_reloaded_modules_give_the_same_output(options):
     """By state_dict, deepcopy, pickle, torch.save, and built on the meta device first."""
     module, x = made(**options), tokens()
     want = module(x, causal=True)
@@ -234,7 +234,7 @@ def test_copies_give_the_same(options):
 
 @pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
 @every_option
-def test_from_the_meta_device(options, assign):
+def test_module_on_meta_can_be_materialised(options, assign):
     """Built without memory, then filled from a state_dict."""
     module, x = made(**options), tokens()
     module_on_meta = MultiHeadAttention(WIDTH, **{"num_heads": 4, **options}, device="meta", dtype=torch.float64)
@@ -247,14 +247,14 @@ def test_from_the_meta_device(options, assign):
 
 
 @every_option
-def test_on_the_meta_device(options):
+def test_module_on_meta_gives_shapes(options):
     module = MultiHeadAttention(WIDTH, **{"num_heads": 4, **options}, device="meta")
     out, a = module(torch.empty(BATCH, TOKENS, WIDTH, device="meta"), causal=True, need_weights=True)
     assert out.device.type == a.device.type == "meta"
     assert (out.shape, a.shape) == ((BATCH, TOKENS, WIDTH), (BATCH, module.heads.query, TOKENS, TOKENS))
 
 
-def test_reset_parameters_makes_a_new_module():
+def test_reset_parameters_initialises_like_a_new_module():
     """Also where memory held anything before, as after to_empty."""
     module = MultiHeadAttention(WIDTH, 4, qk_norm="layer", sinks=True, position=Alibi(), device="meta")
     module = module.to_empty(device="cpu")
@@ -271,7 +271,7 @@ def test_reset_parameters_makes_a_new_module():
     close(module(x), fresh(x), 0)
 
 
-def test_a_strict_state_dict():
+def test_load_state_dict_is_strict():
     module = made()
     state = module.state_dict()
     with pytest.raises(RuntimeError, match="Missing key.*W_O.bias"):
@@ -284,7 +284,7 @@ def test_a_strict_state_dict():
 
 @pytest.mark.parametrize("rotary", [Rotary(), Rotary(base=50.0, interleaved=True), Rotary(dim=2)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_rotary(rotary, kv_heads):
+def test_rotary_module_equals_rotated_queries_and_keys(rotary, kv_heads):
     module, x = made(num_kv_heads=kv_heads, head_dim=6, position=rotary), tokens()
     places = torch.tensor([0, 1, 2, 5, 9, 4, 30])
     each = torch.stack([places, places + 3, torch.arange(TOKENS)])  # (B, T)
@@ -299,7 +299,7 @@ def test_rotary(rotary, kv_heads):
     assert (moved - module.weights(x)).abs().max() > 0.01
 
 
-def test_rotary_across():
+def test_rotary_cross_attention_counts_key_positions_from_zero():
     """Queries and keys each count from 0."""
     module, x, memory = made(position=Rotary(base=50.0), head_dim=6), tokens(), tokens(count=KEYS)
     q, k, v = (torch.from_numpy(y.copy()) for y in spec(module).project(plain(x), plain(memory)))
@@ -311,24 +311,26 @@ def test_rotary_across():
 
 
 @pytest.mark.parametrize("slopes", [None, (0.5, 0.1, 0.0, 2.0, 0.3, 1.0)])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (2, 1)}, {"lengths": torch.tensor([7, 2, 5])}])
-def test_alibi_is_a_float_mask(slopes, how):
+@pytest.mark.parametrize(
+    "call_options", [{}, {"causal": True}, {"window": (2, 1)}, {"lengths": torch.tensor([7, 2, 5])}]
+)
+def test_alibi_module_equals_a_float_mask(slopes, call_options):
     alibi = Alibi(slopes)
     module, x = made(30, 6, num_kv_heads=3, position=alibi), tokens(width=30)
     i, j = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
     bias = -torch.tensor(alibi.for_heads(6), dtype=torch.float64)[:, None, None] * (i - j).abs()
-    want, a = by_hand(module, x, mask=bias, **how)
-    close(module(x, **how), want, 1e-6)
-    close(module.weights(x, **how), a, 1e-6)
-    close(module.weights(x, heads=[4, 1], rows=[5], **how), a[:, [4, 1]][:, :, [5]], 1e-6)
+    want, a = by_hand(module, x, mask=bias, **call_options)
+    close(module(x, **call_options), want, 1e-6)
+    close(module.weights(x, **call_options), a, 1e-6)
+    close(module.weights(x, heads=[4, 1], rows=[5], **call_options), a[:, [4, 1]][:, :, [5]], 1e-6)
     hidden = torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.4
-    want, _ = by_hand(module, x, mask=torch.where(hidden, bias, -torch.inf), **how)
-    close(module(x, mask=hidden, **how), want, 1e-6)
+    want, _ = by_hand(module, x, mask=torch.where(hidden, bias, -torch.inf), **call_options)
+    close(module(x, mask=hidden, **call_options), want, 1e-6)
     extra = tokens(TOKENS, TOKENS, 1)[..., 0]
-    close(module(x, mask=extra, **how), by_hand(module, x, mask=bias + extra, **how)[0], 1e-6)
+    close(module(x, mask=extra, **call_options), by_hand(module, x, mask=bias + extra, **call_options)[0], 1e-6)
 
 
-def test_alibi_keeps_its_precision():
+def test_alibi_bias_is_not_rounded_to_the_input_dtype():
     """The slopes are numbers of the position, not weights: a cast of the module leaves them exact."""
     module = MultiHeadAttention(24, 6, position=Alibi()).bfloat16()
     far = torch.arange(2001) < 30  # only keys 1970 to 2000 tokens away may be seen
@@ -341,7 +343,7 @@ def test_alibi_keeps_its_precision():
 
 @pytest.mark.parametrize(("kind", "formula"), [("rms", rms), ("layer", layer)])
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
-def test_normed_queries_and_keys(kind, formula, eps):
+def test_qk_norm_normalises_queries_and_keys(kind, formula, eps):
     module, x = made(num_kv_heads=2, head_dim=7, qk_norm=kind), tokens()
     assert module.q_norm.eps == module.k_norm.eps == 1e-6
     module.q_norm.eps = module.k_norm.eps = eps
@@ -352,19 +354,19 @@ def test_normed_queries_and_keys(kind, formula, eps):
 
 
 @pytest.mark.parametrize("options", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 2.0, "sinks": True}])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"mask": torch.eye(TOKENS).bool()}])
-def test_softcap_and_sinks(options, how):
+@pytest.mark.parametrize("call_options", [{}, {"causal": True}, {"mask": torch.eye(TOKENS).bool()}])
+def test_module_with_softcap_and_sinks_equals_the_reference(options, call_options):
     module, x = made(num_kv_heads=2, **options), tokens()
     given = {"softcap": options.get("softcap"), "sinks": module.sinks}
-    out, a = module(x, **how, need_weights=True)
-    want, want_a = by_hand(module, x, **given, **how)
+    out, a = module(x, **call_options, need_weights=True)
+    want, want_a = by_hand(module, x, **given, **call_options)
     close(out, want)
     close(a, want_a)
     total = a.sum(-1)
     assert (total < 1).all() if "sinks" in options else torch.allclose(total, torch.ones_like(total))
 
 
-def test_dropout_is_for_training():
+def test_module_dropout_applies_in_training_only():
     module, x = made(dropout=0.5), tokens()
     want, a = by_hand(module, x, causal=True)
     close(module(x, causal=True), want)
@@ -387,15 +389,15 @@ def test_dropout_is_for_training():
 @pytest.mark.parametrize("rows", [None, 2, [5, 0], slice(1, 6, 2), -1])
 @pytest.mark.parametrize("heads", [None, 3, [2, 0], slice(1, None), -2])
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "sinks": True}, {"position": Rotary(), "head_dim": 4}])
-def test_weights_of_some_rows_and_heads(rows, heads, options):
+def test_module_weights_of_selected_rows_and_heads(rows, heads, options):
     module, x = made(**options), tokens()
-    how = {"mask": torch.rand(BATCH, 4, TOKENS, TOKENS) > 0.3, "window": (3, 2)}
-    _, whole = module(x, **how, need_weights=True)
+    call_options = {"mask": torch.rand(BATCH, 4, TOKENS, TOKENS) > 0.3, "window": (3, 2)}
+    _, whole = module(x, **call_options, need_weights=True)
     pick = [[n] if isinstance(n, int) else slice(None) if n is None else n for n in (heads, rows)]
-    close(module.weights(x, rows=rows, heads=heads, **how), whole[:, pick[0]][:, :, pick[1]])
+    close(module.weights(x, rows=rows, heads=heads, **call_options), whole[:, pick[0]][:, :, pick[1]])
 
 
-def test_weights_need_no_values():
+def test_module_weights_do_not_project_values():
     module = made(kdim=5, vdim=3)
     x, key, value = tokens(), tokens(count=KEYS, width=5), tokens(count=KEYS, width=3)
     _, a = module(x, key, value, need_weights=True)
@@ -406,19 +408,19 @@ def test_weights_need_no_values():
     ("name", "cross"),
     [(name, cross) for name in OPTIONS for cross in (False, True) if (name, cross) != ("alibi", True)],
 )
-def test_stats(name, cross):
+def test_module_stats_equal_those_of_its_weights(name, cross):
     options = OPTIONS[name]
     module, x = made(**options), tokens()
     inputs = (x, tokens(count=KEYS)) if cross else (x,)
     keys = inputs[-1].shape[1]
     classes = {"some": torch.rand(BATCH, keys) > 0.5}
     queries = torch.rand(BATCH, TOKENS) > 0.3
-    how = {"lengths": torch.tensor([keys, 2, 5])} if cross else {"causal": True, "window": (4, None)}
-    got = module.stats(*inputs, queries=queries, classes=classes, **how)
+    call_options = {"lengths": torch.tensor([keys, 2, 5])} if cross else {"causal": True, "window": (4, None)}
+    got = module.stats(*inputs, queries=queries, classes=classes, **call_options)
     near = set() if cross else {"distance", "previous", "next", "self"}
     sink = {"sink"} if options.get("sinks") else set()
     assert set(got.names) == {"entropy", "confidence", "first", "share:some"} | near | sink
-    a = plain(module.weights(*inputs, **how))
+    a = plain(module.weights(*inputs, **call_options))
     real = plain(queries)[:, None] & (a.sum(-1) > 0)
     entropy = -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(-1)
     close(got.entropy, (entropy * real).sum((0, 2)) / real.sum((0, 2)))
@@ -435,21 +437,21 @@ def test_stats(name, cross):
 
 
 @pytest.mark.parametrize("cross", [False, True])
-def test_stats_are_head_stats(cross):
+def test_module_stats_equal_head_stats_of_its_projections(cross):
     module, x = made(num_kv_heads=2, softcap=2.0, sinks=True), tokens()
     inputs = (x, tokens(count=KEYS)) if cross else (x,)
     q, k, v = (torch.from_numpy(y.copy()) for y in spec(module).project(*map(plain, inputs)))
-    how = {"causal": not cross, "lengths": torch.tensor([7, 2, 5])}
-    out, want = head_stats(q, k, v, cross=cross, softcap=2.0, sinks=module.sinks.detach(), **how)
-    got = module.stats(*inputs, **how)
+    call_options = {"causal": not cross, "lengths": torch.tensor([7, 2, 5])}
+    out, want = head_stats(q, k, v, cross=cross, softcap=2.0, sinks=module.sinks.detach(), **call_options)
+    got = module.stats(*inputs, **call_options)
     assert got.names == want.names
     for name in got.names:
         close(got[name], want[name])
     assert not any(x.requires_grad for x in got.sums.values())
-    close(module(*inputs, **how), spec(module).join(plain(out)))
+    close(module(*inputs, **call_options), spec(module).join(plain(out)))
 
 
-def test_a_query_that_may_look_nowhere():
+def test_module_output_for_a_query_with_no_visible_keys_is_the_output_bias():
     """Its output is W_O's bias, its weights are zeros, and no gradient is NaN, in training and in eval."""
     module, x = made(num_kv_heads=2, dropout=0.1), tokens().requires_grad_()
     mask = torch.ones(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool)
@@ -474,7 +476,7 @@ def test_gradients_reach_every_parameter(options):
     assert (x.grad.abs().sum(-1) > 0).all() and (gates.grad != 0).all()
 
 
-def test_gradients_are_right():
+def test_module_passes_gradcheck():
     module = made(6, 3, num_kv_heads=1, head_dim=2, softcap=2.0, sinks=True, qk_norm="rms", position=Rotary())
     names, parameters = zip(*module.named_parameters(), strict=True)
 
@@ -489,7 +491,7 @@ def test_gradients_are_right():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [True, False])
 @every_option
-def test_autocast(options, training, dtype):
+def test_module_under_autocast(options, training, dtype):
     module, x = made(**options, dtype=torch.float32).train(training), tokens().float()
     with torch.autocast("cpu", dtype):
         out, a = module(x, causal=True, need_weights=True)
@@ -503,7 +505,7 @@ def test_autocast(options, training, dtype):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in module.parameters())
 
 
-def test_inference_mode_and_frozen_modules():
+def test_module_in_inference_mode_and_frozen():
     module, x = made(position=Rotary(), head_dim=4), tokens()
     with torch.inference_mode():
         quiet = module(x, causal=True)
@@ -515,7 +517,7 @@ def test_inference_mode_and_frozen_modules():
     assert x.grad.isfinite().all()
 
 
-def test_fake_tensors_leave_nothing_behind():
+def test_fake_tensors_do_not_enter_caches():
     """Tools that run a model without numbers must not change what it does afterwards."""
     module, x = made(position=Rotary(base=31.0), head_dim=4), tokens()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -535,20 +537,20 @@ def _fresh_compiler():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("how", [{"causal": True}, {"window": (3, 1), "lengths": torch.tensor([7, 2, 5])}])
+@pytest.mark.parametrize("call_options", [{"causal": True}, {"window": (3, 1), "lengths": torch.tensor([7, 2, 5])}])
 @pytest.mark.parametrize("name", ["plain", "grouped", "alibi", "all of it"])
-def test_compile(name, how):
+def test_compiled_module_equals_eager(name, call_options):
     module = made(**OPTIONS[name])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for count in (TOKENS, 13):
         x = tokens(count=count).requires_grad_()
-        out, want = compiled(x, **how), module(x, **how)
+        out, want = compiled(x, **call_options), module(x, **call_options)
         close(out, want)
         close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, want)))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compile_across_with_weights():
+def test_compiled_cross_attention_returns_weights():
     module, x, memory = made(num_kv_heads=2, kdim=5, vdim=5), tokens(), tokens(count=KEYS, width=5)
     mask = torch.rand(BATCH, 1, 1, KEYS) > 0.3
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -579,7 +581,7 @@ def test_export_with_any_number_of_tokens(name):
         {"qk_norm": "rms", "sinks": True, "dropout": 0.1},
     ],
 )
-def test_training(options):
+def test_module_learns_a_small_task(options):
     """Every token must find the one token that is marked and tell its value: 20 steps make it better."""
     attention = MultiHeadAttention(16, 4, **options)
     readout = nn.Linear(16, 5)
@@ -598,7 +600,7 @@ def test_training(options):
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
 
 
-def test_a_new_module_is_ready():
+def test_a_new_module_has_glorot_weights_and_zero_biases():
     """Glorot's weights, zero biases; the repr says what kind it is."""
     module = MultiHeadAttention(64, 8, 2, sinks=True)
     bound = (6 / (64 + 64)) ** 0.5
@@ -610,7 +612,7 @@ def test_a_new_module_is_ready():
     assert module.head_numbers == tuple(range(8))
 
 
-def test_linear_layers_of_another_kind():
+def test_projections_may_be_replaced_by_other_layers():
     """W_Q, W_K, W_V and W_O may be replaced, say by layers that keep 8-bit weights, as quantization does."""
 
     class Rounded(nn.Module):
@@ -631,7 +633,7 @@ def test_linear_layers_of_another_kind():
     close(rounded(x, causal=True), module(x, causal=True))
 
 
-def test_empty_inputs():
+def test_module_takes_empty_inputs():
     module = made(num_kv_heads=2)
     out, a = module(tokens(count=0), need_weights=True)
     assert (out.shape, a.shape) == ((BATCH, 0, WIDTH), (BATCH, 4, 0, 0))
@@ -641,7 +643,7 @@ def test_empty_inputs():
     close(out, module.W_O.bias.expand(BATCH, TOKENS, -1))
 
 
-def test_head_dim_frees_the_width():
+def test_head_dim_need_not_divide_the_width():
     with pytest.raises(ShapeError, match="10 heads do not divide d_model 768 .* 8, 12 and 16 do, or give head_dim"):
         MultiHeadAttention(768, 10)
     module = MultiHeadAttention(768, 10, head_dim=64, device="meta")
@@ -672,12 +674,12 @@ MEMORY = torch.zeros(BATCH, KEYS, WIDTH)
         ),
         (UnsupportedError, {"position": Rotary}, r"position must be Rotary\(...\)"),
         (UnsupportedError, {"qk_norm": "l2"}, "qk_norm must be None, 'layer' or 'rms', got 'l2'"),
-        (ShapeError, {"position": Alibi((0.5, 0.25))}, "Alibi has 2 slopes and the layer 4 heads; give one a head"),
-        (ShapeError, {"position": Rotary(dim=8)}, "cannot turn 8 of 5 head dimensions"),
-        (ShapeError, {"position": Rotary()}, "cannot turn 5 of 5 head dimensions"),
+        (ShapeError, {"position": Alibi((0.5, 0.25))}, "Alibi has 2 slopes and the layer 4 heads; give one per head"),
+        (ShapeError, {"position": Rotary(dim=8)}, "cannot rotate 8 of 5 head dimensions"),
+        (ShapeError, {"position": Rotary()}, "cannot rotate 5 of 5 head dimensions"),
     ],
 )
-def test_modules_that_are_refused(kind, options, words):
+def test_invalid_constructor_arguments_are_refused(kind, options, words):
     with pytest.raises(HeadwiseError, match=words) as caught:
         MultiHeadAttention(WIDTH, **{"num_heads": 4, **options})
     assert type(caught.value) is kind
@@ -685,7 +687,7 @@ def test_modules_that_are_refused(kind, options, words):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "inputs", "how", "words"),
+    ("kind", "options", "inputs", "call_options", "words"),
     [
         (ShapeError, {}, (X[0],), {}, r"query must be \(B, T, 20\), got \(7, 20\); add a batch axis: query\[None\]"),
         (ShapeError, {}, (X[..., :5],), {}, r"query must be \(B, T, 20\), got \(3, 7, 5\)$"),
@@ -721,14 +723,14 @@ def test_modules_that_are_refused(kind, options, words):
         (UnsupportedError, {"position": Alibi()}, (X, MEMORY), {}, "Alibi is about distances within one sequence"),
     ],
 )  # fmt: skip
-def test_calls_that_are_refused(kind, options, inputs, how, words):
+def test_invalid_forward_arguments_are_refused(kind, options, inputs, call_options, words):
     module = MultiHeadAttention(WIDTH, 4, **options)
     with pytest.raises(HeadwiseError, match=words) as caught:
-        module(*inputs, **how)
+        module(*inputs, **call_options)
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
 
 
-def test_a_mask_of_numbers_warns():
+def test_module_warns_of_a_float_mask_of_zeros_and_ones():
     with pytest.warns(UserWarning, match="mask of zeros and ones is added to the scores; .* give mask.bool()"):
         made()(tokens(), mask=torch.eye(TOKENS, dtype=torch.float64))

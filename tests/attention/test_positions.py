@@ -45,7 +45,7 @@ def theirs(scaling: dict, base: float) -> LlamaRotaryEmbedding:
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_scaling_equals_transformers(kind, base):
+def test_rotary_scaling_equals_transformers(kind, base):
     want = theirs(dict(SCALINGS[kind]), base)
     config = {"rope_theta": base, "rope_scaling": SCALINGS[kind], "max_position_embeddings": 2048}
     rotary = Rotary.from_config(config, DIM)
@@ -61,7 +61,7 @@ def test_scaling_equals_transformers(kind, base):
     torch.testing.assert_close(rotary(x, near), expected, rtol=0, atol=1e-5)
 
 
-def test_old_and_new_configs_say_the_same():
+def test_old_and_new_configs_give_the_same_rotary():
     old = {"rope_theta": 7e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_parameters": {"rope_theta": 7e5, "rope_type": "linear", "factor": 2.0}}
     assert Rotary.from_config(old, DIM) == Rotary.from_config(new, DIM) == Rotary(7e5, scaling=old["rope_scaling"])
@@ -72,7 +72,7 @@ def test_old_and_new_configs_say_the_same():
 
 
 @pytest.mark.parametrize("where", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}])
-def test_part_of_a_head_is_turned(where):
+def test_partial_rotary_rotates_the_first_dimensions(where):
     rotary = Rotary.from_config(where, 20)
     assert rotary == Rotary(dim=10)
     x = torch.randn(2, 3, TOKENS, 20)
@@ -81,7 +81,7 @@ def test_part_of_a_head_is_turned(where):
     torch.testing.assert_close(y[..., :10], Rotary()(x[..., :10], torch.arange(TOKENS)))
 
 
-def test_known_angles():
+def test_rotary_rotates_by_known_angles():
     x = torch.tensor([1.0, 0.0, 0.0, 1.0]).view(1, 1, 1, 4).expand(1, 1, 3, 4)
     slow = 1 / math.sqrt(100.0)
     y = Rotary(base=100.0, interleaved=True)(x, torch.tensor([0, 1, 2]))[0, 0]
@@ -90,14 +90,14 @@ def test_known_angles():
         torch.testing.assert_close(y[m], torch.tensor(want))
 
 
-def test_interleaved_is_a_permutation_of_halves():
+def test_interleaved_rotary_is_a_permutation_of_the_default():
     x, positions = torch.randn(2, 3, TOKENS, DIM), torch.arange(TOKENS)
     order = torch.arange(DIM).view(2, -1).T.flatten()  # 0, 13, 1, 14, ...: the pairs of halves become neighbours
     halves = Rotary()(x, positions)
     torch.testing.assert_close(Rotary(interleaved=True)(x[..., order], positions), halves[..., order])
 
 
-def test_only_the_distance_counts():
+def test_rotary_scores_depend_on_distance_alone():
     q, k = torch.randn(1, 1, 1, DIM, dtype=torch.float64), torch.randn(1, 1, 1, DIM, dtype=torch.float64)
 
     def score(m: int, n: int) -> float:
@@ -108,14 +108,14 @@ def test_only_the_distance_counts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_dtype_is_kept_and_angles_are_fp32(dtype):
+def test_rotary_preserves_dtype_and_computes_angles_in_fp32(dtype):
     x, positions = torch.randn(1, 2, 5, DIM).to(dtype), torch.arange(1000, 1005)
     y = Rotary()(x, positions)
     assert y.dtype == dtype
     torch.testing.assert_close(y, Rotary()(x.double(), positions).to(dtype), rtol=1e-2, atol=1e-5)
 
 
-def test_gradients_also_after_inference_mode():
+def test_rotary_has_gradients_after_inference_mode():
     rotary, x, positions = Rotary(base=12345.0), torch.randn(1, 2, 5, DIM), torch.arange(5)
     with torch.inference_mode():
         seen = rotary(x, positions)
@@ -126,13 +126,13 @@ def test_gradients_also_after_inference_mode():
 
 
 @pytest.mark.parametrize("rotary", [Rotary(), Rotary(dim=10, interleaved=True), Rotary(scaling=YARN)])
-def test_compiles_to_one_graph(rotary):
+def test_rotary_compiles_to_one_graph(rotary):
     x, positions = torch.randn(2, 3, 5, DIM), torch.arange(5)
     compiled = torch.compile(rotary.__call__, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, positions), rotary(x, positions))
 
 
-def test_rotary_is_plain_data():
+def test_rotary_is_hashable_plain_data():
     a, b = Rotary(scaling=dict(YARN)), Rotary(scaling=dict(reversed(YARN.items())))
     assert a == b
     assert hash(a) == hash(b)
@@ -154,22 +154,22 @@ def test_rotary_is_plain_data():
         (lambda: Rotary(scaling=LLAMA3), UnsupportedError, "needs a number for original_max_position_embeddings"),
         (lambda: Rotary(dim=7), ShapeError, "dim must be an even number of at least 2, got 7"),
         (lambda: Rotary(base=0), ShapeError, "must be above 0, got 0"),
-        (lambda: Rotary(dim=8)(torch.zeros(1, 1, 1, 6), torch.arange(1)), ShapeError, "cannot turn 8 of 6 head dim"),
-        (lambda: Rotary()(torch.zeros(1, 1, 1, 7), torch.arange(1)), ShapeError, "cannot turn 7 of 7 head dim"),
+        (lambda: Rotary(dim=8)(torch.zeros(1, 1, 1, 6), torch.arange(1)), ShapeError, "cannot rotate 8 of 6 head dim"),
+        (lambda: Rotary()(torch.zeros(1, 1, 1, 7), torch.arange(1)), ShapeError, "cannot rotate 7 of 7 head dim"),
         (
             lambda: Rotary.from_config({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, 8),
             UnsupportedError,
-            "apart for each kind of layer are not known, got full_attention",
+            "separate rotary positions per kind of layer are not supported, got full_attention",
         ),
         (lambda: Alibi((0.5, 0.25)).for_heads(3), ShapeError, "Alibi has 2 slopes and the layer 3 heads"),
     ],
 )
-def test_errors(make, error, words):
+def test_invalid_positions_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         make()
 
 
-def test_alibi_slopes_are_the_papers():
+def test_alibi_slopes_equal_the_papers():
     assert Alibi().for_heads(8) == tuple(2.0**-i for i in range(1, 9))
     sixteen = Alibi().for_heads(16)
     assert sixteen == pytest.approx([2 ** (-i / 2) for i in range(1, 17)])
@@ -179,7 +179,7 @@ def test_alibi_slopes_are_the_papers():
 
 
 @pytest.mark.parametrize("width", [6, 7])
-def test_sine_table(width):
+def test_sinusoidal_table_equals_the_formula(width):
     table = sinusoidal(13, width)
     assert table.shape == (13, width)
     for position in range(13):
@@ -191,6 +191,6 @@ def test_sine_table(width):
     assert torch.equal(sinusoidal_at(rows, width), table[rows])
 
 
-def test_sine_table_in_any_dtype_and_place():
+def test_sinusoidal_table_in_any_dtype_and_device():
     assert sinusoidal(3, 4, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert sinusoidal(3, 4, device="meta").device.type == "meta"

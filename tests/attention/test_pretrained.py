@@ -174,7 +174,7 @@ def test_decoders_equal_transformers(tmp_path, name, settings):
 
 
 @torch.no_grad()
-def test_a_decoder_without_its_head(tmp_path):
+def test_a_decoder_checkpoint_without_a_head_gives_hidden_states(tmp_path):
     theirs, folder = saved(tmp_path / "llama", "LlamaModel", LLAMA)
     ids, _ = batch()
     close(Decoder.from_pretrained(folder)(ids), theirs(ids).last_hidden_state)
@@ -183,7 +183,7 @@ def test_a_decoder_without_its_head(tmp_path):
 
 
 @torch.no_grad()
-def test_several_files(tmp_path):
+def test_sharded_checkpoints_load(tmp_path):
     theirs, folder = saved(tmp_path, "LlamaForCausalLM", LLAMA, max_shard_size="3KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     ids, _ = batch()
@@ -197,7 +197,7 @@ def test_several_files(tmp_path):
 @pytest.mark.parametrize(
     ("stack", "name", "settings"), [(Encoder, *ENCODERS[0]), (Decoder, *DECODERS[0]), (Decoder, *DECODERS[2])]
 )
-def test_dtypes(tmp_path, stack, name, settings):
+def test_checkpoints_load_in_the_files_or_a_given_dtype(tmp_path, stack, name, settings):
     model, folder = random_model(name, settings).bfloat16(), tmp_path
     model.save_pretrained(folder)
     theirs = type(model).from_pretrained(folder, dtype=torch.float64)
@@ -229,7 +229,7 @@ def change_tensors(folder: Path, change) -> None:
 
 
 @torch.no_grad()
-def test_configs_of_older_days(tmp_path):
+def test_configs_of_older_versions_load(tmp_path):
     _, folder = saved(tmp_path, "LlamaForCausalLM", {**LLAMA, "rope_parameters": LLAMA3})
     ids, _ = batch()
     want = Decoder.from_pretrained(folder)(ids)
@@ -243,7 +243,7 @@ def test_configs_of_older_days(tmp_path):
 
 
 @torch.no_grad()
-def test_tensors_of_older_days(tmp_path):
+def test_tensor_names_of_older_versions_load(tmp_path):
     """TensorFlow's names of the norms, buffers that are no parameters, and a tied head that is saved as well."""
     theirs, folder = saved(tmp_path / "bert", "BertForMaskedLM", BERT)
 
@@ -276,10 +276,10 @@ def test_tensors_of_older_days(tmp_path):
     close(ours.head.weight, head + 1)
 
 
-def test_loading_needs_neither_transformers_nor_the_memory_twice():
+def test_loading_needs_neither_transformers_nor_twice_the_memory():
     """The peak of a process that loads 91 MB and looks at all of them stays under twice as much."""
     code = (
-        "import sys, resource, headwise; from headwise.attention import pretrained\n"
+        "import sys, resource, headwise; from headwise.attention.checkpoints import pretrained\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "model = headwise.Encoder.from_pretrained(sys.argv[1])\n"
         "sum(float(p.detach().sum()) for p in model.parameters())\n"
@@ -331,8 +331,8 @@ def originals(tmp_path_factory):
         ("gpt2", {"n_inner": 10**30}, "config.json has a size that no tensor can have: "),
         ("gpt2", {"n_layer": 10**400}, "layers, but the file has [0-9]+ tensors in all"),
         ("llama", {"num_hidden_layers": 10**9}, "config.json says 1000000000 layers, but the file has [0-9]+ tensors"),
-        ("roberta", {"pad_token_id": None}, "config.json has a value that cannot be meant: "),
-        ("llama", {"rope_parameters": {"rope_theta": "many"}}, "cannot be meant: could not convert string to float"),
+        ("roberta", {"pad_token_id": None}, "config.json has an invalid value: "),
+        ("llama", {"rope_parameters": {"rope_theta": "many"}}, "invalid value: could not convert string to float"),
         ("llama", {"rms_norm_eps": None}, "norm_eps must be a small number"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; known here are silu, swish"),
         (
@@ -352,7 +352,7 @@ def originals(tmp_path_factory):
         ("qwen2", {"use_sliding_window": False}, "layer_types with a window, and use_sliding_window = false"),
     ],
 )
-def test_configs_that_are_refused(tmp_path, originals, name, changes, words):
+def test_unsupported_configs_are_refused(tmp_path, originals, name, changes, words):
     folder = shutil.copytree(originals / name, tmp_path / name)
     change_config(folder, **changes)
     refused(Encoder if "bert" in name else Decoder, folder, words)
@@ -390,13 +390,13 @@ def without(name: str):
         ),
     ],
 )
-def test_tensors_that_are_refused(tmp_path, originals, name, change, words):
+def test_invalid_tensors_are_refused(tmp_path, originals, name, change, words):
     folder = shutil.copytree(originals / name, tmp_path / name)
     change_tensors(folder, change)
     refused(Encoder if name == "bert" else Decoder, folder, words)
 
 
-def test_directories_that_are_refused(tmp_path, originals):
+def test_invalid_directories_are_refused(tmp_path, originals):
     refused(Encoder, tmp_path / "nowhere", "nowhere' is not a directory; give one with config.json")
     refused(Encoder, originals / "bert" / "config.json", "is not a directory")
     refused(Encoder, Path("x" * 5000), "is not a directory")
@@ -427,7 +427,7 @@ TEXTS = ["The animal didn't cross the street because it was too tired.", "Hello"
 
 
 @torch.no_grad()
-def test_minilm():
+def test_minilm_equals_transformers():
     folder = minilm()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     theirs, ours = transformers.AutoModel.from_pretrained(folder), Encoder.from_pretrained(folder)
@@ -440,7 +440,7 @@ def test_minilm():
 
 
 @torch.no_grad()
-def test_smollm2():
+def test_smollm2_equals_transformers():
     folder = smollm2()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(folder), Decoder.from_pretrained(folder)

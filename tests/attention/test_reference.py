@@ -26,9 +26,9 @@ def queries(*numbers: float) -> np.ndarray:
     return np.array(numbers, float).reshape(1, 1, -1, 1)
 
 
-def look(q, k, **how) -> np.ndarray:
+def look(q, k, **options) -> np.ndarray:
     """The weights of the only sequence's only head, (Tq, Tk)."""
-    return reference.weights(q, k, **{"scale": 1.0, **how})[0, 0]
+    return reference.weights(q, k, **{"scale": 1.0, **options})[0, 0]
 
 
 def close(got, want) -> None:
@@ -45,13 +45,13 @@ def test_weights_are_the_softmax_of_the_scores():
     close(a, [[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3], [1 / 30, 4 / 30, 25 / 30]])
 
 
-def test_the_output_mixes_the_values_by_the_weights():
+def test_the_output_is_the_values_averaged_by_the_weights():
     v = np.array([[8.0, 0.0], [0.0, 4.0], [16.0, -8.0]])[None, None]
     out = reference.attend(queries(1, 0), keys(1, 2, 5), v, scale=1.0)
     close(out[0, 0], [[11.0, -4.0], [8.0, -4 / 3]])
 
 
-def test_scores_are_divided_by_the_root_of_the_width():
+def test_scores_are_divided_by_the_root_of_the_head_dimension():
     q, k = np.ones((1, 1, 1, 4)), np.zeros((1, 1, 2, 4))
     k[0, 0, 1] = LN3 / 2  # a dot product of 2 ln 3, halved
     close(reference.weights(q, k)[0, 0], [[1 / 4, 3 / 4]])
@@ -96,20 +96,20 @@ VISIBLE = {  # how three queries look at four keys
 
 
 @pytest.mark.parametrize("rule", VISIBLE)
-def test_who_may_look_where(rule):
-    how, expected = VISIBLE[rule]
+def test_visible_keys_of_each_option(rule):
+    options, expected = VISIBLE[rule]
     q, k = queries(1, 0, 2), keys(1, 2, 5, 3)
-    np.testing.assert_array_equal(reference.visible(q, k, **how)[0, 0], seen(expected))
-    a = look(q, k, **how)
+    np.testing.assert_array_equal(reference.visible(q, k, **options)[0, 0], seen(expected))
+    a = look(q, k, **options)
     np.testing.assert_array_equal(a > 0, seen(expected))  # weights follow
     close(a.sum(-1), seen(expected).any(-1))  # and a row of them sums to one, or is zeros
 
 
-def test_hidden_keys_leave_the_softmax():
+def test_hidden_keys_take_no_part_in_the_softmax():
     close(look(queries(1, 1), keys(1, 2, 5), causal=True), [[1 / 3, 2 / 3, 0], [1 / 8, 2 / 8, 5 / 8]])
 
 
-def test_offset_and_lengths_are_one_a_sequence():
+def test_offset_and_lengths_may_differ_per_sequence():
     q, k = np.repeat(queries(1, 1), 2, 0), np.repeat(keys(1, 2, 5), 2, 0)
     a = reference.weights(q, k, scale=1.0, causal=True, offset=np.array([0, 1]))[:, 0]
     close(a, [[[1, 0, 0], [1 / 3, 2 / 3, 0]], [[1 / 3, 2 / 3, 0], [1 / 8, 2 / 8, 5 / 8]]])
@@ -117,7 +117,7 @@ def test_offset_and_lengths_are_one_a_sequence():
     close(a, [[1, 0, 0], [1 / 3, 2 / 3, 0]])
 
 
-def test_a_cache_of_different_fill_needs_lengths_and_their_offset():
+def test_a_ragged_cache_needs_lengths_and_offsets():
     q, k, filled = np.ones((2, 1, 1, 1)), np.repeat(keys(1, 2, 5), 2, 0), np.array([2, 3])
     a = reference.weights(q, k, scale=1.0, causal=True, lengths=filled, offset=filled - 1)[:, 0, 0]
     close(a, [[1 / 3, 2 / 3, 0], [1 / 8, 2 / 8, 5 / 8]])
@@ -153,7 +153,7 @@ def test_sinks_add_to_the_denominator_alone():
 
 
 @pytest.mark.parametrize("sinks", [None, np.array([1.0])], ids=["no sinks", "sinks"])
-def test_a_query_that_may_look_nowhere_gets_zeros(sinks):
+def test_a_query_with_no_visible_keys_gets_zeros(sinks):
     mask = seen("xx ..")
     q, k = queries(1, 1), keys(1, 3)
     np.testing.assert_array_equal(look(q, k, mask=mask, sinks=sinks)[1], [0, 0])
@@ -164,7 +164,7 @@ def test_a_query_that_may_look_nowhere_gets_zeros(sinks):
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
-def test_what_is_hidden_may_be_anything_and_what_is_seen_is_not_hidden(where, odd):
+def test_nan_in_hidden_keys_is_ignored_and_in_visible_keys_propagates(where, odd):
     k, v = keys(1, 3, 1), np.array([1.0, 5.0, 7.0]).reshape(1, 1, 3, 1)
     (k if where == "key" else v)[0, 0, 2] = odd
     out = reference.attend(queries(1, 1), k, v, scale=1.0, mask=seen("xx. xxx"))[0, 0, :, 0]
@@ -175,7 +175,7 @@ def test_what_is_hidden_may_be_anything_and_what_is_seen_is_not_hidden(where, od
         assert not math.isfinite(out[1])
 
 
-def test_nan_in_a_query_reaches_its_own_row_alone():
+def test_nan_in_a_query_affects_its_own_row_alone():
     out = reference.attend(queries(1, np.nan), keys(1, 3), np.ones((1, 1, 2, 1)))[0, 0, :, 0]
     close(out[0], 1.0)
     assert math.isnan(out[1])
@@ -187,12 +187,12 @@ def test_nan_in_a_query_reaches_its_own_row_alone():
     [(np.array([2.0, -1.0]), [[2, -1], [2, -1]]), (np.array([[0.0, 1.0], [0.5, 3.0]]), [[0, 1], [0.5, 3]])],
     ids=["a head", "a sequence and head"],
 )
-def test_gates_multiply_the_output_of_a_head(gates, expected):
+def test_gates_multiply_each_heads_output(gates, expected):
     q, k, v = np.ones((2, 2, 1, 1)), np.ones((2, 1, 3, 1)), np.ones((2, 1, 3, 1))
     close(reference.attend(q, k, v, gates=gates)[:, :, 0, 0], expected)
 
 
-def test_dropout_scales_up_what_it_keeps():
+def test_dropout_scales_up_the_remaining_weights():
     q, k, v = queries(0, 1), keys(1, 2, 5), np.eye(3)[None, None]  # the output is the weights
     whole = reference.attend(q, k, v, scale=1.0)
     dropped = reference.attend(q, k, v, scale=1.0, dropout=0.75, rng=np.random.default_rng(3))
@@ -208,7 +208,7 @@ def test_dropout_scales_up_what_it_keeps():
     ids=str,
 )
 @pytest.mark.parametrize("what", ["rows", "heads"])
-def test_rows_and_heads_are_chosen_as_numpy_would(what, chosen, expected):
+def test_rows_and_heads_are_selected_as_in_numpy(what, chosen, expected):
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 3, 3, 4)), rng.normal(size=(2, 1, 5, 4))
     axis = 1 if what == "heads" else 2
@@ -216,11 +216,11 @@ def test_rows_and_heads_are_chosen_as_numpy_would(what, chosen, expected):
     np.testing.assert_array_equal(reference.weights(q, k, **{what: chosen}), whole.take(expected, axis))
 
 
-def stats_of(q, k, **how):
-    return reference.head_stats(q, k, np.ones_like(k), **{"scale": 1.0, **how})[1]
+def stats_of(q, k, **options):
+    return reference.head_stats(q, k, np.ones_like(k), **{"scale": 1.0, **options})[1]
 
 
-def test_statistics_by_hand():
+def test_statistics_equal_values_computed_by_hand():
     """Two queries on two keys: (1/4, 3/4) and (1/2, 1/2)."""
     stats = stats_of(queries(1, 0), keys(1, 3))
     expected = {
@@ -238,7 +238,7 @@ def test_statistics_by_hand():
     close(stats.count, [[2]])
 
 
-def test_positions_in_statistics_follow_the_offset():
+def test_positional_statistics_follow_the_offset():
     """One query on three keys, standing at the last: weights (1/8, 2/8, 5/8)."""
     stats = stats_of(queries(1), keys(1, 2, 5))
     close([stats.distance, stats.previous, stats.self, stats.next], [[4 / 8], [2 / 8], [5 / 8], [0]])
@@ -258,12 +258,12 @@ FIRST = {  # two queries of 1 on odds 1, 2, 5: the mean weight on the first key 
 
 
 @pytest.mark.parametrize("case", FIRST)
-def test_the_first_key_is_the_first_that_exists(case):
-    how, expected = FIRST[case]
-    close(stats_of(queries(1, 1), keys(1, 2, 5), **how).first, [expected])
+def test_first_is_the_first_existing_key(case):
+    options, expected = FIRST[case]
+    close(stats_of(queries(1, 1), keys(1, 2, 5), **options).first, [expected])
 
 
-def test_only_queries_that_are_asked_for_and_see_something_count():
+def test_only_selected_queries_with_visible_keys_count():
     q, k = queries(1, 0, 0), keys(1, 3)
     dark = stats_of(q, k, mask=seen("xx .. xx"))
     close([dark.count[0], dark.confidence], [[2], [(3 / 4 + 1 / 2) / 2]])
@@ -271,7 +271,7 @@ def test_only_queries_that_are_asked_for_and_see_something_count():
     close([asked.count[0], asked.confidence], [[1], [1 / 2]])
 
 
-def test_with_sinks_the_rest_is_reported():
+def test_sink_is_the_weight_missing_from_a_row():
     stats = stats_of(queries(1), keys(1, 2), sinks=np.log([5.0]))
     close(stats.sink, [5 / 8])
     close(stats.entropy, [-(1 / 8) * math.log(1 / 8) - (1 / 4) * math.log(1 / 4)])
@@ -323,7 +323,7 @@ SHAPES = {  # heads, KV heads, head_dim; query; key
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_module_is_its_heads_one_by_one(name):
+def test_the_module_equals_its_heads_computed_one_by_one(name):
     (heads, kv, dim), shape, other = SHAPES[name]
     rng = np.random.default_rng(1)
     attn = reference.MultiHeadAttention(shape[-1], heads, kv, head_dim=dim, seed=2)
@@ -338,7 +338,7 @@ def test_the_module_is_its_heads_one_by_one(name):
     assert out.shape == shape and a.shape == (shape[0], heads, shape[1], key.shape[1])
 
 
-def test_the_module_takes_values_of_their_own_and_may_have_no_biases():
+def test_the_module_takes_separate_values_and_no_biases():
     rng = np.random.default_rng(1)
     attn = reference.MultiHeadAttention(12, 3)
     x, memory, values = rng.normal(size=(2, 5, 12)), rng.normal(size=(2, 7, 12)), rng.normal(size=(2, 7, 12))

@@ -66,7 +66,7 @@ def copy_attention(ours: nn.Module, theirs: nn.MultiheadAttention) -> None:
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_block_equals_torch(pre_norm, activation, cross):
+def test_block_equals_torch_transformer_layers(pre_norm, activation, cross):
     kind = nn.TransformerDecoderLayer if cross else nn.TransformerEncoderLayer
     options = {"dim_feedforward": 17, "activation": activation, "norm_first": pre_norm, "batch_first": True}
     theirs = shaken(kind(WIDTH, 3, dropout=0.0, layer_norm_eps=1e-3, **options))
@@ -90,7 +90,7 @@ def test_block_equals_torch(pre_norm, activation, cross):
         torch.testing.assert_close(ours(x, causal=True), theirs(x, src_mask=hidden), rtol=0, atol=1e-5)
 
 
-def test_feed_forward():
+def test_feed_forward_equals_its_formula():
     x = torch.randn(2, 5, WIDTH)
     plain = FeedForward(WIDTH, 17, "gelu_tanh")
     up = nn.functional.gelu(plain.up(x), approximate="tanh")
@@ -101,7 +101,7 @@ def test_feed_forward():
     assert TransformerBlock(WIDTH, 3).ffn.up.out_features == 4 * WIDTH
 
 
-def test_dropout_is_for_training():
+def test_stack_dropout_applies_in_training_only():
     block = TransformerBlock(WIDTH, 3, dropout=0.5)
     x = torch.randn(1, 5, WIDTH)
     assert not torch.equal(block(x), block(x))
@@ -110,7 +110,7 @@ def test_dropout_is_for_training():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_parameters_they_count(name):
+def test_presets_build_the_parameters_they_count(name):
     shape = PRESETS[name].shape
     stack = Transformer if shape.decoder_layers else Encoder if shape.pooler else Decoder
     model = stack.from_shape(name, device="meta")
@@ -132,12 +132,12 @@ def test_presets_have_the_parameters_they_count(name):
         ),
     ],
 )
-def test_counts_of_odd_shapes(stack, shape):
+def test_unusual_shapes_build_the_parameters_they_count(stack, shape):
     model = stack(shape, device="meta")
     assert sum(p.numel() for p in model.parameters()) == shape.parameters()["total"]
 
 
-def test_encoder_does_not_see_padding():
+def test_encoder_ignores_padding():
     encoder = shaken(Encoder(replace(SMALL, token_types=2)))
     x, types = ids(), torch.randint(0, 2, (BATCH, TOKENS))
     mask = torch.arange(TOKENS) < torch.tensor([[7], [4], [2]])
@@ -163,14 +163,16 @@ def test_pooler_reads_the_first_token():
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "windows", "an encoder"])
-def test_stats_are_those_of_each_layer(name):
+def test_stack_stats_equal_those_of_each_layer(name):
     """The same as its definition on the weights; padding does not count."""
     model = shaken(Decoder(DECODERS[name]) if name in DECODERS else Encoder(SMALL))
     x = ids()
     mask = torch.arange(TOKENS) >= torch.tensor([[0], [3], [1]])
     inputs = []
     hooks = [
-        b.attention.register_forward_pre_hook(lambda _, a, how: inputs.append((a, how)), with_kwargs=True)
+        b.attention.register_forward_pre_hook(
+            lambda _, a, call_options: inputs.append((a, call_options)), with_kwargs=True
+        )
         for b in model.blocks
     ]
     with torch.no_grad():
@@ -179,9 +181,9 @@ def test_stats_are_those_of_each_layer(name):
         hook.remove()
     stats = model.stats(x, mask=mask, classes={"early": torch.arange(TOKENS).expand(BATCH, -1) < 4})
     assert len(stats) == model.shape.layers
-    for block, layer, ((query,), how) in zip(model.blocks, stats, inputs, strict=True):
-        how = {key: how[key] for key in ("mask", "causal", "window", "positions")}
-        weights = block.attention.weights(query, **how)  # (B, H, T, T)
+    for block, layer, ((query,), call_options) in zip(model.blocks, stats, inputs, strict=True):
+        call_options = {key: call_options[key] for key in ("mask", "causal", "window", "positions")}
+        weights = block.attention.weights(query, **call_options)  # (B, H, T, T)
         entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1).transpose(1, 2)[mask].mean(0)
         torch.testing.assert_close(layer.entropy.float(), entropy, rtol=0, atol=1e-4)
         early = weights[..., :4].sum(-1).transpose(1, 2)[mask].mean(0)
@@ -211,7 +213,7 @@ def test_decoder_is_causal(name):
 @pytest.mark.parametrize("room", [None, 13])
 @pytest.mark.parametrize("chunks", [(1,) * 13, (5, 1, 4, 3), (2, 11)])
 @pytest.mark.parametrize("name", DECODERS)
-def test_cached_decoding_equals_the_whole(name, chunks, room):
+def test_cached_decoding_of_a_stack_equals_one_call(name, chunks, room):
     decoder = shaken(Decoder(DECODERS[name]))
     x = ids(tokens=13)
     cache = decoder.cache(room)
@@ -221,7 +223,7 @@ def test_cached_decoding_equals_the_whole(name, chunks, room):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_left_padding_changes_nothing(name):
+def test_left_padding_does_not_change_the_output(name):
     decoder = shaken(Decoder(DECODERS[name]))
     x = ids(tokens=13)
     mask = torch.arange(13) >= torch.tensor([[0], [3], [8]])
@@ -233,7 +235,7 @@ def test_left_padding_changes_nothing(name):
             torch.testing.assert_close(got[row, start:], alone[0], rtol=0, atol=1e-4)
 
 
-def test_lengths_and_positions():
+def test_decoder_takes_lengths_and_positions():
     decoder = shaken(Decoder(LLAMA))
     x = ids()
     got = decoder(x, lengths=torch.tensor([7, 4, 2]))
@@ -286,7 +288,7 @@ def test_transformer_shares_its_embeddings():
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_transformer_and_its_generation(pre_norm):
+def test_transformer_generates_greedily(pre_norm):
     model = shaken(Transformer(replace(BOTH, pre_norm=pre_norm)))
     source, mask = ids(tokens=11), torch.ones(BATCH, 11, dtype=torch.long)
     mask[1, 6:] = 0
@@ -303,7 +305,7 @@ def test_transformer_and_its_generation(pre_norm):
 @pytest.mark.parametrize(
     ("kind", "config", "inputs"), [(Decoder, LLAMA, 1), (Decoder, CAUSAL, 1), (Transformer, BOTH, 2)]
 )
-def test_every_parameter_learns(kind, config, inputs):
+def test_every_parameter_gets_a_gradient(kind, config, inputs):
     torch.manual_seed(0)
     model = kind(config).train()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -320,7 +322,7 @@ def test_every_parameter_learns(kind, config, inputs):
 
 
 @pytest.mark.parametrize("model", [Encoder(SMALL), Decoder(LLAMA), Decoder(DECODERS["sinusoidal"])])
-def test_compiles_to_one_graph(model):
+def test_stacks_compile_to_one_graph(model):
     shaken(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     x, mask = ids(), torch.ones(BATCH, TOKENS, dtype=torch.bool)
@@ -328,7 +330,7 @@ def test_compiles_to_one_graph(model):
     torch.testing.assert_close(compiled(x, mask=mask), model(x, mask=mask))
 
 
-def test_an_empty_sequence_is_legal():
+def test_stacks_take_empty_sequences():
     assert Encoder(SMALL)(ids(tokens=0)).shape == (BATCH, 0, WIDTH)
     assert Decoder(CAUSAL)(ids(tokens=0)).shape == (BATCH, 0, VOCAB)
 
@@ -405,7 +407,7 @@ def decode(**options):
         ),
     ],
 )
-def test_errors(call, words):
+def test_invalid_stack_arguments_are_refused(call, words):
     with pytest.raises(HeadwiseError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -416,13 +418,13 @@ def test_the_last_position_can_be_used():
     assert decoder.generate(ids(), 13).shape == (BATCH, 20)  # the twentieth token is never read, so 19 positions do
 
 
-def test_padding_takes_no_positions():
+def test_padding_does_not_use_up_positions():
     decoder = shaken(Decoder(CAUSAL))
     x, mask = ids(tokens=25), torch.arange(25).expand(BATCH, -1) >= 6
     torch.testing.assert_close(decoder(x, mask=mask)[:, 6:], decoder(x[:, 6:]), rtol=0, atol=1e-4)
     assert decoder.generate(x, 1, mask=mask).shape == (BATCH, 26)
 
 
-def test_rotary_has_no_last_position():
+def test_rotary_decoders_have_no_length_limit():
     assert Decoder(LLAMA)(ids(tokens=23)).shape == (BATCH, 23, VOCAB)
     assert TransformerBlock(WIDTH, 3, position=Rotary())(torch.zeros(1, 23, WIDTH)).shape == (1, 23, WIDTH)

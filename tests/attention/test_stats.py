@@ -1,4 +1,4 @@
-"""head_stats equals the specification on every path without T x T; HeadStats adds up, prints and travels as JSON."""
+"""head_stats equals the reference on every path without T x T; HeadStats adds up, prints and is saved as JSON."""
 
 from __future__ import annotations
 
@@ -15,92 +15,63 @@ import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise import HeadStats, attend, head_stats, reference
+from headwise import HeadStats, attend, head_stats
+from headwise.attention.stats import POSITIONAL
 from headwise.errors import HeadwiseError
-from helpers.attention_cases import FEW, MANY, PATHS, READABLE, Call, array, at_random, calls, forced, measured
-
-# the output is rounded to its dtype, the statistics are not
-OUTPUT = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 1e-2}
-SUMS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2e-4}
-POSITIONS = {"distance", "previous", "next", "self"}
+from helpers.attention_cases import FEW, MANY, PATHS, READABLE, cases, cases_with_stats, forced, random_case
+from helpers.attention_checks import LARGE_CALLS_WITH_STATS, OUTPUT_TOLERANCE, check_stats
 
 
-def check(call: Call, dtype: torch.dtype = torch.float64) -> None:
-    call = call.rounded(dtype)
-    given = call.tensors(dtype)
-    out, stats = head_stats(given.q, given.k, given.v, **given.how, **given.stats)
-    expected, specified = reference.head_stats(call.q, call.k, call.v, **call.how, **call.stats)
-    np.testing.assert_allclose(array(out), expected, rtol=OUTPUT[dtype], atol=OUTPUT[dtype])
-    assert out.dtype == dtype
-    assert set(stats.names) == set(specified.names)
-    np.testing.assert_array_equal(stats.count, specified.count)
-    for name in specified.names:
-        assert stats.sums[name].dtype == torch.float64
-        np.testing.assert_allclose(stats.sums[name], specified.sums[name], SUMS[dtype], SUMS[dtype], err_msg=name)
-
-
-@pytest.mark.parametrize("dtype", OUTPUT, ids=str)
+@pytest.mark.parametrize("dtype", OUTPUT_TOLERANCE, ids=str)
 @pytest.mark.parametrize("path", PATHS)
-@given(call=measured())
+@given(call=cases_with_stats())
 @FEW
-def test_head_stats_equal_the_specification(path, dtype, call):
+def test_head_stats_equal_the_reference(path, dtype, call):
     with forced(path):
-        check(call, dtype)
+        check_stats(call, dtype)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@given(call=measured())
+@given(call=cases_with_stats())
 @settings(FEW, max_examples=50)
-def test_what_nobody_sees_is_in_no_statistic(path, call):
+def test_statistics_ignore_hidden_keys(path, call):
     with forced(path):
-        check(call.spoil_unseen(np.nan))
+        check_stats(call.spoil_hidden_keys(np.nan))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("path", READABLE)
-@given(call=measured())
+@given(call=cases_with_stats())
 @MANY
-def test_a_long_campaign(path, call):
+def test_head_stats_equal_the_reference_in_many_random_calls(path, call):
     with forced(path):
-        check(call)
+        check_stats(call)
 
 
-# batch, heads, KV heads, queries, keys
-LARGE = {
-    "dense": ((1, 2, 1, 700, 700), {}),
-    "causal": ((1, 4, 2, 900, 900), {"causal": True}),
-    "a window": ((1, 2, 2, 1000, 1000), {"window": (40, 7)}),
-    "a chunk": ((1, 2, 2, 300, 1000), {"causal": True, "offset": 500}),
-    "lengths": ((3, 2, 2, 300, 500), {"lengths": np.array([500, 0, 77])}),
-    "decoding": ((2, 8, 2, 1, 1000), {}),
-    "a padding mask": ((2, 2, 1, 600, 600), {"causal": True, "mask": np.arange(600) > np.array([[[[9]]], [[[0]]]])}),
-}
+@pytest.mark.parametrize("name", LARGE_CALLS_WITH_STATS)
+def test_statistics_of_large_calls_equal_the_reference(name):
+    sizes, options = LARGE_CALLS_WITH_STATS[name]
+    call = random_case(5, *sizes)
+    call.options.update(options)
+    call.stats_options["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
+    check_stats(call)
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_large_sizes_equal_the_specification(name):
-    sizes, how = LARGE[name]
-    call = at_random(5, *sizes)
-    call.how.update(how)
-    call.stats["classes"] = {"every third": np.arange(sizes[0] * sizes[4]).reshape(sizes[0], sizes[4]) % 3 == 0}
-    check(call)
-
-
-@given(call=calls())
+@given(call=cases())
 @FEW
-def test_the_output_is_attends(call):
-    given = call.tensors()
-    out, _ = head_stats(given.q, given.k, given.v, **given.how)
-    torch.testing.assert_close(out, attend(given.q, given.k, given.v, **given.how), rtol=1e-9, atol=1e-10)
+def test_head_stats_output_equals_attend(call):
+    tensors = call.tensors()
+    out, _ = head_stats(tensors.q, tensors.k, tensors.v, **tensors.options)
+    torch.testing.assert_close(out, attend(tensors.q, tensors.k, tensors.v, **tensors.options), rtol=1e-9, atol=1e-10)
 
 
-def some(seed: int = 0, batch: int = 2, **how) -> tuple[torch.Tensor, HeadStats]:
-    call = at_random(seed, batch=batch, heads=3, kv=3, queries=7).tensors()
-    return head_stats(call.q, call.k, call.v, **how)
+def some(seed: int = 0, batch: int = 2, **options) -> tuple[torch.Tensor, HeadStats]:
+    call = random_case(seed, batch=batch, heads=3, kv=3, queries=7).tensors()
+    return head_stats(call.q, call.k, call.v, **options)
 
 
 def test_gradients_flow_through_the_output_alone():
-    call = at_random().tensors()
+    call = random_case().tensors()
     q, k, v, gates = (x.requires_grad_() for x in (call.q, call.k, call.v, torch.rand(6, dtype=torch.float64)))
     out, stats = head_stats(q, k, v, gates=gates, causal=True)
     got = torch.autograd.grad(out.square().sum(), (q, k, v, gates))
@@ -119,15 +90,15 @@ def test_uniform_attention_has_an_entropy_of_ln_n(seen):
     torch.testing.assert_close(stats.confidence, torch.full((2,), 1 / seen, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-def test_sharp_attention_has_none():
+def test_attention_to_one_key_has_no_entropy():
     x = 30 * torch.eye(5).expand(1, 2, 5, 5)
     _, stats = head_stats(x, x, x)
     assert (stats.entropy.abs() < 1e-6).all() and (stats.self > 1 - 1e-6).all() and (stats.distance < 1e-6).all()
 
 
-def test_cross_attention_has_no_positions():
+def test_cross_attention_has_no_positional_statistics():
     _, stats = some(cross=True)
-    assert not POSITIONS & set(stats.names) and "entropy" in stats
+    assert not set(POSITIONAL) & set(stats.names) and "entropy" in stats
     with pytest.raises(HeadwiseError, match="no statistic 'distance' here; there are entropy, confidence, first"):
         stats["distance"]
     with pytest.raises(AttributeError, match="no statistic 'self' here; there are entropy, confidence, first"):
@@ -136,7 +107,7 @@ def test_cross_attention_has_no_positions():
         stats.per_sequence("previous")
 
 
-def test_classes_stand_beside_the_statistics_of_the_same_name():
+def test_a_class_may_have_the_name_of_a_statistic():
     _, plain = some()
     _, stats = some(classes={"entropy": torch.ones(2, 7, dtype=torch.bool)})
     torch.testing.assert_close(stats.share("entropy"), torch.ones(3, dtype=torch.float64))
@@ -154,7 +125,7 @@ def both(kind: str) -> HeadStats:
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_means_are_over_all_queries_or_a_sequences(kind):
+def test_means_are_over_all_queries_or_per_sequence(kind):
     stats = both(kind)
     np.testing.assert_allclose(stats["entropy"], [1, 2, 3])
     np.testing.assert_allclose(stats.self, [3.5 / 4, 0, 0.25])
@@ -174,8 +145,8 @@ def test_adding_joins_sequences_and_continuing_joins_queries(kinds):
     np.testing.assert_array_equal(a.count, [[1] * 3, [3] * 3])  # untouched
 
 
-def test_two_batches_are_one_and_two_chunks_are_one():
-    call = at_random(queries=7, batch=3).tensors()
+def test_statistics_of_parts_add_up_to_those_of_the_whole():
+    call = random_case(queries=7, batch=3).tensors()
     q, k, v = call.q, call.k, call.v
     _, whole = head_stats(q, k, v, causal=True)
     _, first = head_stats(q[:1], k[:1], v[:1], causal=True)
@@ -204,7 +175,7 @@ def ones(*names: str, batch: int = 2, heads: int = 3) -> HeadStats:
         ("continued", ones("entropy", "self", batch=4), "4 sequences cannot continue 2; to join two batches add them"),
     ],
 )
-def test_what_cannot_be_joined(join, other, words):
+def test_incompatible_statistics_cannot_be_joined(join, other, words):
     with pytest.raises(HeadwiseError, match=words):
         getattr(both("numpy"), join)(other)
 
@@ -215,7 +186,7 @@ def test_only_statistics_can_be_added():
 
 
 @pytest.mark.parametrize("batch", [2, 0])
-def test_json_brings_it_back(batch):
+def test_json_restores_statistics_exactly(batch):
     _, stats = some(batch=batch, classes={"rare": torch.ones(batch, 7, dtype=torch.bool)})
     text = json.dumps(stats.to_json())
     back = HeadStats.from_json(json.loads(text))
@@ -225,7 +196,7 @@ def test_json_brings_it_back(batch):
     np.testing.assert_array_equal(back.entropy, stats.entropy)
 
 
-def test_equality_is_of_numbers():
+def test_statistics_are_equal_by_value():
     stats = both("torch")
     assert stats == both("numpy") and stats.numpy() == stats
     assert isinstance(stats.numpy().count, np.ndarray)
@@ -239,19 +210,19 @@ def test_equality_is_of_numbers():
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_copies_are_equal(kind, again):
+def test_copied_statistics_are_equal(kind, again):
     stats = both(kind)
     assert again(stats) == stats and again(stats) is not stats
 
 
-def test_a_deep_copy_is_its_own():
+def test_a_deep_copy_of_statistics_is_independent():
     stats = both("torch")
     twin = copy.deepcopy(stats)
     twin.sums["self"] += 1
     assert twin != stats
 
 
-def test_it_prints_as_a_table():
+def test_statistics_print_as_a_table():
     lines = repr(both("torch")).splitlines()
     assert lines[0] == "HeadStats of 3 heads over 2 sequences, 3 queries at most"
     assert [line.split() for line in lines[1:]] == [
@@ -295,15 +266,15 @@ SQUARE = {
 
 
 @pytest.mark.parametrize("name", SQUARE)
-def test_nothing_as_large_as_t_by_t_is_ever_made(name):
-    function, how = SQUARE[name]
+def test_no_tensor_of_t_by_t_is_allocated(name):
+    function, options = SQUARE[name]
     q, k, v = torch.randn(3, 1, 2, LONG, 8)
     with Largest() as seen, torch.no_grad():
-        function(q, k, v, **how)
+        function(q, k, v, **options)
     assert q.numel() <= seen.most < LONG * LONG / 2
 
 
-def test_nor_in_backward():
+def test_no_tensor_of_t_by_t_is_allocated_in_backward():
     q, k, v = torch.randn(3, 1, 2, LONG, 8).unbind()
     q.requires_grad_()
     with Largest() as seen:
@@ -343,16 +314,16 @@ def test_at_16384_tokens_and_8_heads_memory_stays_under_1_gb(call):
     assert 16_384 * 8 * 64 * 4 / 2 < int(run.stdout) < 10**9
 
 
-def test_sums_made_later_are_made_once_and_travel():
+def test_lazy_statistics_are_computed_once_and_can_be_copied():
     made = []
 
     def make():
         made.append(1)
         return {"entropy": np.array([[6.0]])}, np.array([[3.0]])
 
-    stats = HeadStats.later(make)
+    stats = HeadStats.lazy(make)
     assert not made and stats.entropy == 2.0 and stats.count == 3.0 and stats.sums is stats.sums and made == [1]
-    call = at_random().tensors(torch.float32)
+    call = random_case().tensors(torch.float32)
     for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
-        fresh = head_stats(call.q, call.k, call.v)[1]  # nobody has looked at it yet
+        fresh = head_stats(call.q, call.k, call.v)[1]  # not computed yet
         assert again(fresh) == fresh

@@ -14,7 +14,7 @@ from torch import Tensor
 from campaigns import Report
 from headwise import attend, explain, head_stats, reference, weights
 from headwise.errors import HeadwiseError
-from helpers.attention_cases import NATIVE, PATHS, READABLE, Call, forced
+from helpers.attention_cases import NATIVE, PATHS, READABLE, AttentionCase, forced
 
 SHORT, LONG = 200, 40_000
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def campaign(tries: int, seed: int) -> Report:
 # ---- valid calls ----
 
 
-def random_call(rng: Rng) -> Call:
+def random_call(rng: Rng) -> AttentionCase:
     """Any sizes, values of any moderate size, any options together."""
     batch, kv, group = (int(n) for n in rng.integers(1, 4, 3))
     keys = int(rng.choice([0, 1, 2, 5, 13, 17, 31, 64, 67, 131]))
@@ -68,7 +68,7 @@ def random_call(rng: Rng) -> Call:
         measured["classes"] = {name: rng.random((batch, keys)) < 0.4 for name in ("rare", "first")}
     if rng.random() < 0.3:
         measured["cross"] = True
-    return Call(q, k, v, how, measured)
+    return AttentionCase(q, k, v, how, measured)
 
 
 def random_mask(rng: Rng, full: tuple[int, ...]) -> np.ndarray:
@@ -95,13 +95,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def expanded(rng: Rng, call: Call) -> Call:
+def expanded(rng: Rng, call: AttentionCase) -> AttentionCase:
     """Now and then one head or one sequence stands for all, by a stride of 0."""
     if rng.random() > 0.2:
         return call
     axis = int(rng.integers(0, 2))
     arrays = [np.repeat(x.take([0], axis), x.shape[axis], axis) for x in (call.q, call.k, call.v)]
-    return Call(*arrays, how=call.how, stats=call.stats)
+    return AttentionCase(*arrays, options=call.options, stats_options=call.stats_options)
 
 
 def _zero_strided(x: Tensor) -> Tensor:
@@ -121,16 +121,16 @@ def _valid(rng: Rng, report: Report) -> str | None:
     lay = LAYOUTS[str(rng.choice(list(LAYOUTS)))]
     q, k, v = (_zero_strided(lay(x)) for x in (given.q, given.k, given.v))
     learning = bool(rng.random() < 0.2)
-    mark = f"{path}, {dtype}, {list(call.how)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
+    mark = f"{path}, {dtype}, {list(call.options)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
     try:
-        want, stats = reference.head_stats(call.q, call.k, call.v, **call.how, **call.stats)
-        looks = reference.weights(call.q, call.k, **call.looks)
+        want, stats = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)
+        looks = reference.weights(call.q, call.k, **call.weight_options)
         with forced(path):
-            explain(q, k, v, **given.how)
-            out = attend(q, k, v, **given.how)
-            again, measured = head_stats(q, k, v, **given.how, **given.stats)
-            looked = weights(q, k, **given.looks)
-            slope = gradient(q, k, v, given.how) if learning else None
+            explain(q, k, v, **given.options)
+            out = attend(q, k, v, **given.options)
+            again, measured = head_stats(q, k, v, **given.options, **given.stats_options)
+            looked = weights(q, k, **given.weight_options)
+            slope = gradient(q, k, v, given.options) if learning else None
         exact = exact_gradient(call) if learning else None
     except Exception as error:
         return f"{type(error).__name__}: {error} ({mark})"
@@ -154,27 +154,27 @@ def gradient(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
     return torch.autograd.grad(attend(q, k, v, **how).sum(), q)[0]
 
 
-def exact_gradient(call: Call) -> np.ndarray:
+def exact_gradient(call: AttentionCase) -> np.ndarray:
     """The same in float64, by operators of PyTorch's that have every derivative."""
     given = call.tensors(torch.float64)
     with forced("one block of rows"):
-        found: np.ndarray = gradient(given.q, given.k, given.v, given.how).numpy()
+        found: np.ndarray = gradient(given.q, given.k, given.v, given.options).numpy()
     return found
 
 
 class Bounds:
     """How far a result may be off: by rounding of sums and scores, which scales with them and with their number."""
 
-    def __init__(self, call: Call, dtype: torch.dtype):
+    def __init__(self, call: AttentionCase, dtype: torch.dtype):
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         largest = [float(abs(x).max(initial=0.0)) for x in (call.q, call.k, call.v)]
         dim, keys, queries = call.q.shape[3], call.k.shape[2], call.q.shape[2]
-        scale = abs(call.how.get("scale", dim**-0.5))
+        scale = abs(call.options.get("scale", dim**-0.5))
         score = largest[0] * largest[1] * dim * scale + 10.0
         one = 8 * torch.finfo(sums).eps * (score + math.sqrt(keys + dim))  # relative, of a weight
         if dtype != sums:
             one += 2 * torch.finfo(dtype).eps  # the result is rounded to it
-        gates = float(abs(np.asarray(call.how.get("gates", 1.0))).max(initial=0.0))
+        gates = float(abs(np.asarray(call.options.get("gates", 1.0))).max(initial=0.0))
         self.weight = one
         self.output = one * (largest[2] + 1e-3) * max(1.0, gates) * 2
         self.gradient = 8 * self.output * call.v.shape[3] * scale * (largest[1] + 1e-3) * max(1.0, math.sqrt(keys))

@@ -1,4 +1,4 @@
-"""Random calls of attention with every option, as NumPy arrays and as tensors, and ways to force each path."""
+"""Random attention calls with every option, as NumPy arrays and as tensors, and ways to force each code path."""
 
 from __future__ import annotations
 
@@ -14,58 +14,61 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from headwise import reference
-from headwise.attention import functional, visibility
+from headwise.attention import visibility
 from headwise.attention.backends import blockwise, blockwise_stats, sdpa
 from headwise.attention.backends.native import library
 from headwise.attention.backends.triton import launch
+from headwise.attention.options import VISIBILITY
 
-SIGHT = ("mask", "causal", "window", "lengths", "offset")
 FEW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(FEW, max_examples=3000)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call: arrays q (B, H, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), and attend's keywords."""
+class AttentionCase:
+    """One call: arrays q (B, H, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), and attend's options."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
-    how: dict[str, Any]
-    stats: dict[str, Any] = field(default_factory=dict)  # queries, classes and cross, for head_stats
+    options: dict[str, Any]
+    stats_options: dict[str, Any] = field(default_factory=dict)  # queries, classes and cross, for head_stats
 
     @property
-    def looks(self) -> dict[str, Any]:
-        """The keywords of `weights`."""
-        return {name: value for name, value in self.how.items() if name != "gates"}
+    def weight_options(self) -> dict[str, Any]:
+        """The options of `weights`."""
+        return {name: value for name, value in self.options.items() if name != "gates"}
 
     @property
-    def sight(self) -> dict[str, Any]:
-        """The keywords that say who may look where."""
-        return {name: value for name, value in self.how.items() if name in SIGHT}
+    def visibility_options(self) -> dict[str, Any]:
+        """The options that say which keys a query may attend to."""
+        return {name: value for name, value in self.options.items() if name in VISIBILITY}
 
     @property
-    def unseen(self) -> np.ndarray:
-        """(B, Hkv, Tk): the keys at which nobody may look."""
-        seen = reference.visible(self.q, self.k, **self.sight).any(2)  # (B, H, Tk)
+    def hidden_keys(self) -> np.ndarray:
+        """(B, Hkv, Tk): the keys that no query sees."""
+        seen = reference.visible(self.q, self.k, **self.visibility_options).any(2)  # (B, H, Tk)
         kv, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
         return ~seen.reshape(len(seen), kv, group, seen.shape[2]).any(2)
 
-    def spoil_unseen(self, odd: float) -> Call:
-        """The same with this in the keys and values at which nobody may look."""
-        return replace(self, **{name: np.where(self.unseen[..., None], odd, getattr(self, name)) for name in "kv"})
+    def spoil_hidden_keys(self, value: float) -> AttentionCase:
+        """The same call with this value in the keys and values that no query sees."""
+        hidden = self.hidden_keys[..., None]
+        return replace(self, **{name: np.where(hidden, value, getattr(self, name)) for name in "kv"})
 
-    def tensors(self, dtype: torch.dtype = torch.float64) -> Call:
-        """The same in tensors of this dtype; what is not a float stays as it is."""
-        return Call(*(tensor(x, dtype) for x in (self.q, self.k, self.v, self.how, self.stats)))
+    def tensors(self, dtype: torch.dtype = torch.float64) -> AttentionCase:
+        """The same call in tensors of this dtype; what is not a float stays as it is."""
+        return AttentionCase(*(tensor(x, dtype) for x in (self.q, self.k, self.v, self.options, self.stats_options)))
 
-    def rounded(self, dtype: torch.dtype) -> Call:
-        """The same in float64, with numbers that this dtype holds exactly: both sides then start alike."""
-        return Call(*(array(tensor(x, dtype)) for x in (self.q, self.k, self.v, self.how, self.stats)))
+    def rounded(self, dtype: torch.dtype) -> AttentionCase:
+        """The same call in float64, rounded to this dtype, so that both sides start from equal numbers."""
+        return AttentionCase(
+            *(array(tensor(x, dtype)) for x in (self.q, self.k, self.v, self.options, self.stats_options))
+        )
 
 
 def tensor(x: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Arrays to tensors, also inside of a dict."""
+    """Arrays to tensors, also inside a dict."""
     if isinstance(x, dict):
         return {name: tensor(value, dtype) for name, value in x.items()}
     if not isinstance(x, np.ndarray):
@@ -74,7 +77,7 @@ def tensor(x: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def array(x: Any) -> Any:
-    """Tensors to float64 arrays, also inside of a dict."""
+    """Tensors to float64 arrays, also inside a dict."""
     if isinstance(x, dict):
         return {name: array(value) for name, value in x.items()}
     if not isinstance(x, torch.Tensor):
@@ -83,23 +86,25 @@ def array(x: Any) -> Any:
     return (x.double() if x.is_floating_point() else x).numpy()
 
 
-def at_random(seed: int = 0, batch: int = 2, heads: int = 6, kv: int = 2, queries: int = 5, keys: int = 7) -> Call:
+def random_case(
+    seed: int = 0, batch: int = 2, heads: int = 6, kv: int = 2, queries: int = 5, keys: int = 7
+) -> AttentionCase:
     """Plain random inputs with heads of 4 and values of 3: sizes that never coincide."""
     rng = np.random.default_rng(seed)
     shapes = (batch, heads, queries, 4), (batch, kv, keys, 4), (batch, kv, keys, 3)
-    return Call(*(rng.normal(size=shape) for shape in shapes), how={})
+    return AttentionCase(*(rng.normal(size=shape) for shape in shapes), options={})
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> Call:
-    """A call of any small size with any of the options together."""
+def cases(draw: st.DrawFn) -> AttentionCase:
+    """A call of any small size with any combination of options."""
     batch, kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keys = draw(st.integers(0, 23))
     queries = draw(st.one_of(st.just(keys), st.integers(0, 11)))
     dim, value_dim = draw(st.sampled_from([(3, 5), (5, 2), (8, 8), (1, 4), (16, 7)]))
     heads = kv * group
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    here = {
+    strategies = {
         "mask": _mask(rng, draw, (batch, heads, queries, keys)),
         "causal": st.just(True),
         "window": st.tuples(*[st.none() | st.integers(0, 7)] * 2),
@@ -113,10 +118,12 @@ def calls(draw: st.DrawFn) -> Call:
     q = rng.normal(size=(batch, heads, queries, dim)) * 2
     k = rng.normal(size=(batch, kv, keys, dim))
     v = rng.normal(size=(batch, kv, keys, value_dim))
-    fits = (
-        sorted(set(here) - {"softcap", "sinks"}) if draw(st.booleans()) else sorted(here)
-    )  # the fused kernel has neither
-    return Call(q, k, v, {name: draw(here[name]) for name in draw(st.lists(st.sampled_from(fits), unique=True))})
+    names = sorted(strategies)
+    if draw(st.booleans()):  # PyTorch's fused kernel has neither
+        names = [name for name in names if name not in ("softcap", "sinks")]
+    return AttentionCase(
+        q, k, v, {name: draw(strategies[name]) for name in draw(st.lists(st.sampled_from(names), unique=True))}
+    )
 
 
 def _mask(rng: np.random.Generator, draw: st.DrawFn, full: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
@@ -127,7 +134,7 @@ def _mask(rng: np.random.Generator, draw: st.DrawFn, full: tuple[int, ...]) -> s
         lambda share: np.where(rng.random(shape) < share, -np.inf, rng.normal(size=shape))
     )
     batch, keys = full[0], full[3]
-    padding = st.builds(  # on the left, on the right, on both sides, or nothing else
+    padding = st.builds(  # on the left, on the right, on both sides, or everywhere
         lambda: (
             (np.arange(keys) >= rng.integers(0, 3, (batch, 1, 1, 1)))
             & (np.arange(keys) < rng.integers(0, keys + 1, (batch, 1, 1, 1)))
@@ -137,23 +144,25 @@ def _mask(rng: np.random.Generator, draw: st.DrawFn, full: tuple[int, ...]) -> s
 
 
 @st.composite
-def measured(draw: st.DrawFn) -> Call:
-    """A call with what head_stats takes besides."""
-    call = draw(calls())
+def cases_with_stats(draw: st.DrawFn) -> AttentionCase:
+    """A call with the options of head_stats."""
+    call = draw(cases())
     (batch, _, queries, _), keys = call.q.shape, call.k.shape[2]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    here = {
+    strategies = {
         "queries": st.builds(lambda: rng.random((batch, queries)) < 0.7),
         "classes": st.builds(lambda: {name: rng.random((batch, keys)) < 0.4 for name in ("rare", "entropy")}),
         "cross": st.just(True),
     }
-    return replace(call, stats={name: draw(values) for name, values in here.items() if draw(st.booleans())})
+    return replace(
+        call, stats_options={name: draw(values) for name, values in strategies.items() if draw(st.booleans())}
+    )
 
 
 @st.composite
-def spoiled(draw: st.DrawFn, parts: str = "qkv") -> Call:
+def nonfinite_cases(draw: st.DrawFn, parts: str = "qkv") -> AttentionCase:
     """A call with NaN and infinities in a few of its queries, keys and values."""
-    call = draw(calls())
+    call = draw(cases())
     arrays = {"q": call.q.copy(), "k": call.k.copy(), "v": call.v.copy()}
     for _ in range(draw(st.integers(1, 3))):
         x = arrays[draw(st.sampled_from(parts))]
@@ -163,7 +172,7 @@ def spoiled(draw: st.DrawFn, parts: str = "qkv") -> Call:
 
 
 LAYOUTS = {
-    "as it comes": lambda x: x.contiguous(),
+    "default": lambda x: x.contiguous(),
     "heads behind tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),  # as a projection leaves it
     "width strided": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
     "width first": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
@@ -173,31 +182,31 @@ LAYOUTS = {
 def _small_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(blockwise, "ROWS", 3)
     patch.setattr(blockwise, "BLOCK", 40)
-    patch.setattr(visibility, "STEP", 2)
+    patch.setattr(visibility, "ROWS_PER_STEP", 2)
     patch.setattr(blockwise_stats, "FEW", 0)
 
 
 def _small_calls(patch: pytest.MonkeyPatch) -> None:
-    usual = sdpa.block
-    patch.setattr(sdpa, "block", lambda who: None if usual(who) is None else 3)
-    patch.setattr(sdpa, "triangle", lambda who: False)
+    usual = sdpa.queries_per_call
+    patch.setattr(sdpa, "queries_per_call", lambda visibility: None if usual(visibility) is None else 3)
+    patch.setattr(sdpa, "is_triangle", lambda visibility: False)
     patch.setattr(sdpa, "ALONE", 0)
 
 
 def _unreadable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(visibility, "readable", lambda *tensors: False)
+    patch.setattr(visibility, "is_readable", lambda *tensors: False)
 
 
 def _never_fused(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(functional.Call, "why_rows", lambda call: "the test wants it")
+    patch.setattr(sdpa, "why_not", lambda q, call, extra=None: "the test says so")
 
 
-# What decides between the forms of a call is made to decide otherwise, so that small sizes run the code of large ones.
+# What chooses between code paths by size is overridden, so that small sizes run the code of large ones.
 PATHS = {
-    "as it comes": (),
+    "default": (),
     "many calls of the kernel": (_small_calls,),
     "the kernel's triangle": (lambda patch: patch.setattr(sdpa, "TRIANGLE", 1),),
-    "groups apart": (lambda patch: patch.setattr(sdpa, "TOGETHER", 0),),
+    "separate groups": (lambda patch: patch.setattr(sdpa, "TOGETHER", 0),),
     "one block of rows": (_never_fused,),
     "many blocks of rows": (_never_fused, _small_rows),
     "unreadable": (_unreadable,),  # as in a compiled graph and on other devices
@@ -205,21 +214,21 @@ PATHS = {
     "unreadable, many blocks": (_unreadable, _never_fused, _small_rows),
 }
 READABLE = [name for name in PATHS if not name.startswith("unreadable")]
-TRITON = "triton, many blocks"  # in a process where Triton interprets its kernels: in_interpreter.py
+TRITON = "triton, many blocks"  # in a process where Triton interprets its kernels: tests/attention/in_interpreter.py
 NATIVE = library.library().paths if isinstance(library.library(), library.Library) else []
 
 
 def _small_programs(patch: pytest.MonkeyPatch) -> None:
     usual = launch.blocks
-    patch.setattr(launch, "blocks", lambda *given: usual(*given)._replace(rows=16, keys=16))
+    patch.setattr(launch, "blocks", lambda *arguments: usual(*arguments)._replace(rows=16, keys=16))
 
 
 @contextmanager
 def forced(path: str) -> Iterator[None]:
-    """Calls inside take this one of PATHS, in PyTorch alone, or the native kernel in this one of NATIVE, or TRITON."""
+    """Calls inside take this one of PATHS, in PyTorch alone; or this one of NATIVE in the native kernel; or TRITON."""
     with pytest.MonkeyPatch.context() as patch:
         kernel = None if path == TRITON else path if path in NATIVE else "off"
-        patch.setattr(library, "_chosen", library.Choice.of(kernel))
+        patch.setattr(library, "_choice", library.Choice.of(kernel))
         patch.setattr(launch, "interpreting", path == TRITON)
         for change in (_small_programs,) if path == TRITON else PATHS.get(path, ()):
             change(patch)

@@ -88,7 +88,7 @@ def test_scratch_buffers_that_vectors_would_overrun_do_not_compile(sources):
 
 @needs_kernel
 @pytest.mark.parametrize(
-    ("name", "value"), [("SUMS", library.SUMS[::-1]), ("MOST_CLASSES", 9), ("POINTERS", library.FORM)]
+    ("name", "value"), [("COLUMNS", library.COLUMNS[::-1]), ("MAX_CLASSES", 9), ("POINTERS", library.FORM)]
 )
 def test_library_whose_layout_differs_from_python_is_not_loaded(monkeypatch, name, value):
     monkeypatch.setattr(library, name, value)

@@ -201,7 +201,7 @@ def mistakes_are_told_on_every_rank(ranks: Ranks, folder: Path) -> None:
     bad = k[:, :, 1:] if ranks.rank == 1 else k
     says(lambda: ring_attend(q, bad, v), "each key needs a value")
     says(lambda: ring_attend(q, k[:, :, 1:], v[:, :, 1:]), "as many queries as keys")
-    says(lambda: ring_attend(q, k, v, sinks=torch.ones(5)), "sinks must be one number a query head")
+    says(lambda: ring_attend(q, k, v, sinks=torch.ones(5)), "sinks must be one number per query head")
     says(lambda: ring_attend(q, k, v, lengths=torch.ones(5)), "lengths must be (2,)")
     says(
         lambda: ring_head_stats(q, k, v, causal=True, classes={"a": torch.ones(2, 3).bool()}),

@@ -1,1 +1,1 @@
-"""The attention core: specification, fast paths, statistics, module and stack."""
+"""Attention: the NumPy reference, the functions on tensors and their backends, statistics, modules and checkpoints."""

@@ -1,34 +1,41 @@
-"""Multi-head attention in plain NumPy: the specification every faster path must equal, and the one to learn from.
+"""Multi-head attention in plain NumPy: the specification that every backend must equal, and the code to learn from.
 
-One head asks, for every query: how much does each key concern me?
+For every query, one head computes how relevant each key is:
 
-    scores  = q k^T / sqrt(d_k)          one number a (query, key) pair
-    weights = softmax(scores)            a row of them sums to one
-    output  = weights v                  the values, mixed by the weights
+    scores  = q k^T / sqrt(d_k)          one number per (query, key) pair
+    weights = softmax(scores)            each row sums to one
+    output  = weights v                  the values, averaged by the weights
 
-Multi-head attention projects the same input h times, runs h such heads side by side, lays their outputs
-next to each other and mixes them with W_O. Everything here is float64, and nothing is clever.
+Multi-head attention projects the same input h times, runs h such heads in parallel, concatenates their outputs
+and multiplies them by W_O. Everything here is float64 and written for clarity.
 
-Scores of finite queries and keys stay finite: one beyond 1e307 in magnitude counts as 1e307, so that a row has a
-largest score to subtract. The paths that compute in float32 have the same rule at 1e38: several scores beyond it share
-the weight there, of which the largest has all of it here. In compiled graphs, under torch.func and on other devices
-PyTorch's own operators decide, and an overflow is NaN. Infinities and NaN in the input are never hidden.
+Scores of finite queries and keys stay finite: one beyond 1e307 in magnitude counts as 1e307, so that each row has a
+maximum to subtract. Backends that compute in float32 clip at 1e38: several scores beyond it share the weight there,
+while here the largest of them has all of it. In compiled graphs, under torch.func and on other devices PyTorch's own
+operators decide, and an overflow is NaN. Infinities and NaN in the input are never hidden.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from ..errors import MaskError
 from ..heads import Heads
 from . import validation
-from .stats import HeadStats
+from .options import ATTEND, VISIBILITY, WEIGHTS, AttendOptions, VisibilityOptions, WeightOptions, Window, check_options
+from .stats import HeadStats, stats_from_weights
 
-LIMIT = 1e307  # the largest score there is, in magnitude
+LIMIT = 1e307  # the largest magnitude of a score
 Array = np.ndarray[Any, Any]
+
+
+class ReferenceOptions(AttendOptions[Any], total=False):
+    """attend's options, and the generator that dropout draws from."""
+
+    rng: np.random.Generator | None
 
 
 def visible(
@@ -37,36 +44,38 @@ def visible(
     *,
     mask: Any = None,
     causal: bool = False,
-    window: Any = None,
+    window: Window | None = None,
     lengths: Any = None,
     offset: Any = None,
 ) -> Array:
-    """Which keys each query may look at: (B, Hq, Tq, Tk), True where it may."""
+    """Which keys each query may attend to: (B, Hq, Tq, Tk), True where it may."""
     size = validation.sizes(q, k)
     left, right = validation.band(causal, window)
     start = np.asarray(size.keys - size.queries if offset is None else offset)
-    i = np.arange(size.queries)[:, None] + start.reshape(-1, 1, 1, 1)  # (B or 1, 1, Tq, 1): where each query stands
+    i = np.arange(size.queries)[:, None] + start.reshape(
+        -1, 1, 1, 1
+    )  # (B or 1, 1, Tq, 1): key positions of the queries
     j = np.arange(size.keys)  # (Tk,)
-    seen = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
+    allowed = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
     if left is not None:
-        seen &= j >= i - left
+        allowed &= j >= i - left
     if right is not None:
-        seen &= j <= i + right
+        allowed &= j <= i + right
     if lengths is not None:
-        seen &= j < np.asarray(lengths).reshape(-1, 1, 1, 1)
+        allowed &= j < np.asarray(lengths).reshape(-1, 1, 1, 1)
     if mask is not None:
-        seen &= shown_by(mask, size)
-    return seen
+        allowed &= shown_by(mask, size)
+    return allowed
 
 
 def shown_by(mask: Any, size: validation.Sizes) -> Array:
-    """True where a mask lets a query look: where it is True, or where what it adds is not -inf."""
+    """True where a mask lets a query attend: where it is True, or where it adds anything but -inf."""
     mask = np.asarray(mask)
     validation.check_mask(mask.shape, size)
     if mask.dtype == bool:
         return mask
     if mask.dtype.kind != "f":
-        raise MaskError(f"mask must be bool (True: may look) or float (added to the scores), got {mask.dtype}")
+        raise MaskError(f"mask must be bool (True: may attend) or float (added to the scores), got {mask.dtype}")
     shown: Array = mask != -np.inf
     return shown
 
@@ -77,21 +86,20 @@ def weights(
     *,
     rows: Any = None,
     heads: Any = None,
-    mask: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
-    **sight: Any,
+    **options: Unpack[VisibilityOptions[Any]],
 ) -> Array:
-    """Where each query looks: q (B, Hq, Tq, D), k (B, Hkv, Tk, D) -> (B, Hq, Tq, Tk).
+    """Attention weights: q (B, Hq, Tq, D), k (B, Hkv, Tk, D) -> (B, heads, rows, Tk). Arguments as headwise.weights.
 
-    A query that may look nowhere gets a row of zeros. With sinks, a row sums to less than one.
+    A query with no visible keys gets a row of zeros. With sinks, a row sums to less than one.
     """
-    validation.check_options(sight, validation.WEIGHTS)
+    check_options(options, WEIGHTS)
     size = validation.sizes(q, k)
-    seen = visible(q, k, mask=mask, **sight)
+    allowed, mask = visible(q, k, **options), options.get("mask")
     k = np.repeat(np.asarray(k, float), size.group, axis=1)  # query head i reads KV head i // group
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities travel; they are not hidden
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities propagate
         scores = np.asarray(q, float) @ k.swapaxes(-1, -2)  # (B, Hq, Tq, Tk)
         scores *= size.dim**-0.5 if scale is None else scale
         finite = np.isfinite(q).all(-1)[..., None] & np.isfinite(k).all(-1)[:, :, None]
@@ -100,25 +108,25 @@ def weights(
             scores = softcap * np.tanh(scores / softcap)
         if mask is not None and np.asarray(mask).dtype != bool:
             scores = scores + mask
-        scores = np.where(seen, scores, -np.inf)
+        scores = np.where(allowed, scores, -np.inf)
         sink = (
             np.full((1, size.heads, 1, 1), -np.inf) if sinks is None else np.reshape(sinks, (1, -1, 1, 1)).astype(float)
         )
-        highest = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
-        highest = np.where(highest == -np.inf, 0.0, highest)
-        raised = np.exp(scores - highest)
-        total = raised.sum(-1, keepdims=True) + np.exp(sink - highest)
-        row = np.where(seen, raised / np.where(total == 0, 1.0, total), 0.0)
-    return row[:, validation.pick("head", heads, size.heads)][:, :, validation.pick("row", rows, size.queries)]
+        maximum = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
+        maximum = np.where(maximum == -np.inf, 0.0, maximum)
+        exponentials = np.exp(scores - maximum)
+        total = exponentials.sum(-1, keepdims=True) + np.exp(sink - maximum)
+        a = np.where(allowed, exponentials / np.where(total == 0, 1.0, total), 0.0)
+    return a[:, validation.pick("head", heads, size.heads)][:, :, validation.pick("row", rows, size.queries)]
 
 
-def mix(a: Array, v: Any, seen: Array) -> Array:
-    """The values mixed by the weights, (B, Hq, Tq, Dv): a query sums over the keys it may look at, no others."""
+def average_values(a: Array, v: Any, allowed: Array) -> Array:
+    """The values averaged by the weights, (B, Hq, Tq, Dv): a query sums over its visible keys only."""
     v = np.repeat(np.asarray(v, float), a.shape[1] // v.shape[1], axis=1)  # (B, Hq, Tk, Dv)
     out = np.zeros((*a.shape[:3], v.shape[-1]))
     with np.errstate(invalid="ignore", over="ignore"):
         for b, h, i in np.ndindex(*a.shape[:3]):
-            keys = seen[b, h, i]
+            keys = allowed[b, h, i]
             out[b, h, i] = a[b, h, i, keys] @ v[b, h, keys]
     return out
 
@@ -131,19 +139,19 @@ def attend(
     gates: Any = None,
     dropout: float = 0.0,
     rng: np.random.Generator | None = None,
-    **how: Any,
+    **options: Unpack[WeightOptions[Any]],
 ) -> Array:
-    """Scaled dot-product attention of every head: (B, Hq, Tq, Dv). `how` is what `weights` takes.
+    """Scaled dot-product attention of every head: (B, Hq, Tq, Dv). Arguments as headwise.attend.
 
-    dropout sets that share of the weights to zero and divides the others by 1 - dropout.
+    dropout sets that share of the weights to zero, drawn from rng, and divides the others by 1 - dropout.
     """
-    validation.check_options(how, (*validation.ATTEND, "rng"))
+    check_options(options, (*ATTEND, "rng"))
     size = validation.sizes(q, k, v)
-    a = weights(q, k, **how)
+    a = weights(q, k, **options)
     if dropout:
-        kept = (rng or np.random.default_rng()).random(a.shape) >= dropout
-        a = np.where(kept, a / (1 - dropout), 0.0) if dropout < 1 else np.zeros_like(a)
-    out = mix(a, v, visible(q, k, **_sight(how)))
+        retained = (rng or np.random.default_rng()).random(a.shape) >= dropout
+        a = np.where(retained, a / (1 - dropout), 0.0) if dropout < 1 else np.zeros_like(a)
+    out = average_values(a, v, visible(q, k, **_visibility_options(options)))
     if gates is not None:
         out = out * np.asarray(gates, float).reshape(-1, size.heads, 1, 1)
     return out
@@ -157,61 +165,50 @@ def head_stats(
     queries: Any = None,
     classes: dict[str, Any] | None = None,
     cross: bool = False,
-    **how: Any,
+    **options: Unpack[ReferenceOptions],
 ) -> tuple[Array, HeadStats]:
-    """attend's output and what each head does with its weights, from the whole T x T of them."""
-    validation.check_options(how, (*validation.ATTEND, "rng"))
+    """attend's output and the statistics of each head's weights, computed from all T x T of them."""
+    check_options(options, (*ATTEND, "rng"))
     size = validation.sizes(q, k, v)
     validation.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
-    attended = {name: how.pop(name) for name in ("gates", "dropout", "rng") if name in how}
-    a = weights(q, k, **how)  # (B, H, Tq, Tk), before dropout
-    seen = visible(q, k, **_sight(how))
-    asked = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)
-    validation.check_queries(asked, size, asked.dtype == bool)
-    real = asked[:, None] & seen.any(-1)  # (B, H, Tq): those that count and may look somewhere
-
-    offset = how.get("offset")
-    start = np.reshape(size.keys - size.queries if offset is None else offset, (-1, 1, 1, 1))
-    away = np.arange(size.keys) - (np.arange(size.queries)[:, None] + start)  # (B or 1, 1, Tq, Tk): j - i
-    logs = np.log(a, where=a > 0, out=np.zeros_like(a))
-    per_query = {
-        "entropy": -(a * logs).sum(-1),
-        "confidence": a.max(-1, initial=0.0),
-        "first": (a * _first_key(size, how, asked)[:, None, None]).sum(-1),
-    }
-    if not cross:
-        per_query["distance"] = (a * abs(away)).sum(-1)
-        for name, step in (("previous", -1), ("next", 1), ("self", 0)):
-            per_query[name] = (a * (away == step)).sum(-1)
-    if how.get("sinks") is not None:
-        per_query["sink"] = 1 - a.sum(-1)
-    for name, keys in (classes or {}).items():
-        per_query[f"share:{name}"] = (a * np.asarray(keys)[:, None, None]).sum(-1)
-    sums = {name: np.where(real, values, 0.0).sum(-1) for name, values in per_query.items()}
-    return attend(q, k, v, **how, **attended), HeadStats(sums, real.sum(-1).astype(float))
+    counted = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)
+    validation.check_queries(counted, size, counted.dtype == bool)
+    of_weights: Any = {name: value for name, value in options.items() if name in WEIGHTS}
+    offset = options.get("offset")
+    stats = stats_from_weights(
+        weights(q, k, **of_weights),  # (B, H, Tq, Tk), before dropout
+        offset=np.asarray(size.keys - size.queries if offset is None else offset),
+        queries=counted,
+        classes={name: np.asarray(keys) for name, keys in (classes or {}).items()},
+        cross=cross,
+        sinks=options.get("sinks") is not None,
+        visible=visible(q, k, **_visibility_options(options)),
+        first=_first_key(size, options, counted),
+    )
+    return attend(q, k, v, **options), stats
 
 
-def _sight(how: dict[str, Any]) -> dict[str, Any]:
-    """Of all that weights takes, what says who may look where."""
-    return {name: how[name] for name in validation.VISIBILITY if name in how}
+def _visibility_options(options: Any) -> dict[str, Any]:
+    """Of the options of attend, those of `visible`."""
+    return {name: options[name] for name in VISIBILITY if name in options}
 
 
-def _first_key(size: validation.Sizes, how: dict[str, Any], asked: Array) -> Array:
-    """(B, Tk), True at the first key that exists for a sequence: that the mask shows to some query, within its length.
+def _first_key(size: validation.Sizes, options: Any, counted: Array) -> Array:
+    """(B, Tk), True at the first existing key of a sequence: one within its length that the mask shows to some query.
 
-    A window does not make a key cease to exist, so only mask and lengths count.
+    A window does not make a key cease to exist, so only mask and lengths matter.
     """
-    there = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
-    if how.get("mask") is not None:
-        there &= shown_by(how["mask"], size)
-    if how.get("lengths") is not None:
-        there &= np.arange(size.keys) < np.asarray(how["lengths"]).reshape(-1, 1, 1, 1)
-    exists = (there & asked[:, None, :, None]).any((1, 2))  # (B, Tk)
+    shown = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
+    if options.get("mask") is not None:
+        shown &= shown_by(options["mask"], size)
+    if options.get("lengths") is not None:
+        shown &= np.arange(size.keys) < np.asarray(options["lengths"]).reshape(-1, 1, 1, 1)
+    exists = (shown & counted[:, None, :, None]).any((1, 2))  # (B, Tk)
     return exists & (np.cumsum(exists, -1) == 1)
 
 
 class MultiHeadAttention:
-    """Split, run, concatenate, project: the whole module in NumPy.
+    """Project, split into heads, attend, concatenate, project: the whole module in NumPy.
 
     W_Q (d_model, h * d_k), W_K and W_V (d_model, h_kv * d_k), W_O (h * d_k, d_model), applied as x @ W + b.
     A bias may be None.
@@ -238,15 +235,15 @@ class MultiHeadAttention:
         self.b_V: Array | None = np.zeros(inner_kv)
         self.b_O: Array | None = np.zeros(d_model)
 
-    def __call__(self, query: Any, key: Any = None, value: Any = None, **how: Any) -> Array:
+    def __call__(self, query: Any, key: Any = None, value: Any = None, **options: Unpack[ReferenceOptions]) -> Array:
         """query (B, Tq, d_model) -> (B, Tq, d_model). Self-attention unless a key (B, Tk, ...) is given."""
         q, k, v = self.project(query, key, value)
-        return self.join(attend(q, k, v, **how))
+        return self.join(attend(q, k, v, **options))
 
-    def weights(self, query: Any, key: Any = None, **how: Any) -> Array:
-        """Where each query looks: (B, H, Tq, Tk)."""
+    def weights(self, query: Any, key: Any = None, **options: Unpack[WeightOptions[Any]]) -> Array:
+        """Attention weights: (B, H, Tq, Tk)."""
         q, k, _ = self.project(query, key)
-        return weights(q, k, **how)
+        return weights(q, k, **options)
 
     def project(self, query: Any, key: Any = None, value: Any = None) -> tuple[Array, Array, Array]:
         """The three projections, split into heads: (B, H, T, d_k) each."""
@@ -259,12 +256,12 @@ class MultiHeadAttention:
         )
 
     def split(self, x: Any, weight: Array, bias: Array | None, heads: int) -> Array:
-        """One projection for all heads at once, then a reshape: a head is a slice of the result, never of x."""
+        """One projection for all heads at once, then a reshape: a head is a slice of the projection, never of x."""
         y = np.asarray(x, float) @ weight + (0.0 if bias is None else bias)  # (B, T, H * d_k)
         return y.reshape(*y.shape[:2], heads, -1).swapaxes(1, 2)  # (B, H, T, d_k)
 
     def join(self, out: Array) -> Array:
-        """The heads laid side by side and mixed by W_O."""
+        """The heads' outputs concatenated and multiplied by W_O."""
         y = out.swapaxes(1, 2).reshape(out.shape[0], out.shape[2], -1)  # (B, T, H * d_k)
-        mixed: Array = y @ self.W_O + (0.0 if self.b_O is None else self.b_O)
-        return mixed
+        joined: Array = y @ self.W_O + (0.0 if self.b_O is None else self.b_O)
+        return joined

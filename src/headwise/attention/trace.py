@@ -1,4 +1,4 @@
-"""One pass of multi-head attention taken apart, as plain values: what `headwise trace` draws."""
+"""One forward pass of multi-head attention step by step, as plain values: what `headwise trace` draws."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One intermediate value: how it is made, its shape, the parameters it takes and a few of its numbers."""
+    """One intermediate value: its formula, its shape, the parameters it uses and a few of its numbers."""
 
     name: str
     formula: str
     meaning: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    weights: int  # parameters that this step multiplies with
+    weights: int  # number of weights that this step multiplies by
     biases: int
     sample: tuple[float, ...]  # the last token's first numbers, in batch 0 and head 0
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All steps of one pass, the totals, and how far the last step is from the module's own forward."""
+    """All steps of one pass, the totals, and the difference of the last step from the module's own forward."""
 
     heads: Heads
     batch: int
@@ -47,7 +47,7 @@ class Trace:
 
     @property
     def equal(self) -> bool:
-        """Whether the steps give what the module gives, up to rounding."""
+        """Whether the steps give the module's output, up to rounding."""
         return self.difference <= 1e-4
 
     @property
@@ -73,12 +73,12 @@ def trace(
     seed: int = 0,
     sample: int = 4,
 ) -> Trace:
-    """Run a seeded MultiHeadAttention on random tokens (batch, tokens, width), every intermediate value in the open.
+    """Run a seeded MultiHeadAttention on random tokens (batch, tokens, width), and keep every intermediate value.
 
-    Sizes whose scores or parameters would not fit in a small machine are refused before anything is allocated.
-    The caller's random state is left as it was.
+    Sizes whose scores or parameters would not fit a small machine are refused before anything is allocated.
+    The caller's random state is unchanged.
     """
-    _refuse_absurd(heads, batch, tokens)
+    _check_memory(heads, batch, tokens)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         attn = MultiHeadAttention(heads.width, heads.query, heads.kv, head_dim=heads.dim, bias=bias).eval()
@@ -96,13 +96,13 @@ def trace(
             *_count(layers.get(name)),
             _sample(values[name], sample),
         )
-        for name, formula, meaning, axes in _words(heads, causal, bias)
+        for name, formula, meaning, axes in _descriptions(heads, causal, bias)
     )
     return Trace(heads, batch, tokens, causal, seed, steps, difference)
 
 
 def _by_hand(attn: MultiHeadAttention, x: Tensor, causal: bool) -> dict[str, Tensor]:
-    """The textbook's way, one line a step: x (B, T, width) -> every step's value by its name."""
+    """The textbook's formulas, one line per step: x (B, T, width) -> the value of every step by its name."""
     heads = attn.heads
     q, k, v = attn.W_Q(x), attn.W_K(x), attn.W_V(x)  # (B, T, heads * d)
     q_i, k_i, v_i = _split(q, heads.query), _split(k, heads.kv), _split(v, heads.kv)  # (B, heads, T, d)
@@ -122,7 +122,7 @@ def _split(t: Tensor, heads: int) -> Tensor:
     return t.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _words(heads: Heads, causal: bool, bias: bool) -> list[tuple[str, str, str, tuple[str, ...]]]:
+def _descriptions(heads: Heads, causal: bool, bias: bool) -> list[tuple[str, str, str, tuple[str, ...]]]:
     """Name, formula, meaning and axes of each step."""
 
     def linear(left: str, right: str, name: str) -> str:
@@ -131,20 +131,20 @@ def _words(heads: Heads, causal: bool, bias: bool) -> list[tuple[str, str, str, 
     rows, inner, kv_inner = ("batch", "tokens"), f"{heads.query}·{heads.dim}", f"{heads.kv}·{heads.dim}"
     square = ("batch", "heads", "queries", "keys")
     read = "the same for keys and values" if heads.group == 1 else f"{heads.group} query heads read each KV head"
-    fit = "how a key fits; later ones hidden" if causal else "how well a key fits a query"
+    fit = "scores; later keys are hidden" if causal else "how well a key fits a query"
     last = f" … O_{heads.query - 1}" if heads.query > 1 else ""
     return [
-        ("X", "X", "the tokens come in", (*rows, "d_model")),
+        ("X", "X", "the input tokens", (*rows, "d_model")),
         ("Q", linear("Q", "X", "Q"), "what each token looks for", (*rows, inner)),
-        ("K", linear("K", "X", "K"), "what each token is found by", (*rows, kv_inner)),
-        ("V", linear("V", "X", "V"), "what each token hands over", (*rows, kv_inner)),
+        ("K", linear("K", "X", "K"), "what each token is matched by", (*rows, kv_inner)),
+        ("V", linear("V", "X", "V"), "what each token passes on", (*rows, kv_inner)),
         ("Q_i", "Q_i = Q, split", f"heads of {heads.dim} numbers each", ("batch", "heads", "tokens", "d_k")),
         ("K_i, V_i", "K_i, V_i = K, V, split", read, ("batch", "kv heads", "tokens", "d_k")),
         ("S_i", f"S_i = Q_i K_iᵀ / √{heads.dim}", fit, square),
-        ("A_i", "A_i = softmax(S_i)", "where a query looks; sums to 1", square),
-        ("O_i", "O_i = A_i V_i", "what each head brings back", ("batch", "heads", "tokens", "d_k")),
-        ("C", f"C = [O_0{last}]", "the heads side by side again", (*rows, inner)),
-        ("Y", linear("Y", "C", "O"), "mixed into one result a token", (*rows, "d_model")),
+        ("A_i", "A_i = softmax(S_i)", "attention weights; rows sum to 1", square),
+        ("O_i", "O_i = A_i V_i", "the output of each head", ("batch", "heads", "tokens", "d_k")),
+        ("C", f"C = [O_0{last}]", "the heads concatenated", (*rows, inner)),
+        ("Y", linear("Y", "C", "O"), "one output per token", (*rows, "d_model")),
     ]
 
 
@@ -160,10 +160,10 @@ def _sample(value: Tensor, count: int) -> tuple[float, ...]:
     return tuple(value[-1, :count].tolist())
 
 
-def _refuse_absurd(heads: Heads, batch: int, tokens: int) -> None:
+def _check_memory(heads: Heads, batch: int, tokens: int) -> None:
     fit = math.isqrt(SCORES_LIMIT // (FLOAT * batch * heads.query))
     widest = max(heads.width, heads.query * heads.dim)
-    asked = [
+    requirements = [
         (
             f"scores of batch {batch:,} x {heads.query:,} heads x {tokens:,} x {tokens:,} tokens",
             batch * heads.query * tokens**2,
@@ -183,7 +183,7 @@ def _refuse_absurd(heads: Heads, batch: int, tokens: int) -> None:
             "take a smaller batch or fewer tokens",
         ),
     ]
-    for what, numbers, limit, advice in asked:
+    for what, numbers, limit, advice in requirements:
         if FLOAT * numbers > limit:
             raise ShapeError(
                 f"{what} take {FLOAT * numbers / GIB:,.1f} GiB, more than the {limit // GIB} GiB allowed here; {advice}"

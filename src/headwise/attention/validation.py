@@ -1,19 +1,15 @@
-"""What attend, weights and head_stats accept: checked on shapes and plain numbers, for NumPy and PyTorch alike."""
+"""Checks of what attend, weights and head_stats accept, on shapes and plain numbers: for NumPy and PyTorch alike."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import MaskError, ShapeError, UnsupportedError
-
-Window = tuple[int | None, int | None]
-VISIBILITY = ("mask", "causal", "window", "lengths", "offset")  # the options that say who may look where
-WEIGHTS = (*VISIBILITY, "scale", "softcap", "sinks")  # those of weights
-ATTEND = (*WEIGHTS, "gates", "dropout")  # those of attend
+from ..errors import MaskError, ShapeError
+from .options import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +31,22 @@ class Sizes:
 
 
 def sizes(q: Any, k: Any, v: Any = None) -> Sizes:
-    """The sizes of a call, or a ShapeError that says which of them do not fit."""
+    """The sizes of a call, or a ShapeError that names the ones that do not fit."""
     v = k if v is None else v
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not hasattr(x, "shape"):
             raise ShapeError(f"{name} must be an array of four dimensions, got {type(x).__name__}")
-    asked, keyed, valued = q.shape, k.shape, v.shape
-    if len(asked) == len(keyed) == len(valued) == 4:
-        (batch, heads, queries, dim), (_, kv_heads, keys, _), value_dim = asked, keyed, valued[3]
-        fits = keyed == (batch, kv_heads, keys, dim) and valued[:3] == (batch, kv_heads, keys)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        (batch, heads, queries, dim), (_, kv_heads, keys, _), value_dim = q_shape, k_shape, v_shape[3]
+        fits = k_shape == (batch, kv_heads, keys, dim) and v_shape[:3] == (batch, kv_heads, keys)
         if fits and dim and value_dim and heads and kv_heads and heads % kv_heads == 0:
             return Sizes(batch, heads, kv_heads, queries, keys, dim, value_dim)
-    raise _misfit(q, k, v)
+    raise _size_error(q, k, v)
 
 
-def _misfit(q: Any, k: Any, v: Any) -> ShapeError:
-    """Which of the sizes do not fit."""
+def _size_error(q: Any, k: Any, v: Any) -> ShapeError:
+    """The error that names the sizes that do not fit."""
     for name, x, form in (("q", q, "(B, Hq, Tq, D)"), ("k", k, "(B, Hkv, Tk, D)"), ("v", v, "(B, Hkv, Tk, Dv)")):
         if len(x.shape) != 4:
             return ShapeError(f"{name} must be {form}, got {shown(x.shape)}")
@@ -74,23 +70,12 @@ def _misfit(q: Any, k: Any, v: Any) -> ShapeError:
 
 
 def shown(shape: Sequence[int]) -> str:
-    """A shape in words: (2, 8, 10, 64)."""
+    """A shape as text: (2, 8, 10, 64)."""
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
 
 
-def check_options(options: Iterable[str], known: Sequence[str]) -> None:
-    """Options by name, where a function passes them on: one that nobody knows is most likely misspelt."""
-    for name in options:
-        if name not in known:
-            import difflib
-
-            alike = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {alike[0]!r}?" if alike else f"there are {', '.join(known)}"
-            raise UnsupportedError(f"there is no option {name!r} here; {hint}")
-
-
 def band(causal: bool, window: Window | None) -> Window:
-    """How far left and right of its own position a query may look; None is open. Causal is a right edge of 0."""
+    """How many keys left and right of its own position a query sees; None is open. Causal is a right edge of 0."""
     left, right = (None, None) if window is None else _window(window)
     if type(causal).__name__.rstrip("_") != "bool":  # Python's, or NumPy's bool_
         raise MaskError(f"causal must be True or False, got {causal!r}")
@@ -109,34 +94,35 @@ def _window(window: Any) -> Window:
 
 
 def check_mask(shape: Sequence[int], size: Sizes) -> None:
-    """A mask must broadcast to (B, Hq, Tq, Tk)."""
+    """Require a mask that broadcasts to (B, Hq, Tq, Tk)."""
     full = (size.batch, size.heads, size.queries, size.keys)
     if len(shape) > 4 or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False)):
         hint = ""
         if tuple(shape) == (size.batch, size.keys):
             hint = "; for a padding mask give mask[:, None, None, :]"
         elif tuple(shape) == (size.batch, size.queries, size.keys):
-            hint = "; for one mask a sequence give mask[:, None]"
+            hint = "; for one mask per sequence give mask[:, None]"
         raise MaskError(f"mask {shown(shape)} does not broadcast to (B, Hq, Tq, Tk) = {shown(full)}{hint}")
 
 
 def check_per_sequence(name: str, shape: Sequence[int], integral: bool, size: Sizes) -> None:
-    """lengths and offset are whole numbers, one a sequence."""
+    """Require whole numbers, one per sequence, of lengths and offset."""
     if tuple(shape) != (size.batch,) or not integral:
         kind = "whole numbers" if integral else "numbers that are not whole"
         raise MaskError(
-            f"{name} must be {size.batch} whole numbers, one a sequence, got {kind} of shape {shown(shape)}"
+            f"{name} must be {size.batch} whole numbers, one per sequence, got {kind} of shape {shown(shape)}"
         )
 
 
 def check_lengths(low: int, high: int, size: Sizes) -> None:
+    """Require lengths between 0 and the number of keys, given their minimum and maximum."""
     if low < 0 or high > size.keys:
         wrong = low if low < 0 else high
         raise MaskError(f"lengths must lie between 0 and the {size.keys} keys there are, got {wrong}")
 
 
-def check_classes(classes: dict[str, Any], size: Sizes, is_bool: Any) -> None:
-    """classes: a name -> (B, Tk) bool, the keys that belong to it."""
+def check_classes(classes: Mapping[str, Any], size: Sizes, is_bool: Any) -> None:
+    """Require classes {name: (B, Tk) bool}, the keys that belong to each."""
     if not isinstance(classes, dict):
         raise MaskError(f"classes must be a dict from names to (B, Tk) True/False, got {type(classes).__name__}")
     for name, keys in classes.items():
@@ -148,7 +134,7 @@ def check_classes(classes: dict[str, Any], size: Sizes, is_bool: Any) -> None:
 
 
 def check_queries(queries: Any, size: Sizes, is_bool: bool) -> None:
-    """queries: (B, Tq) bool, those that count."""
+    """Require queries (B, Tq) bool, those that count in the statistics."""
     if tuple(queries.shape) != (size.batch, size.queries) or not is_bool:
         want = shown((size.batch, size.queries))
         raise MaskError(
@@ -157,14 +143,15 @@ def check_queries(queries: Any, size: Sizes, is_bool: bool) -> None:
 
 
 def check_per_head(name: str, shape: Sequence[int], size: Sizes, *, batched: bool = False) -> None:
-    """sinks (Hq,); gates (Hq,) or (B, Hq)."""
+    """Require sinks (Hq,), or gates (Hq,) or (B, Hq)."""
     fits = tuple(shape) == (size.heads,) or (batched and tuple(shape) == (size.batch, size.heads))
     if not fits:
         also = f" or {shown((size.batch, size.heads))}" if batched else ""
-        raise ShapeError(f"{name} must be one number a query head, shape ({size.heads},){also}, got {shown(shape)}")
+        raise ShapeError(f"{name} must be one number per query head, shape ({size.heads},){also}, got {shown(shape)}")
 
 
 def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0.0) -> None:
+    """Require a finite scale, a positive softcap and a dropout between 0 and 1."""
     if scale is not None and not _finite(scale):
         raise ShapeError(f"scale must be a finite number, got {scale!r}")
     if softcap is not None and not (_finite(softcap) and softcap > 0):
@@ -174,25 +161,25 @@ def check_numbers(scale: float | None, softcap: float | None, dropout: float = 0
 
 
 def _finite(x: Any) -> bool:
-    """A finite number, also NumPy's or PyTorch's of no dimensions."""
+    """Whether x is a finite number, or such a NumPy or PyTorch scalar."""
     try:
         return (isinstance(x, int | float) or getattr(x, "ndim", None) == 0) and math.isfinite(x)
     except (OverflowError, TypeError, ValueError):  # too large for a float, or complex
         return False
 
 
-def pick(name: str, chosen: Any, count: int) -> list[int]:
-    """The chosen rows or heads as a list of numbers from 0; an int, a slice, or any sequence of ints."""
-    if chosen is None:
+def pick(name: str, selection: Any, count: int) -> list[int]:
+    """Row or head numbers from 0 as a list, from an int, a slice, any sequence of ints, or None for all."""
+    if selection is None:
         return list(range(count))
-    if isinstance(chosen, slice):
-        return list(range(count))[chosen]
+    if isinstance(selection, slice):
+        return list(range(count))[selection]
     try:
-        numbers = [operator.index(n) for n in (chosen if isinstance(chosen, Iterable) else [chosen])]
+        numbers = [operator.index(n) for n in (selection if isinstance(selection, Iterable) else [selection])]
     except TypeError:
-        raise ShapeError(f"{name}s must be whole numbers, got {chosen!r}") from None
+        raise ShapeError(f"{name}s must be whole numbers, got {selection!r}") from None
     wrong = [n for n in numbers if not -count <= n < count]
     if wrong:
-        there = f"there are {count}, 0 to {count - 1}" if count else "there are none"
-        raise ShapeError(f"{name} {wrong[0]} does not exist; {there}")
+        existing = f"there are {count}, 0 to {count - 1}" if count else "there are none"
+        raise ShapeError(f"{name} {wrong[0]} does not exist; {existing}")
     return [n % count for n in numbers]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.functional import attend
-from ..attention.visibility import recorded
+from ..attention.torch_modes import is_recording
 from ..errors import UnsupportedError
 from .structure.discovery import ModuleClass
 from .watching.call_reader import ModelCall, read
@@ -82,7 +82,7 @@ def mask(**arguments: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     # while a graph is recorded, values that are read here would become constants
-    if arguments["q_length"] == 1 or torch.compiler.is_compiling() or recorded():
+    if arguments["q_length"] == 1 or torch.compiler.is_compiling() or is_recording():
         return sdpa_mask(**arguments)
     recipe = MaskRecipe.of(sdpa_mask, arguments)
     if recipe.band() is None:

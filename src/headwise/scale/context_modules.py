@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..attention.nn.module import MultiHeadAttention
 from ..attention.nn.positions import Alibi, Rotary
 from ..attention.nn.stack import Decoder, Encoder, Transformer
+from ..attention.options import Window
 from ..attention.stats import HeadStats
-from ..attention.validation import Window, shown
+from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
 from .context_parallel import positions_of, ring_attend, ring_head_stats
 from .ranks import ranks_of
@@ -89,8 +90,8 @@ class RingAttention(MultiHeadAttention):
         places = positions_of(here, self.zigzag, self.mesh, self.timeout, words)
         if positions is None and isinstance(self.position, Rotary):
             positions = places.to(query.device)
-        q, k, v, _ = self._call(query, None, None, positions=positions)
-        return q, k, v
+        projected = self.project(query, positions=positions)
+        return projected.q, projected.k, projected.v
 
     def _how(self, query: Tensor) -> dict[str, Any]:
         slopes = None

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention import functional
-from ..attention.backends import blockwise as by_rows
-from ..attention.backends import blockwise_stats
-from ..attention.backends.blockwise_stats import Rows
-from ..attention.functional import Call
+from ..attention.backends import blockwise, blockwise_stats
+from ..attention.backends.blockwise_stats import RowSums
+from ..attention.call import AttentionCall, StatsRequest, build_request
+from ..attention.options import Window
 from ..attention.stats import HeadStats
-from ..attention.validation import Window, band, check_numbers, check_per_head, shown, sizes
-from ..attention.visibility import check_alike
+from ..attention.validation import band, check_numbers, check_per_head, shown, sizes
+from ..attention.visibility import check_same_dtype_and_device
 from ..errors import ShapeError
 from . import partial_attention
 from .agreement import form as form_of
@@ -90,7 +89,7 @@ def ring_head_stats(
     named = dict(classes or {})
 
     def words() -> str:
-        functional.check_counted(q, sizes(q, k, v), queries, named)
+        build_request(q, sizes(q, k, v), queries, named)
         return ", ".join(named) or "none"
 
     ring.ranks.agree("the classes of keys", words)
@@ -98,8 +97,8 @@ def ring_head_stats(
         out, _, kept = ring.forward(q, k, v, sinks, named)
         assert kept is not None
         if sinks is not None:
-            kept = partial_attention.based(kept, by_rows.ground(kept.most, sinks))
-        stats = blockwise_stats.stats_of(kept, sinks, queries, list(named), False)
+            kept = partial_attention.based(kept, blockwise.row_maximum(kept.largest, sinks))
+        stats = blockwise_stats.stats_from_rows(kept, sinks, StatsRequest(queries, named))
         together = torch.stack([*stats.sums.values(), stats.count])
         ring.ranks.sum(together, "the sum of statistics")
     *sums, count = together.unbind()
@@ -168,7 +167,7 @@ def _ring(
     def words() -> str:
         left, right = band(causal, window)
         size = sizes(q, k, v)
-        check_alike(q, k, v)
+        check_same_dtype_and_device(q, k, v)
         check_numbers(scale, softcap)
         if size.queries != size.keys:
             raise ShapeError(f"a ring is self-attention: as many queries as keys, got {size.queries} and {size.keys}")
@@ -250,7 +249,7 @@ class Ring:
         with self.ranks.in_words("an exchange of messages"):
             return dist.batch_isend_irecv(calls) if calls else []
 
-    def blocks(self, item: Item, parcel: Parcel | None, q: Tensor) -> Iterator[tuple[Any, range, Call]]:
+    def blocks(self, item: Item, parcel: Parcel | None, q: Tensor) -> Iterator[tuple[Any, range, AttentionCall]]:
         """The queries here that may look at an item's keys, chunk by chunk: where, on which tokens, and how."""
         if item.take is None or parcel is None:
             return
@@ -262,9 +261,9 @@ class Ring:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, classes: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Rows | None]:
+    ) -> tuple[Tensor, Tensor, RowSums | None]:
         """The output and the log-sum-exp of the queries here; with classes, also what is kept for statistics."""
-        dtype = by_rows.inside(q[:0]).dtype
+        dtype = blockwise.upcast(q[:0]).dtype
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
         kept = None if classes is None else partial_attention.nothing_seen(q, len(classes))
@@ -293,7 +292,7 @@ class Ring:
         self, slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v here. Those of keys that came from elsewhere go back to where they came from."""
-        dtype = by_rows.inside(q[:0]).dtype
+        dtype = blockwise.upcast(q[:0]).dtype
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
         returns = Returns(self, dk, dv)
         for item, parcel in Mail(self, q, k, v):
@@ -308,12 +307,12 @@ class Ring:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _read(kept: Rows, at: Any) -> Rows:
-    return Rows(*(getattr(kept, name)[at] for name in Rows.__dataclass_fields__))
+def _read(kept: RowSums, at: Any) -> RowSums:
+    return RowSums(*(getattr(kept, name)[at] for name in RowSums.__dataclass_fields__))
 
 
-def _write(kept: Rows, at: Any, new: Rows) -> None:
-    for name in Rows.__dataclass_fields__:
+def _write(kept: RowSums, at: Any, new: RowSums) -> None:
+    for name in RowSums.__dataclass_fields__:
         getattr(kept, name)[at] = getattr(new, name)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..attention.nn.blocks import FeedForward
-from ..attention.nn.module import MultiHeadAttention
+from ..attention.nn.module import MultiHeadAttention, Projected
 from ..attention.nn.positions import Alibi
 from ..attention.stats import HeadStats
 from ..attention.validation import pick, shown
@@ -100,14 +100,14 @@ class SplitAttention(MultiHeadAttention):
         here = f"{len(share.query)} of {whole.query} query and {len(share.kv)} of {whole.kv} key/value heads"
         return f"{here} of {whole.dim} on rank {self.ranks.rank} of {self.ranks.count}, d_model={whole.width}"
 
-    def _call(self, query: Tensor, key: Tensor | None, value: Tensor | None, **how: Any) -> Any:
+    def project(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **how: Any) -> Projected:
         seen: dict[int, Tensor] = {}  # attention asks whether key is query, so one tensor must stay one
 
         def given(x: Tensor | None) -> Tensor | None:
             return x if x is None else seen.setdefault(id(x), copied(x, self.ranks))
 
         how["mask"], how["gates"] = self._mask(how.get("mask")), self._gates(how.get("gates"))
-        return super()._call(given(query), given(key), given(value), **how)  # type: ignore[arg-type]
+        return super().project(given(query), given(key), given(value), **how)  # type: ignore[arg-type]
 
     def _mask(self, mask: Tensor | None) -> Tensor | None:
         whole = self.plan.heads.query

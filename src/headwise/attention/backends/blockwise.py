@@ -1,91 +1,154 @@
-"""Attention by blocks of query rows: the path that can do everything, in the memory of a block.
+"""Attention by blocks of query rows, in PyTorch: the backend that can do everything, in the memory of one block.
 
-Scores of a block are laid out, masked, softmaxed and used at once. Softcap, sinks, dropout and learned biases
-come this way, and so does whatever a fused kernel would get wrong.
+The scores of a block are computed, masked, exponentiated and used at once. Softcap, sinks, dropout and learned biases
+are computed here, and so is whatever a fused kernel would get wrong.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..visibility import Sight, observed, open_sizes
+from ..call import AttentionCall
+from ..torch_modes import has_symbolic_sizes, is_observed, needs_gradient
+from ..visibility import Visibility
+from .protocol import NO_EXTRA, ExtraOutputs, Outputs, apply_gates
 
-BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the calls
-LIMIT = {torch.float64: 1e307}  # the largest score there is in a dtype's sums, in magnitude; see reference.py
+NAME = "blockwise"
+BLOCK = 1 << 21  # scores held at once, 8 MiB in fp32: small enough for caches, large enough to hide the overhead
+LIMIT = {torch.float64: 1e307}  # the largest magnitude of a score, by the dtype of sums; see reference.py
 LIMIT_OF_OTHERS = 1e38
-# a log-sum-exp past this, in float32, is rounded by 5e-4 and more: PyTorch's fused backward raises e to scores less it,
-# which makes weights that are off by as much, and infinite ones past 1e9
+# a log-sum-exp past this is rounded by 5e-4 and more in float32: PyTorch's fused backward takes exp(score - lse), which
+# makes weights that are off by as much, and infinite ones past 1e9
 LARGE = 1e4
-ROWS = 256  # more rows a block gain nothing and skip less of a band
+ROWS = 256  # larger blocks gain nothing and skip less of a band
 
 
-def inside(x: Tensor) -> Tensor:
-    """In the precision that sums are kept in: fp32 for 16-bit inputs."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> str | None:
+    """Why this backend cannot compute a call, or None."""
+    return None if extra == NO_EXTRA else "blockwise computes the output alone; blockwise_stats has the statistics"
 
 
-def parts(sight: Sight) -> Iterator[tuple[slice, slice, Sight]]:
+def explain(call: AttentionCall) -> str:
+    """How this backend computes a call, in words."""
+    return "blocks of query rows in PyTorch"
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
+    """The output of every head, (B, H, Tq, Dv)."""
+    return Outputs(apply_gates(attend(q, k, v, call), call))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """The output (B, H, Tq, Dv) without gates, block by block. Backward recomputes a block instead of keeping it."""
+    visibility = call.visibility
+    k, v = zero_hidden_keys(visibility, k, v)
+    nonfinite = has_hidden_nonfinite(v, visibility)
+    learning = needs_gradient(q, k, v, call.sinks, visibility.mask, visibility.slopes)
+    recompute = learning and visibility.readable and not is_observed()  # a compiler decides that for itself
+    scratch = Scratch(upcast(q[:0])) if visibility.readable and not learning else None
+
+    def block(q: Tensor, k: Tensor, v: Tensor, part: AttentionCall, rows: slice, low: int, high: int) -> Tensor:
+        e, total = exponentials(scores(q, k, part, rows, low, high, scratch), part.sinks)
+        visible = part.visibility.allowed(rows, low, high) if nonfinite else None
+        return (sum_values(F.dropout(e, call.dropout), key_slice(v, low, high), visible) / total).to(q.dtype)
+
+    outputs = []
+    for part in parts(call):
+        q_part, k_part, v_part = part.of_queries(q), part.of_keys(k), part.of_keys(v)
+        done = []
+        for rows, low, high in row_blocks(part.call.visibility):
+            q_rows = q_part if has_symbolic_sizes() else q_part[:, :, rows]
+            arguments = (q_rows, k_part, v_part, part.call, rows, low, high)
+            done.append(checkpoint(block, *arguments, use_reentrant=False) if recompute else block(*arguments))
+        outputs.append(done[0] if len(done) == 1 else torch.cat(done, 2))
+    return _join_parts(outputs, q.shape[1])
+
+
+# ---- how a call is cut
+
+
+class Part(NamedTuple):
+    """Some sequences and some KV heads of a call, with the query heads that read them."""
+
+    call: AttentionCall
+    batch: slice
+    kv_heads: slice
+    heads: slice
+    whole: bool  # whether this is all of the call
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """The part of x (B, H, ...)."""
+        return x if self.whole else x[self.batch, self.heads]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The part of x (B, Hkv, ...)."""
+        return x if self.whole else x[self.batch, self.kv_heads]
+
+
+def parts(call: AttentionCall) -> Iterator[Part]:
     """The batch and the KV heads in parts, such that a block of rows of each fits the block size."""
-    size = sight.size
-    if open_sizes():  # sizes may be symbols, which cannot be counted
-        yield slice(0, size.batch), slice(0, size.kv_heads), sight
+    size = call.size
+    whole = Part(call, slice(0, size.batch), slice(0, size.kv_heads), slice(0, size.heads), True)
+    if has_symbolic_sizes():  # sizes may be symbols, which cannot be compared
+        yield whole
         return
-    one = max(1, size.group * min(_rows(sight), size.queries) * _width(sight))
-    heads = min(size.kv_heads, max(1, BLOCK // one))
-    batch = max(1, min(size.batch, BLOCK // (one * heads))) if heads == size.kv_heads else 1
+    per_head = max(1, size.group * min(_rows(call.visibility), size.queries) * _width(call.visibility))
+    heads = min(size.kv_heads, max(1, BLOCK // per_head))
+    batch = max(1, min(size.batch, BLOCK // (per_head * heads))) if heads == size.kv_heads else 1
     if size.batch <= batch and size.kv_heads <= heads:
-        yield slice(0, size.batch), slice(0, size.kv_heads), sight
+        yield whole
         return
     for b in range(0, size.batch, batch):
         for h in range(0, size.kv_heads, heads):
             at = slice(b, min(b + batch, size.batch)), slice(h, min(h + heads, size.kv_heads))
-            yield *at, sight.part(*at)
+            yield Part(call.part(*at), *at, slice(at[1].start * size.group, at[1].stop * size.group), False)
 
 
-def blocks(sight: Sight) -> Iterator[tuple[slice, int, int]]:
-    """Rows of queries, with the first and last key that any of them may look at."""
-    size = sight.size
-    if open_sizes():
+def row_blocks(visibility: Visibility) -> Iterator[tuple[slice, int, int]]:
+    """Rows of queries, with the range of keys that any of them sees."""
+    size = visibility.size
+    if has_symbolic_sizes():
         yield slice(0, size.queries), 0, size.keys
         return
-    each = _rows(sight)
-    if size.queries <= each:  # counting would fix a symbol to its value, and a graph to one length
-        yield slice(0, size.queries), *sight.span(0, size.queries)
+    count = _rows(visibility)
+    if size.queries <= count:  # a range would fix a symbol to its value, and a graph to one length
+        yield slice(0, size.queries), *visibility.span(0, size.queries)
         return
-    for first in range(0, size.queries, each):
-        rows = slice(first, min(first + each, size.queries))
-        yield rows, *sight.span(rows.start, rows.stop)
+    for first in range(0, size.queries, count):
+        rows = slice(first, min(first + count, size.queries))
+        yield rows, *visibility.span(rows.start, rows.stop)
 
 
-def _rows(sight: Sight) -> int:
-    """Queries a block, such that those of one KV head fit the block size."""
-    return min(ROWS, max(16, BLOCK // max(1, sight.size.group * _width(sight))))
+def _rows(visibility: Visibility) -> int:
+    """Queries per block, such that those of one KV head fit the block size."""
+    return min(ROWS, max(16, BLOCK // max(1, visibility.size.group * _width(visibility))))
 
 
-def _width(sight: Sight) -> int:
-    """Keys that a block of rows may reach at most."""
-    if sight.left is None or sight.right is None or not sight.uniform:
-        return sight.size.keys
-    return min(sight.size.keys, ROWS + sight.left + sight.right)
+def _width(visibility: Visibility) -> int:
+    """The largest number of keys that a block of rows can reach."""
+    if visibility.left is None or visibility.right is None or not visibility.uniform:
+        return visibility.size.keys
+    return min(visibility.size.keys, ROWS + visibility.left + visibility.right)
 
 
-def grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """(B, H, T, D) -> (B, Hkv, group * T, D): the queries that read one KV head, together."""
-    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+def _join_parts(outputs: list[Tensor], heads: int) -> Tensor:
+    """The outputs (b, h, Tq, width) of all parts, concatenated."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if outputs[0].shape[1] == heads:
+        return torch.cat(outputs, 0)
+    per_sequence = -(-heads // outputs[0].shape[1])
+    return torch.cat([torch.cat(outputs[i : i + per_sequence], 1) for i in range(0, len(outputs), per_sequence)], 0)
 
 
-def ungrouped(x: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, group * T, D) -> (B, H, T, D)."""
-    return x if x.shape[1] == heads else x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
-
-
-class Room:
+class Scratch:
     """Memory that blocks use one after another: fresh pages for each would cost more than the arithmetic."""
 
     def __init__(self, like: Tensor):
@@ -93,200 +156,171 @@ class Room:
         self.flat = like.new_empty(0)
 
     def take(self, *shape: int) -> Tensor:
-        """A tensor of this shape with anything in it, good until the next one is taken."""
+        """An uninitialised tensor of this shape, valid until the next one is taken."""
         count = math.prod(shape)
         if self.flat.numel() < count:
             self.flat = self.like.new_empty(count)
         return self.flat[:count].view(shape)
 
 
-def by_group(a: Tensor, b: Tensor, room: Room | None = None) -> Tensor:
-    """a (B, H, rows, x) @ b (B, Hkv, x, y) -> (B, H, rows, y); each of b's matrices is read once a group."""
-    if room is not None:
-        laid = grouped(a, b.shape[1])
-        out = room.take(*laid.shape[:3], b.shape[3])
-        torch.bmm(laid.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
-        return ungrouped(out, a.shape[1])
+# ---- products of heads that share KV heads
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in the precision of sums: fp32 for 16-bit inputs."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def group_rows(x: Tensor, kv_heads: int) -> Tensor:
+    """(B, H, T, D) -> (B, Hkv, group * T, D): the queries that read one KV head as one matrix."""
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def ungroup_rows(x: Tensor, heads: int) -> Tensor:
+    """(B, Hkv, group * T, D) -> (B, H, T, D)."""
+    return x if x.shape[1] == heads else x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def grouped_matmul(a: Tensor, b: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """a (B, H, rows, x) @ b (B, Hkv, x, y) -> (B, H, rows, y); each matrix of b is read once per group."""
+    if scratch is not None:
+        grouped = group_rows(a, b.shape[1])
+        out = scratch.take(*grouped.shape[:3], b.shape[3])
+        torch.bmm(grouped.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+        return ungroup_rows(out, a.shape[1])
     if a.shape[1] == b.shape[1]:
         return a @ b
-    if open_sizes():  # rows may be a symbol, which does not survive being multiplied by the group
+    if has_symbolic_sizes():  # rows may be a symbol, which does not survive being multiplied by the group
         return (a.unflatten(1, (b.shape[1], -1)) @ b[:, :, None]).flatten(1, 2)
-    return ungrouped(grouped(a, b.shape[1]) @ b, a.shape[1])
+    return ungroup_rows(group_rows(a, b.shape[1]) @ b, a.shape[1])
 
 
-def between(x: Tensor, low: int, high: int) -> Tensor:
-    """Keys or values (B, Hkv, Tk, D) from low to high - 1. Open sizes have one block, which no number may cut off."""
-    return x if open_sizes() else x[:, :, low:high]
+def key_slice(x: Tensor, low: int, high: int) -> Tensor:
+    """Keys or values (B, Hkv, Tk, D) from low to high - 1. With symbolic sizes there is one block of all keys."""
+    return x if has_symbolic_sizes() else x[:, :, low:high]
+
+
+# ---- scores and weights
 
 
 def scores(
     q: Tensor,
     k: Tensor,
-    sight: Sight,
+    call: AttentionCall,
     rows: slice | Tensor,
     low: int,
     high: int,
-    scale: float,
-    softcap: float | None,
-    room: Room | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """The scores of q's rows (B, H, rows, D) on keys low to high - 1, (B, H, rows, keys). Hidden ones are -inf."""
-    k = between(k, low, high)
-    s = by_group(inside(q) * scale, inside(k).transpose(-1, -2), room)
-    large = sight.readable and not (few_scores(s, k) and within(s)) and not bounded(q, k, scale)
+    visibility, scale, softcap = call.visibility, call.scale, call.softcap
+    k = key_slice(k, low, high)
+    s = grouped_matmul(upcast(q) * scale, upcast(k).transpose(-1, -2), scratch)
+    # in decoding there are fewer scores than numbers in the keys, and they are cheaper to check
+    in_range = s.numel() < k.numel() and _within_limit(s) if visibility.readable else True
+    large = not in_range and not products_are_bounded(q, k, scale)
     if large:
-        s = limited(q, k, scale)
+        s = _clipped_scores(q, k, scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
-    bias = sight.bias(rows, low, high)
+    bias = visibility.bias(rows, low, high)
     if bias is not None:
-        s = biased(s, bias) if large and s.dtype == torch.float32 else s.add_(bias.to(s.dtype))
-    for first, stop in sight.edges(rows, low, high):
-        seen = sight.allowed(rows, first, stop)
-        if seen is not None:
-            s[..., first - low : stop - low].masked_fill_(~seen, -torch.inf)
+        s = _add_clipped(s, bias) if large and s.dtype == torch.float32 else s.add_(bias.to(s.dtype))
+    for first, stop in visibility.edges(rows, low, high):
+        visible = visibility.allowed(rows, first, stop)
+        if visible is not None:
+            s[..., first - low : stop - low].masked_fill_(~visible, -torch.inf)
     return s
 
 
-def few_scores(s: Tensor, k: Tensor) -> bool:
-    """Whether looking at the scores costs less than looking at the keys, as in decoding."""
-    return s.numel() < k.numel()
-
-
-def largest(x: Tensor) -> float:
-    """The largest magnitude; NaN where there is one."""
+def max_magnitude(x: Tensor) -> float:
+    """The largest magnitude in x; NaN if there is one."""
     return float(torch.linalg.vector_norm(x.detach(), math.inf)) if x.numel() else 0.0
 
 
-def within(s: Tensor) -> bool:
-    """Whether these scores are numbers that lie within the limit."""
-    return largest(s) <= LIMIT.get(s.dtype, LIMIT_OF_OTHERS)
+def _within_limit(s: Tensor) -> bool:
+    """Whether all scores are numbers within the limit."""
+    return max_magnitude(s) <= LIMIT.get(s.dtype, LIMIT_OF_OTHERS)
 
 
-def bounded(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether no product of a query with a key, nor a part of its sum, can pass the limit, by their largest numbers."""
-    most = largest(q) * max(1.0, abs(scale)) * largest(k) * q.shape[-1]
-    return most <= LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
+def products_are_bounded(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Whether no product of a query and a key, nor a partial sum of it, can exceed the limit, by their magnitudes."""
+    bound = max_magnitude(q) * max(1.0, abs(scale)) * max_magnitude(k) * q.shape[-1]
+    return bound <= LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
 
 
-def limited(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """The scores of finite queries and keys, of which those past the limit count as the limit."""
-    wide = by_group(q.double() * scale, k.double().transpose(-1, -2))
+def _clipped_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scores computed in float64, those of finite queries and keys clipped to the limit."""
+    wide = grouped_matmul(q.double() * scale, k.double().transpose(-1, -2))
     keys = k.isfinite().all(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)  # (B, H, keys)
     finite = q.isfinite().all(-1)[..., None] & keys[:, :, None]
     limit = LIMIT.get(q.dtype, LIMIT_OF_OTHERS)
-    return torch.where(finite, wide.clamp(-limit, limit), wide).to(inside(q[:0]).dtype)
+    return torch.where(finite, wide.clamp(-limit, limit), wide).to(upcast(q[:0]).dtype)
 
 
-def biased(s: Tensor, bias: Tensor) -> Tensor:
-    """Scores and a float mask's numbers, added up; finite ones, such as a mask of finfo.min, have a finite sum."""
-    wide, most = s.double() + bias, torch.finfo(s.dtype).max
-    return torch.where(s.isfinite() & bias.isfinite(), wide.clamp(-most, most), wide).to(s.dtype)
+def _add_clipped(s: Tensor, bias: Tensor) -> Tensor:
+    """Scores plus a float mask; the sum of finite numbers, such as a mask of finfo.min, stays finite."""
+    wide, limit = s.double() + bias, torch.finfo(s.dtype).max
+    return torch.where(s.isfinite() & bias.isfinite(), wide.clamp(-limit, limit), wide).to(s.dtype)
 
 
-def raised(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """exp of the scores, and the sum (..., 1) that makes weights of them: sinks (H,) take part in it; never 0."""
-    peak = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
-    top = ground(peak, sinks)[..., None]
-    e = torch.exp(s - top) if s.requires_grad else s.sub_(top).exp_()
+def exponentials(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """exp(s - row maximum), and the softmax's denominator (..., 1), in which sinks (H,) take part; never 0."""
+    largest = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    maximum = row_maximum(largest, sinks)[..., None]
+    e = torch.exp(s - maximum) if s.requires_grad else s.sub_(maximum).exp_()
     total = e.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks.to(s.dtype).view(1, -1, 1, 1) - top)
+        total = total + torch.exp(sinks.to(s.dtype).view(1, -1, 1, 1) - maximum)
     return e, torch.where(total == 0, 1, total)
 
 
-def ground(largest: Tensor, sinks: Tensor | None) -> Tensor:
-    """What to take from every score of a row before exp: its largest (B, H, rows), or its sink's, or 0. No gradient."""
+def row_maximum(largest: Tensor, sinks: Tensor | None) -> Tensor:
+    """The row maximum (B, H, rows) that is subtracted before exp: of scores and sink, 0 if none is visible."""
     if sinks is not None:
         largest = torch.maximum(largest, sinks.detach().to(largest.dtype).view(1, -1, 1))
     return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
-def finite(x: Tensor) -> bool:
-    """Whether all of it is finite, by one pass. A sum that overflows says no, which costs time and no exactness."""
+# ---- values that are not finite
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether all of x is finite, in one pass. A sum that overflows says no, which costs time but no exactness."""
     return math.isfinite(x.detach().sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
 
 
-def holds_odd(v: Tensor, sight: Sight) -> bool:
-    """Whether there are NaN or infinities that some may not look at, where that can be told for nothing."""
-    return sight.hides and sight.readable and not finite(v)
+def has_hidden_nonfinite(v: Tensor, visibility: Visibility) -> bool:
+    """Whether v holds NaN or infinities that are hidden from some query, where that is cheap to find out."""
+    return visibility.hides and visibility.readable and not all_finite(v)
 
 
-def mix(a: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-    """a (B, H, rows, keys) on v (B, Hkv, keys, Dv) -> (B, H, rows, Dv).
+def sum_values(a: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """a (B, H, rows, keys) times v (B, Hkv, keys, Dv) -> (B, H, rows, Dv).
 
-    `seen` is given where v may hold NaN or infinities: they reach those who may look at them, and nobody else.
+    `visible` is given where v may hold NaN or infinities: they reach the queries that see them, and no others.
     """
     v = v.to(a.dtype)
-    if seen is None:
-        return by_group(a, v)
-    seen = seen.expand(a.shape)
-    out = by_group(a, v.nan_to_num(0.0, 0.0, 0.0))
-    for odd, those, looks in (
-        (torch.inf, v == torch.inf, seen & (a > 0)),
-        (-torch.inf, v == -torch.inf, seen & (a > 0)),
-        (torch.nan, v.isinf(), seen & (a == 0)),
-        (torch.nan, v.isnan(), seen),
+    if visible is None:
+        return grouped_matmul(a, v)
+    visible = visible.expand(a.shape)
+    out = grouped_matmul(a, v.nan_to_num(0.0, 0.0, 0.0))
+    for result, values, queries in (
+        (torch.inf, v == torch.inf, visible & (a > 0)),
+        (-torch.inf, v == -torch.inf, visible & (a > 0)),
+        (torch.nan, v.isinf(), visible & (a == 0)),
+        (torch.nan, v.isnan(), visible),
     ):
-        out = out + torch.where(by_group(looks.to(a.dtype), those.to(a.dtype)) > 0, odd, 0.0)
+        out = out + torch.where(grouped_matmul(queries.to(a.dtype), values.to(a.dtype)) > 0, result, 0.0)
     return out
 
 
-def clean(sight: Sight, *xs: Tensor, whole: bool = False) -> tuple[Tensor, ...]:
-    """k or v (B, Hkv, Tk, D) with zeros where nobody may look: what is there may be anything.
+def zero_hidden_keys(visibility: Visibility, *xs: Tensor, whole: bool = False) -> tuple[Tensor, ...]:
+    """k or v (B, Hkv, Tk, D) with zeros at keys that no query sees, which may hold anything.
 
-    whole: all keys are used at once, and not only those of each block's span.
+    whole: all keys are used at once, not only those within each block's span.
     """
-    seen = sight.seen(whole)
-    if seen is None or (sight.readable and bool(seen.all())):
+    visible = visibility.visible_keys(whole)
+    if visible is None or (visibility.readable and bool(visible.all())):
         return xs
-    return tuple(torch.where(seen[..., None], x, 0) for x in xs)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sight: Sight,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention of every head, (B, H, Tq, Dv), block by block. Backward recomputes a block instead of keeping it."""
-    k, v = clean(sight, k, v)
-    odd = holds_odd(v, sight)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, sight.mask))
-    again = wanted and sight.readable and not observed()  # a compiler decides for itself what to recompute
-    room = Room(inside(q[:0])) if sight.readable and not wanted else None
-
-    def block(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sight: Sight, rows: slice, low: int, high: int
-    ) -> Tensor:
-        e, total = raised(scores(q, k, sight, rows, low, high, scale, softcap, room), sinks)
-        seen = sight.allowed(rows, low, high) if odd else None
-        return (mix(F.dropout(e, dropout), between(v, low, high), seen) / total).to(q.dtype)
-
-    group, out = sight.size.group, []
-    for batch, kv_heads, part in parts(sight):
-        heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        q_part, k_part, v_part, s_part = q, k, v, sinks
-        if part is not sight:
-            q_part, k_part, v_part = q[batch, heads], k[batch, kv_heads], v[batch, kv_heads]
-            s_part = None if sinks is None else sinks[heads]
-        done = []
-        for rows, low, high in blocks(part):
-            given = (q_part if open_sizes() else q_part[:, :, rows], k_part, v_part, s_part, part, rows, low, high)
-            done.append(checkpoint(block, *given, use_reentrant=False) if again else block(*given))
-        out.append(done[0] if len(done) == 1 else torch.cat(done, 2))
-    return gather(out, q.shape[1])
-
-
-def gather(out: list[Tensor], heads: int) -> Tensor:
-    """What `parts` took apart, (b, h, Tq, width) each, put together again."""
-    if len(out) == 1:
-        return out[0]
-    if out[0].shape[1] == heads:
-        return torch.cat(out, 0)
-    a_sequence = -(-heads // out[0].shape[1])
-    return torch.cat([torch.cat(out[i : i + a_sequence], 1) for i in range(0, len(out), a_sequence)], 0)
+    return tuple(torch.where(visible[..., None], x, 0) for x in xs)

@@ -1,13 +1,13 @@
-"""Exact statistics of every head, block by block of query rows.
+"""Exact statistics of every head, block by block of query rows, in PyTorch.
 
-With s the scores of a row, m their largest (or the sink's, if larger), e = exp(s - m), L = sum e (+ the sink's part):
+With s the scores of a row, m their maximum (or the sink, if larger), e = exp(s - m), L = sum e (+ the sink's part):
 
     weight      a = e / L
     entropy     -sum a ln a = (sum e * ln L - sum e (s - m)) / L
     confidence  the largest e / L
 
-so a block of scores is read a few times while it is in the cache, and is gone before the next one is made. What is
-kept of it are a few sums a row.
+so a block of scores is read a few times while it is in the cache, and discarded before the next one is computed. Only
+a few sums per row are kept.
 """
 
 from __future__ import annotations
@@ -17,245 +17,241 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..stats import SHARE, HeadStats
+from ..call import AttentionCall, StatsRequest
+from ..stats import SHARE, STEPS, HeadStats
+from ..torch_modes import has_symbolic_sizes
 from ..validation import Sizes
-from ..visibility import Sight, open_sizes
-from .blockwise import Room, blocks, clean, finite, ground, holds_odd, inside, mix, parts, scores
+from ..visibility import Visibility
+from .blockwise import (
+    Scratch,
+    all_finite,
+    has_hidden_nonfinite,
+    parts,
+    row_blocks,
+    row_maximum,
+    scores,
+    sum_values,
+    upcast,
+    zero_hidden_keys,
+)
+from .protocol import NO_EXTRA, ExtraOutputs, Outputs, apply_gates
 
+NAME = "blockwise"
 LOW = -1e4  # exp of it is 0 in every precision, and 0 times it is not NaN
-FEW = 64  # rows a KV head, below which its values are not worth copying
-STEPS = {"previous": -1, "next": 1, "self": 0}
+FEW = 64  # rows per KV head below which copying its values costs more than it saves
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSums:
     """What is kept of every query's scores, each (B, H, Tq) or with columns behind."""
 
-    most: Tensor  # the largest score
-    spread: Tensor  # sum e (s - m)
-    far: Tensor  # sum e |i - j|
-    at: Tensor  # e at the first key, and at the previous, next and own position
-    on: Tensor  # sum e over all keys, and over each class of them
-    lit: Tensor  # whether it may look anywhere
+    largest: Tensor  # the largest score
+    weighted_scores: Tensor  # sum e (s - m)
+    distances: Tensor  # sum e |i - j|
+    single_keys: Tensor  # (..., 1 or 4): e at the first key, and at the previous, next and own position
+    class_sums: Tensor  # (..., 1 + classes): sum e over all keys, and over each class of them
+    has_keys: Tensor  # whether any key is visible
 
     @classmethod
-    def empty(cls, like: Tensor, shape: tuple[int, ...], spots: int, classes: int) -> Rows:
-        """For (B, H, Tq) queries that have seen nothing yet."""
+    def empty(cls, like: Tensor, shape: tuple[int, ...], single_keys: int, classes: int) -> RowSums:
+        """For (B, H, Tq) queries and no keys yet."""
         return cls(
-            like.new_full(shape, -torch.inf), like.new_zeros(shape), like.new_zeros(shape),
-            like.new_zeros(*shape, spots), like.new_zeros(*shape, 1 + classes), like.new_zeros(shape, dtype=torch.bool),
-        )  # fmt: skip
+            largest=like.new_full(shape, -torch.inf),
+            weighted_scores=like.new_zeros(shape),
+            distances=like.new_zeros(shape),
+            single_keys=like.new_zeros(*shape, single_keys),
+            class_sums=like.new_zeros(*shape, 1 + classes),
+            has_keys=like.new_zeros(shape, dtype=torch.bool),
+        )
 
 
-def head_stats(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    sight: Sight,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    queries: Tensor | None,
-    classes: dict[str, Tensor],
-    cross: bool,
-) -> tuple[Tensor | None, HeadStats]:
-    """The output (None without v) and the statistics. Works in place: not for gradients."""
-    out, kept = rows_of(q, k, v, sight, scale, softcap, sinks, first_key(sight, queries), classes, cross)
-    return out, stats_of(kept, sinks, queries, list(classes), cross)
+def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> str | None:
+    """Why this backend cannot compute a call, or None."""
+    return "blockwise_stats gives the output and statistics alone" if extra.lse or extra.strongest else None
 
 
-def rows_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    sight: Sight,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    first: Tensor,
-    classes: dict[str, Tensor],
-    cross: bool,
-) -> tuple[Tensor | None, Rows]:
-    """The output (None without v) and what is kept of every query. first (B,): the key whose weight is "first"."""
-    size, dtype = sight.size, inside(q).dtype
-    k, *rest = clean(sight, k) if v is None else clean(sight, k, v)
-    odd = bool(rest) and holds_odd(rest[0], sight)
-    # of few queries, reading the keys once more would cost more than it saves
-    few = not open_sizes() and size.queries * size.group < FEW
-    tame = sight.readable and sinks is None and not few and finite(k)  # then no score is -inf but a hidden one
-    spots = 1 if cross else 1 + len(STEPS)
-    # Columns of our own beside the values: a product that is computed anyway then sums e over whatever one likes.
+def explain(call: AttentionCall) -> str:
+    """How this backend computes a call, in words."""
+    return "blocks of query rows in PyTorch"
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
+    """The output and the statistics. Works in place: not for gradients, and without dropout."""
+    request = extra.stats or StatsRequest()
+    out, sums = row_sums(q, k, v, call, first_key(call.visibility, request.queries), request)
+    assert out is not None  # there are values
+    return Outputs(apply_gates(out, call), stats_from_rows(sums, call.sinks, request))
+
+
+def stats_without_values(q: Tensor, k: Tensor, call: AttentionCall, request: StatsRequest) -> HeadStats:
+    """The statistics alone."""
+    _, sums = row_sums(q, k, None, call, first_key(call.visibility, request.queries), request)
+    return stats_from_rows(sums, call.sinks, request)
+
+
+def row_sums(
+    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, first: Tensor, request: StatsRequest
+) -> tuple[Tensor | None, RowSums]:
+    """The output (None without v) without gates, and the sums of every row. first (B,): the key of "first"."""
+    visibility, size, dtype = call.visibility, call.size, upcast(q).dtype
+    k, *rest = zero_hidden_keys(visibility, k) if v is None else zero_hidden_keys(visibility, k, v)
+    nonfinite = bool(rest) and has_hidden_nonfinite(rest[0], visibility)
+    # with few queries, reading the keys once more would cost more than it saves
+    few = not has_symbolic_sizes() and size.queries * size.group < FEW
+    # then only hidden scores are -inf
+    finite = visibility.readable and call.sinks is None and not few and all_finite(k)
+    single_keys = 1 if request.cross else 1 + len(STEPS)
+    # Columns of our own beside the values: the product that gives the output then also sums e over any set of keys.
     v = rest[0] if rest else None
-    marks = _marks(size, classes, dtype, q.device)  # (B, 1, Tk, 3 + 1 + classes)
-    wide = None if few or v is None else torch.cat([v.to(dtype), marks.expand(-1, size.kv_heads, -1, -1)], -1)
+    columns = _columns(size, request, dtype, q.device)  # (B, 1, Tk, 3 + 1 + classes)
+    like = columns[:0]
+    wide = None if few or v is None else torch.cat([v.to(dtype), columns.expand(-1, size.kv_heads, -1, -1)], -1)
     width = size.value_dim
-    columns = marks if wide is None else wide[..., width:]
+    columns = columns if wide is None else wide[..., width:]
 
-    kept = Rows.empty(marks[:0], (size.batch, size.heads, size.queries), spots, len(classes))
-    # laid out so that joining the heads costs nothing
+    sums = RowSums.empty(like, (size.batch, size.heads, size.queries), single_keys, len(request.classes))
+    # laid out so that concatenating the heads needs no copy
     out = None if v is None else q.new_zeros(size.batch, size.queries, size.heads, width).transpose(1, 2)
-    room = (Room(marks[:0]), Room(marks[:0])) if sight.readable else (None, None)
-    for rows, low, high in blocks(sight):
+    scratch = (Scratch(like), Scratch(like)) if visibility.readable else (None, None)
+    for rows, low, high in row_blocks(visibility):
         if high <= low:
             continue
-        stand = sight.positions(rows) - low  # (1 or B, 1, rows, 1)
-        spot = _spots(first - low, stand, cross)  # (B, 1, rows, spots)
-        there, spot = (spot >= 0) & (spot < high - low), spot.clamp(0, high - low - 1)
-        near = None if cross else Near.of(sight, rows, low, high, stand.to(dtype))
-        if near is not None:
-            near.mark(columns[:, :, low:high, :3])
-        edges = sight.edges(rows, low, high) if tame else [(low, high)]
-        for batch, kv_heads, part in parts(sight):
-            heads = slice(kv_heads.start * size.group, kv_heads.stop * size.group)
+        positions = visibility.positions(rows) - low  # (1 or B, 1, rows, 1)
+        single = _single_keys(first - low, positions, request.cross)  # (B, 1, rows, single_keys)
+        exists, single = (single >= 0) & (single < high - low), single.clamp(0, high - low - 1)
+        zone = None if request.cross else DistanceZone.of(visibility, rows, low, high, positions.to(dtype))
+        if zone is not None:
+            zone.fill(columns[:, :, low:high, :3])
+        edges = visibility.edges(rows, low, high) if finite else [(low, high)]
+        for part in parts(call):
+            batch, kv_heads, heads = part.batch, part.kv_heads, part.heads
             here = (batch, heads, rows)
-            s_part = None if sinks is None else sinks[heads]
-            s = scores(q[here], k[batch, kv_heads], part, rows, low, high, scale, softcap, room[0])
-            most = s.amax(-1)
-            top = most if tame and not edges else ground(most, s_part)
-            e = torch.exp(s.sub_(top[..., None]), out=None if room[1] is None else room[1].take(*s.shape))
-            for a, b in edges:
-                s[..., a - low : b - low].clamp_(min=LOW)
-            seen = part.allowed(rows, low, high) if odd else None
+            s = scores(q[here], k[batch, kv_heads], part.call, rows, low, high, scratch[0])
+            largest = s.amax(-1)
+            maximum = largest if finite and not edges else row_maximum(largest, part.call.sinks)
+            e = torch.exp(s.sub_(maximum[..., None]), out=None if scratch[1] is None else scratch[1].take(*s.shape))
+            for start, stop in edges:
+                s[..., start - low : stop - low].clamp_(min=LOW)
+            visible = part.call.visibility.allowed(rows, low, high) if nonfinite else None
             if wide is not None:
-                mixed, sums = mix(e, wide[batch, kv_heads, low:high], seen).split((width, columns.shape[-1]), -1)
+                product = sum_values(e, wide[batch, kv_heads, low:high], visible)
+                values, of_columns = product.split((width, columns.shape[-1]), -1)
             else:
-                mixed = None if v is None else mix(e, v[batch, kv_heads, low:high], seen)
-                sums = torch.bmm(e.flatten(1, 2), columns[batch, 0, low:high]).view(*e.shape[:3], columns.shape[-1])
-            kept.most[here], kept.spread[here], kept.on[here] = most, s.mul_(e).sum(-1), sums[..., 3:]
-            kept.at[here] = e.gather(-1, spot[batch].expand(*e.shape[:3], spots)) * there[batch]
-            kept.lit[here] = part.lit(rows)
-            if near is not None:
-                kept.far[here] = near.distance(e, sums[..., :3], batch)
-            if out is not None and mixed is not None:
-                out[here] = (mixed / _total(sums[..., 3], most, s_part)[..., None]).to(q.dtype)
-    return out, kept
+                values = None if v is None else sum_values(e, v[batch, kv_heads, low:high], visible)
+                of_columns = torch.bmm(e.flatten(1, 2), columns[batch, 0, low:high])
+                of_columns = of_columns.view(*e.shape[:3], columns.shape[-1])
+            sums.largest[here], sums.class_sums[here] = largest, of_columns[..., 3:]
+            sums.weighted_scores[here] = s.mul_(e).sum(-1)
+            sums.single_keys[here] = e.gather(-1, single[batch].expand(*e.shape[:3], single_keys)) * exists[batch]
+            sums.has_keys[here] = part.call.visibility.has_visible_keys(rows)
+            if zone is not None:
+                sums.distances[here] = zone.distances(e, of_columns[..., :3], batch)
+            if out is not None and values is not None:
+                total = _denominator(of_columns[..., 3], largest, part.call.sinks)
+                out[here] = (values / total[..., None]).to(q.dtype)
+    return out, sums
 
 
-def _marks(size: Sizes, classes: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(B, 1, Tk, 3 + 1 + classes): three columns for Near, one of ones, and the classes."""
-    marks = torch.zeros(size.batch, 1, size.keys, 4 + len(classes), dtype=dtype, device=device)
-    marks[..., 3] = 1
-    for column, keys in enumerate(classes.values(), 4):
-        marks[:, 0, :, column] = keys
-    return marks
+def _columns(size: Sizes, request: StatsRequest, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(B, 1, Tk, 3 + 1 + classes): three columns for DistanceZone, one of ones, and the classes."""
+    columns = torch.zeros(size.batch, 1, size.keys, 4 + len(request.classes), dtype=dtype, device=device)
+    columns[..., 3] = 1
+    for column, keys in enumerate(request.classes.values(), 4):
+        columns[:, 0, :, column] = keys
+    return columns
 
 
 @dataclass(frozen=True)
-class Near:
-    """The keys among which a block's queries stand. To those on either side, distance is linear:
+class DistanceZone:
+    """The keys among which a block's queries are. To keys on either side of the zone, distance is linear:
 
     to a key left of the zone it is (i - first) + (first - j), to one right of it (j - last) + (last - i),
-    so three sums give it for all of them, and only the zone itself needs |i - j| written out.
+    so three sums give it for all of them, and only the zone itself needs |i - j| for every pair.
     """
 
     keys: int
     first: int  # of the zone's keys
     stop: int
-    stand: Tensor  # (1 or B, 1, rows): where the queries stand
-    away: Tensor  # (1 or B, 1, rows, stop - first): |i - j| in the zone
+    positions: Tensor  # (1 or B, 1, rows), of the queries
+    within: Tensor  # (1 or B, 1, rows, stop - first): |i - j| in the zone
 
     @classmethod
-    def of(cls, sight: Sight, rows: slice, low: int, high: int, stand: Tensor) -> Near:
+    def of(cls, visibility: Visibility, rows: slice, low: int, high: int, positions: Tensor) -> DistanceZone:
+        """The zone of a block of queries at these positions (1 or B, 1, rows, 1), relative to key `low`."""
         keys = high - low
-        if isinstance(sight.offset, Tensor) or open_sizes():  # they stand all over: all keys are near
+        if isinstance(visibility.offset, Tensor) or has_symbolic_sizes():  # the positions are unknown: all keys
             first, stop = 0, keys
         else:
-            first, stop = (min(max(0, end + sight.offset - low), keys) for end in (rows.start, rows.stop))
-        away = (torch.arange(first, stop, device=stand.device, dtype=stand.dtype) - stand).abs_()
-        return cls(keys, first, stop, stand[..., 0], away)
+            first, stop = (min(max(0, end + visibility.offset - low), keys) for end in (rows.start, rows.stop))
+        within = (torch.arange(first, stop, device=positions.device, dtype=positions.dtype) - positions).abs_()
+        return cls(keys, first, stop, positions[..., 0], within)
 
-    def mark(self, columns: Tensor) -> None:
-        """Fill (B, Hkv, keys, 3): left of the zone, right of it, and how far from it."""
+    def fill(self, columns: Tensor) -> None:
+        """Fill (B, Hkv, keys, 3): left of the zone, right of it, and the distance from it."""
         j = torch.arange(self.keys, device=columns.device)
         left, right = (self.first - j).clamp_(min=0), (j - (self.stop - 1)).clamp_(min=0)
         columns.copy_(torch.stack([left > 0, right > 0, left + right], -1))
 
-    def distance(self, e: Tensor, sums: Tensor, batch: slice) -> Tensor:
-        """sum e |i - j|: (b, h, rows, keys) with the sums over those columns (b, h, rows, 3) -> (b, h, rows)."""
-        stand, away = (x if len(x) == 1 else x[batch] for x in (self.stand, self.away))
+    def distances(self, e: Tensor, sums: Tensor, batch: slice) -> Tensor:
+        """sum e |i - j|: (b, h, rows, keys) and the sums over those columns (b, h, rows, 3) -> (b, h, rows)."""
+        positions, within = (x if len(x) == 1 else x[batch] for x in (self.positions, self.within))
         left, right, rest = sums.unbind(-1)
-        far = (stand - self.first) * left + (self.stop - 1 - stand) * right + rest
-        return far + (e[..., self.first : self.stop] * away).sum(-1)
+        outside = (positions - self.first) * left + (self.stop - 1 - positions) * right + rest
+        return outside + (e[..., self.first : self.stop] * within).sum(-1)
 
 
-def _spots(first: Tensor, stand: Tensor, cross: bool) -> Tensor:
-    """The keys at which single weights are wanted, (B, 1, rows, spots): the first, and those around each query."""
-    shape = (first.shape[0], 1, stand.shape[2], 1)
-    steps = [] if cross else [(stand + step).expand(shape) for step in STEPS.values()]
+def _single_keys(first: Tensor, positions: Tensor, cross: bool) -> Tensor:
+    """The keys whose own weight is a statistic, (B, 1, rows, count): the first, and those around each query."""
+    shape = (first.shape[0], 1, positions.shape[2], 1)
+    steps = [] if cross else [(positions + step).expand(shape) for step in STEPS.values()]
     return torch.cat([first.view(-1, 1, 1, 1).expand(shape), *steps], -1)
 
 
-def _total(keys: Tensor, most: Tensor, sinks: Tensor | None) -> Tensor:
-    """L: the sum of e with the sink's part, (B, H, rows); 1 where there is nothing to look at."""
+def _denominator(keys: Tensor, largest: Tensor, sinks: Tensor | None) -> Tensor:
+    """L: the sum of e with the sink's part, (B, H, rows); 1 for a query with no visible keys."""
     if sinks is not None:
-        keys = keys + _sunk(most, sinks)
+        keys = keys + _sink_part(largest, sinks)
     return torch.where(keys == 0, 1, keys)
 
 
-def _sunk(most: Tensor, sinks: Tensor) -> Tensor:
+def _sink_part(largest: Tensor, sinks: Tensor) -> Tensor:
     """The sink's part of L."""
-    return torch.exp(sinks.to(most.dtype).view(1, -1, 1) - ground(most, sinks))
+    return torch.exp(sinks.to(largest.dtype).view(1, -1, 1) - row_maximum(largest, sinks))
 
 
-def stats_of(kept: Rows, sinks: Tensor | None, queries: Tensor | None, classes: list[str], cross: bool) -> HeadStats:
-    """Weights out of what was kept, and their sums over the queries that count."""
-    keys, *shares = kept.on.unbind(-1)
-    total = _total(keys, kept.most, sinks)
+def stats_from_rows(sums: RowSums, sinks: Tensor | None, request: StatsRequest) -> HeadStats:
+    """The statistics of every row, summed over the queries that count."""
+    keys, *shares = sums.class_sums.unbind(-1)
+    total = _denominator(keys, sums.largest, sinks)
     per_query = {
-        "entropy": keys * total.log() - kept.spread,
-        "confidence": torch.exp(kept.most - ground(kept.most, sinks)),
-        **dict(zip(("first", *STEPS), kept.at.unbind(-1), strict=False)),
-        **({} if cross else {"distance": kept.far}),
-        **({} if sinks is None else {"sink": _sunk(kept.most, sinks)}),
-        **{SHARE + name: share for name, share in zip(classes, shares, strict=True)},
+        "entropy": keys * total.log() - sums.weighted_scores,
+        "confidence": torch.exp(sums.largest - row_maximum(sums.largest, sinks)),
+        **dict(zip(("first", *STEPS), sums.single_keys.unbind(-1), strict=False)),
+        **({} if request.cross else {"distance": sums.distances}),
+        **({} if sinks is None else {"sink": _sink_part(sums.largest, sinks)}),
+        **{SHARE + name: share for name, share in zip(request.classes, shares, strict=True)},
     }
-    real = kept.lit if queries is None else kept.lit & queries[:, None]
+    real = sums.has_keys if request.queries is None else sums.has_keys & request.queries[:, None]
     exact = torch.float32 if total.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    sums = {name: torch.where(real, x / total, 0).sum(-1, dtype=exact) for name, x in per_query.items()}
-    return HeadStats(sums, real.sum(-1, dtype=exact))
+    summed = {name: torch.where(real, x / total, 0).sum(-1, dtype=exact) for name, x in per_query.items()}
+    return HeadStats(summed, real.sum(-1, dtype=exact))
 
 
-def of_weights(
-    a: Tensor, offset: int, queries: Tensor | None, classes: dict[str, Tensor], cross: bool, sinks: bool
-) -> HeadStats:
-    """The same statistics from weights (B, H, Tq, Tk) that someone else computed. Query i stands at key i + offset."""
-    a = a.detach().to(torch.float32 if a.device.type == "mps" else torch.float64)
-    batch, heads, rows, keys = a.shape
-    seen = a > 0
-    real = seen.any(-1) if queries is None else seen.any(-1) & queries[:, None]
-    exists = (seen & real[..., None]).any(2).any(1)  # (B, Tk)
-    first = (exists.cumsum(-1) == 0).sum(-1).clamp(max=keys - 1)
-    i, j = torch.arange(rows, device=a.device)[:, None] + offset, torch.arange(keys, device=a.device)
-    per_query = {
-        "entropy": -torch.special.xlogy(a, a).sum(-1),
-        "confidence": a.amax(-1),
-        "first": a.gather(-1, first.view(-1, 1, 1, 1).expand(batch, heads, rows, 1))[..., 0],
-    }
-    if not cross:
-        per_query |= {name: (a * (j == i + step)).sum(-1) for name, step in STEPS.items()}
-        per_query["distance"] = (a * (i - j).abs()).sum(-1)
-    if sinks:
-        per_query["sink"] = 1 - a.sum(-1)
-    per_query |= {SHARE + name: (a * keys_in[:, None, None]).sum(-1) for name, keys_in in classes.items()}
-    sums = {name: torch.where(real, x, 0).sum(-1) for name, x in per_query.items()}
-    return HeadStats(sums, real.sum(-1, dtype=a.dtype))
+def first_key(visibility: Visibility, queries: Tensor | None) -> Tensor:
+    """(B,): the first existing key of a sequence, one within its length that the mask shows to some counted query.
 
-
-def first_key(sight: Sight, queries: Tensor | None) -> Tensor:
-    """(B,): the first key that exists for a sequence, that is within its length and shown by the mask to some query.
-
-    A window does not make a key cease to exist. Past every key where there is none.
+    A window does not make a key cease to exist. Tk where there is none.
     """
-    size = sight.size
-    there = torch.ones(size.batch, size.keys, dtype=torch.bool, device=sight.device)
-    end = sight.end.to(sight.device).view(-1, 1) if isinstance(sight.end, Tensor) else sight.end
-    there &= torch.arange(size.keys, device=sight.device) < end
-    if sight.mask is not None:
-        shown = sight.mask if sight.mask.dtype == torch.bool else sight.mask != -torch.inf
+    size = visibility.size
+    exists = torch.ones(size.batch, size.keys, dtype=torch.bool, device=visibility.device)
+    end = visibility.end.to(visibility.device).view(-1, 1) if isinstance(visibility.end, Tensor) else visibility.end
+    exists &= torch.arange(size.keys, device=visibility.device) < end
+    if visibility.mask is not None:
+        shown = visibility.mask if visibility.mask.dtype == torch.bool else visibility.mask != -torch.inf
         shown = shown.any(1)  # (B or 1, Tq or 1, Tk or 1)
         if queries is not None and shown.shape[1] > 1:
             shown = shown & queries[:, :, None]
-        there &= shown.any(1)
-    if queries is not None and (sight.mask is None or sight.mask.shape[2] == 1):
-        there &= queries.any(1, keepdim=True)
-    return (there.cumsum(-1) == 0).sum(-1)  # as many as come before it
+        exists &= shown.any(1)
+    if queries is not None and (visibility.mask is None or visibility.mask.shape[2] == 1):
+        exists &= queries.any(1, keepdim=True)
+    return (exists.cumsum(-1) == 0).sum(-1)  # the number of keys before it

@@ -1,7 +1,7 @@
-"""The checkpoints that run in our stacks: how each architecture's config and tensor names read as ours.
+"""The architectures whose checkpoints our stacks load: how their configs and tensor names map to ours.
 
-An architecture is a row of tables: which config key holds what, which of its modules is which of ours, and which
-config values have a counterpart here. What has none is refused by name.
+An architecture is a row of tables: which config key holds which field, which of its modules is which of ours, and
+which config values are supported. Others are refused by name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...shapes import Shape
 from ..nn.positions import Rotary
 
 Config = Mapping[str, Any]
-More = Callable[[Config], dict[str, Any]]
-Read = dict[str, str | tuple[str, Any]]  # a field of ours -> the config's key, or (key, what holds where it is absent)
+Computed = Callable[[Config], dict[str, Any]]
+Read = dict[str, str | tuple[str, Any]]  # our field -> the config's key, or (key, default)
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -28,36 +28,36 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
-WITH_OUTPUT_LAYER = ("ForCausalLM", "LMHeadModel")  # how the names of such classes end, in the config's architectures
+WITH_OUTPUT_LAYER = ("ForCausalLM", "LMHeadModel")  # endings of class names in the config's architectures
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One model_type: kind "encoder" or "decoder", its config and its modules in our terms.
 
-    prefix stands before the body's tensors in checkpoints that carry a head. modules maps ours to theirs, "{}" is the
-    layer; "name/1" is the second third of a fused tensor.
+    prefix precedes the names of the body's tensors in checkpoints with a head. modules maps our names to theirs: "{}"
+    is the layer, and "name/1" the second third of a fused tensor.
     """
 
     kind: str
     prefix: str
     read: Read
     modules: dict[str, str]
-    fixed: dict[str, Any]  # fields of the shape that are so in every model of the kind
+    fixed: dict[str, Any]  # fields of the shape that all models of this type share
     activations: dict[str, str] = field(default_factory=lambda: ACTIVATIONS)
-    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # config keys that may have these values alone
-    more: More = lambda config: {}  # fields that take more than a look-up
-    tied: bool = False  # whether the head is tied where the config does not say
+    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # config keys and the values that are supported
+    computed: Computed = lambda config: {}  # fields that take more than a look-up
+    tied: bool = False  # whether the output layer is tied where the config does not say
     transposed: bool = False  # the blocks' matrices are stored (in, out)
 
     def shape(self, config: Config, tensors: Collection[str]) -> Shape:
-        """The shape that a config and the names in its checkpoint (without prefix) describe."""
+        """The shape that a config and the names of its checkpoint's tensors (without prefix) describe."""
         try:
             return self._shape(config, tensors)
         except HeadwiseError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"config.json has a value that cannot be meant: {error}") from error
+            raise CheckpointError(f"config.json has an invalid value: {error}") from error
 
     def _shape(self, config: Config, tensors: Collection[str]) -> Shape:
         for key, allowed in {**_EVERYWHERE, **self.only}.items():
@@ -70,7 +70,7 @@ class Architecture:
             values["head"] = self._head(config, tensors)
         else:
             values["pooler"] = self.modules.get("pooler", "") + ".weight" in tensors
-        return Shape(heads=heads, **{**values, **self.fixed, **self.more(config)})
+        return Shape(heads=heads, **{**values, **self.fixed, **self.computed(config)})
 
     def _activation(self, name: str) -> str:
         if name not in self.activations:
@@ -82,8 +82,8 @@ class Architecture:
         if config.get("tie_word_embeddings", self.tied):
             return "tied"
         classes = config.get("architectures") or ()
-        meant = any(str(name).endswith(WITH_OUTPUT_LAYER) for name in classes)
-        return "own" if meant or "lm_head.weight" in tensors else None
+        has_output_layer = any(str(name).endswith(WITH_OUTPUT_LAYER) for name in classes)
+        return "own" if has_output_layer or "lm_head.weight" in tensors else None
 
 
 def _look_up(config: Config, where: str | tuple[str, Any]) -> Any:
@@ -263,7 +263,7 @@ def _bert_like(prefix: str, **options: Any) -> Architecture:
     return Architecture("encoder", prefix, _BERT_CONFIG, _BERT_MODULES, _BERT_FIXED, only=_ONLY_ENCODERS, **options)
 
 
-def _llama_like(read: Read, fixed: dict[str, Any], more: More, **only: Any) -> Architecture:
+def _llama_like(read: Read, fixed: dict[str, Any], computed: Computed, **only: Any) -> Architecture:
     return Architecture(
         "decoder",
         "model.",
@@ -272,16 +272,16 @@ def _llama_like(read: Read, fixed: dict[str, Any], more: More, **only: Any) -> A
         {**_LLAMA_FIXED, **fixed},
         activations=GATED_ACTIVATIONS,
         only={**_ONLY_DECODERS, **only},
-        more=more,
+        computed=computed,
     )
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "bert": _bert_like("bert."),
-    "roberta": _bert_like("roberta.", more=_roberta),
-    "xlm-roberta": _bert_like("roberta.", more=_roberta),
-    "camembert": _bert_like("roberta.", more=_roberta),
-    "electra": _bert_like("electra.", more=_electra),
+    "roberta": _bert_like("roberta.", computed=_roberta),
+    "xlm-roberta": _bert_like("roberta.", computed=_roberta),
+    "camembert": _bert_like("roberta.", computed=_roberta),
+    "electra": _bert_like("electra.", computed=_electra),
     "distilbert": Architecture(
         "encoder",
         "distilbert.",
@@ -297,7 +297,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _GPT2_MODULES,
         {},
         only=_GPT2_ONLY,
-        more=_gpt2,
+        computed=_gpt2,
         tied=True,
         transposed=True,
     ),

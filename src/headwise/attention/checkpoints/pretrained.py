@@ -1,4 +1,4 @@
-"""Real weights into our stacks: a directory with config.json and safetensors, read with json and safetensors alone."""
+"""Loading checkpoints into our stacks: a directory with config.json and safetensors, without transformers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .architectures import ARCHITECTURES, Architecture
 
 Stack = TypeVar("Stack", bound=Encoder | Decoder)
 
-# in some checkpoints, but computed, not learned
+# tensors of some checkpoints that are computed, not learned
 _BUFFERS = re.compile(r"(^|\.)(position_ids|token_type_ids|attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-# the names of TensorFlow's days, still in files that are much used
+# TensorFlow's names, still in files that are widely used
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device: torch.device | str) -> Stack:
-    """The Encoder or Decoder that a checkpoint's directory holds, in eval mode; dtype None keeps the file's."""
+    """Load the Encoder or Decoder of a checkpoint directory, in eval mode; dtype None keeps the file's."""
     folder = Path(path)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{str(path)!r} is not a directory; give one with config.json and model.safetensors")
@@ -40,19 +40,19 @@ def load(stack: type[Stack], path: str | Path, dtype: torch.dtype | None, device
     shape = architecture.shape(config, checkpoint.tensors)
     if shape.head == "tied" and not checkpoint.tied():
         shape = replace(shape, head="own")
-    model = _empty(stack, shape, len(checkpoint.tensors))
-    wanted = model.state_dict()
-    checkpoint.check_names(wanted)
-    state = {ours: checkpoint.read(ours, like).to(dtype) for ours, like in wanted.items()}
+    model = _allocate_nothing(stack, shape, len(checkpoint.tensors))  # the file's tensors become the parameters
+    parameters = model.state_dict()
+    checkpoint.check_names(parameters)
+    state = {ours: checkpoint.read(ours, like).to(dtype) for ours, like in parameters.items()}
     _check_dtypes(state.values())
     model.load_state_dict(state, assign=True)
     model.eval()
     return model
 
 
-def _empty(stack: type[Stack], shape: Shape, tensors: int) -> Stack:
-    """A model that takes no memory: the tensors of the file, which are so many, become its parameters."""
-    if shape.layers > tensors:  # all of them would be built before one is missed
+def _allocate_nothing(stack: type[Stack], shape: Shape, tensors: int) -> Stack:
+    """A model on the meta device, for a file of so many tensors."""
+    if shape.layers > tensors:  # all layers would be built before a missing tensor is noticed
         raise CheckpointError(f"config.json says {shape.layers} layers, but the file has {tensors} tensors in all")
     try:
         return stack(shape, device="meta")
@@ -62,55 +62,58 @@ def _empty(stack: type[Stack], shape: Shape, tensors: int) -> Stack:
 
 
 def _architecture(stack: type, config: dict[str, Any]) -> Architecture:
+    """The architecture that a config names, checked to fit the stack."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise UnsupportedError(f"model_type {kind!r} is not known here; known are {', '.join(ARCHITECTURES)}")
-    found = ARCHITECTURES[kind]
-    wanted = {"encoder": Encoder, "decoder": Decoder}[found.kind]
-    if not issubclass(stack, wanted):
-        raise UnsupportedError(f"{kind} checkpoints are {found.kind}s; use {wanted.__name__}.from_pretrained")
-    return found
+    architecture = ARCHITECTURES[kind]
+    expected = {"encoder": Encoder, "decoder": Decoder}[architecture.kind]
+    if not issubclass(stack, expected):
+        raise UnsupportedError(f"{kind} checkpoints are {architecture.kind}s; use {expected.__name__}.from_pretrained")
+    return architecture
 
 
 class Checkpoint:
-    """The tensors of a directory, found by our names; each is read when asked for."""
+    """The tensors of a checkpoint directory by our names; each is read when it is needed."""
 
     def __init__(self, folder: Path, architecture: Architecture, device: str) -> None:
         self.architecture = architecture
-        named: dict[str, tuple[Any, str]] = {}
+        tensors: dict[str, tuple[Any, str]] = {}  # modern name -> the open file and the name in it
         for file in weight_files(folder):
             opened = open_safetensors(folder / file, device)
-            for name in opened.keys():  # noqa: SIM118  # this is no dict
-                named[_modern(name)] = opened, name
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                tensors[_modern(name)] = opened, name
         first = architecture.modules["embed.tokens"] + ".weight"
-        self.prefix = architecture.prefix if architecture.prefix + first in named else ""
-        self.tensors = {name.removeprefix(self.prefix): found for name, found in named.items()}
+        self.prefix = architecture.prefix if architecture.prefix + first in tensors else ""
+        self.tensors = {name.removeprefix(self.prefix): place for name, place in tensors.items()}
 
     def read(self, ours: str, like: Tensor) -> Tensor:
-        """The tensor for a parameter of ours, in its layout and of the shape of `like`."""
+        """The tensor of one of our parameters, in our memory layout and of the shape of `like`."""
         name, part = self._theirs(ours)
-        opened, there = self.tensors[name]
-        tensor = opened.get_tensor(there)
+        opened, full_name = self.tensors[name]
+        tensor = opened.get_tensor(full_name)
         if part is not None:
             tensor = tensor.chunk(3, -1)[part].clone()
         if self.architecture.transposed and ours.startswith("blocks.") and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
         if tensor.shape != like.shape:
-            raise CheckpointError(f"tensor {there!r} is {shown(tensor.shape)}; config.json says {shown(like.shape)}")
+            raise CheckpointError(
+                f"tensor {full_name!r} is {shown(tensor.shape)}; config.json says {shown(like.shape)}"
+            )
         return tensor
 
     def tied(self) -> bool:
-        """Whether the output layer is the embeddings, as the config says: there is none in the file, or it is equal."""
+        """Whether the output layer really is the embeddings: the file has none, or an equal one."""
         output = self.tensors.get("lm_head.weight")
         if output is None:
             return True
         opened, name = self.tensors[self._theirs("embed.tokens.weight")[0]]
         return torch.equal(opened.get_tensor(name), output[0].get_tensor(output[1]))
 
-    def check_names(self, wanted: dict[str, Tensor]) -> None:
-        """Every parameter has its tensor, and no tensor of the body is left over; heads and buffers may be."""
+    def check_names(self, parameters: dict[str, Tensor]) -> None:
+        """Require a tensor for every parameter, and none left over in the body; heads and buffers may be."""
         used = {"lm_head.weight"}
-        for ours, like in wanted.items():
+        for ours, like in parameters.items():
             name, _ = self._theirs(ours)
             if name not in self.tensors:
                 full = name if ours.startswith("head.") else self.prefix + name
@@ -122,7 +125,7 @@ class Checkpoint:
                 raise CheckpointError(f"the checkpoint has a tensor {full!r} that config.json has not")
 
     def _theirs(self, ours: str) -> tuple[str, int | None]:
-        """A parameter of ours -> the tensor's name, and which third of it where three are fused."""
+        """The tensor's name for one of our parameters, and which third of it where three are fused."""
         module, leaf = ours.rsplit(".", 1)
         layer = re.search(r"\d+", module)
         theirs = self.architecture.modules[re.sub(r"\d+", "{}", module)]
@@ -131,7 +134,7 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """The weight files: one, or those that an index names."""
+    """The names of the weight files: one, or those that an index lists."""
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -149,7 +152,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def open_safetensors(path: Path, device: str) -> Any:
-    """The open file; its header has been read and fits its length."""
+    """Open a safetensors file; its header is read and checked against the file's length."""
     try:
         return safe_open(path, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
@@ -157,7 +160,7 @@ def open_safetensors(path: Path, device: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Read the object in a JSON file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -172,6 +175,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _modern(name: str) -> str:
+    """A tensor's name with TensorFlow's words replaced by PyTorch's."""
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -179,7 +183,8 @@ def _modern(name: str) -> str:
 
 
 def _check_dtypes(tensors: Iterable[Tensor]) -> None:
-    kinds = {tensor.dtype for tensor in tensors}
-    if len(kinds) > 1 or not kinds <= set(FLOATS):
-        names = ", ".join(sorted(map(str, kinds)))
+    """Require one floating dtype."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= set(FLOATS):
+        names = ", ".join(sorted(map(str, dtypes)))
         raise CheckpointError(f"the checkpoint's tensors are {names}; give a dtype, say dtype=torch.float32")

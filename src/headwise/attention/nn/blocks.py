@@ -1,10 +1,10 @@
-"""What stacks are made of: the feed-forward layer, the block around MultiHeadAttention, the embeddings."""
+"""The parts of stacks: the feed-forward layer, the block around MultiHeadAttention, the embeddings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from ...errors import ShapeError
 from ...shapes import Shape, check_at_least, check_known
 from ..stats import HeadStats
 from .kv_cache import KVCache, MemoryCache
-from .module import NORMS, MultiHeadAttention
+from .module import NORMS, FactoryOptions, MultiHeadAttention
 from .positions import Alibi, Rotary, sinusoidal_at
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,7 +28,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     """W_down act(W_up x); with SwiGLU, W_down (silu(W_gate x) * W_up x). x (..., d_model) -> the same shape."""
 
-    def __init__(self, d_model: int, ffn: int, activation: str = "gelu", *, bias: bool = True, **factory: Any) -> None:
+    def __init__(
+        self, d_model: int, ffn: int, activation: str = "gelu", *, bias: bool = True, **factory: Unpack[FactoryOptions]
+    ) -> None:
         super().__init__()
         check_known("activation", activation, ACTIVATIONS)
         check_at_least(1, "ffn", ffn)
@@ -43,10 +45,23 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then cross-attention if asked for, then the feed-forward layer, each with its residual and norm.
+    """Self-attention, optional cross-attention and the feed-forward layer, each with its residual and norm.
 
-    pre_norm: x + f(norm(x)), as today; else norm(x + f(x)), as in 2017. ffn is 4 * d_model unless given. window is the
-    number of tokens each sees, itself included.
+    Args:
+        d_model: width of the input and the output.
+        num_heads: query heads; num_kv_heads, head_dim, bias, out_bias, qk_norm and position as MultiHeadAttention's.
+        ffn: width of the feed-forward layer; 4 * d_model by default.
+        activation: "relu", "gelu", "gelu_tanh" or "swiglu".
+        norm: "layer" or "rms"; norm_eps is its epsilon.
+        pre_norm: x + f(norm(x)), as in today's models; else norm(x + f(x)), as in 2017.
+        cross: whether there is cross-attention to a memory.
+        ffn_bias: whether the feed-forward layer has biases; as `bias` by default.
+        window: the number of tokens that each token sees, itself included.
+        dropout: of weights and of each sublayer's output.
+
+    Example:
+        >>> block = headwise.TransformerBlock(512, 8, num_kv_heads=2, norm="rms", activation="swiglu")
+        >>> block(x, causal=True).shape  # x (B, T, 512)
     """
 
     def __init__(
@@ -74,7 +89,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         check_known("norm", norm, NORMS)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         attention: dict[str, Any] = {
             "head_dim": head_dim,
             "bias": bias,
@@ -96,7 +111,7 @@ class TransformerBlock(nn.Module):
             check_at_least(1, "window", window)
         self.pre_norm, self.window = pre_norm, None if window is None else (window - 1, 0)
         self.attention, self.attention_norm = new_attention(position), new_norm()
-        # memory has positions of its own, so cross-attention turns nothing
+        # positions of the memory do not compare, so cross-attention has no rotary positions
         self.cross = new_attention(None) if cross else None
         self.cross_norm = new_norm() if cross else None
         ffn_bias = bias if ffn_bias is None else ffn_bias
@@ -122,8 +137,9 @@ class TransformerBlock(nn.Module):
             raise ShapeError("a block with cross=True needs memory (B, S, d_model), and one without has no use for it")
 
         def attend_to_self(y: Tensor) -> Tensor:
-            seen = {"mask": mask, "causal": causal, "window": self.window, "lengths": lengths}
-            return self.attention(y, cache=cache, positions=positions, **seen)
+            visible: Any = {"mask": mask, "causal": causal, "window": self.window, "lengths": lengths}
+            out: Tensor = self.attention(y, cache=cache, positions=positions, **visible)
+            return out
 
         x = self._add(x, self.attention_norm, attend_to_self)
         cross = self.cross
@@ -131,9 +147,23 @@ class TransformerBlock(nn.Module):
             x = self._add(x, self.cross_norm, lambda y: cross(y, memory, mask=memory_mask, cache=memory_cache))
         return self._add(x, self.ffn_norm, self.ffn)
 
-    def stats(self, x: Tensor, **how: Any) -> HeadStats:
-        """What the heads do with x (B, T, d_model); `how` as in MultiHeadAttention.stats."""
-        return self.attention.stats(self.attention_norm(x) if self.pre_norm else x, window=self.window, **how)
+    def stats(
+        self,
+        x: Tensor,
+        *,
+        queries: Tensor | None = None,
+        classes: dict[str, Tensor] | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        lengths: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> HeadStats:
+        """Statistics of the self-attention's heads on x (B, T, d_model); options as in MultiHeadAttention.stats."""
+        x = self.attention_norm(x) if self.pre_norm else x
+        return self.attention.stats(
+            x, queries=queries, classes=classes, window=self.window,
+            mask=mask, causal=causal, lengths=lengths, positions=positions,
+        )  # fmt: skip
 
     def _add(self, x: Tensor, norm: Any, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.pre_norm:
@@ -142,12 +172,12 @@ class TransformerBlock(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens, and where the shape has them token types and positions: ids (B, T) -> (B, T, d_model).
+    """Embeddings of tokens, and of token types and positions where the shape has them: ids (B, T) -> (B, T, d_model).
 
-    positions (T,) or (B, T) count from the first token; a padding token of RoBERTa's stands at -1.
+    positions (T,) or (B, T) count from the first token; RoBERTa's padding tokens are at -1.
     """
 
-    def __init__(self, shape: Shape, dropout: float = 0.0, **factory: Any) -> None:
+    def __init__(self, shape: Shape, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         self.shape = shape
         width = shape.embedding_width or shape.width

@@ -1,6 +1,6 @@
-"""KV caches: the keys and values of the tokens seen so far, so that decoding computes only what is new.
+"""KV caches: the keys and values of the tokens so far, so that decoding computes only those of new tokens.
 
-One cache serves one attention layer. Keys go in as they are used, rotated already.
+One cache serves one attention layer. Keys are stored as they are used, already rotated.
 """
 
 from __future__ import annotations
@@ -15,36 +15,42 @@ from torch import Tensor
 
 from ...errors import CacheError, MaskError, UnsupportedError
 from ...shapes import check_at_least
-from ..visibility import recorded
+from ..torch_modes import is_recording, needs_gradient
 
 
-class Held(NamedTuple):
-    """What attention reads after an update: all keys and values, and where the new queries stand among them."""
+class CachedKeys(NamedTuple):
+    """What attention reads after an update: all keys and values, and the positions of the new queries."""
 
     k: Tensor  # (B, Hkv, Tk, D)
     v: Tensor
-    lengths: Tensor | None = None  # (B,), where the sequences have different fill
-    offset: Tensor | None = None
+    lengths: Tensor | None = None  # (B,), where the sequences have different lengths
+    offset: Tensor | None = None  # (B,), the key position of each sequence's first new query
 
 
 class KVCache:
-    """Grows with what comes in.
+    """A cache that grows as needed.
 
-    Sequences may have different fill: give `lengths` (the keys each has in all) once, and from then on every
-    sequence goes on from its own length.
+    Sequences may have different lengths: pass `lengths` (the total number of keys of each) once, and from then on
+    every sequence continues from its own length.
+
+    Example:
+        >>> cache = headwise.KVCache()
+        >>> y = attention(prompt, causal=True, cache=cache)     # (B, T, d_model)
+        >>> y = attention(token, causal=True, cache=cache)      # token (B, 1, d_model)
+        >>> cache.length                                        # T + 1
     """
 
     def __init__(self) -> None:
-        self.length = 0  # tokens seen, of the longest sequence
+        self.length = 0  # tokens so far, of the longest sequence
         self.fill: Tensor | None = None  # (B,), where the sequences differ
-        self._k: Tensor | None = None  # (B, Hkv, room, D)
+        self._k: Tensor | None = None  # (B, Hkv, capacity, D)
         self._v: Tensor | None = None
         self.layer: weakref.ref[Any] | None = None  # the module whose keys these are
         self.recording = False  # whether torch.jit.trace or make_fx saw all of it come in
 
     def check_layer(self, layer: Any) -> None:
-        """One cache serves one layer, whose keys these are; and a recording holds all that is in it, or nothing."""
-        recording = recorded()
+        """Refuse a layer other than the one whose keys these are, and a recording of a cache that was filled before."""
+        recording = is_recording()
         if recording and self.length and not self.recording:
             raise UnsupportedError(
                 f"this cache holds {self.length} tokens, and torch.jit.trace or make_fx would repeat this one step "
@@ -63,82 +69,88 @@ class KVCache:
         return {**vars(self), "layer": None}
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Where the next tokens stand: (count,), or (B, count) where the sequences differ."""
-        new = torch.arange(count, device=device)
-        return self.length + new if self.fill is None else self.fill.to(device)[:, None] + new
+        """The positions of the next tokens: (count,), or (B, count) where the sequences differ."""
+        steps = torch.arange(count, device=device)
+        return self.length + steps if self.fill is None else self.fill.to(device)[:, None] + steps
 
-    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
-        """Take in k, v (B, Hkv, T, D) and give all there is. lengths (B,): the keys each sequence has then in all."""
+    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> CachedKeys:
+        """Append k, v (B, Hkv, T, D) and return all keys and values.
+
+        lengths (B,): the total number of keys that each sequence then has.
+        """
         self._check(k, v)
         if lengths is not None or self.fill is not None:
-            return self._update_apart(k, v, lengths)
+            return self._update_ragged(k, v, lengths)
         start, stop = self.length, self.length + k.shape[2]
-        self._make_room(k, v, stop)
+        self._reserve(k, v, stop)
         self._write((slice(None), slice(None), slice(start, stop)), k, v)
         self.length = stop
-        return self._held(stop)
+        return self._cached(stop)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the cache, for other sequences or another layer."""
         self.length, self.fill, self._k, self._v, self.layer = 0, None, None, None, None
 
-    def _update_apart(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> Held:
-        """Each sequence's new keys go behind its own last one."""
+    def _update_ragged(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeys:
+        """Append each sequence's new keys after its own last one."""
         batch, _, count, _ = k.shape
         start = torch.full((batch,), self.length, device=k.device) if self.fill is None else self.fill
         if lengths is not None and not isinstance(lengths, Tensor):
             raise MaskError(f"lengths must be a tensor ({batch},), got {lengths!r}; use torch.tensor(lengths)")
-        top = self.length + count  # of the longest sequence, if all of these are its own
+        stop = self.length + count  # of the longest sequence, if none of these is padding
         end = start + count
         if lengths is not None:
-            end = lengths.to(k.device, copy=True)  # the caller may go on with theirs
+            end = lengths.to(k.device, copy=True)  # the caller may change theirs in place
             if tuple(end.shape) != (batch,) or bool(((end < start) | (end > start + count)).any()):
                 raise CacheError(
-                    f"lengths are the keys of each sequence in all: {start.tolist()} are held and {count} more came, "
+                    f"lengths are the total keys of each sequence: {start.tolist()} are cached and {count} are new, "
                     f"got {end.tolist()}"
                 )
-        self._make_room(k, v, top)
+        self._reserve(k, v, stop)
         slots = start[:, None] + torch.arange(count, device=k.device)  # (B, T)
         self._write((torch.arange(batch, device=k.device)[:, None], slice(None), slots), k, v)
         self.fill = end
-        self.length = top if lengths is None or not batch else int(end.max())  # nothing is read in a decoding step
-        return self._held(top, end, start)
+        # a decoding step reads no tensor, which would make it wait for another device
+        self.length = stop if lengths is None or not batch else int(end.max())
+        return self._cached(stop, end, start)
 
-    def _held(self, top: int, lengths: Tensor | None = None, offset: Tensor | None = None) -> Held:
+    def _cached(self, stop: int, lengths: Tensor | None = None, offset: Tensor | None = None) -> CachedKeys:
         assert self._k is not None and self._v is not None
-        return Held(self._k[:, :, :top], self._v[:, :, :top], lengths, offset)
+        return CachedKeys(self._k[:, :, :stop], self._v[:, :, :stop], lengths, offset)
 
     def _write(self, at: tuple[Any, ...], k: Tensor, v: Tensor) -> None:
         assert self._k is not None and self._v is not None
-        if isinstance(at[0], Tensor):  # an index tensor on both sides of the heads' axis puts that axis last
+        if isinstance(at[0], Tensor):  # index tensors on both sides of the heads' axis move that axis to the end
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+        learning = needs_gradient(k, v)
         frozen = not torch.compiler.is_compiling() and self._k.is_inference() and not torch.is_inference_mode_enabled()
-        if learns or frozen or self._k.requires_grad or self._v.requires_grad:
-            self._k, self._v = self._k.clone(), self._v.clone()  # writing in place would spoil what backward needs
+        if learning or frozen or self._k.requires_grad or self._v.requires_grad:
+            self._k, self._v = self._k.clone(), self._v.clone()  # backward needs the tensors as they were
         self._k[at] = k
         self._v[at] = v
 
-    def _make_room(self, k: Tensor, v: Tensor, needed: int) -> None:
-        have = 0 if self._k is None else self._k.shape[2]
-        if needed > have or self._k is None:
-            more = self._room(needed, have) - have
+    def _reserve(self, k: Tensor, v: Tensor, needed: int) -> None:
+        """Grow the buffers to hold this number of keys."""
+        capacity = 0 if self._k is None else self._k.shape[2]
+        if needed > capacity or self._k is None:
+            extra = self._new_capacity(needed, capacity) - capacity
             self._k, self._v = (
-                fresh if old is None else torch.cat([old, fresh], 2)
-                for old, fresh in ((self._k, _empty(k, more)), (self._v, _empty(v, more)))
+                empty if old is None else torch.cat([old, empty], 2)
+                for old, empty in ((self._k, _empty(k, extra)), (self._v, _empty(v, extra)))
             )
 
-    def _room(self, needed: int, have: int) -> int:
-        return max(needed, 2 * have, 64)  # doubling: a token costs the same on average, however long it gets
+    def _new_capacity(self, needed: int, capacity: int) -> int:
+        return max(needed, 2 * capacity, 64)  # doubling: the cost per token is constant on average
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         for name, new, old in (("keys", k, self._k), ("values", v, self._v)):
             if old is None:
                 continue
-            want, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
-            if want != got:
+            expected, got = (old.shape[0], old.shape[1], old.shape[3]), (new.shape[0], new.shape[1], new.shape[3])
+            if expected != got:
+                batch, heads, dim = expected
                 raise CacheError(
-                    f"the cache holds {name} of {want[0]} sequences, {want[1]} heads x {want[2]}, got {got[0]}, "
+                    f"the cache holds {name} of {batch} sequences, {heads} heads x {dim}, got {got[0]}, "
                     f"{got[1]} x {got[2]}; one cache serves one layer and one batch: make another, or .reset() it"
                 )
             if (old.dtype, old.device) != (new.dtype, new.device):
@@ -146,104 +158,118 @@ class KVCache:
 
 
 class StaticCache(KVCache):
-    """Room for max_length keys, taken once."""
+    """A cache with memory for max_length keys, allocated once.
+
+    Example:
+        >>> cache = headwise.StaticCache(max_length=2048)
+    """
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
         check_at_least(1, "max_length", max_length)
         self.max_length = max_length
 
-    def _make_room(self, k: Tensor, v: Tensor, needed: int) -> None:
+    def _reserve(self, k: Tensor, v: Tensor, needed: int) -> None:
         if needed > self.max_length:
             raise CacheError(
                 f"the cache is full: it has room for {self.max_length} keys, holds {self.length}, needs {needed}; "
                 f"make a StaticCache({needed}), or use KVCache(), which grows"
             )
-        super()._make_room(k, v, needed)
+        super()._reserve(k, v, needed)
 
-    def _room(self, needed: int, have: int) -> int:
-        return self.max_length + 1  # a view of all of it would lie otherwise than the others: to compilers, a new graph
+    def _new_capacity(self, needed: int, capacity: int) -> int:
+        # one key more than needed: a view of the whole buffer is contiguous, which would be a new graph to compilers
+        return self.max_length + 1
 
 
 class SlidingCache(KVCache):
-    """The last `window` keys only, the newest one included: for layers with window=(window - 1, 0)."""
+    """A cache of the last `window` keys, the newest one included, for layers with window=(window - 1, 0).
+
+    Example:
+        >>> cache = headwise.SlidingCache(window=256)
+        >>> y = attention(token, causal=True, cache=cache)  # implies window=(255, 0)
+    """
 
     def __init__(self, window: int) -> None:
         super().__init__()
         check_at_least(1, "window", window)
         self.window = window
-        self._used = 0  # slots of the buffer that hold keys, of which the last window - 1 are still of interest
+        self._used = 0  # slots of the buffer in use, of which the last window - 1 are still visible
 
-    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
+    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> CachedKeys:
         if lengths is not None:
             raise CacheError("a sliding cache keeps one length for all sequences; use KVCache() with lengths")
         self._check(k, v)
-        count, kept = k.shape[2], min(self._used, self.window - 1)  # of the old keys, so many can still be seen
+        count, retained = k.shape[2], min(self._used, self.window - 1)  # old keys that are still visible
         if self._k is None or self._v is None or self._used + count > self._k.shape[2]:
             if self._k is not None and self._v is not None:
-                seen = slice(self._used - kept, self._used)
-                k, v = torch.cat([self._k[:, :, seen], k], 2), torch.cat([self._v[:, :, seen], v], 2)
-            self._start_again(k, v)
-            held = Held(k, v)
+                old = slice(self._used - retained, self._used)
+                k, v = torch.cat([self._k[:, :, old], k], 2), torch.cat([self._v[:, :, old], v], 2)
+            self._new_buffer(k, v)
+            cached = CachedKeys(k, v)
         else:
-            first, self._used = self._used - kept, self._used + count
+            first, self._used = self._used - retained, self._used + count
             self._write((slice(None), slice(None), slice(self._used - count, self._used)), k, v)
-            held = Held(self._k[:, :, first : self._used], self._v[:, :, first : self._used])
+            cached = CachedKeys(self._k[:, :, first : self._used], self._v[:, :, first : self._used])
         self.length += count
-        return held
+        return cached
 
     def reset(self) -> None:
         super().reset()
         self._used = 0
 
-    def _start_again(self, k: Tensor, v: Tensor) -> None:
-        """A buffer with the last keys at its front and room for as many again: a long prompt leaves no more behind."""
+    def _new_buffer(self, k: Tensor, v: Tensor) -> None:
+        """Start a buffer of twice the window with the last keys at its front, also after a long prompt."""
         self._used = min(k.shape[2], self.window - 1)
-        room = 2 * self.window - self._used
-        self._k, self._v = (torch.cat([x[:, :, x.shape[2] - self._used :], _empty(x, room)], 2) for x in (k, v))
+        free = 2 * self.window - self._used
+        self._k, self._v = (torch.cat([x[:, :, x.shape[2] - self._used :], _empty(x, free)], 2) for x in (k, v))
 
 
 class MemoryCache(KVCache):
-    """The keys and values of a fixed memory for cross-attention, projected when it is first seen."""
+    """The keys and values of a fixed memory for cross-attention, projected in the first call.
+
+    Example:
+        >>> cache = headwise.MemoryCache()
+        >>> y = attention(x, memory, cache=cache)  # projects the memory
+        >>> y = attention(x, memory, cache=cache)  # reuses it
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = 0  # queries so far, which stand one after another
+        self.queries = 0  # so far; their positions are consecutive
 
     @property
-    def held(self) -> Held | None:
-        """What was taken in, or None before the first call."""
-        return None if self._k is None or self._v is None else Held(self._k, self._v)
+    def memory(self) -> CachedKeys | None:
+        """The projected memory, or None before the first call."""
+        return None if self._k is None or self._v is None else CachedKeys(self._k, self._v)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        return self.asked + torch.arange(count, device=device)
+        return self.queries + torch.arange(count, device=device)
 
-    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> Held:
+    def update(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> CachedKeys:
         self._k, self._v, self.length = k, v, k.shape[2]
-        return Held(k, v)
+        return CachedKeys(k, v)
 
     def reset(self) -> None:
         super().reset()
-        self.asked = 0
+        self.queries = 0
 
 
-def taken_in(cache: KVCache | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> Held:
-    """What attention reads once these are in the cache, if there is one. Lengths of a memory are the caller's alone."""
-    if cache is None:
-        return Held(k, v, lengths)
+def update_cache(cache: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None) -> CachedKeys:
+    """Append k and v, and return what attention reads. Lengths of a memory concern this call only."""
     if isinstance(cache, MemoryCache):
         return cache.update(k, v)._replace(lengths=lengths)
     return cache.update(k, v, lengths)
 
 
 @contextmanager
-def unless_it_fails(cache: KVCache | None) -> Iterator[None]:
-    """A cache as it was before, where what is done with it meanwhile fails."""
-    before = {} if cache is None else dict(vars(cache))
+def restored_on_error(cache: KVCache) -> Iterator[None]:
+    """Restore the cache where the body raises."""
+    before = dict(vars(cache)) if isinstance(cache, KVCache) else {}
     try:
         yield
     except BaseException:
-        if cache is not None:
+        if before:
             vars(cache).update(before)
         raise
 

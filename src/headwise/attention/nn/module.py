@@ -1,10 +1,11 @@
-"""MultiHeadAttention: project, split into heads, attend in all of them at once, join, mix with W_O."""
+"""MultiHeadAttention: project, split into heads, attend in all of them at once, concatenate, project by W_O."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +13,118 @@ from torch import Tensor, nn
 from ...errors import CacheError, ShapeError, UnsupportedError
 from ...heads import Heads
 from ...shapes import check_at_least
-from .. import call as calls
-from .. import functional, validation
-from ..functional import Call
+from .. import dispatch, functional, validation
+from ..call import build_call, build_request
+from ..options import AttendOptions, Window, check_options
 from ..stats import HeadStats
-from ..validation import Window, band, shown
+from ..torch_modes import autocast_enabled, cast_inputs
+from ..validation import band, shown
 from ..visibility import check_tensor
 from . import conversion
-from .kv_cache import KVCache, MemoryCache, SlidingCache, taken_in, unless_it_fails
+from .kv_cache import KVCache, MemoryCache, SlidingCache, restored_on_error, update_cache
 from .positions import Alibi, Rotary
 
-OPTIONS = ("mask", "causal", "window", "lengths", "gates", "cache", "positions")  # of weights and stats, as in forward
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
+Selection = int | slice | Iterable[int] | None  # of rows or heads; None for all
+
+
+class FactoryOptions(TypedDict, total=False):
+    """Where and in which dtype parameters are created."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class ModuleOptions(TypedDict, total=False):
+    """The options of `MultiHeadAttention.forward` that `weights` and `stats` share."""
+
+    mask: Tensor | None
+    causal: bool
+    window: Window | None
+    lengths: Tensor | None
+    gates: Tensor | None
+    cache: KVCache | None
+    positions: Tensor | None
+
+
+OPTIONS = tuple(ModuleOptions.__annotations__)
+
+
+class Projected(NamedTuple):
+    """The queries, keys and values of every head, and the options of the call on them."""
+
+    q: Tensor  # (B, H, Tq, d_k)
+    k: Tensor  # (B, Hkv, Tk, d_k)
+    v: Tensor  # (B, Hkv, Tk, d_k)
+    options: AttendOptions[Tensor]
+    slopes: Tensor | None  # (H,) of Alibi
+
+    def weights(self, rows: Selection = None, heads: Selection = None) -> Tensor:
+        """(B, heads, rows, Tk), before dropout."""
+        q, k = cast_inputs(self.q, self.k)
+        return dispatch.weights(q, k, build_call(q, k, slopes=self.slopes, **self.options), rows, heads)
+
+    def attend(self) -> Tensor:
+        """(B, H, Tq, d_k)."""
+        if self.slopes is None:
+            return functional.attend(self.q, self.k, self.v, **self.options)
+        q, k, v = cast_inputs(self.q, self.k, self.v)
+        return dispatch.attend(q, k, v, build_call(q, k, v, slopes=self.slopes, **self.options))
+
+    def stats(self, queries: Tensor | None, classes: dict[str, Tensor] | None, cross: bool) -> HeadStats:
+        """The statistics of every head."""
+        if self.slopes is None:
+            counted: Any = {"queries": queries, "classes": classes, "cross": cross}
+            return functional.head_stats(self.q, self.k, self.v, **counted, **self.options)[1]
+        q, k, v = cast_inputs(self.q, self.k, self.v)
+        call = build_call(q, k, v, slopes=self.slopes, **self.options)
+        return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))[1]
+
+
+def split_heads(x: Tensor, dim: int) -> Tensor:
+    """(B, T, heads * d_k) -> (B, heads, T, d_k)."""
+    batch, tokens, width = x.shape
+    if tokens == 1 and not torch.jit.is_tracing():  # one view in decoding, whose overhead is what counts
+        return x.view(batch, width // dim, 1, dim)
+    return x.view(batch, tokens, width // dim, dim).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(B, heads, T, d_k) -> (B, T, heads * d_k)."""
+    if x.shape[2] == 1 and not torch.jit.is_tracing():
+        return x.reshape(x.shape[0], 1, x.shape[1] * x.shape[3])
+    return x.transpose(1, 2).flatten(2)
+
+
 class MultiHeadAttention(nn.Module):
-    """h heads, each softmax(Q K^T / sqrt(d_k)) V with its own W_Q, W_K, W_V; W_O mixes them.
+    """Multi-head attention: h heads, each softmax(Q K^T / sqrt(d_k)) V with its own W_Q, W_K, W_V; W_O combines them.
 
     W_Q, W_K, W_V and W_O are linear layers over all heads at once: head i owns rows i * d_k to (i + 1) * d_k of the
-    first three and those columns of W_O. Fewer num_kv_heads: grouped-query attention; one: multi-query.
-    kdim and vdim are the widths of key and value inputs (cross-attention). position: Rotary(...) turns queries and
-    keys, Alibi(...) adds its bias. qk_norm: "rms" or "layer", over each head's queries and keys. sinks: a learned
-    number a head in the softmax's denominator. Batch first; True in a mask means "may look".
+    first three and those columns of W_O. Batch first; True in a mask means "may attend".
+
+    Args:
+        d_model: width of the input and the output.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; fewer than num_heads is grouped-query attention, one is multi-query.
+        head_dim: d_k; d_model / num_heads by default.
+        kdim: width of key inputs, for cross-attention; d_model by default.
+        vdim: width of value inputs; d_model by default.
+        bias: whether the projections have biases.
+        out_bias: whether W_O has a bias; as `bias` by default.
+        dropout: the probability of dropping a weight in training.
+        position: Rotary(...) rotates queries and keys, Alibi(...) adds its bias to the scores.
+        qk_norm: "rms" or "layer", normalises each head's queries and keys.
+        softcap: c replaces each score s by c * tanh(s / c).
+        sinks: one learned logit per head in the softmax's denominator.
+
+    Example:
+        >>> attention = headwise.MultiHeadAttention(512, num_heads=8, num_kv_heads=2, position=headwise.Rotary())
+        >>> y = attention(x, causal=True)                                   # (B, T, 512)
+        >>> y, a = attention(x, causal=True, need_weights=True)             # a (B, 8, T, T)
+        >>> cache = headwise.KVCache()
+        >>> y = attention(x[:, -1:], causal=True, cache=cache)              # one decoding step
     """
 
     def __init__(
@@ -62,7 +153,7 @@ class MultiHeadAttention(nn.Module):
             if size is not None:
                 check_at_least(1, name, size)
         if isinstance(position, Rotary):
-            position.turned(self.heads.dim)
+            position.rotated_dim(self.heads.dim)
         elif isinstance(position, Alibi):
             position.for_heads(num_heads)
         elif position is not None:
@@ -72,21 +163,22 @@ class MultiHeadAttention(nn.Module):
         self.kdim = d_model if kdim is None else kdim
         self.vdim = d_model if vdim is None else vdim
         self.dropout, self.position, self.qk_norm, self.softcap = dropout, position, qk_norm, softcap
-        self.head_numbers: tuple[int | None, ...] = tuple(range(num_heads))  # before pruning; None: a head of zeros
+        # each head's number before pruning; None for a head of zeros that pads its group
+        self.head_numbers: tuple[int | None, ...] = tuple(range(num_heads))
 
-        here: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: FactoryOptions = {"device": device, "dtype": dtype}
         inner, inner_kv = self.heads.query * self.heads.dim, self.heads.kv * self.heads.dim
-        self.W_Q = nn.Linear(d_model, inner, bias, **here)
-        self.W_K = nn.Linear(self.kdim, inner_kv, bias, **here)
-        self.W_V = nn.Linear(self.vdim, inner_kv, bias, **here)
-        self.W_O = nn.Linear(inner, d_model, bias if out_bias is None else out_bias, **here)
-        self.q_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **here) if qk_norm else None
-        self.k_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **here) if qk_norm else None
-        self.sinks = nn.Parameter(torch.zeros(num_heads, **here)) if sinks else None
+        self.W_Q = nn.Linear(d_model, inner, bias, **factory)
+        self.W_K = nn.Linear(self.kdim, inner_kv, bias, **factory)
+        self.W_V = nn.Linear(self.vdim, inner_kv, bias, **factory)
+        self.W_O = nn.Linear(inner, d_model, bias if out_bias is None else out_bias, **factory)
+        self.q_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **factory) if qk_norm else None
+        self.k_norm = NORMS[qk_norm](self.heads.dim, eps=1e-6, **factory) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot's uniform weights, zero biases and sinks."""
+        """Set Glorot-uniform weights, zero biases and zero sinks."""
         for linear in (self.W_Q, self.W_K, self.W_V, self.W_O):
             nn.init.xavier_uniform_(linear.weight)
             if linear.bias is not None:
@@ -96,6 +188,40 @@ class MultiHeadAttention(nn.Module):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.reset_parameters()
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        window: Window | None = None,
+        lengths: Tensor | None = None,
+        cache: KVCache | None = None,
+        gates: Tensor | None = None,
+        positions: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        window: Window | None = None,
+        lengths: Tensor | None = None,
+        cache: KVCache | None = None,
+        gates: Tensor | None = None,
+        positions: Tensor | None = None,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -111,29 +237,50 @@ class MultiHeadAttention(nn.Module):
         gates: Tensor | None = None,
         positions: Tensor | None = None,
         need_weights: bool = False,
-    ) -> Any:
-        """query (B, Tq, d_model) -> (B, Tq, d_model); with need_weights also (B, H, Tq, Tk), before dropout.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """query (B, Tq, d_model) -> (B, Tq, d_model). Self-attention unless a key is given.
 
-        Self-attention unless a key (B, Tk, kdim) is given; value defaults to key. mask, causal, window, lengths and
-        gates are attend's. With a cache, keys and values of earlier calls are there too, and lengths count them.
-        positions, (T,) or (B, T), say where the tokens stand for Rotary; by default they follow the cache.
+        Args:
+            query: (B, Tq, d_model).
+            key: (B, Tk, kdim) for cross-attention; the query by default.
+            value: (B, Tk, vdim); the key by default.
+            mask: as in `attend`, and so are causal, window, lengths and gates.
+            cache: keys and values of earlier calls; lengths then count them, too.
+            positions: (T,) or (B, T), of the tokens for Rotary; by default they follow the cache.
+            need_weights: also return the weights before dropout, (B, H, Tq, Tk).
+
+        Returns:
+            (B, Tq, d_model), or with need_weights a pair of it and the weights.
         """
-        q, k, v, call = self._call(
-            query, key, value, mask=mask, causal=causal, window=window, lengths=lengths, gates=gates,
-            cache=cache, positions=positions, dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        out = self.W_O(functional.run(q, k, v, call).transpose(1, 2).flatten(2))  # (B, Tq, H * d_k) -> (B, Tq, d_model)
-        return (out, functional.look(q, k, call)) if need_weights else out
+        with nullcontext() if cache is None else restored_on_error(cache):
+            projected = self.project(
+                query, key, value, cache=cache, positions=positions,
+                mask=mask, causal=causal, window=window, lengths=lengths, gates=gates,
+            )  # fmt: skip
+            if self.training and self.dropout:
+                projected.options["dropout"] = self.dropout
+            out = projected.attend()  # (B, H, Tq, d_k)
+        out = self.W_O(join_heads(out))
+        return (out, projected.weights()) if need_weights else out
 
     def weights(
-        self, query: Tensor, key: Tensor | None = None, *, rows: Any = None, heads: Any = None, **how: Any
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        rows: Selection = None,
+        heads: Selection = None,
+        **options: Unpack[ModuleOptions],
     ) -> Tensor:
-        """Where each query looks: (B, heads, rows, Tk). `how`: mask, causal, window, lengths, positions."""
-        validation.check_options(how, OPTIONS)
-        if how.get("cache") is not None:
+        """Attention weights (B, heads, rows, Tk). rows and heads as in headwise.weights, other options as in forward.
+
+        Example:
+            >>> attention.weights(x, rows=-1, heads=[0, 3], causal=True)  # (B, 2, 1, T)
+        """
+        check_options(options, OPTIONS)
+        if options.get("cache") is not None:
             raise CacheError("weights takes no cache, since it makes no values for it; use forward(need_weights=True)")
-        q, k, _, call = self._call(query, key, None, values=False, **how)
-        return functional.look(q, k, call, rows, heads)
+        return self.project(query, key, None, values=False, **options).weights(rows, heads)
 
     def stats(
         self,
@@ -143,18 +290,22 @@ class MultiHeadAttention(nn.Module):
         *,
         queries: Tensor | None = None,
         classes: dict[str, Tensor] | None = None,
-        **how: Any,
+        **options: Unpack[ModuleOptions],
     ) -> HeadStats:
-        """Exact statistics of every head. queries and classes as in head_stats; `how` as in weights."""
-        validation.check_options(how, OPTIONS)
-        with torch.no_grad():
-            q, k, v, call = self._call(query, key, value, **how)
-            return functional.observe(q, k, v, call, queries, classes, cross=_crosses(query, key))[1]
+        """Exact statistics of every head. queries and classes as in head_stats, other options as in forward.
+
+        Example:
+            >>> attention.stats(x, causal=True).entropy  # (H,)
+        """
+        check_options(options, OPTIONS)
+        cache = options.get("cache")
+        with torch.no_grad(), nullcontext() if cache is None else restored_on_error(cache):
+            return self.project(query, key, value, **options).stats(queries, classes, _is_cross(query, key))
 
     def prune_heads(self, heads: Iterable[int]) -> MultiHeadAttention:
-        """A smaller module without these query heads, whose output equals this one's with them gated to zero.
+        """A smaller module without these query heads; its output equals this module's with their gates at zero.
 
-        A KV head goes when its last query head goes. Groups left uneven are filled up with heads of zeros.
+        A KV head is removed with its last query head. Uneven groups are padded with heads of zeros.
         """
         return conversion.pruned(self, heads)
 
@@ -162,59 +313,73 @@ class MultiHeadAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention, *, batch_first: bool | None = None) -> MultiHeadAttention:
         """The same attention with the same weights, for inputs (B, T, d_model).
 
-        A module with batch_first=False takes (T, B, d_model), which could be mistaken for it without a word: it is
-        refused unless batch_first=True says that inputs will be transposed.
+        A module with batch_first=False takes (T, B, d_model), which would be misread silently: it is refused unless
+        batch_first=True says that inputs will be transposed.
         """
         return conversion.from_torch(cls, module, batch_first)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The same attention as PyTorch's module (batch first), or an error where it has no such thing."""
+        """The same attention as an nn.MultiheadAttention (batch first), or an error where it has no counterpart."""
         return conversion.to_torch(self)
 
     def extra_repr(self) -> str:
         h = self.heads
         return f"{h.kind}: d_model={h.width}, {h.query} query and {h.kv} key/value heads of {h.dim}"
 
-    def _call(
+    def project(
         self,
         query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
         *,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
         window: Window | None = None,
         lengths: Tensor | None = None,
-        dropout: float = 0.0,
+        gates: Tensor | None = None,
         values: bool = True,
-        **how: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Call]:
-        """q, k and v of every head, (B, H, T, d_k), and the checked call on them; values=False: keys in place of v."""
-        self._check(query, key, value, values)
-        cross = _crosses(query, key)
-        _check_cache(cache, cross, key, self)
-        if cross and isinstance(self.position, Alibi):
+    ) -> Projected:
+        """q, k and v of every head, with those of the cache; values=False: keys in place of v. Options as in forward.
+
+        What forward, weights and stats have in common, and what a subclass that splits heads or tokens overrides.
+        """
+        position = self.position
+        w_q = self.W_Q  # read once: a module's attributes are slow
+        _check_input("query", query, w_q)
+        self._check_keys(query, key, value, values)
+        cross = _is_cross(query, key)
+        if cache is not None:
+            _check_cache(cache, cross, key, self)
+            window = _window_of(cache, window)
+        if cross and isinstance(position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
         if positions is not None:
             _check_positions(positions, query)
-        elif isinstance(self.position, Rotary):
+        elif isinstance(position, Rotary):
             positions = (KVCache() if cache is None else cache).positions(query.shape[1], query.device)
-        q = self._turn(self._split(self.W_Q, query, self.q_norm), positions)
-        how |= {"window": _window_of(cache, window), "softcap": self.softcap, "sinks": self.sinks, "dropout": dropout}
-        if isinstance(self.position, Alibi):
-            how["slopes"] = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
-        with unless_it_fails(cache):
-            if cache is not None:
-                cache.layer = weakref.ref(self)
-            if isinstance(cache, MemoryCache) and cache.held is not None:
-                k, v, offset = cache.held.k, cache.held.v, None
+        q = self._split(w_q, query, self.q_norm, positions)
+        offset = None
+        if cache is None:
+            k, v = self._keys_and_values(query, key, value, positions, values)
+        else:
+            cache.layer = weakref.ref(self)
+            if isinstance(cache, MemoryCache) and cache.memory is not None:
+                k, v = cache.memory.k, cache.memory.v
             else:
                 k, v = self._keys_and_values(query, key, value, positions, values)
-                k, v, lengths, offset = taken_in(cache, k, v, lengths)
+                k, v, lengths, offset = update_cache(cache, k, v, lengths)
             if isinstance(cache, MemoryCache):
-                cache.asked += query.shape[1]
-            q, k, v = calls.autocast(q, k, v)
-            return q, k, v, calls.call_of(q, k, v, lengths=lengths, offset=offset, **how)
+                cache.queries += query.shape[1]
+        options: AttendOptions[Tensor] = {
+            "mask": mask, "causal": causal, "window": window, "lengths": lengths, "offset": offset,
+            "softcap": self.softcap, "sinks": self.sinks, "gates": gates,
+        }  # fmt: skip
+        slopes = None
+        if isinstance(position, Alibi):
+            slopes = torch.tensor(position.for_heads(self.heads.query), device=query.device)
+        return Projected(q, k, v, options, slopes)
 
     def _keys_and_values(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, values: bool
@@ -222,35 +387,37 @@ class MultiHeadAttention(nn.Module):
         if key is not None and key is not query and positions is not None:
             positions = torch.arange(key.shape[1], device=key.device)
         key = query if key is None else key
-        k = self._turn(self._split(self.W_K, key, self.k_norm), positions)
-        return k, self._split(self.W_V, key if value is None else value, None) if values else k
+        k = self._split(self.W_K, key, self.k_norm, positions)
+        return k, self._split(self.W_V, key if value is None else value) if values else k
 
-    def _split(self, linear: nn.Linear, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x."""
-        y = linear(x).unflatten(-1, (-1, self.heads.dim))  # (B, T, heads, d_k)
-        return (y if norm is None else norm(y)).transpose(1, 2)
+    def _split(
+        self, linear: nn.Linear, x: Tensor, norm: nn.Module | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, width) -> (B, heads, T, d_k): every head projects the whole of x; rotated where positions say so."""
+        y, dim = linear(x), self.heads.dim  # (B, T, heads * d_k)
+        if norm is not None:
+            y = norm(y.unflatten(-1, (-1, dim))).flatten(-2)
+        y = split_heads(y, dim)
+        return y if positions is None or not isinstance(self.position, Rotary) else self.position(y, positions)
 
-    def _turn(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        if not isinstance(self.position, Rotary):
-            return x
-        assert positions is not None
-        return self.position(x, positions)
-
-    def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None, values: bool) -> None:
-        linears = self.W_Q, self.W_K, self.W_V
-        for name, x, linear in zip(("query", "key", "value"), (query, key, value), linears, strict=True):
-            if x is not None or name == "query":
-                _check_input(name, x, linear)
-        if key is None and value is not None:
-            raise ShapeError("a value was given without its key; give both")
-        if key is None and self.kdim != self.heads.width:
-            raise ShapeError(f"keys of this module are {self.kdim} wide and queries {self.heads.width}: give a key")
-        if values and value is None and self.vdim != self.kdim:
+    def _check_keys(self, query: Tensor, key: Tensor | None, value: Tensor | None, values: bool) -> None:
+        if key is None:
+            if value is not None:
+                raise ShapeError("a value was given without its key; give both")
+            if self.kdim != self.heads.width:
+                raise ShapeError(f"keys of this module are {self.kdim} wide and queries {self.heads.width}: give a key")
+        else:
+            _check_input("key", key, self.W_K)
+            if key.shape[0] != query.shape[0]:
+                raise ShapeError(
+                    f"query has {query.shape[0]} sequences and key {key.shape[0]}; each query needs its keys"
+                )
+        if value is not None:
+            _check_input("value", value, self.W_V)
+            if key is not None and value.shape[:2] != key.shape[:2]:
+                raise ShapeError(f"key is {shown(key.shape)} and value {shown(value.shape)}; each key needs a value")
+        elif values and self.vdim != self.kdim:
             raise ShapeError(f"values of this module are {self.vdim} wide and keys {self.kdim}: give a value")
-        if key is not None and key.shape[0] != query.shape[0]:
-            raise ShapeError(f"query has {query.shape[0]} sequences and key {key.shape[0]}; each query needs its keys")
-        if key is not None and value is not None and value.shape[:2] != key.shape[:2]:
-            raise ShapeError(f"key is {shown(key.shape)} and value {shown(value.shape)}; each key needs a value")
 
 
 def _check_input(name: str, x: Any, linear: nn.Linear) -> None:
@@ -261,10 +428,10 @@ def _check_input(name: str, x: Any, linear: nn.Linear) -> None:
         raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")
     weight: object = linear.weight
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return  # quantized: it knows itself what it takes
+        return  # a quantized layer checks its own input
     if x.device != weight.device:
         raise ShapeError(f"{name} is on {x.device} and the module on {weight.device}; bring them together with .to()")
-    if x.dtype != weight.dtype and not calls.autocasts(x):
+    if x.dtype != weight.dtype and not autocast_enabled(x):
         raise ShapeError(f"{name} is {x.dtype} and the module {weight.dtype}; use {name}.to({weight.dtype})")
 
 
@@ -277,9 +444,7 @@ def _check_positions(positions: Tensor, query: Tensor) -> None:
         raise ShapeError(f"positions must be whole numbers ({tokens},) or ({batch}, {tokens}), got {got}")
 
 
-def _check_cache(cache: KVCache | None, cross: bool, key: Tensor | None, layer: nn.Module) -> None:
-    if cache is None:
-        return
+def _check_cache(cache: KVCache, cross: bool, key: Tensor | None, layer: nn.Module) -> None:
     kind = type(cache).__name__
     if not isinstance(cache, KVCache):
         raise CacheError(f"cache must be a KVCache(), StaticCache(), SlidingCache() or MemoryCache(), got {kind}")
@@ -288,17 +453,18 @@ def _check_cache(cache: KVCache | None, cross: bool, key: Tensor | None, layer: 
     if not cross and isinstance(cache, MemoryCache):
         raise CacheError("a MemoryCache keeps one fixed memory, for cross-attention; self-attention takes a KVCache()")
     cache.check_layer(layer)
-    if isinstance(cache, MemoryCache) and cache.held is not None and key is not None:
-        want, got = (cache.held.k.shape[0], cache.held.k.shape[2]), tuple(key.shape[:2])
-        if want != got:
-            raise CacheError(f"the cache holds a memory {shown(want)}, got one of {shown(got)}; .reset() it first")
+    if isinstance(cache, MemoryCache) and cache.memory is not None and key is not None:
+        expected, got = (cache.memory.k.shape[0], cache.memory.k.shape[2]), tuple(key.shape[:2])
+        if expected != got:
+            raise CacheError(f"the cache holds a memory {shown(expected)}, got one of {shown(got)}; .reset() it first")
 
 
-def _crosses(query: Tensor, key: Tensor | None) -> bool:
+def _is_cross(query: Tensor, key: Tensor | None) -> bool:
+    """Whether keys come from another sequence than queries."""
     return key is not None and key is not query
 
 
-def _window_of(cache: KVCache | None, window: Window | None) -> Window | None:
+def _window_of(cache: KVCache, window: Window | None) -> Window | None:
     """A sliding cache implies its window."""
     if not isinstance(cache, SlidingCache):
         return window
@@ -306,5 +472,5 @@ def _window_of(cache: KVCache | None, window: Window | None) -> Window | None:
         return cache.window - 1, 0
     left, _ = band(False, window)
     if left is None or left > cache.window - 1:
-        raise CacheError(f"a window of {window} looks further back than the {cache.window} keys this cache keeps")
+        raise CacheError(f"a window of {window} reaches further back than the {cache.window} keys this cache keeps")
     return window

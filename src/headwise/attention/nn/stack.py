@@ -1,11 +1,11 @@
-"""Stacks of blocks: an encoder, a decoder, and the two of 2017 together. Each is built from a Shape."""
+"""Stacks of blocks built from a Shape: an encoder, a decoder, and the encoder-decoder of 2017."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +18,41 @@ from ..stats import HeadStats
 from ..validation import shown
 from ..visibility import check_tensor
 from .blocks import NORMS, Embedding, FeedForward, TransformerBlock
-from .inputs import check_integers, key_mask, of_held_keys, positions_of, range_of
+from .inputs import check_integers, key_mask, mask_of_cached_keys, positions_of, range_of
 from .kv_cache import KVCache, MemoryCache, SlidingCache, StaticCache
+from .module import FactoryOptions
 from .positions import Rotary
 
 __all__ = ["Caches", "Decoder", "Encoder", "FeedForward", "Transformer", "TransformerBlock"]
 
 
+class StackOptions(FactoryOptions, total=False):
+    """The options of a stack's constructor."""
+
+    dropout: float
+
+
+class StackInputs(TypedDict, total=False):
+    """The inputs of a stack besides its ids and caches; types are an encoder's, the memory is a decoder's."""
+
+    mask: Tensor | None
+    lengths: Tensor | None
+    types: Tensor | None
+    positions: Tensor | None
+    memory: Tensor | None
+    memory_mask: Tensor | None
+
+
 class _Stack(nn.Module):
-    """Embeddings, blocks, and where the norms come first a last norm."""
+    """Embeddings, blocks, and a final norm where blocks have pre-norms."""
 
     def __init__(
-        self, shape: Shape, windows: Sequence[int | None], cross: bool, dropout: float, **factory: Any
+        self,
+        shape: Shape,
+        windows: Sequence[int | None],
+        cross: bool,
+        dropout: float,
+        **factory: Unpack[FactoryOptions],
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -64,9 +87,13 @@ class _Stack(nn.Module):
         self.norm = NORMS[shape.norm](heads.width, eps=shape.norm_eps, **factory) if shape.pre_norm else None
 
     @classmethod
-    def from_shape(cls, shape: str | Shape, **options: Any) -> Self:
-        """By the name of a famous shape ("bert-base"); device="meta" builds without memory."""
-        return cls(preset(shape) if isinstance(shape, str) else shape, **options)
+    def from_shape(cls, shape: str | Shape, **options: Unpack[StackOptions]) -> Self:
+        """Build from a Shape or the name of a famous one ("bert-base"); device="meta" allocates no memory.
+
+        Options are dropout, device and dtype.
+        """
+        shape = preset(shape) if isinstance(shape, str) else shape
+        return cls(shape, **options)  # type: ignore[call-arg]  # Encoder's and Decoder's constructors take these
 
     def stats(
         self,
@@ -74,30 +101,33 @@ class _Stack(nn.Module):
         *,
         queries: Tensor | None = None,
         classes: dict[str, Tensor] | None = None,
-        **how: Any,
+        **inputs: Unpack[StackInputs],
     ) -> list[HeadStats]:
-        """What every head of each layer's self-attention does on ids (B, T); `how` as in forward, but no cache.
+        """Statistics of every head of each layer's self-attention on ids (B, T); inputs as in forward, but no cache.
 
-        queries (B, T) are the tokens that count: by default those that a mask (B, T) calls real.
+        queries (B, T) are the tokens that count: by default those that a mask (B, T) marks as real.
+
+        Example:
+            >>> [layer.entropy for layer in decoder.stats(ids)]  # (H,) per layer
         """
-        if queries is None and how.get("mask") is not None and how["mask"].dim() == 2:
-            queries = how["mask"].bool()
-        found: list[HeadStats] = []
+        mask = inputs.get("mask")
+        if queries is None and mask is not None and mask.dim() == 2:
+            queries = mask.bool()
+        per_layer: list[HeadStats] = []
 
-        def look(block: TransformerBlock, inputs: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-            seen = {key: options.get(key) for key in ("mask", "lengths", "positions")}
-            found.append(
-                block.stats(inputs[0], causal=options.get("causal", False), queries=queries, classes=classes, **seen)
-            )
+        def observe(block: TransformerBlock, arguments: tuple[Tensor, ...], of_block: dict[str, Any]) -> None:
+            visible = {name: of_block.get(name) for name in ("mask", "lengths", "positions")}
+            causal = of_block.get("causal", False)
+            per_layer.append(block.stats(arguments[0], causal=causal, queries=queries, classes=classes, **visible))
 
-        hooks = [block.register_forward_pre_hook(look, with_kwargs=True) for block in self.blocks]
+        hooks = [block.register_forward_pre_hook(observe, with_kwargs=True) for block in self.blocks]
         try:
             with torch.no_grad():
-                self(ids, **how)
+                self(ids, **inputs)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return per_layer
 
     def _check_ids(self, ids: Tensor) -> None:
         check_tensor("ids", ids)
@@ -112,16 +142,21 @@ class _Stack(nn.Module):
         check_integers("positions", positions, f"(T,) or (B, T) = {shown(ids.shape)}", fits)
         if self.shape.positions != "learned":
             return
-        low, high = range_of(positions, unseen=ids.shape[1] - 1)
-        most = self.shape.max_length or 0
-        if high >= most or low < -self.shape.position_offset:
-            raise ShapeError(f"positions {low} to {high} do not fit the model's 0 to {most - 1}; give fewer tokens")
+        low, high = range_of(positions, unknown=ids.shape[1] - 1)
+        length = self.shape.max_length or 0
+        if high >= length or low < -self.shape.position_offset:
+            raise ShapeError(f"positions {low} to {high} do not fit the model's 0 to {length - 1}; give fewer tokens")
 
 
 class Encoder(_Stack):
-    """Every token sees every other: BERT and its like, or the first half of an encoder-decoder."""
+    """A stack in which every token sees every other: BERT-like models, or the encoder of an encoder-decoder.
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+    Example:
+        >>> encoder = headwise.Encoder.from_pretrained("path/to/all-MiniLM-L6-v2")
+        >>> encoder(ids, mask=attention_mask).shape  # (B, T, d)
+    """
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         if not shape.decoder_layers and (shape.head or shape.window):
             raise UnsupportedError("an Encoder has no output layer and no sliding window; this is a Decoder's shape")
         super().__init__(shape, (None,) * shape.layers, False, dropout, **factory)
@@ -131,7 +166,7 @@ class Encoder(_Stack):
     def from_pretrained(
         cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """From a directory with config.json and safetensors of a BERT-like model; dtype None: the file's."""
+        """Load a directory with config.json and safetensors of a BERT-like model; dtype None keeps the file's."""
         from ..checkpoints.pretrained import load
 
         return load(cls, path, dtype, device)
@@ -147,20 +182,24 @@ class Encoder(_Stack):
     ) -> Tensor:
         """ids (B, T) -> hidden states (B, T, d).
 
-        mask (B, T): True or 1 is a real token, as tokenizers give it; or (B, H, T, T) as in attend.
+        Args:
+            mask: (B, T), True or 1 for a real token, as tokenizers give it; or (B, H, T, T) as in attend.
+            lengths: (B,), tokens at or past it do not exist.
+            types: (B, T) token types; all 0 by default.
+            positions: (T,) or (B, T); counted from the first token by default.
         """
         self._check_ids(ids)
         positions = self._positions(ids) if positions is None else positions
         self._check_positions(positions, ids)
         self._check_types(types, ids)
-        seen = key_mask(mask, "mask", ids.shape)
+        key_visible = key_mask(mask, "mask", ids.shape)
         x = self.embed(ids, positions, types)
         for block in self.blocks:
-            x = block(x, mask=seen, lengths=lengths, positions=positions)
+            x = block(x, mask=key_visible, lengths=lengths, positions=positions)
         return x if self.norm is None else self.norm(x)
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """BERT's summary of a text: tanh of a dense layer over the first token, (B, T, d) -> (B, d)."""
+        """BERT's pooled output: tanh of a dense layer over the first token, (B, T, d) -> (B, d)."""
         if self.pooler is None:
             raise UnsupportedError("this encoder has no pooler; take hidden[:, 0] or a mean over the tokens")
         return torch.tanh(self.pooler(hidden[:, 0]))
@@ -182,21 +221,37 @@ class Encoder(_Stack):
 
 @dataclass
 class Caches:
-    """What a decoder keeps of the tokens it has seen: a cache a layer, and one of the memory where there is one."""
+    """The caches of a decoder: one per layer, and one per layer for the memory of cross-attention."""
 
     layers: list[KVCache]
     memory: list[MemoryCache | None]
 
     @property
     def length(self) -> int:
-        """Tokens seen so far."""
+        """The number of tokens so far."""
         return self.layers[0].length
 
 
-class Decoder(_Stack):
-    """Every token sees those before it: GPT-2, Llama and their like, or the second half of an encoder-decoder."""
+class DecoderOptions(TypedDict, total=False):
+    """The options of `Decoder.forward` and `Decoder.hidden`."""
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+    memory: Tensor | None
+    mask: Tensor | None
+    lengths: Tensor | None
+    memory_mask: Tensor | None
+    cache: Caches | None
+    positions: Tensor | None
+
+
+class Decoder(_Stack):
+    """A causal stack: GPT-2, Llama and similar models, or the decoder of an encoder-decoder.
+
+    Example:
+        >>> decoder = headwise.Decoder.from_pretrained("path/to/SmolLM2-135M")
+        >>> decoder.generate(ids, max_new_tokens=20, eos=2)  # (B, T + at most 20)
+    """
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         if shape.pooler and not shape.decoder_layers:
             raise UnsupportedError("a Decoder has no pooler; this is an Encoder's shape")
         cross = shape.decoder_layers > 0
@@ -207,12 +262,12 @@ class Decoder(_Stack):
     def from_pretrained(
         cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """From a directory with config.json and safetensors of GPT-2, Llama and the like; dtype None: the file's."""
+        """Load a directory with config.json and safetensors of a GPT-2- or Llama-like model; dtype None: the file's."""
         from ..checkpoints.pretrained import load
 
         return load(cls, path, dtype, device)
 
-    def forward(self, ids: Tensor, **options: Any) -> Tensor:
+    def forward(self, ids: Tensor, **options: Unpack[DecoderOptions]) -> Tensor:
         """ids (B, T) -> logits (B, T, vocab), or hidden states where there is no output layer. Options as in hidden."""
         return self.logits(self.hidden(ids, **options))
 
@@ -227,43 +282,48 @@ class Decoder(_Stack):
         cache: Caches | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """ids (B, T) -> hidden states (B, T, d); with a cache, ids are the tokens after those it has seen.
+        """ids (B, T) -> hidden states (B, T, d); with a cache, ids are the tokens that follow the cached ones.
 
-        mask (B, all tokens so far): True or 1 is a real token; positions then count from the first real one.
-        memory (B, S, d) is what cross-attention reads, memory_mask (B, S) its real tokens.
+        Args:
+            memory: (B, S, d), what cross-attention reads.
+            mask: (B, all tokens so far), True or 1 for a real token; positions then count from the first real one.
+            lengths: (B,), tokens at or past it do not exist.
+            memory_mask: (B, S), the real tokens of the memory.
+            cache: what `Decoder.cache()` made; it is updated.
+            positions: (T,) or (B, T); by default they follow the cache.
         """
         self._check_ids(ids)
-        if lengths is not None and cache is not None and any(isinstance(kept, SlidingCache) for kept in cache.layers):
+        if lengths is not None and cache is not None and any(isinstance(layer, SlidingCache) for layer in cache.layers):
             raise CacheError("layers with a window keep one length for all sequences; give a mask in place of lengths")
-        seen_before = 0 if cache is None else cache.length
-        seen = key_mask(mask, "mask", (ids.shape[0], seen_before + ids.shape[1]))
+        cached = 0 if cache is None else cache.length
+        key_visible = key_mask(mask, "mask", (ids.shape[0], cached + ids.shape[1]))
         positions = positions_of(ids, mask, cache) if positions is None else positions
         self._check_positions(positions, ids)
         if memory is not None:
             memory_mask = key_mask(memory_mask, "memory_mask", memory.shape[:2])
         x = self.embed(ids, positions)
         for i, block in enumerate(self.blocks):
-            kept = {} if cache is None else {"cache": cache.layers[i], "memory_cache": cache.memory[i]}
+            caches = {} if cache is None else {"cache": cache.layers[i], "memory_cache": cache.memory[i]}
             x = block(
                 x,
                 memory,
-                mask=of_held_keys(seen, kept.get("cache"), ids.shape[1]),
+                mask=mask_of_cached_keys(key_visible, caches.get("cache"), ids.shape[1]),
                 causal=True,
                 lengths=lengths,
                 memory_mask=memory_mask,
                 positions=positions,
-                **kept,
+                **caches,
             )
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, vocab); as it came where there is no output layer."""
+        """(B, T, d) -> (B, T, vocab); unchanged where there is no output layer."""
         if self.shape.head == "tied":
             return F.linear(hidden, self.embed.tokens.weight)
         return hidden if self.head is None else self.head(hidden)
 
     def cache(self, max_length: int | None = None) -> Caches:
-        """Empty caches: they grow, or hold max_length tokens; layers with a window keep no more than they see."""
+        """Empty caches: they grow, or hold max_length tokens; layers with a window retain only what they see."""
 
         def new(block: TransformerBlock) -> KVCache:
             if block.window is not None:
@@ -284,9 +344,14 @@ class Decoder(_Stack):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
     ) -> Tensor:
-        """The likeliest next token, again and again: ids (B, T) -> (B, T + at most max_new_tokens).
+        """Greedy decoding: ids (B, T) -> (B, T + at most max_new_tokens).
 
-        mask (B, T) marks padding, which must be on the left. A sequence ends at eos and is padded with it.
+        Args:
+            ids: (B, T), the prompt.
+            max_new_tokens: an upper bound.
+            mask: (B, T), True or 1 for a real token; padding must be on the left.
+            eos: one or more ids that end a sequence, which is then padded with the first of them.
+            memory: (B, S, d), what cross-attention reads; memory_mask (B, S) marks its real tokens.
         """
         self._check_generate(ids, max_new_tokens, mask)
         ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else list(eos), device=ids.device)
@@ -315,19 +380,26 @@ class Decoder(_Stack):
         if mask is not None:
             key_mask(mask, "mask", ids.shape, flat=True)
             if not mask[:, -1].all():
-                raise MaskError("generate goes on from the last column, so padding must be on the left; mask ends in 0")
-        start, most = int(positions_of(ids, mask, None).max()) + 1, self.shape.max_length
-        if self.shape.positions == "learned" and most is not None and start + max_new_tokens - 1 > most:
+                raise MaskError(
+                    "generate continues from the last column, so padding must be on the left; mask ends in 0"
+                )
+        start, length = int(positions_of(ids, mask, None).max()) + 1, self.shape.max_length
+        if self.shape.positions == "learned" and length is not None and start + max_new_tokens - 1 > length:
             raise ShapeError(
-                f"{start} tokens and {max_new_tokens} new ones do not fit the model's {most} positions; "
-                f"{most + 1 - start} new ones would"
+                f"{start} tokens and {max_new_tokens} new ones do not fit the model's {length} positions; "
+                f"{length + 1 - start} new ones would"
             )
 
 
 class Transformer(nn.Module):
-    """The encoder-decoder of 2017: one table of embeddings for source, target and output."""
+    """The encoder-decoder of 2017, with one embedding table for source, target and output.
 
-    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Any) -> None:
+    Example:
+        >>> model = headwise.Transformer.from_shape("transformer-base")
+        >>> model(source_ids, target_ids).shape  # (B, T, vocab)
+    """
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, **factory: Unpack[FactoryOptions]) -> None:
         super().__init__()
         if not shape.decoder_layers:
             raise UnsupportedError("a Transformer needs decoder_layers; for this shape use Encoder or Decoder")
@@ -337,8 +409,8 @@ class Transformer(nn.Module):
         self.decoder.embed = self.encoder.embed
 
     @classmethod
-    def from_shape(cls, shape: str | Shape, **options: Any) -> Self:
-        """By the name of a famous shape ("transformer-base"); device="meta" builds without memory."""
+    def from_shape(cls, shape: str | Shape, **options: Unpack[StackOptions]) -> Self:
+        """Build from a Shape or the name of a famous one ("transformer-base"); device="meta" allocates no memory."""
         return cls(preset(shape) if isinstance(shape, str) else shape, **options)
 
     def forward(
@@ -349,7 +421,7 @@ class Transformer(nn.Module):
         source_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
     ) -> Tensor:
-        """source (B, S), target (B, T) -> logits (B, T, vocab) of the token after each. Masks: True or 1 is real."""
+        """source (B, S), target (B, T) -> logits (B, T, vocab) of each next token. Masks: True or 1 is a real token."""
         memory = self.encoder(source_ids, mask=source_mask)  # (B, S, d)
         return self.decoder(target_ids, memory=memory, mask=target_mask, memory_mask=source_mask)
 
@@ -362,7 +434,7 @@ class Transformer(nn.Module):
         eos: int | Sequence[int] | None = None,
         source_mask: Tensor | None = None,
     ) -> Tensor:
-        """The likeliest target token by token, begun with bos: (B, S) -> (B, 1 + at most max_new_tokens)."""
+        """Greedy decoding of the target, starting with bos: (B, S) -> (B, 1 + at most max_new_tokens)."""
         with torch.no_grad():
             memory = self.encoder(source_ids, mask=source_mask)
         start = source_ids.new_full((source_ids.shape[0], 1), bos)

@@ -117,7 +117,7 @@ class Reading:
     def in_one_pass(self) -> bool:
         """Whether output and statistics come from one pass over the scores, and there are enough scores to gain."""
         large = self.q.shape[2] * self.keys >= ONE_PASS
-        return large and self.recipe is None and functional.one_pass(self.q, self.k, self.v, **self.options)
+        return large and self.recipe is None and functional.is_one_pass(self.q, self.k, self.v, **self.options)
 
     def observe(
         self, real: Tensor | None, classes: dict[str, Tensor], dropout: float = 0.0
@@ -141,22 +141,19 @@ class Reading:
         for block in self.blocks():
             queries = None if real is None else real[:, block.rows]
             q, cross = self.q[:, :, block.rows], not self.comparable
-            new = functional.statistics(q, self.k, queries=queries, classes=classes, cross=cross, **block.options)
+            new = functional.head_stats_without_values(
+                q, self.k, queries=queries, classes=classes, cross=cross, **block.options
+            )
             total = new if total is None else total.continued(new)
         assert total is not None  # there is at least one block
         return total
 
     def links(self, k: int) -> tuple[Tensor, Tensor]:
         """The k strongest keys of every query and their weights, (B, H, Tq, k) each; fewer if there are fewer keys."""
-        keys, strengths = [], []
-        for block in self.blocks():
-            for first in range(block.rows.start, block.rows.stop, ROWS):
-                rows = list(range(first - block.rows.start, min(first + ROWS, block.rows.stop) - block.rows.start))
-                weights = functional.weights(self.q[:, :, block.rows], self.k, rows=rows, **block.options)
-                top = weights.topk(min(k, weights.shape[-1]), -1)
-                keys.append(top.indices)
-                strengths.append(top.values)
-        return torch.cat(keys, 2), torch.cat(strengths, 2)
+        tops = [
+            functional.strongest_keys(self.q[:, :, block.rows], self.k, k, **block.options) for block in self.blocks()
+        ]
+        return torch.cat([top.keys for top in tops], 2), torch.cat([top.weights for top in tops], 2)
 
 
 def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None, cross: bool) -> Reading:

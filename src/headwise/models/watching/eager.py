@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.backends import blockwise_stats
-from ...attention.stats import HeadStats
+from ...attention.stats import HeadStats, stats_from_weights
 from ...errors import UnsupportedError
 from .call_reader import ROWS, ModelCall
 from .lazy_masks import LazyMask, MaskRecipe
@@ -103,10 +102,14 @@ class EagerReading:
         total: HeadStats | None = None
         with torch.no_grad():
             for rows in self._blocks():
-                new = blockwise_stats.of_weights(
-                    self._block(rows)[1], self.offset + rows.start, None if real is None else real[:, rows], classes,
-                    not self.comparable, self.call.options.get("s_aux") is not None,
-                )  # fmt: skip
+                new = stats_from_weights(
+                    self._block(rows)[1],
+                    offset=self.offset + rows.start,
+                    queries=None if real is None else real[:, rows],
+                    classes=classes,
+                    cross=not self.comparable,
+                    sinks=self.call.options.get("s_aux") is not None,
+                )
                 total = new if total is None else total.continued(new)
         assert total is not None  # there is at least one block
         return total

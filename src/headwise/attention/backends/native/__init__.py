@@ -1,4 +1,1 @@
-"""Attention and exact statistics in one native pass on the CPU.
-
-attention.c says how, threads.c shares the work, native.py calls it on tensors, ops.py puts it into graphs.
-"""
+"""The native kernel: attention and exact statistics in one pass on the CPU, in C."""

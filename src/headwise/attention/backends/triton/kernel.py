@@ -1,22 +1,23 @@
 """attention.c for CUDA, in Triton: attention and exact statistics of every row of weights, in one pass over the keys.
 
-The scores of a row come block by block, and m is the largest so far. Kept for every row, over the keys seen so far,
+The scores of a row arrive block by block, and m is their running maximum. Kept for every row, over the keys so far,
 with t = s - m and e = exp(t):
 
     l = sum e        w = sum e t        d = sum e |i - j|        c = sum e over a class of keys        o = sum e v
 
-When a block raises m to m', every kept sum is brought down by f = exp(m - m'): l := f l, d, c and o alike, and since
+When a block raises m to m', every sum is rescaled by f = exp(m - m'): l := f l, d, c and o alike, and since
 t' = t + (m - m'),  w := f w + (m - m') f l.  At the end, with L = l + the sink's part:
 
     weight      a = e / L                          output      sum a v = o / L
     entropy     -sum a ln a = (l ln L - w) / L
     confidence  1 / L, the largest e being 1       distance    d / L         share of a class    c / L
 
-A program takes a block of rows: queries of one KV head, the whole group's, those of one position side by side, so that
-each key is read once a group. Scores, sums and statistics are fp32; 16-bit inputs are multiplied as they are and
-summed in fp32, and the weights are rounded to the values' dtype before they meet, as in every fused kernel.
+A program computes a block of rows: queries of one KV head, those of the whole group at one position next to each
+other, so that each key is read once per group. Scores, sums and statistics are fp32; 16-bit inputs are multiplied as
+they are and summed in fp32, and the weights are rounded to the values' dtype before the product, as in every fused
+kernel.
 
-This module imports triton, so nothing may import it before a call needs it; cuda.py does.
+This module imports triton, so nothing may import it before a call needs it; launch.py does.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,8 +25,22 @@ This module imports triton, so nothing may import it before a call needs it; cud
 import triton
 import triton.language as tl
 
+from ...stats import COLUMNS
+from ..native import library
+
 INF = tl.constexpr(float("inf"))
-MOST_CLASSES = tl.constexpr(8)
+MAX_CLASSES = tl.constexpr(library.MAX_CLASSES)
+# the columns of `sums`, in the order that all kernels share
+ENTROPY = tl.constexpr(COLUMNS.index("entropy"))
+CONFIDENCE = tl.constexpr(COLUMNS.index("confidence"))
+FIRST = tl.constexpr(COLUMNS.index("first"))
+DISTANCE = tl.constexpr(COLUMNS.index("distance"))
+PREVIOUS = tl.constexpr(COLUMNS.index("previous"))
+NEXT = tl.constexpr(COLUMNS.index("next"))
+SELF = tl.constexpr(COLUMNS.index("self"))
+SINK = tl.constexpr(COLUMNS.index("sink"))
+COUNT = tl.constexpr(COLUMNS.index("count"))
+CLASS = tl.constexpr(len(COLUMNS))
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "offset", "end"])  # decoding changes them with every token
@@ -33,14 +48,14 @@ def attend(
     q, k, v, out,  # (B, H, Tq, DIM), (B, Hkv, Tk, DIM), (B, Hkv, Tk, VALUE_DIM), (B, H, Tq, VALUE_DIM)
     q_stride, k_stride, v_stride, out_stride,
     kv_heads, group, queries, keys,
-    left, right,  # how far a query sees, None for open
+    left, right,  # visible keys before and after a query's position, None for open
     offset, offsets, end, ends,  # for all sequences, or (B,) where they differ; else None
     mask, mask_stride,  # uint8 (0: hidden) or float, or None; strides are 0 where it is broadcast
     scale, softcap, sinks, slopes,  # the last three may be None; (H,)
-    gates, gates_stride,  # None, or a number a head, the next sequence's so much further on
-    sums, column,  # None, or float32 (9 + CLASSES, B, H, Tq), from one to the next so far: SUMS in cuda.py, classes
-    asked, first,  # uint8 (B, Tq), int64 (B,), or None
-    classes,  # None, or uint8 (B, Tk): a bit for every class that a key is in
+    gates, gates_stride,  # None, or one number per head, and the stride between sequences
+    sums, column,  # None, or float32 (COLUMNS and CLASSES, B, H, Tq), and the stride between columns
+    counted, first,  # uint8 (B, Tq), int64 (B,), or None
+    classes,  # None, or uint8 (B, Tk): one bit per class that a key is in
     lse,  # None, or float32 (B, H, Tq)
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CLASSES: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr,  # the widths rounded up to powers of two
@@ -50,78 +65,78 @@ def attend(
     """One block of rows: output, statistics and log-sum-exp."""
     number = tl.program_id(0)
     blocks = tl.cdiv(group * queries, ROWS)
-    block = blocks - 1 - number % blocks  # late rows first: causal ones see the most
+    block = blocks - 1 - number % blocks  # late rows first: causal ones have the most keys
     kv_head = (number // blocks % kv_heads).to(tl.int64)
     batch = (number // blocks // kv_heads).to(tl.int64)
 
     row = block * ROWS + tl.arange(0, ROWS)  # indices are 64 bits wide from here on: strides may be anything
     query, head = (row // group).to(tl.int64), kv_head * group + row % group
-    there = query < queries
+    exists = query < queries
     at = (batch * kv_heads * group + head) * queries + query  # among all rows of the call
 
-    # where each row stands among the keys, and which of them band and length let it see
-    place = query + (offset if offsets is None else tl.load(offsets + batch))
+    # the key position of each row, and the keys that band and length let it see
+    position = query + (offset if offsets is None else tl.load(offsets + batch))
     last = tl.minimum(keys, end if ends is None else tl.load(ends + batch))
-    low = tl.zeros_like(place) if left is None else tl.maximum(0, place - left)
-    high = tl.zeros_like(place) + last if right is None else tl.minimum(last, place + right + 1)
-    sees = there & (low < high)
+    low = tl.zeros_like(position) if left is None else tl.maximum(0, position - left)
+    high = tl.zeros_like(position) + last if right is None else tl.minimum(last, position + right + 1)
+    sees = exists & (low < high)
     low, high = tl.where(sees, low, keys).to(tl.int32), tl.where(sees, high, 0).to(tl.int32)
     start, stop = tl.min(low, 0) // KEYS * KEYS, tl.max(high, 0)
 
-    far = place.to(tl.float32)
-    spot = tl.minimum(tl.maximum(place, -2), keys + 1).to(tl.int32)  # the same, where it is near any key
-    slope = None if slopes is None else tl.load(slopes + head, mask=there, other=0)
+    position_float = position.to(tl.float32)
+    clamped = tl.minimum(tl.maximum(position, -2), keys + 1).to(tl.int32)  # clamped to just outside the keys
+    slope = None if slopes is None else tl.load(slopes + head, mask=exists, other=0)
     shown = None if mask is None else mask + batch * mask_stride[0] + head * mask_stride[1] + query * mask_stride[2]
     if mask is not None:
-        sees = sees & False  # until a key shows
+        sees = sees & False  # until the mask shows a key
 
     d, dv = tl.arange(0, D).to(tl.int64), tl.arange(0, DV).to(tl.int64)
     q += batch * q_stride[0] + head[:, None] * q_stride[1] + query[:, None] * q_stride[2] + d[None, :] * q_stride[3]
     k += batch * k_stride[0] + kv_head * k_stride[1]
     v += batch * v_stride[0] + kv_head * v_stride[1]
-    asking = tl.load(q, mask=there[:, None] & (d < DIM)[None, :], other=0)  # (ROWS, D)
+    query_block = tl.load(q, mask=exists[:, None] & (d < DIM)[None, :], other=0)  # (ROWS, D)
     if UPCAST:
-        asking = asking.to(tl.float32)
+        query_block = query_block.to(tl.float32)
 
     m = tl.full([ROWS], -INF, tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     o = tl.zeros([ROWS, DV], tl.float32)
     if sums is not None:
-        w, away = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+        w, distance = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         on_first, on_previous = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         on_next, on_self = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-        near, nearest = tl.max(tl.where(there, spot, -2), 0) + 1, tl.min(tl.where(there, spot, keys + 1), 0) - 1
+        near, nearest = tl.max(tl.where(exists, clamped, -2), 0) + 1, tl.min(tl.where(exists, clamped, keys + 1), 0) - 1
         first_key = 0 if first is None else tl.load(first + batch)
     if CLASSES > 0:
-        name = tl.arange(0, MOST_CLASSES)
+        name = tl.arange(0, MAX_CLASSES)
         classes += batch * keys
-        on_class = tl.zeros([ROWS, MOST_CLASSES], tl.float32)
+        on_class = tl.zeros([ROWS, MAX_CLASSES], tl.float32)
 
     for from_key in range(start, stop, KEYS):
         j = from_key + tl.arange(0, KEYS)
         key = j.to(tl.int64)
         k_at = k + key[None, :] * k_stride[2] + d[:, None] * k_stride[3]
-        asked_of = tl.load(k_at, mask=(j < stop)[None, :] & (d < DIM)[:, None], other=0)  # (D, KEYS)
+        key_block = tl.load(k_at, mask=(j < stop)[None, :] & (d < DIM)[:, None], other=0)  # (D, KEYS)
         if UPCAST:
-            asked_of = asked_of.to(tl.float32)
-        s = tl.dot(asking, asked_of, input_precision="ieee") * scale
-        s, seen = judge(s, j, low, high, far, softcap, slope, shown, mask_stride[3])
+            key_block = key_block.to(tl.float32)
+        s = tl.dot(query_block, key_block, input_precision="ieee") * scale
+        s, seen = score_block(s, j, low, high, position_float, softcap, slope, shown, mask_stride[3])
         if mask is not None:
             sees = sees | (tl.max(seen.to(tl.int32), 1) > 0)
 
         higher = tl.maximum(m, tl.max(s, 1))
-        down = tl.where(m == -INF, 0.0, m - higher)  # of nothing there is nothing to bring down
+        down = tl.where(m == -INF, 0.0, m - higher)  # no keys so far, nothing to rescale
         f = tl.exp(down)
         t = s - tl.where(higher == -INF, 0.0, higher)[:, None]
         e = tl.exp(t)
         if sums is not None:
             w = f * w + down * (f * l) + tl.sum(tl.where(t > -INF, e * t, 0.0), 1)
-            away = f * away + tl.sum(e * tl.abs(j.to(tl.float32)[None, :] - far[:, None]), 1)
+            distance = f * distance + tl.sum(e * tl.abs(j.to(tl.float32)[None, :] - position_float[:, None]), 1)
             on_first, on_previous, on_next, on_self = f * on_first, f * on_previous, f * on_next, f * on_self
             if (from_key <= first_key) & (first_key < from_key + KEYS):
                 on_first += tl.sum(tl.where((j == first_key)[None, :], e, 0.0), 1)
             if (from_key <= near) & (nearest < from_key + KEYS):
-                step = j[None, :] - spot[:, None]
+                step = j[None, :] - clamped[:, None]
                 on_previous += tl.sum(tl.where(step == -1, e, 0.0), 1)
                 on_next += tl.sum(tl.where(step == 1, e, 0.0), 1)
                 on_self += tl.sum(tl.where(step == 0, e, 0.0), 1)
@@ -140,73 +155,73 @@ def attend(
             value = value.to(tl.float32)
         o = tl.dot(e.to(value.dtype), value, o * f[:, None], input_precision="ieee")
 
-    sink = tl.full([ROWS], -INF, tl.float32) if sinks is None else tl.load(sinks + head, mask=there, other=0)
+    sink = tl.full([ROWS], -INF, tl.float32) if sinks is None else tl.load(sinks + head, mask=exists, other=0)
     top = tl.maximum(m, sink)
     top = tl.where(top == -INF, 0.0, top)
     down = tl.where(m == -INF, 0.0, m - top)
     f = tl.exp(down)
-    sunk = tl.exp(sink - top)
-    total = f * l + sunk
-    whole = tl.where(total == 0, 1.0, total)
+    sink_part = tl.exp(sink - top)
+    total = f * l + sink_part
+    denominator = tl.where(total == 0, 1.0, total)
 
     o *= f[:, None]
-    # 0 * NaN is NaN, so what is odd in a value may have reached those who may not look at it
+    # 0 * NaN is NaN, so NaN or infinity in a value may have reached rows that do not see it
     if tl.sum(tl.sum((tl.abs(o) < INF).to(tl.int32), 1), 0) < ROWS * DV:
         o = key_by_key(
-            asking, k, v, k_stride, v_stride, start, stop, low, high, far, scale, softcap, slope, shown,
+            query_block, k, v, k_stride, v_stride, start, stop, low, high, position_float, scale, softcap, slope, shown,
             mask_stride[3], top, DIM, VALUE_DIM, D, DV,
         )  # fmt: skip
-    o = tl.where(sees[:, None], o / whole[:, None], 0.0)
+    o = tl.where(sees[:, None], o / denominator[:, None], 0.0)
     if gates is not None:
-        o *= tl.load(gates + batch * gates_stride + head, mask=there, other=0)[:, None]
+        o *= tl.load(gates + batch * gates_stride + head, mask=exists, other=0)[:, None]
     out += batch * out_stride[0] + head[:, None] * out_stride[1] + query[:, None] * out_stride[2]
-    o_there = there[:, None] & (dv < VALUE_DIM)[None, :]
-    tl.store(out + dv[None, :] * out_stride[3], o.to(out.dtype.element_ty), mask=o_there)
+    o_exists = exists[:, None] & (dv < VALUE_DIM)[None, :]
+    tl.store(out + dv[None, :] * out_stride[3], o.to(out.dtype.element_ty), mask=o_exists)
 
     if lse is not None:
-        tl.store(lse + at, top + tl.log(total), mask=there)
+        tl.store(lse + at, top + tl.log(total), mask=exists)
     if sums is not None:
         real = sees
-        if asked is not None:
-            real = sees & (tl.load(asked + batch * queries + query, mask=there, other=0) != 0)
+        if counted is not None:
+            real = sees & (tl.load(counted + batch * queries + query, mask=exists, other=0) != 0)
         sums += at
         w = f * w + down * (f * l)
-        write(sums, there, real, (f * l * tl.log(whole) - w) / whole)
-        write(sums + column, there, real, tl.where(m == -INF, 0.0, f) / whole)
-        write(sums + 2 * column, there, real, f * on_first / whole)
-        write(sums + 3 * column, there, real, f * away / whole)
-        write(sums + 4 * column, there, real, f * on_previous / whole)
-        write(sums + 5 * column, there, real, f * on_next / whole)
-        write(sums + 6 * column, there, real, f * on_self / whole)
-        write(sums + 7 * column, there, real, sunk / whole)
-        write(sums + 8 * column, there, real, tl.full([ROWS], 1.0, tl.float32))
+        write(sums + column * ENTROPY, exists, real, (f * l * tl.log(denominator) - w) / denominator)
+        write(sums + column * CONFIDENCE, exists, real, tl.where(m == -INF, 0.0, f) / denominator)
+        write(sums + column * FIRST, exists, real, f * on_first / denominator)
+        write(sums + column * DISTANCE, exists, real, f * distance / denominator)
+        write(sums + column * PREVIOUS, exists, real, f * on_previous / denominator)
+        write(sums + column * NEXT, exists, real, f * on_next / denominator)
+        write(sums + column * SELF, exists, real, f * on_self / denominator)
+        write(sums + column * SINK, exists, real, sink_part / denominator)
+        write(sums + column * COUNT, exists, real, tl.full([ROWS], 1.0, tl.float32))
         if CLASSES > 0:
-            share = tl.where(real[:, None], on_class * (f / whole)[:, None], 0.0)
-            share_at = sums[:, None] + (9 + name)[None, :] * column
-            tl.store(share_at, share, mask=there[:, None] & (name < CLASSES)[None, :])
+            share = tl.where(real[:, None], on_class * (f / denominator)[:, None], 0.0)
+            share_at = sums[:, None] + (name + CLASS)[None, :] * column
+            tl.store(share_at, share, mask=exists[:, None] & (name < CLASSES)[None, :])
 
 
 @triton.jit
-def judge(s, j, low, high, far, softcap, slope, shown, mask_step):
-    """Scaled products (rows, keys) of the keys j -> scores, -inf where hidden, and which of them a row may see."""
+def score_block(s, j, low, high, position_float, softcap, slope, shown, mask_step):
+    """Scaled products (rows, keys) of the keys j -> scores, -inf where hidden, and which of them are visible."""
     seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     if slope is not None:
-        s -= slope[:, None] * tl.abs(j.to(tl.float32)[None, :] - far[:, None])
+        s -= slope[:, None] * tl.abs(j.to(tl.float32)[None, :] - position_float[:, None])
     if shown is not None:
-        more = tl.load(shown[:, None] + j.to(tl.int64)[None, :] * mask_step, mask=seen, other=0)
-        if more.dtype == tl.uint8:
-            seen = seen & (more != 0)
+        added = tl.load(shown[:, None] + j.to(tl.int64)[None, :] * mask_step, mask=seen, other=0)
+        if added.dtype == tl.uint8:
+            seen = seen & (added != 0)
         else:
-            s += more.to(tl.float32)
-            seen = seen & (more.to(tl.float32) != -INF)
+            s += added.to(tl.float32)
+            seen = seen & (added.to(tl.float32) != -INF)
     return tl.where(seen, s, -INF), seen
 
 
 @triton.jit
 def tanh(x):
-    """By its series near 0, where the quotient would cancel."""
+    """tanh, by its series near 0, where the quotient would cancel."""
     e, y = tl.exp(-2 * tl.abs(x)), x * x
     series = x * (1 - y * (1 / 3 - y * (2 / 15 - y * (17 / 315 - y * (62 / 2835)))))
     quotient = (1 - e) / (1 + e)
@@ -215,27 +230,28 @@ def tanh(x):
 
 @triton.jit
 def key_by_key(
-    asking, k, v, k_stride, v_stride, start, stop, low, high, far, scale, softcap, slope, shown, mask_step, top,
+    query_block, k, v, k_stride, v_stride, start, stop, low, high, position_float, scale, softcap, slope, shown,
+    mask_step, top,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """sum e v again, with a value's NaN or infinities added to the rows that may look there, and to no others.
+    """sum e v again, with NaN and infinities in values added to the rows that see them, and to no others.
 
-    Slow, and hardly ever needed.
+    Slow, and rarely needed.
     """
     d, dv = tl.arange(0, D).to(tl.int64), tl.arange(0, DV).to(tl.int64)
-    o = tl.zeros([asking.shape[0], DV], tl.float32)
-    asking = asking.to(tl.float32)
+    o = tl.zeros([query_block.shape[0], DV], tl.float32)
+    query_block = query_block.to(tl.float32)
     for at in range(start, stop):
         j = at + tl.arange(0, 1)
         key = tl.load(k + j.to(tl.int64) * k_stride[2] + d * k_stride[3], mask=d < DIM, other=0).to(tl.float32)
         value = tl.load(v + j.to(tl.int64) * v_stride[2] + dv * v_stride[3], mask=dv < VALUE_DIM, other=0)
-        s = tl.sum(asking * key[None, :], 1)[:, None] * scale
-        s, seen = judge(s, j, low, high, far, softcap, slope, shown, mask_step)
+        s = tl.sum(query_block * key[None, :], 1)[:, None] * scale
+        s, seen = score_block(s, j, low, high, position_float, softcap, slope, shown, mask_step)
         o = tl.where(seen, o + tl.exp(s - top[:, None]) * value.to(tl.float32)[None, :], o)
     return o
 
 
 @triton.jit
-def write(at, there, real, x):
-    """A statistic of every row; 0 for those that do not count."""
-    tl.store(at, tl.where(real, x, 0.0), mask=there)
+def write(at, exists, real, x):
+    """Write a statistic of every row; 0 for those that do not count."""
+    tl.store(at, tl.where(real, x, 0.0), mask=exists)

@@ -1,6 +1,6 @@
-"""The Triton kernel: who goes there, and calling it on tensors. What it computes stands in cuda_attention.py.
+"""The Triton kernel: which calls it takes, and launching it on tensors. kernel.py documents what it computes.
 
-Tested in Triton's interpreter on the CPU and compiled for several GPUs, but not yet tried on hardware.
+Tested in Triton's interpreter on the CPU and compiled for several GPUs, but not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...stats import HeadStats
-from ...visibility import PLAIN as PLAIN_TENSORS
-from ...visibility import Sight, observed
+from ...call import AttentionCall, StatsRequest
+from ...stats import COLUMNS, HeadStats
+from ...torch_modes import PLAIN_TENSORS, is_observed
 from ..blockwise_stats import first_key
-from ..native.library import FORCE, SUMS, apart, choice
+from ..native.library import FORCE, MAX_CLASSES, choice
+from ..protocol import NO_EXTRA, ExtraOutputs, Outputs
 
 NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256  # a head, in numbers: of wider ones a block does not fit a GPU's shared memory
+WIDEST = 256  # the largest head dimension: blocks of wider ones do not fit a GPU's shared memory
 
-interpreting = False  # tests set it: CPU tensors come this way too, in Triton's interpreter
+interpreting = False  # set by tests: CPU tensors are computed here too, in Triton's interpreter
 
 
 def serves(device: torch.device) -> bool:
-    """Whether calls on this device are for this kernel."""
+    """Whether this kernel is the one for a device."""
     return device.type == "cuda" or interpreting
 
 
 @cache
 def installed() -> bool:
-    """Whether there is Triton. It is imported when a call needs it, never before."""
+    """Whether Triton is installed. It is imported when a call needs it, never before."""
     return importlib.util.find_spec("triton") is not None
 
 
-def why_not(q: Tensor, sight: Sight) -> str | None:
-    """Why the kernel cannot take a call, or None."""
+def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> str | None:
+    """Why the kernel cannot compute a call, or None."""
+    mask, size = call.visibility.mask, call.size
     if choice().why_not == f"{FORCE}=off":
         return choice().why_not
-    if observed():
+    if is_observed():
         return "a compiler or recorder gets PyTorch's own operations"
     if not installed():
         return "triton is not installed"
@@ -48,33 +50,24 @@ def why_not(q: Tensor, sight: Sight) -> str | None:
         return "the triton kernel takes plain tensors"
     if q.dtype not in DTYPES:
         return "the triton kernel computes in float32"
-    if sight.mask is not None and sight.mask.dtype not in (*DTYPES, torch.bool):
+    if mask is not None and mask.dtype not in (*DTYPES, torch.bool):
         return "the triton kernel takes no float64 mask"
-    if max(sight.size.dim, sight.size.value_dim) > WIDEST:
+    if max(size.dim, size.value_dim) > WIDEST:
         return f"the triton kernel takes heads up to {WIDEST} wide"
+    if extra.stats is not None and len(extra.stats.classes) > MAX_CLASSES:
+        return f"the triton kernel takes up to {MAX_CLASSES} classes of keys"
+    if extra.strongest:
+        return "the triton kernel does not find the strongest keys"
     return None
 
 
-def explain(sight: Sight) -> str:
-    """How the kernel takes a call, in words."""
+def explain(call: AttentionCall) -> str:
+    """How the kernel computes a call, in words."""
     return "one pass on cuda (not yet tried on hardware)"
 
 
-class Extra(NamedTuple):
-    """What is wanted besides the output."""
-
-    sums: Tensor | None = None  # (SUMS and classes, B, H, Tq) float32, written
-    asked: Tensor | None = None  # (B, Tq) bool: the queries that count
-    first: Tensor | None = None  # (B,) int64: the first key that exists; None: key 0
-    classes: tuple[Tensor, ...] = ()  # (B, Tk) bool each
-    lse: Tensor | None = None  # (B, H, Tq) float32, written
-
-
-PLAIN = Extra()
-
-
 class Blocks(NamedTuple):
-    """How a call is cut for a GPU."""
+    """How a call is divided for a GPU."""
 
     rows: int
     keys: int
@@ -82,72 +75,88 @@ class Blocks(NamedTuple):
 
 
 def blocks(rows: int, width: int, bits: int) -> Blocks:
-    """For so many rows a KV head, heads so wide (a power of two) and numbers of so many bits.
+    """The blocks for a number of rows per KV head, a head dimension (a power of two) and the bits of a number.
 
-    What fits registers and shared memory, not what was measured to be fastest.
+    They fit registers and shared memory; they have not been measured to be the fastest.
     """
     if bits == 16:
-        most = {128: (64, 64, 8), 256: (32, 32, 4)}.get(width, (64, 64, 4))
+        limits = {128: (64, 64, 8), 256: (32, 32, 4)}.get(width, (64, 64, 4))
     else:  # without tensor cores, which would round to 11 bits
-        most = {128: (32, 32, 8), 256: (16, 16, 8)}.get(width, (64, 32, 8))
-    block = Blocks(*most)
+        limits = {128: (32, 32, 8), 256: (16, 16, 8)}.get(width, (64, 32, 8))
+    block = Blocks(*limits)
     return block._replace(rows=min(block.rows, power_of_two(rows)))
 
 
 def power_of_two(n: int) -> int:
-    """The next one up, and at least what Triton multiplies."""
+    """The next power of two, and at least 16, the smallest that Triton multiplies."""
     return max(16, 1 << (n - 1).bit_length())
 
 
-def run(
+def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
+    """Attention of every head and the extra outputs in one pass, laid out so that concatenating needs no copy."""
+    size, request = call.size, extra.stats
+    out = q.new_empty(size.batch, size.queries, size.heads, size.value_dim).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if extra.lse else None
+    rows = None
+    if request is not None:  # summed here, without atomics, so that the sums are the same from run to run
+        columns = len(COLUMNS) + len(request.classes)
+        rows = q.new_zeros(columns, size.batch, size.heads, size.queries, dtype=torch.float32)
+    if out.numel():
+        _launch(q, k, v, call, out, request, rows, lse)
+    stats = None
+    if request is not None and rows is not None:
+        sums, has_sinks = rows.sum(-1, dtype=torch.float64), call.sinks is not None
+        stats = HeadStats.from_columns(sums, list(request.classes), cross=request.cross, sinks=has_sinks)
+    return Outputs(out, stats, lse)
+
+
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sight: Sight,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    gates: Tensor | None = None,
-    extra: Extra = PLAIN,
-) -> Tensor:
-    """Attention of every head, (B, H, Tq, Dv), laid out so that joining the heads costs nothing."""
+    call: AttentionCall,
+    out: Tensor,
+    request: StatsRequest | None,
+    rows: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Fill the output, and where given the statistics of every row (COLUMNS and classes, B, H, Tq) and the lse."""
     from . import kernel
 
-    size = sight.size
-    out = q.new_empty(size.batch, size.queries, size.heads, size.value_dim).transpose(1, 2)
-    if not out.numel():
-        return out
+    visibility, size = call.visibility, call.size
     dim, width = power_of_two(size.dim), power_of_two(size.value_dim)
     cut = blocks(size.group * size.queries, max(dim, width), 8 * q.element_size())
     programs = size.batch * size.kv_heads * -(-size.group * size.queries // cut.rows)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # views that PyTorch negates as it reads them
-    mask, mask_stride = _mask(None if sight.mask is None else sight.mask.resolve_neg())
-    offset, offsets = _whole(sight.offset, q)
-    end, ends = _whole(sight.end, q)
-    gates = _floats(gates)
-    sums, asked, first, classes, lse = extra
-    asked = None if asked is None else asked.contiguous().view(torch.uint8)
+    mask, mask_stride = _mask(None if visibility.mask is None else visibility.mask.resolve_neg())
+    offset, offsets = _per_sequence(visibility.offset, q)
+    end, ends = _per_sequence(visibility.end, q)
+    queries = first = None
+    classes: tuple[Tensor, ...] = ()
+    if request is not None:
+        queries = None if request.queries is None else request.queries.contiguous().view(torch.uint8)
+        first = None if visibility.mask is None else first_key(visibility, request.queries)  # None: key 0
+        classes = tuple(request.classes.values())
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel.attend[(programs,)](
             q.detach(), k.detach(), v.detach(), out, q.stride(), k.stride(), v.stride(), out.stride(),
             size.kv_heads, size.group, size.queries, size.keys,
-            sight.left, sight.right, offset, offsets, end, ends, mask, mask_stride,
-            scale, softcap, _floats(sinks), _floats(sight.slopes),
-            gates, 0 if gates is None or gates.dim() == 1 else size.heads,
-            sums, 0 if sums is None else sums.stride(0), asked, first, _bits(classes), lse,
+            visibility.left, visibility.right, offset, offsets, end, ends, mask, mask_stride,
+            call.scale, call.softcap, _floats(call.sinks), _floats(visibility.slopes),
+            _floats(call.gates), call.gates_stride,
+            rows, 0 if rows is None else rows.stride(0), queries, first, _class_bits(classes), lse,
             DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
             D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting and q.dtype == torch.bfloat16,
             num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
-    return out
 
 
 def _floats(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().float().resolve_neg().contiguous()
 
 
-def _bits(classes: tuple[Tensor, ...]) -> Tensor | None:
-    """A bit for every class that a key is in, (B, Tk) uint8."""
+def _class_bits(classes: tuple[Tensor, ...]) -> Tensor | None:
+    """(B, Tk) uint8 with one bit per class that a key is in."""
     if not classes:
         return None
     bits = torch.zeros_like(classes[0], dtype=torch.uint8, memory_format=torch.contiguous_format)
@@ -156,8 +165,8 @@ def _bits(classes: tuple[Tensor, ...]) -> Tensor | None:
     return bits
 
 
-def _whole(x: int | Tensor, like: Tensor) -> tuple[int, Tensor | None]:
-    """A number that serves all sequences, or (B,) numbers of one each."""
+def _per_sequence(x: int | Tensor, like: Tensor) -> tuple[int, Tensor | None]:
+    """The number that serves all sequences, or 0 and (B,) numbers, one per sequence."""
     return (0, x.to(like.device, torch.int64).contiguous()) if isinstance(x, Tensor) else (x, None)
 
 
@@ -167,25 +176,3 @@ def _mask(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
         return None, (0, 0, 0, 0)
     stride = tuple(step if n > 1 else 0 for step, n in zip(mask.stride(), mask.shape, strict=True))
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask.detach(), stride
-
-
-def head_stats(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sight: Sight,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    gates: Tensor | None,
-    queries: Tensor | None,
-    classes: dict[str, Tensor],
-    cross: bool,
-) -> tuple[Tensor, HeadStats]:
-    """The output and the statistics, by one pass."""
-    size = sight.size
-    # a row's numbers are summed here: no atomics, so that the sums are the same from run to run
-    rows = q.new_zeros(len(SUMS) + len(classes), size.batch, size.heads, size.queries, dtype=torch.float32)
-    first = None if sight.mask is None else first_key(sight, queries)
-    out = run(q, k, v, sight, scale, softcap, sinks, gates, Extra(rows, queries, first, tuple(classes.values())))
-    return out, HeadStats(*apart(rows.sum(-1, dtype=torch.float64), list(classes), cross, sinks is not None))

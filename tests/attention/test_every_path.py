@@ -1,4 +1,4 @@
-"""What must hold on every path: dark rows, NaN, gradients, dropout, autocast, compiled and exported code."""
+"""What must hold on every code path: empty rows, NaN, gradients, dropout, autocast, compiled and exported code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from headwise import HeadStats, attend, head_stats, weights
 from headwise.errors import ShapeError
-from helpers.attention_cases import FEW, PATHS, READABLE, array, at_random, calls, forced
+from helpers.attention_cases import FEW, PATHS, READABLE, array, cases, forced, random_case
+from helpers.attention_checks import EMPTY_ROWS, HIDDEN_KEYS, OTHER_OPTIONS, as_leaves, assert_all_close, gradients
 
 
 @pytest.fixture(autouse=True)
@@ -20,85 +21,60 @@ def _seed():
 
 
 def inputs(seed: int = 0, dtype: torch.dtype = torch.float64, **sizes) -> tuple[torch.Tensor, ...]:
-    call = at_random(seed, **sizes).tensors(dtype)
+    call = random_case(seed, **sizes).tensors(dtype)
     return call.q, call.k, call.v
-
-
-def learned(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(x.detach().clone().requires_grad_() for x in xs)
 
 
 def causal_mask(queries: int, keys: int) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-# Rows that see nothing: 5 queries on 7 keys, and the rows that stay dark, (B, Tq) or for all sequences.
-HALF = torch.ones(5, 7, dtype=torch.bool)
-HALF[[1, 4]] = False
-DARK = {
-    "a bool mask": ({"mask": HALF}, [[0, 1, 0, 0, 1]]),
-    "a float mask": ({"mask": torch.zeros(5, 7).masked_fill(~HALF, -torch.inf)}, [[0, 1, 0, 0, 1]]),
-    "before the first key": ({"causal": True, "offset": -2}, [[1, 1, 0, 0, 0]]),
-    "past the last key": ({"window": (1, 1), "offset": 4}, [[0, 0, 0, 0, 1]]),
-    "offsets": ({"causal": True, "offset": torch.tensor([-3, 0])}, [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]),
-    "lengths": ({"lengths": torch.tensor([4, 0])}, [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]),
-    "all of them dark": ({"lengths": torch.tensor([0, 0])}, [[1, 1, 1, 1, 1]]),
-}
-BESIDE = {
-    "nothing": {},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.linspace(-1, 1, 6, dtype=torch.float64)},
-    "dropout": {"dropout": 0.3},
-    "gates": {"gates": torch.linspace(0.5, 1, 6, dtype=torch.float64)},
-}
-
-
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("name", DARK)
-def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(name, beside, path):
-    how, dark = DARK[name]
-    how = {**how, **BESIDE[beside]}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+@pytest.mark.parametrize("beside", OTHER_OPTIONS)
+@pytest.mark.parametrize("name", EMPTY_ROWS)
+def test_a_query_with_no_visible_keys_gets_zeros_and_finite_gradients(name, beside, path):
+    options, empty = EMPTY_ROWS[name]
+    options = {**options, **OTHER_OPTIONS[beside]}
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
     q, k, v = inputs()
     with forced(path):
         with torch.inference_mode():
-            inferred = attend(q, k, v, **how)
+            inferred = attend(q, k, v, **options)
         with torch.no_grad():
-            measured, _ = head_stats(q, k, v, **how)
-        q, k, v = learned(q, k, v)
-        trained = attend(q, k, v, **how)
+            measured, _ = head_stats(q, k, v, **options)
+        q, k, v = as_leaves(q, k, v)
+        trained = attend(q, k, v, **options)
         trained.square().sum().backward()
-        how = {name: value for name, value in how.items() if name not in ("dropout", "gates")}
-        a = weights(q, k, **how)
+        options = {name: value for name, value in options.items() if name not in ("dropout", "gates")}
+        a = weights(q, k, **options)
     for out in (inferred, measured, trained, a):
-        assert not out[dark].any()
-        assert out[~dark].isfinite().all() and (out[~dark].any() or dark.all())
-    assert not q.grad[dark].any()
+        assert not out[empty].any()
+        assert out[~empty].isfinite().all() and (out[~empty].any() or empty.all())
+    assert not q.grad[empty].any()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
-    if not dark.all():
-        assert k.grad.any() and v.grad.any() and q.grad[~dark].any()
+    if not empty.all():
+        assert k.grad.any() and v.grad.any() and q.grad[~empty].any()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beside", ["nothing", "sinks"])
-@pytest.mark.parametrize("name", DARK)
-def test_it_gets_zeros_also_where_it_is_nan(name, beside, path):
-    how, dark = DARK[name]
-    how = {**how, **BESIDE[beside]}
-    dark = torch.tensor(dark).bool().expand(2, 5)[:, None].expand(2, 6, 5)
+@pytest.mark.parametrize("name", EMPTY_ROWS)
+def test_a_nan_query_with_no_visible_keys_gets_zeros(name, beside, path):
+    options, empty = EMPTY_ROWS[name]
+    options = {**options, **OTHER_OPTIONS[beside]}
+    empty = torch.tensor(empty).bool().expand(2, 5)[:, None].expand(2, 6, 5)
     q, k, v = inputs()
-    q[dark] = torch.nan
+    q[empty] = torch.nan
     with forced(path):
-        for out in (attend(q, k, v, **how), weights(q, k, **how), head_stats(q, k, v, **how)[0]):
-            assert not out[dark].any() and out.isfinite().all()
+        for out in (attend(q, k, v, **options), weights(q, k, **options), head_stats(q, k, v, **options)[0]):
+            assert not out[empty].any() and out.isfinite().all()
 
 
 @pytest.mark.parametrize("keys", [1, 2, 7, 15, 16, 17, 31, 33])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_nan_where_someone_looks_is_not_hidden(where, path, dtype, keys):
+def test_nan_in_visible_inputs_propagates(where, path, dtype, keys):
     """PyTorch's CPU kernel gives zeros for NaN scores on fewer than 16 keys."""
     q, k, v = inputs(dtype=dtype, keys=keys)
     {"query": q[0, 3, 2], "key": k[0, 1, -1], "value": v[0, 1, -1]}[where][:] = torch.nan
@@ -119,70 +95,42 @@ def test_nan_where_someone_looks_is_not_hidden(where, path, dtype, keys):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("how", [{"lengths": torch.tensor([6, 9])}, {"offset": torch.tensor([1, 2]), "causal": True}])
-def test_nor_where_sequences_differ(path, how):
+@pytest.mark.parametrize(
+    "options", [{"lengths": torch.tensor([6, 9])}, {"offset": torch.tensor([1, 2]), "causal": True}]
+)
+def test_nan_propagates_where_lengths_or_offsets_differ(path, options):
     q, k, v = inputs(keys=9)
     q[0, 3, 2] = torch.nan
     with forced(path):
-        out = attend(q, k, v, **how)
+        out = attend(q, k, v, **options)
     assert out[0, 3, 2].isnan().all() and out.isnan().sum() == 3
 
 
-UNSEEN = {  # 5 queries on 7 keys, some of which nobody sees
-    "a bool mask": {"mask": torch.tensor([1, 1, 0, 1, 1, 0, 1]).bool()},
-    "a bool mask a head": {"mask": (torch.arange(42).view(6, 1, 7) % 7 < 4).roll(1, 0)},
-    "a float mask": {"mask": torch.tensor([0.0, 1.0, -torch.inf, 0.5, 0.0, -torch.inf, 0.0])},
-    "one length": {"lengths": torch.tensor([4, 4])},
-    "lengths": {"lengths": torch.tensor([3, 6])},
-    "causal from the start": {"causal": True, "offset": 0},
-    "a window": {"window": (1, 0), "offset": 1},
-    "offsets": {"window": (1, 1), "offset": torch.tensor([0, 1])},
-    "all of them": {
-        "mask": torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool(), "causal": True, "window": (1, None),
-        "lengths": torch.tensor([6, 7]), "offset": 1,
-    },
-}  # fmt: skip
-
-
-def spoiled(how: dict, tokens: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Inputs with NaN wherever nobody may look: 5 queries on 7 keys, or so many tokens on themselves."""
-    call = at_random() if tokens is None else at_random(queries=tokens, keys=tokens)
-    call = replace(call, how=array(how)).spoil_unseen(np.nan).tensors()
+def with_nan_in_hidden_keys(options: dict, tokens: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Inputs with NaN in all hidden keys: 5 queries on 7 keys, or self-attention of this many tokens."""
+    call = random_case() if tokens is None else random_case(queries=tokens, keys=tokens)
+    call = replace(call, options=array(options)).spoil_hidden_keys(np.nan).tensors()
     return call.q, call.k, call.v
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-def test_there_are_keys_that_nobody_sees(name):
-    _, k, v = spoiled(UNSEEN[name])
+@pytest.mark.parametrize("name", HIDDEN_KEYS)
+def test_the_cases_have_hidden_and_visible_keys(name):
+    _, k, v = with_nan_in_hidden_keys(HIDDEN_KEYS[name])
     assert 0 < k.isnan().sum() < k.numel() and 0 < v.isnan().sum() < v.numel()
-
-
-def gradients(function, xs, **how) -> tuple[torch.Tensor, ...]:
-    """The output and the gradients of an uneven sum of it."""
-    xs = learned(*xs)
-    out = function(*xs, **how)
-    out = out[0] if isinstance(out, tuple) else out
-    slope = torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view(out.shape)
-    return out.detach(), *torch.autograd.grad((out * slope).sum(), xs)
-
-
-def close(got, want, **tolerance) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **({"rtol": 1e-8, "atol": 1e-10} | tolerance))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("beside", ["nothing", "softcap", "sinks"])
-@pytest.mark.parametrize("name", UNSEEN)
-def test_gradients_do_not_notice_nan_that_nobody_sees(name, beside, path):
-    how = {**UNSEEN[name], **BESIDE[beside]}
-    xs = spoiled(how)
+@pytest.mark.parametrize("name", HIDDEN_KEYS)
+def test_gradients_ignore_nan_in_hidden_keys(name, beside, path):
+    options = {**HIDDEN_KEYS[name], **OTHER_OPTIONS[beside]}
+    xs = with_nan_in_hidden_keys(options)
     zeros = [x.nan_to_num(0.0) for x in xs]
     with forced(path):
-        close(gradients(attend, xs, **how), gradients(attend, zeros, **how))
+        assert_all_close(gradients(attend, xs, **options), gradients(attend, zeros, **options))
 
 
-MORE_UNSEEN = {
+MORE_HIDDEN_KEYS = {
     "a bool mask": {"mask": torch.arange(23) % 5 > 0},
     "a float mask": {"mask": torch.zeros(23).masked_fill(torch.arange(23) % 5 == 0, -torch.inf)},
     "lengths": {"lengths": torch.tensor([17, 20])},
@@ -191,34 +139,36 @@ MORE_UNSEEN = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", MORE_UNSEEN)
-def test_nor_on_more_keys_than_a_vector_holds(name, path):
+@pytest.mark.parametrize("name", MORE_HIDDEN_KEYS)
+def test_gradients_ignore_nan_in_hidden_keys_beyond_one_vector(name, path):
     """Fewer than 16 take another way where values cannot be read."""
-    how = MORE_UNSEEN[name]
-    xs = spoiled(how, 23)
+    options = MORE_HIDDEN_KEYS[name]
+    xs = with_nan_in_hidden_keys(options, 23)
     with forced(path):
-        close(gradients(attend, xs, **how), gradients(attend, [x.nan_to_num(0.0) for x in xs], **how))
+        assert_all_close(
+            gradients(attend, xs, **options), gradients(attend, [x.nan_to_num(0.0) for x in xs], **options)
+        )
 
 
-@pytest.mark.parametrize("path", ["as it comes", "unreadable"])
+@pytest.mark.parametrize("path", ["default", "unreadable"])
 @pytest.mark.parametrize("beside", ["nothing", "softcap", "sinks"])
-@pytest.mark.parametrize("name", UNSEEN)
-def test_nor_do_the_gradients_of_weights(name, beside, path):
-    how = {**UNSEEN[name], **BESIDE[beside]}
-    q, k, _ = spoiled(how)
+@pytest.mark.parametrize("name", HIDDEN_KEYS)
+def test_gradients_of_weights_ignore_nan_in_hidden_keys(name, beside, path):
+    options = {**HIDDEN_KEYS[name], **OTHER_OPTIONS[beside]}
+    q, k, _ = with_nan_in_hidden_keys(options)
     with forced(path):
-        close(gradients(weights, (q, k), **how), gradients(weights, (q, k.nan_to_num(0.0)), **how))
+        assert_all_close(gradients(weights, (q, k), **options), gradients(weights, (q, k.nan_to_num(0.0)), **options))
 
 
 @pytest.mark.parametrize("path", [name for name in PATHS if name != "one block of rows"])
-@given(call=calls())
+@given(call=cases())
 @FEW
-def test_gradients_are_those_of_plain_rows(path, call):
+def test_gradients_of_every_path_equal_those_of_blockwise(path, call):
     got = call.tensors()
     with forced("one block of rows"):
-        want = gradients(attend, (got.q, got.k, got.v), **got.how)
+        want = gradients(attend, (got.q, got.k, got.v), **got.options)
     with forced(path):
-        close(gradients(attend, (got.q, got.k, got.v), **got.how), want)
+        assert_all_close(gradients(attend, (got.q, got.k, got.v), **got.options), want)
 
 
 SMALL = {"batch": 2, "heads": 4, "kv": 2, "queries": 2, "keys": 3}
@@ -240,32 +190,32 @@ CHECKED = {  # what is differentiated besides q, k and v; what is not
 }
 
 
-@pytest.mark.parametrize("path", ["as it comes", "many calls of the kernel", "many blocks of rows", "unreadable"])
+@pytest.mark.parametrize("path", ["default", "many calls of the kernel", "many blocks of rows", "unreadable"])
 @pytest.mark.parametrize("name", CHECKED)
-def test_gradcheck(name, path):
-    shapes, how = CHECKED[name]
+def test_attend_and_weights_pass_gradcheck(name, path):
+    shapes, options = CHECKED[name]
     more = [torch.randn(shape, dtype=torch.float64) for shape in shapes.values()]
-    xs = learned(*inputs(**SMALL), *more)
+    xs = as_leaves(*inputs(**SMALL), *more)
 
     def run(q, k, v, *rest):
-        return attend(q, k, v, **dict(zip(shapes, rest, strict=True)), **how)
+        return attend(q, k, v, **dict(zip(shapes, rest, strict=True)), **options)
 
     def look(q, k, v, *rest):
-        given = {**dict(zip(shapes, rest, strict=True)), **how}
-        given.pop("gates", None)
-        return weights(q, k, **given)
+        tensors = {**dict(zip(shapes, rest, strict=True)), **options}
+        tensors.pop("gates", None)
+        return weights(q, k, **tensors)
 
     with forced(path):
         assert torch.autograd.gradcheck(run, xs)
         assert torch.autograd.gradcheck(look, xs)
 
 
-def test_second_derivatives_of_the_rows():
-    xs = learned(*inputs(**SMALL))
+def test_blockwise_passes_gradgradcheck():
+    xs = as_leaves(*inputs(**SMALL))
     assert torch.autograd.gradgradcheck(lambda *xs: attend(*xs, softcap=2.0, causal=True), xs)
 
 
-def test_dropout_keeps_or_scales_up_each_weight():
+def test_dropout_drops_or_scales_up_each_weight():
     q, k, _ = inputs(keys=17)
     v = torch.eye(17, dtype=torch.float64).expand(2, 2, 17, 17)  # the output is the weights
     a, dropped = attend(q, k, v, causal=True), attend(q, k, v, causal=True, dropout=0.75)
@@ -282,8 +232,8 @@ def test_dropout_preserves_the_mean():
     assert error.abs().max() < 5 and out.std(0).min() > 0
 
 
-@pytest.mark.parametrize("path", ["as it comes", "many blocks of rows"])
-def test_dropout_of_nothing_and_of_everything(path):
+@pytest.mark.parametrize("path", ["default", "many blocks of rows"])
+def test_dropout_of_zero_and_one(path):
     xs = inputs()
     with forced(path):
         assert not attend(*xs, dropout=1.0).any()
@@ -291,8 +241,8 @@ def test_dropout_of_nothing_and_of_everything(path):
 
 
 @pytest.mark.parametrize("path", READABLE)
-def test_dropout_repeats_under_a_seed_and_its_gradient_is_of_the_same_draw(path):
-    q, k, v = learned(*inputs())
+def test_dropout_is_reproducible_and_its_gradient_uses_the_same_draw(path):
+    q, k, v = as_leaves(*inputs())
     with forced(path):
         torch.manual_seed(5)
         out = attend(q, k, v, dropout=0.4)
@@ -306,7 +256,7 @@ def test_dropout_repeats_under_a_seed_and_its_gradient_is_of_the_same_draw(path)
     torch.testing.assert_close((grad * v).sum(), (out * slope).sum())  # the output is linear in v
 
 
-def test_statistics_and_their_output_under_dropout():
+def test_statistics_are_of_the_weights_before_dropout():
     q, k, v = inputs()
     _, quiet = head_stats(q, k, v)
     torch.manual_seed(5)
@@ -317,23 +267,23 @@ def test_statistics_and_their_output_under_dropout():
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"causal": True, "softcap": 3.0}, {"sinks": torch.ones(6)}], ids=["", "cap", "sinks"]
+    "options", [{}, {"causal": True, "softcap": 3.0}, {"sinks": torch.ones(6)}], ids=["", "cap", "sinks"]
 )
-def test_autocast_runs_in_its_dtype_and_sums_in_fp32(how):
+def test_autocast_runs_in_its_dtype_and_sums_in_fp32(options):
     q, k, v = inputs(dtype=torch.float32, keys=20)
     v = v.bfloat16()  # mixed dtypes are what autocast is for
     with torch.autocast("cpu", torch.bfloat16):
-        out, a, (also, stats) = attend(q, k, v, **how), weights(q, k, **how), head_stats(q, k, v, **how)
+        out, a, (also, stats) = attend(q, k, v, **options), weights(q, k, **options), head_stats(q, k, v, **options)
     assert out.dtype == a.dtype == also.dtype == torch.bfloat16
     near = q.bfloat16(), k.bfloat16(), v
-    torch.testing.assert_close(out, attend(*near, **how))
-    torch.testing.assert_close(out.float(), attend(q, k, v.float(), **how), rtol=4e-2, atol=4e-2)
-    torch.testing.assert_close(also.float(), attend(q, k, v.float(), **how), rtol=4e-2, atol=4e-2)
-    torch.testing.assert_close(a.float(), weights(q, k, **how), rtol=4e-2, atol=2e-2)
-    torch.testing.assert_close(stats.entropy, head_stats(*near, **how)[1].entropy, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, attend(*near, **options))
+    torch.testing.assert_close(out.float(), attend(q, k, v.float(), **options), rtol=4e-2, atol=4e-2)
+    torch.testing.assert_close(also.float(), attend(q, k, v.float(), **options), rtol=4e-2, atol=4e-2)
+    torch.testing.assert_close(a.float(), weights(q, k, **options), rtol=4e-2, atol=2e-2)
+    torch.testing.assert_close(stats.entropy, head_stats(*near, **options)[1].entropy, rtol=1e-6, atol=1e-6)
 
 
-def test_autocast_off_or_absent_refuses_mixed_dtypes():
+def test_mixed_dtypes_are_refused_without_autocast():
     q, k, v = inputs(dtype=torch.float32)
     with pytest.raises(ShapeError, match="must have one dtype"):
         attend(q, k, v.bfloat16())
@@ -341,8 +291,8 @@ def test_autocast_off_or_absent_refuses_mixed_dtypes():
         attend(q, k, v.bfloat16())
 
 
-def test_gradients_under_autocast_come_in_the_dtype_of_the_inputs():
-    q, k, v = learned(*inputs(dtype=torch.float32))
+def test_gradients_under_autocast_have_the_dtype_of_the_inputs():
+    q, k, v = as_leaves(*inputs(dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
         out = attend(q, k, v, softcap=2.0)
     out.float().sum().backward()
@@ -350,17 +300,17 @@ def test_gradients_under_autocast_come_in_the_dtype_of_the_inputs():
 
 
 @pytest.mark.parametrize("path", PATHS)
-@given(call=calls())
+@given(call=cases())
 @settings(FEW, max_examples=20)
-def test_the_same_call_gives_the_same_bits_in_every_mode(path, call):
+def test_results_are_bitwise_equal_in_every_gradient_mode(path, call):
     got = call.tensors(torch.float32)
     with forced(path):
-        out, a = attend(got.q, got.k, got.v, **got.how), weights(got.q, got.k, **got.looks)
+        out, a = attend(got.q, got.k, got.v, **got.options), weights(got.q, got.k, **got.weight_options)
         with torch.inference_mode():
-            assert attend(got.q, got.k, got.v, **got.how).equal(out)
-            assert weights(got.q, got.k, **got.looks).equal(a)
-            _, stats = head_stats(got.q, got.k, got.v, **got.how)
-        assert head_stats(got.q, got.k, got.v, **got.how)[1] == stats
+            assert attend(got.q, got.k, got.v, **got.options).equal(out)
+            assert weights(got.q, got.k, **got.weight_options).equal(a)
+            _, stats = head_stats(got.q, got.k, got.v, **got.options)
+        assert head_stats(got.q, got.k, got.v, **got.options)[1] == stats
 
 
 GRAPHS = {
@@ -371,10 +321,10 @@ GRAPHS = {
     "lengths": {"lengths": torch.tensor([3, 6])},
     "a bool mask": {"mask": causal_mask(5, 7)},
     "a padding mask": {"mask": torch.tensor([1, 1, 0, 1, 1, 0, 1]).bool().expand(2, 1, 1, 7)},
-    "a float mask": UNSEEN["a float mask"],
+    "a float mask": HIDDEN_KEYS["a float mask"],
     "softcap": {"softcap": 2.0, "causal": True, "offset": 0},
     "all of them": {
-        **UNSEEN["all of them"], "softcap": 2.0, "scale": 0.7,
+        **HIDDEN_KEYS["all of them"], "softcap": 2.0, "scale": 0.7,
         "sinks": torch.linspace(-1, 1, 6, dtype=torch.float64),
     },
 }  # fmt: skip
@@ -388,48 +338,48 @@ def compiled(function, backend: str, **options):
 
 def alike(got: HeadStats, want: HeadStats, **tolerance) -> None:
     assert isinstance(got, HeadStats) and set(got.names) == set(want.names)
-    close([got.count, *(got.sums[n] for n in want.names)], [want.count, *want.sums.values()], **tolerance)
+    assert_all_close([got.count, *(got.sums[n] for n in want.names)], [want.count, *want.sums.values()], **tolerance)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_compiled_attend_is_attend_forward_and_backward(name):
-    how = GRAPHS[name]
-    xs = spoiled(how)
-    fast = compiled(lambda q, k, v: attend(q, k, v, gates=torch.ones(6), **how), "aot_eager")
-    close(gradients(fast, xs), gradients(attend, xs, **how))
+def test_compiled_attend_equals_eager_forward_and_backward(name):
+    options = GRAPHS[name]
+    xs = with_nan_in_hidden_keys(options)
+    fast = compiled(lambda q, k, v: attend(q, k, v, gates=torch.ones(6), **options), "aot_eager")
+    assert_all_close(gradients(fast, xs), gradients(attend, xs, **options))
 
 
 @pytest.mark.parametrize("name", ["causal", "lengths", "a float mask", "all of them"])
-def test_compiled_weights_are_weights_forward_and_backward(name):
-    how = GRAPHS[name]
-    xs = spoiled(how)[:2]
-    fast = compiled(lambda q, k: weights(q, k, heads=[4, 1], rows=[0, 3], **how), "aot_eager")
-    close(gradients(fast, xs), gradients(weights, xs, heads=[4, 1], rows=[0, 3], **how))
+def test_compiled_weights_equal_eager_forward_and_backward(name):
+    options = GRAPHS[name]
+    xs = with_nan_in_hidden_keys(options)[:2]
+    fast = compiled(lambda q, k: weights(q, k, heads=[4, 1], rows=[0, 3], **options), "aot_eager")
+    assert_all_close(gradients(fast, xs), gradients(weights, xs, heads=[4, 1], rows=[0, 3], **options))
 
 
 @pytest.mark.parametrize("name", ["causal", "offsets", "a padding mask", "all of them"])
-def test_compiled_statistics_are_the_statistics(name):
-    how = {**GRAPHS[name], **STATS}
-    xs = spoiled(GRAPHS[name])
-    fast = compiled(lambda q, k, v: head_stats(q, k, v, **how), "aot_eager")
-    (out, stats), (want, expected) = fast(*xs), head_stats(*xs, **how)
-    close([out], [want])
+def test_compiled_statistics_equal_eager(name):
+    options = {**GRAPHS[name], **STATS}
+    xs = with_nan_in_hidden_keys(GRAPHS[name])
+    fast = compiled(lambda q, k, v: head_stats(q, k, v, **options), "aot_eager")
+    (out, stats), (want, expected) = fast(*xs), head_stats(*xs, **options)
+    assert_all_close([out], [want])
     alike(stats, expected)
-    close(gradients(fast, xs), gradients(head_stats, xs, **how))
+    assert_all_close(gradients(fast, xs), gradients(head_stats, xs, **options))
 
 
 @pytest.mark.parametrize("name", ["plain", "a window", "softcap", "statistics"])
 def test_compiled_code_takes_any_number_of_lengths(name):
     """A graph a length would end at PyTorch's limit of 8, which a full graph makes an error."""
-    how = {"window": {"window": (6, 0)}, "softcap": {"softcap": 2.0}}.get(name, {})
+    options = {"window": {"window": (6, 0)}, "softcap": {"softcap": 2.0}}.get(name, {})
 
     def run(q, k, v):
-        return head_stats(q, k, v)[0] if name == "statistics" else attend(q, k, v, **how)
+        return head_stats(q, k, v)[0] if name == "statistics" else attend(q, k, v, **options)
 
     fast = compiled(run, "eager")
     for tokens in range(20, 31):
         xs = inputs(queries=tokens, keys=tokens)
-        close([fast(*xs)], [run(*xs)])
+        assert_all_close([fast(*xs)], [run(*xs)])
 
 
 INDUCTOR = {
@@ -440,10 +390,10 @@ INDUCTOR = {
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
-def test_inductor_agrees(name):
+def test_inductor_equals_eager(name):
     function, xs = INDUCTOR[name], inputs()
     fast = compiled(function, "inductor")
-    close(gradients(fast, xs), gradients(function, xs))
+    assert_all_close(gradients(fast, xs), gradients(function, xs))
     if name == "head_stats":
         alike(fast(*xs)[1], function(*xs)[1])
 
@@ -460,36 +410,36 @@ EXPORTED = {  # for self-attention of any length from 2 on
     "softcap and sinks": {"softcap": 2.0, "causal": True, "sinks": torch.linspace(-1, 1, 6, dtype=torch.float64)},
 }
 FUNCTIONS = {
-    "attend": lambda q, k, v, how: attend(q, k, v, gates=torch.arange(6.0), **how),
-    "weights": lambda q, k, v, how: weights(q, k, **how),
-    "head_stats": lambda q, k, v, how: head_stats(q, k, v, **how),
+    "attend": lambda q, k, v, options: attend(q, k, v, gates=torch.arange(6.0), **options),
+    "weights": lambda q, k, v, options: weights(q, k, **options),
+    "head_stats": lambda q, k, v, options: head_stats(q, k, v, **options),
 }
 
 
 class Exported(torch.nn.Module):
     """One call of attention, as a module that torch.export takes."""
 
-    def __init__(self, function, how: dict):
+    def __init__(self, function, options: dict):
         super().__init__()
-        self.function, self.how = function, how
+        self.function, self.options = function, options
 
     def forward(self, q, k, v):
-        return self.function(q, k, v, self.how)
+        return self.function(q, k, v, self.options)
 
 
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_exported_graph_takes_any_length(function, name):
-    how = EXPORTED[name]
+    options = EXPORTED[name]
     function = FUNCTIONS[function]
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     graph = torch.export.export(
-        Exported(function, how), inputs(queries=11, keys=11), dynamic_shapes=[{2: tokens}] * 3
+        Exported(function, options), inputs(queries=11, keys=11), dynamic_shapes=[{2: tokens}] * 3
     ).module()
     for length in (7, 19, 900):
-        xs = spoiled(how, length)
-        got, want = graph(*xs), function(*xs, how)
+        xs = with_nan_in_hidden_keys(options, length)
+        got, want = graph(*xs), function(*xs, options)
         if isinstance(want, tuple):
             alike(got[1], want[1])
             got, want = got[0], want[0]
-        close([got], [want])
+        assert_all_close([got], [want])

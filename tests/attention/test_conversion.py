@@ -66,7 +66,7 @@ def hidden(dark_rows: bool) -> dict[str, torch.Tensor]:
 @either("add_zero_attn", [True, False])
 @either("bias", [True, False])
 @every_side
-def test_from_torch(sides, bias, add_zero_attn, batch_first, training, need_weights):
+def test_from_torch_gives_the_same_output(sides, bias, add_zero_attn, batch_first, training, need_weights):
     given = theirs(bias=bias, add_zero_attn=add_zero_attn, batch_first=batch_first, **sides).train(training)
     mine = MultiHeadAttention.from_torch(given, batch_first=None if batch_first else True)
     assert mine.training == training
@@ -90,7 +90,7 @@ def test_from_torch(sides, bias, add_zero_attn, batch_first, training, need_weig
 
 @either("kind", ["bool", "float"])
 @either("shape", [(QUERIES, KEYS), (BATCH * HEADS, QUERIES, KEYS)])
-def test_their_masks_turned_round(kind, shape):
+def test_converted_module_takes_torch_masks_inverted(kind, shape):
     given = theirs(add_zero_attn=len(shape) == 3)
     mine = MultiHeadAttention.from_torch(given)
     attn_mask = torch.rand(shape) > 0.6
@@ -106,7 +106,7 @@ def test_their_masks_turned_round(kind, shape):
     close(a, want_a[..., :KEYS])
 
 
-def test_causal_self_attention():
+def test_converted_causal_self_attention_equals_torch():
     given = theirs()
     mine = MultiHeadAttention.from_torch(given)
     x = torch.randn(BATCH, QUERIES, WIDTH, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_causal_self_attention():
 
 @every_side
 @either("add_zero_attn", [True, False])
-def test_gradients_are_theirs(sides, add_zero_attn):
+def test_converted_module_has_the_gradients_of_torch(sides, add_zero_attn):
     given = theirs(add_zero_attn=add_zero_attn, **sides)
     mine = MultiHeadAttention.from_torch(given)
     qkv = inputs(mine)
@@ -134,7 +134,7 @@ def test_gradients_are_theirs(sides, add_zero_attn):
     assert mine.sinks is None or mine.sinks.grad is None  # a key of zeros does not learn
 
 
-def test_a_module_that_takes_tokens_first_is_refused_unless_the_caller_transposes():
+def test_from_torch_refuses_batch_first_false_unless_confirmed():
     given = theirs(batch_first=False)
     with pytest.raises(UnsupportedError, match=r"takes \(T, B, d_model\), .*: transpose the inputs, and say so"):
         MultiHeadAttention.from_torch(given)
@@ -148,7 +148,7 @@ def test_a_module_that_takes_tokens_first_is_refused_unless_the_caller_transpose
 
 
 @either("p", [0.0, 0.25, 1.0])
-def test_dropout_is_carried(p):
+def test_conversion_preserves_dropout(p):
     mine = MultiHeadAttention.from_torch(theirs(dropout=p))
     assert mine.dropout == p
     assert mine.to_torch().dropout == p
@@ -158,14 +158,14 @@ def test_dropout_is_carried(p):
 
 
 @either("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_dtype_is_carried(dtype):
+def test_conversion_preserves_dtype(dtype):
     mine = MultiHeadAttention.from_torch(theirs(dtype=dtype, add_zero_attn=True))
     assert {p.dtype for p in mine.parameters()} == {dtype}
     assert {p.dtype for p in mine.to_torch().parameters()} == {dtype}
 
 
 @every_side
-def test_device_is_carried(sides):
+def test_conversion_preserves_device(sides):
     mine = MultiHeadAttention.from_torch(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, device="meta", **sides))
     assert {p.device.type for p in mine.parameters()} == {"meta"}
     assert {p.device.type for p in mine.to_torch().parameters()} == {"meta"}
@@ -184,7 +184,7 @@ APART = {"q_proj_weight": {"W_Q.weight"}, "k_proj_weight": {"W_K.weight"}, "v_pr
     ("sides", "frozen", "names"),
     [*(({}, *pair) for pair in PACKED.items()), *(({"kdim": 5}, *pair) for pair in APART.items())],
 )
-def test_frozen_parameters_stay_frozen(sides, frozen, names):
+def test_conversion_preserves_frozen_parameters(sides, frozen, names):
     given = theirs(**sides)
     given.get_parameter(frozen).requires_grad_(False)
     mine = MultiHeadAttention.from_torch(given)
@@ -197,7 +197,7 @@ def test_frozen_parameters_stay_frozen(sides, frozen, names):
 @every_side
 @either("options", [{}, {"bias": False}, {"out_bias": False}, {"bias": False, "out_bias": True}])
 @either("kv_heads", [4, 2, 1])
-def test_to_torch(kv_heads, options, sides, training):
+def test_to_torch_gives_the_same_output(kv_heads, options, sides, training):
     """Grouped KV heads are written out, and a bias that is missing becomes zeros where another is there."""
     mine = ours(num_kv_heads=kv_heads, **options, **sides).train(training)
     given = mine.to_torch()
@@ -215,7 +215,7 @@ def test_to_torch(kv_heads, options, sides, training):
 @every_side
 @either("bias", [True, False])
 @either("add_zero_attn", [True, False])
-def test_there_and_back(sides, bias, add_zero_attn):
+def test_conversion_to_torch_and_back_is_exact(sides, bias, add_zero_attn):
     given = theirs(bias=bias, add_zero_attn=add_zero_attn, dropout=0.2, **sides).eval()
     back = MultiHeadAttention.from_torch(given).to_torch()
     assert repr(back) == repr(given)
@@ -230,7 +230,7 @@ def test_there_and_back(sides, bias, add_zero_attn):
         close(again.state_dict()[name], value, 0)
 
 
-def test_the_copy_stands_alone():
+def test_converted_module_shares_no_memory():
     given = theirs()
     before = copy.deepcopy(given.state_dict())
     mine = MultiHeadAttention.from_torch(given)
@@ -240,7 +240,7 @@ def test_the_copy_stands_alone():
         close(value, before[name], 0)
 
 
-def test_a_class_of_ones_own():
+def test_from_torch_of_a_subclass_gives_the_subclass():
     class Mine(MultiHeadAttention):
         pass
 
@@ -267,14 +267,14 @@ def test_a_class_of_ones_own():
         (lambda: ours().prune_heads([1]).to_torch(), "has no 3 heads x 3 in a width of 12"),
     ],
 )
-def test_what_has_no_counterpart(make, words):
+def test_conversion_refuses_what_has_no_counterpart(make, words):
     with pytest.raises(HeadwiseError, match=words) as caught:
         make()
     assert type(caught.value) is UnsupportedError
     assert "\n" not in str(caught.value)
 
 
-def test_frozen_zero_sinks_are_a_key_of_zeros():
+def test_frozen_zero_sinks_convert_to_add_zero_attn():
     mine = MultiHeadAttention(WIDTH, HEADS, sinks=True, dtype=torch.float64)
     mine.sinks.requires_grad_(False)
     qkv = inputs(mine)
@@ -306,7 +306,7 @@ GONE = [[0], [5], [1, 4], [0, 1], [2, 3], [1, 2, 3], [0, 1, 2, 3, 5], []]
 @either("gone", GONE, ids=str)
 @either("kv_heads", [6, 3, 2, 1])
 @either("options", PRUNED.values(), ids=PRUNED)
-def test_pruned_equals_gated(options, kv_heads, gone):
+def test_pruned_module_equals_the_module_with_zero_gates(options, kv_heads, gone):
     whole = ours(18, 6, num_kv_heads=kv_heads, **options)
     for norm in filter(None, (whole.q_norm, whole.k_norm)):
         norm.eps = 0.2
@@ -317,8 +317,8 @@ def test_pruned_equals_gated(options, kv_heads, gone):
     gates = torch.ones(6, dtype=torch.float64)
     gates[gone] = 0
     mask = torch.rand(BATCH, 1, QUERIES, xs[-1].shape[1]) > 0.3
-    for how in ({}, {"causal": True}, {"mask": mask}, {"window": (2, 1)}):
-        close(small(*xs, **how), whole(*xs, **how, gates=gates))
+    for call_options in ({}, {"causal": True}, {"mask": mask}, {"window": (2, 1)}):
+        close(small(*xs, **call_options), whole(*xs, **call_options, gates=gates))
     kept = [i for i, number in enumerate(small.head_numbers) if number is not None]
     numbers = [number for number in small.head_numbers if number is not None]
     assert numbers == [h for h in range(6) if h not in gone]
@@ -340,13 +340,13 @@ def _check_sizes(small: MultiHeadAttention, whole: MultiHeadAttention, gone: lis
     assert small.head_numbers.count(None) == groups * size - sum(left)
 
 
-def test_fewer_parameters():
+def test_pruned_module_has_fewer_parameters():
     whole = MultiHeadAttention(768, 12)
     small = whole.prune_heads(range(6))
     assert sum(p.numel() for p in small.parameters()) == 2_359_296 // 2 + 3 * 384 + 768
 
 
-def test_pruned_twice_equals_once():
+def test_pruning_twice_equals_pruning_once():
     whole = ours(18, 6, num_kv_heads=2, sinks=True, position=Alibi())
     x = torch.randn(BATCH, QUERIES, 18, dtype=torch.float64)
     first = whole.prune_heads([0, 5])
@@ -361,7 +361,7 @@ def test_pruned_twice_equals_once():
     assert copy.deepcopy(third).head_numbers == third.head_numbers
 
 
-def test_every_way_to_lose_heads():
+def test_every_subset_of_heads_can_be_pruned():
     """All 2^6 - 1 subsets of heads of a grouped module."""
     whole = ours(6, 6, num_kv_heads=3, head_dim=2, sinks=True)
     x = torch.randn(1, 4, 6, dtype=torch.float64)
@@ -372,7 +372,7 @@ def test_every_way_to_lose_heads():
 
 
 @either("training", [True, False])
-def test_all_else_is_kept(training):
+def test_pruning_preserves_all_other_settings(training):
     whole = ours(18, 6, num_kv_heads=3, dropout=0.3, softcap=2.0, qk_norm="rms", sinks=True).train(training)
     frozen = {"W_Q.weight", "W_K.bias", "W_O.weight", "W_O.bias", "sinks", "q_norm.weight"}
     for name in frozen:
@@ -384,7 +384,7 @@ def test_all_else_is_kept(training):
     assert {p.device.type for p in copy.deepcopy(whole).to("meta").prune_heads([1]).parameters()} == {"meta"}
 
 
-def test_the_argument_is_untouched():
+def test_pruning_does_not_modify_its_argument():
     whole = ours(18, 6, num_kv_heads=2, position=Alibi(), qk_norm="layer", sinks=True)
     before, heads = copy.deepcopy(whole.state_dict()), [1, 2]
     small = whole.prune_heads(heads)
@@ -397,7 +397,7 @@ def test_the_argument_is_untouched():
         close(value, before[name], 0)
 
 
-def test_a_pruned_module_decodes():
+def test_pruned_module_decodes_with_a_cache():
     small = ours(18, 6, num_kv_heads=3, position=Rotary(), head_dim=4).prune_heads([0, 2, 3])
     x, cache = torch.randn(2, 5, 18, dtype=torch.float64), KVCache()
     steps = [small(x[:, t : t + 1], causal=True, cache=cache) for t in range(5)]
@@ -416,7 +416,7 @@ LISTS = {
 
 
 @either("heads", LISTS.values(), ids=LISTS)
-def test_any_kind_of_list(heads):
+def test_prune_heads_takes_any_iterable_of_numbers(heads):
     assert ours(num_kv_heads=4).prune_heads(heads).head_numbers == (0, 2)
 
 
@@ -430,12 +430,12 @@ def test_any_kind_of_list(heads):
         ([True], "head True does not exist; there are 4, 0 to 3"),
         (["1", 9], "head '?1'? does not exist; there are 4, 0 to 3"),
         (2, r"\[2\]|list"),
-        (range(4), "all 4 heads would go; leave at least one"),
-        ([0, 1, 2, 3, 0], "all 4 heads would go; leave at least one"),
+        (range(4), "all 4 heads would be removed; leave at least one"),
+        ([0, 1, 2, 3, 0], "all 4 heads would be removed; leave at least one"),
     ],
     ids=str,
 )
-def test_heads_that_cannot_go(heads, words):
+def test_prune_heads_refuses_invalid_heads(heads, words):
     with pytest.raises(HeadwiseError, match=words) as caught:
         ours().prune_heads(heads)
     assert type(caught.value) is ShapeError

@@ -45,7 +45,7 @@ def inputs(batch: int, queries: int, keys: int, dtype: torch.dtype = torch.float
     return [torch.randn(shape, generator=made, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def how(name: str, dtype: torch.dtype) -> dict[str, Any]:
+def call_options(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {key: x.to(dtype) if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
 
 
@@ -54,7 +54,7 @@ def how(name: str, dtype: torch.dtype) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_recorded_attend_serves_inputs_of_other_sizes(tracer: str, name: str, dtype: torch.dtype) -> None:
-    options = how(name, dtype)
+    options = call_options(name, dtype)
 
     def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return headwise.attend(q, k, v, **options)
@@ -87,7 +87,7 @@ def test_recorded_statistics_serve_inputs_of_other_sizes(tracer: str, dtype: tor
     [*(("jit", name) for name in OPTIONS if name != "gates"), ("symbolic", "causal")],
 )
 def test_recorded_weights_serve_inputs_of_other_sizes(tracer: str, name: str) -> None:
-    options = how(name, torch.float64)
+    options = call_options(name, torch.float64)
 
     def looked(q: Tensor, k: Tensor) -> Tensor:
         return headwise.weights(q, k, **options)
@@ -107,7 +107,7 @@ def test_recorded_lengths_and_masks_are_read_at_each_run() -> None:
     torch.testing.assert_close(graph(q, k, v, masks[1]), headwise.attend(q, k, v, mask=masks[1]))
 
 
-def test_a_graph_that_is_run_on_what_does_not_fit_refuses() -> None:
+def test_a_recorded_graph_validates_its_inputs() -> None:
     q, k, v = inputs(2, 5, 7)
     graph = make_fx(lambda q, k, v, n: headwise.attend(q, k, v, lengths=n))(q, k, v, torch.tensor([3, 7]))
     with pytest.raises(headwise.errors.MaskError, match="lengths must lie between 0 and the 7 keys there are, got 9"):
@@ -117,7 +117,7 @@ def test_a_graph_that_is_run_on_what_does_not_fit_refuses() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_traced_module_has_the_module_gradients(dtype: torch.dtype) -> None:
+def test_a_traced_module_has_the_gradients_of_the_module(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = headwise.MultiHeadAttention(24, 6, 2, position=headwise.Rotary(), sinks=True).to(dtype)
     first, other = torch.randn(2, 5, 24, dtype=dtype), torch.randn(3, 7, 24, dtype=dtype)
@@ -179,7 +179,7 @@ class Functions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [Operators, Functions])
-def test_modes_see_the_operator(mode: Any) -> None:
+def test_dispatch_and_function_modes_see_the_operator(mode: Any) -> None:
     q, k, v = inputs(2, 5, 7)
     for _ in range(3):
         want, statistics = headwise.head_stats(q, k, v)
@@ -213,14 +213,14 @@ def test_the_profiler_sees_the_operator() -> None:
     assert [event.count for event in profile.key_averages() if event.key == "headwise::attend"] == [1]
 
 
-def test_symbolic_trace_is_refused_in_words() -> None:
+def test_symbolic_trace_is_refused_with_advice() -> None:
     with pytest.raises(ShapeError, match=r"q is a torch.fx.Proxy, .*; use torch.export, make_fx or torch.jit.trace"):
         torch.fx.symbolic_trace(lambda q, k, v: headwise.attend(q, k, v))
     with pytest.raises(ShapeError, match=r"query is a torch.fx.Proxy"):
         torch.fx.symbolic_trace(headwise.MultiHeadAttention(24, 6))
 
 
-def test_a_default_device_records_nothing() -> None:
+def test_a_default_device_does_not_count_as_recording() -> None:
     given = inputs(2, 5, 7)
     want = headwise.head_stats(*given)
     with torch.device("meta"):

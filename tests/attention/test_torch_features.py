@@ -1,4 +1,4 @@
-"""Where attention meets other features of PyTorch: it gives the same numbers there, or refuses."""
+"""Attention together with other features of PyTorch gives the same numbers, or is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import headwise
-from headwise.attention import functional
+from headwise.attention import dispatch, functional
+from headwise.attention.call import build_call
 from headwise.errors import UnsupportedError
 
 
 def inputs(seed: int = 0, tokens: int = 7) -> list[Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, heads, tokens, 5, generator=made) for heads in (6, 3, 3)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, heads, tokens, 5, generator=generator) for heads in (6, 3, 3)]
 
 
 def negated(x: Tensor) -> Tensor:
@@ -25,15 +26,15 @@ def negated(x: Tensor) -> Tensor:
     return torch._neg_view(-x)
 
 
-def test_views_with_a_negative_bit() -> None:
+def test_negated_views_give_the_same_output() -> None:
     q, k, v = inputs()
-    made = torch.Generator().manual_seed(1)
-    numbers = torch.randn(6, generator=made)
-    mask = torch.randn(7, 7, generator=made)
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn(6, generator=generator)
+    mask = torch.randn(7, 7, generator=generator)
     for options in ({"sinks": numbers}, {"gates": numbers}, {"mask": mask}, {"slopes": numbers.abs()}):
-        want = functional.run(q, k, v, functional.call_of(q, k, v, **options))
+        want = dispatch.attend(q, k, v, build_call(q, k, v, **options))
         flipped: dict[str, Any] = {name: negated(x) for name, x in options.items()}
-        got = functional.run(*map(negated, (q, k, v)), functional.call_of(q, k, v, **flipped))
+        got = dispatch.attend(*map(negated, (q, k, v)), build_call(q, k, v, **flipped))
         torch.testing.assert_close(got, want)
     imaginary = torch.complex(q, -q).conj().imag  # which is one of these views
     torch.testing.assert_close(headwise.attend(imaginary, k, v), headwise.attend(q, k, v))
@@ -52,22 +53,20 @@ def test_vmap_takes_attend_and_refuses_statistics() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_statistics_without_values_are_recorded_and_links_are_refused() -> None:
-    q, k, v = inputs()
+def test_statistics_without_values_can_be_traced() -> None:
+    q, k, _ = inputs()
 
     def entropy(q: Tensor, k: Tensor) -> Tensor:
-        found: Tensor = functional.statistics(q, k, causal=True).sums["entropy"]
+        found: Tensor = functional.head_stats_without_values(q, k, causal=True).sums["entropy"]
         return found
 
     graph = torch.jit.trace(entropy, (q, k))
     other = inputs(1, tokens=11)[:2]
     torch.testing.assert_close(graph(*other), entropy(*other))
-    with pytest.raises(UnsupportedError, match="links cannot be recorded"):
-        torch.jit.trace(lambda q, k, v: functional.links(q, k, v, functional.call_of(q, k, v), 2)[2].weight, (q, k, v))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_gradients(reentrant: bool) -> None:
+def test_gradients_are_the_same_under_checkpointing(reentrant: bool) -> None:
     ours, plain = ([x.requires_grad_() for x in inputs()] for _ in range(2))
     checkpoint(lambda *x: headwise.attend(*x, causal=True), *ours, use_reentrant=reentrant).square().sum().backward()
     headwise.attend(*plain, causal=True).square().sum().backward()
@@ -76,12 +75,12 @@ def test_checkpointed_gradients(reentrant: bool) -> None:
         torch.testing.assert_close(got.grad, want.grad)
 
 
-def test_inference_tensors_serve_outside_of_inference_mode() -> None:
+def test_inference_tensors_work_outside_inference_mode() -> None:
     want = headwise.attend(*inputs(), causal=True)
     with torch.inference_mode():
-        given = inputs()
-        torch.testing.assert_close(headwise.attend(*given, causal=True), want)
-    torch.testing.assert_close(headwise.attend(*given, causal=True), want)
+        tensors = inputs()
+        torch.testing.assert_close(headwise.attend(*tensors, causal=True), want)
+    torch.testing.assert_close(headwise.attend(*tensors, causal=True), want)
 
 
 def test_threads_that_call_at_once_get_their_own_results() -> None:
@@ -89,9 +88,9 @@ def test_threads_that_call_at_once_get_their_own_results() -> None:
 
     def work(number: int) -> None:
         for tokens in (2, 3, 5, 7, 11, 13, 17, 19) * 3:
-            given = inputs(number, tokens)
-            exact = [x.double() for x in given]
-            out, stats = headwise.head_stats(*given, causal=True)
+            tensors = inputs(number, tokens)
+            exact = [x.double() for x in tensors]
+            out, stats = headwise.head_stats(*tensors, causal=True)
             want, exact_stats = headwise.head_stats(*exact, causal=True)
             close = torch.allclose(out.double(), want, atol=1e-5)
             if not (close and torch.allclose(stats.entropy, exact_stats.entropy.double(), atol=1e-4)):

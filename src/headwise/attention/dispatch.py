@@ -1,0 +1,223 @@
+"""Which backend computes a call, and computing it there.
+
+A one-pass kernel (native on the CPU, triton on CUDA) takes what it can; PyTorch's own operators take the rest: its
+fused kernel where that is exact (sdpa), blocks of query rows otherwise (blockwise, blockwise_stats).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import operators, validation  # operators imports this module: a recorded operator is dispatched here again
+from .backends import blockwise, blockwise_stats, composite, sdpa
+from .backends.native import library
+from .backends.protocol import NO_EXTRA, Backend, ExtraOutputs, StrongestKeys, apply_gates
+from .backends.triton import launch
+from .call import AttentionCall, StatsRequest
+from .stats import HeadStats
+from .torch_modes import (
+    in_forward_mode,
+    in_transform,
+    is_observed,
+    is_recording,
+    needs_gradient,
+    without_autocast,
+)
+
+# ---- the choice
+
+
+def one_pass_backend(call: AttentionCall) -> Backend:
+    """The one-pass kernel for the device of a call."""
+    return launch if launch.serves(call.visibility.device) else library
+
+
+def why_not_one_pass(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> str | None:
+    """Why PyTorch computes this call instead of a one-pass kernel, or None."""
+    if in_forward_mode():
+        return "forward-mode derivatives go through PyTorch's own operators"
+    if not torch.compiler.is_compiling() and in_transform():
+        return "torch.func transforms PyTorch's own operators"
+    backend = one_pass_backend(call)
+    reason = backend.why_not(q, call, extra)
+    if reason is not None:
+        return reason
+    if call.dropout:
+        return f"the {backend.NAME} kernel has no dropout"
+    if needs_gradient(call.visibility.mask, call.visibility.slopes):
+        return "the mask requires a gradient"
+    return None
+
+
+def must_be_operator(call: AttentionCall) -> bool:
+    """Whether a recorder needs the call as one operator, which has to serve other sizes and values."""
+    return is_recording() and not (call.dropout or in_forward_mode() or in_transform())
+
+
+def explain(q: Tensor, call: AttentionCall) -> str:
+    """Which backend would compute a call, and why no faster one."""
+    instead = why_not_one_pass(q, call)
+    if instead is None:
+        backend = one_pass_backend(call)
+        return f"{backend.NAME}: {backend.explain(call)}"
+    call = _simplify(call)
+    reason = sdpa.why_not(q, call)
+    if reason is None:
+        return f"{sdpa.NAME}: {sdpa.explain(call)} ({instead})"
+    return f"{blockwise.NAME}: {reason}; {blockwise.explain(call)} ({instead})"
+
+
+# ---- attend
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """The output (B, H, Tq, Dv) of a validated call."""
+    if must_be_operator(call):
+        return operators.attend(q, k, v, call)
+    if why_not_one_pass(q, call) is None:
+        compiling = torch.compiler.is_compiling()
+        learning = needs_gradient(q, k, v, call.sinks, call.gates)
+        if is_observed() and not (compiling and learning):  # a compiler knows the gradients of PyTorch's own operators
+            return operators.attend(q, k, v, call)
+        if not learning:
+            return one_pass_backend(call).run(q, k, v, call).out
+        if not compiling:
+            return apply_gates(OnePass.apply(q, k, v, call.sinks, call), call)
+    return run_in_torch(q, k, v, call)
+
+
+def run_in_torch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """The output by PyTorch's own operators."""
+    with without_autocast(q):
+        return composite.attend(q, k, v, _simplify(call))
+
+
+def _simplify(call: AttentionCall) -> AttentionCall:
+    """Lengths in place of a padding mask: with them, PyTorch's operators skip keys that do not exist."""
+    return call if call.visibility.mask is None else replace(call, visibility=call.visibility.without_padding())
+
+
+class OnePass(torch.autograd.Function):
+    """A one-pass kernel's output without gates, where gradients are needed; backward computes the weights again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall) -> Tensor:
+        call = replace(call, sinks=sinks, gates=None)
+        outputs = one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
+        ctx.save_for_backward(q, k, v, sinks, outputs.out, outputs.lse)
+        ctx.call = call
+        return outputs.out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        call: AttentionCall = replace(ctx.call, sinks=sinks)
+        with without_autocast(q):
+            large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
+            if not large and _has_flash_backward(q, call):
+                return *sdpa.backward(grad_out, q, k, v, out, lse, call), None, None
+        of = composite.gradients(grad_out, q, k, v, call, large)
+        return of.q, of.k, of.v, of.sinks, None
+
+
+def _has_flash_backward(q: Tensor, call: AttentionCall) -> bool:
+    """Whether PyTorch's fused backward has this call's gradients."""
+    return not torch.is_grad_enabled() and sdpa.why_not(q, call) is None and sdpa.has_backward(call)
+
+
+# ---- head_stats
+
+
+def head_stats(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest) -> tuple[Tensor, HeadStats]:
+    """The output and the statistics of a validated call."""
+    learning = needs_gradient(q, k, v, call.visibility.mask, call.sinks, call.gates) or in_forward_mode()
+    if must_be_operator(call) and len(request.classes) <= library.MAX_CLASSES:
+        return operators.head_stats(q, k, v, call, request)
+    extra = ExtraOutputs(stats=request)
+    if not learning and why_not_one_pass(q, call, extra) is None:
+        backend = one_pass_backend(call)
+        if is_observed() and backend is library:
+            return operators.head_stats(q, k, v, call, request)
+        outputs = backend.run(q, k, v, call, extra)
+        assert outputs.stats is not None  # they were requested
+        return outputs.out, outputs.stats
+    if not learning and not call.dropout:
+        return run_in_torch_with_stats(q, k, v, call, request)
+    stats = _stats_in_torch(q.detach(), k.detach(), call.detach(), request)
+    return attend(q, k, v, call), stats
+
+
+def run_in_torch_with_stats(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest
+) -> tuple[Tensor, HeadStats]:
+    """The output and the statistics by PyTorch's own operators, without gradients."""
+    with torch.no_grad(), without_autocast(q):
+        plain = _simplify(call).detach()
+        outputs = blockwise_stats.run(q.detach(), k.detach(), v.detach(), plain, ExtraOutputs(stats=request))
+    assert outputs.stats is not None  # they were requested
+    return outputs.out, outputs.stats
+
+
+def stats_without_values(q: Tensor, k: Tensor, call: AttentionCall, request: StatsRequest) -> HeadStats:
+    """The statistics of a validated call whose values are one column of its keys, in place of real ones."""
+    with torch.no_grad():
+        extra = ExtraOutputs(stats=request)
+        if must_be_operator(call) or why_not_one_pass(q, call, extra) is None:
+            return head_stats(q, k, k[..., :1], call, request)[1]
+        return _stats_in_torch(q, k, call, request)
+
+
+def _stats_in_torch(q: Tensor, k: Tensor, call: AttentionCall, request: StatsRequest) -> HeadStats:
+    with torch.no_grad(), without_autocast(q):
+        return blockwise_stats.stats_without_values(q, k, _simplify(call), request)
+
+
+# ---- weights
+
+
+def weights(q: Tensor, k: Tensor, call: AttentionCall, rows: Any = None, heads: Any = None) -> Tensor:
+    """The weights (B, heads, rows, Tk) of a validated call, for the selected query rows and heads."""
+    size = call.size
+    (k,) = blockwise.zero_hidden_keys(call.visibility, k, whole=True)
+    if heads is not None:
+        selected = validation.pick("head", heads, size.heads)
+        q, k = q[:, selected], k[:, [h // size.group for h in selected]]
+        sinks = None if call.sinks is None else call.sinks[selected]
+        call = replace(call, visibility=call.visibility.select_heads(selected), sinks=sinks)
+    at: slice | Tensor = slice(0, size.queries)
+    if rows is not None:
+        at = torch.tensor(validation.pick("row", rows, size.queries), dtype=torch.long, device=q.device)
+        q = q[:, :, at]
+    with without_autocast(q):
+        s = blockwise.scores(q, k, call, at, 0, size.keys)
+        e, total = blockwise.exponentials(s, call.sinks)
+        a, visible = e / total, call.visibility.allowed(at, 0, size.keys)
+        if visible is not None:
+            a = torch.where(visible, a, 0)  # a NaN in the row must not reach hidden keys
+        return a.to(q.dtype)
+
+
+def strongest_keys(q: Tensor, k: Tensor, call: AttentionCall, count: int) -> StrongestKeys:
+    """The `count` largest weights of every row and their keys, (B, H, Tq, count or all keys) in int64 and q's dtype."""
+    count, queries = min(count, call.size.keys), range(call.size.queries)
+    keys = torch.empty(*q.shape[:3], count, dtype=torch.long, device=q.device)
+    strongest = StrongestKeys(keys, torch.empty_like(keys, dtype=q.dtype))
+    remaining = list(queries)
+    extra = ExtraOutputs(strongest=count)
+    with torch.no_grad():
+        if count and not is_observed() and why_not_one_pass(q, call, extra) is None:
+            found = one_pass_backend(call).run(q, k, k[..., :1], call, extra).strongest
+            assert found is not None  # they were requested
+            strongest.keys.copy_(found.keys)
+            strongest.weights.copy_(found.weights)
+            # rows that see fewer keys are filled up with hidden ones below
+            remaining = (found.keys < 0).any(-1).any(1).any(0).nonzero().flatten().tolist()
+        for first in range(0, len(remaining), blockwise.ROWS):
+            rows = remaining[first : first + blockwise.ROWS]
+            top = weights(q, k, call, rows).topk(count)
+            strongest.keys[:, :, rows], strongest.weights[:, :, rows] = top.indices, top.values
+    return strongest

@@ -1,0 +1,99 @@
+"""The fast path for a call that looks like an earlier one.
+
+Validating a call takes longer than a short call itself, so calls that differ in their numbers alone are validated once.
+Most calls look like the latest one with the same options: PyTorch's tensor guards recognise that in one step, and also
+that no gradient, autocast, subclass or transform is involved. Serves attend, head_stats and MultiHeadAttention.
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from . import dispatch, validation
+from .backends.native import library
+from .backends.native.library import Template
+from .backends.triton import launch
+from .call import build_call
+from .options import Window
+from .torch_modes import PLAIN_TENSORS, in_forward_mode, in_transform, is_observed
+
+MAX_TEMPLATES = 1024
+NUMBERS = int, float, NoneType
+TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # not a stable interface of PyTorch
+
+_templates: dict[Any, Template] = {}  # by sizes, strides, dtypes and options
+_latest: dict[Any, tuple[Any, Template]] = {}  # by options: guards that recognise tensors like the latest ones
+
+
+def clear() -> None:
+    """Forget all calls."""
+    _templates.clear()
+    _latest.clear()
+
+
+def find_template(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: Window | None,
+    scale: float | None,
+    softcap: float | None,
+) -> Template | None:
+    """The template of a call that the native kernel takes, or None where it must be validated and dispatched."""
+    if torch.compiler.is_compiling() or launch.interpreting or library.choice().why_not is not None:
+        return None
+    # what the guards below do not see; recorders and transforms they do
+    if in_forward_mode() or profiler._is_profiler_enabled or (torch._C._len_torch_function_stack() and is_observed()):
+        return None
+    if type(scale) not in NUMBERS or type(softcap) not in NUMBERS or type(causal) is not bool:
+        return None
+    band = None if window is None else validation.band(causal, window)
+    options = not causal, band, scale, softcap, mask is None
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    # written out for q, k and v: loops and generators would cost a microsecond
+    if type(q) not in PLAIN_TENSORS or type(k) not in PLAIN_TENSORS or type(v) not in PLAIN_TENSORS:
+        return None
+    if q.is_nested or k.is_nested or v.is_nested:  # the guards abort the process on these
+        return None
+    latest = _latest.get(options)
+    if latest is not None and latest[0].check(*tensors):
+        return latest[1]
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
+        return None
+    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    if requires_grad and torch.is_grad_enabled():
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg() or torch.is_autocast_enabled("cpu"):
+        return None
+    if is_observed() or in_transform():
+        return None
+    if not (q.layout is k.layout is v.layout is torch.strided):
+        return None
+    mask_form = None
+    if mask is not None:
+        if type(mask) is not Tensor or mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
+            return None
+        mask_form = mask.shape, mask.stride()
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, mask_form, options,
+    )  # fmt: skip
+    template = _templates.get(key)
+    if template is None:
+        call = build_call(q, k, v, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap)
+        if dispatch.why_not_one_pass(q, call) is not None:
+            return None
+        if len(_templates) >= MAX_TEMPLATES:
+            clear()
+        template = _templates[key] = library.make_template(q, k, v, call)
+    elif TensorGuards is not None and not requires_grad and not (q is k or q is v or k is v):
+        # the guards refuse one tensor given twice
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        _latest[options] = guards, template
+    return template
