@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "hub", "shapes", "terminal"),
+    ("heads", "errors", "files", "html", "hub", "shapes", "terminal"),
     ("card",),
     ("attention",),
     ("timing",),

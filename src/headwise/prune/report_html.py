@@ -1,12 +1,10 @@
-"""The report of a run of pruning as one HTML page, without anything from elsewhere."""
+"""The report of a pruning run as one HTML page that loads nothing but the picture beside it."""
 
 from __future__ import annotations
 
-import html
-from base64 import b64encode
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from .. import html
 from ..terminal import one_line
 from .report import ceiling, compared, recovered, rows
 
@@ -29,20 +27,7 @@ pre { line-height: 1.2; overflow-x: auto }
     f".heads td.gone.s{step} {{ background: rgb(70 130 180 / {(0.08 + 0.62 * step / SHADES) / 3:.3f}) }}\n"
     for step in range(SHADES + 1)
 )
-POLICY = (  # nothing from elsewhere, no script; the one picture lies beside the page
-    f"default-src 'none'; style-src 'sha256-{b64encode(sha256(STYLE.encode()).digest()).decode()}'; "
-    "img-src 'self' file:; base-uri 'none'; form-action 'none'"
-)
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
+BODY = """
 <h1>{title}</h1>
 <p>The most that removing heads can save: {ceiling}.</p>
 <table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody></table>
@@ -55,22 +40,19 @@ PAGE = """<!doctype html>
 {against}
 {recovery}
 <p>{saved}</p>
-</body>
-</html>
 """
 
 
 def said(text: str) -> str:
-    """A text of others in HTML: a model's name may be "<b>"."""
+    """One line of text as HTML: a model's name may be "<b>"."""
     return html.escape(one_line(text))
 
 
 def page(report: Report, picture: bool = False) -> str:
     cells = "".join(f"<tr><td>{said(a)}</td><td>{said(b)}</td><td>{said(c)}</td></tr>" for a, b, c in rows(report))
-    return PAGE.format(
-        policy=html.escape(POLICY),
-        style=STYLE,
-        title=said(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
+    title = f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"
+    body = BODY.format(
+        title=said(title),
         ceiling=said(ceiling(report)),
         table=cells,
         verdict="".join(f"<li>{said(line)}</li>" for line in report.verdict()),
@@ -82,6 +64,7 @@ def page(report: Report, picture: bool = False) -> str:
         recovery=f"<h2>Recovery</h2><p>{said(recovered(report))}</p>" if report.losses else "",
         saved=said(str(report.saved)) if report.saved else "",
     )
+    return html.page(one_line(title), body, STYLE, images="'self' file:")[0]  # the picture is a file beside the page
 
 
 def _heads(report: Report) -> str:
