@@ -16,21 +16,21 @@ from ..files import written
 
 # in this order, so that everything is defined before it is used
 MODULES = (
-    "colour",
-    "core",
-    "dom",
-    "heat",
-    "links",
-    "map",
-    "head",
-    "steps",
-    "compare",
-    "live",
-    "state",
-    "asking",
-    "view",
+    "lib/colour",
+    "lib/run",
+    "lib/dom",
+    "lib/heatmap",
+    "lib/links",
+    "views/map",
+    "views/head",
+    "views/steps",
+    "views/compare",
+    "lib/live",
+    "lib/state",
+    "lib/requests",
+    "app",
 )
-IMPORT = re.compile(r"^import\s[^;]*?from\s\"\./[a-z]+\.js\";\n", re.MULTILINE)
+IMPORT = re.compile(r"^import\s[^;]*?from\s\"\.{1,2}/[a-z/]+\.js\";\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const))", re.MULTILINE)
 
 
@@ -67,7 +67,7 @@ def shown(text: str) -> str:
     return html.escape(text.encode("utf-8", "replace").decode())
 
 
-def page(data: Any, *, title: str = "headwise", host: str = "page", connect: str = "'none'") -> tuple[str, str]:
+def page(data: Any, *, title: str = "headwise", host: str = "hosts/page", connect: str = "'none'") -> tuple[str, str]:
     """The whole HTML and the policy in it. host: the script between the page and the module; connect: where it asks."""
     script = f"{module()}\n{_source(host)}\nmount();\n"
     css = style() + "\nbody { margin: 0; }\n#headwise > .headwise { min-height: 100vh; }\n"

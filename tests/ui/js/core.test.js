@@ -1,12 +1,12 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { PALETTES, inkOn, luminance, pick, ramp } from "../../../src/headwise/ui/js/colour.js";
-import { Recent, Run, attention, merged, numbers, rootError } from "../../../src/headwise/ui/js/core.js";
-import { cellText, direction, format, several, visible, weightText } from "../../../src/headwise/ui/js/dom.js";
-import { alike, difference } from "../../../src/headwise/ui/js/compare.js";
-import { extent, ordered, ranked } from "../../../src/headwise/ui/js/map.js";
-import { messages } from "../../../src/headwise/ui/js/asking.js";
-import { readState, write } from "../../../src/headwise/ui/js/state.js";
+import { PALETTES, inkOn, luminance, pick, ramp } from "../../../src/headwise/ui/js/lib/colour.js";
+import { Recent, Run, attention, merged, numbers, rootError } from "../../../src/headwise/ui/js/lib/run.js";
+import { cellText, direction, format, several, visible, weightText } from "../../../src/headwise/ui/js/lib/dom.js";
+import { alike, difference } from "../../../src/headwise/ui/js/views/compare.js";
+import { extent, ordered, ranked } from "../../../src/headwise/ui/js/views/map.js";
+import { messages } from "../../../src/headwise/ui/js/lib/requests.js";
+import { readState, write } from "../../../src/headwise/ui/js/lib/state.js";
 
 const f32 = (values) => Buffer.from(new Float32Array(values).buffer).toString("base64");
 const layer = { kind: "self", index: 0, heads: 2, kv: 1, dim: 3, width: 6, from: 0, to: 0 };

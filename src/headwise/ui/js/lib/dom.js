@@ -68,7 +68,7 @@ export function cellText(x) {
   return (Math.abs(x) < 0.005 ? 0 : x).toFixed(2).replace("-", "−");
 }
 
-/** A weight in words, with what is not known about it. @param {import("./core.js").Weight} weight */
+/** A weight in words, with what is not known about it. @param {import("./run.js").Weight} weight */
 export function weightText({ value, error, atMost }) {
   if (atMost) return `at most ${format(value, 4)} (not among the strongest links that this page holds)`;
   if (error >= 0.00005) return `≈ ${format(value, 4)} (± ${format(error, 4)}, stored in one byte)`;

@@ -1,8 +1,8 @@
 // Two passes beside each other, and what changed: another text, another model, or the same with some heads off.
-import { pick, ramp } from "./colour.js";
-import { cellText, choice, format, h, select, visible, weightText } from "./dom.js";
+import { pick, ramp } from "../lib/colour.js";
+import { cellText, choice, format, h, select, visible, weightText } from "../lib/dom.js";
 import { source } from "./head.js";
-import { Heat, legend, picture } from "./heat.js";
+import { Heat, legend, picture } from "../lib/heatmap.js";
 import { choices, extent, grid, measures, ordered, values, walk } from "./map.js";
 
 /** Whether two passes have the same layers and heads. @param {any} a @param {any} b */

@@ -1,14 +1,14 @@
 // The view: one state, several ways to look at it. The contract is anywidget's: export default { render({ model, el }) }.
-import { Questions, messages } from "./asking.js";
-import { category, oklch, PALETTES } from "./colour.js";
-import { CompareView } from "./compare.js";
-import { Run } from "./core.js";
-import { Tip, choice, h, keepFocus, several, visible } from "./dom.js";
-import { HeadView } from "./head.js";
-import { Bar } from "./live.js";
-import { MapView } from "./map.js";
-import { ASKED, START, mend, readState, write } from "./state.js";
-import { StepsView } from "./steps.js";
+import { Questions, messages } from "./lib/requests.js";
+import { category, oklch, PALETTES } from "./lib/colour.js";
+import { CompareView } from "./views/compare.js";
+import { Run } from "./lib/run.js";
+import { Tip, choice, h, keepFocus, several, visible } from "./lib/dom.js";
+import { HeadView } from "./views/head.js";
+import { Bar } from "./lib/live.js";
+import { MapView } from "./views/map.js";
+import { ASKED, START, mend, readState, write } from "./lib/state.js";
+import { StepsView } from "./views/steps.js";
 
 /**
  * @typedef {{ get(name: string): any, set?(name: string, value: any): void, on?(event: string, act: (...args: any[]) => void): void,
@@ -93,12 +93,12 @@ export class App {
     Object.assign(this.state, { token: this.run.texts[0].of.indexOf(follow.word), key: this.run.texts[0].of.indexOf(follow.to) });
   }
 
-  /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./core.js").Head} at */
+  /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./lib/run.js").Head} at */
   learn(run, at) {
     return this.questions?.learn(run, at);
   }
 
-  /** Switch a head off, or on again. @param {import("./core.js").Head} at */
+  /** Switch a head off, or on again. @param {import("./lib/run.js").Head} at */
   switchHead(at) {
     const label = this.run.label(at);
     const labels = this.state.off ? this.state.off.split(",") : [];
@@ -181,7 +181,7 @@ export class App {
     if (this.state.view === "compare" && !this.runs[1] && !this.live) this.state.view = "map";
   }
 
-  /** A head was clicked: it alone, or with Shift laid over the others. @param {import("./core.js").Head} at @param {MouseEvent} event @param {string} view */
+  /** A head was clicked: it alone, or with Shift laid over the others. @param {import("./lib/run.js").Head} at @param {MouseEvent} event @param {string} view */
   choose(at, event, view) {
     const { heads } = this.state;
     if (!event.shiftKey && !event.ctrlKey && !event.metaKey) return this.set({ heads: [at], view });

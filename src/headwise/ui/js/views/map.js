@@ -1,7 +1,7 @@
 // All heads of a model as a grid, a layer a row: coloured by a statistic, by kind, or drawn small.
-import { category, css, inkOn, pick, ramp } from "./colour.js";
-import { cellText, choice, format, h, select, several, tokenElement } from "./dom.js";
-import { legend, picture } from "./heat.js";
+import { category, css, inkOn, pick, ramp } from "../lib/colour.js";
+import { cellText, choice, format, h, select, several, tokenElement } from "../lib/dom.js";
+import { legend, picture } from "../lib/heatmap.js";
 
 const THUMBNAIL = "thumbnail";
 const KINDS = "kind"; // what stands out on this text
@@ -54,14 +54,14 @@ export function ordered(layer, row, order) {
   return order === "value" ? heads.sort((a, b) => (row[b] ?? -Infinity) - (row[a] ?? -Infinity)) : heads;
 }
 
-/** All heads by their value. @param {(number | null)[][]} table @param {boolean} lowest first @returns {import("./core.js").Head[]} */
+/** All heads by their value. @param {(number | null)[][]} table @param {boolean} lowest first @returns {import("../lib/run.js").Head[]} */
 export function ranked(table, lowest) {
-  const all = table.flatMap((values, row) => values.map((value, head) => ({ at: /** @type {import("./core.js").Head} */ ([row, head]), value }))).filter((one) => one.value !== null);
+  const all = table.flatMap((values, row) => values.map((value, head) => ({ at: /** @type {import("../lib/run.js").Head} */ ([row, head]), value }))).filter((one) => one.value !== null);
   const sign = lowest ? 1 : -1;
   return all.sort((a, b) => sign * (/** @type {number} */ (a.value) - /** @type {number} */ (b.value))).map((one) => one.at);
 }
 
-/** What one head's cell says when asked. @param {any} app @param {any} run @param {import("./core.js").Head} at @returns {any[]} */
+/** What one head's cell says when asked. @param {any} app @param {any} run @param {import("../lib/run.js").Head} at @returns {any[]} */
 export function headNotes(app, run, at) {
   const [row, head] = at;
   const layer = run.layers[row];
@@ -82,7 +82,7 @@ export function headNotes(app, run, at) {
 }
 
 /** The grid of heads. @param {any} app @param {any} run
- * @param {{cell: (at: import("./core.js").Head) => {colour: import("./colour.js").Rgb | null, text: string}, order: (row: number) => number[], small?: boolean, choose: (at: import("./core.js").Head, event: MouseEvent) => void, chosen: import("./core.js").Head[], name: string, notes?: (at: import("./core.js").Head) => any[], thumbnails?: boolean, ranked?: import("./core.js").Head[] | null}} how */
+ * @param {{cell: (at: import("../lib/run.js").Head) => {colour: import("../lib/colour.js").Rgb | null, text: string}, order: (row: number) => number[], small?: boolean, choose: (at: import("../lib/run.js").Head, event: MouseEvent) => void, chosen: import("../lib/run.js").Head[], name: string, notes?: (at: import("../lib/run.js").Head) => any[], thumbnails?: boolean, ranked?: import("../lib/run.js").Head[] | null}} how */
 export function grid(app, run, how) {
   const most = Math.max(...run.layers.map((/** @type {any} */ layer) => layer.heads));
   if (how.ranked) return h("div", { class: "hw-grids" }, h("div", { class: "hw-grid ranked", role: "grid", "aria-label": how.name, style: { "--hw-heads": most, "--hw-layers": 6 } },
@@ -125,7 +125,7 @@ function gridRow(app, run, row, how, sorted, grouped) {
     ...how.order(row).map((/** @type {number} */ head) => gridCell(app, run, [row, head], how, sorted ? String(head) : "", grouped && head % size === 0 && head > 0)));
 }
 
-/** @param {any} app @param {any} run @param {import("./core.js").Head} at @param {any} how @param {string} name @param {boolean} apart whether a KV group begins here */
+/** @param {any} app @param {any} run @param {import("../lib/run.js").Head} at @param {any} how @param {string} name @param {boolean} apart whether a KV group begins here */
 function gridCell(app, run, at, how, name, apart) {
   const { colour, text, said } = how.cell(at);
   const place = how.chosen.findIndex((/** @type {any} */ one) => one[0] === at[0] && one[1] === at[1]);
@@ -149,7 +149,7 @@ function gridCell(app, run, at, how, name, apart) {
   return cell;
 }
 
-/** @param {any} app @param {any} run @param {import("./core.js").Head} at */
+/** @param {any} app @param {any} run @param {import("../lib/run.js").Head} at */
 function thumbnail(app, run, at) {
   const small = run.thumbnail(at);
   const colours = ramp(app.state.palette, app.theme);
@@ -188,7 +188,7 @@ export class MapView {
     const listed = state.paint === ROLES ? run.json.roles : run.json.standouts;
     const by = byHead(listed);
     const names = [...new Set(listed.map((/** @type {any} */ one) => one.kind))];
-    const cell = (/** @type {import("./core.js").Head} */ at) => {
+    const cell = (/** @type {import("../lib/run.js").Head} */ at) => {
       const value = table[at[0]][at[1]];
       if (named) {
         const [first] = by.get(at.join(".")) ?? [];

@@ -23,7 +23,7 @@ export class LinksView {
     this.observer.observe(this.el);
   }
 
-  /** @param {any} run @param {import("./core.js").Head[]} heads @param {{unit: import("./core.js").Unit, pinned: number | null, bare: boolean}} how */
+  /** @param {any} run @param {import("./run.js").Head[]} heads @param {{unit: import("./run.js").Unit, pinned: number | null, bare: boolean}} how */
   show(run, heads, { unit, pinned, bare }) {
     const [row] = heads[0];
     if (pinned !== this.pinned || run !== this.run) this.shift = 0;
@@ -61,7 +61,7 @@ export class LinksView {
   _lines() {
     const { run, heads, unit, marks, names, first } = this;
     /** @type {{head: number, i: number, j: number, w: number}[]} */ const lines = [];
-    heads.forEach((/** @type {import("./core.js").Head} */ at, /** @type {number} */ head) => {
+    heads.forEach((/** @type {import("./run.js").Head} */ at, /** @type {number} */ head) => {
       for (let i = first.from; i < Math.min(names.from.length, first.from + WINDOW); i++) {
         const add = (/** @type {number} */ j, /** @type {number} */ w) => {
           if (w >= FAINT && !(this.bare && (marks.to.has(j) || marks.from.has(i)))) lines.push({ head, i, j, w });

@@ -1,5 +1,5 @@
 // Questions to the model behind the page: a server's, or a notebook's.
-import { Run } from "./core.js";
+import { Run } from "./run.js";
 
 export class Questions {
   /** @param {any} app @param {(request: any, signal?: AbortSignal) => Promise<any>} ask */
@@ -48,7 +48,7 @@ export class Questions {
     return answer;
   }
 
-  /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./core.js").Head} at */
+  /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./run.js").Head} at */
   async learn(run, at) {
     const key = at.join(".");
     run.asked ??= new Set();

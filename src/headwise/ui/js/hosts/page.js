@@ -1,5 +1,5 @@
 // A page by itself: the data stands in it, the state in the address after "#".
-import { render } from "./view.js";
+import { render } from "../app.js";
 
 /** Read the page's own data and show it. */
 export function mount() {

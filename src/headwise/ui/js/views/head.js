@@ -1,8 +1,8 @@
 // One head, or several in colours: links between tokens, and the matrix.
-import { category, css, inkOn, oklch, pick, ramp } from "./colour.js";
-import { choice, direction, format, h, reveal, several, toggle, visible, weightText } from "./dom.js";
-import { Heat, legend, picture } from "./heat.js";
-import { LinksView } from "./links.js";
+import { category, css, inkOn, oklch, pick, ramp } from "../lib/colour.js";
+import { choice, direction, format, h, reveal, several, toggle, visible, weightText } from "../lib/dom.js";
+import { Heat, legend, picture } from "../lib/heatmap.js";
+import { LinksView } from "../lib/links.js";
 import { extent, grid, ordered, values } from "./map.js";
 
 /** The small map beside a head, to go to another. @param {any} app @param {any} run */
@@ -52,7 +52,7 @@ export function navigate(box, app, run) {
 /** The chosen heads by name, with their colours. @param {any} app @param {any} run */
 export function chosen(app, run) {
   const { state } = app;
-  return h("div", { class: "hw-chosen" }, ...state.heads.map((/** @type {import("./core.js").Head} */ at, /** @type {number} */ n) => {
+  return h("div", { class: "hw-chosen" }, ...state.heads.map((/** @type {import("../lib/run.js").Head} */ at, /** @type {number} */ n) => {
     const row = at[0];
     const off = run.off.has(at.join("."));
     return h("span", { class: "hw-name", style: state.heads.length > 1 ? { "--hw-dot": css(category(n, app.theme)) } : {} },
@@ -64,7 +64,7 @@ export function chosen(app, run) {
 }
 
 /** The text with each token on the colour of its weight from the chosen one; click chooses. Of two texts, both.
- * @param {any} app @param {any} run @param {import("./core.js").Unit} [unit] */
+ * @param {any} app @param {any} run @param {import("../lib/run.js").Unit} [unit] */
 export function sentence(app, run, unit = app.unit) {
   const { state } = app;
   const [row] = state.heads[0];
@@ -85,7 +85,7 @@ export function sentence(app, run, unit = app.unit) {
 }
 
 /** Tokens in a row, those of a long text around the chosen one. @param {string[]} names
- * @param {{chosen: number | null, colour: null | ((n: number) => {rgb: import("./colour.js").Rgb, said: string}), choose: null | ((n: number) => void), dir: string}} how */
+ * @param {{chosen: number | null, colour: null | ((n: number) => {rgb: import("../lib/colour.js").Rgb, said: string}), choose: null | ((n: number) => void), dir: string}} how */
 function tokenLine(names, { chosen: place, colour, choose, dir }) {
   const start = names.length > 500 ? Math.max(0, (place ?? 0) - 120) : 0;
   const shown = names.length > 500 ? names.slice(start, start + 300) : names;
@@ -103,7 +103,7 @@ function tokenLine(names, { chosen: place, colour, choose, dir }) {
     start + shown.length < names.length && h("span", { class: "soft", text: ` … ${several(names.length - start - shown.length, "token")} more` }));
 }
 
-/** One row of weights, as well as the page knows it; zeros where it does not. @param {any} run @param {import("./core.js").Head} at @param {import("./core.js").Unit} unit @param {number} i @returns {Float32Array | number[]} */
+/** One row of weights, as well as the page knows it; zeros where it does not. @param {any} run @param {import("../lib/run.js").Head} at @param {import("../lib/run.js").Unit} unit @param {number} i @returns {Float32Array | number[]} */
 export function rowOf(run, at, unit, i) {
   if (!run.long) {
     const found = run.matrix(at, unit);
@@ -116,7 +116,7 @@ export function rowOf(run, at, unit, i) {
   return row;
 }
 
-/** What the heat map shows of some heads. @param {any} app @param {any} run @param {import("./core.js").Head[]} heads @param {import("./core.js").Unit} unit @returns {any} */
+/** What the heat map shows of some heads. @param {any} app @param {any} run @param {import("../lib/run.js").Head[]} heads @param {import("../lib/run.js").Unit} unit @returns {any} */
 export function source(app, run, heads, unit) {
   const [row] = heads[0];
   const own = heads.filter(([other]) => run.layers[other].from === run.layers[row].from && run.layers[other].to === run.layers[row].to);
@@ -145,7 +145,7 @@ export function source(app, run, heads, unit) {
   };
 }
 
-/** The weights of one row that are known exactly and at once. @param {any} run @param {import("./core.js").Head} at @param {any} map @param {number} i @returns {(j: number) => number | null} */
+/** The weights of one row that are known exactly and at once. @param {any} run @param {import("../lib/run.js").Head} at @param {any} map @param {number} i @returns {(j: number) => number | null} */
 function cells(run, at, map, i) {
   if (!run.long) return (j) => map.values[i * map.columns + j];
   const row = run.ready(at, i);
@@ -154,7 +154,7 @@ function cells(run, at, map, i) {
   return (j) => links.get(j) ?? null;
 }
 
-/** Shares of several heads -> one colour: a palette for one, mixed categories for more. @param {any} app @param {number} count @returns {(shares: number[]) => import("./colour.js").Rgb} */
+/** Shares of several heads -> one colour: a palette for one, mixed categories for more. @param {any} app @param {number} count @returns {(shares: number[]) => import("../lib/colour.js").Rgb} */
 function tints(app, count) {
   const colours = ramp(app.state.palette, app.theme);
   if (count === 1) return ([share]) => pick(colours, share);
@@ -164,7 +164,7 @@ function tints(app, count) {
     const sum = shares.reduce((a, b) => a + b, 0);
     const strong = Math.min(1, Math.max(...shares));
     if (!sum) return ground;
-    return /** @type {import("./colour.js").Rgb} */ (ground.map((g, axis) => {
+    return /** @type {import("../lib/colour.js").Rgb} */ (ground.map((g, axis) => {
       const mix = heads.reduce((all, rgb, n) => all + (rgb[axis] * shares[n]) / sum, 0);
       return Math.round(g + (mix - g) * strong);
     }));
@@ -220,7 +220,7 @@ export class HeadView {
     this._fetch(run);
   }
 
-  /** @param {any} run @param {import("./core.js").Unit} unit */
+  /** @param {any} run @param {import("../lib/run.js").Unit} unit */
   _legend(run, unit) {
     const { app } = this;
     const { state } = app;

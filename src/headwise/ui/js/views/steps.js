@@ -1,7 +1,7 @@
 // How one weight and one output come about, with the model's own numbers, from q and k to what W_O makes of it.
-import { css, pick, ramp } from "./colour.js";
-import { attention } from "./core.js";
-import { format, h, select, several, tokenElement, visible } from "./dom.js";
+import { css, pick, ramp } from "../lib/colour.js";
+import { attention } from "../lib/run.js";
+import { format, h, select, several, tokenElement, visible } from "../lib/dom.js";
 import { chosen, navigate, sentence } from "./head.js";
 
 const KEYS = 24; // keys that are listed

@@ -1,6 +1,6 @@
 // What is shown: everything of it that a link can carry, and nothing else.
 import { PALETTES } from "./colour.js";
-import { measures } from "./map.js";
+import { measures } from "../views/map.js";
 
 export const START = {
   view: "map", heads: [[0, 0]], token: /** @type {number | null} */ (null), key: /** @type {number | null} */ (null), unit: "words", stat: "entropy",

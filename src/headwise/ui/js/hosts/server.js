@@ -1,5 +1,5 @@
 // A page that a server gave: it asks the server, and the state in the address can be shared.
-import { render } from "./view.js";
+import { render } from "../app.js";
 
 /** @param {any} request @param {AbortSignal} [signal] */
 async function askServer(request, signal) {
