@@ -55,7 +55,7 @@ def cell(shown: Any, i: int, j: int) -> tuple[float, float]:
     found = shown.evaluate(
         """([i, j]) => {
           const canvas = document.querySelector(".hw-heat");
-          const heat = canvas.hwHeat, box = canvas.getBoundingClientRect();
+          const heat = canvas.heatmap, box = canvas.getBoundingClientRect();
           const { left, top } = heat.space, { x, y, size } = heat.view;
           return [box.left + left + (j - x + 0.5) * size, box.top + top + (i - y + 0.5) * size];
         }""",
@@ -206,12 +206,12 @@ def test_matrix_by_keys_is_said_aloud(tab: Any, sentence: Path, told: Any) -> No
     assert shown.locator(".hw-voice").inner_text().startswith("[CLS] → animal, head 3.1 ")
     shown.keyboard.press("ArrowDown")
     assert shown.locator(".hw-voice").inner_text() == f"The → animal, head 3.1 {told.matrix('3.1')[1, 2]:.4f}"
-    before = shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size")
+    before = shown.evaluate("document.querySelector('.hw-heat').heatmap.view.size")
     shown.keyboard.press("+")
-    assert shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size") > before
+    assert shown.evaluate("document.querySelector('.hw-heat').heatmap.view.size") > before
     shown.keyboard.press("0")
     one.frame()
-    assert shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size") == pytest.approx(before)
+    assert shown.evaluate("document.querySelector('.hw-heat').heatmap.view.size") == pytest.approx(before)
 
 
 # --- steps ---

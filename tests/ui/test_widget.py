@@ -12,8 +12,9 @@ import pytest
 
 import headwise
 from headwise.cli import main
+from headwise.html import embedded_json
 from headwise.inspection import run as inspection
-from headwise.ui import capture, page, widget
+from headwise.ui import bundle, capture, widget
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 
@@ -40,7 +41,7 @@ def _without_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_a_notebook() -> None:
     shown = headwise.view(ANIMAL, heads="3.1")
-    assert shown._esm == page.module() and shown._css == page.style()
+    assert shown._esm == bundle.module() and shown._css == bundle.style()
     assert shown.data["runs"][0]["chosen"] == [[3, 1]] and shown.data["live"]["models"] == ["minilm"]
     json.dumps(shown.get_state(["data", "state"])["data"])
     sent: list[Any] = []
@@ -94,10 +95,10 @@ def test_the_module_under_anywidget_s_contract(tab: Any, tmp_path: Path) -> None
       };
       window.end = view.render({ model: window.model, el: document.getElementById("out") });
     """
-    module = page.module().replace("export default { render };", "const view = { render };")
-    script = module + host.replace("DATA", page.embedded(shown.data))
+    module = bundle.module().replace("export default ", "const view = ")
+    script = module + host.replace("DATA", embedded_json(shown.data))
     (tmp_path / "a.html").write_text(
-        f'<!doctype html><meta charset="utf-8"><style>{page.style()}</style>'
+        f'<!doctype html><meta charset="utf-8"><style>{bundle.style()}</style>'
         f'<div id="out"></div><script type="module">{script}</script>'
     )
     one = tab()

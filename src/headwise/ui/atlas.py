@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import html
 from ..errors import HeadwiseError
 from ..files import written
 from ..roles.atlas.atlas import Atlas
 from ..roles.atlas.roles import MEANING, ROLES
-from . import page
+from . import bundle
 
 COLUMNS = 4  # of a picture
 LARGEST = 16  # roles in a picture
+BODY = """
+<main id="atlas"><p>This page draws itself by a script that it carries; nothing is fetched.</p></main>
+"""
 
 
 def save_page(atlas: Atlas, path: str | Path) -> None:
     """Every head coloured by any score, a table by role, and where it was measured the map of likeness."""
-    script, css = page._read("atlas.js"), page._read("atlas.css")
-    policy = (
-        f"default-src 'none'; script-src '{page._hash(script)}'; style-src '{page._hash(css)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
     title = f"{atlas.model}: what its heads do"
-    whole = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{page.shown(title)}</title>
-<style>{css}</style>
-</head>
-<body>
-<main id="atlas"><p>This page draws itself by a script that it carries; nothing is fetched.</p></main>
-<script type="application/json" id="atlas-data">{page.embedded(_data(atlas, title))}</script>
-<script type="module">{script}</script>
-</body>
-</html>
-"""
+    text, _ = html.page(
+        title, BODY, bundle.read("atlas.css"), script=bundle.script("atlas.js"),
+        data=("atlas-data", _data(atlas, title)),
+    )  # fmt: skip
     with written(path) as made:
-        made.write_text(whole, encoding="utf-8")
+        made.write_text(text, encoding="utf-8")
 
 
 def _data(atlas: Atlas, title: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def application(service: Service, *, token: str | None = None) -> Starlette:
         from starlette.routing import Route
     except ImportError as error:
         raise _missing(error) from error
-    shown, rules = page({"headwise": 1, "runs": [], "live": service.live}, host="hosts/server", connect="'self'")
+    shown, rules = page({"headwise": 1, "runs": [], "live": service.live}, host="hosts/server.js", connect="'self'")
     desk = Desk(service)
 
     async def root(request: Request) -> Response:

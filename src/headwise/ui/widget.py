@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import HeadwiseError
 from ..inspection import run
-from . import capture, page
+from . import bundle, capture, page
 from .capture import Pass, Stopped
 from .payload import data
 from .service import Service
@@ -122,8 +122,8 @@ def _widget() -> Any:
     class View(anywidget.AnyWidget):
         """The view in a notebook; `.state` is what it shows, `.save(path)` writes it as a page."""
 
-        _esm = page.module()
-        _css = page.style()
+        _esm = bundle.module()
+        _css = bundle.style()
         data = traitlets.Dict().tag(sync=True)
         state = traitlets.Unicode("").tag(sync=True)
 

@@ -2,7 +2,7 @@
 import { render } from "../app.js";
 
 /** Read the page's own data and show it. */
-export function mount() {
+function mount() {
   const el = /** @type {HTMLElement} */ (document.getElementById("headwise"));
   el.replaceChildren();
   const held = document.getElementById("headwise-data")?.textContent ?? "";
@@ -24,3 +24,5 @@ export function mount() {
     },
   });
 }
+
+mount();

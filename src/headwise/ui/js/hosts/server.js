@@ -21,13 +21,18 @@ async function askServer(request, signal) {
 }
 
 /** Show the page and answer its questions. */
-export function mount() {
+function mount() {
   const el = /** @type {HTMLElement} */ (document.getElementById("headwise"));
   el.replaceChildren();
   render({
     el,
     model: {
-      get: (name) => (name === "data" ? document.getElementById("headwise-data")?.textContent : name === "state" ? location.hash.slice(1) : name === "page"),
+      get: (name) =>
+        name === "data"
+          ? document.getElementById("headwise-data")?.textContent
+          : name === "state"
+            ? location.hash.slice(1)
+            : name === "page",
       on: (name, act) => {
         if (name === "change:state") window.addEventListener("hashchange", act);
       },
@@ -38,3 +43,5 @@ export function mount() {
     },
   });
 }
+
+mount();

@@ -1,88 +1,236 @@
-// What only works with a model behind the page: another text or model, heads switched off, and what that does.
+// The controls of a page with a model behind it: another text or model, heads switched off, and what that changes.
 import { css, pick, ramp } from "./colour.js";
-import { format, h, select, visible } from "./dom.js";
+import { h, select } from "./dom.js";
+import { format, visible } from "./text.js";
 
-export class Bar {
-  /** @param {any} app */
+/** @import { App } from "../app.js" */
+
+const MOST_CHARACTERS = 100000;
+const MOST_TOKENS = 8; // listed by how far they moved
+
+/** @typedef {(text: string) => void} Submit */
+
+export class LiveBar {
+  /** @param {App} app */
   constructor(app) {
     this.app = app;
+    /** @type {HTMLElement} */
     this.el = h("div", { class: "hw-live" });
   }
 
-  /** @param {string} label @param {string} value @param {(text: string) => void} send @param {string} key */
-  _text(label, value, send, key) {
+  /** A text field with its button.
+   * @param {string} label @param {string} value @param {Submit} submit @param {string} key */
+  _text(label, value, submit, key) {
     const field = h("textarea", {
-      rows: Math.min(4, 1 + Math.floor(value.length / 90)), "aria-label": label, spellcheck: "false", dir: "auto", maxlength: this.app.live.longest ?? 100000, data: { key },
+      rows: Math.min(4, 1 + Math.floor(value.length / 90)),
+      "aria-label": label,
+      spellcheck: "false",
+      dir: "auto",
+      maxlength: this.app.live?.longest ?? MOST_CHARACTERS,
+      data: { key },
       on: {
-        keydown: (/** @type {KeyboardEvent} */ event) => {
+        keydown: (event) => {
           if (event.key !== "Enter" || event.shiftKey) return;
           event.preventDefault();
-          send(field.value);
+          submit(field.value);
         },
       },
     });
     field.value = value;
-    return h("div", { class: "hw-entry" }, field, h("button", { type: "button", class: "hw-go", text: "Look", data: { key: `${key}-go` }, on: { click: () => send(field.value) } }));
+    const button = { type: "button", class: "hw-go", text: "Look", data: { key: `${key}-go` } };
+    return h("div", { class: "hw-entry" }, field, h("button", { ...button, on: { click: () => submit(field.value) } }));
   }
 
-  /** @param {string} label @param {string} value @param {(text: string) => void} send @param {string} key */
-  _target(label, value, send, key) {
-    return h("label", { class: "hw-target" }, h("span", { class: "soft", text: `${label}${value ? "" : " (empty: the encoder alone is run)"}` }), this._text(label, value, send, key));
+  /** The text of the decoder. @param {string} value @param {Submit} submit */
+  _target(value, submit) {
+    const label = "what the decoder is given";
+    return h(
+      "label",
+      { class: "hw-target" },
+      h("span", { class: "soft", text: `${label}${value ? "" : " (empty: the encoder alone is run)"}` }),
+      this._text(label, value, submit, "target"),
+    );
+  }
+
+  /** @param {string} label @param {string | null} value @param {(name: string) => void} choose */
+  _models(label, value, choose) {
+    const names = this.app.live?.models ?? [];
+    if (names.length < 2) return false;
+    return select(
+      label,
+      names.map((name) => [name, name]),
+      value ?? "",
+      choose,
+    );
   }
 
   update() {
     const { app } = this;
-    const { state, live } = app;
+    const { state, requests } = app;
+    const run = app.runs[0];
     this.el.replaceChildren(
       this._text("text", state.text ?? "", (text) => app.set({ text, token: null, key: null }), "text"),
-      app.runs[0]?.json.pair ? this._target("what the decoder is given", state.target, (target) => app.set({ target, off: Boolean(target) === Boolean(state.target) ? state.off : "", token: null, key: null }), "target") : "",
-      h("div", { class: "hw-controls" },
-        live.models.length > 1 && select("model", live.models.map((/** @type {string} */ name) => [name, name]), state.model, (model) => app.set({ model, off: "", target: "", token: null, key: null })),
-        ...this._off(), app.questions.busy && h("span", { class: "hw-busy", role: "status", text: app.questions.busy })),
-      app.questions.failed ? h("p", { class: "hw-error", role: "alert", text: app.questions.failed }) : "",
-      app.runs[0] ? effect(app, app.runs[0].json.effect) : "");
+      run?.json.pair ? this._target(state.target, (target) => this._setTarget(target)) : "",
+      h(
+        "div",
+        { class: "hw-controls" },
+        this._models("model", state.model, (model) => app.set({ model, off: "", target: "", token: null, key: null })),
+        ...this._off(),
+        requests?.busy && h("span", { class: "hw-busy", role: "status", text: requests.busy }),
+      ),
+      requests?.failed ? h("p", { class: "hw-error", role: "alert", text: requests.failed }) : "",
+      run ? effectElement(app, run.json.effect) : "",
+    );
   }
 
+  /** Heads of one pass are none of the other's, with a decoder and without. @param {string} target */
+  _setTarget(target) {
+    const { state } = this.app;
+    const off = Boolean(target) === Boolean(state.target) ? state.off : "";
+    this.app.set({ target, off, token: null, key: null });
+  }
+
+  /** The heads that are switched off. */
   _off() {
     const { app } = this;
-    const labels = app.state.off ? app.state.off.split(",") : [];
-    if (!labels.length) return app.runs[0] ? [h("span", { class: "soft", text: "Key x switches the chosen head off." })] : [];
-    return [h("span", { class: "soft", text: "switched off:" }),
-      ...labels.map((label) => h("button", { type: "button", class: "hw-chip", title: "switch on again", data: { key: `on:${label}` }, on: { click: () => app.set({ off: labels.filter((one) => one !== label).join(",") }) } }, h("b", { text: label }), h("span", { text: "✕" }))),
-      h("button", { type: "button", class: "hw-small", text: "compare with all heads on", on: { click: () => app.set({ view: "compare", text2: app.state.text, model2: app.state.model, target2: app.state.target, off2: "" }) } })];
+    const { state } = app;
+    const labels = state.off ? state.off.split(",") : [];
+    if (!labels.length) {
+      return app.runs[0] ? [h("span", { class: "soft", text: "Key x switches the chosen head off." })] : [];
+    }
+    /** @param {string} label */
+    const chip = (label) =>
+      h(
+        "button",
+        {
+          type: "button",
+          class: "hw-chip",
+          title: "switch on again",
+          data: { key: `on:${label}` },
+          on: { click: () => app.set({ off: labels.filter((other) => other !== label).join(",") }) },
+        },
+        h("b", { text: label }),
+        h("span", { text: "✕" }),
+      );
+    const second = { text2: state.text, model2: state.model, target2: state.target, off2: "" };
+    return [
+      h("span", { class: "soft", text: "switched off:" }),
+      ...labels.map(chip),
+      h("button", {
+        type: "button",
+        class: "hw-small",
+        text: "compare with all heads on",
+        on: { click: () => app.set({ view: "compare", ...second }) },
+      }),
+    ];
   }
 
-  /** What the first is compared with. */
+  /** The pass that the first is compared with. */
   other() {
     const { app } = this;
-    const { state, live } = app;
-    const send = (/** @type {string} */ text2) => app.set({ text2, model2: state.model2 ?? state.model, target2: state.text2 === null ? state.target : state.target2, off2: state.text2 === null ? "" : state.off2 });
-    return h("div", { class: "hw-live" }, h("h3", { text: "Compare with" }),
-      this._text("second text", state.text2 ?? state.text ?? "", send, "text2"),
-      h("div", { class: "hw-controls" },
-        live.models.length > 1 && select("second model", live.models.map((/** @type {string} */ name) => [name, name]), state.model2 ?? state.model, (model2) => app.set({ model2, text2: state.text2 ?? state.text, target2: "", off2: "" }))));
+    const { state } = app;
+    const first = state.text2 === null;
+    /** @param {string} text2 */
+    const submit = (text2) =>
+      app.set({
+        text2,
+        model2: state.model2 ?? state.model,
+        target2: first ? state.target : state.target2,
+        off2: first ? "" : state.off2,
+      });
+    return h(
+      "div",
+      { class: "hw-live" },
+      h("h3", { text: "Compare with" }),
+      this._text("second text", state.text2 ?? state.text ?? "", submit, "text2"),
+      h(
+        "div",
+        { class: "hw-controls" },
+        this._models("second model", state.model2 ?? state.model, (model2) =>
+          app.set({ model2, text2: state.text2 ?? state.text, target2: "", off2: "" }),
+        ),
+      ),
+    );
   }
 }
 
-/** What the model says, and how that changes without some heads. @param {any} app @param {any} found */
-function effect(app, found) {
-  if (!found) return "";
+/**
+ * @typedef {{ kind: "embedding", distance: number | null, tokens: number[] }} EmbeddingEffect
+ * @typedef {{ text: string, before: number | null, after: number }} PredictedToken
+ * @typedef {{ kind: "prediction", what: string, divergence: number | null, tokens: PredictedToken[] }} PredictionEffect
+ */
+
+/** What the model predicts, and how that changes without some heads.
+ * @param {App} app @param {EmbeddingEffect | PredictionEffect | null | undefined} effect */
+function effectElement(app, effect) {
+  if (!effect) return "";
+  return effect.kind === "embedding" ? embeddingElement(app, effect) : predictionElement(app, effect);
+}
+
+/** @param {App} app @param {EmbeddingEffect} effect */
+function embeddingElement(app, { distance, tokens }) {
+  if (distance === null) {
+    return h("p", { class: "soft", text: "Switch a head off to see how far the text's embedding moves." });
+  }
   const colours = ramp(app.state.palette, app.theme);
-  if (found.kind === "embedding") {
-    if (found.distance === null) return h("p", { class: "soft", text: "Switch a head off to see how far the text's embedding moves." });
-    const most = Math.max(...found.tokens, 1e-9);
-    const names = app.runs[0].texts[0].pieces;
-    const far = found.tokens.map((/** @type {number} */ d, /** @type {number} */ n) => ({ d, n })).sort((/** @type {any} */ a, /** @type {any} */ b) => b.d - a.d).slice(0, 8);
-    return h("div", { class: "hw-effect" },
-      h("div", {}, h("h3", { text: "Embedding moved by" }), h("p", { class: "hw-big", data: { effect: format(found.distance, 4) }, text: format(found.distance, 4) }), h("p", { class: "soft", text: "1 − cosine, mean over tokens" })),
-      h("div", { class: "hw-bars" }, h("h3", { text: "Tokens that moved most" }), ...far.map(({ d, n }) => bar(visible(names[n], 18), d / most, format(d, 4), colours))));
-  }
-  const most = Math.max(...found.tokens.flatMap((/** @type {any} */ one) => [one.before ?? 0, one.after]), 1e-9);
-  return h("div", { class: "hw-effect" }, h("div", { class: "hw-bars" }, h("h3", { text: found.what + (found.divergence === null ? "" : `: changed by ${format(found.divergence, 4)} nats`) }),
-    ...found.tokens.map((/** @type {any} */ one) => bar(visible(one.text, 18), one.after / most, one.before === null ? format(one.after, 3) : `${format(one.before, 3)} → ${format(one.after, 3)}`, colours, one.before === null ? null : one.before / most))));
+  const most = Math.max(...tokens, 1e-9);
+  const names = app.run.texts[0].pieces;
+  const order = tokens.map((moved, n) => ({ moved, n })).sort((a, b) => b.moved - a.moved);
+  return h(
+    "div",
+    { class: "hw-effect" },
+    h(
+      "div",
+      {},
+      h("h3", { text: "Embedding moved by" }),
+      h("p", { class: "hw-big", data: { effect: format(distance, 4) }, text: format(distance, 4) }),
+      h("p", { class: "soft", text: "1 − cosine, mean over tokens" }),
+    ),
+    h(
+      "div",
+      { class: "hw-bars" },
+      h("h3", { text: "Tokens that moved most" }),
+      ...order
+        .slice(0, MOST_TOKENS)
+        .map(({ moved, n }) => bar(visible(names[n], 18), moved / most, format(moved, 4), colours)),
+    ),
+  );
 }
 
-/** @param {string} name @param {number} share @param {string} value @param {Uint8Array} colours @param {number | null} [before] */
+/** @param {App} app @param {PredictionEffect} effect */
+function predictionElement(app, { what, divergence, tokens }) {
+  const colours = ramp(app.state.palette, app.theme);
+  const most = Math.max(...tokens.flatMap(({ before, after }) => [before ?? 0, after]), 1e-9);
+  const title = divergence === null ? what : `${what}: changed by ${format(divergence, 4)} nats`;
+  return h(
+    "div",
+    { class: "hw-effect" },
+    h(
+      "div",
+      { class: "hw-bars" },
+      h("h3", { text: title }),
+      ...tokens.map(({ text, before, after }) => {
+        const value = before === null ? format(after, 3) : `${format(before, 3)} → ${format(after, 3)}`;
+        return bar(visible(text, 18), after / most, value, colours, before === null ? null : before / most);
+      }),
+    ),
+  );
+}
+
+/** @param {string} name @param {number} share @param {string} value @param {Uint8Array} colours
+ * @param {number | null} [before] the share with all heads */
 function bar(name, share, value, colours, before = null) {
-  return h("div", { class: "hw-bar" }, h("bdi", { text: name }), h("span", { class: "track" }, h("i", { style: { width: `${100 * share}%`, background: css(pick(colours, 0.3 + 0.5 * share)) } }), before !== null && h("u", { style: { left: `${100 * before}%` }, title: "with all heads" })), h("b", { text: value }));
+  const background = css(pick(colours, 0.3 + 0.5 * share));
+  return h(
+    "div",
+    { class: "hw-bar" },
+    h("bdi", { text: name }),
+    h(
+      "span",
+      { class: "track" },
+      h("i", { style: { width: `${100 * share}%`, background } }),
+      before !== null && h("u", { style: { left: `${100 * before}%` }, title: "with all heads" }),
+    ),
+    h("b", { text: value }),
+  );
 }

@@ -1,64 +1,71 @@
-// Questions to the model behind the page: a server's, or a notebook's.
+// Requests to the model behind the page: a server's, or a notebook's.
 import { Run } from "./run.js";
+/** @import { App, Model } from "../app.js" */
+/** @import { Head, RunJson } from "./run.js" */
 
-export class Questions {
-  /** @param {any} app @param {(request: any, signal?: AbortSignal) => Promise<any>} ask */
-  constructor(app, ask) {
+/** @typedef {(request: any, signal?: AbortSignal) => Promise<any>} Send */
+
+export class Requests {
+  /** @param {App} app @param {Send} send */
+  constructor(app, send) {
     this.app = app;
-    this.ask = ask;
+    this.send = send;
     this.busy = "";
     this.failed = "";
-    /** @type {AbortController | null} */ this.asking = null;
+    /** @type {AbortController | null} */
+    this.pending = null;
   }
 
-  /** Ask for the passes that the state names; a newer question ends an older one. @returns {Promise<void>} */
-  async request() {
+  /** Request the passes that the state names; a newer request ends an older one. @returns {Promise<void>} */
+  async requestRuns() {
     const { app } = this;
-    this.asking?.abort();
-    const asking = (this.asking = new AbortController());
+    this.pending?.abort();
+    const pending = new AbortController();
+    this.pending = pending;
     const { text, model, off, target, text2, model2, off2, target2 } = app.state;
-    const wanted = [{ text, model, off, target }, ...(text2 === null ? [] : [{ text: text2, model: model2, off: off2, target: target2 }])];
-    const answers = this._all(wanted, asking.signal); // on its way before anything is drawn
+    const requests = [{ text, model, off, target }];
+    if (text2 !== null) requests.push({ text: text2, model: model2, off: off2, target: target2 });
+    const answers = this._all(requests, pending.signal); // on its way before anything is drawn
     this.failed = "";
     this.busy = "running the model …";
     app.bar?.update();
     try {
       const runs = (await answers).map((json) => new Run(json));
-      if (asking.signal.aborted) return;
+      if (pending.signal.aborted) return;
       this.busy = "";
-      app.arrived(runs);
+      app.receiveRuns(runs);
     } catch (error) {
-      if (asking.signal.aborted) return;
+      if (pending.signal.aborted) return;
       this.busy = "";
       this._fail(error);
     }
   }
 
-  /** @param {any[]} wanted @param {AbortSignal} signal */
-  async _all(wanted, signal) {
-    const found = [];
-    for (const one of wanted) found.push(await this._answer({ ask: "run", ...one }, signal));
-    return found;
+  /** @param {any[]} requests @param {AbortSignal} signal @returns {Promise<RunJson[]>} */
+  async _all(requests, signal) {
+    const answers = [];
+    for (const request of requests) answers.push(await this._answer({ ask: "run", ...request }, signal));
+    return answers;
   }
 
   /** @param {any} request @param {AbortSignal} [signal] */
   async _answer(request, signal) {
-    const answer = await this.ask(request, signal);
+    const answer = await this.send(request, signal);
     if (answer.error) throw new Error(answer.error);
     return answer;
   }
 
-  /** The numbers behind a head that the page does not have yet. @param {Run} run @param {import("./run.js").Head} at */
-  async learn(run, at) {
+  /** Fetch q, k and v behind a head, once. @param {Run} run @param {Head} at */
+  async fetchSteps(run, at) {
     const key = at.join(".");
-    run.asked ??= new Set();
-    if (run.asked.has(key)) return;
-    run.asked.add(key);
+    if (run.requestedSteps.has(key)) return;
+    run.requestedSteps.add(key);
+    const { text, target, name, off } = run.json;
+    const pass = { text, target: target ?? "", model: name, off: off.map((head) => run.label(head)).join(",") };
     try {
-      const asked = { text: run.json.text, target: run.json.target ?? "", model: run.json.name, off: run.json.off.map((/** @type {any} */ one) => run.label(one)).join(",") };
-      const found = await this._answer({ ask: "steps", ...asked, head: run.label(at) });
-      if (!found.steps) return;
-      run.learn(at, found.steps);
+      const { steps } = await this._answer({ ask: "steps", ...pass, head: run.label(at) });
+      if (!steps) return;
+      run.addSteps(at, steps);
       if (this.app.runs.includes(run)) this.app.update();
     } catch (error) {
       this._fail(error);
@@ -69,20 +76,24 @@ export class Questions {
   _fail(error) {
     this.failed = error instanceof Error ? error.message : String(error);
     if (this.app.runs.length) this.app.bar?.update();
-    else this.app.waiting();
+    else this.app.showLoading();
   }
 }
 
-/** A notebook answers by messages: each carries the number of its question. @param {any} model @returns {(request: any) => Promise<any>} */
-export function messages(model) {
-  /** @type {Map<number, (answer: any) => void>} */ const open = new Map();
+/** A notebook answers by messages; each carries the number of its request. @param {Pick<Model, "on" | "send">} model
+ * @returns {Send} */
+export function messageChannel(model) {
+  /** @type {Map<number, (answer: any) => void>} */
+  const open = new Map();
   let last = 0;
-  model.on?.("msg:custom", (/** @type {any} */ message) => {
+  model.on?.("msg:custom", (message) => {
     open.get(message?.number)?.(message.answer);
     open.delete(message?.number);
   });
-  return (request) => new Promise((answer) => {
-    open.set(++last, answer);
-    model.send({ number: last, request });
-  });
+  return (request) =>
+    new Promise((resolve) => {
+      last += 1;
+      open.set(last, resolve);
+      model.send?.({ number: last, request });
+    });
 }

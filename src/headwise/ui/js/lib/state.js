@@ -1,54 +1,93 @@
-// What is shown: everything of it that a link can carry, and nothing else.
+// The state of the page: what is shown, all of which a link can carry.
 import { PALETTES } from "./colour.js";
-import { measures } from "../views/map.js";
+import { registeredViews, viewState } from "./registry.js";
+import { measures } from "./scores.js";
 
-export const START = {
-  view: "map", heads: [[0, 0]], token: /** @type {number | null} */ (null), key: /** @type {number | null} */ (null), unit: "words", stat: "entropy",
-  order: "model", paint: "value", palette: "sea", theme: "auto", bare: false, reduce: "max",
-  // what is asked of a model behind the page; the second is what the first is compared with
-  text: /** @type {string | null} */ (null), model: /** @type {string | null} */ (null), off: "", target: "",
-  text2: /** @type {string | null} */ (null), model2: /** @type {string | null} */ (null), off2: "", target2: "",
+/** @import { Head, Run } from "./run.js" */
+
+const INITIAL = {
+  view: "map",
+  heads: /** @type {Head[]} */ ([[0, 0]]),
+  token: /** @type {number | null} */ (null),
+  key: /** @type {number | null} */ (null),
+  unit: "words",
+  stat: "entropy",
+  palette: "sea",
+  theme: "auto",
+  bare: false,
+  reduce: "max",
+  // what is requested of a model behind the page; the fields that end in 2 describe the pass to compare with
+  text: /** @type {string | null} */ (null),
+  model: /** @type {string | null} */ (null),
+  off: "",
+  target: "",
+  text2: /** @type {string | null} */ (null),
+  model2: /** @type {string | null} */ (null),
+  off2: "",
+  target2: "",
 };
-export const ASKED = ["text", "model", "off", "target"];
+/** @typedef {typeof INITIAL & Record<string, any>} State with the fields of the views */
 
-/** What can be shared: the state as a short text. @param {any} state @param {any} run */
-export function write(state, run) {
+export const REQUEST_FIELDS = ["text", "model", "off", "target"];
+export const MOST_HEADS = 8; // chosen at once
+const INTEGER = /^\d{1,9}$/;
+
+/** The state at the start. @returns {State} */
+export function initialState() {
+  const fields = Object.entries(viewState()).map(([name, { initial }]) => [name, initial]);
+  return { ...INITIAL, ...Object.fromEntries(fields) };
+}
+
+/** The values that a link may give to a field. @returns {Record<string, string[]>} */
+function allowedValues() {
+  return {
+    view: registeredViews().map(({ name }) => name),
+    unit: ["words", "pieces"],
+    palette: PALETTES,
+    theme: ["auto", "light", "dark"],
+    reduce: ["max", "mean"],
+    ...Object.fromEntries(Object.entries(viewState()).map(([name, { allowed }]) => [name, allowed])),
+  };
+}
+
+/** The state as a short text that can be shared. @param {Partial<State>} state @param {Run} run */
+export function writeState(state, run) {
   const parts = new URLSearchParams();
-  const told = Object.keys(run.json.scores).length ? ["paint", "stat"] : []; // these begin otherwise where scores came along
+  const initial = initialState();
+  const always = Object.keys(run.json.scores).length ? ["paint", "stat"] : []; // these start differently with scores
   for (const [name, value] of Object.entries(state)) {
-    if (name === "heads") parts.set("heads", value.map((/** @type {any} */ at) => run.label(at)).join(","));
-    else if (value !== null && value !== undefined && (told.includes(name) || value !== /** @type {any} */ (START)[name])) parts.set(name, String(value));
+    if (name === "heads") parts.set("heads", value.map((/** @type {Head} */ at) => run.label(at)).join(","));
+    else if (value === null || value === undefined) continue;
+    else if (always.includes(name) || value !== initial[name]) parts.set(name, String(value));
   }
   return parts.toString();
 }
 
-/** @param {string} text @param {any} run @returns {any} what of it makes sense here */
+/** The valid fields of a shared state. @param {string} text @param {Run} run @returns {Partial<State>} */
 export function readState(text, run) {
-  const found = /** @type {any} */ ({});
-  const whole = (/** @type {string} */ value) => (/^\d{1,9}$/.test(value) ? Number(value) : null);
+  /** @type {Partial<State>} */
+  const state = {};
+  const allowed = allowedValues();
   for (const [name, value] of new URLSearchParams(text)) {
     if (name === "heads") {
-      const heads = value.split(",").map((label) => run.parse(label)).filter((at) => at !== null);
-      if (heads.length) found.heads = heads.slice(0, 8);
-    } else if (name === "token" || name === "key") found[name] = whole(value);
-    else if (name === "bare") found.bare = value === "true";
-    else if (Object.hasOwn(ALLOWED, name) && ALLOWED[name].includes(value)) found[name] = value;
-    else if (name === "stat" && Object.hasOwn(measures(run), value)) found.stat = value;
+      const heads = value.split(",").map((label) => run.parse(label));
+      const known = heads.filter((at) => at !== null);
+      if (known.length) state.heads = known.slice(0, MOST_HEADS);
+    } else if (name === "token" || name === "key") state[name] = INTEGER.test(value) ? Number(value) : null;
+    else if (name === "bare") state.bare = value === "true";
+    else if (Object.hasOwn(allowed, name) && allowed[name].includes(value)) state[name] = value;
+    else if (name === "stat" && Object.hasOwn(measures(run), value)) state.stat = value;
   }
-  return found;
+  return state;
 }
 
-const ALLOWED = /** @type {Record<string, string[]>} */ ({
-  view: ["map", "head", "steps", "compare"], unit: ["words", "pieces"], order: ["model", "value", "ranked", "lowest"], paint: ["value", "kind", "role", "thumbnail"],
-  palette: PALETTES, theme: ["auto", "light", "dark"], reduce: ["max", "mean"],
-});
-
-/** Nothing of the state may lie outside of what there is. @param {any} state @param {any} run */
-export function mend(state, run) {
-  state.heads = state.heads.filter((/** @type {number[]} */ [row, head]) => run.layers[row] && head < run.layers[row].heads);
+/** Reset every field that refers to something this run does not have. @param {State} state @param {Run} run */
+export function clampState(state, run) {
+  state.heads = state.heads.filter(([row, head]) => run.layers[row] && head < run.layers[row].heads);
   if (!state.heads.length) state.heads = [[0, 0]];
-  if (state.token !== null && !(state.token < run.text(state.heads[0][0], "from").pieces.length)) state.token = null;
-  if (state.key !== null && !(state.key < run.text(state.heads[0][0], "to").pieces.length)) state.key = null;
+  const [row] = state.heads[0];
+  if (state.token !== null && !(state.token < run.text(row, "from").pieces.length)) state.token = null;
+  if (state.key !== null && !(state.key < run.text(row, "to").pieces.length)) state.key = null;
   if (state.paint === "role" && !run.json.roles?.length) state.paint = "kind";
   if (!Object.hasOwn(measures(run), state.stat)) state.stat = Object.keys(measures(run))[0];
 }

@@ -1,176 +1,287 @@
 // Two passes beside each other, and what changed: another text, another model, or the same with some heads off.
 import { pick, ramp } from "../lib/colour.js";
-import { cellText, choice, format, h, select, visible, weightText } from "../lib/dom.js";
-import { source } from "./head.js";
-import { Heat, legend, picture } from "../lib/heatmap.js";
-import { choices, extent, grid, measures, ordered, values, walk } from "./map.js";
+import { h, notesText, select } from "../lib/dom.js";
+import { grid, moveFocus } from "../lib/grid.js";
+import { Heatmap, legend, picture } from "../lib/heatmap.js";
+import { matrixSource, shownMatrix } from "../lib/matrix.js";
+import { registerView } from "../lib/registry.js";
+import { difference, extent, headValues, measureChoices, measures, orderedHeads } from "../lib/scores.js";
+import { unitChoice } from "../lib/sentence.js";
+import { cellText, format, visible, weightText } from "../lib/text.js";
 
-/** Whether two passes have the same layers and heads. @param {any} a @param {any} b */
-export function alike(a, b) {
-  return a.layers.length === b.layers.length && a.layers.every((/** @type {any} */ layer, /** @type {number} */ row) => layer.heads === b.layers[row].heads && layer.kind === b.layers[row].kind);
+/** @import { App } from "../app.js" */
+/** @import { Rgb } from "../lib/colour.js" */
+/** @import { Note } from "../lib/dom.js" */
+/** @import { Position, Source } from "../lib/heatmap.js" */
+/** @import { Head, Run, Side, Table, Unit } from "../lib/run.js" */
+
+const PANELS = ["first", "second", "second less first"];
+const LISTED = 4; // heads that changed most
+
+/** Whether two passes have the same layers and heads. @param {Run} a @param {Run} b */
+export function sameShape(a, b) {
+  if (a.layers.length !== b.layers.length) return false;
+  return a.layers.every(({ heads, kind }, row) => heads === b.layers[row].heads && kind === b.layers[row].kind);
 }
 
-/** The second table less the first. @param {(number | null)[][]} a @param {(number | null)[][]} b */
-export function difference(a, b) {
-  return a.map((row, n) => row.map((x, head) => (x === null || b[n]?.[head] === null || b[n]?.[head] === undefined ? null : /** @type {number} */ (b[n][head]) - x)));
-}
-
-/** A text, the part marked in which it differs from another. @param {string} text @param {string} other @returns {(string | Node)[]} */
-export function marked(text, other) {
-  const [mine, theirs] = [text, other].map((one) => one.split(/(?<=\s)/));
+/** A text, with the part marked in which it differs from another. @param {string} text @param {string} other
+ * @returns {(string | Node)[]} */
+function markChanges(text, other) {
+  const [mine, theirs] = [text, other].map((words) => words.split(/(?<=\s)/));
+  const shorter = Math.min(mine.length, theirs.length);
   let first = 0;
-  while (first < Math.min(mine.length, theirs.length) && mine[first] === theirs[first]) first++;
+  while (first < shorter && mine[first] === theirs[first]) first++;
   let last = 0;
-  while (last < Math.min(mine.length, theirs.length) - first && mine[mine.length - 1 - last] === theirs[theirs.length - 1 - last]) last++;
-  const part = (/** @type {string[]} */ words) => (words.length ? visible(words.join("").trim(), 120) : "");
+  while (last < shorter - first && mine[mine.length - 1 - last] === theirs[theirs.length - 1 - last]) last++;
+  /** @param {string[]} words */
+  const part = (words) => (words.length ? visible(words.join("").trim(), 120) : "");
   const changed = part(mine.slice(first, mine.length - last));
-  return [part(mine.slice(0, first)), changed && first ? " " : "", changed ? h("mark", { text: changed }) : "", last ? " " : "", part(mine.slice(mine.length - last))];
+  return [
+    part(mine.slice(0, first)),
+    changed && first ? " " : "",
+    changed ? h("mark", { text: changed }) : "",
+    last ? " " : "",
+    part(mine.slice(mine.length - last)),
+  ];
 }
 
-/** What a pass is called here. @param {any} run */
-function title(run) {
-  const off = run.json.off.length ? ` without ${run.json.off.map((/** @type {any} */ at) => run.label(at)).join(", ")}` : "";
-  return `${run.json.name}${off}`;
+/** The model of a pass, and the heads that are off. @param {Run} run */
+function runTitle(run) {
+  const { name, off } = run.json;
+  return off.length ? `${name} without ${off.map((at) => run.label(at)).join(", ")}` : name;
+}
+
+/** Whether a pass has a head. @param {Run} run @param {Head} at */
+function hasHead(run, [row, head]) {
+  return row < run.layers.length && head < run.layers[row].heads;
 }
 
 export class CompareView {
-  /** @param {any} app */
+  /** @param {App} app */
   constructor(app) {
     this.app = app;
-    this.heats = ["first", "second", "difference"].map((name) => new Heat(app, {
-      hover: (at, event) => (at && event ? app.tip.show(event, this._notes(name, at)) : app.tip.hide()),
-      say: (at) => this._notes(name, at).map((one) => (Array.isArray(one) ? one.join(" ") : one)).join(", "),
-    }));
+    this.heatmaps = PANELS.map(
+      (_, panel) =>
+        new Heatmap(app, {
+          hover: (at, event) => (at && event ? app.tooltip.show(event, this._notes(panel, at)) : app.tooltip.hide()),
+          say: (at) => notesText(this._notes(panel, at)),
+        }),
+    );
+    this.panels = this.heatmaps.map((heatmap, panel) =>
+      h("section", { class: "hw-panel" }, h("h3", { text: PANELS[panel] }), heatmap.el),
+    );
     this.form = h("div", {});
     this.maps = h("div", {});
-    this.matrices = h("div", { class: "hw-three" }, ...this.heats.map((heat, n) => h("section", { class: "hw-panel" }, h("h3", { text: ["first", "second", "second less first"][n] }), heat.el)));
     this.head = h("div", {});
-    this.legend = h("div", {});
-    this.el = h("div", { class: "hw-compare", on: { keydown: (/** @type {KeyboardEvent} */ event) => walk(this.el, event) } }, this.form, this.maps, this.head, this.matrices, this.legend);
+    this.matrices = h("div", { class: "hw-three" }, ...this.panels);
+    this.message = h("div", {});
+    /** @type {HTMLElement} */
+    this.el = h(
+      "div",
+      { class: "hw-compare", on: { keydown: (event) => moveFocus(this.el, event) } },
+      this.form,
+      this.maps,
+      this.head,
+      this.matrices,
+      this.message,
+    );
   }
 
-  get pair() {
-    return [this.app.runs[0], this.app.runs[1]];
-  }
-
+  /** @returns {Unit} */
   get unit() {
-    const [a, b] = this.pair;
-    return a.long || b.long ? "pieces" : this.app.state.unit;
+    return this.app.runs.some((run) => run.long) ? "pieces" : this.app.unit;
   }
 
   update() {
-    const { app } = this;
-    const [a, b] = this.pair;
-    this.form.replaceChildren(app.bar ? app.bar.other() : "");
-    const empty = !b;
-    for (const part of [this.maps, this.head, this.matrices, this.legend]) part.hidden = empty;
-    if (empty) return;
-    this._maps(a, b);
-    this._matrices(a, b);
+    const { bar, runs } = this.app;
+    const [a, b] = runs;
+    this.form.replaceChildren(bar ? bar.other() : "");
+    for (const part of [this.maps, this.head, this.matrices, this.message]) part.hidden = !b;
+    if (!b) return;
+    this._updateMaps(a, b);
+    this._updateMatrices(a, b);
   }
 
-  /** @param {any} a @param {any} b */
-  _maps(a, b) {
+  /** @param {Run} a @param {Run} b */
+  _updateMaps(a, b) {
     const { app } = this;
-    const { state } = app;
-    const tables = [values(a, state.stat), values(b, state.stat)];
+    const { stat, palette } = app.state;
+    const tables = [headValues(a, stat), headValues(b, stat)];
     const [low, high] = extent(...tables);
-    const colours = ramp(state.palette, app.theme);
-    const same = alike(a, b);
-    const apart = same ? difference(tables[0], tables[1]) : null;
-    const most = apart ? Math.max(...apart.flat().map((x) => Math.abs(x ?? 0)), 1e-9) : 1;
-    const diverging = ramp("diverging", app.theme);
-    const one = (/** @type {any} */ run, /** @type {(number | null)[][]} */ table, /** @type {(x: number) => any} */ colour, /** @type {string} */ name) => grid(app, run, {
-      name, chosen: state.heads, order: (row) => ordered(run.layers[row], [], "model"), choose: (at, event) => app.choose(at, event, "compare"),
-      cell: (at) => {
-        const x = table[at[0]][at[1]];
+    const colours = ramp(palette, app.theme);
+    /** @param {number} x */
+    const colour = (x) => pick(colours, (x - low) / (high - low));
+    const panels = [a, b].map((run, n) =>
+      h(
+        "section",
+        { class: "hw-panel" },
+        h("h3", { text: `${PANELS[n]}: ${runTitle(run)}` }),
+        h("p", { dir: "auto", class: "hw-said" }, ...markChanges(run.json.text, [b, a][n].json.text)),
+        this._map(run, tables[n], colour, `${PANELS[n]} by ${stat}`, tables),
+        legend(colours, format(low, 2), format(high, 2)),
+      ),
+    );
+    this.maps.replaceChildren(
+      h(
+        "div",
+        { class: "hw-controls" },
+        select("statistic", measureChoices(a), stat, (value) => app.set({ stat: value })),
+        h("span", { class: "soft", text: measures(a)[stat] }),
+      ),
+      h(
+        "div",
+        { class: "hw-three" },
+        ...panels,
+        h("section", { class: "hw-panel" }, h("h3", { text: PANELS[2] }), ...this._difference(a, b, tables)),
+      ),
+    );
+  }
+
+  /** The map of the differences. @param {Run} a @param {Run} b @param {Table[]} tables */
+  _difference(a, b, tables) {
+    if (!sameShape(a, b)) {
+      const text = "These models have not the same layers and heads, so that their heads cannot be subtracted.";
+      return [h("p", { class: "hw-card", text })];
+    }
+    const changes = difference(tables[0], tables[1]);
+    const most = Math.max(...changes.flat().map((x) => Math.abs(x ?? 0)), 1e-9);
+    const colours = ramp("diverging", this.app.theme);
+    /** @param {number} x */
+    const colour = (x) => pick(colours, 0.5 + x / most / 2);
+    return [
+      h("p", { class: "hw-said soft", text: mostChanged(a, changes) }),
+      this._map(a, changes, colour, `difference in ${this.app.state.stat}`, tables),
+      legend(colours, format(-most, 2), `+${format(most, 2)}`),
+    ];
+  }
+
+  /** @param {Run} run @param {Table} table @param {(x: number) => Rgb} colour @param {string} name
+   * @param {Table[]} tables of both passes, for the tooltip */
+  _map(run, table, colour, name, [first, second]) {
+    const { app } = this;
+    return grid(app, run, {
+      name,
+      chosen: app.state.heads,
+      order: (row) => orderedHeads(run.layers[row], [], "model"),
+      choose: (at, event) => app.choose(at, event, "compare"),
+      cell: ([row, head]) => {
+        const x = table[row][head];
         return { colour: x === null ? null : colour(x), text: x === null ? "" : cellText(x) };
       },
-      notes: (at) => [`head ${run.label(at)}`, ["first", format(tables[0][at[0]]?.[at[1]], 4)], ["second", format(tables[1][at[0]]?.[at[1]], 4)]],
+      notes: (at) => {
+        const [row, head] = at;
+        return [
+          `head ${run.label(at)}`,
+          ["first", format(first[row]?.[head], 4)],
+          ["second", format(second[row]?.[head], 4)],
+        ];
+      },
     });
-    const plain = (/** @type {number} */ x) => pick(colours, (x - low) / (high - low));
-    this.maps.replaceChildren(
-      h("div", { class: "hw-controls" }, select("statistic", choices(a), state.stat, (stat) => app.set({ stat })),
-        h("span", { class: "soft", text: measures(a)[state.stat] })),
-      h("div", { class: "hw-three" },
-        ...[[a, tables[0]], [b, tables[1]]].map(([run, table], n) => h("section", { class: "hw-panel" }, h("h3", { text: `${n ? "second" : "first"}: ${title(run)}` }), h("p", { dir: "auto", class: "hw-said" }, ...marked(run.json.text, (n ? a : b).json.text)), one(run, table, plain, `${n ? "second" : "first"} by ${state.stat}`), legend(colours, format(low, 2), format(high, 2)))),
-        h("section", { class: "hw-panel" }, h("h3", { text: "second less first" }),
-          apart ? h("p", { class: "hw-said soft", text: this._changed(a, apart) }) : null,
-          apart ? one(a, apart, (x) => pick(diverging, 0.5 + x / most / 2), `difference in ${state.stat}`) : h("p", { class: "hw-card", text: "These models have not the same layers and heads, so that their heads cannot be taken from each other one by one." }),
-          apart ? legend(diverging, format(-most, 2), `+${format(most, 2)}`) : null)));
   }
 
-  /** @param {any} run @param {(number | null)[][]} apart */
-  _changed(run, apart) {
-    const all = apart.flatMap((row, layer) => row.map((x, head) => ({ at: /** @type {any} */ ([layer, head]), x: x ?? 0 })));
-    const top = all.sort((p, q) => Math.abs(q.x) - Math.abs(p.x)).slice(0, 4).filter((one) => Math.abs(one.x) > 1e-6);
-    return top.length ? `Most changed: ${top.map(({ at, x }) => `${run.label(at)} ${x > 0 ? "+" : ""}${format(x, 2)}`).join(", ")}` : "Nothing changed.";
+  /** @param {Run} a @param {Run} b */
+  _updateMatrices(a, b) {
+    const { app, unit } = this;
+    const [at] = app.state.heads;
+    const exists = hasHead(b, at);
+    const change = exists ? this._changeSource(a, b, at, unit) : null;
+    this.head.replaceChildren(
+      h(
+        "div",
+        { class: "hw-controls hw-compare-head" },
+        h("b", { class: "hw-big", text: `head ${a.label(at)}` }),
+        !a.long && !b.long && unitChoice(app, unit),
+        h("span", { class: "soft", text: exists ? movedWeight(a, b, at, unit) : "" }),
+      ),
+    );
+    const sources = [matrixSource(app, a, [at], unit), exists ? matrixSource(app, b, [at], unit) : null, change];
+    sources.forEach((source, n) => {
+      this.panels[n].hidden = !source;
+      if (source) this.heatmaps[n].show(source, true);
+    });
+    const unequal = `The texts have not as many ${unit}, so that one matrix cannot be subtracted from the other.`;
+    const text = exists ? unequal : "The second model has no such head.";
+    this.message.replaceChildren(change ? "" : h("p", { class: "soft", text }));
   }
 
-  /** @param {any} a @param {any} b */
-  _matrices(a, b) {
-    const { app } = this;
-    const { state } = app;
-    const at = state.heads[0];
-    const there = b.layers[at[0]] && at[1] < b.layers[at[0]].heads;
-    const unit = this.unit;
-    this.head.replaceChildren(h("div", { class: "hw-controls hw-compare-head" }, h("b", { class: "hw-big", text: `head ${a.label(at)}` }),
-      !(a.long || b.long) && choice("tokens", [["words", "words"], ["pieces", "pieces"]], unit, (value) => app.set({ unit: value })),
-      h("span", { class: "soft", text: this._moved(a, b, at, unit) })));
-    const [first, second, apart] = this.heats;
-    first.show(source(app, a, [at], unit), true);
-    second.el.parentElement.hidden = !there;
-    const less = there ? this._less(a, b, at, unit) : null;
-    apart.el.parentElement.hidden = !less;
-    if (there) second.show(source(app, b, [at], unit), true);
-    if (less) apart.show(less, true);
-    this.legend.replaceChildren(!there ? h("p", { class: "soft", text: "The second model has no such head." }) : !less ? h("p", { class: "soft", text: `The texts have not as many ${unit}, so that one matrix cannot be taken from the other.` }) : "");
-  }
-
-  /** How much of a head's weight went elsewhere. @param {any} a @param {any} b @param {any} at @param {any} unit */
-  _moved(a, b, at, unit) {
-    if (a.long || b.long || !b.layers[at[0]] || at[1] >= b.layers[at[0]].heads) return "";
-    const [x, y] = [a.matrix(at, unit), b.matrix(at, unit)];
-    if (x.rows !== y.rows || x.columns !== y.columns) return "";
-    let moved = 0;
-    x.values.forEach((/** @type {number} */ w, /** @type {number} */ n) => { moved += Math.abs(w - y.values[n]); });
-    return `${format((100 * moved) / 2 / x.rows, 1)} % of its weight moved`;
-  }
-
-  /** The second matrix less the first. @param {any} a @param {any} b @param {any} at @param {any} unit @returns {any} */
-  _less(a, b, at, unit) {
-    const maps = [a, b].map((run) => (run.long ? run.reduced(at, this.app.state.reduce) : run.matrix(at, unit)));
-    const [x, y] = maps;
-    const names = [a, b].map((run) => ({ from: run.names(at[0], "from", unit), to: run.names(at[0], "to", unit) }));
-    if (a.long !== b.long || x.rows !== y.rows || x.columns !== y.columns || names[0].from.length !== names[1].from.length) return null;
-    const diverging = ramp("diverging", this.app.theme);
-    const apart = Float32Array.from(x.values, (w, n) => y.values[n] - w);
-    const most = apart.reduce((top, w) => Math.max(top, Math.abs(w)), 1e-9);
-    const colour = (/** @type {number} */ w) => pick(diverging, 0.5 + w / most / 2);
-    const name = (/** @type {"from" | "to"} */ side) => (/** @type {number} */ n) => (names[0][side][n] === names[1][side][n] ? names[0][side][n] : `${names[0][side][n]}/${names[1][side][n]}`);
+  /** The second matrix minus the first, null where their sizes differ.
+   * @param {Run} a @param {Run} b @param {Head} at @param {Unit} unit @returns {Source | null} */
+  _changeSource(a, b, at, unit) {
+    const [row] = at;
+    const { reduce } = this.app.state;
+    const [x, y] = [a, b].map((run) => shownMatrix(run, at, unit, reduce));
+    const equal = x.rows === y.rows && x.columns === y.columns;
+    const lengths = [a, b].map((run) => run.names(row, "from", unit).length);
+    if (a.long !== b.long || !equal || lengths[0] !== lengths[1]) return null;
+    const colours = ramp("diverging", this.app.theme);
+    const change = Float32Array.from(x.values, (weight, n) => y.values[n] - weight);
+    const most = change.reduce((top, weight) => Math.max(top, Math.abs(weight)), 1e-9);
+    /** @param {number} n */
+    const colour = (n) => pick(colours, 0.5 + change[n] / most / 2);
+    /** @param {Side} side @returns {(n: number) => string} */
+    const name = (side) => (n) => {
+      const [first, second] = [a, b].map((run) => run.names(row, side, unit)[n]);
+      return first === second ? first : `${first}/${second}`;
+    };
     return {
-      rows: names[0].from.length, columns: names[0].to.length, rowName: name("from"), columnName: name("to"), label: `difference of head ${a.label(at)}`,
-      picture: () => ({ cell: a.long ? x.cell : 1, image: picture(x.rows, x.columns, (n) => colour(apart[n])) }),
-      exact: (/** @type {number} */ i) => (/** @type {number} */ j) => (a.long ? null : [colour(apart[i * x.columns + j]), apart[i * x.columns + j]]),
+      rows: lengths[0],
+      columns: a.names(row, "to", unit).length,
+      rowName: name("from"),
+      columnName: name("to"),
+      label: `difference of head ${a.label(at)}`,
+      picture: () => ({ cell: x.cell, image: picture(x.rows, x.columns, colour) }),
+      exact: (i) => (j) => (a.long ? null : [colour(i * x.columns + j), change[i * x.columns + j]]),
     };
   }
 
-  /** @param {string} which @param {[number, number]} place @returns {any[]} */
-  _notes(which, [i, j]) {
-    const [a, b] = this.pair;
-    const at = this.app.state.heads[0];
-    const unit = this.unit;
-    const run = which === "second" ? b : a;
-    const name = (/** @type {"from" | "to"} */ side, /** @type {number} */ n) => visible(run.names(at[0], side, unit)[n] ?? "", 24);
-    const notes = /** @type {any[]} */ ([`${name("from", i)} → ${name("to", j)}`]);
-    const told = (/** @type {any} */ one) => {
-      const names = [one.names(at[0], "from", unit), one.names(at[0], "to", unit)];
-      return i < names[0].length && j < names[1].length ? one.weight(at, unit, i, j) : null;
-    };
-    const [x, y] = [told(a), told(b)];
-    if (which !== "second" && x) notes.push(["first", weightText(x)]);
-    if (which !== "first" && y) notes.push(["second", weightText(y)]);
-    if (which === "difference" && x && y && !x.atMost && !y.atMost) notes.push(["difference", format(y.value - x.value, 4)]);
+  /** The tooltip of one weight. @param {number} panel @param {Position} position @returns {Note[]} */
+  _notes(panel, [i, j]) {
+    const { app, unit } = this;
+    const [at] = app.state.heads;
+    const names = app.runs.map((run) =>
+      hasHead(run, at)
+        ? { from: run.names(at[0], "from", unit), to: run.names(at[0], "to", unit) }
+        : { from: [], to: [] },
+    );
+    const own = names[panel === 1 ? 1 : 0];
+    const [x, y] = app.runs.map((run, n) =>
+      i < names[n].from.length && j < names[n].to.length ? run.weight(at, unit, i, j) : null,
+    );
+    /** @type {Note[]} */
+    const notes = [`${visible(own.from[i] ?? "", 24)} → ${visible(own.to[j] ?? "", 24)}`];
+    if (panel !== 1 && x) notes.push(["first", weightText(x)]);
+    if (panel !== 0 && y) notes.push(["second", weightText(y)]);
+    if (panel === 2 && x && y && !x.atMost && !y.atMost) notes.push(["difference", format(y.value - x.value, 4)]);
     return notes;
   }
 }
+
+/** The heads that changed most. @param {Run} run @param {Table} changes */
+function mostChanged(run, changes) {
+  const heads = changes.flatMap((row, layer) =>
+    row.map((change, head) => ({ at: /** @type {Head} */ ([layer, head]), change: change ?? 0 })),
+  );
+  const sorted = heads.sort((p, q) => Math.abs(q.change) - Math.abs(p.change)).slice(0, LISTED);
+  const changed = sorted.filter(({ change }) => Math.abs(change) > 1e-6);
+  if (!changed.length) return "Nothing changed.";
+  const items = changed.map(({ at, change }) => `${run.label(at)} ${change > 0 ? "+" : ""}${format(change, 2)}`);
+  return `Most changed: ${items.join(", ")}`;
+}
+
+/** How much of a head's weight moved to other keys.
+ * @param {Run} a @param {Run} b @param {Head} at @param {Unit} unit */
+function movedWeight(a, b, at, unit) {
+  if (a.long || b.long) return "";
+  const [x, y] = [a.matrix(at, unit), b.matrix(at, unit)];
+  if (x.rows !== y.rows || x.columns !== y.columns) return "";
+  const moved = x.values.reduce((sum, weight, n) => sum + Math.abs(weight - y.values[n]), 0) / 2;
+  return `${format((100 * moved) / x.rows, 1)} % of its weight moved`;
+}
+
+registerView({
+  name: "compare",
+  label: "Compare",
+  order: 4,
+  create: (app) => new CompareView(app),
+  available: (app) => Boolean(app.runs[1] || app.live),
+});
