@@ -11,7 +11,7 @@ from headwise.roles.atlas.bundled import shipped
 from headwise.ui.atlas import save_page
 
 
-def test_the_page_shows_what_the_atlas_says(tab: Callable[..., Any], tmp_path: Path) -> None:
+def test_atlas_page_shows_the_numbers_of_the_atlas(tab: Callable[..., Any], tmp_path: Path) -> None:
     atlas = shipped("minilm")
     assert atlas is not None
     name = '</script><b><!--\u2028"><style>* { display: none }</style>'

@@ -73,7 +73,7 @@ def hover(shown: Any, i: int, j: int) -> str:
 # --- the map ---
 
 
-def test_map_has_every_statistic_of_every_head(tab: Any, sentence: Path, told: Any) -> None:
+def test_map_shows_every_statistic_of_every_head(tab: Any, sentence: Path, told: Any) -> None:
     shown = tab().open(sentence)
     assert shown.locator("h1").inner_text() == ANIMAL
     for name in told.stats:
@@ -86,7 +86,7 @@ def test_map_has_every_statistic_of_every_head(tab: Any, sentence: Path, told: A
     assert "previous token: ≥ 0.50" in said
 
 
-def test_map_sorted_by_kind_and_as_thumbnails(tab: Any, sentence: Path, told: Any) -> None:
+def test_map_can_be_sorted_and_drawn_by_kind_or_thumbnails(tab: Any, sentence: Path, told: Any) -> None:
     shown = tab().open(sentence)
     shown.get_by_label("order", exact=True).select_option("ranked")
     ranked = shown.locator(".hw-map .cell").evaluate_all("cells => cells.map((c) => c.dataset.head)")
@@ -105,7 +105,7 @@ def test_map_sorted_by_kind_and_as_thumbnails(tab: Any, sentence: Path, told: An
     assert shown.locator(".hw-map .cell canvas").count() == 72
 
 
-def test_click_on_a_head_opens_it_and_keys_walk(tab: Any, sentence: Path) -> None:
+def test_clicking_a_head_opens_it_and_arrow_keys_move_on(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence)
     shown.locator(".hw-map .cell[data-head='4.5']").focus()
     shown.keyboard.press("ArrowDown")
@@ -123,7 +123,7 @@ def test_click_on_a_head_opens_it_and_keys_walk(tab: Any, sentence: Path) -> Non
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.6"
 
 
-def test_map_begins_with_a_word_worth_following(tab: Any, sentence: Path, told: Any) -> None:
+def test_map_begins_with_a_word_to_follow(tab: Any, sentence: Path, told: Any) -> None:
     shown = tab().open(sentence)
     lead = shown.locator(".hw-lead.first")
     weight = told.matrix("3.1")[told.find("it"), told.find("animal")]
@@ -133,7 +133,7 @@ def test_map_begins_with_a_word_worth_following(tab: Any, sentence: Path, told: 
     assert shown.locator(".hw-lead").inner_text().startswith("How it comes to look at animal by")
 
 
-def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_map_is_coloured_by_loaded_scores_and_roles(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     table = [[100.0 * layer + head for head in range(12)] for layer in range(6)]
     role = {"kind": "self", "layer": 3, "head": 1, "role": "coreference", "score": 0.61, "baseline": 0.05}
     atlas = {
@@ -158,7 +158,7 @@ def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: 
 # --- one head ---
 
 
-def test_weights_on_hover_are_python_s(tab: Any, sentence: Path, told: Any, minilm: tuple[Any, Any]) -> None:
+def test_weights_on_hover_equal_those_of_inspect(tab: Any, sentence: Path, told: Any, minilm: tuple[Any, Any]) -> None:
     one = tab()
     shown = one.open(sentence, "view=head&heads=3.1")
     one.frame()
@@ -171,7 +171,7 @@ def test_weights_on_hover_are_python_s(tab: Any, sentence: Path, told: Any, mini
     assert hover(shown, 10, 2).endswith(f"{pieces[10, 2]:.4f}")
 
 
-def test_hover_and_click_on_tokens(tab: Any, sentence: Path, told: Any) -> None:
+def test_tokens_can_be_hovered_and_clicked(tab: Any, sentence: Path, told: Any) -> None:
     shown = tab().open(sentence, "view=head&heads=3.1")
     shown.locator(".hw-tokens.from .hw-token", has_text="cross").hover()
     said = tip(shown)
@@ -185,7 +185,7 @@ def test_hover_and_click_on_tokens(tab: Any, sentence: Path, told: Any) -> None:
     assert shown.locator(".hw-sentence .chosen").count() == 0
 
 
-def test_several_heads_in_colours(tab: Any, sentence: Path, told: Any) -> None:
+def test_several_heads_are_shown_in_their_colours(tab: Any, sentence: Path, told: Any) -> None:
     one = tab()
     shown = one.open(sentence, "view=head&heads=3.1")
     shown.locator(".hw-nav .cell[data-head='5.11']").click(modifiers=["Shift"])
@@ -197,7 +197,7 @@ def test_several_heads_in_colours(tab: Any, sentence: Path, told: Any) -> None:
     assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 5.11"]
 
 
-def test_matrix_by_keys_is_said_aloud(tab: Any, sentence: Path, told: Any) -> None:
+def test_matrix_read_by_keys_is_announced(tab: Any, sentence: Path, told: Any) -> None:
     one = tab()
     shown = one.open(sentence, "view=head&heads=3.1")
     shown.locator(".hw-heat").focus()
@@ -217,7 +217,7 @@ def test_matrix_by_keys_is_said_aloud(tab: Any, sentence: Path, told: Any) -> No
 # --- steps ---
 
 
-def test_steps_have_the_model_s_numbers(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
+def test_steps_show_the_numbers_of_the_model(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
     seen = run().layers[3]
     q, k = seen.reading.q[0, 1, 10], seen.reading.k[0, 1, 2]
     weights = seen.rows([10], [1])[0, 0]
@@ -235,7 +235,7 @@ def test_steps_have_the_model_s_numbers(tab: Any, sentence: Path, run: Callable[
     assert bars == pytest.approx(norms, abs=6e-4)
 
 
-def test_entries_and_stations_of_the_steps(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
+def test_steps_show_entries_and_a_summary_line(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
     seen = run().layers[3]
     q, k = seen.reading.q[0, 1, 10], seen.reading.k[0, 1, 2]
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
@@ -252,7 +252,7 @@ def test_entries_and_stations_of_the_steps(tab: Any, sentence: Path, run: Callab
     assert "token=13" in shown.url
 
 
-def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
+def test_steps_follow_the_chosen_key_and_head(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
     shown.locator(".hw-table button", has_text="street").click()
     assert "look at street" in shown.locator(".hw-lead").inner_text()
@@ -262,7 +262,7 @@ def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
+def test_causal_models_with_grouped_heads_are_shown(kind: str, tab: Any, tmp_path: Path) -> None:
     model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
     seen = capture.run("The animal was too tired.", model, tokenizer=tokenizer)
     page.save(payload.data(seen), tmp_path / "a.html")
@@ -277,7 +277,9 @@ def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
     assert told[:keys] == pytest.approx(seen.layers[1].rows([2], [2])[0, 0][: len(told)], abs=6e-5)
 
 
-def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tuple[Any, Any]) -> None:
+def test_encoder_decoder_and_cross_attention_are_shown_separately(
+    tab: Any, tmp_path: Path, bart: tuple[Any, Any]
+) -> None:
     one = capture.run("The animal was tired.", bart[0], tokenizer=bart[1], target="It was too wide and tired.")
     assert one.texts[1].ids[0] == bart[0].config.decoder_start_token_id  # what the decoder is given begins with it
     page.save(payload.data(one), tmp_path / "a.html")
@@ -294,7 +296,7 @@ def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tup
     assert shown.locator(".hw-table tbody tr").count() == len(one.texts[0].pieces)
 
 
-def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
+def test_navigator_of_a_deep_model_scrolls_to_the_chosen_head(tab: Any, tmp_path: Path) -> None:
     config = small_checkpoints.bert(hidden_size=10, num_attention_heads=5, num_hidden_layers=53, intermediate_size=11)
     seen = capture.run(
         "animal", small_checkpoints.sharp(transformers.BertModel(config)), tokenizer=small_checkpoints.word_piece()
@@ -312,7 +314,9 @@ def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
 # --- two passes ---
 
 
-def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+def test_compare_shows_two_texts_and_their_difference(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
+) -> None:
     page.save(payload.data([run(), run(WIDE)], heads=["3.1"]), tmp_path / "a.html")
     one = tab()
     shown = one.open(tmp_path / "a.html")
@@ -332,9 +336,7 @@ def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.
     )
 
 
-def test_compare_with_and_without_heads_and_other_models(
-    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]
-) -> None:
+def test_compare_shows_heads_off_and_other_models(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     tiny = capture.run(
         ANIMAL, small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]()), tokenizer=small_checkpoints.byte_level()
     )
@@ -358,7 +360,7 @@ def long(monkeypatch: pytest.MonkeyPatch, run: Callable[..., capture.Pass]) -> c
     return run()
 
 
-def test_long_texts_tell_what_they_know(
+def test_long_texts_state_how_exact_weights_are(
     tab: Any, tmp_path: Path, long: capture.Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(payload.STEPS, "links", 10)
@@ -382,7 +384,7 @@ def test_long_texts_tell_what_they_know(
     assert "head 5.5 is not among them" in shown.locator(".hw-steps").inner_text()
 
 
-def test_links_of_a_long_text_can_be_moved_along(
+def test_link_window_of_a_long_text_can_be_moved(
     tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack, "EXACT", 0)
@@ -404,14 +406,14 @@ def test_links_of_a_long_text_can_be_moved_along(
 # --- manners ---
 
 
-def test_right_to_left_text_runs_so(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_right_to_left_text_is_set_right_to_left(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     page.save(payload.data(run("הכלב לא חצה את הרחוב")), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "view=head&heads=0.2")
     first, last = shown.locator(".hw-sentence .token").first, shown.locator(".hw-sentence .token").last
     assert first.inner_text() == "[CLS]" and first.bounding_box()["x"] > last.bounding_box()["x"]
 
 
-def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_tokens_with_markup_are_shown_as_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     value = payload.data(run())
     text = value["runs"][0]["texts"][0]
     text["pieces"][1 : 1 + len(NASTY)] = NASTY
@@ -434,14 +436,14 @@ def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., cap
 
 
 @pytest.mark.parametrize("view", ["map", "head", "steps"])
-def test_a_narrow_window_does_not_scroll_sideways(view: str, tab: Any, sentence: Path) -> None:
+def test_narrow_window_does_not_scroll_sideways(view: str, tab: Any, sentence: Path) -> None:
     one = tab(viewport={"width": 360, "height": 700})
     shown = one.open(sentence, f"view={view}")
     one.frame()
     assert shown.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_dark_and_light(tab: Any, sentence: Path) -> None:
+def test_themes_follow_the_system_and_the_button(tab: Any, sentence: Path) -> None:
     shown = tab(color_scheme="dark").open(sentence)
     ground = "getComputedStyle(document.querySelector('.headwise')).backgroundColor"
     dark = shown.evaluate(ground)
@@ -465,20 +467,20 @@ def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
         assert nameless == []
 
 
-def test_focus_stays_where_it_was(tab: Any, sentence: Path) -> None:
+def test_focus_stays_on_the_control_that_had_it(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence)
     shown.get_by_label("order", exact=True).focus()
     shown.keyboard.press("ArrowDown")
     assert shown.evaluate("document.activeElement.dataset.key") == "select:order" and "order=value" in shown.url
 
 
-def test_data_that_cannot_be_shown(tab: Any, tmp_path: Path) -> None:
+def test_invalid_data_is_reported(tab: Any, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(page.page({"headwise": 7, "runs": []})[0])
     one = tab()
     one.page.goto((tmp_path / "a.html").as_uri())
     assert one.page.get_by_role("alert").inner_text() == "This cannot be shown: this view shows data of form 1, got 7"
 
 
-def test_a_state_with_nonsense_in_it(tab: Any, sentence: Path) -> None:
+def test_invalid_state_in_the_address_is_ignored(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence, "view=head&heads=99.99&token=1000000&stat=constructor&palette=%3Cscript%3E&unit=x")
     assert shown.locator(".hw-chosen b").inner_text() == "head 3.1"

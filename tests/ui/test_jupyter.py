@@ -73,7 +73,7 @@ def _until_served(url: str, process: Any) -> None:
     pytest.fail("JupyterLab did not answer")
 
 
-def test_in_jupyterlab(lab: str, chromium: Any) -> None:
+def test_widget_runs_in_jupyterlab(lab: str, chromium: Any) -> None:
     tab = chromium.new_page(viewport={"width": 1500, "height": 1000})
     tab.set_default_timeout(90_000)
     tab.goto(lab)

@@ -17,7 +17,7 @@ import torch
 
 import headwise
 from headwise.ui import capture, connections, payload, server
-from headwise.ui.service import Service, heads_off
+from headwise.ui.service import Service, parse_heads_off
 from helpers import small_checkpoints
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
@@ -52,7 +52,7 @@ def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/ap
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7447", "localhost:1", "[::1]:7447", "127.0.0.1", "LOCALHOST:7447"])
-def test_this_machine_may(host: str, service: Service) -> None:
+def test_loopback_hosts_are_served(host: str, service: Service) -> None:
     [page] = ask(server.application(service), host=host, path="/")
     assert page.status_code == 200
     policy = page.headers["content-security-policy"]
@@ -63,7 +63,7 @@ def test_this_machine_may(host: str, service: Service) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:7447", "127.0.0.1.evil.example", "192.168.0.9", "localhost.evil"]
 )
-def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> None:
+def test_other_host_names_are_refused(host: str, service: Service) -> None:
     app = server.application(service)
     for response in (*ask(app, host=host, path="/"), *ask(app, {"ask": "run", "text": "x"}, host=host)):
         assert (response.status_code, response.text) == (403, "this address is served to this machine alone")
@@ -80,8 +80,8 @@ def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> No
         "evil.com:127.0.0.1", "١٢٧.0.0.1", "127.0.0.1\n",
     ],
 )  # fmt: skip
-def test_a_host_that_only_looks_like_this_machine_may_not(host: str) -> None:
-    assert not server.names_this_machine(host)
+def test_host_headers_that_resemble_loopback_are_refused(host: str) -> None:
+    assert not server.is_loopback_header(host)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_host_that_only_looks_like_this_machine_may_not(host: str) -> None:
         ("nonsense", "cors", "empty", "/api", 403),
     ],
 )
-def test_what_a_browser_says_of_the_asking_page(
+def test_fetch_metadata_of_other_sites_is_refused(
     site: str, mode: str, dest: str, path: str, status: int, service: Service
 ) -> None:
     headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
@@ -108,7 +108,7 @@ def test_what_a_browser_says_of_the_asking_page(
     assert answer.status_code == status
 
 
-def test_another_site_may_not(service: Service) -> None:
+def test_requests_of_other_origins_are_refused(service: Service) -> None:
     app = server.application(service)
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
         [answer] = ask(app, {"ask": "run", "text": "x"}, headers={"Origin": origin})
@@ -117,7 +117,7 @@ def test_another_site_may_not(service: Service) -> None:
     assert answer.status_code == 200
 
 
-def test_other_machines_need_the_token(service: Service) -> None:
+def test_token_is_required_when_it_is_set(service: Service) -> None:
     app = server.application(service, token="sëcret")
     assert [one.status_code for one in ask(app, host="192.168.0.9:7447", path="/")] == [403]
     assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=wrong")] == [403]
@@ -136,8 +136,8 @@ def test_other_machines_need_the_token(service: Service) -> None:
         ("example.org", False),
     ],
 )
-def test_local(host: str, is_local: bool) -> None:
-    assert server.local(host) is is_local
+def test_is_loopback_recognises_addresses(host: str, is_local: bool) -> None:
+    assert server.is_loopback(host) is is_local
 
 
 # --- what may be asked ---
@@ -164,12 +164,12 @@ def test_local(host: str, is_local: bool) -> None:
         ({"ask": "run", "text": "x", "pad": "y" * (1 << 20)}, 413, "1,048,576 bytes"),
     ],
 )
-def test_what_is_refused(request_: Any, status: int, words: str, service: Service) -> None:
+def test_invalid_requests_are_refused_with_a_message(request_: Any, status: int, words: str, service: Service) -> None:
     [answer] = ask(server.application(service), request_)
     assert answer.status_code == status and words in answer.json()["error"]
 
 
-def test_what_is_no_json(service: Service) -> None:
+def test_bodies_that_are_not_json_are_refused(service: Service) -> None:
     app = server.application(service)
     for content, kind, status in (
         (b"{", "application/json", 400),
@@ -186,7 +186,7 @@ def test_what_is_no_json(service: Service) -> None:
     assert [one.status_code for one in ask(app, path="/api")] == [405]
 
 
-def test_a_run_is_what_python_has(service: Service, run: Callable[..., capture.Pass]) -> None:
+def test_run_answer_equals_the_payload(service: Service, run: Callable[..., capture.Pass]) -> None:
     [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm"})
     found, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
     assert found.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
@@ -223,13 +223,13 @@ def test_heads_off_change_the_next_token(service: Service) -> None:
     assert effect["divergence"] == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-3)
 
 
-def test_labels_of_heads() -> None:
+def test_labels_of_heads_are_parsed() -> None:
     model = small_checkpoints.MODELS["gpt2"]()
-    assert heads_off(model, "1.2, 1.0,0.1,1.2") == {("self", 1): [0, 2], ("self", 0): [1]}
-    assert heads_off(model, "") == {}
+    assert parse_heads_off(model, "1.2, 1.0,0.1,1.2") == {("self", 1): [0, 2], ("self", 0): [1]}
+    assert parse_heads_off(model, "") == {}
 
 
-def test_half_a_character_is_refused_in_words(service: Service) -> None:
+def test_lone_surrogate_is_refused_with_a_message(service: Service) -> None:
     for name in ("text", "target", "head", "off", "model"):
         asked = {"ask": "run", "text": "x", name: "a\ud800"}
 
@@ -280,8 +280,8 @@ JSON_POST = b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket.socket]]:
     """Opens a connection to a server that is not patient, and sends it something; nothing may be logged meanwhile."""
-    monkeypatch.setattr(connections, "PATIENCE", 0.2)
-    monkeypatch.setattr(connections, "CONNECTIONS", 7)
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 7)
     monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
     opened = []
     with served(Stub()) as url:  # type: ignore[arg-type]
@@ -322,23 +322,23 @@ def rest(connection: socket.socket) -> bytes:
     ],
     ids=["nothing", "line", "headers", "second request", "body", "chunks", "bad chunk"],
 )
-def test_what_is_half_sent_is_closed(start: bytes, answer: bytes, client: Callable[[bytes], socket.socket]) -> None:
+def test_incomplete_requests_are_closed(start: bytes, answer: bytes, client: Callable[[bytes], socket.socket]) -> None:
     assert rest(client(start)).startswith(answer)
 
 
-def test_who_leaves_mid_body_leaves_no_trace(client: Callable[[bytes], socket.socket]) -> None:
+def test_client_that_disconnects_mid_body_leaves_no_trace(client: Callable[[bytes], socket.socket]) -> None:
     for _ in range(3):
         client(JSON_POST + b"Content-Length: 50\r\n\r\n{").close()
     assert b'{"done":true}' in rest(client(JSON_POST + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"))
 
 
-def test_those_who_wait_make_room(client: Callable[[bytes], socket.socket]) -> None:
+def test_longest_waiting_connection_makes_room(client: Callable[[bytes], socket.socket]) -> None:
     waiting = [client(b"GET / HTTP/1.1\r\n") for _ in range(20)]
     assert b"HTTP/1.1 404" in rest(client(b"GET /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
     assert [rest(one) for one in waiting] == [b""] * 20
 
 
-def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], socket.socket]) -> None:
+def test_body_is_read_up_to_its_limit_only(client: Callable[[bytes], socket.socket]) -> None:
     taken = 0
 
     async def receive() -> dict[str, Any]:
@@ -354,7 +354,7 @@ def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], so
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
     scope = {"type": "http", "method": "POST", "path": "/api", "query_string": b"", "headers": headers}
     apart(server.application(Stub())(scope, receive, send))  # type: ignore[arg-type]
-    assert taken == server.LARGEST + (1 << 16)
+    assert taken == server.MOST_BYTES + (1 << 16)
     assert sent[0]["status"] == 413 and (b"connection", b"close") in sent[0]["headers"]
     announced = client(JSON_POST + b"Content-Length: 99999999\r\n\r\n")
     assert rest(announced).startswith(b"HTTP/1.1 413")
@@ -362,8 +362,8 @@ def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], so
     assert rest(refused).startswith(b"HTTP/1.1 403")
 
 
-def test_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE", 0.1)
+def test_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.1)
     stub, much = Stub(), 1 << 25
     monkeypatch.setattr(stub, "answer", lambda request, stop=None: {"much": "x" * much}, raising=False)
     running = served(stub)  # type: ignore[arg-type]
@@ -379,8 +379,8 @@ def test_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) 
 # --- one at a time ---
 
 
-def test_one_pass_at_a_time_and_a_full_line(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "QUEUE", 3)
+def test_passes_run_one_at_a_time_and_a_full_queue_refuses(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_WAITING", 3)
     running: list[int] = []
     most: list[int] = []
 
@@ -397,13 +397,13 @@ def test_one_pass_at_a_time_and_a_full_line(service: Service, monkeypatch: pytes
     assert max(most) == 1 and "3 requests wait already" in answers[-1].json()["error"]
 
 
-def test_a_pass_that_takes_too_long(minilm: tuple[Any, Any]) -> None:
+def test_pass_that_takes_too_long_is_stopped(minilm: tuple[Any, Any]) -> None:
     service = Service({"minilm": minilm}, seconds=0.0)
     with pytest.raises(headwise.HeadwiseError, match="more than 0 seconds and was stopped"):
         service.answer({"ask": "run", "text": "animal"})
 
 
-def test_who_leaves_stops_the_work(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnected_client_stops_its_pass(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), threading.Event()
 
     def endless(request: Any, stop: Callable[[], bool]) -> dict[str, Any]:
@@ -426,7 +426,7 @@ def test_who_leaves_stops_the_work(service: Service, monkeypatch: pytest.MonkeyP
         assert ended.wait(10)
 
 
-def test_only_the_newest_passes_are_kept(minilm: tuple[Any, Any]) -> None:
+def test_only_the_newest_passes_are_cached(minilm: tuple[Any, Any]) -> None:
     service = Service({"minilm": minilm})
     for n in range(10):
         service.answer({"ask": "steps", "text": f"animal {n}", "head": "0.0"})
@@ -442,7 +442,7 @@ class served:
     def __init__(self, service: Service, token: str | None = None) -> None:
         import uvicorn
 
-        self.socket = server._bound("127.0.0.1", 0)
+        self.socket = server._listening_socket("127.0.0.1", 0)
         config = uvicorn.Config(server.application(service, token=token), **connections.settings())
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
@@ -462,7 +462,7 @@ def url(service: Service) -> Iterator[str]:
         yield address
 
 
-def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Service) -> None:
+def test_page_runs_a_sentence_and_switches_heads_off(tab: Any, url: str, service: Service) -> None:
     shown = tab().open(url)
     assert shown.locator(".hw-brand").inner_text().startswith("headwise\nminilm")
     shown.locator("textarea").fill("She sat by the river bank.")
@@ -485,7 +485,7 @@ def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Servi
     shown.locator("[data-effect]").wait_for(state="detached")
 
 
-def test_what_a_decoder_is_given(tab: Any, bart: tuple[Any, Any]) -> None:
+def test_page_runs_the_decoder_on_a_target(tab: Any, bart: tuple[Any, Any]) -> None:
     service = Service(
         {"bart": bart}, text="The animal was tired.", target="It was too", scores={"x": {"encoder": TABLE}}
     )
@@ -508,7 +508,7 @@ def test_what_a_decoder_is_given(tab: Any, bart: tuple[Any, Any]) -> None:
         assert shown.locator(".hw-map .cell").first.inner_text() == "3.00"  # the encoder's, alone as beside a decoder
 
 
-def test_a_shared_address_opens_the_same(tab: Any, url: str) -> None:
+def test_shared_address_opens_the_same_state(tab: Any, url: str) -> None:
     shown = tab().open(url, "view=steps&model=tiny&text=The+animal+was+too&off=1.0&heads=1.2&token=2")
     shown.wait_for_selector(".hw-weight")
     assert shown.locator(".hw-chosen b").inner_text() == "head 1.2"
@@ -518,7 +518,7 @@ def test_a_shared_address_opens_the_same(tab: Any, url: str) -> None:
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.1"
 
 
-def test_mistakes_are_told_and_the_view_stays(tab: Any, url: str) -> None:
+def test_errors_are_shown_and_the_view_stays(tab: Any, url: str) -> None:
     one = tab()
     shown = one.open(url)
     shown.locator("textarea").fill(" ")
@@ -528,16 +528,16 @@ def test_mistakes_are_told_and_the_view_stays(tab: Any, url: str) -> None:
     one.errors.clear()  # the browser notes every answer that is not 200
 
 
-def test_with_a_token(tab: Any, service: Service) -> None:
+def test_page_sends_the_token_of_its_address(tab: Any, service: Service) -> None:
     with served(service, token="abc") as url:
         shown = tab().open(url + "?token=abc")
         assert shown.locator(".hw-map .cell").count() == 72
 
 
-def test_an_address_in_use() -> None:
-    taken = server._bound("127.0.0.1", 0)
+def test_address_in_use_is_a_one_line_error() -> None:
+    taken = server._listening_socket("127.0.0.1", 0)
     port = taken.getsockname()[1]
     taken.listen()
     with pytest.raises(headwise.HeadwiseError, match=f"127.0.0.1 port {port} cannot be served: Address already in use"):
-        server._bound("127.0.0.1", port)
+        server._listening_socket("127.0.0.1", port)
     taken.close()

@@ -93,16 +93,16 @@ def inspect(
 
 def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **how: Any) -> None:
     from ..inspection import run as inspection
-    from ..ui.overlays import read
-    from ..ui.service import heads_off
-    from ..ui.widget import passes, saved
+    from ..ui.overlays import read_overlays
+    from ..ui.service import parse_heads_off
+    from ..ui.widget import run_passes, save_passes
 
-    scores = read(files)
+    scores = read_overlays(files)
     name, loaded, tokenizer = inspection._pair(model, None)
-    without = heads_off(loaded, off, whole=bool(how["target"])) if off else None
+    without = parse_heads_off(loaded, off, with_decoder=bool(how["target"])) if off else None
     heads = how.pop("heads")
-    seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **how)
-    saved(seen, path, heads=heads, scores=scores)
+    seen = run_passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **how)
+    save_passes(seen, path, heads=heads, scores=scores)
     echo(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser", err=True)
 
 

@@ -30,14 +30,19 @@ def serve(
 ) -> None:
     """Look into a model in the browser: type a sentence, choose a model, switch heads off."""
     from ..inspection.run import SENTENCE
-    from ..ui.overlays import read
+    from ..ui.overlays import read_overlays
     from ..ui.server import serve as run
     from ..ui.service import Service
 
     names = list(dict.fromkeys(model or ["minilm"]))
     service = Service(
-        names, text=text or SENTENCE, target=target, scores=read(scores or []), longest=longest, seconds=seconds
+        names,
+        text=text or SENTENCE,
+        target=target,
+        scores=read_overlays(scores or []),
+        longest=longest,
+        seconds=seconds,
     )
     # what is wrong with them is told here, not in the browser; and the first who asks does not wait for a cold start
     service.answer({"ask": "run", "text": service.text, "target": target})
-    run(service, host=host, port=port, tell=lambda address: echo(f"open {address} (Ctrl C ends it)"))
+    run(service, host=host, port=port, announce=lambda address: echo(f"open {address} (Ctrl C ends it)"))

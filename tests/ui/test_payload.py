@@ -34,7 +34,9 @@ def tiny(kind: str, text: str = "The animal was too tired.", **how: Any) -> capt
     )
 
 
-def test_numbers_are_those_of_inspect(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+def test_statistics_and_weights_equal_those_of_inspect(
+    run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
+) -> None:
     one = run()
     found = payload.data(one)["runs"][0]
     told = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
@@ -52,7 +54,7 @@ def test_numbers_are_those_of_inspect(run: Callable[..., capture.Pass], minilm: 
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-def test_equal_attention_and_kinds_on_other_models(kind: str) -> None:
+def test_baseline_and_standouts_match_inspect_on_other_models(kind: str) -> None:
     model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
     text = "The animal didn't cross the street."
     found = payload.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
@@ -64,7 +66,7 @@ def test_equal_attention_and_kinds_on_other_models(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
+def test_steps_and_contributions_add_up_to_the_layer_output(kind: str) -> None:
     one = tiny(kind)
     model = small_checkpoints.sharp(small_checkpoints.MODELS[kind]())
     found = payload.data(one)["runs"][0]
@@ -92,7 +94,7 @@ def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
     assert np.linalg.norm(parts, axis=-1) == pytest.approx(norms, rel=1e-4)
 
 
-def test_norms_are_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_from_the_gram_matrix_equal_direct_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tiny("bert").layers[0]
     few = decoded(payload.output(seen, [])["norms"])
     outputs = seen.outputs
@@ -102,7 +104,7 @@ def test_norms_are_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert many == pytest.approx(few.reshape(len(outputs), -1), rel=1e-3, abs=1e-5)
 
 
-def test_encoder_decoder_and_cross_attention_apart() -> None:
+def test_encoder_decoder_and_cross_attention_are_separate_kinds() -> None:
     config = transformers.BartConfig(
         vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
@@ -120,16 +122,18 @@ def test_encoder_decoder_and_cross_attention_apart() -> None:
     assert found["chosen"] == [[3, 4]]
 
 
-def test_heads_that_are_off_add_nothing(run: Callable[..., capture.Pass]) -> None:
+def test_heads_that_are_off_contribute_nothing(run: Callable[..., capture.Pass]) -> None:
     one = run(off={3: [1, 7]})
     found = payload.data(one)["runs"][0]
     assert found["off"] == [[3, 1], [3, 7]]
     norms = decoded(found["output"][3]["norms"]).reshape(12, -1)
     assert (norms[[1, 7]] == 0).all() and (norms[0] > 0).all()
-    assert one.against is not None and not torch.equal(one.output.last_hidden_state, one.against.last_hidden_state)
+    assert one.unmasked_output is not None and not torch.equal(
+        one.output.last_hidden_state, one.unmasked_output.last_hidden_state
+    )
 
 
-def test_scores_stand_beside_the_layers(run: Callable[..., capture.Pass]) -> None:
+def test_scores_are_assigned_to_the_layers_of_their_kind(run: Callable[..., capture.Pass]) -> None:
     table = np.arange(72.0).reshape(6, 12)
     found = payload.data(run(), scores={"importance": {"self": table}})["runs"][0]
     assert found["scores"]["importance"] == table.tolist()
@@ -155,12 +159,12 @@ class Importance(dict[str, Any]):
         },
     ],
 )  # fmt: skip
-def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+def test_scores_are_accepted_in_every_form(given: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
     found = payload.data(run(), scores=given)["runs"][0]
     assert found["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
     if "heads" in given:
         (tmp_path / "a.json").write_text(json.dumps(given))
-        assert overlays.read([tmp_path / "a.json"]) == overlays.given(given)
+        assert overlays.read_overlays([tmp_path / "a.json"]) == overlays.to_overlays(given)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_pa
         ({"headwise": "atlas", "scores": {"a": {"self": [1]}}}, "this atlas is not as headwise writes it"),
     ],
 )
-def test_scores_that_make_no_sense(given: Any, words: str, run: Callable[..., capture.Pass]) -> None:
+def test_scores_of_another_shape_are_refused(given: Any, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
         payload.data(run(), scores=given)
 
@@ -192,23 +196,23 @@ def in_blocks(weights: np.ndarray, step: int) -> Any:
     return ((first, weights[:, first : first + step]) for first in range(0, weights.shape[1], step))
 
 
-def test_a_byte_is_no_further_off_than_it_is_said_to_be() -> None:
+def test_weight_stored_in_a_byte_is_within_its_error() -> None:
     weights = weights_of(3, 17, 23)
-    top, coded = pack.roots(weights)
+    top, coded = pack.root_bytes(weights)
     back = np.array(top)[:, None, None] * (coded / 255.0) ** 2
     step = np.array(top)[:, None, None] * (((coded + 0.5) / 255.0) ** 2 - (coded / 255.0) ** 2)
     assert (abs(back - weights) <= step + 1e-7).all()
 
 
-def test_shares_of_the_largest() -> None:
+def test_numbers_stored_as_shares_are_within_half_a_step() -> None:
     given = weights_of(2, 5, 7) * 13
-    stored = pack.shares(given)
+    stored = pack.share_words(given)
     back = decoded(stored["data"], "<u2").reshape(2, 5, 7) * (stored["top"] / 65535)
     assert back == pytest.approx(given, abs=stored["top"] / 65535)
 
 
 @pytest.mark.parametrize("step", [1, 5, 7, 64])
-def test_reduced_matrices_by_blocks_equal_those_of_the_whole(step: int) -> None:
+def test_reduced_matrix_accumulated_in_blocks_equals_the_whole(step: int) -> None:
     weights = weights_of(2, 41, 37)
     reduced = pack.Reduced(weights.shape, 6)
     for first, block in in_blocks(weights, step):
@@ -216,16 +220,16 @@ def test_reduced_matrices_by_blocks_equal_those_of_the_whole(step: int) -> None:
     for i in range(7):
         for j in range(7):
             square = weights[:, 6 * i : 6 * i + 6, 6 * j : 6 * j + 6]
-            assert reduced.most[:, i, j] == pytest.approx(square.max((1, 2)))
+            assert reduced.largest[:, i, j] == pytest.approx(square.max((1, 2)))
             assert reduced.mean[:, i, j] == pytest.approx(square.mean((1, 2)), rel=1e-5)
 
 
-def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "EXACT", 0)
     monkeypatch.setattr(pack, "BYTES", 0)
     weights = weights_of(2, 41, 37)
     size = pack.Size(rows=82, weights=weights.size, longest=41)
-    stored = pack.linked(in_blocks(weights, 10), weights.shape, size)
+    stored = pack.pack_links(in_blocks(weights, 10), weights.shape, size)
     keys = decoded(stored["keys"], "<u1").reshape(2, 41, 8)
     assert (keys == np.argsort(-weights, -1)[..., :8]).all()
     assert decoded(stored["weights"], "<u2").reshape(2, 41, 8) / 65535 == pytest.approx(
@@ -237,7 +241,7 @@ def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     ("longest", "form", "kind", "links"),
     [(16, "f32", "u1", 8), (100, "u8", "u1", 8), (257, "links", "u2", 8), (70_000, "links", "u4", 1)],
 )
-def test_forms_by_size(longest: int, form: str, kind: str, links: int) -> None:
+def test_form_of_the_weights_depends_on_their_number(longest: int, form: str, kind: str, links: int) -> None:
     size = pack.Size(rows=144 * longest, weights=144 * longest**2, longest=longest)
     assert (size.form, size.number(), size.links) == (form, np.dtype(kind), links)
 
@@ -271,7 +275,7 @@ def test_144_heads_of_2048_tokens_take_less_than_25_megabytes() -> None:
     assert len(whole.encode()) < 25e6
 
 
-def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
+def test_payload_is_valid_json(run: Callable[..., capture.Pass]) -> None:
     json.dumps(payload.data(run()), allow_nan=False)
 
 
@@ -286,22 +290,22 @@ def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
         ("x", "a head is written layer.head, such as 3.1, got 'x'"),
     ],
 )
-def test_heads_that_do_not_exist(head: str, words: str, run: Callable[..., capture.Pass]) -> None:
+def test_heads_that_do_not_exist_are_named(head: str, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
         payload.data(run(), heads=[head])
 
 
-def test_a_target_needs_a_decoder(run: Callable[..., capture.Pass]) -> None:
+def test_target_is_refused_without_a_decoder(run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match="minilm has no decoder beside its encoder"):
         run(target="x")
 
 
-def test_too_many_tokens(run: Callable[..., capture.Pass]) -> None:
+def test_text_with_too_many_tokens_is_refused(run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match="16 tokens, 15 are allowed here"):
-        run(most=15)
+        run(max_tokens=15)
 
 
-def test_a_stopped_pass_leaves_nothing_behind(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+def test_stopped_pass_removes_its_hooks(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
     calls: list[int] = []
 
     def stop() -> bool:
@@ -331,12 +335,12 @@ def test_a_stopped_pass_leaves_nothing_behind(run: Callable[..., capture.Pass], 
     ],
     ids=lambda text: text[:40],
 )
-def test_scores_of_a_hostile_file_are_refused_in_one_line(text: str, tmp_path: Path) -> None:
+def test_invalid_score_files_are_refused_in_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     path.write_text(text)
     with pytest.raises(
         headwise.HeadwiseError,
         match="is not JSON|nested too deeply|as headwise writes|up to 10,000|must be|hold an obj",
     ) as e:
-        overlays.read([path])
+        overlays.read_overlays([path])
     assert "\n" not in str(e.value)
