@@ -30,4 +30,4 @@ def test_atlas_page_shows_the_numbers_of_the_atlas(tab: Callable[..., Any], tmp_
     shown.page.select_option("#score", "entropy")
     assert cells.nth(0).inner_text() == f"{atlas.scores['entropy']['self'][0, 0]:.2f}"
     assert shown.page.locator("svg text").count() == 72
-    assert len(shown.asked) == 1  # itself
+    assert len(shown.requested) == 1  # itself

@@ -1,4 +1,4 @@
-"""What the page is given: the same numbers as Python's, small, and nothing of size T x T x heads for long texts."""
+"""The data of the page: the numbers of `inspect`, small, and nothing of size T x T x heads for long texts."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ def decoded(text: str, kind: str = "<f4") -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), kind)
 
 
-def tiny(kind: str, text: str = "The animal was too tired.", **how: Any) -> capture.Pass:
+def tiny(kind: str, text: str = "The animal was too tired.", **options: Any) -> capture.Pass:
     return capture.run(
         text,
         small_checkpoints.sharp(small_checkpoints.MODELS[kind]()),
         tokenizer=small_checkpoints.TOKENIZERS[kind](),
-        **how,
+        **options,
     )
 
 
 def test_statistics_and_weights_equal_those_of_inspect(
     run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
 ) -> None:
-    one = run()
-    found = payload.data(one)["runs"][0]
-    told = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
-    for name, table in told.stats.items():
-        assert np.array(found["stats"][name]) == pytest.approx(table, abs=2e-5), name
-        assert np.array(found["equal"][name]) == pytest.approx(told.equal[name], abs=2e-5), name
-    for row, weights in enumerate(told.weights):
-        stored = decoded(found["weights"][row]["data"]).reshape(weights.shape)
+    pass_ = run()
+    run_data = payload.data(pass_)["runs"][0]
+    expected = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
+    for name, table in expected.stats.items():
+        assert np.array(run_data["stats"][name]) == pytest.approx(table, abs=2e-5), name
+        assert np.array(run_data["equal"][name]) == pytest.approx(expected.equal[name], abs=2e-5), name
+    for row, weights in enumerate(expected.weights):
+        stored = decoded(run_data["weights"][row]["data"]).reshape(weights.shape)
         assert stored == pytest.approx(weights, abs=1e-6)
-    assert [(one["kind"], *one["head"]) for one in found["standouts"]] == [
-        (kind.name, each.layer, each.head) for kind in told.kinds for each in told.standouts(kind)
+    assert [(standout["kind"], *standout["head"]) for standout in run_data["standouts"]] == [
+        (kind.name, each.layer, each.head) for kind in expected.kinds for each in expected.standouts(kind)
     ]
-    assert found["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
-    assert found["texts"][0]["words"][8] == "it" and found["texts"][0]["words"][2] == "animal"
+    assert run_data["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
+    assert run_data["texts"][0]["words"][8] == "it" and run_data["texts"][0]["words"][2] == "animal"
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_baseline_and_standouts_match_inspect_on_other_models(kind: str) -> None:
     model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
     text = "The animal didn't cross the street."
-    found = payload.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
-    told = headwise.inspect(text, model, tokenizer=tokenizer)
-    for name, row in told.equal.items():
-        assert np.array(found["equal"][name]) == pytest.approx(row, abs=2e-5)
-    layer = found["layers"][0]
+    run_data = payload.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
+    expected = headwise.inspect(text, model, tokenizer=tokenizer)
+    for name, row in expected.equal.items():
+        assert np.array(run_data["equal"][name]) == pytest.approx(row, abs=2e-5)
+    layer = run_data["layers"][0]
     assert (layer["heads"], layer["kv"]) == {"bert": (5, 5), "gpt2": (3, 3), "llama": (6, 2)}[kind]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_steps_and_contributions_add_up_to_the_layer_output(kind: str) -> None:
-    one = tiny(kind)
+    pass_ = tiny(kind)
     model = small_checkpoints.sharp(small_checkpoints.MODELS[kind]())
-    found = payload.data(one)["runs"][0]
-    for row, seen in enumerate(one.layers):
-        step, layer = found["steps"][row], found["layers"][row]
-        tokens = len(one.texts[0].pieces)
+    run_data = payload.data(pass_)["runs"][0]
+    for row, record in enumerate(pass_.layers):
+        step, layer = run_data["steps"][row], run_data["layers"][row]
+        tokens = len(pass_.texts[0].pieces)
         q = decoded(step["q"]).reshape(layer["heads"], tokens, -1)
         k = decoded(step["k"]).reshape(layer["kv"], tokens, -1).repeat(layer["heads"] // layer["kv"], 0)
         overlays = q @ k.transpose(0, 2, 1) * step["scale"]
@@ -80,17 +80,17 @@ def test_steps_and_contributions_add_up_to_the_layer_output(kind: str) -> None:
             overlays = np.where(np.tril(np.ones((tokens, tokens), bool)), overlays, -np.inf)
         weights = np.exp(overlays - overlays.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        assert weights == pytest.approx(seen.rows(list(range(tokens))), abs=1e-5)
+        assert weights == pytest.approx(record.rows(list(range(tokens))), abs=1e-5)
     # the norm of the sum of all parts is what W_O gave in the model
-    got: list[torch.Tensor] = []
+    layer_outputs: list[torch.Tensor] = []
     linear = headwise.models.structure.sites.w_o(model, headwise.models.structure.sites.sites(model)[1])[1]
-    hook = linear.register_forward_hook(lambda module, args, out: got.append(out))
+    hook = linear.register_forward_hook(lambda module, args, out: layer_outputs.append(out))
     with torch.no_grad():
-        model(torch.tensor([one.texts[0].ids]))
+        model(torch.tensor([pass_.texts[0].ids]))
     hook.remove()
-    assert decoded(found["output"][1]["total"]) == pytest.approx(got[0][0].norm(dim=-1).numpy(), rel=1e-4)
-    parts = decoded(found["output"][0]["parts"]).reshape(len(found["output"][0]["heads"]), tokens, -1)
-    norms = decoded(found["output"][0]["norms"]).reshape(-1, tokens)[found["output"][0]["heads"]]
+    assert decoded(run_data["output"][1]["total"]) == pytest.approx(layer_outputs[0][0].norm(dim=-1).numpy(), rel=1e-4)
+    parts = decoded(run_data["output"][0]["parts"]).reshape(len(run_data["output"][0]["heads"]), tokens, -1)
+    norms = decoded(run_data["output"][0]["norms"]).reshape(-1, tokens)[run_data["output"][0]["heads"]]
     assert np.linalg.norm(parts, axis=-1) == pytest.approx(norms, rel=1e-4)
 
 
@@ -110,33 +110,33 @@ def test_encoder_decoder_and_cross_attention_are_separate_kinds() -> None:
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
     )  # fmt: skip
     model = small_checkpoints.sharp(transformers.BartForConditionalGeneration(config))
-    one = capture.run(
+    pass_ = capture.run(
         "The animal was tired.", model, tokenizer=small_checkpoints.byte_level(), target="It was too wide and tired."
     )
-    found = payload.data(one, heads=["cross 0.4"])["runs"][0]
-    kinds = [(layer["kind"], layer["heads"], layer["from"], layer["to"]) for layer in found["layers"]]
+    run_data = payload.data(pass_, heads=["cross 0.4"])["runs"][0]
+    kinds = [(layer["kind"], layer["heads"], layer["from"], layer["to"]) for layer in run_data["layers"]]
     assert kinds == [("encoder", 3, 0, 0), ("encoder", 3, 0, 0), ("decoder", 5, 1, 1), ("cross", 5, 1, 0)]
-    assert found["stats"]["previous"][3] is None and found["stats"]["entropy"][3] is not None
-    shape = 5, len(one.texts[1].pieces), len(one.texts[0].pieces)
-    assert decoded(found["weights"][3]["data"]).reshape(shape).sum(-1) == pytest.approx(1, abs=1e-5)
-    assert found["chosen"] == [[3, 4]]
+    assert run_data["stats"]["previous"][3] is None and run_data["stats"]["entropy"][3] is not None
+    shape = 5, len(pass_.texts[1].pieces), len(pass_.texts[0].pieces)
+    assert decoded(run_data["weights"][3]["data"]).reshape(shape).sum(-1) == pytest.approx(1, abs=1e-5)
+    assert run_data["chosen"] == [[3, 4]]
 
 
 def test_heads_that_are_off_contribute_nothing(run: Callable[..., capture.Pass]) -> None:
-    one = run(off={3: [1, 7]})
-    found = payload.data(one)["runs"][0]
-    assert found["off"] == [[3, 1], [3, 7]]
-    norms = decoded(found["output"][3]["norms"]).reshape(12, -1)
+    pass_ = run(off={3: [1, 7]})
+    run_data = payload.data(pass_)["runs"][0]
+    assert run_data["off"] == [[3, 1], [3, 7]]
+    norms = decoded(run_data["output"][3]["norms"]).reshape(12, -1)
     assert (norms[[1, 7]] == 0).all() and (norms[0] > 0).all()
-    assert one.unmasked_output is not None and not torch.equal(
-        one.output.last_hidden_state, one.unmasked_output.last_hidden_state
+    assert pass_.unmasked_output is not None and not torch.equal(
+        pass_.output.last_hidden_state, pass_.unmasked_output.last_hidden_state
     )
 
 
 def test_scores_are_assigned_to_the_layers_of_their_kind(run: Callable[..., capture.Pass]) -> None:
     table = np.arange(72.0).reshape(6, 12)
-    found = payload.data(run(), scores={"importance": {"self": table}})["runs"][0]
-    assert found["scores"]["importance"] == table.tolist()
+    run_data = payload.data(run(), scores={"importance": {"self": table}})["runs"][0]
+    assert run_data["scores"]["importance"] == table.tolist()
     with pytest.raises(
         headwise.ShapeError,
         match=r"importance of self attention must be \(layers, heads\) = \(6, 12\) here, got \(2, 12\)",
@@ -149,7 +149,7 @@ class Importance(dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "scores",
     [
         {"michel": {"self": np.arange(72.0).reshape(6, 12)}},
         Importance(self=np.arange(72.0).reshape(6, 12)),
@@ -159,16 +159,16 @@ class Importance(dict[str, Any]):
         },
     ],
 )  # fmt: skip
-def test_scores_are_accepted_in_every_form(given: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
-    found = payload.data(run(), scores=given)["runs"][0]
-    assert found["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
-    if "heads" in given:
-        (tmp_path / "a.json").write_text(json.dumps(given))
-        assert overlays.read_overlays([tmp_path / "a.json"]) == overlays.to_overlays(given)
+def test_scores_are_accepted_in_every_form(scores: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+    run_data = payload.data(run(), scores=scores)["runs"][0]
+    assert run_data["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
+    if "heads" in scores:
+        (tmp_path / "a.json").write_text(json.dumps(scores))
+        assert overlays.read_overlays([tmp_path / "a.json"]) == overlays.to_overlays(scores)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("scores", "words"),
     [
         (7, r"scores must be \{name: .* got int"),
         ({"a": {"self": [[1.0] * 12] * 6}, "b": 7}, "got int for 'b'"),
@@ -179,17 +179,17 @@ def test_scores_are_accepted_in_every_form(given: Any, run: Callable[..., captur
         ({"headwise": "atlas", "scores": {"a": {"self": [1]}}}, "this atlas is not as headwise writes it"),
     ],
 )
-def test_scores_of_another_shape_are_refused(given: Any, words: str, run: Callable[..., capture.Pass]) -> None:
+def test_scores_of_another_shape_are_refused(scores: Any, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
-        payload.data(run(), scores=given)
+        payload.data(run(), scores=scores)
 
 
-# --- how weights are stored ---
+# --- storage of weights ---
 
 
 def weights_of(heads: int, queries: int, keys: int) -> np.ndarray:
-    made = np.random.default_rng(3).random((heads, queries, keys), np.float32) ** 8
-    return made / made.sum(-1, keepdims=True)
+    weights = np.random.default_rng(3).random((heads, queries, keys), np.float32) ** 8
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def in_blocks(weights: np.ndarray, step: int) -> Any:
@@ -205,10 +205,10 @@ def test_weight_stored_in_a_byte_is_within_its_error() -> None:
 
 
 def test_numbers_stored_as_shares_are_within_half_a_step() -> None:
-    given = weights_of(2, 5, 7) * 13
-    stored = pack.share_words(given)
+    values = weights_of(2, 5, 7) * 13
+    stored = pack.share_words(values)
     back = decoded(stored["data"], "<u2").reshape(2, 5, 7) * (stored["top"] / 65535)
-    assert back == pytest.approx(given, abs=stored["top"] / 65535)
+    assert back == pytest.approx(values, abs=stored["top"] / 65535)
 
 
 @pytest.mark.parametrize("step", [1, 5, 7, 64])
@@ -261,17 +261,17 @@ def bert_base_sized(tokens: int) -> capture.Pass:
 
 
 def test_144_heads_of_256_tokens_take_less_than_3_megabytes() -> None:
-    one = bert_base_sized(256)
-    assert len(one.texts[0].pieces) == 256
-    whole, _ = page.page(payload.data(one))
+    pass_ = bert_base_sized(256)
+    assert len(pass_.texts[0].pieces) == 256
+    whole, _ = page.page(payload.data(pass_))
     assert len(whole.encode()) < 3e6
 
 
 @pytest.mark.full
 def test_144_heads_of_2048_tokens_take_less_than_25_megabytes() -> None:
-    one = bert_base_sized(2048)
-    assert len(one.texts[0].pieces) == 2048
-    whole, _ = page.page(payload.data(one))
+    pass_ = bert_base_sized(2048)
+    assert len(pass_.texts[0].pieces) == 2048
+    whole, _ = page.page(payload.data(pass_))
     assert len(whole.encode()) < 25e6
 
 

@@ -1,4 +1,4 @@
-"""The server: who may ask, what may be asked, one pass at a time, and the view with a model behind it."""
+"""The server: access, requests, limits, one pass at a time, and the page with a model behind it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def service(minilm: tuple[Any, Any]) -> Service:
 
 
 def apart(work: Coroutine[Any, Any, Any]) -> Any:
-    """In a thread of its own: the browser's driver has a loop running in this one."""
+    """In a thread of its own: the browser's driver runs a loop in the main thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
 
-def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/api", **how: Any) -> list[httpx.Response]:
+def ask(
+    app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/api", **options: Any
+) -> list[httpx.Response]:
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
             if not requests:
-                return [await client.get(path, **how)]
-            return list(await asyncio.gather(*(client.post(path, json=one, **how) for one in requests)))
+                return [await client.get(path, **options)]
+            return list(await asyncio.gather(*(client.post(path, json=request, **options) for request in requests)))
 
     return apart(all_of_them())
 
@@ -103,8 +105,8 @@ def test_fetch_metadata_of_other_sites_is_refused(
     site: str, mode: str, dest: str, path: str, status: int, service: Service
 ) -> None:
     headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
-    asked = [{"ask": "steps", "text": "animal", "head": "0.0"}] if path == "/api" else []
-    [answer] = ask(server.application(service), *asked, path=path, headers=headers)
+    query = [{"ask": "steps", "text": "animal", "head": "0.0"}] if path == "/api" else []
+    [answer] = ask(server.application(service), *query, path=path, headers=headers)
     assert answer.status_code == status
 
 
@@ -119,10 +121,10 @@ def test_requests_of_other_origins_are_refused(service: Service) -> None:
 
 def test_token_is_required_when_it_is_set(service: Service) -> None:
     app = server.application(service, token="sëcret")
-    assert [one.status_code for one in ask(app, host="192.168.0.9:7447", path="/")] == [403]
-    assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=wrong")] == [403]
-    assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=s%C3%ABcret")] == [200]
-    assert [one.status_code for one in ask(app, {"ask": "run", "text": "x"})] == [403]
+    assert [answer.status_code for answer in ask(app, host="192.168.0.9:7447", path="/")] == [403]
+    assert [answer.status_code for answer in ask(app, host="192.168.0.9", path="/?token=wrong")] == [403]
+    assert [answer.status_code for answer in ask(app, host="192.168.0.9", path="/?token=s%C3%ABcret")] == [200]
+    assert [answer.status_code for answer in ask(app, {"ask": "run", "text": "x"})] == [403]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_is_loopback_recognises_addresses(host: str, is_local: bool) -> None:
     assert server.is_loopback(host) is is_local
 
 
-# --- what may be asked ---
+# --- requests ---
 
 
 @pytest.mark.parametrize(
@@ -182,15 +184,15 @@ def test_bodies_that_are_not_json_are_refused(service: Service) -> None:
                 return await client.post("/api", content=content, headers={"Content-Type": kind})
 
         assert apart(post()).status_code == status
-    assert [one.status_code for one in ask(app, path="/etc/passwd")] == [404]
-    assert [one.status_code for one in ask(app, path="/api")] == [405]
+    assert [answer.status_code for answer in ask(app, path="/etc/passwd")] == [404]
+    assert [answer.status_code for answer in ask(app, path="/api")] == [405]
 
 
 def test_run_answer_equals_the_payload(service: Service, run: Callable[..., capture.Pass]) -> None:
     [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm"})
-    found, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
-    assert found.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
-    assert found == own
+    received, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
+    assert received.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
+    assert received == own
     [steps] = ask(server.application(service), {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"})
     assert steps.json()["steps"] == json.loads(json.dumps(payload.steps(run().layers[5], [11])))
 
@@ -231,13 +233,13 @@ def test_labels_of_heads_are_parsed() -> None:
 
 def test_lone_surrogate_is_refused_with_a_message(service: Service) -> None:
     for name in ("text", "target", "head", "off", "model"):
-        asked = {"ask": "run", "text": "x", name: "a\ud800"}
+        query = {"ask": "run", "text": "x", name: "a\ud800"}
 
-        async def post(asked: Any = asked) -> httpx.Response:
+        async def post(query: Any = query) -> httpx.Response:
             transport = httpx.ASGITransport(server.application(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.post(
-                    "/api", content=json.dumps(asked), headers={"Content-Type": "application/json"}
+                    "/api", content=json.dumps(query), headers={"Content-Type": "application/json"}
                 )
 
         answer = apart(post())
@@ -293,20 +295,20 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket
             return opened[-1]
 
         yield connect
-        for one in opened:
-            one.close()
+        for connection in opened:
+            connection.close()
     assert log.taken() == []
 
 
 def rest(connection: socket.socket) -> bytes:
     """All that still comes until the server closes; a server that never does ends the test by a timeout."""
-    found = b""
+    received = b""
     try:
         while part := connection.recv(1 << 16):
-            found += part
+            received += part
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,10 @@ def rest(connection: socket.socket) -> bytes:
         (b"", b""),
         (b"GET / HT", b""),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b""),
-        (b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n", b"HTTP/1.1 404"),  # one, and half another
+        (
+            b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n",
+            b"HTTP/1.1 404",
+        ),  # one request, and half of another
         (JSON_POST + b"Content-Length: 50\r\n\r\n{", b"HTTP/1.1 408"),
         (JSON_POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n", b"HTTP/1.1 408"),
         (JSON_POST + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n", b"HTTP/1.1 400"),
@@ -335,7 +340,7 @@ def test_client_that_disconnects_mid_body_leaves_no_trace(client: Callable[[byte
 def test_longest_waiting_connection_makes_room(client: Callable[[bytes], socket.socket]) -> None:
     waiting = [client(b"GET / HTTP/1.1\r\n") for _ in range(20)]
     assert b"HTTP/1.1 404" in rest(client(b"GET /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
-    assert [rest(one) for one in waiting] == [b""] * 20
+    assert [rest(connection) for connection in waiting] == [b""] * 20
 
 
 def test_body_is_read_up_to_its_limit_only(client: Callable[[bytes], socket.socket]) -> None:
@@ -393,7 +398,7 @@ def test_passes_run_one_at_a_time_and_a_full_queue_refuses(service: Service, mon
 
     monkeypatch.setattr(service, "answer", slow)
     answers = ask(server.application(service), *({"ask": "run", "text": str(n)} for n in range(5)))
-    assert [one.status_code for one in answers] == [200, 200, 200, 503, 503]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 503, 503]
     assert max(most) == 1 and "3 requests wait already" in answers[-1].json()["error"]
 
 
@@ -471,8 +476,8 @@ def test_page_runs_a_sentence_and_switches_heads_off(tab: Any, url: str, service
     shown.locator(".hw-map .cell[data-head='2.3']").click()
     shown.get_by_role("button", name="switch off").click()
     shown.wait_for_selector("[data-effect]")
-    asked = {"ask": "run", "text": "She sat by the river bank.", "model": "minilm", "off": "2.3"}
-    distance = service.answer(asked)["effect"]["distance"]
+    query = {"ask": "run", "text": "She sat by the river bank.", "model": "minilm", "off": "2.3"}
+    distance = service.answer(query)["effect"]["distance"]
     assert float(shown.locator("[data-effect]").get_attribute("data-effect").replace("−", "-")) == pytest.approx(
         distance, rel=0.06, abs=6e-5
     )
@@ -513,19 +518,19 @@ def test_shared_address_opens_the_same_state(tab: Any, url: str) -> None:
     shown.wait_for_selector(".hw-weight")
     assert shown.locator(".hw-chosen b").inner_text() == "head 1.2"
     assert "Next token: changed by" in shown.locator(".hw-effect").inner_text()
-    shown.locator(".hw-nav .cell[data-head='0.1']").click()  # its numbers are asked for now
+    shown.locator(".hw-nav .cell[data-head='0.1']").click()  # its steps are requested now
     shown.wait_for_selector(".hw-weight")
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.1"
 
 
 def test_errors_are_shown_and_the_view_stays(tab: Any, url: str) -> None:
-    one = tab()
-    shown = one.open(url)
+    browser_tab = tab()
+    shown = browser_tab.open(url)
     shown.locator("textarea").fill(" ")
     shown.keyboard.press("Enter")
     assert shown.get_by_role("alert").inner_text() == "the text is empty; give a sentence"
     assert shown.locator(".hw-map .cell").count() == 72
-    one.errors.clear()  # the browser notes every answer that is not 200
+    browser_tab.errors.clear()  # the browser logs every answer that is not 200
 
 
 def test_page_sends_the_token_of_its_address(tab: Any, service: Service) -> None:

@@ -51,7 +51,7 @@ def test_view_is_a_widget_with_anywidget() -> None:
     )
     shown._on_message(shown, {"number": 8, "request": {"ask": "run", "text": ""}}, [])
     shown._on_message(shown, "nonsense", [])
-    assert [one["number"] for one in sent] == [7, 8]
+    assert [message["number"] for message in sent] == [7, 8]
     assert sent[0]["answer"]["steps"]["heads"] == [11]
     assert sent[1]["answer"] == {"error": "the text is empty; give a sentence"}
 
@@ -59,14 +59,14 @@ def test_view_is_a_widget_with_anywidget() -> None:
 @pytest.mark.usefixtures("_without_anywidget")
 def test_view_is_a_page_without_anywidget(tab: Any, tmp_path: Path) -> None:
     shown = headwise.view(ANIMAL, off={3: [1]})
-    assert [one["off"] for one in shown.data["runs"]] == [[[3, 1]], []] and shown.data["live"] is None
+    assert [run["off"] for run in shown.data["runs"]] == [[[3, 1]], []] and shown.data["live"] is None
     assert shown.path.exists() and str(shown.path) in repr(shown)
     inside = shown._repr_html_()
     assert inside.startswith('<iframe sandbox="allow-scripts" srcdoc="')
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{inside}</body>")
-    one = tab()
-    one.page.goto((tmp_path / "notebook.html").as_uri())
-    frame = one.page.frame_locator("iframe")
+    browser_tab = tab()
+    browser_tab.page.goto((tmp_path / "notebook.html").as_uri())
+    frame = browser_tab.page.frame_locator("iframe")
     frame.locator(".hw-compare .hw-grid").first.wait_for()
     assert "minilm without 3.1" in frame.locator(".hw-compare").inner_text()
 
@@ -101,9 +101,9 @@ def test_module_fulfils_the_contract_of_anywidget(tab: Any, tmp_path: Path) -> N
         f'<!doctype html><meta charset="utf-8"><style>{bundle.style()}</style>'
         f'<div id="out"></div><script type="module">{script}</script>'
     )
-    one = tab()
-    one.page.expose_function("answer", lambda request: service.answer(request))
-    view = one.open(tmp_path / "a.html")
+    browser_tab = tab()
+    browser_tab.page.expose_function("answer", lambda request: service.answer(request))
+    view = browser_tab.open(tmp_path / "a.html")
     assert "heads=3.1" in view.evaluate("window.model.values.state")
     view.evaluate("window.tell('state', 'view=head&heads=5.11')")
     assert view.locator(".hw-chosen b").inner_text() == "head 5.11"
@@ -138,8 +138,8 @@ def test_command_writes_html(tab: Any, tmp_path: Path, capsys: pytest.CaptureFix
 def test_command_takes_target_and_scores(tab: Any, tmp_path: Path) -> None:
     (tmp_path / "importance.json").write_text(json.dumps({"importance": {"cross": [[1.5, 2.5, 3.5, 5.5, 7.5]]}}))
     path = tmp_path / "a.html"
-    given = ["--target", "It was too wide.", "--scores", str(tmp_path / "importance.json"), "--html", str(path)]
-    assert main(["inspect", "The animal was tired.", "--model", "bart", *given]) == 0
+    options = ["--target", "It was too wide.", "--scores", str(tmp_path / "importance.json"), "--html", str(path)]
+    assert main(["inspect", "The animal was tired.", "--model", "bart", *options]) == 0
     shown = tab().open(path, "stat=importance")
     cross = shown.get_by_role("grid", name="heads by importance, cross attention")
     assert cross.locator(".cell").all_inner_texts() == ["1.50", "2.50", "3.50", "5.50", "7.50"]
@@ -158,8 +158,8 @@ def test_command_takes_a_second_model_and_heads_off(tab: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("head", [None, "3.1"])
 def test_command_writes_pictures(head: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--head", head] if head else []
-    assert main(["inspect", ANIMAL, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"), *more]) == 0
+    options = ["--head", head] if head else []
+    assert main(["inspect", ANIMAL, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"), *options]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()[:2000]
 

@@ -35,5 +35,5 @@ def page(
 
 def save(data: Any, path: str | Path, *, title: str = "headwise") -> None:
     """Write the page; it appears whole or not at all."""
-    with written(path) as made:
-        made.write_text(page(data, title=title)[0], encoding="utf-8")
+    with written(path) as file:
+        file.write_text(page(data, title=title)[0], encoding="utf-8")

@@ -1,5 +1,5 @@
-// A page that a server gave: it asks the server, and the state in the address can be shared.
-import { render } from "../app.js";
+// A page from a server: it sends its requests there.
+import { mount } from "./document.js";
 
 /** @param {any} request @param {AbortSignal} [signal] */
 async function askServer(request, signal) {
@@ -20,28 +20,4 @@ async function askServer(request, signal) {
   }
 }
 
-/** Show the page and answer its questions. */
-function mount() {
-  const el = /** @type {HTMLElement} */ (document.getElementById("headwise"));
-  el.replaceChildren();
-  render({
-    el,
-    model: {
-      get: (name) =>
-        name === "data"
-          ? document.getElementById("headwise-data")?.textContent
-          : name === "state"
-            ? location.hash.slice(1)
-            : name === "page",
-      on: (name, act) => {
-        if (name === "change:state") window.addEventListener("hashchange", act);
-      },
-      set: (name, value) => {
-        if (name === "state") history.replaceState(null, "", `#${value}`);
-      },
-      ask: askServer,
-    },
-  });
-}
-
-mount();
+mount(askServer);

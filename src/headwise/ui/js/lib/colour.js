@@ -51,7 +51,7 @@ const RAMPS = {
 };
 export const PALETTES = Object.keys(RAMPS);
 
-/** From less (blue) over none to more (orange): the two hues that all kinds of colour vision tell apart. */
+/** From negative (blue) to positive (orange): two hues that are distinct with any kind of colour vision. */
 const DIVERGING = {
   light: [
     [0.4, 0.13, 255],
@@ -69,7 +69,7 @@ const DIVERGING = {
   ],
 };
 
-/** For several heads at once: apart in lightness as well as in hue. */
+/** For several heads at once: distinct in lightness as well as in hue. */
 const CATEGORIES = {
   light: [
     [0.5, 0.15, 255],
@@ -159,13 +159,13 @@ export function css(rgb, alpha = 1) {
   return alpha >= 1 ? `rgb(${rgb.join(" ")})` : `rgb(${rgb.join(" ")} / ${alpha.toFixed(3)})`;
 }
 
-/** @param {Rgb} rgb how light it looks, 0..1 (relative luminance) */
+/** Relative luminance, 0..1. @param {Rgb} rgb */
 export function luminance(rgb) {
   const [r, g, b] = rgb.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
-/** Ink that can be read on a ground: whichever of the two has more contrast. @param {Rgb} rgb */
+/** Black or white text for a background: whichever has more contrast. @param {Rgb} rgb */
 export function inkOn(rgb) {
   const light = luminance(rgb);
   return (light + 0.05) / 0.05 > 1.05 / (light + 0.05) ? "#10131a" : "#ffffff";

@@ -73,7 +73,7 @@ export function reveal(box, child) {
   if (inner.top < outer.top || inner.bottom > outer.bottom) box.scrollTop += inner.top - outer.top - outer.height / 3;
 }
 
-/** The one floating note of a view. */
+/** The tooltip of the page. */
 export class Tooltip {
   /** @param {HTMLElement} root */
   constructor(root) {

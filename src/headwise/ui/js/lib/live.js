@@ -83,7 +83,7 @@ export class LiveBar {
     );
   }
 
-  /** Heads of one pass are none of the other's, with a decoder and without. @param {string} target */
+  /** Labels of heads differ with and without a decoder, so that a change switches all heads on. @param {string} target */
   _setTarget(target) {
     const { state } = this.app;
     const off = Boolean(target) === Boolean(state.target) ? state.off : "";
