@@ -7,7 +7,7 @@ STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full matrix campaign sanitize neon bench \
-        lint format clean
+        lint lint-js format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -55,23 +55,24 @@ relations: setup data  ## measure docs/relations.md again
 	$(BIN)/python docs/relations.py page
 
 # what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
-# path; where they are missing and can be installed, they are
+# path; where they are missing and can be installed, they are. npm comes last: some packages of nodejs include it
 TOOLS := chromium nodejs gcc-aarch64-linux-gnu qemu-user
 tools:
 	@if { command -v chromium || command -v chromium-browser || command -v google-chrome || test -n "$$CHROMIUM"; } >/dev/null \
-	  && command -v node >/dev/null \
+	  && command -v node >/dev/null && command -v npm >/dev/null \
 	  && command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq $(TOOLS); \
-	else echo "some tests need more: apt-get install -y $(TOOLS)" >&2; fi
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq $(TOOLS) \
+	  && { command -v npm >/dev/null || apt-get install -y -qq --no-install-recommends npm; }; \
+	else echo "some tests need more: apt-get install -y $(TOOLS) npm" >&2; fi
 
 # a file's tests stay in one worker, since they share models; four workers at most, each takes 2 to 3 GB
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 PARALLEL := -n $(WORKERS) --dist loadfile
 
-test: lint tools  ## lint, types and the tests
+test: tools lint  ## lint, types and the tests
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-full: lint tools  ## the long tests as well
+test-full: tools lint  ## the long tests as well
 	$(BIN)/python -m pytest $(PARALLEL) -m 'full or not full'
 
 matrix: setup tools  ## the tests under other instruction sets, threads, kernels, orders and loads (hours)
@@ -102,11 +103,22 @@ lint: setup  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory lint-js; \
+	else echo "npm is missing: the JavaScript was not checked" >&2; fi
+
+NODE_MODULES := node_modules/.package-lock.json
+$(NODE_MODULES): package.json package-lock.json
+	npm ci --silent --no-audit --no-fund
+	touch $@
+
+lint-js: $(NODE_MODULES)  ## check style and types of the JavaScript (in make lint where npm is installed)
+	npm run --silent lint
 
 format: setup  ## rewrite the files in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(NODE_MODULES) && npm run --silent format; fi
 
 clean:  ## remove everything that make and the tools made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
-    ("heads", "errors", "files", "hub", "json_documents", "lazy", "plans", "resampling", "shapes", "terminal"),
+    ("heads", "errors", "files", "html", "hub", "json_documents", "lazy", "plans", "resampling", "shapes", "terminal"),
     ("card",),
     ("attention",),
     ("timing",),

@@ -85,8 +85,8 @@ def serving() -> Iterator[tuple[int, Log, Any]]:
 
     from headwise.ui import connections, server
 
-    with mock.patch.object(connections, "PATIENCE", PATIENCE), mock.patch.object(server, "BODY_SECONDS", PATIENCE):
-        bound = server._bound("127.0.0.1", 0)
+    with mock.patch.object(connections, "WAIT_SECONDS", PATIENCE), mock.patch.object(server, "BODY_SECONDS", PATIENCE):
+        bound = server._listening_socket("127.0.0.1", 0)
         running = uvicorn.Server(uvicorn.Config(server.application(Stub()), **connections.settings()))  # type: ignore[arg-type]
         log, loggers = Log(), [logging.getLogger(name) for name in ("uvicorn.error", "asyncio")]
         for logger in loggers:

@@ -1,4 +1,4 @@
-"""A real browser, a real small model, and pages that note every error and every request."""
+"""A real browser, a real small model, and pages that record every error and every request."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def minilm() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def run(minilm: tuple[Any, Any]) -> Callable[..., capture.Pass]:
-    """A pass of the default model, by its name."""
+    """Records passes of the default model."""
 
-    def one(text: str = ANIMAL, **how: Any) -> capture.Pass:
-        return capture.run(text, minilm[0], tokenizer=minilm[1], name="minilm", **how)
+    def run_default(text: str = ANIMAL, **options: Any) -> capture.Pass:
+        return capture.run(text, minilm[0], tokenizer=minilm[1], name="minilm", **options)
 
-    return one
+    return run_default
 
 
 @pytest.fixture(scope="session")
 def bart() -> tuple[Any, Any]:
-    """A small encoder-decoder, all counts apart."""
+    """A small encoder-decoder model, all sizes distinct."""
     import transformers
 
     from helpers import small_checkpoints
@@ -54,28 +54,28 @@ def bart() -> tuple[Any, Any]:
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if found is None:
+    executable = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if executable is None:
         pytest.fail("Chromium is missing; get it with: apt-get install -y chromium (or set CHROMIUM to its path)")
     with sync_playwright() as tool:
-        browser = tool.chromium.launch(executable_path=found, args=ARGS)
+        browser = tool.chromium.launch(executable_path=executable, args=ARGS)
         yield browser
         browser.close()
 
 
 class Tab:
-    """A page in a context of its own; at its end it must have had no error, and asked nobody but its own server."""
+    """A page in its own context; it must log no error, and send requests to nobody but its own server."""
 
-    def __init__(self, browser: Any, **how: Any) -> None:
-        how.setdefault("viewport", {"width": 1400, "height": 900})
-        self.context = browser.new_context(**how)
+    def __init__(self, browser: Any, **options: Any) -> None:
+        options.setdefault("viewport", {"width": 1400, "height": 900})
+        self.context = browser.new_context(**options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(8000)
         self.errors: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type != "log" else None)
+        self.requested: list[str] = []
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type != "log" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("request", lambda request: self.requested.append(request.url))
         self.page.on("dialog", lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()))
 
     def open(self, where: str | Path, state: str = "") -> Any:
@@ -85,21 +85,21 @@ class Tab:
         return self.page
 
     def frame(self) -> None:
-        """Until what was asked for is drawn."""
+        """Wait until the page has been drawn."""
         self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 @pytest.fixture
 def tab(chromium: Any) -> Iterator[Callable[..., Tab]]:
-    made: list[Tab] = []
+    tabs: list[Tab] = []
 
-    def new(**how: Any) -> Tab:
-        made.append(Tab(chromium, **how))
-        return made[-1]
+    def new(**options: Any) -> Tab:
+        tabs.append(Tab(chromium, **options))
+        return tabs[-1]
 
     yield new
-    for one in made:
-        one.context.close()
-        assert one.errors == []
-        for url in one.asked:
+    for opened in tabs:
+        opened.context.close()
+        assert opened.errors == []
+        for url in opened.requested:
             assert url.startswith(("file:", "http://127.0.0.1:")), url

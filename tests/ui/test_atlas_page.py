@@ -11,7 +11,7 @@ from headwise.roles.atlas.bundled import bundled_atlas
 from headwise.ui.atlas import save_page
 
 
-def test_the_page_shows_what_the_atlas_says(tab: Callable[..., Any], tmp_path: Path) -> None:
+def test_atlas_page_shows_the_numbers_of_the_atlas(tab: Callable[..., Any], tmp_path: Path) -> None:
     atlas = bundled_atlas("minilm")
     assert atlas is not None
     name = '</script><b><!--\u2028"><style>* { display: none }</style>'
@@ -30,4 +30,4 @@ def test_the_page_shows_what_the_atlas_says(tab: Callable[..., Any], tmp_path: P
     shown.page.select_option("#score", "entropy")
     assert cells.nth(0).inner_text() == f"{atlas.scores['entropy']['self'][0, 0]:.2f}"
     assert shown.page.locator("svg text").count() == 72
-    assert len(shown.asked) == 1  # itself
+    assert len(shown.requested) == 1  # itself

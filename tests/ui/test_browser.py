@@ -34,7 +34,7 @@ NASTY = [
 
 
 @pytest.fixture(scope="module")
-def told(minilm: tuple[Any, Any]) -> Any:
+def inspected(minilm: tuple[Any, Any]) -> Any:
     return headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
 
 
@@ -52,16 +52,16 @@ def tip(shown: Any) -> str:
 
 def cell(shown: Any, i: int, j: int) -> tuple[float, float]:
     """Where a cell of the matrix is on the screen."""
-    found = shown.evaluate(
+    point = shown.evaluate(
         """([i, j]) => {
           const canvas = document.querySelector(".hw-heat");
-          const heat = canvas.hwHeat, box = canvas.getBoundingClientRect();
+          const heat = canvas.heatmap, box = canvas.getBoundingClientRect();
           const { left, top } = heat.space, { x, y, size } = heat.view;
           return [box.left + left + (j - x + 0.5) * size, box.top + top + (i - y + 0.5) * size];
         }""",
         [i, j],
     )
-    return found[0], found[1]
+    return point[0], point[1]
 
 
 def hover(shown: Any, i: int, j: int) -> str:
@@ -73,39 +73,39 @@ def hover(shown: Any, i: int, j: int) -> str:
 # --- the map ---
 
 
-def test_map_has_every_statistic_of_every_head(tab: Any, sentence: Path, told: Any) -> None:
+def test_map_shows_every_statistic_of_every_head(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
     assert shown.locator("h1").inner_text() == ANIMAL
-    for name in told.stats:
+    for name in inspected.stats:
         shown.get_by_label("statistic", exact=True).select_option(name)
         numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
-        assert numbers == pytest.approx(told.table(name).flatten(), abs=0.0051), name
+        assert numbers == pytest.approx(inspected.table(name).flatten(), abs=0.0051), name
     shown.locator(".cell[data-head='0.2']").hover()
-    said = tip(shown)
-    assert "head 0.2" in said and f"previous\n{told.table('previous')[0, 2]:.4f}" in said
-    assert "previous token: ≥ 0.50" in said
+    note = tip(shown)
+    assert "head 0.2" in note and f"previous\n{inspected.table('previous')[0, 2]:.4f}" in note
+    assert "previous token: ≥ 0.50" in note
 
 
-def test_map_sorted_by_kind_and_as_thumbnails(tab: Any, sentence: Path, told: Any) -> None:
+def test_map_can_be_sorted_and_drawn_by_kind_or_thumbnails(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
     shown.get_by_label("order", exact=True).select_option("ranked")
     ranked = shown.locator(".hw-map .cell").evaluate_all("cells => cells.map((c) => c.dataset.head)")
-    best = (-told.table("entropy")).flatten().argsort(kind="stable")
+    best = (-inspected.table("entropy")).flatten().argsort(kind="stable")
     assert ranked == [f"{n // 12}.{n % 12}" for n in best]
     shown.get_by_label("order", exact=True).select_option("lowest")
     assert shown.locator(".hw-map .cell").first.get_attribute("data-head") == ranked[-1]
     shown.get_by_label("order", exact=True).select_option("value")
     first = shown.locator(".hw-map .row:not(.head)").first.locator(".cell")
     order = [int(name.split(".")[1]) for name in first.evaluate_all("cells => cells.map((c) => c.dataset.head)")]
-    assert order == list((-told.table("entropy")[0]).argsort())
+    assert order == list((-inspected.table("entropy")[0]).argsort())
     shown.get_by_role("radio", name="kind").click()
     coloured = shown.locator(".hw-map .cell:not(.none)").evaluate_all("cells => cells.map((c) => c.dataset.head)")
-    assert set(coloured) == {one.name for kind in told.kinds for one in told.standouts(kind)}
+    assert set(coloured) == {head.name for kind in inspected.kinds for head in inspected.standouts(kind)}
     shown.get_by_role("radio", name="where it looks").click()
     assert shown.locator(".hw-map .cell canvas").count() == 72
 
 
-def test_click_on_a_head_opens_it_and_keys_walk(tab: Any, sentence: Path) -> None:
+def test_clicking_a_head_opens_it_and_arrow_keys_move_on(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence)
     shown.locator(".hw-map .cell[data-head='4.5']").focus()
     shown.keyboard.press("ArrowDown")
@@ -123,17 +123,17 @@ def test_click_on_a_head_opens_it_and_keys_walk(tab: Any, sentence: Path) -> Non
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.6"
 
 
-def test_map_begins_with_a_word_worth_following(tab: Any, sentence: Path, told: Any) -> None:
+def test_map_begins_with_a_word_to_follow(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence)
     lead = shown.locator(".hw-lead.first")
-    weight = told.matrix("3.1")[told.find("it"), told.find("animal")]
+    weight = inspected.matrix("3.1")[inspected.find("it"), inspected.find("animal")]
     assert lead.inner_text().startswith(f"it looks at animal by {weight:.2f} in head 3.1.")
     lead.get_by_role("button", name="see how it comes about").click()
     assert shown.get_by_role("tab", selected=True).inner_text() == "Steps"
     assert shown.locator(".hw-lead").inner_text().startswith("How it comes to look at animal by")
 
 
-def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_map_is_coloured_by_loaded_scores_and_roles(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     table = [[100.0 * layer + head for head in range(12)] for layer in range(6)]
     role = {"kind": "self", "layer": 3, "head": 1, "role": "coreference", "score": 0.61, "baseline": 0.05}
     atlas = {
@@ -142,7 +142,7 @@ def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: 
     }  # fmt: skip
     page.save(payload.data(run(), scores=atlas), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
-    assert shown.get_by_role("radio", name="role").is_checked()  # what came along is what one wants to see
+    assert shown.get_by_role("radio", name="role").is_checked()  # loaded scores are shown first
     shown.get_by_role("radio", name="statistic or score").click()
     assert "stat=entropy+%28atlas%29" in shown.url and "paint=value" in shown.url
     numbers = [float(text) for text in shown.locator(".hw-map .cell").all_inner_texts()]
@@ -158,26 +158,28 @@ def test_map_by_scores_and_roles_that_came_along(tab: Any, tmp_path: Path, run: 
 # --- one head ---
 
 
-def test_weights_on_hover_are_python_s(tab: Any, sentence: Path, told: Any, minilm: tuple[Any, Any]) -> None:
-    one = tab()
-    shown = one.open(sentence, "view=head&heads=3.1")
-    one.frame()
-    it, animal = told.find("it"), told.find("animal")
-    assert hover(shown, it, animal) == f"it → animal\nhead 3.1\n{told.matrix('3.1')[it, animal]:.4f}"
-    assert hover(shown, 3, 0).endswith(f"{told.matrix('3.1')[3, 0]:.4f}")  # a word of three pieces
+def test_weights_on_hover_equal_those_of_inspect(
+    tab: Any, sentence: Path, inspected: Any, minilm: tuple[Any, Any]
+) -> None:
+    browser_tab = tab()
+    shown = browser_tab.open(sentence, "view=head&heads=3.1")
+    browser_tab.frame()
+    it, animal = inspected.find("it"), inspected.find("animal")
+    assert hover(shown, it, animal) == f"it → animal\nhead 3.1\n{inspected.matrix('3.1')[it, animal]:.4f}"
+    assert hover(shown, 3, 0).endswith(f"{inspected.matrix('3.1')[3, 0]:.4f}")  # a word of three pieces
     shown.get_by_role("radio", name="pieces").click()
-    one.frame()
+    browser_tab.frame()
     pieces = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True).matrix("3.1")
     assert hover(shown, 10, 2).endswith(f"{pieces[10, 2]:.4f}")
 
 
-def test_hover_and_click_on_tokens(tab: Any, sentence: Path, told: Any) -> None:
+def test_tokens_can_be_hovered_and_clicked(tab: Any, sentence: Path, inspected: Any) -> None:
     shown = tab().open(sentence, "view=head&heads=3.1")
     shown.locator(".hw-tokens.from .hw-token", has_text="cross").hover()
-    said = tip(shown)
-    assert said.startswith("cross looks at\n→ street\n" + f"{told.matrix('3.1')[4, 6]:.4f}")
+    note = tip(shown)
+    assert note.startswith("cross looks at\n→ street\n" + f"{inspected.matrix('3.1')[4, 6]:.4f}")
     shown.locator(".hw-tokens.to .hw-token", has_text="animal").hover()
-    assert tip(shown).startswith("animal is looked at by\n← it\n" + f"{told.matrix('3.1')[8, 2]:.4f}")
+    assert tip(shown).startswith("animal is looked at by\n← it\n" + f"{inspected.matrix('3.1')[8, 2]:.4f}")
     shown.locator(".hw-tokens.from .hw-token", has_text="cross").click()
     assert shown.locator(".hw-sentence .chosen").inner_text() == "cross"
     assert "token=6" in shown.url
@@ -185,74 +187,74 @@ def test_hover_and_click_on_tokens(tab: Any, sentence: Path, told: Any) -> None:
     assert shown.locator(".hw-sentence .chosen").count() == 0
 
 
-def test_several_heads_in_colours(tab: Any, sentence: Path, told: Any) -> None:
-    one = tab()
-    shown = one.open(sentence, "view=head&heads=3.1")
+def test_several_heads_are_shown_in_their_colours(tab: Any, sentence: Path, inspected: Any) -> None:
+    browser_tab = tab()
+    shown = browser_tab.open(sentence, "view=head&heads=3.1")
     shown.locator(".hw-nav .cell[data-head='5.11']").click(modifiers=["Shift"])
     assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 3.1", "head 5.11"]
-    one.frame()
-    said = hover(shown, 8, 2)
-    assert f"head 3.1\n{told.matrix('3.1')[8, 2]:.4f}\nhead 5.11\n{told.matrix('5.11')[8, 2]:.4f}" in said
+    browser_tab.frame()
+    note = hover(shown, 8, 2)
+    assert f"head 3.1\n{inspected.matrix('3.1')[8, 2]:.4f}\nhead 5.11\n{inspected.matrix('5.11')[8, 2]:.4f}" in note
     shown.get_by_label("remove head 3.1").click()
     assert shown.locator(".hw-chosen b").all_inner_texts() == ["head 5.11"]
 
 
-def test_matrix_by_keys_is_said_aloud(tab: Any, sentence: Path, told: Any) -> None:
-    one = tab()
-    shown = one.open(sentence, "view=head&heads=3.1")
+def test_matrix_read_by_keys_is_announced(tab: Any, sentence: Path, inspected: Any) -> None:
+    browser_tab = tab()
+    shown = browser_tab.open(sentence, "view=head&heads=3.1")
     shown.locator(".hw-heat").focus()
     for key in ["ArrowDown"] + ["ArrowRight"] * 2:
         shown.keyboard.press(key)
     assert shown.locator(".hw-voice").inner_text().startswith("[CLS] → animal, head 3.1 ")
     shown.keyboard.press("ArrowDown")
-    assert shown.locator(".hw-voice").inner_text() == f"The → animal, head 3.1 {told.matrix('3.1')[1, 2]:.4f}"
-    before = shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size")
+    assert shown.locator(".hw-voice").inner_text() == f"The → animal, head 3.1 {inspected.matrix('3.1')[1, 2]:.4f}"
+    before = shown.evaluate("document.querySelector('.hw-heat').heatmap.view.size")
     shown.keyboard.press("+")
-    assert shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size") > before
+    assert shown.evaluate("document.querySelector('.hw-heat').heatmap.view.size") > before
     shown.keyboard.press("0")
-    one.frame()
-    assert shown.evaluate("document.querySelector('.hw-heat').hwHeat.view.size") == pytest.approx(before)
+    browser_tab.frame()
+    assert shown.evaluate("document.querySelector('.hw-heat').heatmap.view.size") == pytest.approx(before)
 
 
 # --- steps ---
 
 
-def test_steps_have_the_model_s_numbers(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
-    seen = run().layers[3]
-    q, k = seen.reading.q[0, 1, 10], seen.reading.k[0, 1, 2]
-    weights = seen.rows([10], [1])[0, 0]
+def test_steps_show_the_numbers_of_the_model(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
+    record = run().layers[3]
+    q, k = record.reading.q[0, 1, 10], record.reading.k[0, 1, 2]
+    weights = record.rows([10], [1])[0, 0]
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
     assert shown.locator(".hw-lead").inner_text().startswith(f"How it comes to look at animal by {weights[2]:.3f}")
     assert f"Σ = {float(q @ k):.2f}" in shown.locator("#hw-step-1").inner_text()
     assert f"= {float(q @ k) / 32**0.5:.3f}" in shown.locator("#hw-step-2").inner_text()
     assert shown.locator(".hw-weight").inner_text() == f"{weights[2]:.4f}"
-    told = [float(text) for text in shown.locator(".hw-table td.weight").all_inner_texts()]
-    assert told == pytest.approx(weights, abs=6e-5)
-    assert f"‖o‖ = {(seen.outputs[1, 10] ** 2).sum() ** 0.5:.3f}" in shown.locator("#hw-step-4").inner_text()
-    matrix = seen.w_o[0].numpy().reshape(12, 32, -1)
-    norms = [((seen.outputs[h, 10] @ matrix[h]) ** 2).sum() ** 0.5 for h in range(12)]
+    listed = [float(text) for text in shown.locator(".hw-table td.weight").all_inner_texts()]
+    assert listed == pytest.approx(weights, abs=6e-5)
+    assert f"‖o‖ = {(record.outputs[1, 10] ** 2).sum() ** 0.5:.3f}" in shown.locator("#hw-step-4").inner_text()
+    matrix = record.w_o[0].numpy().reshape(12, 32, -1)
+    norms = [((record.outputs[h, 10] @ matrix[h]) ** 2).sum() ** 0.5 for h in range(12)]
     bars = [float(bar) for bar in shown.locator(".hw-column").evaluate_all("all => all.map((b) => b.dataset.norm)")]
     assert bars == pytest.approx(norms, abs=6e-4)
 
 
-def test_entries_and_stations_of_the_steps(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
-    seen = run().layers[3]
-    q, k = seen.reading.q[0, 1, 10], seen.reading.k[0, 1, 2]
+def test_steps_show_entries_and_a_summary_line(tab: Any, sentence: Path, run: Callable[..., capture.Pass]) -> None:
+    record = run().layers[3]
+    q, k = record.reading.q[0, 1, 10], record.reading.k[0, 1, 2]
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
     box = shown.locator(".hw-entries").nth(2).bounding_box()
     shown.mouse.move(box["x"] + box["width"] * 7.5 / 32, box["y"] + 9)
-    said = tip(shown).replace("−", "-")
-    assert f"entry 7\nq\n{q[7]:.4f}\nk\n{k[7]:.4f}\nq × k\n{q[7] * k[7]:.4f}" in said
-    assert f"sum so far\n{float((q * k)[:8].sum()):.4f}" in said
+    note = tip(shown).replace("−", "-")
+    assert f"entry 7\nq\n{q[7]:.4f}\nk\n{k[7]:.4f}\nq × k\n{q[7] * k[7]:.4f}" in note
+    assert f"sum so far\n{float((q * k)[:8].sum()):.4f}" in note
     stations = shown.locator(".hw-thread button")
-    assert stations.nth(2).inner_text() == f"3 softmax\n{seen.rows([10], [1])[0, 0, 2]:.3f}"
+    assert stations.nth(2).inner_text() == f"3 softmax\n{record.rows([10], [1])[0, 0, 2]:.3f}"
     stations.nth(5).click()
     assert shown.locator("#hw-step-6").bounding_box()["y"] < 900
     shown.locator(".hw-steps .hw-sentence .token", has_text="tired").click()
     assert "token=13" in shown.url
 
 
-def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
+def test_steps_follow_the_chosen_key_and_head(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence, "view=steps&heads=3.1&token=10&key=2")
     shown.locator(".hw-table button", has_text="street").click()
     assert "look at street" in shown.locator(".hw-lead").inner_text()
@@ -262,44 +264,46 @@ def test_another_key_and_another_head(tab: Any, sentence: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_causal_and_grouped_models(kind: str, tab: Any, tmp_path: Path) -> None:
+def test_causal_models_with_grouped_heads_are_shown(kind: str, tab: Any, tmp_path: Path) -> None:
     model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
-    seen = capture.run("The animal was too tired.", model, tokenizer=tokenizer)
-    page.save(payload.data(seen), tmp_path / "a.html")
+    pass_ = capture.run("The animal was too tired.", model, tokenizer=tokenizer)
+    page.save(payload.data(pass_), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "heads=1.2")
     groups = shown.locator(".hw-map .cell.group").count()
     assert groups == (2 if kind == "llama" else 0)
     shown.locator("body").press("3")
     shown.get_by_label("looks", exact=True).select_option("2")
-    keys = len(seen.texts[0].pieces)
+    keys = len(pass_.texts[0].pieces)
     assert f"hides {keys - 3} keys of {keys}" in shown.locator("#hw-step-2").inner_text()
-    told = [float(text.replace("−", "-")) for text in shown.locator(".hw-table td.weight").all_inner_texts()]
-    assert told[:keys] == pytest.approx(seen.layers[1].rows([2], [2])[0, 0][: len(told)], abs=6e-5)
+    listed = [float(text.replace("−", "-")) for text in shown.locator(".hw-table td.weight").all_inner_texts()]
+    assert listed[:keys] == pytest.approx(pass_.layers[1].rows([2], [2])[0, 0][: len(listed)], abs=6e-5)
 
 
-def test_encoder_decoder_and_cross_are_apart(tab: Any, tmp_path: Path, bart: tuple[Any, Any]) -> None:
-    one = capture.run("The animal was tired.", bart[0], tokenizer=bart[1], target="It was too wide and tired.")
-    assert one.texts[1].ids[0] == bart[0].config.decoder_start_token_id  # what the decoder is given begins with it
-    page.save(payload.data(one), tmp_path / "a.html")
+def test_encoder_decoder_and_cross_attention_are_shown_separately(
+    tab: Any, tmp_path: Path, bart: tuple[Any, Any]
+) -> None:
+    pass_ = capture.run("The animal was tired.", bart[0], tokenizer=bart[1], target="It was too wide and tired.")
+    assert pass_.texts[1].ids[0] == bart[0].config.decoder_start_token_id  # the input of the decoder begins with it
+    page.save(payload.data(pass_), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
     assert shown.locator(".hw-map .hw-kind h3").all_inner_texts() == [
         "encoder attention", "decoder attention", "cross attention",
     ]  # fmt: skip
     shown.locator(".hw-map .cell[data-head='cross 0.4']").click()
-    assert shown.locator(".hw-tokens.from .hw-token").count() == len(one.texts[1].words.names)
-    assert shown.locator(".hw-tokens.to .hw-token").count() == len(one.texts[0].words.names)
-    assert shown.locator(".hw-two button.token").count() == len(one.texts[1].words.names)
-    assert shown.locator(".hw-two span.token").count() == len(one.texts[0].words.names)
+    assert shown.locator(".hw-tokens.from .hw-token").count() == len(pass_.texts[1].words.names)
+    assert shown.locator(".hw-tokens.to .hw-token").count() == len(pass_.texts[0].words.names)
+    assert shown.locator(".hw-two button.token").count() == len(pass_.texts[1].words.names)
+    assert shown.locator(".hw-two span.token").count() == len(pass_.texts[0].words.names)
     shown.locator("body").press("3")
-    assert shown.locator(".hw-table tbody tr").count() == len(one.texts[0].pieces)
+    assert shown.locator(".hw-table tbody tr").count() == len(pass_.texts[0].pieces)
 
 
-def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
+def test_navigator_of_a_deep_model_scrolls_to_the_chosen_head(tab: Any, tmp_path: Path) -> None:
     config = small_checkpoints.bert(hidden_size=10, num_attention_heads=5, num_hidden_layers=53, intermediate_size=11)
-    seen = capture.run(
+    pass_ = capture.run(
         "animal", small_checkpoints.sharp(transformers.BertModel(config)), tokenizer=small_checkpoints.word_piece()
     )
-    page.save(payload.data(seen), tmp_path / "a.html")
+    page.save(payload.data(pass_), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "view=head&heads=47.2")
     box = shown.locator(".hw-nav .hw-grids").bounding_box()
     for key in ("ArrowDown", "ArrowUp", "ArrowUp"):
@@ -312,10 +316,12 @@ def test_a_deep_model_s_map_goes_along(tab: Any, tmp_path: Path) -> None:
 # --- two passes ---
 
 
-def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+def test_compare_shows_two_texts_and_their_difference(
+    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
+) -> None:
     page.save(payload.data([run(), run(WIDE)], heads=["3.1"]), tmp_path / "a.html")
-    one = tab()
-    shown = one.open(tmp_path / "a.html")
+    browser_tab = tab()
+    shown = browser_tab.open(tmp_path / "a.html")
     assert shown.get_by_role("tab", selected=True).inner_text() == "Compare"
     both = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
     grid = shown.get_by_role("grid", name="difference in entropy").locator(".cell")
@@ -323,7 +329,7 @@ def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.
     assert numbers == pytest.approx(both.difference("entropy").flatten(), abs=0.0051)
     moved = abs(both.first.matrix("3.1") - both.second.matrix("3.1")).sum() / 2 / 14
     assert f"{100 * moved:.1f} % of its weight moved" in shown.locator(".hw-compare-head").inner_text()
-    one.frame()
+    browser_tab.frame()
     apart = shown.locator(".hw-heat").nth(2)
     apart.focus()
     shown.keyboard.press("ArrowDown")
@@ -332,9 +338,7 @@ def test_compare_two_texts(tab: Any, tmp_path: Path, run: Callable[..., capture.
     )
 
 
-def test_compare_with_and_without_heads_and_other_models(
-    tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]
-) -> None:
+def test_compare_shows_heads_off_and_other_models(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     tiny = capture.run(
         ANIMAL, small_checkpoints.sharp(small_checkpoints.MODELS["gpt2"]()), tokenizer=small_checkpoints.byte_level()
     )
@@ -358,21 +362,21 @@ def long(monkeypatch: pytest.MonkeyPatch, run: Callable[..., capture.Pass]) -> c
     return run()
 
 
-def test_long_texts_tell_what_they_know(
+def test_long_texts_state_how_exact_weights_are(
     tab: Any, tmp_path: Path, long: capture.Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(payload.STEPS, "links", 10)
     page.save(payload.data(long, heads=["0.2"]), tmp_path / "a.html")
-    one = tab()
-    shown = one.open(tmp_path / "a.html", "view=head&heads=3.1")
-    one.frame()
+    browser_tab = tab()
+    shown = browser_tab.open(tmp_path / "a.html", "view=head&heads=3.1")
+    browser_tab.frame()
     row = long.layers[3].rows([10], [1])[0, 0]
     assert f"{row[2]:.4f}" in hover(shown, 10, 2)
     weakest = int(row.argmin())
-    said = re.search(r"at most (\d\.\d+(?:e−\d)?)", hover(shown, 10, weakest))
-    assert said and float(said[1].replace("−", "-")) >= row[weakest]
-    shown.locator(".hw-nav .cell[data-head='0.2']").click()  # this one has its q and k in the page
-    one.frame()
+    note = re.search(r"at most (\d\.\d+(?:e−\d)?)", hover(shown, 10, weakest))
+    assert note and float(note[1].replace("−", "-")) >= row[weakest]
+    shown.locator(".hw-nav .cell[data-head='0.2']").click()  # the page holds its q and k
+    browser_tab.frame()
     exact = long.layers[0].rows([10], [2])[0, 0]
     assert f"{exact[9]:.4f}" in hover(shown, 10, 9) and "at most" not in hover(shown, 10, 3)
     shown.get_by_role("radio", name="its mean").click()
@@ -382,15 +386,15 @@ def test_long_texts_tell_what_they_know(
     assert "head 5.5 is not among them" in shown.locator(".hw-steps").inner_text()
 
 
-def test_links_of_a_long_text_can_be_moved_along(
+def test_link_window_of_a_long_text_can_be_moved(
     tab: Any, tmp_path: Path, run: Callable[..., capture.Pass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack, "EXACT", 0)
     monkeypatch.setattr(pack, "BYTES", 0)
     page.save(payload.data(run("The street was wide and the animal tired. " * 23)), tmp_path / "a.html")
-    one = tab()
-    shown = one.open(tmp_path / "a.html", "view=head&heads=3.1&token=101")
-    one.frame()
+    browser_tab = tab()
+    shown = browser_tab.open(tmp_path / "a.html", "view=head&heads=3.1&token=101")
+    browser_tab.frame()
     chosen = shown.locator(".hw-tokens.from .chosen")
     outer, inner = shown.locator(".hw-links").bounding_box(), chosen.bounding_box()
     assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"]
@@ -404,14 +408,14 @@ def test_links_of_a_long_text_can_be_moved_along(
 # --- manners ---
 
 
-def test_right_to_left_text_runs_so(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_right_to_left_text_is_set_right_to_left(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     page.save(payload.data(run("הכלב לא חצה את הרחוב")), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "view=head&heads=0.2")
     first, last = shown.locator(".hw-sentence .token").first, shown.locator(".hw-sentence .token").last
     assert first.inner_text() == "[CLS]" and first.bounding_box()["x"] > last.bounding_box()["x"]
 
 
-def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
+def test_tokens_with_markup_are_shown_as_text(tab: Any, tmp_path: Path, run: Callable[..., capture.Pass]) -> None:
     value = payload.data(run())
     text = value["runs"][0]["texts"][0]
     text["pieces"][1 : 1 + len(NASTY)] = NASTY
@@ -419,13 +423,13 @@ def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., cap
     assert (len(text["pieces"]), len(text["words"])) == (16, 14)  # none was added
     value["runs"][0].update(text=" ".join(NASTY), name="<script>alert(4)</script>", notes=["<b>note</b>"])
     page.save(value, tmp_path / "a.html", title="</title><img src=x onerror=alert(5)>")
-    one = tab()
+    browser_tab = tab()
     for view in ("map", "head", "steps"):
-        shown = one.open(tmp_path / "a.html", f"view={view}&heads=3.1&token=2")
+        shown = browser_tab.open(tmp_path / "a.html", f"view={view}&heads=3.1&token=2")
         shown.reload()
         assert shown.locator(".headwise img, .headwise script, .headwise b >> text=note").count() == 0
         assert shown.locator("[onmouseover], [style*=url], body style, title >> nth=1").count() == 0
-    shown = one.open(tmp_path / "a.html", "view=head&heads=3.1")
+    shown = browser_tab.open(tmp_path / "a.html", "view=head&heads=3.1")
     names = shown.locator(".hw-tokens.from .hw-token").all_inner_texts()
     assert names[1] == NASTY[0] and names[2] == NASTY[1] and len(names[3]) == 61
     assert names[6] == "⟨202E⟩evil⟨202C⟩" and names[8] == "␀␇" and names[4] == NASTY[3]
@@ -434,14 +438,14 @@ def test_any_token_is_only_text(tab: Any, tmp_path: Path, run: Callable[..., cap
 
 
 @pytest.mark.parametrize("view", ["map", "head", "steps"])
-def test_a_narrow_window_does_not_scroll_sideways(view: str, tab: Any, sentence: Path) -> None:
-    one = tab(viewport={"width": 360, "height": 700})
-    shown = one.open(sentence, f"view={view}")
-    one.frame()
+def test_narrow_window_does_not_scroll_sideways(view: str, tab: Any, sentence: Path) -> None:
+    browser_tab = tab(viewport={"width": 360, "height": 700})
+    shown = browser_tab.open(sentence, f"view={view}")
+    browser_tab.frame()
     assert shown.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_dark_and_light(tab: Any, sentence: Path) -> None:
+def test_themes_follow_the_system_and_the_button(tab: Any, sentence: Path) -> None:
     shown = tab(color_scheme="dark").open(sentence)
     ground = "getComputedStyle(document.querySelector('.headwise')).backgroundColor"
     dark = shown.evaluate(ground)
@@ -453,9 +457,9 @@ def test_dark_and_light(tab: Any, sentence: Path) -> None:
 
 
 def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
-    one = tab()
+    browser_tab = tab()
     for view in ("map", "head", "steps"):
-        shown = one.open(sentence, f"view={view}")
+        shown = browser_tab.open(sentence, f"view={view}")
         shown.reload()
         nameless = shown.locator("button, select, input, canvas[tabindex], textarea").evaluate_all(
             """all => all
@@ -465,20 +469,23 @@ def test_every_control_has_a_name(tab: Any, sentence: Path) -> None:
         assert nameless == []
 
 
-def test_focus_stays_where_it_was(tab: Any, sentence: Path) -> None:
+def test_focus_stays_on_the_control_that_had_it(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence)
     shown.get_by_label("order", exact=True).focus()
     shown.keyboard.press("ArrowDown")
     assert shown.evaluate("document.activeElement.dataset.key") == "select:order" and "order=value" in shown.url
 
 
-def test_data_that_cannot_be_shown(tab: Any, tmp_path: Path) -> None:
+def test_invalid_data_is_reported(tab: Any, tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(page.page({"headwise": 7, "runs": []})[0])
-    one = tab()
-    one.page.goto((tmp_path / "a.html").as_uri())
-    assert one.page.get_by_role("alert").inner_text() == "This cannot be shown: this view shows data of form 1, got 7"
+    browser_tab = tab()
+    browser_tab.page.goto((tmp_path / "a.html").as_uri())
+    assert (
+        browser_tab.page.get_by_role("alert").inner_text()
+        == "This cannot be shown: this view shows data of form 1, got 7"
+    )
 
 
-def test_a_state_with_nonsense_in_it(tab: Any, sentence: Path) -> None:
+def test_invalid_state_in_the_address_is_ignored(tab: Any, sentence: Path) -> None:
     shown = tab().open(sentence, "view=head&heads=99.99&token=1000000&stat=constructor&palette=%3Cscript%3E&unit=x")
     assert shown.locator(".hw-chosen b").inner_text() == "head 3.1"

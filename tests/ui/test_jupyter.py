@@ -21,19 +21,19 @@ pytestmark = pytest.mark.full
 
 
 def notebook(*cells: str) -> dict[str, Any]:
-    made = [
+    cells = [
         {"cell_type": "code", "id": f"c{n}", "execution_count": None, "metadata": {}, "outputs": [], "source": code}
         for n, code in enumerate(cells)
     ]
     kernel = {"display_name": "headwise", "language": "python", "name": "headwise"}
-    return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[str]:
     """The address of a notebook in a JupyterLab of its own, whose kernel is this Python."""
-    found = os.environ.get("JUPYTER") or shutil.which("jupyter-lab")
-    if found is None:
+    jupyter = os.environ.get("JUPYTER") or shutil.which("jupyter-lab")
+    if jupyter is None:
         pytest.skip("JupyterLab is missing; get it with: pip install jupyterlab (or set JUPYTER to its jupyter-lab)")
     spec = tmp_path / "share" / "kernels" / "headwise"
     spec.mkdir(parents=True)
@@ -48,7 +48,7 @@ def lab(tmp_path: Path) -> Iterator[str]:
     folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "RUNTIME", "DATA")}
     share = os.pathsep.join([str(tmp_path / "share"), str(Path(sys.prefix) / "share" / "jupyter")])
     command = [
-        found, "--no-browser", "--allow-root", f"--ServerApp.root_dir={tmp_path}", f"--port={port}",
+        jupyter, "--no-browser", "--allow-root", f"--ServerApp.root_dir={tmp_path}", f"--port={port}",
         "--ServerApp.port_retries=0", "--IdentityProvider.token=x", "--LabApp.news_url=None",
     ]  # fmt: skip
     with subprocess.Popen(
@@ -73,7 +73,7 @@ def _until_served(url: str, process: Any) -> None:
     pytest.fail("JupyterLab did not answer")
 
 
-def test_in_jupyterlab(lab: str, chromium: Any) -> None:
+def test_widget_runs_in_jupyterlab(lab: str, chromium: Any) -> None:
     tab = chromium.new_page(viewport={"width": 1500, "height": 1000})
     tab.set_default_timeout(90_000)
     tab.goto(lab)

@@ -17,10 +17,10 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 def test_pruning_page_is_styled_and_runs_nothing(tab: Callable[..., Any], tmp_path: Path) -> None:
-    found = Quality("accuracy", 1, 1, 1, False, 2)
-    made = Plan({0: [1], 1: [0, 2]}, (("self", 0, 3, 3), ("self", 1, 3, 3)), notes=(NAME,))
+    quality = Quality("accuracy", 1, 1, 1, False, 2)
+    plan = Plan({0: [1], 1: [0, 2]}, (("self", 0, 3, 3), ("self", 1, 3, 3)), notes=(NAME,))
     report = PruneReport(
-        NAME, PruneOptions(), made, Size(9, 4, 0), Size(7, 2, 0), {"full": found, "pruned": found},
+        NAME, PruneOptions(), plan, Size(9, 4, 0), Size(7, 2, 0), {"full": quality, "pruned": quality},
         [Latency(1, 8, 1.0, 0.5)], 0.3, 1, 1,
     )  # fmt: skip
     (tmp_path / "curve.png").write_bytes(base64.b64decode(PIXEL))

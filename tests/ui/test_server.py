@@ -1,4 +1,4 @@
-"""The server: who may ask, what may be asked, one pass at a time, and the view with a model behind it."""
+"""The server: access, requests, limits, one pass at a time, and the page with a model behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import headwise
 from headwise.ui import capture, connections, payload, server
-from headwise.ui.service import Service, heads_off
+from headwise.ui.service import Service, parse_heads_off
 from helpers import small_checkpoints
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
@@ -32,18 +32,20 @@ def service(minilm: tuple[Any, Any]) -> Service:
 
 
 def apart(work: Coroutine[Any, Any, Any]) -> Any:
-    """In a thread of its own: the browser's driver has a loop running in this one."""
+    """In a thread of its own: the browser's driver runs a loop in the main thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, work).result()
 
 
-def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/api", **how: Any) -> list[httpx.Response]:
+def ask(
+    app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/api", **options: Any
+) -> list[httpx.Response]:
     async def all_of_them() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
             if not requests:
-                return [await client.get(path, **how)]
-            return list(await asyncio.gather(*(client.post(path, json=one, **how) for one in requests)))
+                return [await client.get(path, **options)]
+            return list(await asyncio.gather(*(client.post(path, json=request, **options) for request in requests)))
 
     return apart(all_of_them())
 
@@ -52,7 +54,7 @@ def ask(app: Any, *requests: Any, host: str = "127.0.0.1:7447", path: str = "/ap
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:7447", "localhost:1", "[::1]:7447", "127.0.0.1", "LOCALHOST:7447"])
-def test_this_machine_may(host: str, service: Service) -> None:
+def test_loopback_hosts_are_served(host: str, service: Service) -> None:
     [page] = ask(server.application(service), host=host, path="/")
     assert page.status_code == 200
     policy = page.headers["content-security-policy"]
@@ -63,7 +65,7 @@ def test_this_machine_may(host: str, service: Service) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:7447", "127.0.0.1.evil.example", "192.168.0.9", "localhost.evil"]
 )
-def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> None:
+def test_other_host_names_are_refused(host: str, service: Service) -> None:
     app = server.application(service)
     for response in (*ask(app, host=host, path="/"), *ask(app, {"ask": "run", "text": "x"}, host=host)):
         assert (response.status_code, response.text) == (403, "this address is served to this machine alone")
@@ -80,8 +82,8 @@ def test_a_name_that_was_pointed_here_may_not(host: str, service: Service) -> No
         "evil.com:127.0.0.1", "١٢٧.0.0.1", "127.0.0.1\n",
     ],
 )  # fmt: skip
-def test_a_host_that_only_looks_like_this_machine_may_not(host: str) -> None:
-    assert not server.names_this_machine(host)
+def test_host_headers_that_resemble_loopback_are_refused(host: str) -> None:
+    assert not server.is_loopback_header(host)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +101,16 @@ def test_a_host_that_only_looks_like_this_machine_may_not(host: str) -> None:
         ("nonsense", "cors", "empty", "/api", 403),
     ],
 )
-def test_what_a_browser_says_of_the_asking_page(
+def test_fetch_metadata_of_other_sites_is_refused(
     site: str, mode: str, dest: str, path: str, status: int, service: Service
 ) -> None:
     headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
-    asked = [{"ask": "steps", "text": "animal", "head": "0.0"}] if path == "/api" else []
-    [answer] = ask(server.application(service), *asked, path=path, headers=headers)
+    query = [{"ask": "steps", "text": "animal", "head": "0.0"}] if path == "/api" else []
+    [answer] = ask(server.application(service), *query, path=path, headers=headers)
     assert answer.status_code == status
 
 
-def test_another_site_may_not(service: Service) -> None:
+def test_requests_of_other_origins_are_refused(service: Service) -> None:
     app = server.application(service)
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
         [answer] = ask(app, {"ask": "run", "text": "x"}, headers={"Origin": origin})
@@ -117,12 +119,12 @@ def test_another_site_may_not(service: Service) -> None:
     assert answer.status_code == 200
 
 
-def test_other_machines_need_the_token(service: Service) -> None:
+def test_token_is_required_when_it_is_set(service: Service) -> None:
     app = server.application(service, token="sëcret")
-    assert [one.status_code for one in ask(app, host="192.168.0.9:7447", path="/")] == [403]
-    assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=wrong")] == [403]
-    assert [one.status_code for one in ask(app, host="192.168.0.9", path="/?token=s%C3%ABcret")] == [200]
-    assert [one.status_code for one in ask(app, {"ask": "run", "text": "x"})] == [403]
+    assert [answer.status_code for answer in ask(app, host="192.168.0.9:7447", path="/")] == [403]
+    assert [answer.status_code for answer in ask(app, host="192.168.0.9", path="/?token=wrong")] == [403]
+    assert [answer.status_code for answer in ask(app, host="192.168.0.9", path="/?token=s%C3%ABcret")] == [200]
+    assert [answer.status_code for answer in ask(app, {"ask": "run", "text": "x"})] == [403]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +138,11 @@ def test_other_machines_need_the_token(service: Service) -> None:
         ("example.org", False),
     ],
 )
-def test_local(host: str, is_local: bool) -> None:
-    assert server.local(host) is is_local
+def test_is_loopback_recognises_addresses(host: str, is_local: bool) -> None:
+    assert server.is_loopback(host) is is_local
 
 
-# --- what may be asked ---
+# --- requests ---
 
 
 @pytest.mark.parametrize(
@@ -164,12 +166,12 @@ def test_local(host: str, is_local: bool) -> None:
         ({"ask": "run", "text": "x", "pad": "y" * (1 << 20)}, 413, "1,048,576 bytes"),
     ],
 )
-def test_what_is_refused(request_: Any, status: int, words: str, service: Service) -> None:
+def test_invalid_requests_are_refused_with_a_message(request_: Any, status: int, words: str, service: Service) -> None:
     [answer] = ask(server.application(service), request_)
     assert answer.status_code == status and words in answer.json()["error"]
 
 
-def test_what_is_no_json(service: Service) -> None:
+def test_bodies_that_are_not_json_are_refused(service: Service) -> None:
     app = server.application(service)
     for content, kind, status in (
         (b"{", "application/json", 400),
@@ -182,15 +184,15 @@ def test_what_is_no_json(service: Service) -> None:
                 return await client.post("/api", content=content, headers={"Content-Type": kind})
 
         assert apart(post()).status_code == status
-    assert [one.status_code for one in ask(app, path="/etc/passwd")] == [404]
-    assert [one.status_code for one in ask(app, path="/api")] == [405]
+    assert [answer.status_code for answer in ask(app, path="/etc/passwd")] == [404]
+    assert [answer.status_code for answer in ask(app, path="/api")] == [405]
 
 
-def test_a_run_is_what_python_has(service: Service, run: Callable[..., capture.Pass]) -> None:
+def test_run_answer_equals_the_payload(service: Service, run: Callable[..., capture.Pass]) -> None:
     [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm"})
-    found, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
-    assert found.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
-    assert found == own
+    received, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
+    assert received.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
+    assert received == own
     [steps] = ask(server.application(service), {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"})
     assert steps.json()["steps"] == json.loads(json.dumps(payload.steps(run().layers[5], [11])))
 
@@ -223,21 +225,21 @@ def test_heads_off_change_the_next_token(service: Service) -> None:
     assert effect["divergence"] == pytest.approx(float((before * (before / after).log()).sum()), rel=1e-3)
 
 
-def test_labels_of_heads() -> None:
+def test_labels_of_heads_are_parsed() -> None:
     model = small_checkpoints.MODELS["gpt2"]()
-    assert heads_off(model, "1.2, 1.0,0.1,1.2") == {("self", 1): [0, 2], ("self", 0): [1]}
-    assert heads_off(model, "") == {}
+    assert parse_heads_off(model, "1.2, 1.0,0.1,1.2") == {("self", 1): [0, 2], ("self", 0): [1]}
+    assert parse_heads_off(model, "") == {}
 
 
-def test_half_a_character_is_refused_in_words(service: Service) -> None:
+def test_lone_surrogate_is_refused_with_a_message(service: Service) -> None:
     for name in ("text", "target", "head", "off", "model"):
-        asked = {"ask": "run", "text": "x", name: "a\ud800"}
+        query = {"ask": "run", "text": "x", name: "a\ud800"}
 
-        async def post(asked: Any = asked) -> httpx.Response:
+        async def post(query: Any = query) -> httpx.Response:
             transport = httpx.ASGITransport(server.application(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await client.post(
-                    "/api", content=json.dumps(asked), headers={"Content-Type": "application/json"}
+                    "/api", content=json.dumps(query), headers={"Content-Type": "application/json"}
                 )
 
         answer = apart(post())
@@ -280,8 +282,8 @@ JSON_POST = b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket.socket]]:
     """Opens a connection to a server that is not patient, and sends it something; nothing may be logged meanwhile."""
-    monkeypatch.setattr(connections, "PATIENCE", 0.2)
-    monkeypatch.setattr(connections, "CONNECTIONS", 7)
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 7)
     monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
     opened = []
     with served(Stub()) as url:  # type: ignore[arg-type]
@@ -293,20 +295,20 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket
             return opened[-1]
 
         yield connect
-        for one in opened:
-            one.close()
+        for connection in opened:
+            connection.close()
     assert log.taken() == []
 
 
 def rest(connection: socket.socket) -> bytes:
     """All that still comes until the server closes; a server that never does ends the test by a timeout."""
-    found = b""
+    received = b""
     try:
         while part := connection.recv(1 << 16):
-            found += part
+            received += part
     except ConnectionResetError:
         pass
-    return found
+    return received
 
 
 @pytest.mark.parametrize(
@@ -315,30 +317,33 @@ def rest(connection: socket.socket) -> bytes:
         (b"", b""),
         (b"GET / HT", b""),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b""),
-        (b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n", b"HTTP/1.1 404"),  # one, and half another
+        (
+            b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n",
+            b"HTTP/1.1 404",
+        ),  # one request, and half of another
         (JSON_POST + b"Content-Length: 50\r\n\r\n{", b"HTTP/1.1 408"),
         (JSON_POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n", b"HTTP/1.1 408"),
         (JSON_POST + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n", b"HTTP/1.1 400"),
     ],
     ids=["nothing", "line", "headers", "second request", "body", "chunks", "bad chunk"],
 )
-def test_what_is_half_sent_is_closed(start: bytes, answer: bytes, client: Callable[[bytes], socket.socket]) -> None:
+def test_incomplete_requests_are_closed(start: bytes, answer: bytes, client: Callable[[bytes], socket.socket]) -> None:
     assert rest(client(start)).startswith(answer)
 
 
-def test_who_leaves_mid_body_leaves_no_trace(client: Callable[[bytes], socket.socket]) -> None:
+def test_client_that_disconnects_mid_body_leaves_no_trace(client: Callable[[bytes], socket.socket]) -> None:
     for _ in range(3):
         client(JSON_POST + b"Content-Length: 50\r\n\r\n{").close()
     assert b'{"done":true}' in rest(client(JSON_POST + b"Connection: close\r\nContent-Length: 2\r\n\r\n{}"))
 
 
-def test_those_who_wait_make_room(client: Callable[[bytes], socket.socket]) -> None:
+def test_longest_waiting_connection_makes_room(client: Callable[[bytes], socket.socket]) -> None:
     waiting = [client(b"GET / HTTP/1.1\r\n") for _ in range(20)]
     assert b"HTTP/1.1 404" in rest(client(b"GET /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
-    assert [rest(one) for one in waiting] == [b""] * 20
+    assert [rest(connection) for connection in waiting] == [b""] * 20
 
 
-def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], socket.socket]) -> None:
+def test_body_is_read_up_to_its_limit_only(client: Callable[[bytes], socket.socket]) -> None:
     taken = 0
 
     async def receive() -> dict[str, Any]:
@@ -354,7 +359,7 @@ def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], so
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
     scope = {"type": "http", "method": "POST", "path": "/api", "query_string": b"", "headers": headers}
     apart(server.application(Stub())(scope, receive, send))  # type: ignore[arg-type]
-    assert taken == server.LARGEST + (1 << 16)
+    assert taken == server.MOST_BYTES + (1 << 16)
     assert sent[0]["status"] == 413 and (b"connection", b"close") in sent[0]["headers"]
     announced = client(JSON_POST + b"Content-Length: 99999999\r\n\r\n")
     assert rest(announced).startswith(b"HTTP/1.1 413")
@@ -362,8 +367,8 @@ def test_a_body_is_read_to_its_limit_and_no_further(client: Callable[[bytes], so
     assert rest(refused).startswith(b"HTTP/1.1 403")
 
 
-def test_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE", 0.1)
+def test_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "WAIT_SECONDS", 0.1)
     stub, much = Stub(), 1 << 25
     monkeypatch.setattr(stub, "answer", lambda request, stop=None: {"much": "x" * much}, raising=False)
     running = served(stub)  # type: ignore[arg-type]
@@ -379,8 +384,8 @@ def test_a_reader_that_takes_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) 
 # --- one at a time ---
 
 
-def test_one_pass_at_a_time_and_a_full_line(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "QUEUE", 3)
+def test_passes_run_one_at_a_time_and_a_full_queue_refuses(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_WAITING", 3)
     running: list[int] = []
     most: list[int] = []
 
@@ -393,17 +398,17 @@ def test_one_pass_at_a_time_and_a_full_line(service: Service, monkeypatch: pytes
 
     monkeypatch.setattr(service, "answer", slow)
     answers = ask(server.application(service), *({"ask": "run", "text": str(n)} for n in range(5)))
-    assert [one.status_code for one in answers] == [200, 200, 200, 503, 503]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 503, 503]
     assert max(most) == 1 and "3 requests wait already" in answers[-1].json()["error"]
 
 
-def test_a_pass_that_takes_too_long(minilm: tuple[Any, Any]) -> None:
+def test_pass_that_takes_too_long_is_stopped(minilm: tuple[Any, Any]) -> None:
     service = Service({"minilm": minilm}, seconds=0.0)
     with pytest.raises(headwise.HeadwiseError, match="more than 0 seconds and was stopped"):
         service.answer({"ask": "run", "text": "animal"})
 
 
-def test_who_leaves_stops_the_work(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnected_client_stops_its_pass(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), threading.Event()
 
     def endless(request: Any, stop: Callable[[], bool]) -> dict[str, Any]:
@@ -426,7 +431,7 @@ def test_who_leaves_stops_the_work(service: Service, monkeypatch: pytest.MonkeyP
         assert ended.wait(10)
 
 
-def test_only_the_newest_passes_are_kept(minilm: tuple[Any, Any]) -> None:
+def test_only_the_newest_passes_are_cached(minilm: tuple[Any, Any]) -> None:
     service = Service({"minilm": minilm})
     for n in range(10):
         service.answer({"ask": "steps", "text": f"animal {n}", "head": "0.0"})
@@ -442,7 +447,7 @@ class served:
     def __init__(self, service: Service, token: str | None = None) -> None:
         import uvicorn
 
-        self.socket = server._bound("127.0.0.1", 0)
+        self.socket = server._listening_socket("127.0.0.1", 0)
         config = uvicorn.Config(server.application(service, token=token), **connections.settings())
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
@@ -462,7 +467,7 @@ def url(service: Service) -> Iterator[str]:
         yield address
 
 
-def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Service) -> None:
+def test_page_runs_a_sentence_and_switches_heads_off(tab: Any, url: str, service: Service) -> None:
     shown = tab().open(url)
     assert shown.locator(".hw-brand").inner_text().startswith("headwise\nminilm")
     shown.locator("textarea").fill("She sat by the river bank.")
@@ -471,8 +476,8 @@ def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Servi
     shown.locator(".hw-map .cell[data-head='2.3']").click()
     shown.get_by_role("button", name="switch off").click()
     shown.wait_for_selector("[data-effect]")
-    asked = {"ask": "run", "text": "She sat by the river bank.", "model": "minilm", "off": "2.3"}
-    distance = service.answer(asked)["effect"]["distance"]
+    query = {"ask": "run", "text": "She sat by the river bank.", "model": "minilm", "off": "2.3"}
+    distance = service.answer(query)["effect"]["distance"]
     assert float(shown.locator("[data-effect]").get_attribute("data-effect").replace("−", "-")) == pytest.approx(
         distance, rel=0.06, abs=6e-5
     )
@@ -485,7 +490,7 @@ def test_type_a_sentence_and_switch_heads_off(tab: Any, url: str, service: Servi
     shown.locator("[data-effect]").wait_for(state="detached")
 
 
-def test_what_a_decoder_is_given(tab: Any, bart: tuple[Any, Any]) -> None:
+def test_page_runs_the_decoder_on_a_target(tab: Any, bart: tuple[Any, Any]) -> None:
     service = Service(
         {"bart": bart}, text="The animal was tired.", target="It was too", scores={"x": {"encoder": TABLE}}
     )
@@ -508,42 +513,42 @@ def test_what_a_decoder_is_given(tab: Any, bart: tuple[Any, Any]) -> None:
         assert shown.locator(".hw-map .cell").first.inner_text() == "3.00"  # the encoder's, alone as beside a decoder
 
 
-def test_a_shared_address_opens_the_same(tab: Any, url: str) -> None:
+def test_shared_address_opens_the_same_state(tab: Any, url: str) -> None:
     shown = tab().open(url, "view=steps&model=tiny&text=The+animal+was+too&off=1.0&heads=1.2&token=2")
     shown.wait_for_selector(".hw-weight")
     assert shown.locator(".hw-chosen b").inner_text() == "head 1.2"
     assert "Next token: changed by" in shown.locator(".hw-effect").inner_text()
-    shown.locator(".hw-nav .cell[data-head='0.1']").click()  # its numbers are asked for now
+    shown.locator(".hw-nav .cell[data-head='0.1']").click()  # its steps are requested now
     shown.wait_for_selector(".hw-weight")
     assert shown.locator(".hw-chosen b").inner_text() == "head 0.1"
 
 
-def test_mistakes_are_told_and_the_view_stays(tab: Any, url: str) -> None:
-    one = tab()
-    shown = one.open(url)
+def test_errors_are_shown_and_the_view_stays(tab: Any, url: str) -> None:
+    browser_tab = tab()
+    shown = browser_tab.open(url)
     shown.locator("textarea").fill(" ")
     shown.keyboard.press("Enter")
     assert shown.get_by_role("alert").inner_text() == "the text is empty; give a sentence"
     assert shown.locator(".hw-map .cell").count() == 72
-    one.errors.clear()  # the browser notes every answer that is not 200
+    browser_tab.errors.clear()  # the browser logs every answer that is not 200
 
 
-def test_with_a_token(tab: Any, service: Service) -> None:
+def test_page_sends_the_token_of_its_address(tab: Any, service: Service) -> None:
     with served(service, token="abc") as url:
         shown = tab().open(url + "?token=abc")
         assert shown.locator(".hw-map .cell").count() == 72
 
 
 @pytest.mark.parametrize("host", ["\x1b[31m", "é" * 90, "a b", "x" * 5000, "\ud800", "a..b"])
-def test_an_address_that_is_none(host: str) -> None:
+def test_a_host_that_is_no_name_is_a_one_line_error(host: str) -> None:
     with pytest.raises(headwise.HeadwiseError, match="port 0 cannot be served: "):
-        server._bound(host, 0)
+        server._listening_socket(host, 0)
 
 
-def test_an_address_in_use() -> None:
-    taken = server._bound("127.0.0.1", 0)
+def test_address_in_use_is_a_one_line_error() -> None:
+    taken = server._listening_socket("127.0.0.1", 0)
     port = taken.getsockname()[1]
     taken.listen()
     with pytest.raises(headwise.HeadwiseError, match=f"127.0.0.1 port {port} cannot be served: Address already in use"):
-        server._bound("127.0.0.1", port)
+        server._listening_socket("127.0.0.1", port)
     taken.close()

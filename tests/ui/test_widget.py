@@ -12,8 +12,9 @@ import pytest
 
 import headwise
 from headwise.cli import main
+from headwise.html import embedded_json
 from headwise.models.loading import resolve
-from headwise.ui import capture, page, widget
+from headwise.ui import bundle, capture, widget
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 
@@ -30,42 +31,42 @@ def _loaded_once(minilm: tuple[Any, Any], bart: tuple[Any, Any]) -> Iterator[Non
 
 @pytest.fixture
 def _without_anywidget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(widget, "_widget", lambda: None)
+    monkeypatch.setattr(widget, "_widget_class", lambda: None)
 
 
-def test_in_a_notebook() -> None:
+def test_view_is_a_widget_with_anywidget() -> None:
     shown = headwise.view(ANIMAL, heads="3.1")
-    assert shown._esm == page.module() and shown._css == page.style()
+    assert shown._esm == bundle.module() and shown._css == bundle.style()
     assert shown.data["runs"][0]["chosen"] == [[3, 1]] and shown.data["live"]["models"] == ["minilm"]
     json.dumps(shown.get_state(["data", "state"])["data"])
     sent: list[Any] = []
     shown.send = sent.append
-    shown._asked(
+    shown._on_message(
         shown, {"number": 7, "request": {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"}}, []
     )
-    shown._asked(shown, {"number": 8, "request": {"ask": "run", "text": ""}}, [])
-    shown._asked(shown, "nonsense", [])
-    assert [one["number"] for one in sent] == [7, 8]
+    shown._on_message(shown, {"number": 8, "request": {"ask": "run", "text": ""}}, [])
+    shown._on_message(shown, "nonsense", [])
+    assert [message["number"] for message in sent] == [7, 8]
     assert sent[0]["answer"]["steps"]["heads"] == [11]
     assert sent[1]["answer"] == {"error": "the text is empty; give a sentence"}
 
 
 @pytest.mark.usefixtures("_without_anywidget")
-def test_without_anywidget_it_is_a_page(tab: Any, tmp_path: Path) -> None:
+def test_view_is_a_page_without_anywidget(tab: Any, tmp_path: Path) -> None:
     shown = headwise.view(ANIMAL, off={3: [1]})
-    assert [one["off"] for one in shown.data["runs"]] == [[[3, 1]], []] and shown.data["live"] is None
+    assert [run["off"] for run in shown.data["runs"]] == [[[3, 1]], []] and shown.data["live"] is None
     assert shown.path.exists() and str(shown.path) in repr(shown)
     inside = shown._repr_html_()
     assert inside.startswith('<iframe sandbox="allow-scripts" srcdoc="')
     (tmp_path / "notebook.html").write_text(f"<!doctype html><body>{inside}</body>")
-    one = tab()
-    one.page.goto((tmp_path / "notebook.html").as_uri())
-    frame = one.page.frame_locator("iframe")
+    browser_tab = tab()
+    browser_tab.page.goto((tmp_path / "notebook.html").as_uri())
+    frame = browser_tab.page.frame_locator("iframe")
     frame.locator(".hw-compare .hw-grid").first.wait_for()
     assert "minilm without 3.1" in frame.locator(".hw-compare").inner_text()
 
 
-def test_the_module_under_anywidget_s_contract(tab: Any, tmp_path: Path) -> None:
+def test_module_fulfils_the_contract_of_anywidget(tab: Any, tmp_path: Path) -> None:
     """As anywidget calls it: render({model, el}), traits by get, questions by send, and an end."""
     shown = headwise.view(ANIMAL)
     service = shown._service
@@ -89,15 +90,15 @@ def test_the_module_under_anywidget_s_contract(tab: Any, tmp_path: Path) -> None
       };
       window.end = view.render({ model: window.model, el: document.getElementById("out") });
     """
-    module = page.module().replace("export default { render };", "const view = { render };")
-    script = module + host.replace("DATA", page.embedded(shown.data))
+    module = bundle.module().replace("export default ", "const view = ")
+    script = module + host.replace("DATA", embedded_json(shown.data))
     (tmp_path / "a.html").write_text(
-        f'<!doctype html><meta charset="utf-8"><style>{page.style()}</style>'
+        f'<!doctype html><meta charset="utf-8"><style>{bundle.style()}</style>'
         f'<div id="out"></div><script type="module">{script}</script>'
     )
-    one = tab()
-    one.page.expose_function("answer", lambda request: service.answer(request))
-    view = one.open(tmp_path / "a.html")
+    browser_tab = tab()
+    browser_tab.page.expose_function("answer", lambda request: service.answer(request))
+    view = browser_tab.open(tmp_path / "a.html")
     assert "heads=3.1" in view.evaluate("window.model.values.state")
     view.evaluate("window.tell('state', 'view=head&heads=5.11')")
     assert view.locator(".hw-chosen b").inner_text() == "head 5.11"
@@ -110,7 +111,7 @@ def test_the_module_under_anywidget_s_contract(tab: Any, tmp_path: Path) -> None
     assert view.locator(".headwise").count() == 0
 
 
-def test_passes_that_are_already_there(run: Callable[..., capture.Pass]) -> None:
+def test_view_takes_recorded_passes(run: Callable[..., capture.Pass]) -> None:
     assert headwise.view(run()).data["live"] is None
     with pytest.raises(headwise.HeadwiseError, match="one pass or two beside each other, got 3"):
         headwise.view([run(), run(), run()])
@@ -119,7 +120,7 @@ def test_passes_that_are_already_there(run: Callable[..., capture.Pass]) -> None
 # --- the command ---
 
 
-def test_html_by_the_command(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_html(tab: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.html"
     assert main(["inspect", ANIMAL, "--html", str(path), "--head", "5.11"]) == 0
     out, err = capsys.readouterr()
@@ -129,18 +130,18 @@ def test_html_by_the_command(tab: Any, tmp_path: Path, capsys: pytest.CaptureFix
     assert shown.locator(".hw-chosen b").inner_text() == "head 5.11"
 
 
-def test_a_decoder_s_text_and_scores_by_the_command(tab: Any, tmp_path: Path) -> None:
+def test_command_takes_target_and_scores(tab: Any, tmp_path: Path) -> None:
     (tmp_path / "importance.json").write_text(json.dumps({"importance": {"cross": [[1.5, 2.5, 3.5, 5.5, 7.5]]}}))
     path = tmp_path / "a.html"
-    given = ["--target", "It was too wide.", "--scores", str(tmp_path / "importance.json"), "--html", str(path)]
-    assert main(["inspect", "The animal was tired.", "--model", "bart", *given]) == 0
+    options = ["--target", "It was too wide.", "--scores", str(tmp_path / "importance.json"), "--html", str(path)]
+    assert main(["inspect", "The animal was tired.", "--model", "bart", *options]) == 0
     shown = tab().open(path, "stat=importance")
     cross = shown.get_by_role("grid", name="heads by importance, cross attention")
     assert cross.locator(".cell").all_inner_texts() == ["1.50", "2.50", "3.50", "5.50", "7.50"]
     assert shown.get_by_role("grid", name="encoder attention").locator(".cell.none").count() == 6
 
 
-def test_another_model_and_heads_off_by_the_command(tab: Any, tmp_path: Path) -> None:
+def test_command_takes_a_second_model_and_heads_off(tab: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "a.html")
     assert main(["inspect", ANIMAL, "--html", path, "--off", "3.1,5.11"]) == 0
     shown = tab().open(Path(path))
@@ -151,9 +152,9 @@ def test_another_model_and_heads_off_by_the_command(tab: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("head", [None, "3.1"])
-def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["--head", head] if head else []
-    assert main(["inspect", ANIMAL, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"), *more]) == 0
+def test_command_writes_pictures(head: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--head", head] if head else []
+    assert main(["inspect", ANIMAL, "--svg", str(tmp_path / "a.svg"), "--png", str(tmp_path / "a.png"), *options]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "a.svg").read_text()[:2000]
 
@@ -171,7 +172,7 @@ def test_pictures_by_the_command(head: str | None, tmp_path: Path, capsys: pytes
         ("--html a.html --scores none.json", "'none.json' cannot be read: No such file or directory"),
     ],
 )
-def test_mistakes(
+def test_view_names_wrong_arguments(
     args: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -180,7 +181,7 @@ def test_mistakes(
     assert words in err and err.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
-def test_serve_tells_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_names_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--port", "70000"]) == 2
     assert "'--port'" in capsys.readouterr().err
     assert main(["serve", "--model", "/nowhere/at/all"]) == 2

@@ -111,16 +111,16 @@ def command(
 
 def _write_page(path: Path, text: str, model: str, off: str | None, files: list[Path], **options: Any) -> None:
     from ..models.loading.resolve import resolve
-    from ..ui.overlays import read
-    from ..ui.service import heads_off
-    from ..ui.widget import passes, saved
+    from ..ui.overlays import read_overlays
+    from ..ui.service import parse_heads_off
+    from ..ui.widget import run_passes, save_passes
 
-    scores = read(files)
+    scores = read_overlays(files)
     name, loaded, tokenizer = resolve(model)
-    without = heads_off(loaded, off, whole=bool(options["target"])) if off else None
+    without = parse_heads_off(loaded, off, with_decoder=bool(options["target"])) if off else None
     heads = options.pop("heads")
-    seen = passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **options)
-    saved(seen, path, heads=heads, scores=scores)
+    seen = run_passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **options)
+    save_passes(seen, path, heads=heads, scores=scores)
     echo(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB); open it in a browser", err=True)
 
 

@@ -38,7 +38,7 @@ def command(
     Type a sentence, choose a model, switch heads off.
     """
     from ..inspection.run import SENTENCE
-    from ..ui.overlays import read
+    from ..ui.overlays import read_overlays
     from ..ui.server import serve as run
     from ..ui.service import Service
 
@@ -46,10 +46,10 @@ def command(
         list(dict.fromkeys(models)),
         text=text or SENTENCE,
         target=target,
-        scores=read(list(scores)),
+        scores=read_overlays(list(scores)),
         longest=max_characters,
         seconds=max_seconds,
     )
     # errors are reported here rather than in the browser, and the first visitor does not wait for a cold start
     service.answer({"ask": "run", "text": service.text, "target": target})
-    run(service, host=host, port=port, tell=lambda address: echo(f"open {address} (Ctrl-C ends it)"))
+    run(service, host=host, port=port, announce=lambda address: echo(f"open {address} (Ctrl-C ends it)"))

@@ -1,13 +1,11 @@
-"""The report of a pruning run as one HTML page that loads nothing from elsewhere."""
+"""The report of a pruning run as one HTML page that loads nothing but the picture beside it."""
 
 from __future__ import annotations
 
-import html
-from base64 import b64encode
 from collections.abc import Iterable
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from .. import html
 from ..terminal import one_line
 from .report import PruneReport, comparison_rows, recovery_summary, savings_limit, score_rows
 
@@ -31,20 +29,7 @@ pre { line-height: 1.2; overflow-x: auto }
     f".heads td.gone.s{step} {{ background: rgb(70 130 180 / {(0.08 + 0.62 * step / SHADES) / 3:.3f}) }}\n"
     for step in range(SHADES + 1)
 )
-POLICY = (  # nothing from elsewhere, no script; the one picture lies beside the page
-    f"default-src 'none'; style-src 'sha256-{b64encode(sha256(STYLE.encode()).digest()).decode()}'; "
-    "img-src 'self' file:; base-uri 'none'; form-action 'none'"
-)
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
+BODY = """
 <h1>{title}</h1>
 <p>The most that removing heads can save: {ceiling}.</p>
 <table><thead><tr><th></th><th>before</th><th>after</th></tr></thead><tbody>{table}</tbody></table>
@@ -57,8 +42,6 @@ PAGE = """<!doctype html>
 {against}
 {recovery}
 <p>{saved}</p>
-</body>
-</html>
 """
 
 
@@ -69,10 +52,9 @@ def escape(text: str) -> str:
 
 def page(report: PruneReport, picture: bool = False) -> str:
     """The whole page; picture: curve.png lies beside it."""
-    return PAGE.format(
-        policy=html.escape(POLICY),
-        style=STYLE,
-        title=escape(f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"),
+    title = f"{report.model}, {report.plan.removed} of {report.plan.total} heads removed"
+    body = BODY.format(
+        title=escape(title),
         ceiling=escape(savings_limit(report)),
         table=_table_rows(comparison_rows(report)),
         verdict="".join(f"<li>{escape(line)}</li>" for line in report.verdict()),
@@ -84,6 +66,7 @@ def page(report: PruneReport, picture: bool = False) -> str:
         recovery=f"<h2>Recovery</h2><p>{escape(recovery_summary(report))}</p>" if report.losses else "",
         saved=escape(str(report.saved)) if report.saved else "",
     )
+    return html.page(one_line(title), body, STYLE, images="'self' file:")[0]  # the picture is a file beside the page
 
 
 def _table_rows(rows: Iterable[tuple[str, ...]]) -> str:

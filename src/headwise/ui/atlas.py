@@ -1,100 +1,93 @@
-"""An atlas to look at: one page without a network, and a picture."""
+"""An atlas as one HTML page, and as a figure."""
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import html
 from ..errors import HeadwiseError
 from ..files import written
 from ..role_definitions import all_roles, meanings
 from ..roles.atlas.result import Atlas
-from . import page
+from . import bundle
 
-COLUMNS = 4  # of a picture
-LARGEST = 16  # roles in a picture
+COLUMNS = 4  # of a figure
+MOST_ROLES = 16  # in a figure
+BODY = """
+<main id="atlas"><p>This page draws itself by a script that it carries; nothing is fetched.</p></main>
+"""
 
 
 def save_page(atlas: Atlas, path: str | Path) -> None:
-    """Every head coloured by any score, a table by role, and where it was measured the map of likeness."""
-    script, css = page._read("atlas.js"), page._read("atlas.css")
-    policy = (
-        f"default-src 'none'; script-src '{page._hash(script)}'; style-src '{page._hash(css)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    """Write a page: every head coloured by any score, a table by role, and the similarity map if it was measured."""
     title = f"{atlas.model}: what its heads do"
-    whole = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{page.shown(title)}</title>
-<style>{css}</style>
-</head>
-<body>
-<main id="atlas"><p>This page draws itself by a script that it carries; nothing is fetched.</p></main>
-<script type="application/json" id="atlas-data">{page.embedded(_data(atlas, title))}</script>
-<script type="module">{script}</script>
-</body>
-</html>
-"""
-    with written(path) as made:
-        made.write_text(whole, encoding="utf-8")
+    text, _ = html.page(
+        title, BODY, bundle.read("atlas.css"), script=bundle.script("atlas.js"),
+        data=("atlas-data", _data(atlas, title)),
+    )  # fmt: skip
+    with written(path) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def _data(atlas: Atlas, title: str) -> dict[str, Any]:
-    found = atlas.to_json()
+    saved = atlas.to_json()
     ways = set(atlas.ways.values())
     summary = (
         f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.sink_only:.0%} that attend only "
         f"to sinks (the first token, special tokens or punctuation); {atlas.about['texts']:,} texts, "
         f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
     )
+    defined = [role for role in all_roles() if ways & set(role.ways) and role.score in saved["scores"]]
     return {
-        "title": title, "summary": summary, "layers": atlas.layers, "roles": found["roles"], "scores": found["scores"],
-        "meanings": meanings(), "maps": {kind: one["map"] for kind, one in atlas.about.get("likeness", {}).items()},
-        "definitions": {one.name: {"score": one.score, "words": one.meaning}
-                        for one in all_roles() if ways & set(one.ways) and one.score in found["scores"]},
-    }  # fmt: skip
+        "title": title,
+        "summary": summary,
+        "layers": atlas.layers,
+        "roles": saved["roles"],
+        "scores": saved["scores"],
+        "meanings": meanings(),
+        "maps": {kind: entry["map"] for kind, entry in atlas.about.get("likeness", {}).items()},
+        "definitions": {role.name: {"score": role.score, "words": role.meaning} for role in defined},
+    }
 
 
 def save_picture(atlas: Atlas, path: str | Path) -> None:
-    """Layers by heads for every role that some head has, each by its score; a ring where a head has the role."""
+    """Write a figure: one panel per role that any head has, layers by heads, coloured by score; rings mark the role."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise HeadwiseError("pictures need matplotlib; get it with: pip install 'headwise[plot]'") from error
     roles = atlas.roles
-    shown = [
-        (one, kind)
-        for one in all_roles()
+    panels = [
+        (definition, kind)
+        for definition in all_roles()
         for kind in atlas.layers
-        if any((role.role, role.kind) == (one.name, kind) for role in roles)
-    ][:LARGEST]
-    if not shown:
+        if any((role.role, role.kind) == (definition.name, kind) for role in roles)
+    ][:MOST_ROLES]
+    if not panels:
         first = next(iter(atlas.layers))
-        shown = [(one, first) for one in all_roles() if first in atlas.scores.get(one.score, {})][:COLUMNS]
-    columns = min(COLUMNS, len(shown))
-    lines = -(-len(shown) // columns)
+        panels = [(definition, first) for definition in all_roles() if first in atlas.scores.get(definition.score, {})]
+        panels = panels[:COLUMNS]
+    columns = min(COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
     rows, heads = (max(table.shape[axis] for table in atlas.scores["entropy"].values()) for axis in (0, 1))
     figure = Figure(figsize=(columns * (0.22 * heads + 1.1), lines * (0.2 * rows + 0.9)), dpi=150, layout="constrained")
     axes = np.ravel(figure.subplots(lines, columns, squeeze=False))
-    for ax in axes[len(shown) :]:
+    for ax in axes[len(panels) :]:
         ax.set_axis_off()
-    for ax, (one, kind) in zip(axes, shown, strict=False):
-        table = atlas.scores[one.score][kind]
+    for ax, (definition, kind) in zip(axes, panels, strict=False):
+        table = atlas.scores[definition.score][kind]
         image = ax.imshow(table, cmap="GnBu", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-        having = [role for role in roles if (role.role, role.kind) == (one.name, kind)]
+        members = [role for role in roles if (role.role, role.kind) == (definition.name, kind)]
         rows_of = {layer: row for row, layer in enumerate(atlas.layers[kind])}
-        at = ([role.head for role in having], [rows_of[role.layer] for role in having])
-        ax.scatter(*at, s=26, facecolors="none", edgecolors="#c2410c", linewidths=1.2)
-        ax.set_title(one.name if len(atlas.layers) == 1 else f"{one.name} ({kind})", fontsize=9, loc="left")
+        points = ([role.head for role in members], [rows_of[role.layer] for role in members])
+        ax.scatter(*points, s=26, facecolors="none", edgecolors="#c2410c", linewidths=1.2)
+        title = definition.name if len(atlas.layers) == 1 else f"{definition.name} ({kind})"
+        ax.set_title(title, fontsize=9, loc="left")
         ax.tick_params(labelsize=6, length=0)
     bar = figure.colorbar(image, ax=list(axes), aspect=40, pad=0.01, shrink=0.8)
     bar.set_label(f"score; ringed: has the role ({atlas.model})", fontsize=8)
-    with written(path) as made:
-        figure.savefig(made, format="png")
+    with written(path) as file:
+        figure.savefig(file, format="png")

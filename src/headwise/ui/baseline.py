@@ -1,4 +1,4 @@
-"""What a head would score that looks at all it can see equally: what every statistic is held against."""
+"""Equal attention: the statistics of a head that spreads its weight evenly over all visible keys."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 import numpy as np
 
 from ..inspection.result import STATISTICS
-from .capture import Seen
+from .capture import LayerRecord
+
+OFFSETS = (("previous", -1), ("next", 1), ("self", 0))
 
 
-class Equal:
-    """The statistics of a head that looks at all it can see equally, gathered while the weights pass by."""
+class EqualAttention:
+    """Statistics of equal attention over the visible keys, accumulated block by block while the weights are read."""
 
-    def __init__(self, seen: Seen, delimiter: np.ndarray) -> None:
-        self.seen, self.delimiter = seen, delimiter
-        self.comparable = "distance" in seen.layer.stats
+    def __init__(self, record: LayerRecord, delimiter: np.ndarray) -> None:
+        self.record, self.delimiter = record, delimiter
+        self.comparable = "distance" in record.layer.stats
         self.sums: dict[str, float] = dict.fromkeys(STATISTICS, 0.0)
         self.rows = 0
-        self.later = False  # whether any query sees a key after it
 
-    def passing(self, blocks: Any) -> Any:
+    def observe(self, blocks: Any) -> Any:
+        """Pass the blocks on, and add each to the sums."""
         for first, block in blocks:
             self._add(first, block.max(0) > 0)
             yield first, block
@@ -28,23 +30,22 @@ class Equal:
     def _add(self, first: int, visible: np.ndarray) -> None:
         """(rows, Tk) bool."""
         count = visible.sum(1)
-        real = count > 0
-        each = np.divide(1.0, count, out=np.zeros(len(count)), where=real)
-        rows, keys = visible.shape
-        at, place = np.arange(first, first + rows, dtype=np.int32), np.arange(keys, dtype=np.int32)
-        self.later = self.later or bool((visible & (place > at[:, None])).any())
-        apart = abs(at[:, None] - place)
-        apart *= visible
-        self.rows += int(real.sum())
-        for name, part in (
+        counted = count > 0
+        share = np.divide(1.0, count, out=np.zeros(len(count)), where=counted)
+        rows, width = visible.shape
+        queries, keys = np.arange(first, first + rows, dtype=np.int32), np.arange(width, dtype=np.int32)
+        distances = abs(queries[:, None] - keys)
+        distances *= visible
+        self.rows += int(counted.sum())
+        for name, values in (
             ("entropy", np.log(np.maximum(count, 1))),
-            ("confidence", each),
-            ("distance", apart.sum(1) * each),
-            ("first", visible[:, 0] * each),
-            ("delimiter", visible[:, self.delimiter].sum(1) * each),
-            *((name, _diagonal(visible, at + by) * each) for name, by in (("previous", -1), ("next", 1), ("self", 0))),
+            ("confidence", share),
+            ("distance", distances.sum(1) * share),
+            ("first", visible[:, 0] * share),
+            ("delimiter", visible[:, self.delimiter].sum(1) * share),
+            *((name, _diagonal(visible, queries + offset) * share) for name, offset in OFFSETS),
         ):
-            self.sums[name] += float(part.sum())
+            self.sums[name] += float(values.sum())
 
     def statistics(self) -> dict[str, float]:
         absent = () if self.comparable else ("distance", "previous", "next", "self")
@@ -52,7 +53,7 @@ class Equal:
 
 
 def _diagonal(visible: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """(rows, Tk) at one key a row, False where there is no such key."""
-    there = (keys >= 0) & (keys < visible.shape[1])
-    found: np.ndarray = there & visible[np.arange(len(keys)), np.where(there, keys, 0)]
-    return found
+    """The entries of (rows, Tk) at one key per row, False where there is no such key."""
+    exists = (keys >= 0) & (keys < visible.shape[1])
+    values: np.ndarray = exists & visible[np.arange(len(keys)), np.where(exists, keys, 0)]
+    return values

@@ -1,11 +1,11 @@
-"""One pass of a model, kept small: q, k and v of every head, from which any row of weights can be had again."""
+"""One pass of a model, stored small: q, k and v of every head, from which any row of weights is computed again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -26,13 +26,13 @@ from ..models.watching.eager import EagerReading
 from ..models.watching.layers import Layer
 from ..models.watching.watcher import Watch, watch
 
-BLOCK = 1 << 20  # weights that are held at once, of all heads of a layer together: what a core has near at hand
+BLOCK = 1 << 20  # weights in memory at once, of all heads of a layer together: about the cache of a core
 Off = Mapping[tuple[str, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text as the model reads it: its pieces, and the words that they make."""
+    """A text as the model reads it: its tokens (pieces), and the words that they form."""
 
     pieces: tuple[str, ...]
     words: Words
@@ -41,22 +41,22 @@ class Text:
     @property
     def delimiter(self) -> np.ndarray:
         """(T,) bool: special tokens and punctuation."""
-        marks = np.zeros(len(self.pieces), bool)
+        delimiters = np.zeros(len(self.pieces), bool)
         for mark, group in zip(self.words.delimiter, self.words.pieces, strict=True):
-            marks[list(group)] = mark
-        return marks
+            delimiters[list(group)] = mark
+        return delimiters
 
 
 @dataclass(eq=False)
-class Seen:
+class LayerRecord:
     """One attention layer of the pass."""
 
     layer: Layer
     reading: Reading | EagerReading
-    outputs: np.ndarray  # (H, Tq, Dv): each head's, before W_O
-    w_o: tuple[Tensor, Tensor | None] | None  # (H * Dv, width) and its bias, where it was found
-    source: int = 0  # number of the text that its queries come from
-    target: int = 0  # and of its keys'
+    outputs: np.ndarray  # (H, Tq, Dv): per head, before W_O
+    w_o: tuple[Tensor, Tensor | None] | None  # (H * Dv, width) and its bias, if W_O was found
+    source: int = 0  # index of the text of its queries
+    target: int = 0  # and of its keys
 
     @property
     def kind(self) -> str:
@@ -67,7 +67,7 @@ class Seen:
         return self.layer.index
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """All weights in order: the first row's number and (H, rows, Tk), as many rows as are small together."""
+        """All weights in blocks: the index of the first row and (H, rows, Tk)."""
         heads, queries = self.reading.q.shape[1:3]
         keys = self.reading.keys
         step = max(1, min(queries, BLOCK // max(1, heads * keys)))
@@ -77,10 +77,10 @@ class Seen:
     def rows(self, rows: list[int], heads: list[int] | None = None) -> np.ndarray:
         """(heads, rows, Tk): exact weights."""
         with torch.no_grad():
-            found = self._eager(rows) if isinstance(self.reading, EagerReading) else self._plain(rows, heads)
-        if heads is not None and found.shape[1] != len(heads):
-            found = found[:, heads]
-        array: np.ndarray = found[0].float().cpu().numpy()
+            weights = self._eager(rows) if isinstance(self.reading, EagerReading) else self._plain(rows, heads)
+        if heads is not None and weights.shape[1] != len(heads):
+            weights = weights[:, heads]
+        array: np.ndarray = weights[0].float().cpu().numpy()
         return array
 
     def _eager(self, rows: list[int]) -> Tensor:
@@ -98,36 +98,42 @@ class Seen:
 
 @dataclass(eq=False)
 class Pass:
-    """What a model did with its texts."""
+    """What a model computed for its texts."""
 
     name: str
     text: str
     texts: tuple[Text, ...]
-    layers: list[Seen]
+    layers: list[LayerRecord]
     off: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    output: Any = None  # the model's own
-    against: Any = None  # the same with no head switched off, where one is
-    target: str | None = None  # what the decoder was given
-    pair: bool = False  # whether the model has a decoder beside its encoder
-
-    def find(self, row: int) -> Seen:
-        if not 0 <= row < len(self.layers):
-            raise HeadwiseError(f"there is no layer number {row}; there are {len(self.layers)}")
-        return self.layers[row]
+    output: Any = None  # of the model
+    unmasked_output: Any = None  # with all heads on, if some are off
+    target: str | None = None  # input of the decoder
+    encoder_decoder: bool = False  # whether the model has an encoder and a decoder
 
 
-Kept = dict[tuple[str, int], Reading | EagerReading]  # how each layer was called last
+Readings = dict[tuple[str, int], Reading | EagerReading]  # the last call of each layer
 
 
-def _watch(model: Any, classes: dict[str, Any], kept: Kept) -> Watch:
-    def keep(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
-        kept[layer.key] = reading
+def _watch(model: Any, classes: dict[str, Any], readings: Readings) -> Watch:
+    def record(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
+        readings[layer.key] = reading
 
     try:
-        return watch(model, outputs=True, classes=classes, each=keep)
-    except UnsupportedError:  # W_O is not known; where nothing else is wrong, all but the outputs is there
-        return watch(model, classes=classes, each=keep)
+        return watch(model, outputs=True, classes=classes, each=record)
+    except UnsupportedError:  # W_O is not known: everything but the outputs
+        return watch(model, classes=classes, each=record)
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of `run` that both passes of a comparison share."""
+
+    tokenizer: Any
+    target: str | None
+    truncate: bool
+    name: str | None
+    max_tokens: int | None
+    stop: Callable[[], bool] | None
 
 
 def run(
@@ -139,56 +145,76 @@ def run(
     off: Any = None,
     truncate: bool = False,
     name: str | None = None,
-    most: int | None = None,
+    max_tokens: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Pass:
-    """Run a model on a text and keep what each head did.
+    """Run a model on a text and record what each head does.
 
-    target: what the decoder of an encoder-decoder model is given; without it the encoder alone is run.
-    off: heads whose output is replaced by zeros, {layer: [heads]} as `mask_heads` takes them.
-    most: tokens that are allowed; stop: asked at every layer, True ends the pass by Stopped.
+    Args:
+        text: input of the model, or of its encoder.
+        model: a model or its name; the bundled model by default.
+        tokenizer: of the model, if it is not found by name.
+        target: input of the decoder of an encoder-decoder model; without it the encoder runs alone.
+        off: heads whose output is replaced by zeros, {layer: [heads]} as in `mask_heads`.
+        truncate: cut a text that is too long for the model.
+        name: of the model, as shown.
+        max_tokens: a longer text is refused.
+        stop: called before every attention layer; True ends the pass by raising `Stopped`.
     """
-    texts = [inspection._clean(one) for one in ((text,) if target is None else (text, target))]
-    own, model, tokenizer = resolve(model, tokenizer)
-    name = name or own
-    pair = bool(getattr(model.config, "is_encoder_decoder", False))
-    both = target is not None and pair
-    if target is not None and not both:
+    texts = [inspection._clean(raw) for raw in ((text,) if target is None else (text, target))]
+    default_name, model, tokenizer = resolve(model, tokenizer)
+    name = name or default_name
+    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    with_decoder = target is not None and encoder_decoder
+    if target is not None and not with_decoder:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
-    body, notes = (model, ()) if both else text_model(model, purpose="inspect needs", name=name)
-    encoded = [inspection.encode(one, name, body, tokenizer, truncate, weights=False) for one in texts]
-    if both:
-        encoded[1] = _begun(encoded[1][0], model.config), encoded[1][1]
-    read = tuple(_text(one, code, tokenizer) for one, (code, _) in zip(texts, encoded, strict=True))
-    for text_read in read:
-        if most is not None and len(text_read.ids) > most:
-            raise HeadwiseError(f"the text has {len(text_read.ids):,} tokens, {most:,} are allowed here")
-    inputs = {"input_ids": torch.tensor([read[0].ids], device=body.device)}
+    body, notes = (model, ()) if with_decoder else text_model(model, purpose="inspect needs", name=name)
+    encoded = [inspection.encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
+    if with_decoder:
+        encoded[1] = _decoder_inputs(encoded[1][0], model.config), encoded[1][1]
+    read_texts = tuple(_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))
+    for read_text in read_texts:
+        if max_tokens is not None and len(read_text.ids) > max_tokens:
+            raise HeadwiseError(f"the text has {len(read_text.ids):,} tokens, {max_tokens:,} are allowed here")
+    inputs = {"input_ids": torch.tensor([read_texts[0].ids], device=body.device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if both:
-        inputs["decoder_input_ids"] = torch.tensor([read[1].ids], device=body.device)
-    masked = _masked(body, off)
-    kept: Kept = {}
-    seen = _watch(body, _classes(body, read, both), kept)
+    if with_decoder:
+        inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=body.device)
+    masks = _head_masks(body, off)
+    readings: Readings = {}
+    watched = _watch(body, _classes(body, read_texts, with_decoder), readings)
     with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(_stopping(body, stop))
-        plain = body(**inputs) if masked else None
-        for change in masked:
+        stack.enter_context(_stop_hooks(body, stop))
+        unmasked = body(**inputs) if masks else None
+        for change in masks:
             stack.enter_context(change)
-        stack.enter_context(seen)
+        stack.enter_context(watched)
         output = body(**inputs)
-    gone = masked[0].heads if masked else {}
+    masked_heads = masks[0].heads if masks else {}
     sites = {site.name: site for site in attention_sites(body)}
     layers = [
-        _seen(kept[layer.key], layer, gone.get(layer.key, []), both, _w_o(body, sites[layer.name]))
-        for layer in seen.layers
+        _layer_record(
+            readings[layer.key], layer, masked_heads.get(layer.key, []), with_decoder, _w_o(body, sites[layer.name])
+        )
+        for layer in watched.layers
     ]
-    cut = [note for _, more in encoded for note in more]
-    return Pass(name, texts[0], read, layers, gone, (*notes, *cut), output, plain, texts[1] if both else None, pair)
+    text_notes = [note for _, each_notes in encoded for note in each_notes]
+    return Pass(
+        name,
+        texts[0],
+        read_texts,
+        layers,
+        masked_heads,
+        (*notes, *text_notes),
+        output,
+        unmasked_output=unmasked,
+        target=texts[1] if with_decoder else None,
+        encoder_decoder=encoder_decoder,
+    )
 
 
-def _begun(encoded: Any, config: Any) -> Any:
-    """What a decoder is given while it learns a text: its start token, and the text without its end."""
+def _decoder_inputs(encoded: Any, config: Any) -> Any:
+    """The inputs of a decoder in training: the start token, and the text without its end token."""
     start, end = getattr(config, "decoder_start_token_id", None), getattr(config, "eos_token_id", None)
     if start is None:
         return encoded
@@ -198,19 +224,19 @@ def _begun(encoded: Any, config: Any) -> Any:
 
 
 class Stopped(Exception):
-    """Nobody waits for this pass any more."""
+    """The pass was ended, because nobody waits for it any more."""
 
 
 @contextmanager
-def _stopping(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
-    """While this lasts, every attention layer asks first whether to go on."""
+def _stop_hooks(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
+    """In this context, every attention layer first checks whether to stop."""
 
-    def ask(module: Any, args: Any) -> None:
+    def check(module: Any, args: Any) -> None:
         if stop is not None and stop():
             raise Stopped
 
     modules = {id(site.module): site.module for site in attention_sites(model)}
-    hooks = [module.register_forward_pre_hook(ask) for module in modules.values()] if stop is not None else []
+    hooks = [module.register_forward_pre_hook(check) for module in modules.values()] if stop is not None else []
     try:
         yield
     finally:
@@ -218,33 +244,33 @@ def _stopping(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
             hook.remove()
 
 
-def _masked(model: Any, off: Any) -> list[Any]:
-    wanted = {key: list(heads) for key, heads in dict(off or {}).items() if len(list(heads))}
-    return [mask_heads(model, wanted)] if wanted else []
+def _head_masks(model: Any, off: Any) -> list[Any]:
+    heads_by_layer = {key: list(heads) for key, heads in dict(off or {}).items() if len(list(heads))}
+    return [mask_heads(model, heads_by_layer)] if heads_by_layer else []
 
 
 def _text(text: str, encoded: Any, tokenizer: Any) -> Text:
     pieces = words(text, encoded, tokenizer, pieces=True)
     raw = tokenizer.convert_ids_to_tokens(list(encoded["input_ids"]))
-    # a space that belongs to a piece is part of what the model sees: it stays visible, as a dot
-    shown = [
+    # a space that belongs to a piece is part of the model's input: it stays visible, as a dot
+    pieces_shown = [
         "·" + name if str(token)[:1] in ("Ġ", "▁") and name[:1] not in ("Ġ", "▁", "·") else name
         for name, token in zip(pieces.names, raw, strict=True)
     ]
-    return Text(tuple(shown), words(text, encoded, tokenizer), tuple(encoded["input_ids"]))
+    return Text(tuple(pieces_shown), words(text, encoded, tokenizer), tuple(encoded["input_ids"]))
 
 
-def _classes(model: Any, texts: Sequence[Text], both: bool) -> dict[str, Any]:
-    """The delimiters among the keys of each kind of attention."""
-    marks = [{"delimiter": torch.tensor(text.delimiter[None])} for text in texts]
-    if not both:
-        return marks[0]
+def _classes(model: Any, texts: Sequence[Text], with_decoder: bool) -> dict[str, Any]:
+    """The delimiters among the keys, per kind of attention."""
+    delimiters = [{"delimiter": torch.tensor(text.delimiter[None])} for text in texts]
+    if not with_decoder:
+        return delimiters[0]
     kinds = {site.kind for site in attention_sites(model)}
-    return {kind: marks[_sides(kind)[1]] for kind in kinds}
+    return {kind: delimiters[_sides(kind)[1]] for kind in kinds}
 
 
 def _sides(kind: str) -> tuple[int, int]:
-    """The texts that queries and keys of an encoder-decoder's layer come from."""
+    """The texts of the queries and of the keys of a layer of an encoder-decoder model."""
     if kind.endswith("cross"):
         return 1, 0
     return (1, 1) if "decoder" in kind else (0, 0)
@@ -253,13 +279,15 @@ def _sides(kind: str) -> tuple[int, int]:
 Matrix = tuple[Tensor, Tensor | None]  # W_O (H * Dv, width), and its bias
 
 
-def _seen(reading: Reading | EagerReading, layer: Layer, off: list[int], both: bool, w_o: Matrix | None) -> Seen:
-    each = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
-    outputs = each[0].float().cpu().numpy().copy()
-    outputs[off] = 0  # what W_O was given
-    source, target = _sides(layer.kind) if both else (0, 0)
-    fits = w_o is not None and w_o[0].shape[0] == outputs.shape[0] * outputs.shape[2]
-    return Seen(layer, reading, outputs, w_o if fits else None, source, target)
+def _layer_record(
+    reading: Reading | EagerReading, layer: Layer, off: list[int], with_decoder: bool, w_o: Matrix | None
+) -> LayerRecord:
+    head_outputs = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
+    outputs = head_outputs[0].float().cpu().numpy().copy()
+    outputs[off] = 0  # the input of W_O
+    source, target = _sides(layer.kind) if with_decoder else (0, 0)
+    matches = w_o is not None and w_o[0].shape[0] == outputs.shape[0] * outputs.shape[2]
+    return LayerRecord(layer, reading, outputs, w_o if matches else None, source, target)
 
 
 def _w_o(model: Any, site: Site) -> Matrix | None:
@@ -273,8 +301,8 @@ def _w_o(model: Any, site: Site) -> Matrix | None:
     return matrix, None if bias is None else bias.detach().float().cpu()
 
 
-def statistics(seen: Seen) -> dict[str, np.ndarray]:
-    """name -> (H,), those that there are: positions of cross-attention cannot be compared."""
-    plain = seen.layer.stats.numpy()
-    found = {name: plain[name] for name in STATISTICS if name in plain}
-    return {**found, "delimiter": plain.share("delimiter")}
+def statistics(record: LayerRecord) -> dict[str, np.ndarray]:
+    """name -> (H,), for every statistic that exists: positions of cross-attention cannot be compared."""
+    stats = record.layer.stats.numpy()
+    present = {name: stats[name] for name in STATISTICS if name in stats}
+    return {**present, "delimiter": stats.share("delimiter")}

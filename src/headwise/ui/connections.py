@@ -13,25 +13,26 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-CONNECTIONS = 100  # at once
-PATIENCE = 10.0  # seconds until the headers of a request must be complete, and for a reader that takes nothing
-LARGEST_HEADERS = 16_384  # bytes
+MOST_CONNECTIONS = 100  # at once
+WAIT_SECONDS = 10.0  # until the headers of a request must be complete, and for a client that reads nothing
+MOST_HEADER_BYTES = 16_384
 
 
 class BoundedConnection(H11Protocol):
-    """One connection; it ends when no request is complete in time, and the one that has waited longest makes room.
+    """A connection that ends when no request is complete in time; over the limit, the one that waited longest ends.
 
     _since: when it began to wait for a request, infinite while one is being answered; _unsent: bytes that the client
-    had not yet taken then.
+    had not read by then.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._wait()
-        if len(self.connections) > CONNECTIONS:
-            here = [one for one in self.connections if isinstance(one, BoundedConnection)]
-            oldest = min(here, key=lambda one: one._since)  # this one, where all others are at work
+        if len(self.connections) > MOST_CONNECTIONS:
+            bounded = [connection for connection in self.connections if isinstance(connection, BoundedConnection)]
+            # this one, if all others are being answered
+            oldest = min(bounded, key=lambda connection: connection._since)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
@@ -55,7 +56,7 @@ class BoundedConnection(H11Protocol):
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Also in the middle of a body, where the application may be about to answer."""
+        """Also possible in the middle of a body, when the application may be about to answer."""
         if not self._idle():
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -68,16 +69,16 @@ class BoundedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _wait(self) -> None:
-        """From now on something must happen."""
+        """Start the timeout."""
         self._since = self.loop.time() if self._idle() else math.inf
         if self._timer is not None:
             self._timer.cancel()
         self._unsent = self.transport.get_write_buffer_size()
-        self._timer = self.loop.call_later(PATIENCE, self._check)
+        self._timer = self.loop.call_later(WAIT_SECONDS, self._check)
 
     def _check(self) -> None:
         unsent = self.transport.get_write_buffer_size()
-        if 0 < unsent < self._unsent:  # a slow reader, but a reader
+        if 0 < unsent < self._unsent:  # slow, but reading
             self._wait()
         elif self._idle() or unsent:
             self.transport.abort()
@@ -86,6 +87,6 @@ class BoundedConnection(H11Protocol):
 def settings() -> dict[str, Any]:
     """Options of uvicorn.Config."""
     return {
-        "http": BoundedConnection, "ws": "none", "lifespan": "off", "h11_max_incomplete_event_size": LARGEST_HEADERS,
+        "http": BoundedConnection, "ws": "none", "lifespan": "off", "h11_max_incomplete_event_size": MOST_HEADER_BYTES,
         "timeout_keep_alive": 5, "log_level": "error", "access_log": False, "server_header": False,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pictures of what heads do, by matplotlib: all heads by one statistic, and one head's matrix."""
+"""Figures by matplotlib: all heads by one statistic, or the matrix of one head."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 200
-COLOURS = "GnBu"  # from white to dark: it prints, also in grey, and little ink means little weight
+COLOURS = "GnBu"  # from white to dark: prints well, also in grey; little ink means little weight
 CELL = 0.42  # inches
-LARGEST = 24.0  # inches; what is larger is drawn with smaller cells and without numbers
-# the first has Latin, Greek, Cyrillic and Arabic; the others help where they are installed
+LARGEST = 24.0  # inches; a larger figure has smaller cells and no numbers
+# the first covers Latin, Greek, Cyrillic and Arabic; the others are used where installed
 FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Noto Sans Devanagari", "Arial Unicode MS")
 RC: dict[Any, Any] = {
     "font.size": 9,
-    "svg.fonttype": "none",  # text stays text: it can be found, and edited for a paper
+    "svg.fonttype": "none",  # text stays text: searchable, and editable for a paper
     "pdf.fonttype": 42,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -38,19 +38,23 @@ RC: dict[Any, Any] = {
 
 
 def save(
-    found: Inspection | Comparison, path: str | Path, *, head: str | None = None, statistic: str = "entropy"
+    result: Inspection | Comparison, path: str | Path, *, head: str | None = None, statistic: str = "entropy"
 ) -> None:
-    """Write a picture: every head by a statistic, or one head's matrix; of two texts, one picture beside the other.
+    """Write a figure: every head by a statistic, or one head's matrix; a comparison as two panels.
 
-    The format is the name's ending (png, svg, pdf). The file appears whole or not at all.
+    Args:
+        result: what `headwise.inspect` gave.
+        path: its ending is the format: png, svg or pdf. The file appears whole or not at all.
+        head: such as "3.1", for its matrix; all heads by default.
+        statistic: to colour the heads by.
     """
-    with drawing(RC):
-        write(_drawn(found, head, statistic), Path(path))
+    with matplotlib_style(RC):
+        write(_figure(result, head, statistic), Path(path))
 
 
 @contextmanager
-def drawing(rc: dict[Any, Any]) -> Iterator[None]:
-    """While this lasts, matplotlib draws in our way."""
+def matplotlib_style(rc: dict[Any, Any]) -> Iterator[None]:
+    """In this context, matplotlib uses our settings and the installed fonts."""
     try:
         import matplotlib.backends.backend_agg  # noqa: F401
         from matplotlib import rc_context
@@ -67,53 +71,53 @@ def _fonts() -> list[str]:
     return [font for font in FONTS if font in installed] or ["sans-serif"]
 
 
-def _drawn(found: Inspection | Comparison, head: str | None, statistic: str) -> Figure:
+def _figure(result: Inspection | Comparison, head: str | None, statistic: str) -> Figure:
     from matplotlib.figure import Figure
 
-    texts = [found.first, found.second] if isinstance(found, Comparison) else [found]
-    values = [one.table(statistic) if head is None else one.matrix(head) for one in texts]
+    inspections = [result.first, result.second] if isinstance(result, Comparison) else [result]
+    values = [inspection.table(statistic) if head is None else inspection.matrix(head) for inspection in inspections]
     low = min(float(np.nanmin(x)) for x in values)
     high = max(float(np.nanmax(x)) for x in values)
     scale = (min(low, 0.0), high) if head is None else (0.0, high)
-    sizes = [_size(one, x, matrix=head is not None) for one, x in zip(texts, values, strict=True)]
+    sizes = [_size(inspection, x, matrix=head is not None) for inspection, x in zip(inspections, values, strict=True)]
     width, height = sum(size[0] for size in sizes), max(size[1] for size in sizes)
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    axes = figure.subplots(1, len(texts), squeeze=False)[0]
-    for one, x, ax in zip(texts, values, axes, strict=True):
-        image = _head_matrix(ax, one, x, scale) if head is not None else _all_heads(ax, one, x, scale)
-        ax.set_title(_wrapped(one.text, width / len(texts)), fontsize=10, loc="left", pad=10)
-    bar = figure.colorbar(image, ax=list(axes), aspect=30, pad=0.02, shrink=0.85)
-    bar.outline.set_visible(False)
+    axes = figure.subplots(1, len(inspections), squeeze=False)[0]
+    for inspection, x, ax in zip(inspections, values, axes, strict=True):
+        image = _head_matrix(ax, inspection, x, scale) if head is not None else _all_heads(ax, inspection, x, scale)
+        ax.set_title(_wrapped(inspection.text, width / len(inspections)), fontsize=10, loc="left", pad=10)
+    colourbar = figure.colorbar(image, ax=list(axes), aspect=30, pad=0.02, shrink=0.85)
+    colourbar.outline.set_visible(False)
     name = f"weight, head {head}" if head is not None else f"{statistic}: {STATISTICS[statistic]}"
-    bar.set_label(f"{name} ({_model(found)})")
+    colourbar.set_label(f"{name} ({_model(result)})")
     return figure
 
 
-def _model(found: Inspection | Comparison) -> str:
-    """The model's name, short enough for a picture."""
-    one = found.first if isinstance(found, Comparison) else found
-    return Path(one.model).name or one.model
+def _model(result: Inspection | Comparison) -> str:
+    """The model's name, short enough for a figure."""
+    inspection = result.first if isinstance(result, Comparison) else result
+    return Path(inspection.model).name or inspection.model
 
 
-def _size(one: Inspection, values: np.ndarray, *, matrix: bool) -> tuple[float, float]:
-    """Inches for the cells and what stands around them."""
+def _size(inspection: Inspection, values: np.ndarray, *, matrix: bool) -> tuple[float, float]:
+    """Inches for the cells and the labels around them."""
     rows, columns = values.shape
-    labels = 0.085 * min(max(map(len, one.words.names)), 16) if matrix else 0.35
+    labels = 0.085 * min(max(map(len, inspection.words.names)), 16) if matrix else 0.35
     return min(columns * CELL + labels, LARGEST) + 1.3, min(rows * CELL + labels, LARGEST) + 0.9
 
 
-def _all_heads(ax: Axes, one: Inspection, table: np.ndarray, scale: tuple[float, float]) -> Any:
+def _all_heads(ax: Axes, inspection: Inspection, table: np.ndarray, scale: tuple[float, float]) -> Any:
     image = _cells(ax, table, scale)
     ax.set_xticks(range(table.shape[1]), [str(head) for head in range(table.shape[1])])
-    ax.set_yticks(range(len(one.layers)), [str(layer) for layer in one.layers])
+    ax.set_yticks(range(len(inspection.layers)), [str(layer) for layer in inspection.layers])
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
     return image
 
 
-def _head_matrix(ax: Axes, one: Inspection, weights: np.ndarray, scale: tuple[float, float]) -> Any:
+def _head_matrix(ax: Axes, inspection: Inspection, weights: np.ndarray, scale: tuple[float, float]) -> Any:
     image = _cells(ax, weights, scale)
-    names = [name.replace("$", r"\$") for name in one.words.names]  # or matplotlib reads a formula
+    names = [name.replace("$", r"\$") for name in inspection.words.names]  # or matplotlib reads a formula
     size = min(9.0, 900 / max(len(names), 1))
     ax.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
     ax.set_yticks(range(len(names)), names, fontsize=size)
@@ -125,7 +129,7 @@ def _head_matrix(ax: Axes, one: Inspection, weights: np.ndarray, scale: tuple[fl
 
 
 def _cells(ax: Axes, values: np.ndarray, scale: tuple[float, float]) -> Any:
-    """A grid of coloured cells with thin white lines between them, and numbers where they have room."""
+    """A grid of coloured cells with thin white lines between them, and numbers where they fit."""
     image = ax.imshow(values, cmap=COLOURS, vmin=scale[0], vmax=scale[1], aspect="equal", interpolation="nearest")
     rows, columns = values.shape
     if max(rows, columns) * CELL > LARGEST:
@@ -140,8 +144,8 @@ def _cells(ax: Axes, values: np.ndarray, scale: tuple[float, float]) -> Any:
             continue
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-        shown: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": "white" if dark else "0.15"}
-        ax.text(column, row, f"{value:.2f}", **shown)
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.5, "color": "white" if dark else "0.15"}
+        ax.text(column, row, f"{value:.2f}", **style)
     return image
 
 
@@ -152,10 +156,10 @@ def _wrapped(text: str, inches: float) -> str:
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Under a temporary name first: a run that is stopped half-way leaves no half picture."""
-    kinds = figure.canvas.get_supported_filetypes()
-    kind = path.suffix[1:].lower() or "png"
-    if kind not in kinds:
+    """Write under a temporary name first, so that an interrupted run leaves no partial file."""
+    file_types = figure.canvas.get_supported_filetypes()
+    file_type = path.suffix[1:].lower() or "png"
+    if file_type not in file_types:
         raise HeadwiseError(f"a picture cannot be {path.suffix!r}; name it .png, .svg or .pdf")
-    with written(path) as made:
-        figure.savefig(made, format=kind, bbox_inches="tight", pad_inches=0.12)
+    with written(path) as file:
+        figure.savefig(file, format=file_type, bbox_inches="tight", pad_inches=0.12)

@@ -1,4 +1,4 @@
-"""What the view shows, as one JSON value: texts, layers, every statistic, weights, and the numbers behind them."""
+"""The data of the page as one JSON value: texts, layers, every statistic, weights, and what they are computed from."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .. import errors
 from ..inspection.result import PRONOUNS, STATISTICS, Inspection
 from ..models.watching.call_reader import Reading
 from . import capture, pack
-from .baseline import Equal
-from .capture import Pass, Seen, Text
-from .overlays import Given, beside, given, roles
+from .baseline import EqualAttention
+from .capture import LayerRecord, Pass, Text
+from .overlays import Overlays, role_entries, rows_of_pass, to_overlays
 
 NUMBER = re.compile("[0-9]{1,9}")  # "²" is a digit to str.isdigit, and no number to int
 FORMAT = 1
-STEPS = {"f32": 1 << 20, "u8": 1 << 19, "links": 1 << 18}  # bytes of q, k and v, by how the weights are stored
-NORMS = 1 << 17  # heads x tokens whose parts of the output are told in full: the norm, and how much lies along the sum
-PARTS = {"f32": 1 << 18, "u8": 1 << 17, "links": 1 << 15}  # bytes of what W_O makes of some heads' outputs
-VISIBLE = 1 << 16  # entries of a mask that is shown
+STEPS = {"f32": 1 << 20, "u8": 1 << 19, "links": 1 << 18}  # bytes of q, k and v, by the form of the weights
+NORMS = 1 << 17  # heads x tokens whose contributions are stored in full: norm, and component along the sum
+PARTS = {"f32": 1 << 18, "u8": 1 << 17, "links": 1 << 15}  # bytes of the outputs of some heads through W_O
+VISIBLE = 1 << 16  # entries of a mask that is stored
 SIGNIFICANT = 6
 
 
@@ -34,105 +34,119 @@ def data(
     scores: Any = None,
     live: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One or two passes for the view. heads: "3.1", the first is the one that is shown first, and all have their steps.
+    """The data of the page for one or two passes.
 
-    scores: to colour the map by: {name: {kind: (layers, heads)}}, what importance gave, or an atlas.
-    live: what a server or notebook behind the view can do.
+    Args:
+        passes: one pass, or two to compare.
+        heads: such as "3.1"; the first is shown first, and all have their steps.
+        scores: to colour the map by: {name: {kind: (layers, heads)}}, importance, or an atlas.
+        live: what a server or notebook behind the page offers.
     """
-    several = [passes] if isinstance(passes, Pass) else list(passes)
-    runs = [run(one, heads=heads, scores=scores) for one in several]
+    all_passes = [passes] if isinstance(passes, Pass) else list(passes)
+    runs = [run(pass_, heads=heads, scores=scores) for pass_ in all_passes]
     return {"headwise": FORMAT, "runs": runs, "live": dict(live) if live else None}
 
 
 def run(
-    one: Pass,
+    pass_: Pass,
     *,
     heads: Sequence[str] = (),
     scores: Any = None,
     live: bool = False,
 ) -> dict[str, Any]:
-    """One pass. live: whether the numbers behind other heads than the first can be asked for later."""
-    shapes = [_shape(seen) for seen in one.layers]
+    """The data of one pass. live: whether the steps of other heads than the first can be requested later."""
+    shapes = [_shape(record) for record in pass_.layers]
     size = pack.Size(
         sum(h * q for h, q, _ in shapes), sum(h * q * k for h, q, k in shapes), max(max(q, k) for _, q, k in shapes)
     )
-    equals = [Equal(seen, one.texts[seen.target].delimiter) for seen in one.layers]
-    held: list[np.ndarray] = []  # (H, Tq, Tk) of each layer, where they are few
+    equals = [EqualAttention(record, pass_.texts[record.target].delimiter) for record in pass_.layers]
+    matrices: list[np.ndarray] = []  # (H, Tq, Tk) per layer, of short texts
     if size.form == "links":
-        weights = _linked(one, shapes, size, equals)
+        weights = _pack_links(pass_, shapes, size, equals)
     else:
-        held = [
-            np.concatenate([b for _, b in e.passing(s.blocks())], 1) for e, s in zip(equals, one.layers, strict=True)
+        matrices = [
+            np.concatenate([b for _, b in e.observe(s.blocks())], 1) for e, s in zip(equals, pass_.layers, strict=True)
         ]
-        weights = [pack.whole(array, size) for array in held]
-    equal = [told.statistics() for told in equals]
-    more = given(scores)
-    stats = [capture.statistics(seen) for seen in one.layers]
-    chosen = [named(one, head) for head in heads]
-    shown = _standouts(one, stats, equal)
-    follow = _follow(one, held)
-    order = list(dict.fromkeys([*chosen, *([tuple(follow["head"])] if follow else []), *_best(shown), (0, 0)]))
+        weights = [pack.pack_weights(array, size) for array in matrices]
+    equal = [baseline.statistics() for baseline in equals]
+    overlays = to_overlays(scores)
+    stats = [capture.statistics(record) for record in pass_.layers]
+    chosen = [parse_head(pass_, head) for head in heads]
+    standouts = _standouts(pass_, stats, equal)
+    follow = _follow(pass_, matrices)
+    followed = [tuple(follow["head"])] if follow else []
+    order = list(dict.fromkeys([*chosen, *followed, *_first_of_each_kind(standouts), (0, 0)]))
     return {
-        "name": one.name,
-        "text": one.text,
-        "target": one.target,
-        "pair": one.pair,
-        "notes": list(one.notes),
+        "name": pass_.name,
+        "text": pass_.text,
+        "target": pass_.target,
+        "pair": pass_.encoder_decoder,
+        "notes": list(pass_.notes),
         "off": [
-            [row, head] for row, seen in enumerate(one.layers) for head in one.off.get((seen.kind, seen.index), [])
+            [row, head]
+            for row, record in enumerate(pass_.layers)
+            for head in pass_.off.get((record.kind, record.index), [])
         ],
-        "texts": [_text(text) for text in one.texts],
-        "layers": [_layer(seen) for seen in one.layers],
+        "texts": [_text(text) for text in pass_.texts],
+        "layers": [_layer(record) for record in pass_.layers],
         "statistics": {name: STATISTICS[name] for name in STATISTICS if any(name in row for row in stats)},
         "stats": {name: [_row(row.get(name)) for row in stats] for name in STATISTICS},
-        "equal": {name: [_number(row.get(name)) for row in equal] for name in STATISTICS} | _equal(one, more),
-        "scores": {name: [_row(row) for row in beside(one, name, kinds)] for name, kinds in more.tables.items()},
-        "about": more.about,
-        "standouts": shown,
-        "roles": roles(one, more),
+        "equal": {name: [_number(row.get(name)) for row in equal] for name in STATISTICS}
+        | _equal_scores(pass_, overlays),
+        "scores": {
+            name: [_row(row) for row in rows_of_pass(pass_, name, kinds)] for name, kinds in overlays.tables.items()
+        },
+        "about": overlays.about,
+        "standouts": standouts,
+        "roles": role_entries(pass_, overlays),
         "follow": follow,
         "chosen": [list(at) for at in chosen],
         "weights": weights,
-        "steps": _steps(one, order[:1] if live else order, STEPS[size.form], whole=not live),
-        "output": _outputs(one, order[:1] if live else order, PARTS[size.form]),
+        "steps": _steps(pass_, order[:1] if live else order, STEPS[size.form], all_heads=not live),
+        "output": _outputs(pass_, order[:1] if live else order, PARTS[size.form]),
     }
 
 
-def _linked(one: Pass, shapes: Sequence[Any], size: pack.Size, equals: Sequence[Equal]) -> list[dict[str, Any]]:
-    """A thread a layer: several threads on one block would wait for each other again and again."""
+def _pack_links(
+    pass_: Pass, shapes: Sequence[Any], size: pack.Size, equals: Sequence[EqualAttention]
+) -> list[dict[str, Any]]:
+    """Pack the links with one thread per layer: threads on the same block would wait for each other."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(
                 pool.map(
-                    lambda e, s, shape: pack.linked(e.passing(s.blocks()), shape, size), equals, one.layers, shapes
+                    lambda e, s, shape: pack.pack_links(e.observe(s.blocks()), shape, size),
+                    equals,
+                    pass_.layers,
+                    shapes,
                 )
             )
     finally:
         torch.set_num_threads(threads)
 
 
-def _shape(seen: Seen) -> tuple[int, int, int]:
-    _, heads, queries, _ = seen.reading.q.shape
-    reading = seen.reading
+def _shape(record: LayerRecord) -> tuple[int, int, int]:
+    _, heads, queries, _ = record.reading.q.shape
+    reading = record.reading
     return heads, queries, reading.keys
 
 
-def named(one: Pass, head: str) -> tuple[int, int]:
-    """ "3.1" -> (row among all layers, head); in a model of several kinds, "cross 3.1"."""
+def parse_head(pass_: Pass, head: str) -> tuple[int, int]:
+    """A label such as "3.1", or "cross 3.1" with several kinds of attention -> (row among all layers, head)."""
     kind, _, name = head.strip().rpartition(" ")
     layer, _, number = name.partition(".")
-    for row, seen in enumerate(one.layers):
-        if str(seen.index) == layer and kind in ("", seen.kind) and NUMBER.fullmatch(number):
-            if int(number) < seen.layer.heads.query:
+    for row, record in enumerate(pass_.layers):
+        if str(record.index) == layer and kind in ("", record.kind) and NUMBER.fullmatch(number):
+            if int(number) < record.layer.heads.query:
                 return row, int(number)
             raise errors.HeadwiseError(
-                f"there is no head {head}; layer {layer} has heads 0 to {seen.layer.heads.query - 1}"
+                f"there is no head {head}; layer {layer} has heads 0 to {record.layer.heads.query - 1}"
             )
     if not (NUMBER.fullmatch(layer) and NUMBER.fullmatch(number)):
         raise errors.HeadwiseError(f"a head is written layer.head, such as 3.1, got {head!r}")
     raise errors.HeadwiseError(
-        f"there is no layer {layer}; {one.name} has layers {', '.join(sorted({str(s.index) for s in one.layers}))}"
+        f"there is no layer {layer}; {pass_.name} has layers {', '.join(sorted({str(s.index) for s in pass_.layers}))}"
     )
 
 
@@ -149,18 +163,18 @@ def _text(text: Text) -> dict[str, Any]:
     }
 
 
-def _layer(seen: Seen) -> dict[str, Any]:
-    heads = seen.layer.heads
+def _layer(record: LayerRecord) -> dict[str, Any]:
+    heads = record.layer.heads
     return {
-        "kind": seen.kind,
-        "index": seen.index,
-        "name": seen.layer.name,
+        "kind": record.kind,
+        "index": record.index,
+        "name": record.layer.name,
         "heads": heads.query,
         "kv": heads.kv,
         "dim": heads.dim,
         "width": heads.width,
-        "from": seen.source,
-        "to": seen.target,
+        "from": record.source,
+        "to": record.target,
     }
 
 
@@ -169,88 +183,102 @@ def _row(values: np.ndarray | None) -> list[float | None] | None:
 
 
 def _number(x: Any) -> float | None:
-    """Six digits: what float32 statistics have. JSON knows no NaN."""
+    """Six digits, the precision of float32 statistics; None for NaN, which JSON does not have."""
     if x is None or not np.isfinite(x):
         return None
     return float(f"{float(x):.{SIGNIFICANT}g}")
 
 
-def _equal(one: Pass, more: Given) -> dict[str, list[float | None]]:
-    """What equal attention would score, for each layer, where an atlas says it."""
-    found = {}
-    for name, kinds in more.equal.items():
-        left = {kind: list(values) for kind, values in kinds.items()}
-        found[name] = [_number(left[seen.kind].pop(0)) if left.get(seen.kind) else None for seen in one.layers]
-    return found
+def _equal_scores(pass_: Pass, overlays: Overlays) -> dict[str, list[float | None]]:
+    """Scores of equal attention per layer, from an atlas."""
+    scores = {}
+    for name, kinds in overlays.equal.items():
+        remaining = {kind: list(values) for kind, values in kinds.items()}
+        scores[name] = [
+            _number(remaining[record.kind].pop(0)) if remaining.get(record.kind) else None for record in pass_.layers
+        ]
+    return scores
 
 
-def _inspections(one: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> list[tuple[list[int], Inspection]]:
-    """Each kind of attention whose positions compare, with its rows: an Inspection judges what stands out."""
+def _inspections(pass_: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> list[tuple[list[int], Inspection]]:
+    """An `Inspection` per kind of attention with comparable positions, with its rows; it finds heads that stand out."""
     kinds: dict[str, list[int]] = {}
-    for row, seen in enumerate(one.layers):
+    for row, record in enumerate(pass_.layers):
         if "distance" in stats[row]:
-            kinds.setdefault(seen.kind, []).append(row)
-    found = []
+            kinds.setdefault(record.kind, []).append(row)
+    inspections = []
     for rows in kinds.values():
-        text = one.texts[one.layers[rows[0]].source]
+        text = pass_.texts[pass_.layers[rows[0]].source]
         most = max(len(stats[row]["entropy"]) for row in rows)
-        table = {
-            name: np.array([np.pad(stats[row][name], (0, most - len(stats[row][name])), constant_values=np.nan)
-                            for row in rows])
-            for name in STATISTICS
-        }  # fmt: skip
-        found.append((rows, Inspection(
-            text=one.text, model=one.name, words=text.words, layers=tuple(rows), stats=table,
-            weights=tuple(np.empty((len(stats[row]["entropy"]), 0, 0)) for row in rows),  # only counted here
+        inspection = Inspection(
+            text=pass_.text,
+            model=pass_.name,
+            words=text.words,
+            layers=tuple(rows),
+            stats={name: np.array([_padded(stats[row][name], most) for row in rows]) for name in STATISTICS},
+            weights=tuple(np.empty((len(stats[row]["entropy"]), 0, 0)) for row in rows),  # only their shapes are read
             equal={name: np.array([equal[row][name] for row in rows]) for name in STATISTICS},
-            causal=_causal(one.layers[rows[0]]), tokens=len(text.pieces),
-        )))  # fmt: skip
-    return found
+            causal=_causal(pass_.layers[rows[0]]),
+            tokens=len(text.pieces),
+        )
+        inspections.append((rows, inspection))
+    return inspections
 
 
-def _causal(seen: Seen) -> bool:
-    """Whether the first query sees none but itself."""
-    return len(seen.outputs[0]) > 1 and not seen.rows([0])[:, 0, 1:].any()
+def _padded(values: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(values, (0, length - len(values)), constant_values=np.nan)
 
 
-def _standouts(one: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> list[dict[str, Any]]:
+def _causal(record: LayerRecord) -> bool:
+    """Whether the first query attends only to itself."""
+    return len(record.outputs[0]) > 1 and not record.rows([0])[:, 0, 1:].any()
+
+
+def _standouts(pass_: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind.name,
-            "criterion": judge.criterion(kind),
-            "head": [each.layer, each.head],
-            "score": _number(each.score),
-            "equal": _number(each.equal),
+            "criterion": inspection.criterion(kind),
+            "head": [standout.layer, standout.head],
+            "score": _number(standout.score),
+            "equal": _number(standout.equal),
         }
-        for _, judge in _inspections(one, stats, equal)
-        for kind in judge.kinds
-        for each in judge.standouts(kind)
+        for _, inspection in _inspections(pass_, stats, equal)
+        for kind in inspection.kinds
+        for standout in inspection.standouts(kind)
     ]
 
 
-def _best(standouts: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+def _first_of_each_kind(standouts: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     """The heads that stand out, the first of each kind before the second of any."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     ranked = []
-    for place, one in enumerate(standouts):
-        seen[one["kind"]] = seen.get(one["kind"], -1) + 1
-        ranked.append((seen[one["kind"]], place, tuple(one["head"])))
+    for place, standout in enumerate(standouts):
+        kind = standout["kind"]
+        counts[kind] = counts.get(kind, 0) + 1
+        ranked.append((counts[kind], place, tuple(standout["head"])))
     return [head for _, _, head in sorted(ranked)]
 
 
-def _follow(one: Pass, held: Sequence[np.ndarray]) -> dict[str, Any] | None:
-    """A word worth following and the head that links it best: a pronoun to an earlier word, else the strongest link."""
-    first = [(row, seen) for row, seen in enumerate(one.layers) if seen.kind == one.layers[0].kind]
-    if not held or one.layers[0].source != one.layers[0].target:
+def _follow(pass_: Pass, matrices: Sequence[np.ndarray]) -> dict[str, Any] | None:
+    """A word to follow and the head that links it best: a pronoun to an earlier word, else the strongest link."""
+    first = [(row, record) for row, record in enumerate(pass_.layers) if record.kind == pass_.layers[0].kind]
+    if not matrices or pass_.layers[0].source != pass_.layers[0].target:
         return None
-    words = one.texts[one.layers[0].source].words
-    judge = Inspection(
-        text=one.text, model=one.name, words=words, layers=tuple(row for row, _ in first), stats={}, equal={},
-        weights=tuple(words.merge(held[row]) for row, _ in first),
-        causal=_causal(first[0][1]), tokens=len(one.texts[one.layers[0].source].pieces),
-    )  # fmt: skip
-    [(place, why)] = judge.followed()
-    links = judge.links(place) or judge.links(place, near=True)
+    words = pass_.texts[pass_.layers[0].source].words
+    inspection = Inspection(
+        text=pass_.text,
+        model=pass_.name,
+        words=words,
+        layers=tuple(row for row, _ in first),
+        stats={},
+        equal={},
+        weights=tuple(words.merge(matrices[row]) for row, _ in first),
+        causal=_causal(first[0][1]),
+        tokens=len(pass_.texts[pass_.layers[0].source].pieces),
+    )
+    [(place, why)] = inspection.followed()
+    links = inspection.links(place) or inspection.links(place, near=True)
     if words.names[place].casefold() in PRONOUNS:
         links = [link for link in links if link.target < place] or links
     if not links:
@@ -259,34 +287,38 @@ def _follow(one: Pass, held: Sequence[np.ndarray]) -> dict[str, Any] | None:
     return {"word": place, "to": best.target, "head": [best.layer, best.head], "why": why.partition(";")[0]}
 
 
-def _steps(one: Pass, order: Sequence[tuple[int, int]], limit: int, *, whole: bool) -> list[dict[str, Any] | None]:
-    """q, k and v of each layer: if whole, of all heads where they are small; else of the first in order that fit."""
-    readings = [seen.reading if isinstance(seen.reading, Reading) else None for seen in one.layers]
+def _steps(
+    pass_: Pass, order: Sequence[tuple[int, int]], limit: int, *, all_heads: bool
+) -> list[dict[str, Any] | None]:
+    """q, k and v per layer: of all heads if requested and small enough, else of the first heads in order that fit."""
+    readings = [record.reading if isinstance(record.reading, Reading) else None for record in pass_.layers]
     total = sum(4 * (r.q[0].numel() + r.k[0].numel() + r.v[0].numel()) for r in readings if r is not None)
-    kept: dict[int, list[int]] = {}
-    if whole and total <= limit:
-        kept = {row: list(range(r.q.shape[1])) for row, r in enumerate(readings) if r is not None}
+    heads_by_row: dict[int, list[int]] = {}
+    if all_heads and total <= limit:
+        heads_by_row = {row: list(range(r.q.shape[1])) for row, r in enumerate(readings) if r is not None}
     else:
-        left = float(limit)
+        remaining = float(limit)
         for row, head in order:
             reading = readings[row]
             if reading is None:
                 continue
-            left -= 4 * (reading.q[0, 0].numel() + reading.k[0, 0].numel() + reading.v[0, 0].numel())
-            if left >= 0 or not kept:  # the head that is shown first has its steps, whatever they take
-                kept.setdefault(row, []).append(head)
-    return [steps(seen, kept[row]) if row in kept else None for row, seen in enumerate(one.layers)]
+            remaining -= 4 * (reading.q[0, 0].numel() + reading.k[0, 0].numel() + reading.v[0, 0].numel())
+            if remaining >= 0 or not heads_by_row:  # the head that is shown first always has its steps
+                heads_by_row.setdefault(row, []).append(head)
+    return [
+        steps(record, heads_by_row[row]) if row in heads_by_row else None for row, record in enumerate(pass_.layers)
+    ]
 
 
-def steps(seen: Seen, heads: Sequence[int]) -> dict[str, Any] | None:
-    """What some heads' weights are made of; None where the model's own code makes them in its own way."""
-    reading = seen.reading
+def steps(record: LayerRecord, heads: Sequence[int]) -> dict[str, Any] | None:
+    """q, k, v and options behind the weights of some heads; None if the model's own code computes them differently."""
+    reading = record.reading
     if not isinstance(reading, Reading):
         return None
     group = reading.q.shape[1] // reading.k.shape[1]
     pairs = sorted({head // group for head in heads})
-    how = reading.options
-    scale = how["scale"] if how["scale"] is not None else reading.q.shape[-1] ** -0.5
+    options = reading.options
+    scale = options["scale"] if options["scale"] is not None else reading.q.shape[-1] ** -0.5
     mask, complete = _bias(reading)
     return {
         "heads": list(heads),
@@ -297,18 +329,18 @@ def steps(seen: Seen, heads: Sequence[int]) -> dict[str, Any] | None:
         "dim": reading.q.shape[-1],
         "value": reading.v.shape[-1],
         "scale": float(scale),
-        "softcap": how["softcap"],
-        "sinks": None if how["sinks"] is None else [float(x) for x in how["sinks"].flatten()[list(heads)]],
-        "causal": bool(how["causal"]),
-        "window": how["window"],
-        "offset": int(how["offset"]),
+        "softcap": options["softcap"],
+        "sinks": None if options["sinks"] is None else [float(x) for x in options["sinks"].flatten()[list(heads)]],
+        "causal": bool(options["causal"]),
+        "window": options["window"],
+        "offset": int(options["offset"]),
         "mask": mask,
         "complete": complete,
     }
 
 
 def _bias(reading: Reading) -> tuple[dict[str, Any] | None, bool]:
-    """What is added to the scores beside a band: float32 with -inf for hidden; and whether that is all."""
+    """The bias of the scores apart from causality and window, with -inf for hidden keys; and whether it is complete."""
     mask = reading.options["mask"]
     if reading.recipe is not None or (mask is not None and mask[0].numel() > VISIBLE):
         return None, False
@@ -319,42 +351,42 @@ def _bias(reading: Reading) -> tuple[dict[str, Any] | None, bool]:
     return {"shape": list(added.shape), "data": pack.f32(added)}, True
 
 
-def _outputs(one: Pass, order: Sequence[tuple[int, int]], limit: int) -> list[dict[str, Any] | None]:
-    """What each head adds to the output of its layer by W_O, for every token: norms, and some heads' own vectors."""
-    small = sum(seen.outputs.shape[0] * seen.outputs.shape[1] for seen in one.layers) <= NORMS
-    left = float(limit)
-    wanted: dict[int, list[int]] = {}
+def _outputs(pass_: Pass, order: Sequence[tuple[int, int]], limit: int) -> list[dict[str, Any] | None]:
+    """What each head adds to the output of its layer through W_O, per token: norms, and the vectors of some heads."""
+    small = sum(record.outputs.shape[0] * record.outputs.shape[1] for record in pass_.layers) <= NORMS
+    remaining = float(limit)
+    heads_by_row: dict[int, list[int]] = {}
     for row, head in order:
-        left -= 4 * one.layers[row].outputs.shape[1] * one.layers[row].layer.heads.width
-        if left >= 0:
-            wanted.setdefault(row, []).append(head)
+        remaining -= 4 * pass_.layers[row].outputs.shape[1] * pass_.layers[row].layer.heads.width
+        if remaining >= 0:
+            heads_by_row.setdefault(row, []).append(head)
     return [
-        None if seen.w_o is None else output(seen, wanted.get(row, []), along=small)
-        for row, seen in enumerate(one.layers)
+        None if record.w_o is None else output(record, heads_by_row.get(row, []), along=small)
+        for row, record in enumerate(pass_.layers)
     ]
 
 
-def output(seen: Seen, heads: Sequence[int], *, along: bool = True) -> dict[str, Any]:
-    """Norms (H, T) of the heads' parts, the norm (T,) of their sum with the bias, how much of each lies along it."""
-    assert seen.w_o is not None
-    matrix, bias = seen.w_o
-    outputs = torch.from_numpy(seen.outputs)
+def output(record: LayerRecord, heads: Sequence[int], *, along: bool = True) -> dict[str, Any]:
+    """Contributions of the heads: norms (H, T), the norm (T,) of their sum with the bias, components along the sum."""
+    assert record.w_o is not None
+    matrix, bias = record.w_o
+    outputs = torch.from_numpy(record.outputs)
     count, tokens, width = outputs.shape
-    each = matrix.unflatten(0, (count, width))  # (H, Dv, width of the model)
+    per_head = matrix.unflatten(0, (count, width))  # (H, Dv, width of the model)
     total = outputs.transpose(0, 1).flatten(1) @ matrix + (0 if bias is None else bias)  # (T, width of the model)
     size = total.norm(dim=-1)
     if tokens <= width:
-        norms = (outputs @ each).norm(dim=-1)
-    else:  # the same by the products of W_O's rows, which are fewer than tokens
-        norms = ((outputs @ (each @ each.transpose(1, 2))) * outputs).sum(-1).clamp(min=0).sqrt()
-    found: dict[str, Any] = {
-        "norms": pack.f32(norms.numpy()) if along else pack.shares(norms.numpy()),  # long texts: half of the bytes
+        norms = (outputs @ per_head).norm(dim=-1)
+    else:  # the same from the Gram matrix of W_O's rows, which is smaller
+        norms = ((outputs @ (per_head @ per_head.transpose(1, 2))) * outputs).sum(-1).clamp(min=0).sqrt()
+    stored: dict[str, Any] = {
+        "norms": pack.f32(norms.numpy()) if along else pack.share_words(norms.numpy()),  # long texts: half the bytes
         "total": pack.f32(size.numpy()),
         "bias": None if bias is None else _number(float(bias.norm())),
         "heads": list(heads),
-        "parts": pack.f32((outputs[list(heads)] @ each[list(heads)]).numpy()) if heads else "",
+        "parts": pack.f32((outputs[list(heads)] @ per_head[list(heads)]).numpy()) if heads else "",
     }
     if along:
-        dots = (outputs * (total @ each.transpose(1, 2))).sum(-1)
-        found["along"] = pack.f32((dots / size.clamp(min=1e-30)).numpy())
-    return found
+        dots = (outputs * (total @ per_head.transpose(1, 2))).sum(-1)
+        stored["along"] = pack.f32((dots / size.clamp(min=1e-30)).numpy())
+    return stored

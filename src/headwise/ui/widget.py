@@ -1,4 +1,4 @@
-"""`headwise.view`: the view in a notebook, or as a page where there is none."""
+"""`headwise.view`: the interactive view as a widget in a notebook, or as a page."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import html
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import HeadwiseError
 from ..inspection import run
 from ..models.loading.resolve import resolve
-from . import capture, page
-from .capture import Pass, Stopped
+from . import bundle, capture, page
+from .capture import Pass, RunOptions, Stopped
 from .payload import data
 from .service import Service
 
@@ -33,58 +33,92 @@ def view(
     scores: Any = None,
     truncate: bool = False,
 ) -> Any:
-    """The interactive view: a Jupyter widget where anywidget is installed, else a `Page`; both have `.save(path)`.
+    """The interactive view of what every head does with a text.
 
-    against: a second text beside the first; beside: a second model, by name or as (model, tokenizer), on the same text;
-    off: {layer: [heads]} to switch off, beside the same with all heads.
-    heads: "3.1" or several, shown first; target: what the decoder of an encoder-decoder model is given.
-    scores: to colour the map by: what importance gave, an atlas, or {name: {kind: (layers, heads)}}.
+    Args:
+        text: the text; or one or two passes that `headwise.ui.capture.run` recorded.
+        model: a model or its name; the bundled model by default.
+        tokenizer: of the model, if it is not found by name.
+        against: a second text, to compare with the first.
+        beside: a second model on the same text, by name or as (model, tokenizer).
+        target: input of the decoder of an encoder-decoder model.
+        off: {layer: [heads]} to switch off; compared with the same pass with all heads on.
+        heads: such as "3.1", or several; shown first.
+        scores: to colour the map by: importance, an atlas, or {name: {kind: (layers, heads)}}.
+        truncate: cut a text that is too long for the model.
+
+    Returns:
+        A Jupyter widget if anywidget is installed, else a `Page`. Both have `.save(path)`, which writes one HTML file.
+
+    Raises:
+        HeadwiseError: for a text that is empty or too long, a head that does not exist, or scores of another shape.
+
+    Example:
+        >>> shown = headwise.view("The animal was too tired.", heads="3.1")  # doctest: +SKIP
+        >>> shown.save("heads.html")  # doctest: +SKIP
     """
     service = None
     if isinstance(text, str):
         name, model, tokenizer = resolve(model, tokenizer)
-        how: dict[str, Any] = {"against": against, "beside": beside, "target": target, "off": off, "truncate": truncate}
-        seen = passes(text, model, tokenizer=tokenizer, name=name, **how)
+        passes = run_passes(
+            text,
+            model,
+            against=against,
+            beside=beside,
+            off=off,
+            tokenizer=tokenizer,
+            name=name,
+            target=target,
+            truncate=truncate,
+        )
         service = Service({name: (model, tokenizer)}, scores=scores)
     else:
-        seen = [text] if isinstance(text, Pass) else list(text)
-    if not 1 <= len(seen) <= 2:
-        raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(seen)}")
-    kind = _widget()
-    live = service.live if service is not None and kind is not None else None
-    value = data(seen, heads=_several(heads), scores=scores, live=live)
-    return Page(value, seen[0].text) if kind is None else kind(value, service)
+        passes = [text] if isinstance(text, Pass) else list(text)
+    if not 1 <= len(passes) <= 2:
+        raise HeadwiseError(f"the view shows one pass or two beside each other, got {len(passes)}")
+    widget_class = _widget_class()
+    live = service.live if service is not None and widget_class is not None else None
+    content = data(passes, heads=_labels(heads), scores=scores, live=live)
+    return Page(content, passes[0].text) if widget_class is None else widget_class(content, service)
 
 
-def passes(
-    text: str, model: Any, *, against: str | None = None, beside: Any = None, off: Any = None, **how: Any
+def run_passes(
+    text: str,
+    model: Any,
+    *,
+    against: str | None = None,
+    beside: Any = None,
+    off: Any = None,
+    **options: Unpack[RunOptions],
 ) -> list[Pass]:
-    """The pass that is asked for, and the one to set beside it: another text, another model, or all heads on."""
+    """The requested pass, and the one to compare it with: another text, another model, or all heads on."""
     if against is not None and beside is not None:
         raise HeadwiseError("a second text or a second model can stand beside the first, not both")
-    first = capture.run(text, model, off=off, **how)
+    first = capture.run(text, model, off=off, **options)
     if against is not None:
-        return [first, capture.run(against, model, off=off, **how)]
+        return [first, capture.run(against, model, off=off, **options)]
     if beside is not None:
         name, other, tokenizer = resolve(*(beside if isinstance(beside, tuple) else (beside, None)))
-        return [first, capture.run(text, other, **{**how, "name": name, "tokenizer": tokenizer})]
-    return [first, capture.run(text, model, **how)] if off else [first]
+        return [first, capture.run(text, other, **{**options, "name": name, "tokenizer": tokenizer})]
+    return [first, capture.run(text, model, **options)] if off else [first]
 
 
-def saved(seen: Sequence[Pass], path: str | Path, *, heads: str | Sequence[str] = (), scores: Any = None) -> Path:
-    """Passes as a page of their own."""
-    return Page(data(seen, heads=_several(heads), scores=scores), seen[0].text).save(path)
+def save_passes(
+    passes: Sequence[Pass], path: str | Path, *, heads: str | Sequence[str] = (), scores: Any = None
+) -> Path:
+    """Write passes as a page."""
+    return Page(data(passes, heads=_labels(heads), scores=scores), passes[0].text).save(path)
 
 
-def _several(heads: str | Sequence[str]) -> tuple[str, ...]:
+def _labels(heads: str | Sequence[str]) -> tuple[str, ...]:
     return (heads,) if isinstance(heads, str) else tuple(heads)
 
 
 class Page:
     """The view as a page: shown inside a notebook, or written by `.save(path)`."""
 
-    def __init__(self, value: dict[str, Any], title: str = "headwise") -> None:
-        self.data, self.title = value, title
+    def __init__(self, content: dict[str, Any], title: str = "headwise") -> None:
+        self.data, self.title = content, title
 
     def save(self, path: str | Path) -> Path:
         page.save(self.data, path, title=_short(self.title))
@@ -92,14 +126,14 @@ class Page:
 
     @functools.cached_property
     def path(self) -> Path:
-        """A file of its own, to open in a browser."""
+        """A temporary file with the page, to open in a browser."""
         return self.save(Path(tempfile.mkdtemp(prefix="headwise-")) / "view.html")
 
     def _repr_html_(self) -> str:
-        # a frame without this notebook's origin: what stands in it cannot reach the notebook
-        shown = html.escape(page.page(self.data, title=_short(self.title))[0], quote=True)
+        # a frame without the notebook's origin: its content cannot reach the notebook
+        escaped = html.escape(page.page(self.data, title=_short(self.title))[0], quote=True)
         return (
-            f'<iframe sandbox="allow-scripts" srcdoc="{shown}" style="width:100%;height:{HEIGHT}px;border:0" '
+            f'<iframe sandbox="allow-scripts" srcdoc="{escaped}" style="width:100%;height:{HEIGHT}px;border:0" '
             'title="headwise"></iframe>'
         )
 
@@ -112,8 +146,8 @@ def _short(text: str) -> str:
 
 
 @functools.cache
-def _widget() -> Any:
-    """The widget's class, or None where anywidget is not installed."""
+def _widget_class() -> Any:
+    """The class of the widget, or None if anywidget is not installed."""
     try:
         import anywidget
         import traitlets
@@ -123,25 +157,25 @@ def _widget() -> Any:
     class View(anywidget.AnyWidget):
         """The view in a notebook; `.state` is what it shows, `.save(path)` writes it as a page."""
 
-        _esm = page.module()
-        _css = page.style()
+        _esm = bundle.module()
+        _css = bundle.style()
         data = traitlets.Dict().tag(sync=True)
         state = traitlets.Unicode("").tag(sync=True)
 
-        def __init__(self, value: dict[str, Any], service: Service | None) -> None:
-            super().__init__(data=value)
+        def __init__(self, content: dict[str, Any], service: Service | None) -> None:
+            super().__init__(data=content)
             self._service = service
-            self.on_msg(self._asked)
+            self.on_msg(self._on_message)
 
-        def _asked(self, widget: Any, content: Any, buffers: Any) -> None:
-            """A question from the page; the answer carries its number."""
-            if not isinstance(content, dict) or self._service is None:
+        def _on_message(self, widget: Any, message: Any, buffers: Any) -> None:
+            """Answer a request of the page; the answer carries its number."""
+            if not isinstance(message, dict) or self._service is None:
                 return
             try:
-                answer = self._service.answer(content.get("request"))
+                answer = self._service.answer(message.get("request"))
             except (HeadwiseError, Stopped) as error:
                 answer = {"error": " ".join(str(error).split())}
-            self.send({"number": content.get("number"), "answer": answer})
+            self.send({"number": message.get("number"), "answer": answer})
 
         def save(self, path: str | Path) -> Path:
             return Page({**self.data, "live": None}, self.data["runs"][0]["text"]).save(path)

@@ -1,103 +1,176 @@
-// The atlas as a page: every head as a cell, coloured by one score; what is known of a chosen head; a table by role.
+// The atlas as a page: every head as a cell, coloured by one score; all scores of a chosen head; a table by role.
+import { h } from "./lib/dom.js";
 
-/** @param {string} name @param {Record<string, string>} [attributes] @param {...(Node | string)} children */
-function make(name, attributes = {}, ...children) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...children);
-  return node;
-}
+/**
+ * @typedef {(number | null)[][]} Table
+ * @typedef {{ score: Table, low: Table, high: Table, baseline: (number | null)[] }} Score
+ * @typedef {{ kind: string, layer: number, head: number, role: string, score: number, baseline: number }} Role
+ * @typedef {{ kind: string, layer: number, head: number, x: number, y: number }} Point
+ */
 
+/**
+ * @typedef {object} AtlasData as headwise.ui.atlas writes it
+ * @property {string} title
+ * @property {string} summary
+ * @property {Record<string, number[]>} layers by kind
+ * @property {Role[]} roles
+ * @property {Record<string, Record<string, Score>>} scores by name and kind
+ * @property {Record<string, string>} meanings of the scores
+ * @property {Record<string, Point[]>} maps by kind
+ * @property {Record<string, { score: string, words: string }>} definitions of the roles
+ */
+
+const SVG = "http://www.w3.org/2000/svg";
+const STRONG = 0.55; // share of the largest score from which on the ink is inverted
+const LISTED = 6; // heads of a role
+const MAP_SIZE = 460;
+const MAP_EDGE = 24;
+
+/** @type {AtlasData} */
 const data = JSON.parse(/** @type {HTMLElement} */ (document.getElementById("atlas-data")).textContent || "{}");
 const root = /** @type {HTMLElement} */ (document.getElementById("atlas"));
-const number = (/** @type {number | null} */ x) => (x === null ? "–" : x.toFixed(2));
-const rolesOf = (/** @type {string} */ kind, /** @type {number} */ layer, /** @type {number} */ head) =>
-  data.roles.filter((/** @type {any} */ r) => r.kind === kind && r.layer === layer && r.head === head);
+/** @type {HTMLSelectElement} */
+const select = h("select", { id: "score", on: { change: drawGrids } });
+const grids = h("div", { id: "grids" });
+const detail = h("div", { id: "detail", "aria-live": "polite" });
 
-const score = /** @type {HTMLSelectElement} */ (make("select", { id: "score" }));
-const grids = make("div", { id: "grids" });
-const detail = make("div", { id: "detail", "aria-live": "polite" });
+/** @param {number | null} x */
+function number(x) {
+  return x === null ? "–" : x.toFixed(2);
+}
 
-for (const name of Object.keys(data.scores)) score.append(make("option", { value: name }, name));
-score.value = data.roles.length ? data.definitions[data.roles[0].role].score : "entropy";
-score.addEventListener("change", draw);
+/** @param {string} kind @param {number} layer @param {number} head */
+function rolesOf(kind, layer, head) {
+  return data.roles.filter((role) => role.kind === kind && role.layer === layer && role.head === head);
+}
 
-/** @param {string} kind @param {number} row @param {number} head */
-function show(kind, row, head) {
+/** @param {string[]} names @param {string} scope "row" or "col" */
+function headers(names, scope) {
+  return names.map((name) => h("th", { scope }, name));
+}
+
+/** All scores of one head. @param {string} kind @param {number} row @param {number} head */
+function showHead(kind, row, head) {
   const layer = data.layers[kind][row];
-  const roles = rolesOf(kind, layer, head);
-  const lines = Object.entries(data.scores).filter(([, kinds]) => kind in kinds).map(([name, kinds]) => {
-    const at = kinds[kind];
-    return make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, number(at.score[row][head])),
-      make("td", {}, `${number(at.low[row][head])} to ${number(at.high[row][head])}`), make("td", {}, number(at.baseline[row])));
-  });
-  const heads = ["score", "mean", "95 % interval", "equal attention"].map((text) => make("th", { scope: "col" }, text));
+  const roles = rolesOf(kind, layer, head).map(({ role }) => role);
+  const measured = Object.entries(data.scores).filter(([, kinds]) => kind in kinds);
+  const lines = measured.map(([name, { [kind]: table }]) =>
+    h(
+      "tr",
+      {},
+      ...headers([name], "row"),
+      h("td", {}, number(table.score[row][head])),
+      h("td", {}, `${number(table.low[row][head])} to ${number(table.high[row][head])}`),
+      h("td", {}, number(table.baseline[row])),
+    ),
+  );
+  const columns = headers(["score", "mean", "95 % interval", "equal attention"], "col");
   detail.replaceChildren(
-    make("h2", {}, `${kind} ${layer}.${head}: ${roles.map((/** @type {any} */ r) => r.role).join(", ") || "no clean role"}`),
-    make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...lines)),
+    h("h2", {}, `${kind} ${layer}.${head}: ${roles.join(", ") || "no clean role"}`),
+    h("table", {}, h("thead", {}, h("tr", {}, ...columns)), h("tbody", {}, ...lines)),
   );
 }
 
-function draw() {
-  const kinds = data.scores[score.value];
-  grids.replaceChildren(...Object.entries(kinds).map(([kind, at]) => {
-    const values = at.score.flat().filter((/** @type {number | null} */ x) => x !== null);
-    const most = Math.max(...values), least = Math.min(...values, 0);
-    const rows = at.score.map((/** @type {(number | null)[]} */ line, /** @type {number} */ row) => make(
-      "tr", {}, make("th", { scope: "row" }, String(data.layers[kind][row])),
-      ...line.map((value, head) => {
-        if (value === null) return make("td");
-        const share = most > least ? (value - least) / (most - least) : 0;
-        const roles = rolesOf(kind, data.layers[kind][row], head).map((/** @type {any} */ r) => r.role).join(", ");
-        const cell = make("button", { type: "button", title: `${data.layers[kind][row]}.${head} ${roles}` }, number(value));
-        cell.style.setProperty("--share", `${Math.round(share * 100)}%`);
-        cell.classList.toggle("strong", share > 0.55);
-        cell.classList.toggle("named", roles !== "");
-        cell.addEventListener("click", () => show(kind, row, head));
-        return make("td", {}, cell);
-      })));
-    const caption = `${kind}: ${data.meanings[score.value] || score.value}. An outlined head has a role; click a head for all that was measured of it.`;
-    const widest = Math.max(...at.score.map((/** @type {any[]} */ line) => line.length));
-    const numbers = [...Array(widest).keys()].map((head) => make("th", { scope: "col" }, String(head)));
-    const top = make("tr", {}, make("th", { scope: "col" }, "layer"), ...numbers);
-    return make("table", { class: "grid" }, make("caption", {}, caption), make("thead", {}, top), make("tbody", {}, ...rows));
-  }));
+function drawGrids() {
+  const kinds = Object.entries(data.scores[select.value]);
+  grids.replaceChildren(...kinds.map(([kind, { score }]) => grid(kind, score)));
 }
 
-/** The heads of a kind as points, near each other where they look alike. @param {string} kind @param {any[]} points */
-function map(kind, points) {
-  const size = 460, edge = 24;
-  const space = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(space, "svg");
-  svg.setAttribute("viewBox", `0 0 ${size} ${size}`);
+/** @param {string} kind @param {Table} table */
+function grid(kind, table) {
+  const values = table.flat().filter((x) => x !== null);
+  const [least, most] = [Math.min(...values, 0), Math.max(...values)];
+  /** @param {number | null} value @param {number} row @param {number} head */
+  const cell = (value, row, head) => {
+    if (value === null) return h("td");
+    const share = most > least ? (value - least) / (most - least) : 0;
+    const layer = data.layers[kind][row];
+    const roles = rolesOf(kind, layer, head).map(({ role }) => role);
+    const classes = [share > STRONG && "strong", roles.length > 0 && "named"];
+    const button = h("button", {
+      type: "button",
+      class: classes.filter(Boolean).join(" "),
+      title: `${layer}.${head} ${roles.join(", ")}`,
+      text: number(value),
+      style: { "--share": `${Math.round(share * 100)}%` },
+      on: { click: () => showHead(kind, row, head) },
+    });
+    return h("td", {}, button);
+  };
+  const rows = table.map((line, row) => {
+    const cells = line.map((value, head) => cell(value, row, head));
+    return h("tr", {}, ...headers([String(data.layers[kind][row])], "row"), ...cells);
+  });
+  const widest = Math.max(...table.map((line) => line.length));
+  const columns = ["layer", ...Array.from({ length: widest }, (_, head) => String(head))];
+  const meaning = data.meanings[select.value] || select.value;
+  const caption = `${kind}: ${meaning}. An outlined head has a role; click a head for all that was measured of it.`;
+  return h(
+    "table",
+    { class: "grid" },
+    h("caption", {}, caption),
+    h("thead", {}, h("tr", {}, ...headers(columns, "col"))),
+    h("tbody", {}, ...rows),
+  );
+}
+
+/** The heads of a kind as points, near each other where they look alike. @param {string} kind @param {Point[]} points */
+function similarityMap(kind, points) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", `0 0 ${MAP_SIZE} ${MAP_SIZE}`);
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", "heads that look alike, side by side");
-  const ends = ["x", "y"].map((axis) => points.map((p) => p[axis])).map((all) => [Math.min(...all), Math.max(...all)]);
-  const far = Math.max(...ends.map(([low, high]) => high - low), 1e-9); // one scale for both axes, or near would not be near
-  const place = (/** @type {number} */ x, /** @type {number[]} */ [low, high]) => size / 2 + ((x - (low + high) / 2) / far) * (size - 2 * edge);
-  for (const point of points) {
-    const dot = document.createElementNS(space, "text");
-    dot.setAttribute("x", String(place(point.x, ends[0])));
-    dot.setAttribute("y", String(place(point.y, ends[1])));
-    dot.setAttribute("class", rolesOf(point.kind, point.layer, point.head).length ? "named" : "");
-    dot.textContent = `${point.layer}.${point.head}`;
-    dot.addEventListener("click", () => show(point.kind, data.layers[point.kind].indexOf(point.layer), point.head));
+  const axes = [points.map(({ x }) => x), points.map(({ y }) => y)];
+  const ends = axes.map((values) => [Math.min(...values), Math.max(...values)]);
+  const widest = Math.max(...ends.map(([low, high]) => high - low), 1e-9); // one scale for both axes keeps distances
+  /** @param {number} x @param {number[]} ends */
+  const place = (x, [low, high]) => MAP_SIZE / 2 + ((x - (low + high) / 2) / widest) * (MAP_SIZE - 2 * MAP_EDGE);
+  for (const { kind: own, layer, head, x, y } of points) {
+    const dot = document.createElementNS(SVG, "text");
+    dot.setAttribute("x", String(place(x, ends[0])));
+    dot.setAttribute("y", String(place(y, ends[1])));
+    dot.setAttribute("class", rolesOf(own, layer, head).length ? "named" : "");
+    dot.textContent = `${layer}.${head}`;
+    dot.addEventListener("click", () => showHead(own, data.layers[own].indexOf(layer), head));
     svg.append(dot);
   }
-  const words = "Near each other: they spread their weight alike (Jensen-Shannon divergence). Coloured heads have a role.";
-  return make("section", {}, make("h2", {}, `Which ${kind} heads look alike`), make("p", { class: "soft" }, words), svg);
+  const text =
+    "Near each other: they spread their weight alike (Jensen-Shannon divergence). Coloured heads have a role.";
+  return h("section", {}, h("h2", {}, `Which ${kind} heads look alike`), h("p", { class: "soft" }, text), svg);
 }
 
-const table = make("table", { id: "roles" }, make("caption", {}, data.summary), make("tbody", {}, ...Object.entries(data.definitions).flatMap(([name, one]) => {
-  const heads = data.roles.filter((/** @type {any} */ r) => r.role === name);
-  if (!heads.length && name.startsWith("offset")) return []; // rows of nothing would hide the rest
-  const pick = make("button", { type: "button", class: "link" }, name);
-  pick.addEventListener("click", () => { score.value = one.score; draw(); });
-  const shown = heads.slice(0, 6).map((/** @type {any} */ r) => `${r.layer}.${r.head} ${number(r.score)} (${number(r.baseline)})`).join(", ");
-  return make("tr", {}, make("th", { scope: "row" }, pick), make("td", {}, String(heads.length)), make("td", {}, shown), make("td", { class: "soft" }, one.words));
-})));
+/** The roles, with the heads that have them. */
+function roleTable() {
+  const rows = Object.entries(data.definitions).flatMap(([name, { score, words }]) => {
+    const roles = data.roles.filter(({ role }) => role === name);
+    if (!roles.length && name.startsWith("offset")) return []; // dozens of empty rows would hide the rest
+    const show = () => {
+      select.value = score;
+      drawGrids();
+    };
+    const items = roles.slice(0, LISTED).map((role) => {
+      return `${role.layer}.${role.head} ${number(role.score)} (${number(role.baseline)})`;
+    });
+    return h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, h("button", { type: "button", class: "link", text: name, on: { click: show } })),
+      h("td", {}, String(roles.length)),
+      h("td", {}, items.join(", ")),
+      h("td", { class: "soft" }, words),
+    );
+  });
+  return h("table", { id: "roles" }, h("caption", {}, data.summary), h("tbody", {}, ...rows));
+}
+
+select.append(...Object.keys(data.scores).map((name) => h("option", { value: name }, name)));
+select.value = data.roles.length ? data.definitions[data.roles[0].role].score : "entropy";
 root.replaceChildren(
-  make("h1", {}, data.title), table,
-  make("p", {}, make("label", { for: "score" }, "Colour by "), score), grids, detail, ...Object.entries(data.maps).map(([kind, points]) => map(kind, points)),
+  h("h1", {}, data.title),
+  roleTable(),
+  h("p", {}, h("label", { for: "score" }, "Colour by "), select),
+  grids,
+  detail,
+  ...Object.entries(data.maps).map(([kind, points]) => similarityMap(kind, points)),
 );
-draw();
+drawGrids();

@@ -1,4 +1,4 @@
-"""What the page is given: the same numbers as Python's, small, and nothing of size T x T x heads for long texts."""
+"""The data of the page: the numbers of `inspect`, small, and nothing of size T x T x heads for long texts."""
 
 from __future__ import annotations
 
@@ -27,52 +27,54 @@ def decoded(text: str, kind: str = "<f4") -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), kind)
 
 
-def tiny(kind: str, text: str = "The animal was too tired.", **how: Any) -> capture.Pass:
+def tiny(kind: str, text: str = "The animal was too tired.", **options: Any) -> capture.Pass:
     return capture.run(
         text,
         small_checkpoints.sharp(small_checkpoints.MODELS[kind]()),
         tokenizer=small_checkpoints.TOKENIZERS[kind](),
-        **how,
+        **options,
     )
 
 
-def test_numbers_are_those_of_inspect(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
-    one = run()
-    found = payload.data(one)["runs"][0]
-    told = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
-    for name, table in told.stats.items():
-        assert np.array(found["stats"][name]) == pytest.approx(table, abs=2e-5), name
-        assert np.array(found["equal"][name]) == pytest.approx(told.equal[name], abs=2e-5), name
-    for row, weights in enumerate(told.weights):
-        stored = decoded(found["weights"][row]["data"]).reshape(weights.shape)
+def test_statistics_and_weights_equal_those_of_inspect(
+    run: Callable[..., capture.Pass], minilm: tuple[Any, Any]
+) -> None:
+    pass_ = run()
+    run_data = payload.data(pass_)["runs"][0]
+    expected = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], pieces=True)
+    for name, table in expected.stats.items():
+        assert np.array(run_data["stats"][name]) == pytest.approx(table, abs=2e-5), name
+        assert np.array(run_data["equal"][name]) == pytest.approx(expected.equal[name], abs=2e-5), name
+    for row, weights in enumerate(expected.weights):
+        stored = decoded(run_data["weights"][row]["data"]).reshape(weights.shape)
         assert stored == pytest.approx(weights, abs=1e-6)
-    assert [(one["kind"], *one["head"]) for one in found["standouts"]] == [
-        (kind.name, each.layer, each.head) for kind in told.kinds for each in told.standouts(kind)
+    assert [(standout["kind"], *standout["head"]) for standout in run_data["standouts"]] == [
+        (kind.name, each.layer, each.head) for kind in expected.kinds for each in expected.standouts(kind)
     ]
-    assert found["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
-    assert found["texts"][0]["words"][8] == "it" and found["texts"][0]["words"][2] == "animal"
+    assert run_data["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
+    assert run_data["texts"][0]["words"][8] == "it" and run_data["texts"][0]["words"][2] == "animal"
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-def test_equal_attention_and_kinds_on_other_models(kind: str) -> None:
+def test_baseline_and_standouts_match_inspect_on_other_models(kind: str) -> None:
     model, tokenizer = small_checkpoints.sharp(small_checkpoints.MODELS[kind]()), small_checkpoints.TOKENIZERS[kind]()
     text = "The animal didn't cross the street."
-    found = payload.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
-    told = headwise.inspect(text, model, tokenizer=tokenizer)
-    for name, row in told.equal.items():
-        assert np.array(found["equal"][name]) == pytest.approx(row, abs=2e-5)
-    layer = found["layers"][0]
+    run_data = payload.data(capture.run(text, model, tokenizer=tokenizer))["runs"][0]
+    expected = headwise.inspect(text, model, tokenizer=tokenizer)
+    for name, row in expected.equal.items():
+        assert np.array(run_data["equal"][name]) == pytest.approx(row, abs=2e-5)
+    layer = run_data["layers"][0]
     assert (layer["heads"], layer["kv"]) == {"bert": (5, 5), "gpt2": (3, 3), "llama": (6, 2)}[kind]
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
-def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
-    one = tiny(kind)
+def test_steps_and_contributions_add_up_to_the_layer_output(kind: str) -> None:
+    pass_ = tiny(kind)
     model = small_checkpoints.sharp(small_checkpoints.MODELS[kind]())
-    found = payload.data(one)["runs"][0]
-    for row, seen in enumerate(one.layers):
-        step, layer = found["steps"][row], found["layers"][row]
-        tokens = len(one.texts[0].pieces)
+    run_data = payload.data(pass_)["runs"][0]
+    for row, record in enumerate(pass_.layers):
+        step, layer = run_data["steps"][row], run_data["layers"][row]
+        tokens = len(pass_.texts[0].pieces)
         q = decoded(step["q"]).reshape(layer["heads"], tokens, -1)
         k = decoded(step["k"]).reshape(layer["kv"], tokens, -1).repeat(layer["heads"] // layer["kv"], 0)
         overlays = q @ k.transpose(0, 2, 1) * step["scale"]
@@ -80,21 +82,21 @@ def test_steps_and_outputs_add_up_to_the_model_s_own(kind: str) -> None:
             overlays = np.where(np.tril(np.ones((tokens, tokens), bool)), overlays, -np.inf)
         weights = np.exp(overlays - overlays.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        assert weights == pytest.approx(seen.rows(list(range(tokens))), abs=1e-4)
+        assert weights == pytest.approx(record.rows(list(range(tokens))), abs=1e-4)
     # the norm of the sum of all parts is what W_O gave in the model
-    got: list[torch.Tensor] = []
+    layer_outputs: list[torch.Tensor] = []
     linear = w_o(model, attention_sites(model)[1])[1]
-    hook = linear.register_forward_hook(lambda module, args, out: got.append(out))
+    hook = linear.register_forward_hook(lambda module, args, out: layer_outputs.append(out))
     with torch.no_grad():
-        model(torch.tensor([one.texts[0].ids]))
+        model(torch.tensor([pass_.texts[0].ids]))
     hook.remove()
-    assert decoded(found["output"][1]["total"]) == pytest.approx(got[0][0].norm(dim=-1).numpy(), rel=1e-4)
-    parts = decoded(found["output"][0]["parts"]).reshape(len(found["output"][0]["heads"]), tokens, -1)
-    norms = decoded(found["output"][0]["norms"]).reshape(-1, tokens)[found["output"][0]["heads"]]
+    assert decoded(run_data["output"][1]["total"]) == pytest.approx(layer_outputs[0][0].norm(dim=-1).numpy(), rel=1e-4)
+    parts = decoded(run_data["output"][0]["parts"]).reshape(len(run_data["output"][0]["heads"]), tokens, -1)
+    norms = decoded(run_data["output"][0]["norms"]).reshape(-1, tokens)[run_data["output"][0]["heads"]]
     assert np.linalg.norm(parts, axis=-1) == pytest.approx(norms, rel=1e-4)
 
 
-def test_norms_are_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_from_the_gram_matrix_equal_direct_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tiny("bert").layers[0]
     few = decoded(payload.output(seen, [])["norms"])
     outputs = seen.outputs
@@ -104,37 +106,39 @@ def test_norms_are_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert many == pytest.approx(few.reshape(len(outputs), -1), rel=1e-3, abs=1e-5)
 
 
-def test_encoder_decoder_and_cross_attention_apart() -> None:
+def test_encoder_decoder_and_cross_attention_are_separate_kinds() -> None:
     config = transformers.BartConfig(
         vocab_size=307, d_model=15, encoder_layers=2, decoder_layers=1, encoder_attention_heads=3,
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=53,
     )  # fmt: skip
     model = small_checkpoints.sharp(transformers.BartForConditionalGeneration(config))
-    one = capture.run(
+    pass_ = capture.run(
         "The animal was tired.", model, tokenizer=small_checkpoints.byte_level(), target="It was too wide and tired."
     )
-    found = payload.data(one, heads=["cross 0.4"])["runs"][0]
-    kinds = [(layer["kind"], layer["heads"], layer["from"], layer["to"]) for layer in found["layers"]]
+    run_data = payload.data(pass_, heads=["cross 0.4"])["runs"][0]
+    kinds = [(layer["kind"], layer["heads"], layer["from"], layer["to"]) for layer in run_data["layers"]]
     assert kinds == [("encoder", 3, 0, 0), ("encoder", 3, 0, 0), ("decoder", 5, 1, 1), ("cross", 5, 1, 0)]
-    assert found["stats"]["previous"][3] is None and found["stats"]["entropy"][3] is not None
-    shape = 5, len(one.texts[1].pieces), len(one.texts[0].pieces)
-    assert decoded(found["weights"][3]["data"]).reshape(shape).sum(-1) == pytest.approx(1, abs=1e-5)
-    assert found["chosen"] == [[3, 4]]
+    assert run_data["stats"]["previous"][3] is None and run_data["stats"]["entropy"][3] is not None
+    shape = 5, len(pass_.texts[1].pieces), len(pass_.texts[0].pieces)
+    assert decoded(run_data["weights"][3]["data"]).reshape(shape).sum(-1) == pytest.approx(1, abs=1e-5)
+    assert run_data["chosen"] == [[3, 4]]
 
 
-def test_heads_that_are_off_add_nothing(run: Callable[..., capture.Pass]) -> None:
-    one = run(off={3: [1, 7]})
-    found = payload.data(one)["runs"][0]
-    assert found["off"] == [[3, 1], [3, 7]]
-    norms = decoded(found["output"][3]["norms"]).reshape(12, -1)
+def test_heads_that_are_off_contribute_nothing(run: Callable[..., capture.Pass]) -> None:
+    pass_ = run(off={3: [1, 7]})
+    run_data = payload.data(pass_)["runs"][0]
+    assert run_data["off"] == [[3, 1], [3, 7]]
+    norms = decoded(run_data["output"][3]["norms"]).reshape(12, -1)
     assert (norms[[1, 7]] == 0).all() and (norms[0] > 0).all()
-    assert one.against is not None and not torch.equal(one.output.last_hidden_state, one.against.last_hidden_state)
+    assert pass_.unmasked_output is not None and not torch.equal(
+        pass_.output.last_hidden_state, pass_.unmasked_output.last_hidden_state
+    )
 
 
-def test_scores_stand_beside_the_layers(run: Callable[..., capture.Pass]) -> None:
+def test_scores_are_assigned_to_the_layers_of_their_kind(run: Callable[..., capture.Pass]) -> None:
     table = np.arange(72.0).reshape(6, 12)
-    found = payload.data(run(), scores={"importance": {"self": table}})["runs"][0]
-    assert found["scores"]["importance"] == table.tolist()
+    run_data = payload.data(run(), scores={"importance": {"self": table}})["runs"][0]
+    assert run_data["scores"]["importance"] == table.tolist()
     with pytest.raises(
         headwise.ShapeError,
         match=r"importance of self attention must be \(layers, heads\) = \(6, 12\) here, got \(2, 12\)",
@@ -147,7 +151,7 @@ class Importance(dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "scores",
     [
         {"michel": {"self": np.arange(72.0).reshape(6, 12)}},
         Importance(self=np.arange(72.0).reshape(6, 12)),
@@ -157,16 +161,16 @@ class Importance(dict[str, Any]):
         },
     ],
 )  # fmt: skip
-def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
-    found = payload.data(run(), scores=given)["runs"][0]
-    assert found["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
-    if "heads" in given:
-        (tmp_path / "a.json").write_text(json.dumps(given))
-        assert overlays.read([tmp_path / "a.json"]) == overlays.given(given)
+def test_scores_are_accepted_in_every_form(scores: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
+    run_data = payload.data(run(), scores=scores)["runs"][0]
+    assert run_data["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}
+    if "heads" in scores:
+        (tmp_path / "a.json").write_text(json.dumps(scores))
+        assert overlays.read_overlays([tmp_path / "a.json"]) == overlays.to_overlays(scores)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("scores", "words"),
     [
         (7, r"scores must be \{name: .* got int"),
         ({"a": {"self": [[1.0] * 12] * 6}, "b": 7}, "got int for 'b'"),
@@ -183,40 +187,40 @@ def test_scores_in_any_form(given: Any, run: Callable[..., capture.Pass], tmp_pa
         ({"headwise": "atlas", "scores": {"a": {"self": [1]}}}, "this atlas is not as headwise writes it"),
     ],
 )
-def test_scores_that_make_no_sense(given: Any, words: str, run: Callable[..., capture.Pass]) -> None:
+def test_scores_of_another_shape_are_refused(scores: Any, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
-        payload.data(run(), scores=given)
+        payload.data(run(), scores=scores)
 
 
-# --- how weights are stored ---
+# --- storage of weights ---
 
 
 def weights_of(heads: int, queries: int, keys: int) -> np.ndarray:
-    made = np.random.default_rng(3).random((heads, queries, keys), np.float32) ** 8
-    return made / made.sum(-1, keepdims=True)
+    weights = np.random.default_rng(3).random((heads, queries, keys), np.float32) ** 8
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def in_blocks(weights: np.ndarray, step: int) -> Any:
     return ((first, weights[:, first : first + step]) for first in range(0, weights.shape[1], step))
 
 
-def test_a_byte_is_no_further_off_than_it_is_said_to_be() -> None:
+def test_weight_stored_in_a_byte_is_within_its_error() -> None:
     weights = weights_of(3, 17, 23)
-    top, coded = pack.roots(weights)
+    top, coded = pack.root_bytes(weights)
     back = np.array(top)[:, None, None] * (coded / 255.0) ** 2
     step = np.array(top)[:, None, None] * (((coded + 0.5) / 255.0) ** 2 - (coded / 255.0) ** 2)
     assert (abs(back - weights) <= step + 1e-7).all()
 
 
-def test_shares_of_the_largest() -> None:
-    given = weights_of(2, 5, 7) * 13
-    stored = pack.shares(given)
+def test_numbers_stored_as_shares_are_within_half_a_step() -> None:
+    values = weights_of(2, 5, 7) * 13
+    stored = pack.share_words(values)
     back = decoded(stored["data"], "<u2").reshape(2, 5, 7) * (stored["top"] / 65535)
-    assert back == pytest.approx(given, abs=stored["top"] / 65535)
+    assert back == pytest.approx(values, abs=stored["top"] / 65535)
 
 
 @pytest.mark.parametrize("step", [1, 5, 7, 64])
-def test_reduced_matrices_by_blocks_equal_those_of_the_whole(step: int) -> None:
+def test_reduced_matrix_accumulated_in_blocks_equals_the_whole(step: int) -> None:
     weights = weights_of(2, 41, 37)
     reduced = pack.Reduced(weights.shape, 6)
     for first, block in in_blocks(weights, step):
@@ -224,16 +228,16 @@ def test_reduced_matrices_by_blocks_equal_those_of_the_whole(step: int) -> None:
     for i in range(7):
         for j in range(7):
             square = weights[:, 6 * i : 6 * i + 6, 6 * j : 6 * j + 6]
-            assert reduced.most[:, i, j] == pytest.approx(square.max((1, 2)))
+            assert reduced.largest[:, i, j] == pytest.approx(square.max((1, 2)))
             assert reduced.mean[:, i, j] == pytest.approx(square.mean((1, 2)), rel=1e-5)
 
 
-def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "EXACT", 0)
     monkeypatch.setattr(pack, "BYTES", 0)
     weights = weights_of(2, 41, 37)
     size = pack.Size(rows=82, weights=weights.size, longest=41)
-    stored = pack.linked(in_blocks(weights, 10), weights.shape, size)
+    stored = pack.pack_links(in_blocks(weights, 10), weights.shape, size)
     keys = decoded(stored["keys"], "<u1").reshape(2, 41, 8)
     assert (keys == np.argsort(-weights, -1)[..., :8]).all()
     assert decoded(stored["weights"], "<u2").reshape(2, 41, 8) / 65535 == pytest.approx(
@@ -245,7 +249,7 @@ def test_links_are_the_strongest_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     ("longest", "form", "kind", "links"),
     [(16, "f32", "u1", 8), (100, "u8", "u1", 8), (257, "links", "u2", 8), (70_000, "links", "u4", 1)],
 )
-def test_forms_by_size(longest: int, form: str, kind: str, links: int) -> None:
+def test_form_of_the_weights_depends_on_their_number(longest: int, form: str, kind: str, links: int) -> None:
     size = pack.Size(rows=144 * longest, weights=144 * longest**2, longest=longest)
     assert (size.form, size.number(), size.links) == (form, np.dtype(kind), links)
 
@@ -265,21 +269,21 @@ def bert_base_sized(tokens: int) -> capture.Pass:
 
 
 def test_144_heads_of_256_tokens_take_less_than_3_megabytes() -> None:
-    one = bert_base_sized(256)
-    assert len(one.texts[0].pieces) == 256
-    whole, _ = page.page(payload.data(one))
+    pass_ = bert_base_sized(256)
+    assert len(pass_.texts[0].pieces) == 256
+    whole, _ = page.page(payload.data(pass_))
     assert len(whole.encode()) < 3e6
 
 
 @pytest.mark.full
 def test_144_heads_of_2048_tokens_take_less_than_25_megabytes() -> None:
-    one = bert_base_sized(2048)
-    assert len(one.texts[0].pieces) == 2048
-    whole, _ = page.page(payload.data(one))
+    pass_ = bert_base_sized(2048)
+    assert len(pass_.texts[0].pieces) == 2048
+    whole, _ = page.page(payload.data(pass_))
     assert len(whole.encode()) < 25e6
 
 
-def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
+def test_payload_is_valid_json(run: Callable[..., capture.Pass]) -> None:
     json.dumps(payload.data(run()), allow_nan=False)
 
 
@@ -294,22 +298,22 @@ def test_the_data_is_json(run: Callable[..., capture.Pass]) -> None:
         ("x", "a head is written layer.head, such as 3.1, got 'x'"),
     ],
 )
-def test_heads_that_do_not_exist(head: str, words: str, run: Callable[..., capture.Pass]) -> None:
+def test_heads_that_do_not_exist_are_named(head: str, words: str, run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match=words):
         payload.data(run(), heads=[head])
 
 
-def test_a_target_needs_a_decoder(run: Callable[..., capture.Pass]) -> None:
+def test_target_is_refused_without_a_decoder(run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match="minilm has no decoder beside its encoder"):
         run(target="x")
 
 
-def test_too_many_tokens(run: Callable[..., capture.Pass]) -> None:
+def test_text_with_too_many_tokens_is_refused(run: Callable[..., capture.Pass]) -> None:
     with pytest.raises(headwise.HeadwiseError, match="16 tokens, 15 are allowed here"):
-        run(most=15)
+        run(max_tokens=15)
 
 
-def test_a_stopped_pass_leaves_nothing_behind(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
+def test_stopped_pass_removes_its_hooks(run: Callable[..., capture.Pass], minilm: tuple[Any, Any]) -> None:
     calls: list[int] = []
 
     def stop() -> bool:
@@ -339,12 +343,12 @@ def test_a_stopped_pass_leaves_nothing_behind(run: Callable[..., capture.Pass], 
     ],
     ids=lambda text: text[:40],
 )
-def test_scores_of_a_hostile_file_are_refused_in_one_line(text: str, tmp_path: Path) -> None:
+def test_invalid_score_files_are_refused_in_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     path.write_text(text)
     with pytest.raises(
         headwise.HeadwiseError,
         match="is not JSON|nested too deeply|as headwise writes|up to 10,000|must be|hold an obj",
     ) as e:
-        overlays.read([path])
+        overlays.read_overlays([path])
     assert "\n" not in str(e.value)

@@ -1,0 +1,4 @@
+// A saved page: nothing is behind it.
+import { mount } from "./document.js";
+
+mount();
