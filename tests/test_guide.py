@@ -11,8 +11,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from helpers.guide import guide
+from helpers.tools import load_tool
 
+guide = load_tool("guide")
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d+\.\d+|\d{1,3}(?:,\d{3})+")
@@ -36,7 +37,7 @@ def test_every_figure_was_printed_or_measured(name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_somewhere(name: str) -> None:
     targets = ["".join(found) for found in TARGET.findall(FENCE.sub("", PAGES[name]))]
-    missing = [to for to in targets if not to.startswith("http") and not (guide.HERE / to).exists()]
+    missing = [to for to in targets if not to.startswith("http") and not (guide.GUIDE / to).exists()]
     assert not missing
 
 
@@ -47,7 +48,7 @@ def test_the_index_lists_every_page_and_each_leads_to_the_next() -> None:
         assert f"]({following})" in PAGES[name].splitlines()[-1]
 
 
-@pytest.mark.parametrize("drawing", sorted(guide.HERE.glob("*.svg")), ids=lambda path: path.name)
+@pytest.mark.parametrize("drawing", sorted(guide.GUIDE.glob("*.svg")), ids=lambda path: path.name)
 def test_drawings_are_well_formed_and_know_the_dark(drawing: Path) -> None:
     root = Tree.parse(drawing).getroot()
     assert root.find("{http://www.w3.org/2000/svg}title") is not None

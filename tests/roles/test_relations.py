@@ -371,6 +371,6 @@ def test_a_real_model_on_a_real_treebank() -> None:
 
 
 def _fetched() -> Path:
-    tools = runpy.run_path(str(DATA.parents[1] / "tools" / "data.py"))
+    tools = runpy.run_path(str(DATA.parents[1] / "tools" / "fetch_data.py"))
     tools["fetch"]("ud")
     return DATA / "ud"

@@ -41,7 +41,6 @@ def inspect(
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")] = False,
     example: Annotated[str | None, typer.Option(help="A sentence that comes along: see --examples.")] = None,
     examples: Annotated[bool, typer.Option("--examples", help="Every sentence that comes along.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
     png: Annotated[Path | None, typer.Option(help="Write a picture: all heads, or the matrix of --head.")] = None,
     svg: Annotated[Path | None, typer.Option(help="The same picture as SVG.")] = None,
     html: Annotated[
@@ -66,8 +65,6 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what every attention head does with a sentence: where a word looks, which heads stand out."""
-    if markdown:
-        return echo(_page(model), nl=False)
     if examples:
         return _list()
     text, follow = _chosen(text, example, tuple(token or ()))
@@ -217,22 +214,3 @@ def _list() -> None:
     for name, example in EXAMPLES.items():
         echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
     echo("\nheadwise inspect --example NAME shows what the heads do with it.")
-
-
-def _page(model: str) -> str:
-    """The examples and what was measured on them, as a page of Markdown."""
-    from ..inspection.examples import EXAMPLES
-    from ..inspection.terminal import plain
-
-    parts = [PAGE]
-    for name, example in EXAMPLES.items():
-        found = _inspected(example.text, model, token=example.follow)
-        drawn = "\n".join(line.rstrip() for line in plain(found).splitlines())
-        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{drawn}\n```\n")
-    return "".join(parts)
-
-
-PAGE = """# Examples
-What the heads of the default model do with the sentences that come along. `headwise inspect --examples` lists them,
-`headwise inspect --example cat` shows one. This page is what `make examples` wrote; a test measures it again.
-"""

@@ -1,7 +1,7 @@
 """docs/atlas.md out of the atlases that come along: `make atlases` measures all of it again.
 
-python docs/atlas.py take     the measured atlases from build/ into the package, how stable they are into docs/
-python docs/atlas.py page     the page; every number in it comes from those files
+python tools/atlas_page.py take     the measured atlases from build/ into the package, how stable they are into docs/
+python tools/atlas_page.py page     the page; every number in it comes from those files
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from headwise.roles.atlas.bundled import NAMES, shipped
 from headwise.roles.atlas.roles import ARGMAX, OFFSETS, ROLES
 from headwise.roles.atlas.stability import stability
 
-DOCS = Path(__file__).parent
-BUILD, DATA = DOCS.parent / "build", DOCS.parent / "src" / "headwise" / "roles" / "data"
+ROOT = Path(__file__).parents[1]
+DOCS, BUILD = ROOT / "docs", ROOT / "build"
+DATA = ROOT / "src" / "headwise" / "roles" / "atlas" / "data"
 STABLE = DOCS / "stability.json"
 POSITIONAL = 0.9  # of the queries: Voita et al. 2019
 RARE = "rare" + ARGMAX

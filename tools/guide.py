@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-NOTEBOOK = HERE / "guide.ipynb"
+GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+NOTEBOOK = GUIDE / "guide.ipynb"
 CODE = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<shown>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +34,7 @@ class Block:
 
 def pages() -> list[Path]:
     """The index, then the pages by their numbers."""
-    return [HERE / "README.md", *sorted(HERE.glob("[0-9]*.md"))]
+    return [GUIDE / "README.md", *sorted(GUIDE.glob("[0-9]*.md"))]
 
 
 def blocks(text: str) -> Iterator[Block]:

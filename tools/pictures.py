@@ -12,7 +12,7 @@ from playwright.sync_api import sync_playwright
 import headwise
 from headwise.ui import capture, page, payload
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1] / "docs"
 LARGEST = 300_000  # bytes
 PICTURES = {  # name: what of the page, the state it shows, the window's size, and pixels for each of the page's
     "map": ("body", "paint=thumbnail", (1180, 900), 1.5),

@@ -1,7 +1,7 @@
 """Measure what docs/relations.md tells and write the page: `make data relations`.
 
-python docs/relations.py measure minilm ewt     one model on one set, into build/relations; what is there stays
-python docs/relations.py page                   the page out of what was measured
+python tools/relations_page.py measure minilm ewt     one model on one set, into build/relations; what is there stays
+python tools/relations_page.py page                   the page out of what was measured
 """
 
 from __future__ import annotations

