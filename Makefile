@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full matrix campaign sanitize neon bench \
+.PHONY: help setup demo examples pictures guide data atlases relations lab lab-pages tools test test-full matrix campaign sanitize neon bench \
         lint format clean
 
 help:  ## show this list
@@ -52,6 +52,9 @@ relations: setup data  ## measure docs/relations.md again
 	for model in minilm smollm2; do for set in ewt gum coreference probe winograd matter; do \
 	  $(BIN)/python tools/relations_page.py measure $$model $$set || exit 1; done; done
 	$(BIN)/python tools/relations_page.py page
+
+lab-pages: setup  ## write docs/lab again from its figures, after a change of words
+	$(BIN)/python tools/lab_pages.py
 
 # what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
 # path; where they are missing and can be installed, they are

@@ -33,31 +33,23 @@ def lab(
         Path | None, typer.Option(help="Where JSON, PNG and Markdown go: lab/, or docs/lab/ with --all.")
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Where finished pieces are kept; the user's cache.")] = None,
-    pages: Annotated[
-        bool, typer.Option("--pages", help="Write the pages in docs/lab/ again from their figures; nothing is run.")
-    ] = False,
     over: Annotated[str, typer.Option(help="Under torchrun, how models are trained: ddp or fsdp.")] = "ddp",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """What everyone says about multi-head attention, measured: each claim an experiment with a verdict."""
-    if pages:
-        from ..lab.session import rewrite
-
-        echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
-        return
     if not claims and not all_claims:
         _list(as_json)
         return
-    from ..lab.claims import NUMBERS, claim
-    from ..lab.session import measure, write
+    from ..lab.claims import claim_numbers, load_claim
+    from ..lab.session import measure, write_result
     from ..lab.store import DEFAULT, FULL, Lab
     from ..models.loading.locate import cache
 
     if claims and all_claims:
         raise HeadwiseError("give numbers of claims or --all, not both")
-    numbers = list(dict.fromkeys(claims or NUMBERS))
+    numbers = list(dict.fromkeys(claims or claim_numbers()))
     for number in numbers:
-        claim(number)
+        load_claim(number)
     _check_device(device)
     check_over(over)
     records = []
@@ -72,7 +64,7 @@ def lab(
             progress(f"claim {number}", done, len(numbers))
             records.append(measure(number, desk))
             if ranks.first:
-                write(records[-1], out)
+                write_result(records[-1], out)
     if not ranks.first:
         return
     if as_json:
@@ -82,38 +74,38 @@ def lab(
 
 
 def _list(as_json: bool) -> None:
-    from ..lab.claims import NUMBERS, claim
-    from ..lab.session import results
+    from ..lab.claims import claim_numbers, load_claim
+    from ..lab.session import read_results
 
-    found = results()
+    found = read_results()
     if as_json:
         kept = [{key: x for key, x in record.items() if key != "figures"} for record in found.values()]
         echo(json.dumps(kept, indent=2))
         return
     from rich.text import Text
 
-    from ..lab.terminal import sentence, verdicts_of
+    from ..lab.terminal import read_verdicts, verdict_line
 
     screen = console()
-    for number in NUMBERS:
+    for number in claim_numbers():
         record = found.get(number)
-        title = record["title"] if record else claim(number).title
+        title = record["title"] if record else load_claim(number).title
         screen.print(Text(f"{number}. {title}", style="bold"))
-        for verdict in verdicts_of(record) if record else []:
-            screen.print(Text("   ").append_text(sentence(verdict)))
+        for verdict in read_verdicts(record) if record else []:
+            screen.print(Text("   ").append_text(verdict_line(verdict)))
         if record is None:
             screen.print(Text(f"   not measured yet; headwise lab {number} does", style="dim"))
     screen.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
 
 
 def _show(records: list[dict[str, Any]], out: Path) -> None:
-    from ..lab.claims import claim
-    from ..lab.terminal import drawn
+    from ..lab.claims import load_claim
+    from ..lab.terminal import draw_result
 
     screen = console()
     for record in records:
-        chosen, figures = claim(record["claim"]), record["figures"]
-        screen.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
+        chosen, figures = load_claim(record["claim"]), record["figures"]
+        screen.print(draw_result(record, chosen.charts(figures), chosen.tables(figures)))
         screen.print()
     echo(f"written to {out}/", err=True)
 

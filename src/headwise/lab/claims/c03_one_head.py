@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
-from ..look import patterns
+from ..head_patterns import patterns
 from ..model import RELATIONS_RECIPE, task_of
 from ..store import Lab
 from ..tasks import Relations

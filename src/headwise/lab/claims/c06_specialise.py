@@ -13,7 +13,7 @@ from torch import Tensor
 from ...attention.nn.stack import Decoder
 from ...roles.atlas.build import atlas
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
-from ..look import patterns, unlike
+from ..head_patterns import head_divergences, patterns
 from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, as_gpt2, attentions, build, task_of
 from ..store import Lab
 from ..tasks import Text
@@ -60,7 +60,7 @@ def run(lab: Lab) -> Figures:
 def within(seen: Tensor) -> float:
     """The mean distance between two heads of a layer. seen (layers, heads, B, T, T)."""
     heads = seen.shape[1]
-    pairs = [unlike(layer, layer)[~torch.eye(heads, dtype=torch.bool)].mean() for layer in seen]
+    pairs = [head_divergences(layer, layer)[~torch.eye(heads, dtype=torch.bool)].mean() for layer in seen]
     return float(torch.stack(pairs).mean())
 
 
@@ -68,7 +68,7 @@ def between(starts: list[Tensor]) -> Figures:
     """Heads of two starts: any two, those of the same number, and those of the best matching; the mean of all pairs."""
     found: dict[str, list[float]] = {"any": [], "same number": [], "matched": []}
     for one, other in itertools.combinations(starts, 2):
-        tables = [unlike(a, b).cpu().numpy() for a, b in zip(one, other, strict=True)]
+        tables = [head_divergences(a, b).cpu().numpy() for a, b in zip(one, other, strict=True)]
         others = ~np.eye(len(tables[0]), dtype=bool)
         found["any"].append(float(np.mean([table[others].mean() for table in tables])))
         found["same number"].append(float(np.mean([table.diagonal().mean() for table in tables])))

@@ -1,0 +1,29 @@
+"""Packages whose public names are imported when they are first used (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for a package.
+
+    Args:
+        package: its `__name__`.
+        modules: public name -> the module of the package that defines it, such as {"race": "race"}.
+
+    Example:
+        >>> __getattr__, __dir__ = lazy_names(__name__, {"recover": "recovery"})
+    """
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{modules[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted(modules)
