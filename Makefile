@@ -32,14 +32,14 @@ examples: setup  ## measure docs/examples.md again
 pictures: setup tools  ## take the pictures of the page again
 	$(BIN)/python tools/pictures.py
 
-guide: setup  ## run the guide's pages, write down what they print, make the notebook
+guide: setup  ## run the guide's pages, write their outputs and the notebook
 	$(BIN)/python tools/guide.py
 
 data:  ## fetch the texts and the annotation that reports are measured on into build/data
 	$(PYTHON) tools/fetch_data.py
 
-# each run may be stopped and started again: it goes on where it was
-atlases: setup data  ## measure the atlases that come along, and docs/atlas.md, again
+# each run resumes where it was interrupted
+atlases: setup data  ## measure the bundled atlases, and docs/atlas.md, again
 	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
 	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
 	$(BIN)/headwise atlas --model minilm --texts build/data/sotu.txt --limit 5000 --out build/speeches-minilm
@@ -47,7 +47,7 @@ atlases: setup data  ## measure the atlases that come along, and docs/atlas.md, 
 	$(BIN)/python tools/atlas_page.py take
 	$(BIN)/python tools/atlas_page.py page
 
-# what is in build/relations already is not measured again
+# existing results in build/relations are not measured again
 relations: setup data  ## measure docs/relations.md again
 	for model in minilm smollm2; do for set in ewt gum coreference probe winograd matter; do \
 	  $(BIN)/python tools/relations_page.py measure $$model $$set || exit 1; done; done
@@ -96,7 +96,7 @@ neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench
 
-lab: setup  ## measure every claim of docs/lab again, the long way; what is done is not done again
+lab: setup  ## measure every claim of docs/lab again, on the full budget; finished pieces are reused
 	$(BIN)/headwise lab --all --full
 
 lint: setup  ## check style and types
