@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations lab tools test test-full matrix campaign sanitize neon bench \
+.PHONY: help setup demo examples pictures guide data atlases relations lab lab-pages tools test test-full matrix campaign sanitize neon bench \
         lint lint-js format clean
 
 help:  ## show this list
@@ -27,32 +27,34 @@ demo: setup  ## what the heads of a real model do with a sentence
 	$(BIN)/headwise inspect
 
 examples: setup  ## measure docs/examples.md again
-	$(BIN)/headwise inspect --markdown > docs/examples.md.new
-	mv docs/examples.md.new docs/examples.md
+	$(BIN)/python tools/examples_page.py
 
 pictures: setup tools  ## take the pictures of the page again
-	$(BIN)/python docs/pictures.py
+	$(BIN)/python tools/pictures.py
 
-guide: setup  ## run the guide's pages, write down what they print, make the notebook
-	$(BIN)/python docs/guide/make.py
+guide: setup  ## run the guide's pages, write their outputs and the notebook
+	$(BIN)/python tools/guide.py
 
 data:  ## fetch the texts and the annotation that reports are measured on into build/data
-	$(PYTHON) tools/data.py
+	$(PYTHON) tools/fetch_data.py
 
-# each run may be stopped and started again: it goes on where it was
-atlases: setup data  ## measure the atlases that come along, and docs/atlas.md, again
+# each run resumes where it was interrupted
+atlases: setup data  ## measure the bundled atlases, and docs/atlas.md, again
 	$(BIN)/headwise atlas --model minilm --texts build/data/gutenberg.txt --limit 10000 --out build/atlas-minilm
 	$(BIN)/headwise atlas --model smollm2 --texts build/data/gutenberg.txt --limit 6000 --out build/atlas-smollm2
 	$(BIN)/headwise atlas --model minilm --texts build/data/sotu.txt --limit 5000 --out build/speeches-minilm
 	$(BIN)/headwise atlas --model smollm2 --texts build/data/sotu.txt --limit 1000 --out build/speeches-smollm2
-	$(BIN)/python docs/atlas.py take
-	$(BIN)/python docs/atlas.py page
+	$(BIN)/python tools/atlas_page.py take
+	$(BIN)/python tools/atlas_page.py page
 
-# what is in build/relations already is not measured again
+# existing results in build/relations are not measured again
 relations: setup data  ## measure docs/relations.md again
 	for model in minilm smollm2; do for set in ewt gum coreference probe winograd matter; do \
-	  $(BIN)/python docs/relations.py measure $$model $$set || exit 1; done; done
-	$(BIN)/python docs/relations.py page
+	  $(BIN)/python tools/relations_page.py measure $$model $$set || exit 1; done; done
+	$(BIN)/python tools/relations_page.py page
+
+lab-pages: setup  ## write docs/lab again from its figures, after a change of words
+	$(BIN)/python tools/lab_pages.py
 
 # what the tests run beside Python: a browser and node for the page, a compiler and an emulator for the kernel's NEON
 # path; where they are missing and can be installed, they are. npm comes last: some packages of nodejs include it
@@ -96,7 +98,7 @@ neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench
 
-lab: setup  ## measure every claim of docs/lab again, the long way; what is done is not done again
+lab: setup  ## measure every claim of docs/lab again, on the full budget; finished pieces are reused
 	$(BIN)/headwise lab --all --full
 
 lint: setup  ## check style and types

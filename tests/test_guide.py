@@ -1,4 +1,4 @@
-"""The guide: its pages hang together, its figures come from what runs, and the notebook is the pages."""
+"""The guide: its links work, its figures come from its code or the lab, and the notebook matches the pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from helpers.guide import guide
+from helpers.tools import load_tool
 
+guide = load_tool("guide")
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d+\.\d+|\d{1,3}(?:,\d{3})+")
@@ -34,9 +35,9 @@ def test_every_figure_was_printed_or_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_link_leads_somewhere(name: str) -> None:
+def test_every_link_has_a_target(name: str) -> None:
     targets = ["".join(found) for found in TARGET.findall(FENCE.sub("", PAGES[name]))]
-    missing = [to for to in targets if not to.startswith("http") and not (guide.HERE / to).exists()]
+    missing = [to for to in targets if not to.startswith("http") and not (guide.GUIDE / to).exists()]
     assert not missing
 
 
@@ -47,14 +48,14 @@ def test_the_index_lists_every_page_and_each_leads_to_the_next() -> None:
         assert f"]({following})" in PAGES[name].splitlines()[-1]
 
 
-@pytest.mark.parametrize("drawing", sorted(guide.HERE.glob("*.svg")), ids=lambda path: path.name)
-def test_drawings_are_well_formed_and_know_the_dark(drawing: Path) -> None:
+@pytest.mark.parametrize("drawing", sorted(guide.GUIDE.glob("*.svg")), ids=lambda path: path.name)
+def test_drawings_are_well_formed_and_have_a_dark_mode(drawing: Path) -> None:
     root = Tree.parse(drawing).getroot()
     assert root.find("{http://www.w3.org/2000/svg}title") is not None
     assert "prefers-color-scheme: dark" in drawing.read_text(encoding="utf-8")
 
 
-def test_the_notebook_is_the_pages() -> None:
+def test_the_notebook_matches_the_pages() -> None:
     assert guide.NOTEBOOK.read_text(encoding="utf-8") == guide.as_text(guide.notebook(list(PAGES.values())))
 
 
@@ -74,7 +75,7 @@ def printed(output: nbformat.NotebookNode) -> tuple[str, str]:
 # --- the checks themselves ---
 
 
-def test_a_made_up_figure_is_caught() -> None:
+def test_a_figure_without_a_source_is_caught() -> None:
     page = "Seen: 0.68 and 1,024, not 0.69.\n\n```text\n0.68 10.69\n```\n\n```python\nx = 0.69\n```\n"
     assert unfounded(page) == ["1,024", "0.69"]
     assert unfounded(page, "1,024") == ["0.69"]

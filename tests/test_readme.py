@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.guide import guide
+from helpers.tools import load_tool
 
+guide = load_tool("guide")
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *guide.pages()]
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -185,7 +185,7 @@ def test_card_escapes_hostile_tensor_names(beside: bool, folder: Path, capsys: p
         ("prune", "--texts", __file__, "--out", "y", "--plan", HOSTILE),
         ("prune", "--texts", "x", "--out", "y", "--score", HOSTILE),
         ("lab", HOSTILE), ("lab", "1", "--device", HOSTILE), ("lab", "1", "--over", HOSTILE),
-        ("lab", "--pages", "--out", HOSTILE), ("scale", HOSTILE), ("scale", "gpt2", "--dtype", HOSTILE),
+        ("scale", HOSTILE), ("scale", "gpt2", "--dtype", HOSTILE),
         ("serve", "--model", HOSTILE), ("serve", "--scores", HOSTILE), ("serve", "--port", HOSTILE),
         ("bench", "--cases", HOSTILE), ("trace", "--heads", HOSTILE),
     ],

@@ -14,10 +14,11 @@ from headwise.cli import main
 from headwise.models.loading import locate, resolve
 from headwise.ui import figure
 from helpers import small_checkpoints
+from helpers.tools import load_tool
 
 ANIMAL = "The animal didn't cross the street because it was too tired."
 WIDE = "The animal didn't cross the street because it was too wide."
-EXAMPLES_PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
+examples_page = load_tool("examples_page")
 NUMBER = re.compile(r"\d+\.\d\d\b")
 
 
@@ -232,9 +233,9 @@ def test_an_example_follows_its_words(capsys: pytest.CaptureFixture[str]) -> Non
     assert [word for word in ("it", "soft", "sat") if f"Where “{word}” looks" in out] == ["it", "soft", "sat"]
 
 
-def test_the_page_of_examples_is_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_examples_is_what_is_measured() -> None:
     """Words exactly; numbers up to the last digit's rounding, which differs between machines."""
-    measured, written = shown(capsys, "--markdown"), EXAMPLES_PAGE.read_text(encoding="utf-8")
+    measured, written = examples_page.examples_page(), examples_page.PAGE.read_text(encoding="utf-8")
     assert _wordy(measured) == _wordy(written), "run `make examples`"
     numbers = [[float(x) for x in NUMBER.findall(text)] for text in (measured, written)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.011)

@@ -1,4 +1,4 @@
-"""The claims that train nothing: what they compute, and that their verdicts turn with the figures."""
+"""The claims that train nothing: what they compute, and how their verdicts depend on the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headwise.timing.interleaved_race import Mismatch
 # --- times ---
 
 
-def test_a_race_is_run_for_every_start_and_kept(tmp_path: Any) -> None:
+def test_races_run_once_per_start_and_are_read_from_the_store_after(tmp_path: Any) -> None:
     calls: list[str] = []
     ways = {name: lambda name=name: calls.append(name) for name in ("slow", "fast")}
     lab = Lab(TINY, work=tmp_path)
@@ -43,11 +43,13 @@ def same_time(**by_heads: tuple[float, float]) -> Verdict:
         ({"h6": (1.0, 1.0), "h12": (1.1, 1.1), "h768": (1.1, 1.4)}, CANNOT_TELL),
     ],
 )
-def test_the_same_time_is_the_same_in_every_race(by_heads: dict[str, tuple[float, float]], word: str) -> None:
+def test_same_time_verdict_requires_agreement_of_every_race(
+    by_heads: dict[str, tuple[float, float]], word: str
+) -> None:
     assert same_time(**by_heads).word == word
 
 
-def test_the_widths_that_take_the_same_time_are_named() -> None:
+def test_same_time_verdict_names_the_range_of_head_sizes() -> None:
     narrow = same_time(h1=(1.0, 1.0), h12=(1.1, 1.1), h48=(1.2, 1.2), h96=(1.2, 1.4), h192=(1.2, 1.2), h768=(2.0, 2.0))
     assert narrow.only_if == "d_k is at least 16"
     both = same_time(h1=(2.0, 2.0), h2=(1.3, 1.2), h12=(1.0, 1.0), h24=(1.2, 1.2), h48=(1.5, 1.5))
@@ -60,7 +62,7 @@ def fused(*cases: tuple[int, list[float]]) -> Verdict:
     return c02_fused._judge("it is", found, 2.0, "a part", lambda case: int(case["tokens"]))
 
 
-def test_much_faster_is_so_in_every_race_or_up_to_a_size() -> None:
+def test_fused_verdict_requires_every_race_or_names_the_size_limit() -> None:
     assert fused((5, [2.0, 3.0]), (7, [2.5, 2.1])).word == HOLDS
     assert fused((5, [1.9, 3.0]), (7, [0.5, 2.1])).word == NOT
     small = fused((5, [3.0, 3.0]), (7, [2.5, 2.5]), (11, [1.0, 3.0]), (13, [4.0, 4.0]))
@@ -70,7 +72,7 @@ def test_much_faster_is_so_in_every_race_or_up_to_a_size() -> None:
     assert large.only_if == "the sizes suit it: 2 heads, 7 tokens, batch 1"
 
 
-def test_ways_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_with_different_outputs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(c02_fused.contestants((4, 5, 3), "cpu")) >= {"one", "three", "small", "call", "loop", "textbook loop"}
     monkeypatch.setattr(c02_fused, "textbook", lambda q, k, v: v)
     with pytest.raises(Mismatch, match="textbook"):
@@ -81,7 +83,7 @@ def test_ways_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("tokens", [5, 1536])
-def test_multiply_adds_are_those_of_the_formula(tokens: int) -> None:
+def test_counted_multiply_adds_match_the_formula(tokens: int) -> None:
     for heads in (1, 12):
         counted = c01_same_cost._flops(heads, tokens)
         assert counted["projections"] == 4 * tokens * 768**2
@@ -89,13 +91,13 @@ def test_multiply_adds_are_those_of_the_formula(tokens: int) -> None:
         assert counted["exponentials"] == heads * tokens**2
 
 
-def test_the_textbook_is_the_module() -> None:
+def test_textbook_attention_matches_the_module() -> None:
     layer = MultiHeadAttention(768, 12)
     x = torch.randn(1, 5, 768)
     assert torch.allclose(c01_same_cost.textbook(layer, x), layer(x), atol=1e-5)
 
 
-def test_berts_parts_are_counted_where_they_are() -> None:
+def test_bert_parameters_are_counted_per_part() -> None:
     bert = c01_same_cost._bert()
     assert bert["built"] == {"attention": 28_348_416, "ffn": 56_669_184, "embeddings": 23_835_648, "rest": 628_992}
     assert bert["weights"] == c01_same_cost.WEIGHTS
@@ -117,12 +119,12 @@ def sliced() -> MultiHeadAttention:
     return layer
 
 
-def test_a_gradient_tells_a_slice_from_the_whole() -> None:
+def test_gradients_distinguish_sliced_from_full_projections() -> None:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(1, 7, 12, generator=random)
-    whole = c05_slices.seen(MultiHeadAttention(12, 3), x, 1, random)
+    whole = c05_slices.slice_gradients(MultiHeadAttention(12, 3), x, 1, random)
     assert whole["reached"] == 1 and whole["own_share"] < 0.9 and whole["outside"] == 0 < whole["inside"]
-    slices = [c05_slices.seen(sliced(), x, head, random) for head in range(3)]
+    slices = [c05_slices.slice_gradients(sliced(), x, head, random) for head in range(3)]
     assert all(head["reached"] == pytest.approx(1 / 3) and head["own_share"] == 1 for head in slices)
     figures = {"untrained": [slices], "minilm": [slices]}
     assert c05_slices.verdicts(figures)[0].word == HOLDS
@@ -134,7 +136,7 @@ def test_a_gradient_tells_a_slice_from_the_whole() -> None:
 # --- cards ---
 
 
-def test_cards_that_confuse_heads_and_experts_would_be_noticed() -> None:
+def test_expert_verdicts_change_with_the_figures_of_the_cards() -> None:
     figures = c12_cards.run(Lab(TINY))
     assert [verdict.word for verdict in c12_cards.verdicts(figures)] == [HOLDS, NOT, NOT]
     assert figures["cards"]["mixtral-8x7b"]["experts"] == 8 and not figures["cards"]["bert-base"]["experts"]
@@ -156,7 +158,7 @@ def model(local: list[float], syntactic: list[float], abstract: list[float]) -> 
     return {"local": seen, "relations": rows, "layers": 6}
 
 
-def test_depth_is_judged_model_by_model() -> None:
+def test_depth_verdicts_are_given_per_model_and_combined() -> None:
     early = model([0.6, 0.6, 0.1, 0.1, 0.2, 0.2], [0.0, 0.1, 0.2, 0.2], [0.8, 0.9, 1.0, 1.0])
     late = model([0.1, 0.1, 0.1, 0.1, 0.2, 0.2], [0.8, 0.9, 1.0, 1.0], [0.0, 0.1, 0.2, 0.2])
     words = [[verdict.word for verdict in c11_depth.verdicts(figures)] for figures in ({"a": early}, {"b": late})]
@@ -170,6 +172,6 @@ def test_depth_is_judged_model_by_model() -> None:
     assert [verdict.word for verdict in c11_depth.verdicts({"c": few})] == [NOT, CANNOT_TELL, CANNOT_TELL]
 
 
-def test_chance_counts_all_labellings() -> None:
+def test_chance_is_the_share_of_all_labellings() -> None:
     assert c11_depth.by_chance([1.0, 0.9], [0.0, 0.1, 0.2]) == pytest.approx(1 / 10)
     assert c11_depth.by_chance([0.0], [1.0, 1.0]) == 1

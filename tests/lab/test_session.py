@@ -1,4 +1,4 @@
-"""Claims end to end, at a budget that only tries them out: figures, verdicts, files, resuming, the command."""
+"""Claims end to end, on the smallest budget: figures, verdicts, files, resuming, the command."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 
 from headwise.cli import main
 from headwise.errors import HeadwiseError
-from headwise.lab import session
+from headwise.lab import claims, session
 from headwise.lab.claim import ONLY_IF, WORDS, Chart, Table, Verdict
-from headwise.lab.claims import NUMBERS, claim
-from headwise.lab.page import index, page, stem
+from headwise.lab.claims import claim_numbers, load_claim
+from headwise.lab.result_page import index_page, result_page, stem
 from headwise.lab.store import TINY, Lab
+from helpers.tools import load_tool
 
+lab_pages = load_tool("lab_pages")
 DOCS = Path(__file__).parents[2] / "docs" / "lab"
 
 
@@ -26,59 +28,65 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-@pytest.fixture(scope="module", params=NUMBERS)
+@pytest.fixture(scope="module", params=claim_numbers())
 def measured(request: pytest.FixtureRequest, work: Path) -> dict[str, Any]:
     return session.measure(request.param, Lab(TINY, seed=3, work=work))
 
 
-def test_a_claim_gives_a_well_formed_result(measured: dict[str, Any], tmp_path: Path) -> None:
-    chosen = claim(measured["claim"])
+def test_claims_are_found_by_their_file_names() -> None:
+    files = sorted(path.stem for path in Path(claims.__file__).parent.glob("c*_*.py"))
+    assert [f"c{number:02d}" for number in claim_numbers()] == [name.partition("_")[0] for name in files]
+    assert [load_claim(number).number for number in claim_numbers()] == list(claim_numbers())
+
+
+def test_every_claim_gives_a_well_formed_result(measured: dict[str, Any], tmp_path: Path) -> None:
+    chosen = load_claim(measured["claim"])
     assert [verdict["says"] for verdict in measured["verdicts"]] == list(chosen.sentences)
     assert all(verdict["because"] and verdict["sure"] for verdict in measured["verdicts"])
     assert json.loads(json.dumps(measured)) == measured
     charts, tables = chosen.charts(measured["figures"]), chosen.tables(measured["figures"])
     assert charts and all(isinstance(chart, Chart) and chart.series for chart in charts)
     assert all(isinstance(table, Table) and len(row) == len(table.head) for table in tables for row in table.rows)
-    session.write(measured, tmp_path)
+    session.write_result(measured, tmp_path)
     name = stem(measured["claim"])
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.md", f"{name}.png", "README.md"}
-    assert session.results([tmp_path]) == {measured["claim"]: measured}
+    assert session.read_results([tmp_path]) == {measured["claim"]: measured}
 
 
-def test_what_is_done_is_not_done_again(measured: dict[str, Any], work: Path) -> None:
+def test_a_second_run_computes_nothing_and_gives_the_same_result(measured: dict[str, Any], work: Path) -> None:
     again = Lab(TINY, seed=3, work=work)
     record = session.measure(measured["claim"], again)
     assert again.made == []
     assert record["figures"] == measured["figures"] and record["verdicts"] == measured["verdicts"]
 
 
-def test_pages_are_written_again_from_their_figures(measured: dict[str, Any], tmp_path: Path) -> None:
-    session.write(measured | {"title": "an older title", "verdicts": []}, tmp_path)
-    assert main(["lab", "--pages", "--out", str(tmp_path)]) == 0
-    assert session.results([tmp_path]) == {measured["claim"]: measured}
+def test_lab_pages_tool_restores_verdicts_from_the_figures(measured: dict[str, Any], tmp_path: Path) -> None:
+    session.write_result(measured | {"title": "an older title", "verdicts": []}, tmp_path)
+    assert lab_pages.rewrite_pages(tmp_path) == [measured["claim"]]
+    assert session.read_results([tmp_path]) == {measured["claim"]: measured}
 
 
-@pytest.mark.parametrize("number", sorted(session.results([DOCS])))
-def test_the_pages_in_the_docs_are_what_their_figures_give(number: int) -> None:
-    record, chosen = session.results([DOCS])[number], claim(number)
-    assert record["verdicts"] == [asdict(verdict) for verdict in session.judged(chosen, record["figures"])]
-    assert (DOCS / f"{stem(number)}.md").read_text(encoding="utf-8") == page(chosen, record)
+@pytest.mark.parametrize("number", sorted(session.read_results([DOCS])))
+def test_the_pages_in_docs_match_their_figures(number: int) -> None:
+    record, chosen = session.read_results([DOCS])[number], load_claim(number)
+    assert record["verdicts"] == [asdict(verdict) for verdict in session.judge(chosen, record["figures"])]
+    assert (DOCS / f"{stem(number)}.md").read_text(encoding="utf-8") == result_page(chosen, record)
     assert (DOCS / f"{stem(number)}.png").stat().st_size > 10_000
-    assert "headwise lab" in page(chosen, record)
+    assert "headwise lab" in result_page(chosen, record)
 
 
-def test_the_index_in_the_docs_is_what_the_results_give() -> None:
-    records = list(session.results([DOCS]).values())
-    assert not records or (DOCS / "README.md").read_text(encoding="utf-8") == index(records)
+def test_the_index_in_docs_matches_the_results() -> None:
+    records = list(session.read_results([DOCS]).values())
+    assert not records or (DOCS / "README.md").read_text(encoding="utf-8") == index_page(records)
 
 
-def test_the_list_has_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_numbers_lists_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"{number}. " in shown for number in NUMBERS)
+    assert all(f"{number}. " in shown for number in claim_numbers())
 
 
-def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bad_claims_and_devices_are_errors_with_a_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["lab", "99"]) == 2
     assert "there is no claim 99; there are " in capsys.readouterr().err
     assert main(["lab", "3", "--all"]) == 2
@@ -100,11 +108,9 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["3", "--seed", "-1"], "Invalid value for '--seed'"),
         (["3", "--seed", "9" * 30], "Invalid value for '--seed'"),
         (["³"], "Invalid value for '.*NUMBER"),
-        (["--pages", "--out", "x" * 5000], "x' has no results of the lab"),
-        (["--pages", "--out", "FILE"], "FILE' has no results of the lab; headwise lab NUMBER --out makes some"),
     ],
 )
-def test_what_cannot_be_is_told_before_the_work(
+def test_bad_arguments_are_refused_before_anything_is_measured(
     args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "measure", lambda *args: pytest.fail("it was measured"))
@@ -117,8 +123,8 @@ def test_what_cannot_be_is_told_before_the_work(
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, '{"value": NaN}', "[]", "7", '{"made_of": 1}', "\0"])
-def test_a_broken_piece_is_named(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"value": NaN}', "[]", "7", '{"made_of": 1}', "\0"])
+def test_a_broken_piece_in_the_store_is_named(content: str, tmp_path: Path) -> None:
     lab = Lab(TINY, work=tmp_path)
     assert lab.piece("sum", {"of": 7}, lambda: 11) == 11
     [place] = tmp_path.iterdir()
@@ -127,7 +133,7 @@ def test_a_broken_piece_is_named(content: str, tmp_path: Path) -> None:
         lab.piece("sum", {"of": 7}, lambda: 11)
 
 
-def test_weights_that_were_cut_short_are_named(tmp_path: Path) -> None:
+def test_truncated_weights_in_the_store_are_named(tmp_path: Path) -> None:
     options = {"task": "relations", "heads": 2, "width": 8, "seed": 5}
     assert Lab(TINY, work=tmp_path).trained(**options).curve
     [weights] = tmp_path.glob("*.safetensors")
@@ -136,7 +142,7 @@ def test_weights_that_were_cut_short_are_named(tmp_path: Path) -> None:
         Lab(TINY, work=tmp_path).trained(**options)
 
 
-def test_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_with_a_message(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     options = {"task": "relations", "heads": 2, "width": 8, "seed": 5}
@@ -150,27 +156,32 @@ def test_a_full_disk_is_an_error_in_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("figures", [{}, [], None, 7, {"rows": [None]}])
-def test_figures_that_a_claim_cannot_read_are_named(figures: Any, tmp_path: Path) -> None:
+def test_a_claim_that_cannot_read_its_figures_is_named(figures: Any, tmp_path: Path) -> None:
     (tmp_path / "claim03.json").write_text(json.dumps({"claim": 3, "figures": figures}))
     with pytest.raises(HeadwiseError, match="has figures that claim 3 cannot read .*; run it again"):
-        session.rewrite(tmp_path)
+        lab_pages.rewrite_pages(tmp_path)
 
 
-def test_a_broken_result_is_named(tmp_path: Path) -> None:
+def test_pages_of_a_folder_without_results_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="has no results of the lab; headwise lab NUMBER --out makes some"):
+        lab_pages.rewrite_pages(tmp_path / "empty")
+
+
+def test_a_broken_result_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "claim04.json").write_text("[" * 100_000)
     with pytest.raises(HeadwiseError, match=r"claim04.json' is no result of the lab \(its JSON is nested too deeply\)"):
-        session.results([tmp_path])
+        session.read_results([tmp_path])
     (tmp_path / "claim03.json").write_text("{}")
     with pytest.raises(HeadwiseError, match=r"claim03.json' is no result of the lab .*; run its claim again"):
-        session.results([tmp_path])
+        session.read_results([tmp_path])
 
 
-def test_figures_are_tidied() -> None:
-    given = {1: (0.12345678, float("nan")), "deep": [{"x": 2}], "yes": True}
-    assert session.tidy(given) == {"1": [0.123457, None], "deep": [{"x": 2}], "yes": True}
+def test_figures_are_converted_to_json_values() -> None:
+    figures = {1: (0.12345678, float("nan")), "deep": [{"x": 2}], "yes": True}
+    assert session.to_json_values(figures) == {"1": [0.123457, None], "deep": [{"x": 2}], "yes": True}
 
 
-def test_a_condition_belongs_to_only_if() -> None:
+def test_only_the_verdict_only_if_has_a_condition() -> None:
     for word in WORDS:
         with pytest.raises(AssertionError):
             Verdict("it is so", word, "seen", "exact", only_if="" if word == ONLY_IF else "it rains")

@@ -10,28 +10,28 @@ import torch
 
 from headwise.errors import HeadwiseError
 from headwise.lab.model import Recipe, as_gpt2, build, task_of
-from headwise.lab.store import DEFAULT, TINY, Lab
+from headwise.lab.store import DEFAULT, Lab
 from headwise.lab.tasks import IGNORED, Relations, Text
 from headwise.lab.train import Trained, held_out, loss_of, quality, train
 
 SMALL = {"task": "relations", "layers": 1, "width": 16, "batch": 7, "steps": 5}
 
 
-def drawn(seed: int) -> torch.Generator:
+def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_relations_ask_for_the_symbols_at_the_offsets() -> None:
-    batch = Relations(length=13).batch(3, drawn(0))
+def test_relations_targets_are_the_symbols_at_the_offsets() -> None:
+    batch = Relations(length=13).batch(3, seeded(0))
     for t in range(13):
         for i, offset in enumerate((1, 3, 6, 10)):
             want = batch.inputs[:, t - offset] if t >= offset else torch.full((3,), IGNORED)
             assert torch.equal(batch.targets[:, t, i], want)
 
 
-def test_text_asks_for_the_next_letter_and_holds_its_end_back() -> None:
+def test_text_targets_are_the_next_letters_and_its_end_is_held_out() -> None:
     task = Text(length=11)
-    batch = task.batch(5, drawn(0))
+    batch = task.batch(5, seeded(0))
     assert torch.equal(batch.targets[:, :-1, 0], batch.inputs[:, 1:])
     whole = torch.cat((task.train, task.test))
     assert "".join(task.letters[i] for i in whole[:10]) == "Sir Walter"
@@ -43,20 +43,20 @@ def test_text_asks_for_the_next_letter_and_holds_its_end_back() -> None:
     )
 
 
-def test_an_answer_that_does_not_exist_counts_nothing() -> None:
+def test_ignored_targets_do_not_count_in_the_loss() -> None:
     targets = torch.tensor([[[1, IGNORED], [0, 2]]])
-    logits = torch.randn(1, 2, 6, generator=drawn(0))
+    logits = torch.randn(1, 2, 6, generator=seeded(0))
     each = [logits[0, 0, :3].log_softmax(0)[1], logits[0, 1, :3].log_softmax(0)[0], logits[0, 1, 3:].log_softmax(0)[2]]
     assert loss_of(logits, targets).item() == pytest.approx(-sum(each).item() / 3, abs=1e-6)
 
 
-def test_the_same_recipe_gives_the_same_model_and_another_seed_another() -> None:
+def test_equal_recipes_give_equal_models_and_other_seeds_others() -> None:
     one, same, other = (train(Recipe(heads=2, seed=seed, **SMALL)) for seed in (5, 5, 7))
     assert one.curve == same.curve and one.curve != other.curve
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), same.model.parameters(), strict=True))
 
 
-def test_training_learns_and_what_cannot_learn_is_noticed() -> None:
+def test_training_learns_and_reports_when_it_does_not() -> None:
     recipe = Recipe(heads=2, seed=1, relations=1, **SMALL | {"steps": 150, "batch": 32, "rate": 1e-2})
     learned = train(recipe)
     assert learned.learned and learned.loss < 0.5 * learned.chance
@@ -70,21 +70,21 @@ def test_the_held_out_data_is_always_the_same() -> None:
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True))
 
 
-def test_without_scale_scores_are_larger_by_the_root_of_the_head() -> None:
+def test_without_scale_scores_grow_by_the_root_of_the_head_size() -> None:
     plain, bare = (build(Recipe(heads=2, seed=1, scale=scale, **SMALL)) for scale in (True, False))
-    x = torch.randn(2, 7, 16, generator=drawn(0))
+    x = torch.randn(2, 7, 16, generator=seeded(0))
     a, b = (model.blocks[0].attention.weights(x) for model in (plain, bare))
     lifted = (a.log() * 8**0.5).softmax(-1)
     assert torch.allclose(b, lifted, atol=1e-5) and not torch.allclose(a, b, atol=1e-2)
 
 
-def test_without_w_o_heads_go_on_side_by_side() -> None:
+def test_a_model_without_w_o_has_no_such_weights_and_runs() -> None:
     model = build(Recipe(heads=2, seed=1, mix=False, **SMALL))
     assert not any("W_O" in name for name in model.state_dict())
     model(torch.zeros(1, 3, dtype=torch.long))
 
 
-def test_gpt2_of_transformers_gives_the_same() -> None:
+def test_the_gpt2_of_transformers_matches_the_lab_model() -> None:
     recipe = Recipe(task="text", heads=4, seed=2, width=32, steps=2)
     model = build(recipe).eval()
     batch = held_out(task_of(recipe), 1, 3)[0]
@@ -94,7 +94,7 @@ def test_gpt2_of_transformers_gives_the_same() -> None:
     assert 0 <= right <= 1 and loss > 0
 
 
-def test_the_store_keeps_models_and_tells_recipes_apart(tmp_path: Path) -> None:
+def test_the_store_reuses_models_of_equal_recipes_only(tmp_path: Path) -> None:
     lab = Lab(DEFAULT, work=tmp_path)
     first = lab.trained(heads=2, seed=1, **SMALL)
     assert len(lab.made) == 1
@@ -105,15 +105,6 @@ def test_the_store_keeps_models_and_tells_recipes_apart(tmp_path: Path) -> None:
     again.trained(heads=4, seed=1, **SMALL)
     assert len(again.made) == 1
     assert not list(tmp_path.glob("*.pt")) and len(list(tmp_path.glob("*.safetensors"))) == 2
-
-
-def test_a_broken_piece_is_named(tmp_path: Path) -> None:
-    lab = Lab(TINY, work=tmp_path)
-    lab.piece("number", {"a": 1}, lambda: 7)
-    [place] = tmp_path.iterdir()
-    place.write_text("{")
-    with pytest.raises(HeadwiseError, match=r"number-.*json' cannot be read .*; remove it, it is made again"):
-        lab.piece("number", {"a": 1}, lambda: 7)
 
 
 def test_an_unknown_task_is_refused() -> None:

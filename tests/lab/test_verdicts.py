@@ -1,4 +1,4 @@
-"""Each verdict, on made-up figures: what would have to be measured for it."""
+"""Each verdict on invented figures: which measurements lead to it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ def one_head(one: list[float], longer: list[float], enough: list[float]) -> dict
         ([0.30, 0.31], [0.32, 0.33], [0.50, 0.98], [CANNOT_TELL, CANNOT_TELL]),
     ],
 )
-def test_one_head(one: list[float], longer: list[float], enough: list[float], want: list[str]) -> None:
+def test_one_head_verdicts_follow_the_accuracies(
+    one: list[float], longer: list[float], enough: list[float], want: list[str]
+) -> None:
     assert words(c03.verdicts(one_head(one, longer, enough))) == [*want, NOT, HOLDS]
 
 
-def test_the_exact_part_of_one_head() -> None:
+def test_exact_figures_of_one_head_match_their_formulas() -> None:
     assert c03.left_by_one_head(1) == pytest.approx(0, abs=1e-12)
     assert [c03.left_by_one_head(k) for k in (2, 4, 8)] == pytest.approx([1 / 2, 3 / 4, 7 / 8])
     assert c03.pointing(31, 2, 5) == 1 and c03.pointing(31, 1, 5) <= 2 / 31
@@ -79,7 +81,9 @@ FLAT = {"1": [1.2, 1.0], "8": [1.0, 1.1], "64": [1.3, 1.2]}
         (HILL, FLAT, [ONLY_IF, CANNOT_TELL, CANNOT_TELL]),
     ],
 )
-def test_heads_against_size(relations: dict[str, Any], text: dict[str, Any], want: list[str]) -> None:
+def test_head_count_verdicts_follow_the_losses(
+    relations: dict[str, Any], text: dict[str, Any], want: list[str]
+) -> None:
     figures = {"tasks": {"relations": sweep(relations), "text": sweep(text)}, "survey": {"sizes": {"64": 3, "128": 1}}}
     assert words(c04.verdicts(figures)) == want
     figures["tasks"]["text"]["learned"] = False
@@ -119,16 +123,16 @@ def specialise(**changes: Any) -> dict[str, Any]:
         ({"learned": False}, [CANNOT_TELL, CANNOT_TELL, CANNOT_TELL, ONLY_IF]),
     ],
 )
-def test_specialise(changes: dict[str, Any], want: list[str]) -> None:
+def test_specialisation_verdicts_follow_the_distances(changes: dict[str, Any], want: list[str]) -> None:
     assert words(c06.verdicts(specialise(**changes))) == want
 
 
-def test_roles_that_every_start_has_are_named() -> None:
+def test_roles_common_to_all_starts_are_named() -> None:
     assert "every run has a head with the atlas's role 'previous'" in c06.verdicts(specialise())[2].because
     assert "No role" in c06.verdicts(specialise(atlas=[[["0.1", "previous", 0.8]], []]))[2].because
 
 
-def test_heads_are_matched_by_the_best_of_all_ways() -> None:
+def test_heads_are_matched_by_the_best_permutation() -> None:
     table = np.array([[0.9, 0.1, 0.8], [0.2, 0.9, 0.9], [0.9, 0.9, 0.3]])
     assert c06.matched(table) == pytest.approx(0.2)
 
@@ -159,20 +163,20 @@ def output(**changes: Any) -> dict[str, Any]:
         ({"scalars": 0.1}, [ONLY_IF, HOLDS, CANNOT_TELL, HOLDS]),
     ],
 )
-def test_output(changes: dict[str, Any], want: list[str]) -> None:
+def test_w_o_verdicts_follow_the_losses(changes: dict[str, Any], want: list[str]) -> None:
     assert words(c07.verdicts(output(**changes))) == want
 
 
 @pytest.mark.parametrize(
     ("retrained", "want"), [(1.1, HOLDS), (1.45, NOT), (1.35, ONLY_IF), ((1.1, 1.45), CANNOT_TELL)]
 )
-def test_making_up_for_a_collapsed_head(retrained: Any, want: str) -> None:
+def test_collapsed_head_verdict_follows_the_loss_after_retraining(retrained: Any, want: str) -> None:
     ends = retrained if isinstance(retrained, tuple) else (retrained, retrained)
     collapsed = [output()["collapsed"][0] | {"retrained": end} for end in ends]
     assert c07.verdicts(output(collapsed=collapsed))[3].word == want
 
 
-def test_where_heads_meet_hangs_on_the_slopes() -> None:
+def test_heads_meet_verdict_follows_the_gradients() -> None:
     meets = output()["gradients"]
     meets["with W_O"]["before"] = 0.1
     assert c07.verdicts(output(gradients=meets))[0].word == NOT
@@ -181,7 +185,7 @@ def test_where_heads_meet_hangs_on_the_slopes() -> None:
     assert c07.verdicts(output(gradients=alone))[0].word == HOLDS
 
 
-def test_before_w_o_heads_do_not_meet() -> None:
+def test_gradients_between_heads_are_zero_before_w_o() -> None:
     found = c07.gradients(seed=5)
     assert found["with W_O"]["before"] == 0 and found["without"]["after"] == 0
     assert found["with W_O"]["after"] > 0.01 and found["without"]["end"] > 0.01
@@ -199,7 +203,7 @@ ALL, SOME, NONE = [0.0] * 6, [0.0] * 3 + [0.1] * 3, [0.1] * 6
         ([NONE, ALL], [ALL], 1.001, [CANNOT_TELL, HOLDS]),
     ],
 )
-def test_removing(small: list[Any], real: list[Any], back: float, want: list[str]) -> None:
+def test_removal_verdicts_follow_the_damage(small: list[Any], real: list[Any], back: float, want: list[str]) -> None:
     figures = {
         "learned": True,
         "small": [{"michel": [row], "random": [[0.2] * 6]} for row in small],
@@ -215,7 +219,7 @@ def test_removing(small: list[Any], real: list[Any], back: float, want: list[str
     assert set(words(c08.verdicts(figures))) == {CANNOT_TELL}
 
 
-def test_removable_stops_at_the_first_share_that_hurts() -> None:
+def test_removable_share_stops_at_the_first_damage() -> None:
     assert c08.removable([[0.0, 0.005, 0.02, 0.0, 0.0, 0.0]]) == 0.25
     assert c08.removable([[0.02] * 6]) == 0
 
@@ -244,7 +248,7 @@ def scaled(unit: float, small: float, worse: dict[int, list[float]], entropy: fl
         (scaled(0.3, 0.8, {8: [1.0, 1.1], 64: [1.1, 1.2]}), [ONLY_IF, CANNOT_TELL, NOT]),
     ],
 )
-def test_scale(figures: dict[str, Any], want: list[str]) -> None:
+def test_scale_verdicts_follow_gradients_losses_and_entropies(figures: dict[str, Any], want: list[str]) -> None:
     assert words(c09.verdicts(figures)) == want
 
 
@@ -267,7 +271,9 @@ SAME, MORE, MIXED = [1.0, 1.0], [1.1, 1.1], [1.0, 1.1]
         ({8: SAME, 4: MIXED, 2: SAME, 1: MORE}, [1.5, 1.0], [CANNOT_TELL, HOLDS, HOLDS, CANNOT_TELL]),
     ],
 )
-def test_shared_keys(losses: dict[int, list[float]], speed: list[float], want: list[str]) -> None:
+def test_shared_key_verdicts_follow_losses_cache_and_speed(
+    losses: dict[int, list[float]], speed: list[float], want: list[str]
+) -> None:
     assert words(c10.verdicts(shared(losses, speed))) == want
     other = shared(losses, speed)
     other["quality"]["1"]["cache"] += 4

@@ -386,6 +386,6 @@ def test_minilm_follows_relations_of_a_treebank() -> None:
 
 
 def _fetched() -> Path:
-    tools = runpy.run_path(str(DATA.parents[1] / "tools" / "data.py"))
+    tools = runpy.run_path(str(DATA.parents[1] / "tools" / "fetch_data.py"))
     tools["fetch"]("ud")
     return DATA / "ud"

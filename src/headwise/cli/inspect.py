@@ -12,7 +12,7 @@ import click
 from ..errors import HeadwiseError
 from ..terminal import console, echo
 from .options import PATH, LazyChoice, json_option, model_option
-from .wording import name_options, name_options_in
+from .wording import name_options_in
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,7 +59,6 @@ def _example_names() -> Iterable[str]:
 @click.option("--truncate", is_flag=True, help="Cut a text that is too long for the model.")
 @click.option("--example", type=LazyChoice(_example_names), metavar="NAME", help="A bundled sentence: see --examples.")
 @click.option("--examples", is_flag=True, help="List the bundled sentences.")
-@click.option("--markdown", is_flag=True, hidden=True)
 @click.option("--png", type=PATH, help="Write a picture of all heads, or of the matrix of --head.")
 @click.option("--svg", type=PATH, help="Write the same picture as SVG.")
 @click.option("--html", type=PATH, help="Write the interactive view as one page, for texts of any length.")
@@ -75,7 +74,7 @@ def _example_names() -> Iterable[str]:
 @json_option
 def command(
     text: str | None, text2: str | None, model: str, stat: str, head: str | None, tokens: tuple[str, ...], pieces: bool,
-    truncate: bool, example: str | None, examples: bool, markdown: bool, png: Path | None, svg: Path | None,
+    truncate: bool, example: str | None, examples: bool, png: Path | None, svg: Path | None,
     html: Path | None, compare: str | None, off: str | None, target: str | None, scores: tuple[Path, ...],
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -84,8 +83,6 @@ def command(
     Where does a word attend, and which heads stand out? TEXT is the sentence, a bundled one by default; TEXT2 is a
     second one to compare it with.
     """
-    if markdown:
-        return echo(_page(model), nl=False)
     if examples:
         return _list()
     text, followed = _choose_text(text, example, tokens)
@@ -234,22 +231,3 @@ def _list() -> None:
     for name, example in EXAMPLES.items():
         echo(f"{name:<8} {example.text}\n{'':<8} {example.question}")
     echo("\nheadwise inspect --example NAME shows what the heads do with it.")
-
-
-def _page(model: str) -> str:
-    """The examples and what was measured on them, as a page of Markdown."""
-    from ..inspection.examples import EXAMPLES
-    from ..inspection.terminal import plain
-
-    parts = [PAGE]
-    for name, example in EXAMPLES.items():
-        result = _inspect(example.text, model, token=example.follow)
-        drawn = "\n".join(line.rstrip() for line in name_options(plain(result)).splitlines())
-        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{drawn}\n```\n")
-    return "".join(parts)
-
-
-PAGE = """# Examples
-What the heads of the default model do with the sentences that come along. `headwise inspect --examples` lists them,
-`headwise inspect --example cat` shows one. This page is what `make examples` wrote; a test measures it again.
-"""

@@ -28,7 +28,6 @@ ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
     "--out", type=PATH, show_default="lab/, or docs/lab/ with --all", help="Directory for JSON, PNG and Markdown."
 )
 @click.option("--work", type=PATH, show_default="the user's cache", help="Directory for finished pieces of work.")
-@click.option("--pages", is_flag=True, help="Only rewrite the pages in docs/lab/ from their figures.")
 @training_option
 @json_option
 def command(
@@ -39,7 +38,6 @@ def command(
     device: str,
     out: Path | None,
     work: Path | None,
-    pages: bool,
     over: str,
     as_json: bool,
 ) -> None:
@@ -47,24 +45,19 @@ def command(
 
     Without a NUMBER it lists the claims with their verdicts.
     """
-    if pages:
-        from ..lab.session import rewrite
-
-        echo(f"written again: {rewrite(out or ALL_OUT)}", err=True)
-        return
     if not claims and not all_claims:
         _list(as_json)
         return
-    from ..lab.claims import NUMBERS, claim
-    from ..lab.session import measure, write
+    from ..lab.claims import claim_numbers, load_claim
+    from ..lab.session import measure, write_result
     from ..lab.store import DEFAULT, FULL, Lab
     from ..models.loading.locate import cache
 
     if claims and all_claims:
         raise HeadwiseError("give numbers of claims or --all, not both")
-    numbers = list(dict.fromkeys(claims or NUMBERS))
+    numbers = list(dict.fromkeys(claims or claim_numbers()))
     for number in numbers:
-        claim(number)
+        load_claim(number)
     _check_device(device)
     records = []
     out = out or (ALL_OUT if all_claims else ONE_OUT)
@@ -78,7 +71,7 @@ def command(
             progress(f"claim {number}", done, len(numbers))
             records.append(measure(number, desk))
             if ranks.first:
-                write(records[-1], out)
+                write_result(records[-1], out)
     if not ranks.first:
         return
     if as_json:
@@ -88,38 +81,38 @@ def command(
 
 
 def _list(as_json: bool) -> None:
-    from ..lab.claims import NUMBERS, claim
-    from ..lab.session import results
+    from ..lab.claims import claim_numbers, load_claim
+    from ..lab.session import read_results
 
-    measured = results()
+    measured = read_results()
     if as_json:
         short = [{key: x for key, x in record.items() if key != "figures"} for record in measured.values()]
         echo(json.dumps(short, indent=2))
         return
     from rich.text import Text
 
-    from ..lab.terminal import sentence, verdicts_of
+    from ..lab.terminal import read_verdicts, verdict_line
 
     screen = console()
-    for number in NUMBERS:
+    for number in claim_numbers():
         record = measured.get(number)
-        title = record["title"] if record else claim(number).title
+        title = record["title"] if record else load_claim(number).title
         screen.print(Text(f"{number}. {title}", style="bold"))
-        for verdict in verdicts_of(record) if record else []:
-            screen.print(Text("   ").append_text(sentence(verdict)))
+        for verdict in read_verdicts(record) if record else []:
+            screen.print(Text("   ").append_text(verdict_line(verdict)))
         if record is None:
             screen.print(Text(f"   not measured yet; headwise lab {number} measures it", style="dim"))
     screen.print(Text("\nheadwise lab NUMBER runs one; its page says how it was measured", style="dim"))
 
 
 def _show(records: list[dict[str, Any]], out: Path) -> None:
-    from ..lab.claims import claim
-    from ..lab.terminal import drawn
+    from ..lab.claims import load_claim
+    from ..lab.terminal import draw_result
 
     screen = console()
     for record in records:
-        chosen, figures = claim(record["claim"]), record["figures"]
-        screen.print(drawn(record, chosen.charts(figures), chosen.tables(figures)))
+        chosen, figures = load_claim(record["claim"]), record["figures"]
+        screen.print(draw_result(record, chosen.charts(figures), chosen.tables(figures)))
         screen.print()
     echo(f"written to {out}/", err=True)
 

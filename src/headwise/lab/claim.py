@@ -1,4 +1,4 @@
-"""What a claim is made of: sentences people repeat, an experiment, and verdicts. Plain data, no torch."""
+"""The parts of a claim: common sentences, an experiment, and verdicts. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ HOLDS, ONLY_IF, NOT, CANNOT_TELL = "holds", "holds only if", "does not hold", "c
 WORDS = (HOLDS, ONLY_IF, NOT, CANNOT_TELL)
 
 Figures: TypeAlias = dict[str, Any]  # numbers, strings, lists and dicts with string keys: what JSON can hold
-Point: TypeAlias = tuple[float | str, float, float, float]  # x, y, and from where to where y was seen
+Point: TypeAlias = tuple[float | str, float, float, float]  # x, the mean of y, its minimum and its maximum
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a measurement says about one sentence."""
+    """The verdict of a measurement on one sentence."""
 
     says: str  # the sentence, as people say it
     word: str  # one of WORDS
-    because: str  # the figures it rests on, in a sentence
-    sure: str  # "exact", or how many starts and how far they lie apart
+    because: str  # the figures behind it, in one sentence
+    sure: str  # "exact", or the number of random starts and their range
     only_if: str = ""  # the condition, after the words "holds only if"
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines or bars: {name: points}. Text as x makes bars; numbers make lines with a band around them."""
+    """Lines or bars, as {name: points}: bars where x is text, lines with a min-max band where x is a number."""
 
     title: str
     x: str
@@ -47,6 +47,8 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """A table of text cells."""
+
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
@@ -54,16 +56,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One experiment. The thresholds of its verdicts are constants in its file, written down before the full run.
+    """One experiment. The thresholds of its verdicts are constants in its file, fixed before the full run.
 
-    run gives figures; verdicts, charts and tables are made from figures alone, so that the pages in docs/lab can be
-    written again from the JSON beside them.
+    `run` returns figures; verdicts, charts and tables are computed from figures alone, so that the pages in docs/lab
+    can be rewritten from the JSON files beside them.
     """
 
     number: int
     title: str
-    sentences: tuple[str, ...]  # as people say them; one verdict each, in this order
-    experiment: str  # Markdown: what is done, with what, and what the thresholds are
+    sentences: tuple[str, ...]  # in their common wording; one verdict per sentence, in this order
+    experiment: str  # Markdown: the method, the data and the thresholds
     run: Callable[[Lab], Figures]
     verdicts: Callable[[Figures], list[Verdict]]
     charts: Callable[[Figures], list[Chart]]
@@ -71,14 +73,15 @@ class Claim:
 
 
 def spread(values: list[float]) -> tuple[float, float, float]:
-    """Mean, least and largest of some starts."""
+    """Mean, minimum and maximum over random starts."""
     return sum(values) / len(values), min(values), max(values)
 
 
 def point(x: float | str, values: list[float]) -> Point:
+    """A point of a chart from the values of all random starts at x."""
     return (x, *spread(values))
 
 
 def starts_seen(values: list[float], unit: str = "", of: str = "random starts") -> str:
-    """How sure a mean over random starts is: "5 random starts, 0.912 to 0.934"."""
+    """The range behind a mean over random starts: "5 random starts, 0.912 to 0.934"."""
     return f"{len(values)} {of}, {min(values):.3g} to {max(values):.3g}{unit}"

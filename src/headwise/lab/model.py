@@ -1,4 +1,4 @@
-"""The lab's small decoder, from a recipe: everything that decides how it comes out of training."""
+"""The lab's small decoder, built from a recipe: everything that determines its trained weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Recipe:
     task: str  # "text" or "relations"
     heads: int
     seed: int
-    kv_heads: int | None = None  # fewer: grouped queries
+    kv_heads: int | None = None  # fewer than heads: grouped-query attention
     width: int = 64
     layers: int = 2
     steps: int = 1000
     batch: int = 32
     rate: float = 3e-3
     relations: int = 4  # of the task "relations"
-    scale: bool = True  # scores divided by sqrt(d_k)
-    look: bool = True  # False: every head looks at all earlier tokens alike, whatever they are
+    scale: bool = True  # divide scores by sqrt(d_k)
+    look: bool = True  # False: every head attends equally to all earlier tokens
     mix: bool = True  # with W_O
     dropout: float = 0.0
 
@@ -44,13 +44,14 @@ class Recipe:
         return self.width // self.heads
 
 
-# what the claims train, so that they share models: the rest of a recipe is the heads and the start
+# shared by the claims, so that they share models; a claim adds the number of heads and the seed
 RELATIONS_RECIPE: dict[str, Any] = {"task": "relations", "layers": 1, "batch": 64, "steps": 600}
 TEXT_RECIPE: dict[str, Any] = {"task": "text", "layers": 2, "batch": 8, "steps": 1000, "rate": 5e-3}
-TEXT_HEADS = 8  # of the text models that are looked into
+TEXT_HEADS = 8  # of the text models that several claims analyse
 
 
 def task_of(recipe: Recipe) -> Relations | Text:
+    """The task that a recipe trains on."""
     if recipe.task == "relations":
         return Relations(relations=recipe.relations)
     if recipe.task == "text":
@@ -59,7 +60,7 @@ def task_of(recipe: Recipe) -> Relations | Text:
 
 
 def build(recipe: Recipe) -> Decoder:
-    """A decoder of GPT-2's make: learned positions, norms first, GELU; the weights are those of the recipe's seed."""
+    """A decoder like GPT-2 (learned positions, pre-norm, GELU), initialised with the recipe's seed."""
     task = task_of(recipe)
     shape = Shape(
         layers=recipe.layers,
@@ -96,7 +97,7 @@ def _times(factor: float) -> Any:
 
 
 def as_gpt2(model: Decoder) -> GPT2LMHeadModel:
-    """The same model as transformers knows it, for everything in headwise that takes models of transformers."""
+    """The same model as a GPT-2 of transformers, for functions of headwise that take transformers models."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = model.shape
@@ -105,21 +106,21 @@ def as_gpt2(model: Decoder) -> GPT2LMHeadModel:
         n_head=shape.heads.query, n_inner=shape.ffn, layer_norm_epsilon=shape.norm_eps, tie_word_embeddings=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    made = GPT2LMHeadModel(config)
-    made.load_state_dict(_gpt2_weights(model))
-    return made.eval()
+    gpt2 = GPT2LMHeadModel(config)
+    gpt2.load_state_dict(_gpt2_weights(model))
+    return gpt2.eval()
 
 
 def _gpt2_weights(model: Decoder) -> dict[str, Tensor]:
-    """Their names; their linear layers keep weights the other way round, and W_Q, W_K, W_V in one."""
+    """The state under transformers' names: linear weights transposed, W_Q, W_K and W_V in one matrix."""
     state = {name: x.detach() for name, x in model.state_dict().items()}
-    made = {
+    renamed = {
         "transformer.wte.weight": state["embed.tokens.weight"],
         "transformer.wpe.weight": state["embed.positions.weight"],
         "lm_head.weight": state["head.weight"],
     }
     for kind in ("weight", "bias"):
-        made[f"transformer.ln_f.{kind}"] = state[f"norm.{kind}"]
+        renamed[f"transformer.ln_f.{kind}"] = state[f"norm.{kind}"]
         for i in range(len(model.blocks)):
             ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
             qkv = torch.cat([state[f"{ours}.attention.{name}.{kind}"] for name in ("W_Q", "W_K", "W_V")])
@@ -129,7 +130,7 @@ def _gpt2_weights(model: Decoder) -> dict[str, Tensor]:
                 "mlp.c_fc": state[f"{ours}.ffn.up.{kind}"],
                 "mlp.c_proj": state[f"{ours}.ffn.down.{kind}"],
             }
-            made |= {f"{theirs}.{name}.{kind}": x.T if kind == "weight" else x for name, x in linear.items()}
-            made[f"{theirs}.ln_1.{kind}"] = state[f"{ours}.attention_norm.{kind}"]
-            made[f"{theirs}.ln_2.{kind}"] = state[f"{ours}.ffn_norm.{kind}"]
-    return made
+            renamed |= {f"{theirs}.{name}.{kind}": x.T if kind == "weight" else x for name, x in linear.items()}
+            renamed[f"{theirs}.ln_1.{kind}"] = state[f"{ours}.attention_norm.{kind}"]
+            renamed[f"{theirs}.ln_2.{kind}"] = state[f"{ours}.ffn_norm.{kind}"]
+    return renamed

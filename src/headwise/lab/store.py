@@ -1,4 +1,4 @@
-"""What a claim works with: how much it may compute, from which starts, and the pieces that are already done."""
+"""The environment of a claim: its compute budget, its random starts, and a store of finished pieces of work."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
     from .model import Recipe
     from .train import Trained
 
-VERSION = 1  # raised when training changes, so that older pieces are not taken for new ones
-Progress = Callable[[str, int, int], None]  # what, steps done, steps in all
+VERSION = 1  # increased when training changes, so that old pieces are not reused
+Progress = Callable[[str, int, int], None]  # description, steps done, total steps
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much may be computed."""
+    """How much a claim may compute."""
 
     name: str
-    starts: int  # random starts of everything that is trained
-    steps: float = 1.0  # the share of its training steps that a model gets
-    text: float = 1.0  # times that for models of text, which are far from done after a thousand steps
+    starts: int  # random starts per trained model
+    steps: float = 1.0  # share of a recipe's training steps
+    text: float = 1.0  # a further factor for text models, which are far from converged after 1,000 steps
 
     def pick(self, tiny: T, default: T, full: T) -> T:
+        """The value for this budget."""
         return {"tiny": tiny, "default": default, "full": full}[self.name]
 
 
@@ -43,18 +44,21 @@ BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
 
 @dataclass
 class Lab:
-    """Finished pieces are kept in `work` by what they were made of, so that claims share models and nothing is
-    trained twice. Several ranks train every model together and need a `work` that all of them see; all else the first
-    one computes, and the others read it there."""
+    """What a claim runs with.
+
+    Finished pieces of work are stored in the folder `work` under a hash of their inputs, so that claims share models
+    and nothing is trained twice. Several ranks train every model together and need a folder that all of them see;
+    everything else is computed by rank 0 and read by the others.
+    """
 
     budget: Budget = DEFAULT
     seed: int = 0
     device: str = "cpu"
     work: Path | None = None
     progress: Progress = lambda what, done, total: None
-    made: list[str] = field(default_factory=list)  # the pieces that were not there yet
-    ranks: Ranks | None = None  # those that torchrun started
-    over: str = "ddp"  # how they train: ddp or fsdp
+    made: list[str] = field(default_factory=list)  # the pieces that were not in the store
+    ranks: Ranks | None = None  # the ranks that torchrun started
+    over: str = "ddp"  # how the ranks train: ddp or fsdp
 
     @property
     def starts(self) -> list[int]:
@@ -62,7 +66,7 @@ class Lab:
         return list(range(self.seed, self.seed + self.budget.starts))
 
     def recipe(self, **options: Any) -> Recipe:
-        """A recipe within the budget, which says how many of its steps it gets."""
+        """A recipe with its training steps scaled to the budget."""
         from .model import Recipe
 
         made = Recipe(**options)
@@ -70,7 +74,7 @@ class Lab:
         return replace(made, steps=max(2, round(made.steps * share)))
 
     def trained(self, **options: Any) -> Trained:
-        """The model of this recipe: from the store, or trained now."""
+        """The model of this recipe, from the store or trained now."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
@@ -113,7 +117,7 @@ class Lab:
         return Trained(recipe, model.to(self.device).eval(), rows, task_of(recipe).chance())
 
     def piece(self, name: str, made_of: dict[str, Any], compute: Callable[[], T]) -> T:
-        """What compute() gives, as JSON has it; computed once for the same name and parts."""
+        """The result of compute() as JSON values, computed once per name and inputs."""
 
         def first() -> str:
             if self._first:
@@ -143,7 +147,7 @@ class Lab:
         return value
 
     def made_of(self, recipe: Recipe) -> dict[str, Any]:
-        """All that decides what a model is: what a piece made from it is named by."""
+        """Everything that determines a trained model: the key of the pieces computed from it."""
         from .tasks import fingerprint
 
         return asdict(recipe) | {"text": fingerprint() if recipe.task == "text" else ""}

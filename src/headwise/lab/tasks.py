@@ -1,4 +1,4 @@
-"""What the lab's models learn: to fetch several earlier symbols at once, and to go on with a text."""
+"""The training tasks of the lab: recall several earlier symbols at once, and predict the next character of a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100  # positions whose answer does not exist; cross_entropy leaves them out
+IGNORED = -100  # the target where no answer exists; cross_entropy skips it
 TEXT = Path(__file__).parent / "data" / "persuasion.txt"
 HELD_OUT = 0.1  # the last tenth of the text is never trained on
 
@@ -23,9 +23,9 @@ class Batch:
 
 
 class Relations:
-    """At every position, name the symbols that stand `offsets` places back: one answer an offset.
+    """At every position, predict the symbols `offsets` positions back: one answer per offset.
 
-    Symbols are drawn at random, so nothing but the right earlier position helps.
+    Symbols are random, so only the right earlier position helps.
     """
 
     symbols = 16
@@ -50,7 +50,7 @@ class Relations:
         return Batch(inputs, targets)
 
     def chance(self) -> float:
-        """The loss of a model that knows nothing."""
+        """The loss of a uniform guess."""
         return float(torch.tensor(float(self.symbols)).log())
 
 
@@ -76,18 +76,18 @@ class Text:
         return Batch(rows[:, :-1], rows[:, 1:, None])
 
     def chance(self) -> float:
-        """The loss of a model that knows how frequent each letter is, and nothing else."""
+        """The loss of a model that knows only the letter frequencies."""
         share = torch.bincount(self.train, minlength=self.vocab).double() / len(self.train)
         return float(-(share * share.clamp(min=1e-12).log()).sum())
 
     def tokenizer(self) -> Any:
-        """A character a token, as transformers has tokenizers, for everything that wants one."""
+        """A transformers tokenizer with one token per character."""
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        made = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(self.letters)}, unk_token=" "))
-        made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        return PreTrainedTokenizerFast(tokenizer_object=made)
+        characters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(self.letters)}, unk_token=" "))
+        characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        return PreTrainedTokenizerFast(tokenizer_object=characters)
 
     def encode(self, text: str) -> list[int]:
         return [self.letters.index(letter) for letter in text if letter in self.letters]
@@ -103,5 +103,5 @@ def _text() -> tuple[str, Tensor]:
 
 @cache
 def fingerprint() -> str:
-    """Names the data, so that a model trained on other text is not taken for one trained on this."""
+    """A hash of the text, so that models trained on different texts get different keys."""
     return hashlib.sha256(TEXT.read_bytes()).hexdigest()[:12]

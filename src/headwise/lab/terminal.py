@@ -1,4 +1,4 @@
-"""The same charts and verdicts for a terminal: a bar a point, in plain characters."""
+"""A result in the terminal: verdicts, tables, and charts with one bar of plain characters per point."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 MARKS = {HOLDS: "✓", ONLY_IF: "~", NOT: "✗", CANNOT_TELL: "?"}
 STYLES = {HOLDS: "green", ONLY_IF: "yellow", NOT: "red", CANNOT_TELL: "dim"}
-WIDE = 40
+BAR_WIDTH = 40  # characters
 EIGHTHS = " ▏▎▍▌▋▊▉"
-MOST = 12  # points of a line that are shown
+MAX_POINTS = 12  # bars per line chart
 
 
-def drawn(record: dict[str, Any], charts: list[Chart], tables: list[Table]) -> RenderableType:
-    """A whole result."""
+def draw_result(record: dict[str, Any], charts: list[Chart], tables: list[Table]) -> RenderableType:
+    """A whole result: verdicts with their figures, charts, tables."""
     from rich.console import Group
     from rich.text import Text
 
     head = Text(f"Claim {record['claim']}: {record['title']}", style="bold")
     blocks: list[RenderableType] = [head, Text()]
-    for verdict in verdicts_of(record):
-        blocks += [sentence(verdict), Text(f"  {verdict.because} ({verdict.sure})", style="dim")]
+    for verdict in read_verdicts(record):
+        blocks += [verdict_line(verdict), Text(f"  {verdict.because} ({verdict.sure})", style="dim")]
     for chart in charts:
         blocks += [Text(), Text(_heading(chart), style="bold"), *_bars(chart)]
     for table in tables:
@@ -34,11 +34,13 @@ def drawn(record: dict[str, Any], charts: list[Chart], tables: list[Table]) -> R
     return Group(*blocks)
 
 
-def verdicts_of(record: dict[str, Any]) -> list[Verdict]:
+def read_verdicts(record: dict[str, Any]) -> list[Verdict]:
+    """The verdicts of a saved record."""
     return [Verdict(**verdict) for verdict in record["verdicts"]]
 
 
-def sentence(verdict: Verdict) -> Text:
+def verdict_line(verdict: Verdict) -> Text:
+    """A mark, the verdict and the sentence it is about, on one line."""
     from rich.text import Text
 
     mark = (f"{MARKS[verdict.word]} {verdict}", STYLES[verdict.word])
@@ -48,21 +50,21 @@ def sentence(verdict: Verdict) -> Text:
 def _bars(chart: Chart) -> list[RenderableType]:
     from rich.text import Text
 
-    kept = {name: _some(points) for name, points in chart.series.items()}
-    values = [point[1] for points in kept.values() for point in points if math.isfinite(point[1])]
-    lift = _log if chart.log_y else float
-    least, most = (min(map(lift, values)), max(map(lift, values))) if values else (0.0, 1.0)
+    shown = {name: _thin_out(points) for name, points in chart.series.items()}
+    values = [point[1] for points in shown.values() for point in points if math.isfinite(point[1])]
+    scale = _log if chart.log_y else float
+    least, most = (min(map(scale, values)), max(map(scale, values))) if values else (0.0, 1.0)
     floor = least - 0.1 * (most - least or 1) if chart.log_y else min(0.0, least)
-    labels = {name: [str(x) if isinstance(x, str) else f"{x:g}" for x, *_ in points] for name, points in kept.items()}
-    wide = max((len(label) for of_one in labels.values() for label in of_one), default=0)
+    labels = {name: [str(x) if isinstance(x, str) else f"{x:g}" for x, *_ in points] for name, points in shown.items()}
+    label_width = max((len(label) for group in labels.values() for label in group), default=0)
     lines: list[RenderableType] = []
-    for name, points in kept.items():
-        if len(kept) > 1:
+    for name, points in shown.items():
+        if len(shown) > 1:
             lines.append(Text(f"  {name}", style="cyan"))
         for label, (_, y, low, high) in zip(labels[name], points, strict=True):
-            share = (lift(y) - floor) / ((most - floor) or 1) if math.isfinite(y) else 0.0
-            seen = "" if low == high else f"  ({low:.3g} to {high:.3g})"
-            lines.append(Text(f"  {label:>{wide}} {_bar(share)} {y:.3g}{seen}"))
+            share = (scale(y) - floor) / ((most - floor) or 1) if math.isfinite(y) else 0.0
+            spread = "" if low == high else f"  ({low:.3g} to {high:.3g})"
+            lines.append(Text(f"  {label:>{label_width}} {_bar(share)} {y:.3g}{spread}"))
     return lines
 
 
@@ -70,11 +72,11 @@ def _heading(chart: Chart) -> str:
     return f"{chart.title}: {chart.y}" + (f" against {chart.x}" if chart.x else "")
 
 
-def _some(points: list[Point]) -> list[Point]:
-    """Not more of a long line than one wants to read; its end is there."""
+def _thin_out(points: list[Point]) -> list[Point]:
+    """At most MAX_POINTS points of a line, evenly spaced, with its last one; bars keep all of theirs."""
     if not points or isinstance(points[0][0], str):
         return points
-    step = -(-len(points) // MOST)
+    step = -(-len(points) // MAX_POINTS)
     return points[::-step][::-1]
 
 
@@ -83,16 +85,16 @@ def _log(value: float) -> float:
 
 
 def _bar(share: float) -> str:
-    eighths = round(8 * WIDE * min(max(share, 0.0), 1.0))
-    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).ljust(WIDE + 1)
+    eighths = round(8 * BAR_WIDTH * min(max(share, 0.0), 1.0))
+    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).ljust(BAR_WIDTH + 1)
 
 
 def _table(table: Table) -> RenderableType:
-    from rich.table import Table as Drawn
+    from rich.table import Table as RichTable
 
-    made = Drawn(title=table.title, title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
+    grid = RichTable(title=table.title, title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in table.head:
-        made.add_column(name)
+        grid.add_column(name)
     for row in table.rows:
-        made.add_row(*row)
-    return made
+        grid.add_row(*row)
+    return grid

@@ -1,4 +1,4 @@
-"""Training, in the open: draw a batch, predict, compare, step. This is the whole of it."""
+"""The whole training loop: draw a batch, predict, compute the loss, step."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..prune.training_group import TrainingGroup
 from .model import Recipe, build, task_of
 from .tasks import IGNORED, Batch, Relations, Text
 
-LOOKS = 20  # how often a run is tested: on one batch on the way, on all of the held-out data at its end
+EVALUATIONS = 20  # per run: on one held-out batch along the way, on all held-out data at the end
 TEST_SEED, TEST_BATCHES, TEST_SIZE = 1 << 20, 8, 64  # the same held-out data for every model
-WARM_UP = 0.1  # of the steps, until the learning rate is reached; from there it falls in a straight line
-CLIP = 1.0  # the largest norm of a gradient
-LEARNED = 0.9  # a model whose loss is not below this share of chance has learned nothing
+WARM_UP = 0.1  # share of the steps; after it the learning rate falls linearly
+CLIP = 1.0  # maximum gradient norm
+LEARNED = 0.9  # a model has learned if its loss is below this share of chance
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model after training, and how it came there."""
+    """A trained model with its training curve."""
 
     recipe: Recipe
     model: Decoder
-    curve: list[tuple[int, float, float]]  # step, loss on the held-out data, share of right answers there
-    chance: float  # the loss of a model that knows nothing
+    curve: list[tuple[int, float, float]]  # step, held-out loss, held-out accuracy
+    chance: float  # the loss of a model that learned nothing
 
     @property
     def loss(self) -> float:
@@ -72,7 +72,7 @@ def fit(
     seed: int = 0,
     group: TrainingGroup | None = None,
 ) -> list[tuple[int, float, float]]:
-    """The loop: these parameters of the model learn the task. Gives the curve of the held-out data."""
+    """Train these parameters of the model on the task; returns the held-out curve."""
     device = next(model.parameters()).device
     group = group or TrainingGroup()
     chosen, before = {id(x) for x in parameters}, list(model.parameters())
@@ -93,7 +93,7 @@ def fit(
             nn.utils.clip_grad_norm_(learning, CLIP)
             optimizer.step()
             schedule.step()
-            if (step + 1) % max(1, steps // LOOKS) == 0 or step + 1 == steps:
+            if (step + 1) % max(1, steps // EVALUATIONS) == 0 or step + 1 == steps:
                 curve.append((step + 1, *quality(whole, task, TEST_BATCHES if step + 1 == steps else 1)))
                 if progress:
                     progress(step + 1, steps)
@@ -109,7 +109,7 @@ def _rate(step: int, steps: int) -> float:
 def loss_of(
     logits: Tensor, targets: Tensor, weight: float = 1.0, total: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """logits (B, T, answers * symbols), targets (B, T, answers) -> the mean loss over the answers that exist.
+    """logits (B, T, answers * symbols), targets (B, T, answers) -> the mean loss over all targets except IGNORED.
 
     With total, which sums over those who share a batch: this one's part of that mean.
     """
@@ -123,7 +123,7 @@ def loss_of(
 
 @torch.no_grad()
 def quality(model: Decoder, task: Relations | Text, batches: int = TEST_BATCHES) -> tuple[float, float]:
-    """Loss and share of right answers on the held-out data, or the first batches of it."""
+    """Loss and accuracy on the held-out data, or on its first batches."""
     training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -140,6 +140,6 @@ def quality(model: Decoder, task: Relations | Text, batches: int = TEST_BATCHES)
 
 
 def held_out(task: Relations | Text, batches: int = TEST_BATCHES, size: int = TEST_SIZE) -> list[Batch]:
-    """Data that no model was trained on, the same whenever it is asked for."""
+    """Data that no model was trained on, the same in every call."""
     random = torch.Generator().manual_seed(TEST_SEED)
     return [task.batch(size, random, held_out=True) for _ in range(batches)]

@@ -1,33 +1,34 @@
-"""The claims, a file each: what people say, what is measured, and when which verdict is given."""
+"""The claims, one file per claim: what people say, what is measured, and which figures give which verdict."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pkgutil
+import re
 
 from ...errors import HeadwiseError
 from ..claim import Claim
 
-_FILES = {
-    1: "c01_same_cost",
-    2: "c02_fused",
-    3: "c03_one_head",
-    4: "c04_heads_against_size",
-    5: "c05_slices",
-    6: "c06_specialise",
-    7: "c07_output",
-    8: "c08_removing",
-    9: "c09_scale",
-    10: "c10_shared_keys",
-    11: "c11_depth",
-    12: "c12_cards",
-}
-NUMBERS = tuple(_FILES)
+FILE_NAME = re.compile(r"c(\d+)_\w+")  # c03_one_head: claim 3
 
 
-def claim(number: int) -> Claim:
-    """The claim of that number; only then is its file, and what it needs, imported."""
-    if number not in _FILES:
-        raise HeadwiseError(f"there is no claim {number}; there are {', '.join(map(str, NUMBERS))}")
-    found = importlib.import_module(f".{_FILES[number]}", __name__).CLAIM
-    assert isinstance(found, Claim)
-    return found
+@functools.cache
+def _modules() -> dict[int, str]:
+    """Module names by claim number, found in this folder."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {int(match[1]): name for name in names if (match := FILE_NAME.fullmatch(name))}
+
+
+def claim_numbers() -> tuple[int, ...]:
+    """The numbers of all claims, in order."""
+    return tuple(sorted(_modules()))
+
+
+def load_claim(number: int) -> Claim:
+    """One claim by its number; its file, with everything that it needs, is imported only now."""
+    if number not in _modules():
+        raise HeadwiseError(f"there is no claim {number}; there are {', '.join(map(str, claim_numbers()))}")
+    claim = importlib.import_module(f".{_modules()[number]}", __name__).CLAIM
+    assert isinstance(claim, Claim) and claim.number == number, f"{_modules()[number]} defines claim {claim.number}"
+    return claim

@@ -18,7 +18,7 @@ from ..races import ratios, seconds, where
 from ..store import Lab
 
 # the thresholds, written before the full run
-SAME_TIME = 1.25  # times the fastest: up to this, in every race, a number of heads takes the same time
+SAME_TIME = 1.25  # times the fastest: at most this, in every race, counts as the same time
 USUAL = (32, 128)  # the d_k that published models have
 LITTLE = 0.1  # the share of a layer's multiply-adds up to which a term may be left out
 
@@ -58,8 +58,8 @@ def run(lab: Lab) -> Figures:
 
 def _parameters(heads: int) -> dict[str, int]:
     attention = MultiHeadAttention(WIDTH, heads, device="meta")
-    count = {name: p.numel() for name, p in attention.named_parameters()}
-    return {kind: sum(n for name, n in count.items() if name.endswith(kind)) for kind in ("weight", "bias")}
+    counts = {name: p.numel() for name, p in attention.named_parameters()}
+    return {kind: sum(n for name, n in counts.items() if name.endswith(kind)) for kind in ("weight", "bias")}
 
 
 def _flops(heads: int, tokens: int) -> dict[str, int]:
@@ -76,7 +76,7 @@ def _flops(heads: int, tokens: int) -> dict[str, int]:
 
 
 def textbook(attention: MultiHeadAttention, x: Tensor) -> Tensor:
-    """Project, split, softmax(Q K^T / sqrt(d_k)) V with the T x T weights in the open, join, project."""
+    """Project, split, softmax(Q K^T / sqrt(d_k)) V with the T x T weights stored, join, project."""
     h, d = attention.heads.query, attention.heads.dim
     q, k, v = (W(x).unflatten(-1, (h, d)).transpose(1, 2) for W in (attention.W_Q, attention.W_K, attention.W_V))
     weights = (q @ k.mT / math.sqrt(d)).softmax(-1)  # (B, h, T, T)
@@ -138,41 +138,43 @@ def _same_compute(figures: Figures) -> Verdict:
 
 
 def slower(figures: Figures, case: str) -> dict[int, list[float]]:
-    """{heads: how many times the fastest number of heads, race by race}."""
+    """{heads: time as a multiple of the fastest number of heads, race by race}."""
     races = figures["seconds"][case]
     fastest = min(races[0], key=lambda h: float(np.mean([race[h] for race in races])))
     return {int(h): ratios(races, h, fastest) for h in races[0]}
 
 
 def _same_time(figures: Figures) -> Verdict:
-    found = {case: slower(figures, case) for case in figures["seconds"]}
-    worst = {case: max(times, key=lambda h: min(times[h])) for case, times in found.items()}
+    slowdowns = {case: slower(figures, case) for case in figures["seconds"]}
+    worst = {case: max(times, key=lambda h: min(times[h])) for case, times in slowdowns.items()}
     because = "Against the fastest number of heads: " + "; ".join(
         f"{case}, {worst[case]} heads take {np.mean(times[worst[case]]):.2f} times as long and "
         f"{USUAL_HEADS} heads {np.mean(times[USUAL_HEADS]):.2f}"
-        for case, times in found.items()
+        for case, times in slowdowns.items()
     ) + "."  # fmt: skip
     races = len(next(iter(figures["seconds"].values())))
     sure = f"{races} races of all against all on {figures['where']}, interleaved"
     low, high = USUAL
-    usual = [each for times in found.values() for h, each in times.items() if low <= WIDTH // h <= high]
-    others = [each for times in found.values() for h, each in times.items() if not low <= WIDTH // h <= high]
-    if all(max(each) <= SAME_TIME for each in usual + others):
+    usual = [slowdown for times in slowdowns.values() for h, slowdown in times.items() if low <= WIDTH // h <= high]
+    others = [
+        slowdown for times in slowdowns.values() for h, slowdown in times.items() if not low <= WIDTH // h <= high
+    ]
+    if all(max(slowdown) <= SAME_TIME for slowdown in usual + others):
         return Verdict(SENTENCES[2], HOLDS, because, sure)
-    if any(min(each) > SAME_TIME for each in usual):
+    if any(min(slowdown) > SAME_TIME for slowdown in usual):
         return Verdict(SENTENCES[2], NOT, because, sure)
-    if all(max(each) <= SAME_TIME for each in usual) and any(min(each) > SAME_TIME for each in others):
-        return Verdict(SENTENCES[2], ONLY_IF, because, sure, _widths(found))
+    if all(max(slowdown) <= SAME_TIME for slowdown in usual) and any(min(slowdown) > SAME_TIME for slowdown in others):
+        return Verdict(SENTENCES[2], ONLY_IF, because, sure, _widths(slowdowns))
     return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
 
 
-def _widths(found: dict[str, dict[int, list[float]]]) -> str:
-    """The d_k that take the same time everywhere, in words; they include all of USUAL."""
-    slow = {WIDTH // h for times in found.values() for h, each in times.items() if max(each) > SAME_TIME}
-    same = sorted({WIDTH // h for times in found.values() for h in times} - slow)
+def _widths(slowdowns: dict[str, dict[int, list[float]]]) -> str:
+    """The range of d_k that takes the same time in every case, in words; it includes all of USUAL."""
+    slow = {WIDTH // h for times in slowdowns.values() for h, slowdown in times.items() if max(slowdown) > SAME_TIME}
+    same = sorted({WIDTH // h for times in slowdowns.values() for h in times} - slow)
     least = min(d for d in same if not any(d < x < USUAL[0] for x in slow))
-    wide = min((x for x in slow if x > USUAL[1]), default=None)
-    return f"d_k is at least {least}" if wide is None else f"d_k is at least {least} and less than {wide}"
+    slow_wide = min((x for x in slow if x > USUAL[1]), default=None)
+    return f"d_k is at least {least}" if slow_wide is None else f"d_k is at least {least} and less than {slow_wide}"
 
 
 def _squares(figures: Figures) -> Verdict:
@@ -227,7 +229,7 @@ def tables(figures: Figures) -> list[Table]:
         for t, c in figures["terms"].items()
     ]
     return [
-        Table("Milliseconds a layer, batch 1", ("heads", "d_k", *cases), rows),
+        Table("Milliseconds per layer, batch 1", ("heads", "d_k", *cases), rows),
         Table("Multiply-adds, 12 heads", ("tokens", "projections", "scores and values", "ratio"), terms),
     ]
 
@@ -239,14 +241,14 @@ CLAIM = Claim(
     f"""
 Layers of width {WIDTH} with every number of heads that divides it are built on the meta device and counted.
 Multiply-adds are what PyTorch's FlopCounterMode sees in the textbook's operations (a multiply-add is one, not two).
-Times are those of headwise's module, and of the textbook with its T x T weights in the open, batch 1, fp32, no
-gradients, in one thread: its processor time, which others on the machine change little. Every race times all numbers
-of heads in turns, the best of its rounds counts, and the race is repeated. A number of heads takes **the same time**
-if it needs at most {SAME_TIME} times that of the fastest, in every race, and **longer** if it needs more in every
-race. The sentence on time **holds only if** the heads with d_k from {USUAL[0]} to {USUAL[1]} all take the same time
-while some other takes longer, and **does not hold** if one of them takes longer. “d^2 operations” **holds** if the
-other term is at most {LITTLE:.0%} of a layer at BERT-base's {CONTEXT} tokens. The parameters of BERT-base are read
-from its card and counted in the model built on the meta device.
+Times are those of headwise's module, and of a textbook implementation that stores the T x T weights, batch 1, fp32,
+without gradients, in the processor time of one thread, which other load on the machine changes little. Every race times
+all numbers of heads in turns and keeps the best of its rounds; it is repeated. A number of heads takes **the same
+time** if it needs at most {SAME_TIME} times that of the fastest, in every race, and **longer** if it needs more in
+every race. The sentence on time **holds only if** the heads with d_k from {USUAL[0]} to {USUAL[1]} all take the same
+time while some other takes longer, and **does not hold** if one of them takes longer. “d^2 operations” **holds** if the
+other term is at most {LITTLE:.0%} of a layer at BERT-base's {CONTEXT} tokens. The parameters of BERT-base are read from
+its card and counted in the model built on the meta device.
 """,
     run,
     verdicts,

@@ -37,17 +37,17 @@ def run(lab: Lab) -> Figures:
     tokens = lab.budget.pick((5,), (16, 128), (16, 128, 512))
     batches = lab.budget.pick((1,), (1, 8), (1, 8))
     cases = [(h, t, b) for h in heads for t in tokens for b in batches]
-    found = []
+    results = []
     for done, case in enumerate(cases):
         lab.progress("fused against naive", done, len(cases))
-        made_of = {"heads": case[0], "tokens": case[1], "batch": case[2], "width": WIDTH}
-        races = seconds(lab, "fused", made_of, partial(contestants, case, lab.device))
-        found.append({**made_of, "races": races})
-    return {"where": where(lab.device), "cases": found}
+        key = {"heads": case[0], "tokens": case[1], "batch": case[2], "width": WIDTH}
+        races = seconds(lab, "fused", key, partial(contestants, case, lab.device))
+        results.append({**key, "races": races})
+    return {"where": where(lab.device), "cases": results}
 
 
 def contestants(case: Case, device: str) -> dict[str, Callable[[], Any]]:
-    """Both halves of a layer, each in its ways, on the same numbers; that they give the same is checked first."""
+    """Both halves of a layer in all variants, on the same inputs, after a check that the variants agree."""
     h, tokens, batch = case
     random = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, tokens, WIDTH, device=device, generator=random)
@@ -105,21 +105,21 @@ def _ratio(case: Figures, slow: str, fast: str) -> Figures:
     return {**case, "ratio": ratios(case["races"], slow, fast), "way": slow}
 
 
-def _judge(says: str, found: list[Figures], threshold: float, what: str, work: Callable[[Figures], int]) -> Verdict:
-    """Holds if in every case and race; does not if in no case; else only if the parts are small: up to which size."""
-    passed = [case for case in found if min(case["ratio"]) >= threshold]
-    best, worst = (pick(found, key=lambda case: float(np.mean(case["ratio"]))) for pick in (max, min))
+def _judge(says: str, cases: list[Figures], threshold: float, what: str, work: Callable[[Figures], int]) -> Verdict:
+    """Holds if true in every case and race, not if in no case; otherwise only up to some size of the parts."""
+    passed = [case for case in cases if min(case["ratio"]) >= threshold]
+    best, worst = (pick(cases, key=lambda case: float(np.mean(case["ratio"]))) for pick in (max, min))
     because = (
         f"From {np.mean(worst['ratio']):.2f} times as fast ({_words(worst)}) to {np.mean(best['ratio']):.2f} times "
-        f"({_words(best)}); at least {threshold:g} times in {len(passed)} of {len(found)} cases."
+        f"({_words(best)}); at least {threshold:g} times in {len(passed)} of {len(cases)} cases."
     )
-    races = len(found[0]["races"])
-    sure = f"{races} races a case on {found[0]['where']}, interleaved; a case counts where every race agrees"
-    if len(passed) == len(found):
+    races = len(cases[0]["races"])
+    sure = f"{races} races a case on {cases[0]['where']}, interleaved; a case counts where every race agrees"
+    if len(passed) == len(cases):
         return Verdict(says, HOLDS, because, sure)
     if not passed:
         return Verdict(says, NOT, because, sure)
-    failed = min(work(case) for case in found if case not in passed)
+    failed = min(work(case) for case in cases if case not in passed)
     below = [work(case) for case in passed if work(case) < failed]
     rule = (
         f"the parts are small: up to {max(below):.1e} multiply-adds in {what}"
@@ -136,12 +136,14 @@ def _words(case: Figures) -> str:
 
 def charts(figures: Figures) -> list[Chart]:
     def lines(slow: str, fast: str) -> dict[str, list[Any]]:
-        made: dict[str, list[Any]] = {}
+        points_by_heads: dict[str, list[Any]] = {}
         for case in figures["cases"]:
             if slow in case["races"][0]:
                 name = f"{case['heads']} heads"
-                made.setdefault(name, []).append((case["batch"] * case["tokens"], ratios(case["races"], slow, fast)))
-        return {name: [point(x, each) for x, each in _by_tokens(points)] for name, points in made.items()}
+                points_by_heads.setdefault(name, []).append(
+                    (case["batch"] * case["tokens"], ratios(case["races"], slow, fast))
+                )
+        return {name: [point(x, each) for x, each in _by_tokens(points)] for name, points in points_by_heads.items()}
 
     return [
         Chart(title, "tokens in the batch", "times as fast", lines(slow, fast), log_x=True, log_y=True)
@@ -179,14 +181,14 @@ CLAIM = Claim(
     "Fused against naive",
     SENTENCES,
     f"""
-One layer of width {WIDTH}, fp32, no gradients, on the same random numbers in every way, in one thread: its processor
-time, which others on the machine change little. (With several threads a loop has fewer heads at a time to share out
-among them.) Projections: one product with the 3 d_model columns of all heads and all of Q, K, V; three products; 3 h
-products, one for each head. Attention: all heads in one call, with the copy that lays them side by side; or a loop
-over heads and a concatenation; each with headwise's `attend` and with the textbook's softmax(Q K^T / sqrt(d_k)) V,
-which is left out where its weights would not fit. That all give the same is checked before anything is timed. Every
-race times all ways in turns and keeps the best of its rounds; it is repeated, and a case counts only where every race
-agrees. **Much faster** means at least {MUCH:g} times, **beats** at least {BEATS:g} times. A sentence **holds** if
+One layer of width {WIDTH}, fp32, without gradients, on the same random inputs for every variant, in the processor time
+of one thread, which other load on the machine changes little. (With several threads, a loop has fewer heads at a time
+to distribute.) Projections: one product with the 3 d_model columns of all heads and all of Q, K, V; three products; 3 h
+products, one for each head. Attention: all heads in one call, with the copy that lays them side by side; or a loop over
+heads and a concatenation; each with headwise's `attend` and with the textbook's softmax(Q K^T / sqrt(d_k)) V, which is
+left out where its weights would not fit. All variants are checked for equal results before anything is timed. Every
+race times all variants in turns and keeps the best of its rounds; it is repeated, and a case counts only where every
+race agrees. **Much faster** means at least {MUCH:g} times, **beats** at least {BEATS:g} times. A sentence **holds** if
 that is so in every case, and **does not hold** if in none; if it is so in some, it **holds only if** the parts are
 small, with the size up to which all cases agree.
 """,

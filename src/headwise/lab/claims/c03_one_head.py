@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
-from ..look import patterns
+from ..head_patterns import patterns
 from ..model import RELATIONS_RECIPE, task_of
 from ..store import Lab
 from ..tasks import Relations
@@ -42,13 +42,15 @@ def run(lab: Lab) -> Figures:
     single = [lab.trained(heads=1, seed=seed, relations=1, **RELATIONS_RECIPE) for seed in lab.starts]
     return {
         "relations": RELATIONS,
-        "parameters": {h: sum(p.numel() for p in of_h[0].model.parameters()) for h, of_h in models.items()},
-        "accuracy": {h: [trained.accuracy for trained in of_h] for h, of_h in models.items()},
+        "parameters": {h: sum(p.numel() for p in same_count[0].model.parameters()) for h, same_count in models.items()},
+        "accuracy": {h: [trained.accuracy for trained in same_count] for h, same_count in models.items()},
         "averaging": averaging(),
         "weights_of_one_head": [places(trained) for trained in models[1]],
         "accuracy_one_head_longer": [trained.accuracy for trained in longer],
         "accuracy_one_relation": [trained.accuracy for trained in single],
-        "curves": {h: [[(step, right) for step, _, right in t.curve] for t in of_h] for h, of_h in models.items()},
+        "curves": {
+            h: [[(step, right) for step, _, right in t.curve] for t in same_count] for h, same_count in models.items()
+        },
         "left_by_one_head": {k: left_by_one_head(k) for k in (1, 2, 4, 8)},
         "pointing": {d: pointing(TOKENS, d, lab.seed) for d in (1, 2)},
         "off_by": {d: off_by(TOKENS, d, lab.seed) for d in (1, 2, 4, 8, 16, TOKENS - 1, TOKENS)},
@@ -56,20 +58,20 @@ def run(lab: Lab) -> Figures:
 
 
 def places(trained: Trained) -> list[float]:
-    """How much weight a model's only head gives to each of the places it needs, the largest first."""
+    """The weight that a model's only head gives to each needed position, largest first."""
     task = task_of(trained.recipe)
     assert isinstance(task, Relations)
     ids = held_out(task, 1, 16)[0].inputs.to(next(trained.model.parameters()).device)
-    seen = patterns(trained.model, ids)[0, 0]  # (B, T, T)
-    far = max(task.offsets)  # from here on all places exist
-    found = [float(seen.diagonal(-offset, 1, 2)[:, far - offset :].mean()) for offset in task.offsets]
-    return sorted(found, reverse=True)
+    weights = patterns(trained.model, ids)[0, 0]  # (B, T, T)
+    first_complete = max(task.offsets)  # from here on all needed positions exist
+    shares = [float(weights.diagonal(-offset, 1, 2)[:, first_complete - offset :].mean()) for offset in task.offsets]
+    return sorted(shares, reverse=True)
 
 
 def averaging(relations: int = RELATIONS, symbols: int = Relations.symbols) -> float:
-    """The share of right answers of someone who knows which symbols stand at the places, but not which where.
+    """The best accuracy for a model that knows which symbols are at the needed positions, but not their order.
 
-    That is all that equal weights leave. The best guess is the symbol that occurs most often, for every answer; its
+    Equal weights leave no more information. The best guess is the symbol that occurs most often, for every answer; its
     expected count is summed over all draws.
     """
     draws = itertools.product(range(symbols), repeat=relations - 1)  # the first symbol may be 0, they are all alike
@@ -96,10 +98,10 @@ def left_by_one_head(relations: int, tokens: int = 11, width: int = 8) -> float:
 
 
 def pointing(tokens: int, dim: int, seed: int) -> float:
-    """The share of queries that can be made to look hardest at their own partner, for a random permutation.
+    """The share of queries whose largest weight can be put on their own partner, for a random permutation.
 
     d_k = 2: keys on a circle, each query the direction of its partner. d_k = 1: a query is a number, and its largest
-    score is at the largest or the smallest key, so two keys at most are ever looked at hardest.
+    score is at the largest or the smallest key, so at most two keys ever get the largest weight.
     """
     random = np.random.default_rng(seed)
     partner = random.permutation(tokens)
@@ -114,10 +116,10 @@ def pointing(tokens: int, dim: int, seed: int) -> float:
 
 
 def off_by(tokens: int, dim: int, seed: int) -> float:
-    """How far softmax(scores of rank d_k) stays from a random permutation held at weight 1/2: half the L1 distance.
+    """The distance (half of L1) of softmax(scores of rank d_k) from a random permutation with weight 1/2.
 
-    Scores that give a pattern P are log P plus a constant a row; the nearest of rank d_k in the scores is a truncated
-    SVD. One rank is the rows' constants' own, so T - 1 reproduce any P; and here fewer cannot, whatever the constants:
+    Scores that give a pattern P are log P plus a constant per row; the nearest of rank d_k in the scores is a truncated
+    SVD. The constants account for one rank, so T - 1 reproduce any P; and here fewer cannot, whatever the constants:
     subtracting each row's mean never raises a rank, and leaves T - 1.
     """
     random = np.random.default_rng(seed)
@@ -126,10 +128,10 @@ def off_by(tokens: int, dim: int, seed: int) -> float:
     scores = np.log(pattern)
     scores -= scores.mean(1, keepdims=True)
     u, s, v = np.linalg.svd(scores)
-    near = (u[:, :dim] * s[:dim]) @ v[:dim]
-    soft = np.exp(near - near.max(1, keepdims=True))
-    soft /= soft.sum(1, keepdims=True)
-    return float(np.abs(soft - pattern).sum(1).mean() / 2)
+    nearest = (u[:, :dim] * s[:dim]) @ v[:dim]
+    softmax = np.exp(nearest - nearest.max(1, keepdims=True))
+    softmax /= softmax.sum(1, keepdims=True)
+    return float(np.abs(softmax - pattern).sum(1).mean() / 2)
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
@@ -137,7 +139,7 @@ def verdicts(figures: Figures) -> list[Verdict]:
 
 
 def _learned(figures: Figures) -> bool:
-    """Whether the models that should succeed did; without that, one head's failing says nothing."""
+    """Whether the models that should succeed did; otherwise the failure of one head means nothing."""
     return min(figures["accuracy"][str(RELATIONS)] + figures["accuracy_one_relation"]) >= SUCCEEDS
 
 
@@ -180,9 +182,9 @@ def _fails(figures: Figures) -> Verdict:
 
 def _strictly(figures: Figures) -> Verdict:
     """Strictly more means: several heads can do all that one can, and more. Both halves are computed."""
-    more = all(share > EXACT for k, share in figures["left_by_one_head"].items() if k != "1")
+    several_do_more = all(share > EXACT for k, share in figures["left_by_one_head"].items() if k != "1")
     small, whole = figures["off_by"]["8"], figures["off_by"][str(TOKENS - 1)]
-    less = small > EXACT and whole < EXACT
+    one_does_more = small > EXACT and whole < EXACT
     because = (
         f"One head leaves {figures['left_by_one_head']['4']:.0%} of a four-relation map undone (exactly (k - 1) / k "
         f"for k relations), so several can do what one cannot. But at the same width their d_k is smaller: a pattern "
@@ -190,9 +192,9 @@ def _strictly(figures: Figures) -> Verdict:
         "distance) at d_k 8. Neither contains the other; only at the same d_k, with more parameters, do more heads "
         "contain fewer."
     )
-    if more and less:
+    if several_do_more and one_does_more:
         return Verdict(SENTENCES[2], NOT, because, "exact, by singular values")
-    return Verdict(SENTENCES[2], HOLDS if more else CANNOT_TELL, because, "exact, by singular values")
+    return Verdict(SENTENCES[2], HOLDS if several_do_more else CANNOT_TELL, because, "exact, by singular values")
 
 
 def _rank(figures: Figures) -> Verdict:

@@ -12,7 +12,7 @@ from ..model import RELATIONS_RECIPE, TEXT_RECIPE
 from ..store import Lab
 
 # the thresholds, written before the full run
-USELESS = 0.1  # of what attention brings at all; at or below this in every start: useless
+USELESS = 0.1  # of attention's gain; at or below this in every start: useless
 USEFUL = 0.5  # at or above this in every start: not useless
 CLEAR = 1.0  # a head count is better than another if it is so in this share of the starts, each against its twin
 
@@ -33,14 +33,14 @@ def run(lab: Lab) -> Figures:
 
 
 def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
-    """Loss of every start at every head count, and of models whose heads cannot choose where to look."""
+    """Loss of every start at every head count, and of models whose heads attend uniformly."""
     models = {h: [lab.trained(heads=h, seed=seed, **recipe) for seed in lab.starts] for h in heads}
     blind = [lab.trained(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
     return {
-        "loss": {h: [trained.loss for trained in of_h] for h, of_h in models.items()},
-        "accuracy": {h: [trained.accuracy for trained in of_h] for h, of_h in models.items()},
+        "loss": {h: [trained.loss for trained in same_count] for h, same_count in models.items()},
+        "accuracy": {h: [trained.accuracy for trained in same_count] for h, same_count in models.items()},
         "blind": [trained.loss for trained in blind],
-        "learned": all(trained.learned for of_h in models.values() for trained in of_h),
+        "learned": all(trained.learned for same_count in models.values() for trained in same_count),
     }
 
 
@@ -68,15 +68,15 @@ def verdicts(figures: Figures) -> list[Verdict]:
     return [_one_dimension(figures), _middle(figures), _sweet_spot(figures)]
 
 
-def kept(task: Figures, heads: str) -> list[float]:
-    """How much of what attention brings at all a head count has, start by start: 1 is the best count, 0 blind heads."""
+def share_of_gain(task: Figures, heads: str) -> list[float]:
+    """The share of attention's gain that a head count reaches, per start: 1 for the best count, 0 for uniform heads."""
     best = min(float(np.mean(losses)) for losses in task["loss"].values())
     blind = float(np.mean(task["blind"]))
     return [(blind - loss) / (blind - best) for loss in task["loss"][heads]]
 
 
 def _one_dimension(figures: Figures) -> Verdict:
-    shares = {name: kept(task, str(WIDTH)) for name, task in figures["tasks"].items()}
+    shares = {name: share_of_gain(task, str(WIDTH)) for name, task in figures["tasks"].items()}
     words = " and ".join(f"{np.mean(each):.0%} of it on {name}" for name, each in shares.items())
     because = f"If the best head count has all that choosing where to look brings, {WIDTH} heads of one have {words}."
     sure = "; ".join(f"{name}: {starts_seen(each)}" for name, each in shares.items())
@@ -87,9 +87,9 @@ def _one_dimension(figures: Figures) -> Verdict:
     )  # fmt: skip
 
 
-def better(task: Figures, one: str, other: str) -> bool:
-    """Whether a head count beats another in enough of the starts; the same start has the same data."""
-    pairs = list(zip(task["loss"][one], task["loss"][other], strict=True))
+def better(task: Figures, first: str, second: str) -> bool:
+    """Whether the first head count beats the second in enough starts; equal starts see the same data."""
+    pairs = list(zip(task["loss"][first], task["loss"][second], strict=True))
     return sum(a < b for a, b in pairs) >= CLEAR * len(pairs)
 
 
@@ -125,7 +125,7 @@ def _sweet_spot(figures: Figures) -> Verdict:
         f"16,384: a habit that does work. At width {WIDTH} the best head size was {words}."
     )
     sure = f"survey exact; sweep {len(next(iter(tasks.values()))['blind'])} random starts"
-    if not _told(figures):
+    if not _all_learned(figures):
         return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
     if all(dim < min(HABIT) and better(tasks[name], str(WIDTH // dim), "1") for name, dim in best.items()):
         only_if = "the model is wide enough for several such heads; small models do better with smaller ones"
@@ -133,14 +133,14 @@ def _sweet_spot(figures: Figures) -> Verdict:
     return Verdict(SENTENCES[2], CANNOT_TELL, because + " Wider models were not trained here.", sure)
 
 
-def _told(figures: Figures) -> bool:
+def _all_learned(figures: Figures) -> bool:
     return all(task["learned"] for task in figures["tasks"].values())
 
 
 def _by_task(says: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str]) -> Verdict:
     """Holds on both tasks, on neither, or on one of them."""
     names = list(figures["tasks"])
-    if not _told(figures):
+    if not _all_learned(figures):
         return Verdict(says, CANNOT_TELL, because + " Some of the models learned nothing.", sure)
     if yes == names:
         return Verdict(says, HOLDS, because, sure)
@@ -152,15 +152,15 @@ def _by_task(says: str, figures: Figures, because: str, sure: str, yes: list[str
 
 
 def charts(figures: Figures) -> list[Chart]:
-    made = []
+    sheet = []
     for name, task in figures["tasks"].items():
         series = {"trained": [point(int(heads), losses) for heads, losses in task["loss"].items()]}
         series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
-        made.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
+        sheet.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
     sizes = sorted((int(dim), count) for dim, count in figures["survey"]["sizes"].items())
     shown = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
-    made.append(Chart("Head sizes of published model types", "d_k", "model types", shown))
-    return made
+    sheet.append(Chart("Head sizes of published model types", "d_k", "model types", shown))
+    return sheet
 
 
 def tables(figures: Figures) -> list[Table]:
@@ -168,13 +168,13 @@ def tables(figures: Figures) -> list[Table]:
     for name, task in figures["tasks"].items():
         for heads, losses in task["loss"].items():
             right = np.mean(task["accuracy"][heads])
-            range_ = f"{min(losses):.4f} to {max(losses):.4f}"
-            rows.append((name, heads, str(WIDTH // int(heads)), f"{np.mean(losses):.4f}", range_, f"{right:.1%}"))
+            loss_range = f"{min(losses):.4f} to {max(losses):.4f}"
+            rows.append((name, heads, str(WIDTH // int(heads)), f"{np.mean(losses):.4f}", loss_range, f"{right:.1%}"))
         blind = task["blind"]
         rows.append((name, "cannot choose", "", f"{np.mean(blind):.4f}", f"{min(blind):.4f} to {max(blind):.4f}", ""))
     famous = [
-        (name, f"{one['width']:,}", str(one["heads"]), str(one["kv"]), str(one["dim"]))
-        for name, one in figures["survey"]["famous"].items()
+        (name, f"{shape['width']:,}", str(shape["heads"]), str(shape["kv"]), str(shape["dim"]))
+        for name, shape in figures["survey"]["famous"].items()
     ]
     return [
         Table("The sweep", ("task", "heads", "d_k", "loss", "over the starts", "right"), rows),
@@ -189,13 +189,13 @@ CLAIM = Claim(
     f"""
 Width {WIDTH}, divided among 1, 2, 4, ... {WIDTH} heads, so that d_k runs from {WIDTH} to 1 and all models have the same
 parameters. Two tasks: fetching four earlier symbols at once (one layer; claim 3's), and the next character of a novel
-(two layers, 64 characters of context). Beside them, models whose heads look at all earlier tokens alike: what is better
-than those is what choosing where to look brings. Heads of one dimension count as useless at or below {USELESS:.0%} of
-that in every start, and as not useless from {USEFUL:.0%} on in every start. The middle is best if the best count beats
-both ends in every start (the same start sees the same data). Whether 64 is special can only be told here for small
-widths: it is refuted as a law if smaller heads beat a single head of 64 in every start on both tasks. The survey reads
-the published shapes and the default config of every model type that transformers knows, by `headwise.card`; a latent
-(MLA) head counts with the size of its query.
+(two layers, 64 characters of context). The baselines are models whose heads attend uniformly to all earlier tokens:
+attention's gain is measured against them. Heads of one dimension count as useless at or below {USELESS:.0%} of that in
+every start, and as not useless from {USEFUL:.0%} on in every start. The middle is best if the best count beats both
+ends in every start (the same start sees the same data). Whether 64 is special can only be told here for small widths:
+it is refuted as a law if smaller heads beat a single head of 64 in every start on both tasks. The survey reads the
+published shapes and the default config of every model type that transformers knows, by `headwise.card`; a latent (MLA)
+head counts with the size of its query.
 """,
     run,
     verdicts,

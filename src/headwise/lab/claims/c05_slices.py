@@ -1,4 +1,4 @@
-"""Claim 5: each head sees only its slice of the embedding. The gradient says what it sees."""
+"""Claim 5: each head sees only its slice of the embedding. Gradients show what it reads."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run(lab: Lab) -> Figures:
     return {"untrained": untrained, "minilm": _minilm(lab.seed)}
 
 
-def seen(attention: MultiHeadAttention, x: Tensor, head: int, random: torch.Generator) -> dict[str, float]:
-    """What one head's output hangs on, by the gradient of a random mix of its numbers; x (1, T, d_model)."""
+def slice_gradients(attention: MultiHeadAttention, x: Tensor, head: int, random: torch.Generator) -> dict[str, float]:
+    """What one head's output depends on: gradients of a random projection of it. x (1, T, d_model)."""
     x = x.detach().clone().requires_grad_()
     whole = [linear(x) for linear in (attention.W_Q, attention.W_K, attention.W_V)]  # (1, T, d_model) each
     h, d = attention.heads.query, attention.heads.dim
@@ -59,7 +59,7 @@ def _untrained(seed: int) -> list[dict[str, float]]:
         torch.manual_seed(seed)
         attention = MultiHeadAttention(WIDTH, HEADS)
     x = torch.randn(1, TOKENS, WIDTH, generator=random)
-    return [seen(attention, x, head, random) for head in range(HEADS)]
+    return [slice_gradients(attention, x, head, random) for head in range(HEADS)]
 
 
 def _minilm(seed: int) -> list[list[dict[str, float]]]:
@@ -67,35 +67,35 @@ def _minilm(seed: int) -> list[list[dict[str, float]]]:
     random = torch.Generator().manual_seed(seed)
     encoder = Encoder.from_pretrained(load("minilm").name_or_path)
     ids = tokenizer("minilm")(TEXT, return_tensors="pt")["input_ids"]
-    found = []
+    layers = []
     x = encoder.embed(ids, torch.arange(ids.shape[1]))
     for block in encoder.blocks:
         attention: Any = block.attention
-        found.append([seen(attention, x, head, random) for head in range(attention.heads.query)])
+        layers.append([slice_gradients(attention, x, head, random) for head in range(attention.heads.query)])
         x = block(x).detach()
-    return found
+    return layers
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
     fresh = [head for start in figures["untrained"] for head in start]
     trained = [head for layer in figures["minilm"] for head in layer]
-    every = fresh + trained
+    heads = fresh + trained
     sure = (
         f"exact: gradients of {len(trained)} trained heads, and of {HEADS} heads in {len(figures['untrained'])} starts"
     )
     shares = [head["own_share"] for head in trained]
-    reached = min(head["reached"] for head in every)
+    reached = min(head["reached"] for head in heads)
     sees = (
         f"The gradient of one head's output reaches {reached:.0%} of the embedding's numbers, in every head. Of its "
         f"energy, {np.mean([head['own_share'] for head in fresh]):.1%} falls into the slice that the sentence names in "
         f"untrained heads, and {min(shares):.1%} to {max(shares):.1%} in MiniLM's; a twelfth is {1 / HEADS:.1%}."
     )
-    outside, inside = max(head["outside"] for head in every), min(head["inside"] for head in every)
+    outside, inside = max(head["outside"] for head in heads), min(head["inside"] for head in heads)
     works = (
         f"In the projected vectors the largest gradient outside the head's own d_k numbers is {outside:g}; inside, at "
         f"least {inside:.2g}. A head is a slice of the result of a projection, never of what is projected."
     )
-    first = NOT if reached >= WHOLE else HOLDS if all(head["own_share"] == 1 for head in every) else ONLY_IF
+    first = NOT if reached >= WHOLE else HOLDS if all(head["own_share"] == 1 for head in heads) else ONLY_IF
     second = HOLDS if outside <= NOTHING < inside else NOT
     rule = "the projection has zeros elsewhere" if first == ONLY_IF else ""
     return [Verdict(SENTENCES[0], first, sees, sure, rule), Verdict(SENTENCES[1], second, works, sure)]

@@ -13,16 +13,16 @@ from torch import Tensor
 from ...attention.nn.stack import Decoder
 from ...roles.atlas.build import atlas
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
-from ..look import patterns, unlike
+from ..head_patterns import head_divergences, patterns
 from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, as_gpt2, attentions, build, task_of
 from ..store import Lab
 from ..tasks import Text
 from ..train import Trained, fit, held_out
 
 # the thresholds, written before the full run
-APART = 0.1  # nats between the heads of a layer, on average, from which on they do different things (ln 2 is the most)
-GREW = 3.0  # times as far apart as before training
-SAME_NUMBER = 0.8  # of the distance of other heads: from here on, the number of a head says nothing
+APART = 0.1  # mean nats between the heads of a layer from which they count as different (ln 2 is the maximum)
+GREW = 3.0  # times the distance before training
+SAME_NUMBER = 0.8  # of the distance between other heads: from here on, a head's number carries no information
 MATCHED = 0.5  # of the distance between any two heads: at or below this, matched heads of two starts are the same kind
 IDENTICAL = 1e-6  # of the weights' norm
 
@@ -48,8 +48,8 @@ def run(lab: Lab) -> Figures:
     after = [patterns(trained.model, ids) for trained in models]
     return {
         "learned": all(trained.learned for trained in models),
-        "before": [within(seen) for seen in before],
-        "after": [within(seen) for seen in after],
+        "before": [within(weights) for weights in before],
+        "after": [within(weights) for weights in after],
         "between": between(after),
         "heads": [described(trained, ids) for trained in models],
         "atlas": [_atlas(lab, trained) for trained in models],
@@ -57,46 +57,46 @@ def run(lab: Lab) -> Figures:
     }
 
 
-def within(seen: Tensor) -> float:
-    """The mean distance between two heads of a layer. seen (layers, heads, B, T, T)."""
-    heads = seen.shape[1]
-    pairs = [unlike(layer, layer)[~torch.eye(heads, dtype=torch.bool)].mean() for layer in seen]
-    return float(torch.stack(pairs).mean())
+def within(weights: Tensor) -> float:
+    """The mean distance between two heads of a layer. weights (layers, heads, B, T, T)."""
+    heads = weights.shape[1]
+    means = [head_divergences(layer, layer)[~torch.eye(heads, dtype=torch.bool)].mean() for layer in weights]
+    return float(torch.stack(means).mean())
 
 
 def between(starts: list[Tensor]) -> Figures:
-    """Heads of two starts: any two, those of the same number, and those of the best matching; the mean of all pairs."""
-    found: dict[str, list[float]] = {"any": [], "same number": [], "matched": []}
-    for one, other in itertools.combinations(starts, 2):
-        tables = [unlike(a, b).cpu().numpy() for a, b in zip(one, other, strict=True)]
+    """Mean distances between two starts: of any two heads, of equal numbers, and of the best matching."""
+    distances: dict[str, list[float]] = {"any": [], "same number": [], "matched": []}
+    for first, second in itertools.combinations(starts, 2):
+        tables = [head_divergences(a, b).cpu().numpy() for a, b in zip(first, second, strict=True)]
         others = ~np.eye(len(tables[0]), dtype=bool)
-        found["any"].append(float(np.mean([table[others].mean() for table in tables])))
-        found["same number"].append(float(np.mean([table.diagonal().mean() for table in tables])))
-        found["matched"].append(float(np.mean([matched(table) for table in tables])))
-    return found
+        distances["any"].append(float(np.mean([table[others].mean() for table in tables])))
+        distances["same number"].append(float(np.mean([table.diagonal().mean() for table in tables])))
+        distances["matched"].append(float(np.mean([matched(table) for table in tables])))
+    return distances
 
 
 def matched(table: np.ndarray) -> float:
-    """The least mean distance over all ways to pair the heads up. table (heads, heads), at most 8 of them."""
+    """The smallest mean distance over all matchings of the heads. table (heads, heads), at most 8 heads."""
     count = len(table)
     ways = np.array(list(itertools.permutations(range(count))))
     return float(table[np.arange(count), ways].mean(1).min())
 
 
 def described(trained: Trained, ids: Tensor) -> list[Figures]:
-    """How much each head looks at the token before, at itself and at the first; how widely, and how far."""
-    found = []
+    """Per head: weight on the previous token, on itself and on the first; entropy and distance."""
+    rows = []
     for layer, stats in enumerate(trained.model.stats(ids)):
         columns = {name: stats[name].tolist() for name in ("previous", "self", "first", "entropy", "distance")}
-        found += [
+        rows += [
             {"head": f"{layer}.{head}", **{name: column[head] for name, column in columns.items()}}
             for head in range(trained.recipe.heads)
         ]
-    return found
+    return rows
 
 
 def _atlas(lab: Lab, trained: Trained) -> list[tuple[str, str, float]]:
-    """The roles that a start's heads have, by headwise.atlas: head, role, score."""
+    """The roles of a start's heads by headwise.atlas: head, role, score."""
     texts_read = lab.budget.pick(8, ATLAS_TEXTS, ATLAS_TEXTS)
 
     def compute() -> list[tuple[str, str, float]]:
@@ -104,14 +104,14 @@ def _atlas(lab: Lab, trained: Trained) -> list[tuple[str, str, float]]:
         assert isinstance(task, Text)
         rows = held_out(task, 1, texts_read)[0].inputs.tolist()
         texts = ["".join(task.letters[i] for i in row) for row in rows]
-        found = atlas(as_gpt2(trained.model.cpu()), texts, task.tokenizer(), name=f"start {trained.recipe.seed}")
-        return [(role.name, role.role, float(role.score)) for role in found.roles]
+        measured = atlas(as_gpt2(trained.model.cpu()), texts, task.tokenizer(), name=f"start {trained.recipe.seed}")
+        return [(role.name, role.role, float(role.score)) for role in measured.roles]
 
     return lab.piece("atlas", {"model": lab.made_of(trained.recipe), "texts": texts_read}, compute)
 
 
 def make_twins(model: Decoder, with_output: bool) -> None:
-    """Head 1 of every layer becomes a copy of head 0: queries, keys, values, and its part of W_O if wanted."""
+    """Head 1 of every layer becomes a copy of head 0: queries, keys, values, and its part of W_O if `with_output`."""
     dim = model.shape.heads.dim
     with torch.no_grad():
         for attention in attentions(model):
@@ -124,13 +124,13 @@ def make_twins(model: Decoder, with_output: bool) -> None:
 
 @torch.no_grad()
 def apart(model: Decoder) -> float:
-    """How far the twins' projections are from each other, as a share of their norm: the largest of all."""
+    """The largest distance between the twins' projections, as a share of their norm."""
     dim = model.shape.heads.dim
     shares = []
     for attention in attentions(model):
         for linear in (attention.W_Q, attention.W_K, attention.W_V):
-            one, other = linear.weight[:dim], linear.weight[dim : 2 * dim]
-            shares.append(float((one - other).norm() / one.norm()))
+            first, second = linear.weight[:dim], linear.weight[dim : 2 * dim]
+            shares.append(float((first - second).norm() / first.norm()))
     return max(shares)
 
 
@@ -199,7 +199,7 @@ def _kinds(figures: Figures) -> Verdict:
 
 
 def _in_all(figures: Figures) -> str:
-    """The roles that the atlas finds in every start, in words: not part of the verdict, but worth knowing."""
+    """The roles that the atlas finds in every start, in words; they do not affect the verdict."""
     sets = [{role for _, role, _ in start} for start in figures["atlas"]]
     common = sorted(set.intersection(*sets))
     if not common:

@@ -55,29 +55,29 @@ def _block(seed: int, mix: bool) -> TransformerBlock:
 
 
 def gradients(seed: int) -> Figures:
-    """How much head 1 can change of what stands in head 0's place: at W_O's input, its output, and after the block.
+    """How much head 1 can change head 0's dimensions: at W_O's input, at its output, and after the block.
 
-    The largest entry of d place_0 / d W_V^1, with W_O and without it.
+    The largest entry of the derivative by head 1's part of W_V, with W_O and without it.
     """
-    found = {}
+    slopes = {}
     with torch.random.fork_rng(devices=[]):
         for mix in (True, False):
             block = _block(seed, mix)
             x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
-            seen: dict[str, Tensor] = {}
+            recorded: dict[str, Tensor] = {}
             block.attention.W_O.register_forward_hook(
-                lambda _, inputs, output, seen=seen: seen.update(before=inputs[0], after=output)
+                lambda _, inputs, output, recorded=recorded: recorded.update(before=inputs[0], after=output)
             )
-            seen["end"] = block(x)
-            found["with W_O" if mix else "without"] = {
-                place: _largest(seen[place][..., : WIDTH // HEADS], block.attention.W_V.weight, WIDTH // HEADS)
+            recorded["end"] = block(x)
+            slopes["with W_O" if mix else "without"] = {
+                place: _largest(recorded[place][..., : WIDTH // HEADS], block.attention.W_V.weight, WIDTH // HEADS)
                 for place in ("before", "after", "end")
             }
-    return found
+    return slopes
 
 
 def _largest(place: Tensor, weight: Tensor, dim: int) -> float:
-    """Over every number of the place: the largest slope by the second head's rows of a weight."""
+    """The largest derivative of these numbers by the second head's rows of a weight."""
     slopes = [
         torch.autograd.grad(number, weight, retain_graph=True)[0][dim : 2 * dim].abs().max()
         for number in place.flatten()
@@ -86,40 +86,40 @@ def _largest(place: Tensor, weight: Tensor, dim: int) -> float:
 
 
 def scalars(seed: int) -> float:
-    """A number a head in front of W_O changes nothing that W_V could not: the largest difference between the two."""
+    """One gate per head before W_O equals the same factors in W_V: the largest difference between the two."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        weighed = _block(seed, True).attention
-        inside = copy.deepcopy(weighed)
+        gated = _block(seed, True).attention
+        folded = copy.deepcopy(gated)
         shares = torch.rand(HEADS, dtype=torch.float64)
         x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
         with torch.no_grad():
             rows = shares.repeat_interleave(WIDTH // HEADS)
-            inside.W_V.weight.mul_(rows[:, None])
-            inside.W_V.bias.mul_(rows)
-            return float((weighed(x, gates=shares) - inside(x)).abs().max())
+            folded.W_V.weight.mul_(rows[:, None])
+            folded.W_V.bias.mul_(rows)
+            return float((gated(x, gates=shares) - folded(x)).abs().max())
 
 
 def ranks(model: Decoder) -> float:
-    """How many directions a head's part of W_O uses: exp of the entropy of its squared singular values, the mean."""
-    found = []
+    """The mean effective rank of a head's part of W_O: exp of the entropy of its squared singular values."""
+    counts = []
     for attention in attentions(model):
         parts = attention.W_O.weight.detach().double().unflatten(1, (attention.heads.query, -1)).transpose(0, 1)
         energy = torch.linalg.svdvals(parts) ** 2  # (heads, d_k)
         share = energy / energy.sum(1, keepdim=True)
-        found.append((-(share * share.log()).sum(1)).exp())
-    return float(torch.cat(found).mean())
+        counts.append((-(share * share.log()).sum(1)).exp())
+    return float(torch.cat(counts).mean())
 
 
 def collapse(model: Decoder, layer: int, head: int) -> Decoder:
-    """A copy whose head looks at all earlier tokens alike: queries of zero have equal scores everywhere."""
-    made = copy.deepcopy(model)
-    linear = attentions(made)[layer].W_Q
-    dim = made.shape.heads.dim
+    """A copy with one head that attends uniformly: zero queries have equal scores for all keys."""
+    collapsed_model = copy.deepcopy(model)
+    linear = attentions(collapsed_model)[layer].W_Q
+    dim = collapsed_model.shape.heads.dim
     with torch.no_grad():
         linear.weight[head * dim : (head + 1) * dim] = 0
         linear.bias[head * dim : (head + 1) * dim] = 0
-    return made
+    return collapsed_model
 
 
 def _collapsed(lab: Lab, trained: Trained) -> Figures:
@@ -129,8 +129,8 @@ def _collapsed(lab: Lab, trained: Trained) -> Figures:
     )
 
 
-def collapsed(trained: Trained, lab: Lab, how: dict[str, Any]) -> Figures:
-    """The head whose collapse hurts most, chosen on one batch; then W_O of its layer alone learns again."""
+def collapsed(trained: Trained, lab: Lab, retrain: dict[str, Any]) -> Figures:
+    """The head whose collapse costs most, chosen on one batch; then only W_O of its layer is trained."""
     task, model = task_of(trained.recipe), trained.model
     places = [(layer, head) for layer in range(len(model.blocks)) for head in range(trained.recipe.heads)]
     damage = {}
@@ -140,9 +140,9 @@ def collapsed(trained: Trained, lab: Lab, how: dict[str, Any]) -> Figures:
     layer, head = max(damage, key=damage.__getitem__)
 
     def retrained(start: Decoder) -> float:
-        made = copy.deepcopy(start).train()
+        model_copy = copy.deepcopy(start).train()
         random = torch.Generator().manual_seed(trained.recipe.seed + 1)
-        return fit(made, task, attentions(made)[layer].W_O.parameters(), random, **how)[-1][1]
+        return fit(model_copy, task, attentions(model_copy)[layer].W_O.parameters(), random, **retrain)[-1][1]
 
     without = collapse(model, layer, head)
     return {
@@ -256,13 +256,13 @@ CLAIM = Claim(
     "W_O, where heads meet",
     SENTENCES,
     f"""
-Exact part, in float64: in a block of {HEADS} heads, the slope of everything that stands in head 0's place by the
-values' weights of head 1, before W_O, after it, and at the end of the block; the same with W_O replaced by nothing.
-A weight a head in front of W_O is compared with the same numbers multiplied into W_V. Trained part: claim 4's text
-model with {TEXT_HEADS} heads, and a twin whose heads' outputs go straight to the residual stream; worse is more than
-{WORSE:.0%} of the loss in every start. Then in each trained model the head that hurts most is made to look everywhere
-alike (its queries are zero), and W_O of its layer alone is trained for {RETRAIN["steps"]} steps. At least {MUCH:.0%} of
-the damage gone in every start is making up for it, at most {LITTLE:.0%} is not.
+Exact part, in float64: in a block of {HEADS} heads, the derivative of head 0's dimensions by head 1's part of W_V,
+before W_O, after it, and at the end of the block; the same with W_O replaced by the identity. One gate per head before
+W_O is compared with the same factors multiplied into W_V. Trained part: claim 4's text model with {TEXT_HEADS} heads,
+and a twin whose heads' outputs go straight to the residual stream; worse is more than {WORSE:.0%} of the loss in every
+start. Then in each trained model the head whose collapse costs most is made to attend uniformly (its queries are zero),
+and only W_O of its layer is trained for {RETRAIN["steps"]} steps. At least {MUCH:.0%} of the damage gone in every start
+is making up for it, at most {LITTLE:.0%} is not.
 """,
     run,
     verdicts,

@@ -1,4 +1,4 @@
-"""Claim 8: how many heads can go, in the lab's models and in real ones."""
+"""Claim 8: how many heads can be removed, in the lab's models and in real ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SENTENCES = (
     "After removing half of the heads, a little training brings the quality back.",
     "It matters which heads go: chosen by importance, more can go than at random.",
 )
-SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the heads that stay
+SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the heads that are retained
 SCORES = ("michel", "random")
 REAL = {"minilm": "1 - cosine", "smollm2": "loss"}
 RETRAIN: dict[str, Any] = {"steps": 200, "batch": 8, "rate": 1e-3}
@@ -54,8 +54,8 @@ def run(lab: Lab) -> Figures:
 
 
 def _small(lab: Lab, trained: Trained) -> Figures:
-    """{score: damage at every share} of one lab model, ranked on text it was trained on, measured on other."""
-    asked = {**lab.made_of(trained.recipe), "shares": SHARES, "scores": SCORES}
+    """{score: damage at every share} of one lab model; ranked on its training text, measured on held-out text."""
+    key = {**lab.made_of(trained.recipe), "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
         measuring = [
@@ -65,18 +65,18 @@ def _small(lab: Lab, trained: Trained) -> Figures:
             lab, as_gpt2(trained.model.cpu()), [_known(trained)], measuring, 1, f"start {trained.recipe.seed}"
         )
 
-    return lab.piece("removing", asked, compute)
+    return lab.piece("removing", key, compute)
 
 
 def _known(trained: Trained, size: int = 128) -> dict[str, Any]:
-    """Texts of the part that the model was trained on, to rank its heads with."""
+    """A batch of the model's training text, to rank its heads with."""
     return {"input_ids": task_of(trained.recipe).batch(size, torch.Generator().manual_seed(0)).inputs}
 
 
 def _real(lab: Lab, name: str) -> Figures:
-    """The same of a real model, on held-out passages of the novel."""
+    """The same for a real model, on held-out passages of the novel."""
     count, seeds = lab.budget.pick((4, 1), (16, 1), (16, 1) if name == "smollm2" else (32, 3))
-    asked = {"name": name, "count": count, "seeds": seeds, "shares": SHARES, "scores": SCORES}
+    key = {"name": name, "count": count, "seeds": seeds, "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
         model, words = load(name), tokenizer(name)
@@ -84,7 +84,7 @@ def _real(lab: Lab, name: str) -> Figures:
         batches = [dict(words(some, return_tensors="pt", padding=True)) for some in passages(count)]
         return damages(lab, model, batches[::2], batches[1::2], seeds, name)
 
-    return lab.piece("removing", asked, compute)
+    return lab.piece("removing", key, compute)
 
 
 def passages(count: int, batch: int = 2) -> list[list[str]]:
@@ -97,20 +97,20 @@ def passages(count: int, batch: int = 2) -> list[list[str]]:
 
 
 def damages(lab: Lab, model: Any, scoring: list[Any], measuring: list[Any], seeds: int, words: str) -> Figures:
-    """{score: (seeds, shares)}: the loss more, as a share of the full model's; or 1 - cosine of the embedding."""
-    found = curve(
+    """{score: (seeds, shares)}: increase of the loss as a share of the full model's, or 1 - cosine of the embedding."""
+    measured = curve(
         model, scoring, measuring, scores=SCORES, shares=SHARES, seeds=seeds,
         progress=lambda done, total: lab.progress(f"removing heads, {words}", done, total),
     )  # fmt: skip
-    if found.full.name != "perplexity":
-        return {score: table.tolist() for score, table in found.values.items()}
-    full = math.log(found.full.value)
-    return {score: (np.log(table) / full - 1).tolist() for score, table in found.values.items()}
+    if measured.full.name != "perplexity":
+        return {score: table.tolist() for score, table in measured.values.items()}
+    full = math.log(measured.full.value)
+    return {score: (np.log(table) / full - 1).tolist() for score, table in measured.values.items()}
 
 
 def _retrained(lab: Lab, trained: Trained) -> Figures:
     retrain = RETRAIN | {"steps": lab.budget.pick(2, RETRAIN["steps"], RETRAIN["steps"])}
-    asked = {"model": lab.made_of(trained.recipe), **retrain}
+    key = {"model": lab.made_of(trained.recipe), **retrain}
 
     def compute() -> Figures:
         task = task_of(trained.recipe)
@@ -123,26 +123,26 @@ def _retrained(lab: Lab, trained: Trained) -> Figures:
         intact, half = copy.deepcopy(trained.model), without(trained.model, chosen)
         return {"intact": further(intact), "half": further(half)}
 
-    return lab.piece("retrained", asked, compute)
+    return lab.piece("retrained", key, compute)
 
 
 def without(model: Decoder, heads: dict[Any, Any]) -> Decoder:
-    """A smaller copy: heads by layer are cut out of the projections."""
-    made = copy.deepcopy(model)
+    """A smaller copy with these heads cut out of the projections."""
+    smaller = copy.deepcopy(model)
     for key, numbers in heads.items():
         layer = key[1] if isinstance(key, tuple) else key
-        made.blocks[layer].attention = attentions(model)[layer].prune_heads(numbers)
-    return made
+        smaller.blocks[layer].attention = attentions(model)[layer].prune_heads(numbers)
+    return smaller
 
 
 def removable(table: list[list[float]]) -> float:
-    """The largest share of heads that can go, step by step, before the mean damage is more than 1 %."""
-    gone = 0.0
+    """The largest share of heads that can be removed before the mean damage exceeds 1 %."""
+    removed = 0.0
     for share, damage in zip(SHARES, np.mean(table, 0), strict=True):
         if damage > DAMAGE:
             break
-        gone = 1 - share
-    return gone
+        removed = 1 - share
+    return removed
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
@@ -211,7 +211,7 @@ def charts(figures: Figures) -> list[Chart]:
         ]
         for score in SCORES
     }
-    made = [Chart("The lab's text models, 16 heads", "heads removed, %", "loss more, %", small)]
+    sheet = [Chart("The lab's text models, 16 heads", "heads removed, %", "loss more, %", small)]
     for name, one in figures["real"].items():
         series: dict[str, list[Any]] = {
             score: [
@@ -219,8 +219,8 @@ def charts(figures: Figures) -> list[Chart]:
             ]
             for score, table in one.items()
         }  # fmt: skip
-        made.append(Chart(name, "heads removed, %", f"{REAL[name]} more, %", series))
-    return made
+        sheet.append(Chart(name, "heads removed, %", f"{REAL[name]} more, %", series))
+    return sheet
 
 
 def tables(figures: Figures) -> list[Table]:
@@ -246,15 +246,15 @@ CLAIM = Claim(
     "Most heads can be removed",
     SENTENCES,
     f"""
-Heads are ranked by `headwise.importance` (michel: the slope of the loss by a gate on each head) and removed in one step
-to each share, without training; at random beside it. The lab's models are claim 4's text models, 2 layers of
-{TEXT_HEADS} heads, from several starts; the real ones are the embedded `minilm` (72 heads) and `smollm2` (270 heads),
-on passages of the novel that the lab's models were not trained on. Heads are never measured on what ranked them.
-Damage is the loss more, as a share of the loss; for minilm, which has no loss of its own, 1 - cosine with the full
-model's embedding.
-The first sentence holds where more than {HALF:.0%} of the heads can go, step by step, before the mean damage passes
-{DAMAGE:.0%}. Then half of the heads of the lab's models are cut out, and both they and the intact models are trained
-for {RETRAIN["steps"]} steps more; brought back is within {DAMAGE:.0%} of the loss in every start.
+Heads are ranked by `headwise.importance` (michel: the derivative of the loss by a gate on each head) and removed in one
+step to each share, without training; random removal is the baseline. The lab's models are claim 4's text models, 2
+layers of {TEXT_HEADS} heads, from several starts; the real ones are the embedded `minilm` (72 heads) and `smollm2` (270
+heads), on passages of the novel that the lab's models were not trained on. Heads are never evaluated on the texts that
+ranked them. Damage is the increase of the loss, as a share of the loss; for minilm, which has no loss of its own, 1 -
+cosine with the full model's embedding. The first sentence holds where more than {HALF:.0%} of the heads can be removed,
+share by share, before the mean damage exceeds {DAMAGE:.0%}. Then half of the heads of the lab's models are cut out, and
+both they and the intact models are trained for {RETRAIN["steps"]} steps more; brought back is within {DAMAGE:.0%} of
+the loss in every start.
 """,
     run,
     verdicts,

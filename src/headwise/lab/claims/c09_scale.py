@@ -16,7 +16,7 @@ from ..store import Lab
 from ..train import Trained, held_out
 
 # the thresholds, written before the full run
-SATURATED = 0.5  # of the gradient that equal weights would let through; less is saturated
+SATURATED = 0.5  # of the gradient that passes equal weights; less counts as saturated
 WORSE = 0.01  # of the loss; more, in every start, is worse
 STILL = 0.5  # of the entropy that the scaled model has; less after training, in every start, is still saturated
 
@@ -54,7 +54,7 @@ def run(lab: Lab) -> Figures:
 
 
 def at_start(dim: int, size: float, scaled: bool, seed: int) -> Figures:
-    """Scores of random queries and keys whose components have this size: how the softmax over 64 keys comes out."""
+    """Statistics of the softmax over 64 keys for random queries and keys with components of this standard deviation."""
     random = torch.Generator().manual_seed(seed)
     q = size * torch.randn(ROWS // TOKENS, 1, TOKENS, dim, generator=random)
     k = size * torch.randn(ROWS // TOKENS, 1, TOKENS, dim, generator=random)
@@ -75,12 +75,12 @@ def let_through(p: Tensor) -> float:
 
 @torch.no_grad()
 def entropy(trained: Trained) -> float:
-    """Mean over heads and queries, as a share of the largest that a causal row can have."""
+    """Mean entropy over heads and queries, as a share of the maximum for causal rows."""
     inputs = held_out(task_of(trained.recipe), 1)[0].inputs
     device = next(trained.model.parameters()).device
-    found = [stats.entropy.mean() for stats in trained.model.stats(inputs.to(device))]
-    most = np.log(np.arange(1, inputs.shape[1] + 1)).mean()
-    return float(torch.stack([torch.as_tensor(x) for x in found]).mean()) / float(most)
+    means = [stats.entropy.mean() for stats in trained.model.stats(inputs.to(device))]
+    largest = np.log(np.arange(1, inputs.shape[1] + 1)).mean()
+    return float(torch.stack([torch.as_tensor(x) for x in means]).mean()) / float(largest)
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
@@ -88,20 +88,20 @@ def verdicts(figures: Figures) -> list[Verdict]:
 
 
 def _saturates(figures: Figures) -> Verdict:
-    of = {name: sizes[str(AT)]["gradient"] for name, sizes in figures["at_start"].items()}
+    gradient = {name: sizes[str(AT)]["gradient"] for name, sizes in figures["at_start"].items()}
     unit, small = "unit variance, without 1/√d_k", "weights of std 0.02, without 1/√d_k"
     because = (
-        f"Of the gradient that equal weights let through, d_k {AT} without the division leaves {of[unit]:.0%} "
-        f"when queries and keys have unit variance ({of[unit.replace('without', 'with')]:.0%} with it), and "
-        f"{of[small]:.0%} with weights of standard deviation 0.02 at width 768, as GPT-2 and BERT start. "
+        f"Of the gradient that equal weights let through, d_k {AT} without the division leaves {gradient[unit]:.0%} "
+        f"when queries and keys have unit variance ({gradient[unit.replace('without', 'with')]:.0%} with it), and "
+        f"{gradient[small]:.0%} with weights of standard deviation 0.02 at width 768, as GPT-2 and BERT start. "
         "The spread of the scores grows as √d_k in both."
     )
     sure = f"{ROWS:,} rows of {TOKENS} keys"
-    if of[unit.replace("without", "with")] < SATURATED:
+    if gradient[unit.replace("without", "with")] < SATURATED:
         return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
-    if of[unit] >= SATURATED:
+    if gradient[unit] >= SATURATED:
         return Verdict(SENTENCES[0], NOT, because, sure)
-    if of[small] >= SATURATED:
+    if gradient[small] >= SATURATED:
         only_if = "queries and keys start with unit variance; with the small weights of GPT-2 and BERT they do not"
         return Verdict(SENTENCES[0], ONLY_IF, because, sure, only_if)
     return Verdict(SENTENCES[0], HOLDS, because, sure)
@@ -188,11 +188,11 @@ CLAIM = Claim(
     "The division by √d_k",
     SENTENCES,
     f"""
-At the start: random queries and keys, {TOKENS} keys a row; once with components of unit variance, the assumption of the
-2017 paper, once with those that weights of standard deviation 0.02 give at width {WIDTH}. Entropy is a share of that of
-equal weights; the gradient is the trace of softmax's Jacobian, a share of the same. Below {SATURATED:.0%} of it, at
-d_k {AT}, counts as saturated. In training: claim 4's text models with heads of 8 and of 64, and their twins whose
-queries are √d_k larger, which undoes the division and nothing else. Worse is more than {WORSE:.0%} of the loss in
+At the start: random queries and keys, {TOKENS} keys per row; once with components of unit variance, the assumption of
+the 2017 paper, once with those that weights of standard deviation 0.02 give at width {WIDTH}. Entropy is a share of
+that of equal weights; the gradient is the trace of softmax's Jacobian, a share of the same. Below {SATURATED:.0%} of
+it, at d_k {AT}, counts as saturated. In training: claim 4's text models with heads of 8 and of 64, and their twins
+whose queries are √d_k larger, which undoes the division and nothing else. Worse is more than {WORSE:.0%} of the loss in
 every start; still saturated is less than {STILL:.0%} of the twin's entropy in every start.
 """,
     run,

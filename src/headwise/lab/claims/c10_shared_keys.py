@@ -27,7 +27,7 @@ SENTENCES = (
 )
 KV_HEADS = (8, 4, 2, 1)
 GROUPED = (4, 2)
-# decoding is timed on a larger model with random weights: its speed does not hang on what it learned
+# decoding is timed on a larger model with random weights: its speed does not depend on its weights
 TIMED = {"layers": 4, "width": 512, "heads": 8, "batch": 8}
 ROUNDS, STEPS = 5, 8
 
@@ -44,19 +44,19 @@ def run(lab: Lab) -> Figures:
             "cache": cache_bytes(models[0].model),
         }
     contexts = lab.budget.pick((16,), (128, 1024), (128, 1024, 4096))
-    asked = {"contexts": contexts, "device": lab.device, **TIMED}
-    return {"quality": quality, "speed": lab.piece("decoding", asked, lambda: decoding(contexts, lab))}
+    key = {"contexts": contexts, "device": lab.device, **TIMED}
+    return {"quality": quality, "speed": lab.piece("decoding", key, lambda: decoding(contexts, lab))}
 
 
 def cache_bytes(model: Decoder) -> int:
-    """Bytes that a token adds to the cache: a key and a value of every key/value head, in every layer."""
+    """Bytes per token in the cache: one key and one value per key/value head and layer."""
     linears = [linear for attention in attentions(model) for linear in (attention.W_K, attention.W_V)]
     return sum(linear.out_features * linear.weight.element_size() for linear in linears)
 
 
 def decoding(contexts: tuple[int, ...], lab: Lab) -> Figures:
-    """Milliseconds a token at each context, the best of interleaved rounds, so that what else runs hits all alike."""
-    found: Figures = {}
+    """Milliseconds per token at each context: the best of interleaved rounds, so that other load affects all alike."""
+    milliseconds: Figures = {}
     for context in contexts:
         models = {kv: _timed_model(kv, context + ROUNDS * STEPS + 1, lab.device) for kv in KV_HEADS}
         filled = {kv: _filled(model, context) for kv, model in models.items()}
@@ -66,8 +66,8 @@ def decoding(contexts: tuple[int, ...], lab: Lab) -> Figures:
             for kv in KV_HEADS:
                 best[kv] = min(best[kv], _milliseconds(models[kv], filled[kv], lab.device))
             lab.progress(f"decoding at {context}", turn + 1, rounds)
-        found[str(context)] = {str(kv): ms for kv, ms in best.items()}
-    return found
+        milliseconds[str(context)] = {str(kv): ms for kv, ms in best.items()}
+    return milliseconds
 
 
 def _timed_model(kv: int, length: int, device: str) -> Decoder:
@@ -106,37 +106,37 @@ def verdicts(figures: Figures) -> list[Verdict]:
     return [_grouped(figures), _multi(figures), _cache(figures), _speed(figures)]
 
 
-def lost(figures: Figures, kv: int) -> list[float]:
-    """How much larger the loss is than that of the twin with a key/value head for every query head."""
+def loss_increase(figures: Figures, kv: int) -> list[float]:
+    """The relative increase of the loss over the twin with one key/value head per query head."""
     quality = figures["quality"]
     return [b / a - 1 for a, b in zip(quality[str(TEXT_HEADS)]["loss"], quality[str(kv)]["loss"], strict=True)]
 
 
-def _told(figures: Figures) -> bool:
+def _all_learned(figures: Figures) -> bool:
     return all(one["learned"] for one in figures["quality"].values())
 
 
 def _grouped(figures: Figures) -> Verdict:
-    losses = {kv: lost(figures, kv) for kv in GROUPED}
+    losses = {kv: loss_increase(figures, kv) for kv in GROUPED}
     words = " and ".join(f"{np.mean(each):+.2%} with {kv} key/value heads" for kv, each in losses.items())
     because = f"The loss against {TEXT_HEADS} of them: {words}."
     sure = "; ".join(f"{kv}: {starts_seen([100 * x for x in each], ' %')}" for kv, each in losses.items())
-    kept = [kv for kv, each in losses.items() if max(each) <= SAME]
-    gone = [kv for kv, each in losses.items() if min(each) > SAME]
-    if not _told(figures) or len(kept) + len(gone) < len(losses):
+    same = [kv for kv, each in losses.items() if max(each) <= SAME]
+    worse = [kv for kv, each in losses.items() if min(each) > SAME]
+    if not _all_learned(figures) or len(same) + len(worse) < len(losses):
         return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
-    if not gone:
+    if not worse:
         return Verdict(SENTENCES[0], HOLDS, because, sure)
-    if not kept:
+    if not same:
         return Verdict(SENTENCES[0], NOT, because, sure)
-    return Verdict(SENTENCES[0], ONLY_IF, because, sure, f"at least {min(kept)} key/value heads are left")
+    return Verdict(SENTENCES[0], ONLY_IF, because, sure, f"at least {min(same)} key/value heads are left")
 
 
 def _multi(figures: Figures) -> Verdict:
-    each = lost(figures, 1)
+    each = loss_increase(figures, 1)
     because = f"With one key/value head the loss is {np.mean(each):+.2%} against {TEXT_HEADS} of them."
     sure = starts_seen([100 * x for x in each], " %")
-    if not _told(figures):
+    if not _all_learned(figures):
         return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
     if min(each) > SAME:
         return Verdict(SENTENCES[1], HOLDS, because, sure)
@@ -175,7 +175,9 @@ def charts(figures: Figures) -> list[Chart]:
         f"{kv} KV": [point(int(c), [times[str(TIMED["heads"])] / times[kv]]) for c, times in figures["speed"].items()]
         for kv in map(str, KV_HEADS)
     }
-    change = {"loss": [point(f"{kv} KV", [100 * x for x in lost(figures, int(kv))]) for kv in quality if kv != "8"]}
+    change = {
+        "loss": [point(f"{kv} KV", [100 * x for x in loss_increase(figures, int(kv))]) for kv in quality if kv != "8"]
+    }
     return [
         Chart("Quality against cache, equal training", "KV heads, cache a token", "loss (nats)", loss),
         Chart("The same, against the twin with 8", "KV heads", "loss more, %", change),
@@ -191,8 +193,8 @@ def tables(figures: Figures) -> list[Table]:
     ]  # fmt: skip
     speed = [(f"{int(c):,}", *(f"{times[str(kv)]:.2f}" for kv in KV_HEADS)) for c, times in figures["speed"].items()]
     return [
-        Table("Quality", ("KV heads", "cache a token, bytes", "parameters", "loss", "over the starts"), rows),
-        Table("Milliseconds a token", ("context", *(f"{kv} KV" for kv in KV_HEADS)), speed),
+        Table("Quality", ("KV heads", "cache per token, bytes", "parameters", "loss", "over the starts"), rows),
+        Table("Milliseconds per token", ("context", *(f"{kv} KV" for kv in KV_HEADS)), speed),
     ]
 
 

@@ -41,16 +41,16 @@ KINDS = {"syntactic": SYNTACTIC, "abstract": ABSTRACT}
 
 def run(lab: Lab) -> Figures:
     models = lab.budget.pick(("minilm",), ("minilm",), ("minilm", "smollm2"))
-    every = lab.budget.pick(60, 1, 1)  # of the probe sentences, each so many-th
-    made: Figures = {}
+    every = lab.budget.pick(60, 1, 1)  # stride over the probe sentences
+    figures: Figures = {}
     for model in models:
         asked = {"model": model, "probe": SHA256, "every": every}
-        made[model] = {"local": _local(model), **lab.piece("depth", asked, partial(_depth, model, every))}
-    return made
+        figures[model] = {"local": _local(model), **lab.piece("depth", asked, partial(_depth, model, every))}
+    return figures
 
 
 def _local(model: str) -> Figures | None:
-    """Of the atlas that comes along: weight on the three tokens on either side, and the distance, layer by layer."""
+    """From the bundled atlas: weight on the three tokens on either side, and the distance, per layer."""
     try:
         atlas = bundled_atlas(model)
     except FileNotFoundError:
@@ -87,19 +87,19 @@ def _depth(model: str, every: int) -> Figures:
 
 
 def depths(of: Figures, kind: str) -> list[float]:
-    """Where the heads sit that follow the relations of a kind, 0 the first layer, 1 the last; those found alone."""
+    """Depths of the heads of the relations found of one kind: 0 for the first layer, 1 for the last."""
     return [of["relations"][name]["depth"] for name in KINDS[kind] if of["relations"].get(name, {}).get("found")]
 
 
 def nearer(of: Figures) -> float:
-    """How many times the local weight of the last third of the layers the first third has."""
+    """The local weight of the first third of the layers, as a multiple of the last third's."""
     local = of["local"]["local"]
     third = max(1, len(local) // 3)
     return float(np.mean(local[:third]) / np.mean(local[-third:]))
 
 
 def by_chance(abstract: list[float], syntactic: list[float]) -> float:
-    """The share of all ways to call so many of these heads abstract that put them at least as deep."""
+    """The share of all labellings with as many abstract heads that put them at least as deep."""
     both, count = abstract + syntactic, len(abstract)
     means = [np.mean(picked) for picked in itertools.combinations(both, count)]
     return float(np.mean([mean >= np.mean(abstract) - 1e-9 for mean in means]))
@@ -197,11 +197,11 @@ def charts(figures: Figures) -> list[Chart]:
         if (rows := [of["relations"][name] for name in names if name in of["relations"]])
     }
     depth = "depth (0: first layer, 1: last)"
-    made = [
+    sheet = [
         Chart("Weight on the three tokens on either side", depth, "share of the weight", near),
         Chart("The best head of each layer, mean over relations", depth, "accuracy beyond a fixed answer", gains),
     ]
-    return [chart for chart in made if chart.series]
+    return [chart for chart in sheet if chart.series]
 
 
 def tables(figures: Figures) -> list[Table]:
@@ -224,17 +224,16 @@ CLAIM = Claim(
     "Early layers are local, late ones abstract",
     SENTENCES,
     f"""
-Where heads look comes from the atlases that come along with headwise: the mean over all heads of a layer of the
-weight on the three tokens to either side, on a large corpus. The first sentence **holds** in a model if its first
-third of layers has at least {NEARER:g} times the local weight of the last third, and **does not hold** if it has no
-more. Which heads follow a relation is measured on headwise's probe sentences ([docs/relations.md](../relations.md)
-has more): the head is chosen on one half of them and judged on the other, and a relation is found if it beats the
-best fixed answer by ten points. “Early” **holds** if at least {MOST:.0%} of the syntactic relations found have their
-head in the first half of the layers, and **does not hold** if at most {FEW:.0%} do. “Late” **holds** if the heads of
-abstract relations sit at least {DEEPER:g} of the model's depth deeper than those of syntactic ones and at most
-{CHANCE:.0%} of all labellings give as much, and **does not hold** if they sit no deeper. Models that disagree are
-named. The thresholds of the second and third sentence were written down when MiniLM's relations, but not SmolLM2's,
-had been seen.
+Where heads attend is read from headwise's bundled atlases: the weight on the three tokens on either side, averaged over
+all heads of a layer, on a large corpus. The first sentence **holds** in a model if its first third of layers has at
+least {NEARER:g} times the local weight of the last third, and **does not hold** if it has no more. Which heads follow a
+relation is measured on headwise's probe sentences ([docs/relations.md](../relations.md) has more): the head is chosen
+on one half of them and judged on the other, and a relation is found if it beats the best fixed answer by ten points.
+“Early” **holds** if at least {MOST:.0%} of the syntactic relations found have their head in the first half of the
+layers, and **does not hold** if at most {FEW:.0%} do. “Late” **holds** if the heads of abstract relations sit at least
+{DEEPER:g} of the model's depth deeper than those of syntactic ones and at most {CHANCE:.0%} of all labellings give as
+much, and **does not hold** if they sit no deeper. Models that disagree are named. The thresholds of the second and
+third sentence were written down when MiniLM's relations, but not SmolLM2's, had been seen.
 """,
     run,
     verdicts,

@@ -64,7 +64,7 @@ def _twice(config: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _running(tried: int) -> Figures:
-    """What a silenced head of MiniLM changes beside it and in the layers after it, over the first heads of each."""
+    """What silencing a head of MiniLM changes in its own layer and in later ones, for the first heads of each."""
     model, inputs = load("minilm"), tokenizer("minilm")(TEXT, return_tensors="pt")
 
     def outputs() -> torch.Tensor:
@@ -77,8 +77,8 @@ def _running(tried: int) -> Figures:
     beside, after = [], []
     for layer in range(layers):
         for head in range(tried):
-            chosen: dict[Any, Any] = {layer: [head]}
-            with mask_heads(model, chosen):
+            silenced: dict[Any, Any] = {layer: [head]}
+            with mask_heads(model, silenced):
                 change = (outputs() - full).abs().amax((-1, -2))  # (layers, heads)
             others = torch.arange(heads) != head
             beside.append(change[layer][others].max().item())
@@ -125,9 +125,9 @@ def _experts(figures: Figures) -> Verdict:
         f"{once['experts_a_token']} experts, and {once['idle']:,} parameters stay idle, none of them in "
         "attention: every head runs for every token."
     )
-    apart = after["attention"] == before["attention"] and after["ffn"] > before["ffn"] and heads == before
+    separate = after["attention"] == before["attention"] and after["ffn"] > before["ffn"] and heads == before
     only_theirs = once["idle"] > 0 == figures["every_expert_used"]["idle"]
-    return Verdict(SENTENCES[2], NOT if apart and only_theirs else HOLDS, because, "exact")
+    return Verdict(SENTENCES[2], NOT if separate and only_theirs else HOLDS, because, "exact")
 
 
 def charts(figures: Figures) -> list[Chart]:
@@ -155,7 +155,17 @@ def tables(figures: Figures) -> list[Table]:
         )
         for name, c in figures["cards"].items()
     ]  # fmt: skip
-    head = ("model", "layers", "heads", "attentions", "experts", "a token", "attention", "feed-forward", "met by one")
+    head = (
+        "model",
+        "layers",
+        "heads",
+        "attentions",
+        "experts",
+        "per token",
+        "attention",
+        "feed-forward",
+        "active per token",
+    )
     return [Table("Cards", head, rows)]
 
 

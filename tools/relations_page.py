@@ -1,7 +1,7 @@
-"""Measure what docs/relations.md tells and write the page: `make data relations`.
+"""Measure everything on docs/relations.md and write the page: `make data relations`.
 
-python docs/relations.py measure minilm ewt     one model on one set, into build/relations; what is there stays
-python docs/relations.py page                   the page out of what was measured
+python tools/relations_page.py measure minilm ewt     one model on one set, into build/relations; existing results stay
+python tools/relations_page.py page                   the page, from the measured results
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXPERIMENTS = {
 
 
 def measure(model: str, name: str) -> None:
-    """One model on one set; nothing is done where its file is already."""
+    """One model on one set; does nothing if its file exists."""
     MADE.mkdir(parents=True, exist_ok=True)
     path = MADE / f"{model}-{name}.json"
     if path.exists():
@@ -76,7 +76,7 @@ def measure(model: str, name: str) -> None:
 
 
 def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, ChosenHead]:
-    """The first half of `relations`, kept, so that a run that was stopped goes on."""
+    """The first half of `relations`, saved so that an interrupted run can resume."""
     path = MADE / f"{model}-{name}-chosen.json"
     if not path.exists():
         found = choose_heads(model, sentences)
@@ -87,7 +87,7 @@ def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, Chose
 
 
 def _winograd(model: str) -> list[dict[str, Any]]:
-    """Heads that were chosen on GUM and on our own sentences, on pairs that were never looked at before."""
+    """Heads chosen on GUM and on the probe set, evaluated on pairs that were not used before."""
     loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
     sentences = winograd.read_winograd(DATA / "winograd" / "task.json").sentences
     made = []
@@ -109,7 +109,7 @@ def _winograd(model: str) -> list[dict[str, Any]]:
 
 
 def _matter(model: str, path: Path) -> None:
-    """Each experiment in a file of its own, so that a run that was stopped goes on; then all in one."""
+    """Each experiment in its own file, so that an interrupted run can resume; then all in one."""
     loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
     trees, stories = (conllu.read_conllu(DATA / "ud" / f"en_{name}-ud-test.conllu") for name in ("ewt", "gum"))
     texts = [tree.text for tree in trees.trees if len(tree.words) > 5][:TEXTS]
@@ -138,7 +138,7 @@ def _matter(model: str, path: Path) -> None:
 
 
 def _heads(model: str, masked: str) -> list[Head]:
-    """The heads of a role, by the atlas that comes along; of a relation; or of all relations that were found."""
+    """The heads with a role in the bundled atlas; the head of a relation; or the heads of all relations found."""
     if masked == "found":
         return list(dict.fromkeys((row.kind, row.layer, row.head) for row in _load(model, "ewt").found))
     if ": " in masked:
@@ -146,7 +146,7 @@ def _heads(model: str, masked: str) -> list[Head]:
         row = _load(model, source)[relation]
         return [(row.kind, row.layer, row.head)]
     atlas = bundled_atlas(model)
-    assert atlas is not None  # both come along
+    assert atlas is not None  # both are bundled
     return [(role.kind, role.layer, role.head) for role in atlas.heads_with(masked)]
 
 
@@ -155,7 +155,7 @@ def _load(model: str, name: str) -> Relations:
 
 
 def page() -> str:
-    """docs/relations.md, every number of it from what was measured; what was not is named."""
+    """docs/relations.md, every number from a measurement; what was not measured is listed."""
     missing = [f"{model} {name}" for model in MODELS for name in SETS if not _there(model, name)]
     parts = [
         INTRODUCTION,
@@ -196,12 +196,12 @@ def _short_of_it() -> list[str]:
         lines.append(f"- {model}, from a pronoun to the noun it stands for, among all nouns before it: {_short(row)}.")
     for model in _with("winograd"):
         row = _read(f"{model}-winograd")[0]
-        guess = "not to be told from a guess" if row["low"] <= 0.5 else "better than a guess"
+        guess = "not distinguishable from a guess" if row["low"] <= 0.5 else "better than a guess"
         interval = f"{row['low']:.1%} to {row['high']:.1%}"
         lines.append(f"- The same head of {model} on Winograd pairs: {row['accuracy']:.1%} ({interval}), {guess}.")
     damages = [(model, Ablation.from_json(made)) for model in MODELS for made in _experiments(model)]
-    told = Counter((model, one.verdict) for model, one in damages)
-    for (model, verdict), count in told.items():
+    verdicts = Counter((model, one.verdict) for model, one in damages)
+    for (model, verdict), count in verdicts.items():
         lines.append(f"- {model}, {count} experiments: masking the heads does {HARM[verdict]}.")
     return lines
 
@@ -256,7 +256,7 @@ def _beside() -> str:
                 cells.append("not measured yet")
                 continue
             rows = [row for row in _load(model, source).rows if row.name == name and row.enough]
-            cells.append(_short(rows[0]) if rows else "too few links that look back")
+            cells.append(_short(rows[0]) if rows else "too few links to an earlier word")
         lines.append(f"| {theirs} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -331,49 +331,51 @@ Written by `make relations`; every number is measured. The gold links are Univer
 (GUM also for pronouns), fetched by `make data` and not shipped. `headwise atlas relations --conllu FILE` does the same
 with any CoNLL-U file, `headwise atlas relations` with the bundled probe set.
 
-**How.** For each relation and each direction every head is asked: looking from this word, is the strongest weight
-(without the word itself and special tokens) on the right word? Between words, weights to the pieces of a word add up
-and those from them are averaged. The head that is right most often on the treebank's *dev* part is taken and reported
-on its *test* part, so that no head is praised for links it was picked by. Beside it stand: the best answer that knows
-no meaning, picked on *dev* too (a fixed offset such as -1, the word before; the first or last word; for pronouns also
-the nearest candidate and the like); the median of all heads, which is what a random head does; and the same with
-shuffled gold, where each link's target is put where another link of that relation has it: offsets are as good there as
-before, so whatever is "found" in it would be false.
+**Method.** For each relation, direction and head: is the largest weight from this word (ignoring the word itself and
+special tokens) on the right word? Between words, weights to the pieces of a word are summed and weights from them are
+averaged. The head with the highest accuracy on the treebank's *dev* part is reported on its *test* part, so that no
+head is evaluated on the links it was chosen by. The baselines: the best fixed answer, also chosen on *dev* (a fixed
+offset such as -1, the word before; the first or last word; for pronouns also the nearest candidate and similar rules);
+the median of all heads, which is what a random head achieves; and shuffled gold, where the target of each link is moved
+to the offset of another link of that relation. Offsets work as well there as before, so any relation "found" in it
+would be a false positive.
 
 A relation is **found** when the head beats the best fixed answer by 10 points (Voita 2019) and the interval of that
 gain, bootstrapped over sentences at a level shared by all relations that are judged (0.05 for all of them together),
 stays above zero. Fewer than 50 links in either part: not judged. "weight" is the mean weight on the right word:
-accuracy asks where a head looks most, weight how much; a head may be right and yet look mostly at special tokens.
+accuracy measures where the largest weight is, weight how large it is; a head may be right and still attend mostly to
+special tokens.
 
-A causal model sees backwards alone. It is asked only about links whose target comes first, and "visible" says which
-share of the relation that is. As smollm2's tokenizer begins with no special token, its sign for a beginning is put
-there, so that idle weight has a place that is not a word.
+A causal model attends only backwards. It is evaluated only on links whose target comes first, and "visible" is their
+share of the relation. As smollm2's tokenizer adds no special token at the beginning, its beginning-of-text token is
+prepended, so that the attention sink is not a word.
 """
 BESIDE = """## Beside the literature
-Clark 2019 measured BERT-base on the Penn Treebank with Stanford Dependencies; relations are matched as well as they can
-be, so the columns are neighbours and no contest: other text, other annotation, smaller models. Voita 2019 counts a head
+Clark 2019 measured BERT-base on the Penn Treebank with Stanford Dependencies; relations are matched as well as
+possible, but the columns are not a contest: other text, other annotation, smaller models. Voita 2019 counts a head
 of a translation model as syntactic where it beats the best offset by 10 points; the same rule is used here. In
 brackets: the head, and the best fixed answer with its accuracy."""
 WINOGRAD = """## Winograd sentences
 Pairs of sentences that differ in a word or two and in what the pronoun means, so a guess is right half the time, and
-for both of a pair a quarter of the time. No head was chosen on them: "chosen on" tells where it was. A head is asked
-which of the two candidates it prefers, from the pronoun and from the word that decides. A causal model reads most of
-these pronouns before what decides: from the pronoun, it can tell only in the few pairs that decide earlier."""
+for both of a pair a quarter of the time. No head was chosen on them: "chosen on" names the set it was chosen on. The
+measurement is which of the two candidates a head gives more weight, from the pronoun and from the deciding word. A
+causal model reads most of these pronouns before the deciding word: from the pronoun, it can know the answer only in the
+few pairs where that word comes earlier."""
 OWN = """## Our own sentences
-The probe set, one half to choose and the other to report. Sentences of a grammar repeat their patterns, so these
-figures say what heads can do with clean examples and no more; nothing above rests on them."""
+The probe set, one half to choose the head and the other to report it. Sentences generated by a grammar repeat their
+patterns, so these figures only show what heads do with clean examples; nothing above uses them."""
 MATTER = """## Does it matter?
 The heads are masked (their outputs set to zero) and, 20 times, as many random ones of the same layers. "without them"
-has a 95 % interval over texts, "without random ones" the range of 95 % of the drawings. The verdict is by rank: more
-than all 20 drawings happens by chance once in 21 times, so of all rows here one may well be chance.
+has a 95 % interval over texts, "without random ones" the range of 95 % of the draws. The verdict is by rank: more
+than all 20 draws happens by chance once in 21 times, so one of the rows here may well be chance.
 
 - Texts: 60 sentences of EWT's test part.
-- Relations: the vectors of the words that ask, in the last layer, in 60 sentences of EWT's or 10 passages of GUM's test
+- Relations: the vectors of the source words, in the last layer, in 60 sentences of EWT's or 10 passages of GUM's test
   part.
-- Repeating: 8 times 50 random tokens, the second time round.
+- Repeating: 8 times 50 random tokens, on their second occurrence.
 - Agreement: 100 of our own sentences, the verb of the wrong number against the right one.
 
-Roles are those of the atlas that comes along."""
+Roles are those of the bundled atlas."""
 
 
 if __name__ == "__main__":

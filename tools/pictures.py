@@ -1,4 +1,4 @@
-"""The pictures of the README and the guide, taken from the page itself in Chromium: `make pictures`."""
+"""Take the screenshots of the README and the guide from the page in Chromium: `make pictures`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from playwright.sync_api import sync_playwright
 import headwise
 from headwise.ui import capture, page, payload
 
-DOCS = Path(__file__).parent
-LARGEST = 300_000  # bytes
-PICTURES = {  # name: what of the page, the state it shows, the window's size, and pixels for each of the page's
+DOCS = Path(__file__).parents[1] / "docs"
+MAX_BYTES = 300_000
+PICTURES = {  # name: CSS selector, the page's state, window size, device pixels per CSS pixel
     "map": ("body", "paint=thumbnail", (1180, 900), 1.5),
     "head": ("body", "view=head&heads=3.1&token=10", (1240, 860), 1.5),
     "steps": ("body", "view=steps&heads=3.1&token=10", (1180, 900), 1.0),
@@ -23,23 +23,23 @@ PICTURES = {  # name: what of the page, the state it shows, the window's size, a
 
 
 def main() -> None:
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
         raise SystemExit("Chromium is missing; get it with: apt-get install -y chromium")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as tool:
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         file = Path(folder) / "page.html"
         seen = capture.run(model=headwise.load(), tokenizer=headwise.tokenizer(), name="minilm")
         page.save(payload.data(seen), file)
-        browser = tool.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for name, (part, state, (width, height), scale) in PICTURES.items():
             tab = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=scale)
             tab.goto(f"{file.as_uri()}#{state}")
             tab.wait_for_selector(".hw-tabs")
             tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-            made = DOCS / f"{name}.new.png"
-            tab.locator(part).screenshot(path=made)
-            assert made.stat().st_size < LARGEST, f"{name}.png has {made.stat().st_size} bytes"
-            made.replace(DOCS / f"{name}.png")
+            screenshot_path = DOCS / f"{name}.new.png"
+            tab.locator(part).screenshot(path=screenshot_path)
+            assert screenshot_path.stat().st_size < MAX_BYTES, f"{name}.png has {screenshot_path.stat().st_size} bytes"
+            screenshot_path.replace(DOCS / f"{name}.png")
         browser.close()
 
 

@@ -1,4 +1,4 @@
-"""A claim's charts as one picture, by matplotlib."""
+"""All charts of a claim in one PNG, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DPI = 130
-ACROSS, WIDE, HIGH = 2, 6.2, 4.0  # charts side by side; inches of each
-BAR = 0.8  # of the room between two
+COLUMNS, WIDTH, HEIGHT = 2, 6.2, 4.0  # charts per row; inches per chart
+GROUP_WIDTH = 0.8  # of a group of bars, where 1 is the distance between groups
 
 
-def save(charts: list[Chart], path: Path) -> None:
-    """All charts of a claim in one PNG."""
+def save_charts(charts: list[Chart], path: Path) -> None:
+    """Write the charts to one PNG file."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise HeadwiseError("a picture needs matplotlib; get it with: pip install 'headwise[plot]'") from error
-    across = min(ACROSS, len(charts))
-    down = -(-len(charts) // across)
-    figure = Figure(figsize=(WIDE * across, HIGH * down), layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False).flatten()
+    columns = min(COLUMNS, len(charts))
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for chart, ax in zip(charts, axes, strict=False):
         _draw(chart, ax)
     for ax in axes[len(charts) :]:
         ax.axis("off")
-    with written(path) as made:
-        figure.savefig(made, format="png", dpi=DPI, metadata={"Software": None})
+    with written(path) as file:
+        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 
 
 def _draw(chart: Chart, ax: Axes) -> None:
@@ -61,11 +61,13 @@ def _lines(chart: Chart, ax: Axes) -> None:
 
 def _bars(chart: Chart, ax: Axes) -> None:
     names = list(dict.fromkeys(str(point[0]) for points in chart.series.values() for point in points))
-    wide = BAR / len(chart.series)
+    width = GROUP_WIDTH / len(chart.series)
     for i, (name, points) in enumerate(chart.series.items()):
-        at = [names.index(str(point[0])) + (i - (len(chart.series) - 1) / 2) * wide for point in points]
+        at = [names.index(str(point[0])) + (i - (len(chart.series) - 1) / 2) * width for point in points]
         y = [point[1] for point in points]
         errors = [[point[1] - point[2] for point in points], [point[3] - point[1] for point in points]]
-        ax.bar(at, y, wide * 0.95, yerr=errors, capsize=2, label=name, error_kw={"linewidth": 0.8})
-    turn = sum(map(len, names)) > 50
-    ax.set_xticks(range(len(names)), names, rotation=30 if turn else 0, ha="right" if turn else "center", fontsize=8)
+        ax.bar(at, y, width * 0.95, yerr=errors, capsize=2, label=name, error_kw={"linewidth": 0.8})
+    tilted = sum(map(len, names)) > 50
+    ax.set_xticks(
+        range(len(names)), names, rotation=30 if tilted else 0, ha="right" if tilted else "center", fontsize=8
+    )
