@@ -18,7 +18,7 @@ from campaigns import Report
 
 SHORT, LONG = 1, 20
 BY_TORCHRUN = 5  # every so many tries one by torchrun itself, which takes long to start
-SCALE = Path(__file__).parents[1] / "scale"
+SCALE = Path(__file__).parents[1] / "helpers" / "rank_programs"
 
 
 def campaign(tries: int, seed: int) -> Report:
@@ -41,12 +41,12 @@ def _count(report: Report, outcome: str, problem: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(SCALE), str(SCALE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(SCALE), str(SCALE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def _by_fork(folder: Path, tries: int, seed: int) -> list[tuple[str, str]]:
-    command = [sys.executable, str(SCALE / "on_kills.py"), str(folder / "forked"), str(tries), str(seed)]
+    command = [sys.executable, str(SCALE / "random_kills.py"), str(folder / "forked"), str(tries), str(seed)]
     run = subprocess.run(
         command, env=_environment(), capture_output=True, text=True, timeout=120 + 60 * tries, check=False
     )
@@ -57,16 +57,15 @@ def _by_fork(folder: Path, tries: int, seed: int) -> list[tuple[str, str]]:
 
 def _by_torchrun(folder: Path, seed: str) -> tuple[str, str]:
     """The same with torchrun, one kill; the atlas of a run without one comes first."""
-    sys.path[:0] = [str(SCALE)]
-    import on_kills
-
+    sys.path[:0] = [str(SCALE.parents[1])]
     import headwise
+    from helpers.rank_programs import random_kills as on_kills
     from helpers.torchrun import torchrun
 
     whole, broken = folder / "whole" / "out", folder / "broken" / "out"
     for place in (whole, broken):
         place.mkdir(parents=True)
-    worker = str(SCALE / "on_kills.py")
+    worker = str(SCALE / "random_kills.py")
     torchrun(on_kills.RANKS, worker, str(whole))
     kill = on_kills.moment(random.Random(seed), 1.5)
     torchrun(on_kills.RANKS, worker, str(broken), **{on_kills.KILL: kill})

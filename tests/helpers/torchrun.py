@@ -16,7 +16,7 @@ import pytest
 from headwise import HeadwiseError
 
 TESTS = Path(__file__).parents[1]
-WORKERS = TESTS / "scale"  # the programs that ranks run
+WORKERS = TESTS / "helpers" / "rank_programs"  # the programs that ranks run
 LIMIT = 300  # seconds; a hang is a failure
 
 

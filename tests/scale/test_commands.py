@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-import on_corpus
 import pytest
 
 from headwise import Atlas, Plan, tokenizer
 from headwise.cli import main
+from helpers.rank_checks import data_parallel as on_corpus
 from helpers.torchrun import torchrun
 
 

@@ -7,10 +7,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import on_corpus
-import on_heads
-import on_models
-import on_ranks
 import pytest
 import torch
 
@@ -19,6 +15,10 @@ from headwise.roles.atlas import corpus
 from headwise.roles.atlas.atlas import Atlas
 from headwise.roles.atlas.build import atlas
 from headwise.scale import load_state, save_state, split_heads, started
+from helpers.rank_checks import data_parallel as on_corpus
+from helpers.rank_checks import tensor_parallel as on_heads
+from helpers.rank_checks import transformers_models as on_models
+from helpers.rank_programs import all_checks as on_ranks
 from helpers.torchrun import WORKERS, found, torchrun
 
 
@@ -41,7 +41,7 @@ def on_two(folder: Path) -> dict[str, str]:
         save_state(module, folder / "one" / f"{name}-1")
     given_states(folder / "one", 1, folder / "two")
     on_models.save_models(folder / "two")
-    return found("on_ranks", 2, folder / "two")
+    return found("all_checks", 2, folder / "two")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def on_four(folder: Path, on_two: dict[str, str]) -> dict[str, str]:
     (folder / "four").mkdir()
     given_states(folder / "two", 2, folder / "four")
     on_models.save_models(folder / "four")
-    return found("on_ranks", 4, folder / "four")
+    return found("all_checks", 4, folder / "four")
 
 
 @pytest.mark.parametrize("name", on_ranks.CHECKS)
@@ -63,7 +63,7 @@ def test_four_ranks(name: str, on_four: dict[str, str]) -> None:
 
 
 def test_three_ranks_clip_what_does_not_divide(tmp_path: Path) -> None:
-    results = found("on_ranks", 3, tmp_path, ONLY="clip")
+    results = found("all_checks", 3, tmp_path, ONLY="clip")
     assert len(results) == 2 and not any(results.values()), results
 
 
@@ -98,7 +98,7 @@ def test_one_process_alone_needs_no_torchrun() -> None:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
-    run = torchrun(2, str(WORKERS / "on_absence.py"), str(tmp_path))
+    run = torchrun(2, str(WORKERS / "missing_rank.py"), str(tmp_path))
     assert (tmp_path / "told").read_text().startswith("not all ranks came to the meeting within 2 s"), run.stderr[
         -2000:
     ]
@@ -106,12 +106,12 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: P
 
 def test_no_rank_is_aborted_when_it_ends() -> None:
     for _ in range(3):  # without the rest at the end one launch of two or three fails
-        run = torchrun(4, str(WORKERS / "on_end.py"))
+        run = torchrun(4, str(WORKERS / "exit_at_once.py"))
         assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = torchrun(2, str(WORKERS / "on_killed.py"), str(tmp_path), options=("--max-restarts=2",))
+    run = torchrun(2, str(WORKERS / "killed_rank.py"), str(tmp_path), options=("--max-restarts=2",))
     assert run.returncode == 0, run.stderr[-3000:]
 
     def did(attempt: int, rank: int) -> dict[str, int]:

@@ -14,9 +14,9 @@ _WHERE = {
     "collected": "context_parallel",
     "counted": "traffic",
     "importance": "data_parallel",
-    "load_split": "models",
+    "load_split": "transformers_models",
     "load_state": "checkpoint",
-    "mask_heads": "models",
+    "mask_heads": "transformers_models",
     "placed": "context_parallel",
     "plan": "head_plan",
     "positions": "context_parallel",
@@ -28,7 +28,7 @@ _WHERE = {
     "split_sequence": "context_modules",
     "started": "ranks",
     "sum_gradients": "context_modules",
-    "watch": "models",
+    "watch": "transformers_models",
 }
 
 __all__ = [*_WHERE]  # strings, all of them
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from .data_parallel import atlas as atlas
     from .data_parallel import importance as importance
     from .head_plan import HeadPlan as HeadPlan
-    from .models import load_split as load_split
-    from .models import mask_heads as mask_heads
-    from .models import watch as watch
     from .ranks import Ranks as Ranks
     from .ranks import started as started
     from .sequence_plan import SequencePlan as SequencePlan
     from .tensor_parallel import split_heads as split_heads
     from .traffic import counted as counted
     from .train import recover as recover
+    from .transformers_models import load_split as load_split
+    from .transformers_models import mask_heads as mask_heads
+    from .transformers_models import watch as watch
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import CheckpointError, UnsupportedError
-from .linear import Piece, pieces
+from .parallel_linear import Piece, pieces
 from .ranks import ranks_of
 
 

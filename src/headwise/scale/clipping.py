@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import HeadwiseError, UnsupportedError
 from .gradients import over_ranks, owned, powers_of
-from .linear import local, pieces
+from .parallel_linear import local, pieces
 from .ranks import ranks_of
 
 

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from .ranks import Ranks
 
 if TYPE_CHECKING:
-    from .linear import Piece
+    from .parallel_linear import Piece
 
 MARKED = "headwise_marked"  # on a parameter: its own id, once its gradients are marked as parts
 

@@ -26,7 +26,7 @@ from ..attention.validation import pick, shown
 from ..errors import MaskError, RankError, ShapeError, UnsupportedError
 from .agreement import floating, told
 from .head_plan import HeadPlan, spans
-from .linear import Columns, Piece, Rows, keep, local, mark_parts, note_mixture, spread
+from .parallel_linear import Columns, Piece, Rows, keep, local, mark_parts, note_mixture, spread
 from .ranks import Ranks, copied, ranks_of
 
 SHAPES = "shapes"  # a weaker check of a call's inputs

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_heads import own_mesh
 from torch import Tensor
 
 import headwise
@@ -16,15 +15,16 @@ from headwise import Heads, Shape
 from headwise.scale import (
     SequencePlan,
     collected,
+    counted,
     placed,
     positions,
     ring_attend,
     ring_head_stats,
     split_sequence,
     sum_gradients,
-    traffic,
 )
 from headwise.scale.ranks import Ranks
+from helpers.rank_checks.tensor_parallel import own_mesh
 from helpers.torchrun import says
 
 BATCH, DIM, VALUE_DIM = 2, 6, 5
@@ -272,9 +272,9 @@ def bytes_sent_are_those_of_the_plan(ranks: Ranks, folder: Path) -> None:
     a_token = BATCH * 2 * (DIM + VALUE_DIM) * 4
     for how, plan in ways:
         mine = [placed(x, 2, zigzag=plan.zigzag).clone().requires_grad_() for x in (q, k, v)]
-        with traffic() as forward:
+        with counted() as forward:
             out = ring_attend(*mine, **how)
-        with traffic() as backward:
+        with counted() as backward:
             out.sum().backward()
         assert forward["messages"] == forward.data == plan.bytes_sent(ranks.rank, a_token)
         assert backward["messages"] == backward.data == plan.bytes_sent_backward(ranks.rank, a_token, a_token)

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.nn.blocks import FeedForward
 from headwise.errors import UnsupportedError
-from headwise.scale import clip_grad_norm_, load_state, save_state, split_heads, traffic
+from headwise.scale import clip_grad_norm_, counted, load_state, save_state, split_heads
 from headwise.scale import ranks as meeting
-from headwise.scale.linear import local, pieces
+from headwise.scale.parallel_linear import local, pieces
 from headwise.scale.ranks import RankError, Ranks
 from helpers.torchrun import says
 
@@ -221,9 +221,9 @@ def bytes_sent_are_those_of_the_head_plan(ranks: Ranks, folder: Path) -> None:
     for name in ("divides", "uneven", "grouped", "fewer_kv", "one_kv", "idle"):
         split = split_heads(MultiHeadAttention(**{**LAYERS[name], "qk_norm": None}), checked=False)
         x = torch.randn(2, 13, split.plan.heads.width, requires_grad=True)
-        with traffic() as forward:
+        with counted() as forward:
             out = split(x)
-        with traffic() as backward:
+        with counted() as backward:
             out.sum().backward()
         assert forward == {"sums": split.plan.sent(2, 13)}, name
         assert backward == {"sums": split.plan.sent_backward(ranks.rank, 2, 13, bias=split.W_Q.bias is not None)}, name

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import on_corpus
 
 import headwise
 from headwise import scale
 from headwise.prune import importance as scoring
 from headwise.roles.atlas import build, corpus, observer
 from headwise.scale import data_parallel as shared
+from helpers.rank_checks import data_parallel as on_corpus
 
 FOLDER = Path(sys.argv[1])
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

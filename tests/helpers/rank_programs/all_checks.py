@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import on_corpus
-import on_heads
-import on_models
-import on_ring
-
 from headwise.scale import started
+from helpers.rank_checks import context_parallel as on_ring
+from helpers.rank_checks import data_parallel as on_corpus
+from helpers.rank_checks import tensor_parallel as on_heads
+from helpers.rank_checks import transformers_models as on_models
 from helpers.torchrun import report
 
 CHECKS = {**on_heads.CHECKS, **on_ring.CHECKS, **on_models.CHECKS, **on_corpus.CHECKS}

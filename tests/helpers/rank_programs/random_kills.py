@@ -1,6 +1,6 @@
 """Ranks that measure an atlas and are killed at random moments, they or the agent that started them; then again.
 
-By torchrun, `on_kills.py FOLDER` is one rank. As `on_kills.py FOLDER TRIES SEED` this process starts agents of its own
+By torchrun, `random_kills.py FOLDER` is one rank. As `random_kills.py FOLDER TRIES SEED` it starts agents
 by fork, each with two ranks, so that torch is imported once for all tries; it prints the outcomes as JSON.
 """
 
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import on_corpus
 
 import headwise
 from headwise import scale
 from headwise.roles.atlas import build, corpus
+from helpers.rank_checks import data_parallel as on_corpus
 
 RANKS = 2
 KILL = "HEADWISE_TEST_KILL"  # "agent 0 0.35": rank 0 kills its agent 0.35 s after all have met; "rank 1 0.2": itself

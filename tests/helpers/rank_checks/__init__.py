@@ -1,0 +1,1 @@
+"""Checks that every rank of a torchrun launch runs."""
