@@ -45,7 +45,7 @@ def race(ranks: Ranks, one: Callable[[], Any], both: Callable[[], Any], rounds: 
         start = time.perf_counter()
         call()
         taken = time.perf_counter() - start
-        slowest = max(float(x) for x in ranks.gathered(torch.tensor([taken], dtype=torch.float64)))
+        slowest = max(float(x) for x in ranks.all_gather(torch.tensor([taken], dtype=torch.float64)))
         best[name] = min(best.get(name, slowest), slowest)
 
     for _ in range(rounds):
@@ -67,7 +67,7 @@ def counted(ranks: Ranks, call: Callable[[], Any], formula: int) -> dict[str, in
     call()
     ranks.barrier("quiet")
     before = wire()
-    with scale.counted() as sent:
+    with scale.count_traffic() as sent:
         call()
     ranks.barrier("done")
     assert sent.data == formula, (dict(sent), formula)
@@ -89,7 +89,7 @@ def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, l
 
     torch.testing.assert_close(prefill(split), prefill(whole), rtol=1e-3, atol=1e-4)
     plan = HeadPlan(headwise.Heads.split(width, count), ranks.count)
-    formula = layers * 2 * plan.sent(1, tokens)  # after W_O, and after the feed-forward layer
+    formula = layers * 2 * plan.bytes_sent(1, tokens)  # after W_O, and after the feed-forward layer
     what = f"{layers} blocks of {width} and {count} heads, prefill of {tokens} tokens, causal"
     found = race(ranks, lambda: prefill(whole), lambda: prefill(split))
     return {"what": what, **found, "sent": counted(ranks, lambda: prefill(split), formula)}
@@ -99,9 +99,9 @@ def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> di
     """Causal attention of a long sequence, its tokens split."""
     torch.manual_seed(0)
     whole = [torch.randn(1, count, tokens, dim) for _ in range(3)]
-    mine = [scale.placed(x, 2) for x in whole]
+    mine = [scale.shard_sequence(x, 2) for x in whole]
     got, want = scale.ring_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
-    torch.testing.assert_close(got, scale.placed(want, 2), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(got, scale.shard_sequence(want, 2), rtol=1e-3, atol=1e-4)
     plan = scale.SequencePlan(tokens, ranks.count, right=0)
     found = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
     formula = plan.bytes_sent(ranks.rank, count * 2 * dim * 4)
@@ -122,7 +122,7 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
     trim = ctypes.CDLL(None).malloc_trim
     here()
     trim(0)  # what is free goes back, or it would be used again without being seen
-    peaks = [int(x) for x in ranks.gathered(torch.tensor([above(here)]))]
+    peaks = [int(x) for x in ranks.all_gather(torch.tensor([above(here)]))]
     ranks.barrier("one alone")
     trim(0)
     one = above(alone) if ranks.first else 0
@@ -155,7 +155,7 @@ def main() -> None:
         raise SystemExit(f"usage: torchrun ... benchmarks/scale.py FILE.json [{' '.join(PARTS)}]")
     file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    with scale.started() as ranks, torch.no_grad():
+    with scale.init_ranks() as ranks, torch.no_grad():
         for name in chosen:
             found[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
         if ranks.first:

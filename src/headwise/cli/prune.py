@@ -103,7 +103,7 @@ def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
     from ..scale.train import recover
 
     kept = out.parent / f".{out.name}.scores"
-    return {"scored": partial(importance, resume=kept), "trained": partial(recover, how=over), "first": ranks.first}
+    return {"scored": partial(importance, resume=kept), "trained": partial(recover, over=over), "first": ranks.first}
 
 
 def _shares(text: str) -> float | dict[str, float]:

@@ -33,16 +33,16 @@ def together() -> Iterator[Alone | Ranks]:
     if int(size) < 2:
         yield Alone()
         return
-    from ..scale.data_parallel import PATIENCE
-    from ..scale.ranks import started
+    from ..scale.data_parallel import CORPUS_TIMEOUT
+    from ..scale.process_group import init_ranks
 
-    with started(timeout=PATIENCE) as ranks:
+    with init_ranks(timeout=CORPUS_TIMEOUT) as ranks:
         yield ranks
 
 
 def check_over(over: str) -> None:
     """Refuse a way of training over ranks that there is not, also where one process trains alone."""
-    from ..scale.train import WAYS
+    from ..scale.train import STRATEGIES
 
-    if over not in WAYS:
-        raise HeadwiseError(f"--over is {' or '.join(WAYS)}, got {over!r}")
+    if over not in STRATEGIES:
+        raise HeadwiseError(f"--over is {' or '.join(STRATEGIES)}, got {over!r}")

@@ -50,12 +50,12 @@ def scale(
 
 
 def _table(found: list[Any]) -> str:
-    from ..scale.cost_model import in_bytes
+    from ..scale.cost_model import format_bytes
 
     rows = [("way", "sent forward", "a training step", "computed", "weights held", "")]
     rows += [
-        (cost.way, in_bytes(cost.forward), in_bytes(cost.training), f"{cost.flops / 1e12:.3g} TFLOP",
-         in_bytes(cost.weights), cost.note)
+        (cost.way, format_bytes(cost.forward), format_bytes(cost.training), f"{cost.flops / 1e12:.3g} TFLOP",
+         format_bytes(cost.weights), cost.note)
         for cost in found
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(5)]

@@ -1,7 +1,7 @@
-"""transformers' own tensor parallelism with headwise on top: which rank counts work, watch and mask_heads of all heads.
+"""transformers' own tensor parallelism: loading a split model, and `watch` and `mask_heads` of all its heads.
 
-transformers splits the projections by rows without regard to heads, so a count that does not divide them dies inside
-of it, or worse. Here the counts are checked first.
+transformers splits the projections by rows without regard to heads: a number of ranks that does not divide them fails
+deep inside it, or gives wrong results. Here the number is checked first.
 """
 
 from __future__ import annotations
@@ -26,21 +26,36 @@ from ..models.structure.selection import asked
 from ..models.watching.layers import Layer, Links, Rows
 from ..models.watching.watcher import Watch
 from ..models.watching.watcher import watch as watch_one
+from .head_gather import gather_stats
 from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of
-from .tensor_parallel import gathered_stats
 
-RANKS = "headwise_ranks"  # on a model that load_split split
+RANKS = "headwise_ranks"  # attribute of a model that load_split split
 
 
 def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, dtype: Any = None) -> Any:
-    """headwise.load of a model that transformers splits over the ranks (tp_plan="auto"); alone, the whole model."""
+    """headwise.load of a model that transformers splits over the ranks (tp_plan="auto"). All ranks must call it.
+
+    Args:
+        name: as in headwise.load.
+        attn_implementation, dtype: as in headwise.load.
+
+    Returns:
+        The model; in a single process the whole one.
+
+    Raises:
+        RankError: where the number of ranks does not divide the model's heads; it names the numbers that do.
+
+    Example:
+        >>> with headwise.scale.init_ranks():
+        ...     model = headwise.scale.load_split("smollm2")
+    """
     ranks = ranks_of()
     if ranks.count == 1:
         return load(name, attn_implementation=attn_implementation, dtype=dtype)
     folder = directory(name)
 
-    def words() -> str:
+    def describe_model() -> str:
         card = read(folder)
         config = _config(folder)
         if not getattr(config, "base_model_tp_plan", None):
@@ -50,7 +65,7 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
         check_divides(str(name), [layer.heads for layer in card.attention.layers if layer.heads], ranks.count)
         return f"{config.model_type}, digest {_digest(folder)}"
 
-    ranks.agree("the model", words)
+    ranks.agree("the model", describe_model)
     from transformers.distributed import DistributedConfig
 
     split = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
@@ -106,7 +121,7 @@ class SplitWatch(Watch):
         for run in layer._runs:
             for name in ("all", "prefill", "decode"):
                 part = getattr(run, name)
-                setattr(run, name, None if part is None else gathered_stats(part, plan, self.ranks))
+                setattr(run, name, None if part is None else gather_stats(part, plan, self.ranks))
         heads = [asked(wanted, site) for wanted in self._wanted]
         kept = zip(layer.all_weights, layer.all_rows, strict=True)
         layer.all_weights = [_picked(self._all(x), heads[0], rows) for x, rows in kept]
@@ -115,7 +130,7 @@ class SplitWatch(Watch):
 
     def _all(self, x: Tensor) -> Tensor:
         """(B, heads here, ...) -> (B, all heads, ...)."""
-        return torch.cat(self.ranks.gathered(x), 1)
+        return torch.cat(self.ranks.all_gather(x), 1)
 
 
 def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Any:
@@ -164,7 +179,7 @@ def _config(folder: Path) -> Any:
 
 
 def _digest(folder: Path) -> str:
-    """Of what a model is: its config and the sizes of its weight files."""
+    """A digest of a model's config and the sizes of its weight files."""
     files = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Ends right after the last message, while the group is still known and no thread is given its turn."""
+"""Ranks that exit right after their last message, while the process group is referenced and no thread gets a turn."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 import torch
 
-from headwise.scale import started
+from headwise.scale import init_ranks
 
 if __name__ == "__main__":
     sys.setswitchinterval(100)
-    with started(timeout=60) as ranks:
-        kept = ranks.group
+    with init_ranks(timeout=60) as ranks:
+        reference = ranks.group
         for _ in range(50):
-            ranks.gathered(torch.ones(512))
+            ranks.all_gather(torch.ones(512))

@@ -1,4 +1,4 @@
-"""Rank 1 never comes to a meeting: rank 0 says so after the time that it was given, and does not wait for ever."""
+"""Rank 1 never comes to a barrier: rank 0 gets an error after its timeout. missing_rank FOLDER."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sys
 import time
 from pathlib import Path
 
-from headwise.scale import started
-from headwise.scale.ranks import RankError
+from headwise.errors import RankError
+from headwise.scale import init_ranks
 
-with started(timeout=2) as ranks:
-    told = Path(sys.argv[1]) / "told"
+with init_ranks(timeout=2) as ranks:
+    message = Path(sys.argv[1]) / "message"
     if ranks.first:
         try:
-            ranks.barrier("the meeting")
+            ranks.barrier("the barrier")
         except RankError as error:
-            told.write_text(str(error))
+            message.write_text(str(error))
     else:
-        while not told.exists():  # alive, but elsewhere; the launch as a whole has its limit
+        while not message.exists():  # alive, but elsewhere; the launch as a whole has its limit
             time.sleep(0.01)
