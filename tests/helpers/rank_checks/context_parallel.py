@@ -206,7 +206,7 @@ def wrong_calls_of_ring_attend_fail_on_every_rank(ranks: Ranks, folder: Path) ->
         lambda: ring_head_stats(q, k, v, causal=True, classes={"a": torch.ones(2, 3).bool()}),
         "class 'a' must be True/False",
     )
-    assert SequencePlan(31, ranks.count).count(ranks.rank) == q.shape[2]
+    assert SequencePlan(31, ranks.count).token_count(ranks.rank) == q.shape[2]
 
 
 @check
