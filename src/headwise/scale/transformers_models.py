@@ -75,7 +75,20 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
 
 
 def watch(model: nn.Module, **how: Any) -> Watch:
-    """headwise.watch of a split model: what was seen of all heads, gathered on every rank when the `with` ends."""
+    """headwise.watch of a split model. All ranks must call it and run the model alike.
+
+    Args:
+        model: from `load_split`; any other model is watched as headwise.watch does.
+        options: as in headwise.watch, by the head numbers of the whole model.
+
+    Returns:
+        A context manager. At its end the records of all heads are gathered on every rank.
+
+    Example:
+        >>> with headwise.scale.watch(model) as seen:
+        ...     model(**inputs)
+        >>> seen.layers[0].stats["entropy"]  # of all heads
+    """
     ranks: Ranks | None = getattr(model, RANKS, None)
     if ranks is None:
         return watch_one(model, **how)
@@ -84,13 +97,22 @@ def watch(model: nn.Module, **how: Any) -> Watch:
 
 
 def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads:
-    """headwise.mask_heads of a split model: heads are named as in the whole one."""
+    """headwise.mask_heads of a split model: heads have their numbers in the whole model, and each rank masks its own.
+
+    Args:
+        model: from `load_split`; in any other model heads are masked as headwise.mask_heads does.
+        heads, value: as in headwise.mask_heads, the same on all ranks.
+
+    Example:
+        >>> with headwise.scale.mask_heads(model, {0: [3, 5]}):
+        ...     logits = model(**inputs).logits
+    """
     ranks: Ranks | None = getattr(model, RANKS, None)
     return MaskedHeads(model, heads, value) if ranks is None else SplitMaskedHeads(ranks, model, heads, value)
 
 
 class SplitWatch(Watch):
-    """A split model under watch. Inside the `with` it has this rank's heads, after it all of them."""
+    """Records this rank's heads inside the `with` block; at its end the heads of all ranks."""
 
     def __init__(self, ranks: Ranks, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
@@ -146,7 +168,7 @@ class SplitMaskedHeads(MaskedHeads):
 
 
 class SplitChange(Change):
-    """What happens to the heads of one site, by their numbers in the whole model."""
+    """The change of the heads of one site, by their numbers in the whole model."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, **whole: Any) -> None:
         super().__init__(**whole)
@@ -158,10 +180,10 @@ class SplitChange(Change):
             return super().apply(x, real)
         count = self.count // self.ranks.count
         here = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
-        each = x.unflatten(-1, (count, -1))
-        room = each.new_zeros(*each.shape[:-2], self.count, each.shape[-1])
-        room[..., here, :] = each
-        return super().apply(room.flatten(-2), real).unflatten(-1, (self.count, -1))[..., here, :].flatten(-2)
+        local = x.unflatten(-1, (count, -1))
+        padded = local.new_zeros(*local.shape[:-2], self.count, local.shape[-1])
+        padded[..., here, :] = local
+        return super().apply(padded.flatten(-2), real).unflatten(-1, (self.count, -1))[..., here, :].flatten(-2)
 
 
 def _seen(layer: Layer) -> str:
