@@ -49,7 +49,7 @@ class SplitSequenceAttention(MultiHeadAttention):
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
         ranks = ranks_of(self.mesh, self.timeout)
         with ranks.share_failures("the attention of a split sequence"):
-            q, k, v = self._project(query, key, positions, other)
+            q, k, v = self._project_local(query, key, positions, other)
             options = self._options(query)
             out = ring_attend(q, k, v, causal=causal, window=window, lengths=lengths, gates=gates, **options)
             return self.W_O(out.transpose(1, 2).flatten(2))
@@ -58,14 +58,14 @@ class SplitSequenceAttention(MultiHeadAttention):
         """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
         chosen = {name: options.pop(name, None) for name in ("queries", "classes", "window", "lengths", "gates")}
         with torch.no_grad():
-            q, k, v = self._project(query, key, options.pop("positions", None), options)
+            q, k, v = self._project_local(query, key, options.pop("positions", None), options)
             causal = options.get("causal", False)
             return ring_head_stats(q, k, v, causal=causal, **chosen, **self._options(query))[1]
 
     def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
         raise UnsupportedError("weights of a split sequence are on no rank whole; use stats, or the whole sequence")
 
-    def _project(
+    def _project_local(
         self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's tokens, after all ranks have agreed about the call."""

@@ -29,9 +29,8 @@ from .ranks import ranks_of
 from .run_folder import run_folder, sync_files
 from .score_checkpoint import ScoreCheckpoint
 
-CORPUS_TIMEOUT = (
-    12 * 3600.0
-)  # seconds that a finished rank waits for the others; the death of one ends all of them at once
+# seconds that a finished rank waits for the others; when one dies, the others do not wait for it
+CORPUS_TIMEOUT = 12 * 3600.0
 Progress = Callable[[int, int | None], None]
 
 
