@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
@@ -34,6 +34,18 @@ CORPUS_TIMEOUT = 12 * 3600.0
 Progress = Callable[[int, int | None], None]
 
 
+class AtlasOptions(TypedDict, total=False):
+    """Options of headwise.atlas that it has over ranks too."""
+
+    conllu: Any
+    name: str | None
+    limit: int | None
+    length: int
+    field: str
+    replicates: int
+    seed: int
+
+
 def atlas(
     model: Any,
     texts: Any,
@@ -43,7 +55,7 @@ def atlas(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     timeout: float = CORPUS_TIMEOUT,
-    **options: Any,
+    **options: Unpack[AtlasOptions],
 ) -> Atlas:
     """headwise.atlas over ranks: each measures its part of the texts, and all get the whole atlas. All must call it.
 

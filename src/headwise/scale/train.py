@@ -7,8 +7,9 @@ on any number of ranks, to rounding.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,16 @@ from .head_plan import even_ranges
 from .ranks import Ranks, ranks_of
 
 STRATEGIES = ("ddp", "fsdp")
+
+
+class RecoveryOptions(TypedDict, total=False):
+    """Options of the recovery in one process that it has over ranks too."""
+
+    checkpoint: Path | None
+    keep: bool
+    note: str
+    rate: float
+    progress: Callable[[int, int], None] | None
 
 
 def training_group(over: str = "ddp", ranks: Ranks | None = None) -> Alone:
@@ -39,7 +50,13 @@ def training_group(over: str = "ddp", ranks: Ranks | None = None) -> Alone:
 
 
 def recover(
-    pruned: Any, full: nn.Module, batches: list[Any], steps: int, *, over: str = "ddp", **options: Any
+    pruned: Any,
+    full: nn.Module,
+    batches: list[Any],
+    steps: int,
+    *,
+    over: str = "ddp",
+    **options: Unpack[RecoveryOptions],
 ) -> list[float]:
     """headwise.prune's recovery over ranks. All ranks must call it, with the same models and batches.
 
@@ -49,7 +66,7 @@ def recover(
         batches: of model inputs, which are taken in turn.
         steps: of training.
         over: "ddp" or "fsdp".
-        options: of the recovery in one process.
+        options: as in the recovery of one process; progress is called on the first rank only.
 
     Returns:
         The loss of every step.
@@ -59,7 +76,7 @@ def recover(
     """
     ranks = ranks_of()
     ranks.agree("the recovery", f"{over}, {steps} steps on {len(batches)} batches")
-    checkpoint: Path | None = options.get("checkpoint")
+    checkpoint = options.get("checkpoint")
     if checkpoint is not None:
         ranks.agree("the checkpoint", f"{checkpoint.exists()}")
     if not ranks.first:
