@@ -44,7 +44,7 @@ def race(ranks: Ranks, alone: Callable[[], Any], shared: Callable[[], Any], roun
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
-        slowest = max(float(x) for x in ranks.gathered(torch.tensor([seconds], dtype=torch.float64)))
+        slowest = max(float(x) for x in ranks.all_gather(torch.tensor([seconds], dtype=torch.float64)))
         best[name] = min(best.get(name, slowest), slowest)
 
     for _ in range(rounds):
@@ -66,7 +66,7 @@ def counted(ranks: Ranks, call: Callable[[], Any], formula: int) -> dict[str, in
     call()
     ranks.barrier("quiet")
     before = loopback_bytes()
-    with scale.counted() as sent:
+    with scale.count_traffic() as sent:
         call()
     ranks.barrier("done")
     assert sent.data == formula, (dict(sent), formula)
@@ -93,7 +93,7 @@ def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, l
 
     torch.testing.assert_close(prefill(split), prefill(whole), rtol=1e-3, atol=1e-4)
     plan = HeadPlan(headwise.Heads.split(width, count), ranks.count)
-    formula = layers * 2 * plan.sent(1, tokens)  # after W_O, and after the feed-forward layer
+    formula = layers * 2 * plan.bytes_sent(1, tokens)  # after W_O, and after the feed-forward layer
     what = f"{layers} blocks of {width} and {count} heads, prefill of {tokens} tokens, causal"
     times = race(ranks, lambda: prefill(whole), lambda: prefill(split))
     return {"what": what, **times, "sent": counted(ranks, lambda: prefill(split), formula)}
@@ -103,9 +103,9 @@ def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> di
     """Causal attention of a long sequence, its tokens split."""
     torch.manual_seed(0)
     whole = [torch.randn(1, count, tokens, dim) for _ in range(3)]
-    mine = [scale.placed(x, 2) for x in whole]
+    mine = [scale.shard_sequence(x, 2) for x in whole]
     got, want = scale.ring_attend(*mine, causal=True), headwise.attend(*whole, causal=True)
-    torch.testing.assert_close(got, scale.placed(want, 2), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(got, scale.shard_sequence(want, 2), rtol=1e-3, atol=1e-4)
     plan = scale.SequencePlan(tokens, ranks.count, right=0)
     times = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
     formula = plan.bytes_sent(ranks.rank, count * 2 * dim * 4)
@@ -126,7 +126,7 @@ def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> 
     trim = ctypes.CDLL(None).malloc_trim
     here()
     trim(0)  # free memory goes back to the system, or its reuse would not be counted
-    peaks = [int(x) for x in ranks.gathered(torch.tensor([peak_above(here)]))]
+    peaks = [int(x) for x in ranks.all_gather(torch.tensor([peak_above(here)]))]
     ranks.barrier("one alone")
     trim(0)
     alone_bytes = peak_above(alone) if ranks.first else 0
@@ -159,7 +159,7 @@ def main() -> None:
         raise SystemExit(f"usage: torchrun ... benchmarks/scale.py FILE.json [{' '.join(PARTS)}]")
     file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    with scale.started() as ranks, torch.no_grad():
+    with scale.init_ranks() as ranks, torch.no_grad():
         for name in chosen:
             results[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
         if ranks.first:

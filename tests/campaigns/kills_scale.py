@@ -1,13 +1,12 @@
-"""Ranks that measure an atlas together, killed at random moments, they or their agent: the next run finishes the work.
+"""Ranks that measure an atlas together are killed at random moments, or their agent is: the next run finishes the work.
 
-Checked after each: the atlas is that of an uninterrupted run, no text is counted twice, no file and no process is left,
-and a run of other texts in between is refused or has the folder for itself.
+Checked after each kill: the atlas is that of an uninterrupted run, no text is counted twice, no file and no process is
+left over, and a run with other texts in between is refused or starts from an empty folder.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,19 +14,20 @@ import tempfile
 from pathlib import Path
 
 from campaigns import Report
+from helpers.torchrun import rank_environment, run_program
 
 SHORT, LONG = 1, 20
-BY_TORCHRUN = 5  # every so many tries one by torchrun itself, which takes long to start
-SCALE = Path(__file__).parents[1] / "scale"
+TORCHRUN_EVERY = 5  # one of so many tries uses torchrun itself, which takes long to start
+PROGRAM = "random_kills"
 
 
 def campaign(tries: int, seed: int) -> Report:
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
-        quick = tries - tries // BY_TORCHRUN
-        for outcome, problem in _by_fork(Path(folder), quick, seed):
+        forks = tries - tries // TORCHRUN_EVERY
+        for outcome, problem in _by_fork(Path(folder), forks, seed):
             _count(report, outcome, problem)
-        for number in range(tries // BY_TORCHRUN):
+        for number in range(tries // TORCHRUN_EVERY):
             outcome, problem = _by_torchrun(Path(folder) / f"torchrun-{number}", f"{seed} torchrun {number}")
             _count(report, outcome, problem)
     return report
@@ -40,15 +40,11 @@ def _count(report: Report, outcome: str, problem: str) -> None:
         report.failures.append(problem)
 
 
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(SCALE), str(SCALE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-
-
 def _by_fork(folder: Path, tries: int, seed: int) -> list[tuple[str, str]]:
-    command = [sys.executable, str(SCALE / "on_kills.py"), str(folder / "forked"), str(tries), str(seed)]
+    arguments = [str(folder / "forked"), str(tries), str(seed)]
+    command = [sys.executable, "-m", f"helpers.rank_programs.{PROGRAM}", *arguments]
     run = subprocess.run(
-        command, env=_environment(), capture_output=True, text=True, timeout=120 + 60 * tries, check=False
+        command, env=rank_environment(), capture_output=True, text=True, timeout=120 + 60 * tries, check=False
     )
     if run.returncode:
         return [("not run", f"seed {seed}: {run.stderr[-2000:]}")]
@@ -56,22 +52,18 @@ def _by_fork(folder: Path, tries: int, seed: int) -> list[tuple[str, str]]:
 
 
 def _by_torchrun(folder: Path, seed: str) -> tuple[str, str]:
-    """The same with torchrun, one kill; the atlas of a run without one comes first."""
-    sys.path[:0] = [str(SCALE)]
-    import on_kills
-
+    """One kill under torchrun; the atlas of an uninterrupted run comes first."""
     import headwise
-    from helpers.torchrun import torchrun
+    from helpers.rank_programs import random_kills
 
-    whole, broken = folder / "whole" / "out", folder / "broken" / "out"
-    for place in (whole, broken):
-        place.mkdir(parents=True)
-    worker = str(SCALE / "on_kills.py")
-    torchrun(on_kills.RANKS, worker, str(whole))
-    kill = on_kills.moment(random.Random(seed), 1.5)
-    torchrun(on_kills.RANKS, worker, str(broken), **{on_kills.KILL: kill})
-    again = torchrun(on_kills.RANKS, worker, str(broken))
-    told = f"the run that followed failed: {again.stderr[-1000:]}"
-    if not again.returncode:
-        told = on_kills.wrong(broken, headwise.Atlas.load(whole / "atlas.json"))
-    return f"killed {kill.split()[0]} of torchrun", f"seed {seed}, {kill}: {told}" if told else ""
+    whole, interrupted = folder / "whole" / "out", folder / "broken" / "out"
+    for out in (whole, interrupted):
+        out.mkdir(parents=True)
+    run_program(random_kills.RANKS, PROGRAM, str(whole))
+    kill = random_kills.random_kill(random.Random(seed), 1.5)
+    run_program(random_kills.RANKS, PROGRAM, str(interrupted), **{random_kills.KILL: kill})
+    second = run_program(random_kills.RANKS, PROGRAM, str(interrupted))
+    problem = f"the run that followed failed: {second.stderr[-1000:]}"
+    if not second.returncode:
+        problem = random_kills.problem_of(interrupted, headwise.Atlas.load(whole / "atlas.json"))
+    return f"killed {kill.split()[0]} of torchrun", f"seed {seed}, {kill}: {problem}" if problem else ""

@@ -1,4 +1,4 @@
-"""Start ranks as a user would, by torchrun, and read what each of them found."""
+"""Start ranks as a user does, by torchrun, and collect the results of the checks that each of them runs."""
 
 from __future__ import annotations
 
@@ -16,33 +16,51 @@ import pytest
 from headwise import HeadwiseError
 
 TESTS = Path(__file__).parents[1]
-WORKERS = TESTS / "scale"  # the programs that ranks run
+PROGRAMS = "helpers.rank_programs"  # what the ranks run, by `python -m`
 LIMIT = 300  # seconds; a hang is a failure
 
 
-def torchrun(ranks: int, *command: str, limit: int = LIMIT, options: tuple[str, ...] = (), **env: str) -> Any:
-    """The finished process of `torchrun --standalone --nproc-per-node RANKS COMMAND`; free ports are its own affair."""
+def rank_environment() -> dict[str, str]:
+    """Environment variables of a rank: one thread, and this folder on the path."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **quiet}
+
+
+def torchrun(ranks: int, *command: str, limit: int = LIMIT, options: tuple[str, ...] = (), **variables: str) -> Any:
+    """The finished process of `torchrun --standalone --nproc-per-node RANKS COMMAND`; it chooses a free port itself."""
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
-    path = os.pathsep.join([str(WORKERS), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    given = {**os.environ, **quiet, **env}
-    return subprocess.run([*line, *command], env=given, capture_output=True, text=True, timeout=limit, check=False)
+    environment = {**rank_environment(), **variables}
+    return subprocess.run(
+        [*line, *command], env=environment, capture_output=True, text=True, timeout=limit, check=False
+    )
 
 
-def found(worker: str, ranks: int, folder: Path, **env: str) -> dict[str, str]:
-    """Run every check of a worker file on so many ranks: its name -> "" or what went wrong, on any of them."""
-    run = torchrun(ranks, str(WORKERS / f"{worker}.py"), str(folder), **env)
-    told = [folder / f"rank-{rank}.json" for rank in range(ranks)]
-    if not all(path.exists() for path in told):
+def run_program(ranks: int, program: str, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> Any:
+    """The finished process of one of the programs in helpers/rank_programs, on so many ranks."""
+    return torchrun(ranks, "-m", f"{PROGRAMS}.{program}", *arguments, options=options, **variables)
+
+
+def run_checks(ranks: int, folder: Path, **variables: str) -> dict[str, str]:
+    """Run all checks of helpers/rank_checks on so many ranks.
+
+    Returns:
+        For each check, by name: "", or what went wrong on any of the ranks.
+    """
+    run = run_program(ranks, "all_checks", str(folder), **variables)
+    files = [folder / f"rank-{rank}.json" for rank in range(ranks)]
+    if not all(path.exists() for path in files):
         raise AssertionError(f"not all ranks came to their end: {run.stderr[-3000:]}")
-    each = [json.loads(path.read_text()) for path in told]
-    return {name: "\n".join(filter(None, (results.get(name, "did not run") for results in each))) for name in each[0]}
+    by_rank = [json.loads(path.read_text()) for path in files]
+    return {
+        name: "\n".join(filter(None, (results.get(name, "did not run") for results in by_rank))) for name in by_rank[0]
+    }
 
 
-def report(checks: dict[str, Callable[..., None]], ranks: Any) -> None:
-    """Run a worker's checks one after another, and write down what went wrong with each."""
+def report_checks(checks: dict[str, Callable[..., None]], ranks: Any) -> None:
+    """On a rank: run checks one after another, and write what went wrong with each into the folder of the run."""
     folder, results = Path(sys.argv[1]), dict[str, str]()
-    only = os.environ.get("ONLY", "")  # while writing a check
+    only = os.environ.get("ONLY", "")  # part of a check's name, while writing it
     for name, check in checks.items():
         if only not in name:
             continue
@@ -54,8 +72,8 @@ def report(checks: dict[str, Callable[..., None]], ranks: Any) -> None:
         (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(results))
 
 
-def says(call: Callable[[], Any], words: str) -> None:
-    """A call that fails, and says these words."""
+def assert_error(call: Callable[[], Any], message: str) -> None:
+    """The call raises a HeadwiseError whose message contains this."""
     with pytest.raises(HeadwiseError) as caught:
         call()
-    assert words in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Two and four ranks by torchrun; what each check does stands in on_heads.py and on_ring.py."""
+"""Two, three and four ranks by torchrun; the checks that they run are in tests/helpers/rank_checks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import on_corpus
-import on_heads
-import on_models
-import on_ranks
 import pytest
 import torch
 
@@ -18,8 +14,12 @@ from headwise import CheckpointError, MultiHeadAttention, importance, tokenizer
 from headwise.roles.atlas import corpus
 from headwise.roles.atlas.build import atlas
 from headwise.roles.atlas.result import Atlas
-from headwise.scale import load_state, save_state, split_heads, started
-from helpers.torchrun import WORKERS, found, torchrun
+from headwise.scale import init_ranks, load_state, save_state, split_heads
+from helpers.rank_checks import CHECKS
+from helpers.rank_checks.tensor_parallel import saved_modules
+from helpers.rank_checks.transformers_models import save_models
+from helpers.rank_inputs import small_batches, small_bert, small_texts
+from helpers.torchrun import run_checks, run_program
 
 
 @pytest.fixture(scope="module")
@@ -27,49 +27,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
-def given_states(source: Path, count: int, target: Path) -> None:
-    """States that so many ranks wrote, for others to read."""
-    for name in on_heads.stored():
-        shutil.copytree(source / f"{name}-{count}", target / f"{name}-given")
+def copy_checkpoints(source: Path, count: int, target: Path) -> None:
+    """Checkpoints that so many ranks wrote, for another number of ranks to read."""
+    for name in saved_modules():
+        shutil.copytree(source / f"{name}-{count}", target / f"{name}-earlier")
 
 
 @pytest.fixture(scope="module")
-def on_two(folder: Path) -> dict[str, str]:
+def two_ranks(folder: Path) -> dict[str, str]:
     for part in ("one", "two"):
         (folder / part).mkdir()
-    for name, module in on_heads.stored().items():
+    for name, module in saved_modules().items():
         save_state(module, folder / "one" / f"{name}-1")
-    given_states(folder / "one", 1, folder / "two")
-    on_models.save_models(folder / "two")
-    return found("on_ranks", 2, folder / "two")
+    copy_checkpoints(folder / "one", 1, folder / "two")
+    save_models(folder / "two")
+    return run_checks(2, folder / "two")
 
 
 @pytest.fixture(scope="module")
-def on_four(folder: Path, on_two: dict[str, str]) -> dict[str, str]:
+def four_ranks(folder: Path, two_ranks: dict[str, str]) -> dict[str, str]:
     (folder / "four").mkdir()
-    given_states(folder / "two", 2, folder / "four")
-    on_models.save_models(folder / "four")
-    return found("on_ranks", 4, folder / "four")
+    copy_checkpoints(folder / "two", 2, folder / "four")
+    save_models(folder / "four")
+    return run_checks(4, folder / "four")
 
 
-@pytest.mark.parametrize("name", on_ranks.CHECKS)
-def test_two_ranks(name: str, on_two: dict[str, str]) -> None:
-    assert on_two[name] == ""
+@pytest.mark.parametrize("name", CHECKS)
+def test_check_passes_on_two_ranks(name: str, two_ranks: dict[str, str]) -> None:
+    assert two_ranks[name] == ""
 
 
-@pytest.mark.parametrize("name", on_ranks.CHECKS)
-def test_four_ranks(name: str, on_four: dict[str, str]) -> None:
-    assert on_four[name] == ""
+@pytest.mark.parametrize("name", CHECKS)
+def test_check_passes_on_four_ranks(name: str, four_ranks: dict[str, str]) -> None:
+    assert four_ranks[name] == ""
 
 
-def test_three_ranks_clip_what_does_not_divide(tmp_path: Path) -> None:
-    results = found("on_ranks", 3, tmp_path, ONLY="clip")
+def test_three_ranks_clip_gradients_of_heads_that_do_not_divide(tmp_path: Path) -> None:
+    results = run_checks(3, tmp_path, ONLY="clip")
     assert len(results) == 2 and not any(results.values()), results
 
 
-@pytest.mark.parametrize("name", on_heads.stored())
-def test_one_process_reads_what_four_ranks_wrote(name: str, folder: Path, on_four: dict[str, str]) -> None:
-    whole, empty = on_heads.stored()[name], on_heads.stored()[name]
+@pytest.mark.parametrize("name", saved_modules())
+def test_one_process_reads_a_checkpoint_of_four_ranks(name: str, folder: Path, four_ranks: dict[str, str]) -> None:
+    whole, empty = saved_modules()[name], saved_modules()[name]
     with torch.no_grad():
         for x in empty.parameters():
             x.fill_(7.0)
@@ -78,7 +78,7 @@ def test_one_process_reads_what_four_ranks_wrote(name: str, folder: Path, on_fou
         assert torch.equal(empty.state_dict()[key], x), key
 
 
-def test_a_state_of_another_module_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
     save_state(MultiHeadAttention(15, 5, bias=False), tmp_path / "state")
     with pytest.raises(CheckpointError, match="exists and is not empty; give another directory"):
         save_state(MultiHeadAttention(15, 5), tmp_path / "state")
@@ -91,51 +91,50 @@ def test_a_state_of_another_module_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "file/state"])
-def test_a_state_that_cannot_be_saved_is_told(path: str, tmp_path: Path) -> None:
+def test_a_checkpoint_at_an_impossible_path_is_refused(path: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be made: "):
         save_state(MultiHeadAttention(15, 5), str(tmp_path / path))
 
 
-def test_one_process_alone_needs_no_torchrun() -> None:
+def test_one_process_needs_no_torchrun() -> None:
     attention = MultiHeadAttention(15, 5)
-    with started() as ranks:
+    with init_ranks() as ranks:
         assert ranks.count == 1 and ranks.first
         assert split_heads(attention) is attention
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
-    run = torchrun(2, str(WORKERS / "on_absence.py"), str(tmp_path))
-    assert (tmp_path / "told").read_text().startswith("not all ranks came to the meeting within 2 s"), run.stderr[
-        -2000:
-    ]
+def test_a_rank_waits_for_a_missing_one_no_longer_than_its_timeout(tmp_path: Path) -> None:
+    run = run_program(2, "missing_rank", str(tmp_path))
+    message = (tmp_path / "message").read_text()
+    assert message.startswith("not all ranks came to the barrier within 2 s"), run.stderr[-2000:]
 
 
-def test_no_rank_is_aborted_when_it_ends() -> None:
-    for _ in range(3):  # without the rest at the end one launch of two or three fails
-        run = torchrun(4, str(WORKERS / "on_end.py"))
+def test_no_rank_aborts_at_exit() -> None:
+    for _ in range(3):  # without DRAIN_SECONDS one launch of two or three fails
+        run = run_program(4, "exit_at_once")
         assert run.returncode == 0, run.stderr[-2000:]
 
 
-def test_a_rank_that_is_killed_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = torchrun(2, str(WORKERS / "on_killed.py"), str(tmp_path), options=("--max-restarts=2",))
+def test_a_killed_rank_resumes_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_program(2, "killed_rank", str(tmp_path), options=("--max-restarts=2",))
     assert run.returncode == 0, run.stderr[-3000:]
 
-    def did(attempt: int, rank: int) -> dict[str, int]:
-        found: dict[str, int] = json.loads((tmp_path / f"attempt-{attempt}-rank-{rank}.json").read_text())
-        return found
+    def calls(attempt: int, rank: int) -> dict[str, int]:
+        counts: dict[str, int] = json.loads((tmp_path / f"attempt-{attempt}-rank-{rank}.json").read_text())
+        return counts
 
-    probes = 1  # of repeated tokens, which each start measures again
-    assert did(0, 1)["measured"] == 2 and did(1, 1)["scored"] == 2  # killed before the third
-    whole = did(2, 1)["measured"]  # in the last attempt there was nothing left of the first
-    assert did(1, 1)["measured"] == whole - (did(0, 1)["measured"] - probes)
-    assert did(1, 1)["scored"] + did(2, 1)["scored"] == 6  # of 12 batches, each once
-    model = on_corpus.small_bert()
+    probes = 1  # the induction probe, which every attempt measures again
+    assert calls(0, 1)["measured"] == 2 and calls(1, 1)["scored"] == 2  # killed before the third
+    whole = calls(2, 1)["measured"]  # the second attempt finished and removed the parts
+    assert calls(1, 1)["measured"] == whole - (calls(0, 1)["measured"] - probes)
+    assert calls(1, 1)["scored"] + calls(2, 1)["scored"] == 6  # of 12 batches, each once
+    model = small_bert()
     monkeypatch.setattr(corpus, "PAIRS", 1 << 11)
-    want, got = atlas(model, on_corpus.texts(), tokenizer("minilm")), Atlas.load(tmp_path / "atlas.json")
+    want, got = atlas(model, small_texts(), tokenizer("minilm")), Atlas.load(tmp_path / "atlas.json")
     assert got.about["texts"] == want.about["texts"] == 23
     for name, kinds in want.scores.items():
         np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=1e-4, err_msg=name)
-    scores = importance(model, on_corpus.batches(1))["self"]
+    scores = importance(model, small_batches(1))["self"]
     np.testing.assert_allclose(np.load(tmp_path / "scores.npy"), scores, rtol=1e-4)
     assert not list(tmp_path.glob("**/*.safetensors"))

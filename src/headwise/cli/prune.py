@@ -146,7 +146,7 @@ def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
     kept = out.parent / f".{out.name}.scores"
     return {
         "compute_scores": partial(importance, resume=kept),
-        "train": partial(recover, how=over),
+        "train": partial(recover, over=over),
         "first": ranks.first,
     }
 

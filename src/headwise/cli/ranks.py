@@ -38,8 +38,8 @@ def joined_ranks() -> Iterator[Alone | Ranks]:
     if world_size() < 2:
         yield Alone()
         return
-    from ..scale.data_parallel import PATIENCE
-    from ..scale.ranks import started
+    from ..scale.data_parallel import CORPUS_TIMEOUT
+    from ..scale.process_group import init_ranks
 
-    with started(timeout=PATIENCE) as ranks:
+    with init_ranks(timeout=CORPUS_TIMEOUT) as ranks:
         yield ranks

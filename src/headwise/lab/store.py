@@ -78,7 +78,7 @@ class Lab:
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
-        from ..scale.train import crew
+        from ..scale.train import training_group
         from .model import build, task_of
         from .train import Trained, train
 
@@ -88,7 +88,7 @@ class Lab:
         found: list[Trained] = []
 
         def run() -> list[tuple[int, float, float]]:
-            those = crew(self.over, self.ranks) if self.ranks else None
+            those = training_group(self.over, self.ranks) if self.ranks else None
             trained = train(recipe, self.device, partial(self.progress, words), those)
             found.append(trained)
             if weights and self._first:

@@ -51,7 +51,7 @@ def train(
 ) -> Trained:
     """A model by its recipe. The order of the data hangs on the seed too.
 
-    group: the ranks that share every batch, headwise.scale.train.crew("ddp") or ("fsdp") under torchrun.
+    group: the ranks that share every batch, headwise.scale.train.training_group("ddp") or ("fsdp") under torchrun.
     """
     task, model = task_of(recipe), build(recipe).to(device)
     random = torch.Generator().manual_seed(recipe.seed)

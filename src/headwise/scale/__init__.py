@@ -1,37 +1,40 @@
-"""Beyond one process: heads, sequences and corpora over ranks. What it takes is imported when it is used."""
+"""A model over several processes (ranks): tensor parallel, context parallel and data parallel.
+
+Public names are imported when they are used.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_WHERE = {
+_MODULES = {
     "HeadPlan": "head_plan",
     "Ranks": "ranks",
     "SequencePlan": "sequence_plan",
     "atlas": "data_parallel",
     "clip_grad_norm_": "clipping",
-    "collected": "context_parallel",
-    "counted": "traffic",
+    "count_traffic": "traffic",
+    "gather_sequence": "sequence_shards",
     "importance": "data_parallel",
-    "load_split": "models",
+    "init_ranks": "process_group",
+    "load_split": "transformers_models",
     "load_state": "checkpoint",
-    "mask_heads": "models",
-    "placed": "context_parallel",
+    "local_positions": "sequence_shards",
+    "mask_heads": "transformers_models",
     "plan": "head_plan",
-    "positions": "context_parallel",
     "recover": "train",
     "ring_attend": "context_parallel",
     "ring_head_stats": "context_parallel",
     "save_state": "checkpoint",
+    "shard_sequence": "sequence_shards",
     "split_heads": "tensor_parallel",
     "split_sequence": "context_modules",
-    "started": "ranks",
     "sum_gradients": "context_modules",
-    "watch": "models",
+    "watch": "transformers_models",
 }
 
-__all__ = [*_WHERE]  # strings, all of them
+__all__ = [*_MODULES]  # strings, all of them
 
 if TYPE_CHECKING:
     from .checkpoint import load_state as load_state
@@ -39,29 +42,30 @@ if TYPE_CHECKING:
     from .clipping import clip_grad_norm_ as clip_grad_norm_
     from .context_modules import split_sequence as split_sequence
     from .context_modules import sum_gradients as sum_gradients
-    from .context_parallel import collected as collected
-    from .context_parallel import placed as placed
-    from .context_parallel import positions as positions
     from .context_parallel import ring_attend as ring_attend
     from .context_parallel import ring_head_stats as ring_head_stats
     from .data_parallel import atlas as atlas
     from .data_parallel import importance as importance
     from .head_plan import HeadPlan as HeadPlan
-    from .models import load_split as load_split
-    from .models import mask_heads as mask_heads
-    from .models import watch as watch
+    from .head_plan import plan as plan
+    from .process_group import init_ranks as init_ranks
     from .ranks import Ranks as Ranks
-    from .ranks import started as started
     from .sequence_plan import SequencePlan as SequencePlan
+    from .sequence_shards import gather_sequence as gather_sequence
+    from .sequence_shards import local_positions as local_positions
+    from .sequence_shards import shard_sequence as shard_sequence
     from .tensor_parallel import split_heads as split_heads
-    from .traffic import counted as counted
+    from .traffic import count_traffic as count_traffic
     from .train import recover as recover
+    from .transformers_models import load_split as load_split
+    from .transformers_models import mask_heads as mask_heads
+    from .transformers_models import watch as watch
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'headwise.scale' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -1,8 +1,8 @@
-"""What a rank says of itself before ranks act together, and where it differs from what the others say.
+"""The record of 768 bytes that each rank sends before ranks act together, and how records differ.
 
 Whole numbers, shapes and options are compared exactly, by a digest. Floating-point values that must be the same on
-every rank are compared to rounding, since processors that differ do not give the same last bit: by their norm and three
-random projections.
+every rank are compared to rounding, since different processors do not give the same last bit: by their norm and three
+random projections (a sketch).
 """
 
 from __future__ import annotations
@@ -21,70 +21,70 @@ from torch import Tensor
 from ..attention.validation import shown
 
 FINE, FAILED = 0, 1
-SLOTS, NUMBERS = 8, 4  # tensors that are compared, and numbers of each: a norm and three projections
+SLOTS, NUMBERS = 8, 4  # tensors per record, and numbers per tensor: a norm and three projections
 LAYOUT = struct.Struct(f"=B32sq{SLOTS * NUMBERS}d")
-SIZE = 768  # bytes of a record; what the layout leaves holds words for the message
-LARGE = 1e3  # a mean size above which values are compared by their logarithms: masks hold -inf and the like
+SIZE = 768  # bytes of a record; the bytes after the layout hold the beginning of the text
+LARGE = 1e3  # values of a larger root mean square are compared by their logarithms: masks hold -inf and the like
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank says."""
+    """What one rank is about to do."""
 
     status: int
     digest: bytes
     number: int
     sketches: tuple[float, ...]
-    words: str
+    text: str
 
     @classmethod
     def of(cls, status: int, text: str, number: int = 0, values: Mapping[str, Tensor] | None = None) -> Record:
-        """text: what must be the same on all ranks, the forms of the values too; a record holds its first words."""
+        """The record of a text, which must be the same on all ranks, a number of this rank's own, and tensors."""
         totals = [0.0] * (SLOTS * NUMBERS)
-        for n, x in enumerate((values or {}).values()):  # those beyond the last slot share one
-            at = NUMBERS * (n % SLOTS)
+        for n, x in enumerate((values or {}).values()):  # tensors beyond the last slot share slots
+            start = NUMBERS * (n % SLOTS)
             norm, *projections = sketch(x)
-            totals[at] = math.hypot(totals[at], norm)
-            for i, projection in enumerate(projections, at + 1):
+            totals[start] = math.hypot(totals[start], norm)
+            for i, projection in enumerate(projections, start + 1):
                 totals[i] += projection
         return cls(status, hashlib.sha256(text.encode()).digest(), number, tuple(totals), text)
 
     def packed(self) -> bytes:
         fixed = LAYOUT.pack(self.status, self.digest, self.number, *self.sketches)
-        return (fixed + self.words.encode()[: SIZE - len(fixed)]).ljust(SIZE, b"\0")
+        return (fixed + self.text.encode()[: SIZE - len(fixed)]).ljust(SIZE, b"\0")
 
     @classmethod
     def unpacked(cls, data: bytes) -> Record:
         status, digest, number, *sketches = LAYOUT.unpack(data[: LAYOUT.size])
-        words = data[LAYOUT.size :].rstrip(b"\0").decode(errors="ignore")
-        return cls(status, digest, number, tuple(sketches), words)
+        text = data[LAYOUT.size :].rstrip(b"\0").decode(errors="ignore")
+        return cls(status, digest, number, tuple(sketches), text)
 
 
 def difference(records: list[Record], values: Mapping[str, Tensor]) -> str:
-    """How ranks differ, in words; "" where they do not."""
-    kinds: dict[bytes, list[int]] = {}
+    """How the ranks' records differ, for an error message; "" where they do not."""
+    ranks_by_digest: dict[bytes, list[int]] = {}
     for rank, record in enumerate(records):
-        kinds.setdefault(record.digest, []).append(rank)
-    if len(kinds) > 1:
-        told = []
-        for ranks in list(kinds.values())[:3]:
-            who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-            told.append(f"{who} {records[ranks[0]].words[:200]}")
-        return ", ".join(told)
+        ranks_by_digest.setdefault(record.digest, []).append(rank)
+    if len(ranks_by_digest) > 1:
+        parts = []
+        for ranks in list(ranks_by_digest.values())[:3]:
+            subject = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+            parts.append(f"{subject} {records[ranks[0]].text[:200]}")
+        return ", ".join(parts)
     for n, (name, x) in enumerate(values.items()):
-        at = slice(NUMBERS * (n % SLOTS), NUMBERS * (n % SLOTS + 1))
+        slot = slice(NUMBERS * (n % SLOTS), NUMBERS * (n % SLOTS + 1))
         for rank, record in enumerate(records):
-            if not _close(records[0].sketches[at], record.sketches[at], x.dtype):
-                return f"the values of {name} {form(x)} on rank {rank} are not those on rank 0"
+            if not _close(records[0].sketches[slot], record.sketches[slot], x.dtype):
+                return f"the values of {name} {describe_tensor(x)} on rank {rank} are not those on rank 0"
     return ""
 
 
-def form(x: Tensor) -> str:
-    """A tensor's dtype and shape, and a digest of its values where they are no floating-point ones."""
-    words = f"{str(x.dtype).removeprefix('torch.')} {shown(x.shape)}"
+def describe_tensor(x: Tensor) -> str:
+    """A tensor's dtype and shape, and a digest of its values unless they are floating-point."""
+    text = f"{str(x.dtype).removeprefix('torch.')} {shown(x.shape)}"
     if x.is_floating_point() or x.is_complex() or x.is_meta:
-        return words
-    return f"{words} {hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]}"
+        return text
+    return f"{text} {hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]}"
 
 
 def sketch(x: Tensor) -> list[float]:
@@ -103,38 +103,40 @@ def sketch(x: Tensor) -> list[float]:
 
 @lru_cache(maxsize=64)
 def _directions(count: int) -> Tensor:
-    """(count, 3) numbers of sizes from 1 to 1.5 and of either sign, the same in every process."""
+    """(count, 3) numbers of absolute value 1 to 1.5 and random sign, the same in every process."""
     random = torch.Generator().manual_seed(count)
     signs = torch.randint(2, (count, NUMBERS - 1), generator=random, dtype=torch.float64) * 2 - 1
     return signs * (1 + 0.5 * torch.rand(count, NUMBERS - 1, generator=random, dtype=torch.float64))
 
 
 def _close(a: tuple[float, ...], b: tuple[float, ...], dtype: torch.dtype) -> bool:
-    """Whether two sketches are of the same values, to what rounding in other orders makes of them."""
+    """Whether two sketches are of the same values, to the rounding of sums in another order."""
     bound = 1e-7 if dtype == torch.float64 else max(1e-4, 4 * torch.finfo(dtype).eps)
     return all(abs(x - y) <= bound * max(a[0], b[0]) for x, y in zip(a, b, strict=True))
 
 
-def told(x: Any) -> str:
-    """What a call was given, in words: the forms of tensors, plain values, and how far a cache is filled."""
+def describe_arguments(x: Any) -> str:
+    """The arguments of a call as text: dtypes and shapes of tensors, plain values, and the length of a cache."""
     if isinstance(x, Tensor):
-        return form(x) + (" with gradient" if torch.is_grad_enabled() and x.requires_grad else "")
+        return describe_tensor(x) + (" with gradient" if torch.is_grad_enabled() and x.requires_grad else "")
     if isinstance(x, list | tuple):
-        return ", ".join(told(y) for y in x)
+        return ", ".join(describe_arguments(y) for y in x)
     if isinstance(x, dict):
-        return ", ".join(f"{key} {told(value)}" for key, value in sorted(x.items(), key=lambda pair: str(pair[0])))
+        pairs = sorted(x.items(), key=lambda pair: str(pair[0]))
+        return ", ".join(f"{key} {describe_arguments(value)}" for key, value in pairs)
     if isinstance(x, bool | int | float | str | None):
         return str(x)
     length = getattr(x, "length", None)  # of a KVCache
-    return type(x).__name__ + (f" of {told(length)}" if isinstance(length, int | Tensor) else "")
+    return type(x).__name__ + (f" of {describe_arguments(length)}" if isinstance(length, int | Tensor) else "")
 
 
-def floating(x: Any, name: str = "") -> dict[str, Tensor]:
-    """Every floating-point tensor of what a call was given, by name or place."""
+def floating_tensors(x: Any, name: str = "") -> dict[str, Tensor]:
+    """Every floating-point tensor in the arguments of a call, by name or position."""
     if isinstance(x, Tensor):
         return {name: x} if x.is_floating_point() and not x.is_meta else {}
     pairs = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in pairs:
-        found |= floating(value, f"{name}.{key}" if name else f"input {key}" if isinstance(key, int) else str(key))
-    return found
+        path = f"{name}.{key}" if name else f"input {key}" if isinstance(key, int) else str(key)
+        tensors |= floating_tensors(value, path)
+    return tensors

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a split model, every parameter of the whole model counted once, and clipping by it."""
+"""Clipping the gradients of a split module by the norm of the whole module's gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import HeadwiseError, UnsupportedError
-from .gradients import over_ranks, owned, powers_of
-from .linear import local, pieces
+from .gradients import norm_over_ranks, owned_part, sum_of_powers
+from .parallel_linear import local_tensor, parameter_parts
 from .ranks import ranks_of
 
 
@@ -23,14 +23,24 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     timeout: float | None = None,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ of a module that split_heads split, wholly or in parts: the norm of the unsplit
-    module's gradients, the same on every rank, in one sum over the ranks. All ranks must call it.
+    """torch.nn.utils.clip_grad_norm_ for a module that `split_heads` split, in one all-reduce. All ranks must call it.
+
+    The norm is that of the unsplit module's gradients: every parameter of the whole module counts once.
 
     Args:
-        module: all of whose parameters count. What a rank alone holds is summed over ranks; what several hold, once.
+        module: wholly split, or with split submodules.
         max_norm: gradients are scaled down, in place, where their norm is larger.
         norm_type: of the norm; math.inf for the largest absolute value.
         error_if_nonfinite: raise where the norm is NaN or infinite, on all ranks.
+        timeout: seconds that a rank waits for the others; that of their group by default.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Example:
+        >>> loss.backward()
+        >>> headwise.scale.clip_grad_norm_(block, 1.0)
+        >>> optimizer.step()
     """
     if not isinstance(module, nn.Module):
         raise UnsupportedError(
@@ -38,32 +48,32 @@ def clip_grad_norm_(
         )
     if not (norm_type > 0 and max_norm >= 0):
         raise HeadwiseError(f"max_norm must be at least 0 and norm_type above 0, got {max_norm!r} and {norm_type!r}")
-    known = pieces(module)
-    mesh = next((piece.mesh for piece in known.values()), None)
+    parts = parameter_parts(module)
+    mesh = next((part.mesh for part in parts.values()), None)
     ranks = ranks_of(mesh, timeout)
-    found = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
-    here = hashlib.sha256("\n".join(found).encode()).hexdigest()[:8]
+    gradients = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
+    digest = hashlib.sha256("\n".join(gradients).encode()).hexdigest()[:8]
     ranks.agree(
         "the gradients to clip",
-        f"{len(found)} gradients, digest {here}, max_norm {max_norm:g}, norm_type {norm_type:g}",
+        f"{len(gradients)} gradients, digest {digest}, max_norm {max_norm:g}, norm_type {norm_type:g}",
     )
-    alone, alike = list[Tensor](), list[Tensor]()
-    for name, x in found.items():
-        if name in known:
-            alone.append(owned(local(x), known[name]))
-        elif isinstance(x, DTensor):  # of another library's sharding, which knows its own norm
-            alike.append(torch.linalg.vector_norm(x, norm_type).full_tensor().as_subclass(Tensor)[None])
+    split, replicated = list[Tensor](), list[Tensor]()
+    for name, x in gradients.items():
+        if name in parts:
+            split.append(owned_part(local_tensor(x), parts[name]))
+        elif isinstance(x, DTensor):  # sharded by another library; DTensor computes its norm
+            replicated.append(torch.linalg.vector_norm(x, norm_type).full_tensor().as_subclass(Tensor)[None])
         else:
-            alike.append(x)
-    counted = [*alone, *(alike if ranks.first else [])]
-    total = over_ranks(powers_of(counted, norm_type, ranks.device), norm_type, ranks)
+            replicated.append(x)
+    counted = [*split, *(replicated if ranks.first else [])]
+    total = norm_over_ranks(sum_of_powers(counted, norm_type, ranks.device), norm_type, ranks)
     if error_if_nonfinite and not math.isfinite(float(total)):
         raise HeadwiseError(
             f"the gradients' norm is {float(total)}, so they cannot be clipped by it; look for what is not finite"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():
-        for x in found.values():
-            part = local(x)
-            part.mul_(factor.to(part))
+        for x in gradients.values():
+            local = local_tensor(x)
+            local.mul_(factor.to(local))
     return total

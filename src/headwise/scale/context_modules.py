@@ -1,7 +1,7 @@
-"""Whole modules over a split sequence: attention, blocks and stacks whose tokens live on several ranks.
+"""Context parallel modules: attention, blocks and stacks over a sequence whose tokens are split over ranks.
 
-Every rank holds all weights and some tokens; only attention speaks with the others. What a rank's tokens give the
-weights is a part of their gradient, which `sum_gradients` puts together.
+Every rank holds all weights and some tokens; only attention communicates. A rank's tokens give a part of the weights'
+gradients, which `sum_gradients` adds up over the ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from ..attention.options import Window
 from ..attention.stats import HeadStats
 from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
-from .context_parallel import positions_of, ring_attend, ring_head_stats
+from .call_agreement import describe_module
+from .context_parallel import ring_attend, ring_head_stats
 from .ranks import ranks_of
-from .tensor_parallel import SplitAttention, looks
+from .sequence_shards import agree_on_positions
+from .tensor_parallel import SplitAttention
 
 
-class RingAttention(MultiHeadAttention):
-    """Self-attention of a sequence of which this rank holds some tokens, in the order of `placed`."""
+class SplitSequenceAttention(MultiHeadAttention):
+    """Self-attention over a sequence of which this rank holds some tokens, as `shard_sequence` gives them."""
 
     zigzag: bool
     mesh: DeviceMesh | None
@@ -47,32 +49,29 @@ class RingAttention(MultiHeadAttention):
     ) -> Any:
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
         ranks = ranks_of(self.mesh, self.timeout)
-        with ranks.in_step("the attention of a split sequence"):
-            return self._forward(query, key, positions, other, causal, window, lengths, gates)
+        with ranks.share_failures("the attention of a split sequence"):
+            q, k, v = self._project_local(query, key, positions, other)
+            options = self._options(query)
+            out = ring_attend(q, k, v, causal=causal, window=window, lengths=lengths, gates=gates, **options)
+            return self.W_O(out.transpose(1, 2).flatten(2))
 
-    def _forward(
-        self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any], causal: bool,
-        window: Window | None, lengths: Tensor | None, gates: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        q, k, v = self._here(query, key, positions, other)
-        out = ring_attend(q, k, v, causal=causal, window=window, lengths=lengths, gates=gates, **self._how(query))
-        found: Tensor = self.W_O(out.transpose(1, 2).flatten(2))
-        return found
-
-    def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **how: Any) -> HeadStats:
-        """Of the whole sequence, on every rank; queries and classes are of the tokens here."""
-        asked = {name: how.pop(name, None) for name in ("queries", "classes", "window", "lengths", "gates")}
+    def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
+        """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
+        chosen = {name: options.pop(name, None) for name in ("queries", "classes", "window", "lengths", "gates")}
         with torch.no_grad():
-            q, k, v = self._here(query, key, how.pop("positions", None), how)
-            return ring_head_stats(q, k, v, causal=how.get("causal", False), **asked, **self._how(query))[1]
+            q, k, v = self._project_local(query, key, options.pop("positions", None), options)
+            causal = options.get("causal", False)
+            return ring_head_stats(q, k, v, causal=causal, **chosen, **self._options(query))[1]
 
-    def weights(self, query: Tensor, key: Tensor | None = None, **how: Any) -> Tensor:
+    def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
         raise UnsupportedError("weights of a split sequence are on no rank whole; use stats, or the whole sequence")
 
-    def _here(
+    def _project_local(
         self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def words() -> str:
+        """q, k and v of this rank's tokens, after all ranks have agreed about the call."""
+
+        def describe_call() -> str:
             for name in ("mask", "cache", "need_weights"):
                 if other.get(name) is not None and other[name] is not False:
                     raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
@@ -83,73 +82,94 @@ class RingAttention(MultiHeadAttention):
             if query.dim() != 3:
                 raise ShapeError(f"query must be (B, tokens here, d_model), got {shown(query.shape)}")
             mode = "training" if self.training else "not training"
-            learned = ", with gradient" if torch.is_grad_enabled() else ""
-            return f"a call {'with' if positions is not None else 'without'} positions, {mode}{learned}"
+            gradient = ", with gradient" if torch.is_grad_enabled() else ""
+            return f"a call {'with' if positions is not None else 'without'} positions, {mode}{gradient}"
 
-        here = query.shape[1] if query.dim() > 1 else 0
-        places = positions_of(here, self.zigzag, self.mesh, self.timeout, words)
+        tokens = query.shape[1] if query.dim() > 1 else 0
+        plan_positions = agree_on_positions(tokens, self.zigzag, self.mesh, self.timeout, describe_call)
         if positions is None and isinstance(self.position, Rotary):
-            positions = places.to(query.device)
+            positions = plan_positions.to(query.device)
         projected = self.project(query, positions=positions)
         return projected.q, projected.k, projected.v
 
-    def _how(self, query: Tensor) -> dict[str, Any]:
+    def _options(self, query: Tensor) -> dict[str, Any]:
         slopes = None
         if isinstance(self.position, Alibi):
             slopes = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
-        given = {"softcap": self.softcap, "sinks": self.sinks, "slopes": slopes}
-        return {**given, "zigzag": self.zigzag, "mesh": self.mesh, "timeout": self.timeout}
+        own = {"softcap": self.softcap, "sinks": self.sinks, "slopes": slopes}
+        return {**own, "zigzag": self.zigzag, "mesh": self.mesh, "timeout": self.timeout}
 
 
 def split_sequence(
     module: Any, mesh: DeviceMesh | None = None, *, zigzag: bool = True, timeout: float | None = None
 ) -> Any:
-    """Let an attention, a block or a stack take this rank's tokens of a sequence (`placed`): in place, as split_heads.
+    """Make an attention, a block or a stack of headwise's take this rank's tokens of a sequence, in place.
 
-    zigzag: how tokens are placed, for all layers alike. A stack's positions are those of the whole sequence.
-    timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+    The split module takes no mask, no cache and no dropout inside attention; lengths and windows it takes.
+
+    Args:
+        module: MultiHeadAttention, TransformerBlock, Encoder or Decoder, with the same weights on all ranks. A stack
+            then uses the positions of the whole sequence.
+        mesh: of the ranks; all by default.
+        zigzag: how `shard_sequence` splits the tokens, for all layers and whether they are causal or not.
+        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> model = headwise.scale.split_sequence(headwise.Decoder(shape))
+        >>> logits = model(headwise.scale.shard_sequence(ids, 1))  # of this rank's tokens
     """
     ranks = ranks_of(mesh, timeout)
-    found = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
-    if not found or isinstance(module, Transformer) or any(isinstance(part, SplitAttention) for part in found):
+    attentions = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
+    if not attentions or isinstance(module, Transformer) or any(isinstance(x, SplitAttention) for x in attentions):
         raise UnsupportedError(f"{type(module).__name__} has no self-attention whose sequence can be split")
-    ranks.agree("the module whose sequence is split", lambda: looks(module))
-    for part in found:
-        part.__class__ = RingAttention
-        assert isinstance(part, RingAttention)
-        part.zigzag, part.mesh, part.timeout = zigzag, mesh, timeout
+    ranks.agree("the module whose sequence is split", lambda: describe_module(module))
+    for attention in attentions:
+        attention.__class__ = SplitSequenceAttention
+        assert isinstance(attention, SplitSequenceAttention)
+        attention.zigzag, attention.mesh, attention.timeout = zigzag, mesh, timeout
     if isinstance(module, Decoder | Encoder):
 
-        def place(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def add_positions(
+            stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
             ids = args[0] if args else kwargs["ids"]
             if kwargs.get("positions") is None:
-                kwargs = {**kwargs, "positions": positions_of(ids.shape[1], zigzag, mesh, timeout).to(ids.device)}
+                positions = agree_on_positions(ids.shape[1], zigzag, mesh, timeout)
+                kwargs = {**kwargs, "positions": positions.to(ids.device)}
             return args, kwargs
 
-        module.register_forward_pre_hook(place, with_kwargs=True)
+        module.register_forward_pre_hook(add_positions, with_kwargs=True)
     return module
 
 
 def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout: float | None = None) -> None:
-    """Each rank's part of every gradient -> the whole one, on all ranks.
+    """Sum every parameter's gradient over the ranks, each of which has that of its own tokens. All ranks must call it.
 
-    A rank whose tokens gave a parameter no gradient takes part with zeros. One that has no gradient on any rank stays
+    A rank whose tokens gave a parameter no gradient counts as zeros; a parameter without a gradient on any rank stays
     without.
+
+    Example:
+        >>> loss.backward()  # of this rank's tokens
+        >>> headwise.scale.sum_gradients(model)
+        >>> optimizer.step()
     """
     ranks = ranks_of(mesh, timeout)
     named = dict(module.named_parameters())
 
-    def words() -> str:
-        forms = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in named.items()]
-        digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()[:12]
-        return f"a {type(module).__name__} of {len(forms)} parameters, digest {digest}"
+    def describe_parameters() -> str:
+        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in named.items()]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        return f"a {type(module).__name__} of {len(lines)} parameters, digest {digest}"
 
-    ranks.agree("the gradients to sum", words)
+    ranks.agree("the gradients to sum", describe_parameters)
     if ranks.count == 1 or not named:
         return
-    there = torch.tensor([x.grad is not None for x in named.values()], dtype=torch.int32, device=ranks.device)
-    ranks.sum(there, "who has gradients")
-    for has, (name, x) in zip(there.tolist(), named.items(), strict=True):
-        if has:
+    holders = torch.tensor([x.grad is not None for x in named.values()], dtype=torch.int32, device=ranks.device)
+    ranks.all_reduce(holders, "the number of ranks with gradients")
+    for count, (name, x) in zip(holders.tolist(), named.items(), strict=True):
+        if count:
             x.grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
-            ranks.sum(x.grad, f"the gradient of {name}")
+            ranks.all_reduce(x.grad, f"the gradient of {name}")

@@ -1,18 +1,16 @@
-"""Sequence over ranks (context parallel): exact attention of sequences that no rank holds whole.
+"""Context parallel: exact attention over a sequence whose tokens are split over ranks.
 
-Queries stay where they are. Keys and values of a chunk go to every rank that has a query which may look at it, and to
-no other; what a rank computes with them is put to what it has by log-sum-exp. One KV head travels at a time, so that
-what is under way is a small part of what a rank holds, and the next chunks travel while these are computed with.
+Queries stay on their rank. Keys and values are sent directly to the ranks that need them (`exchange`). Each rank
+computes attention to one chunk of keys at a time and merges the results by log-sum-exp (`partial_attention`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,13 +23,11 @@ from ..attention.validation import band, check_numbers, check_per_head, shown, s
 from ..attention.visibility import check_same_dtype_and_device
 from ..errors import ShapeError
 from . import partial_attention
-from .agreement import form as form_of
-from .exchange import Item, Mail, Parcel, Returns
-from .partial_attention import How
+from .agreement import describe_tensor
+from .exchange import Block, Channel, GradientExchange, KeyValueExchange, Step
+from .partial_attention import PartOptions
 from .ranks import Ranks, ranks_of
-from .sequence_plan import SequencePlan
-
-SMALL = 1 << 20  # bytes of a message below which more KV heads share one
+from .sequence_shards import checked_plan
 
 
 def ring_attend(
@@ -51,15 +47,36 @@ def ring_attend(
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """headwise.attend of a sequence over ranks: this rank's q (B, Hq, T here, D), k, v -> (B, Hq, T here, Dv).
+    """headwise.attend over a sequence whose tokens are split over ranks. All ranks must call it.
 
-    Which tokens belong here says `placed`; zigzag (causal, unless said) is how they were placed. lengths (B,) are of
-    the whole sequences; slopes (Hq,) are ALiBi's. Gradients of q, k and v are exact; those of sinks and gates are of
-    the queries here, to be summed over the ranks like those of weights.
+    Gradients of q, k and v are exact. Those of sinks and gates are of this rank's queries only; sum them over the ranks
+    as those of weights (`sum_gradients`).
+
+    Args:
+        q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as `shard_sequence` gives them.
+        k, v: (B, Hkv, tokens here, D) and (B, Hkv, tokens here, Dv).
+        causal, window, scale, softcap: as in headwise.attend.
+        lengths: (B,), of the whole sequences.
+        sinks, gates: as in headwise.attend, the same on all ranks.
+        slopes: (Hq,), of ALiBi, the same on all ranks.
+        zigzag: how the tokens were split; the same as `causal` by default.
+        mesh: of the ranks; all by default.
+        timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+
+    Returns:
+        (B, Hq, tokens here, Dv).
+
+    Raises:
+        ShapeError: on all ranks, where the tokens are not split as the plan splits them.
+        RankError: where ranks differ in their options, or one of them does not take part.
+
+    Example:
+        >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
+        >>> out = headwise.scale.ring_attend(q, k, v, causal=True)
     """
-    ring = _ring(q, k, v, causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout)
-    out: Tensor = _Ring.apply(q, k, v, sinks, ring)
-    return _gated(out, gates)
+    call = _validate_call(q, k, v, causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout)
+    out: Tensor = _ContextParallelAttention.apply(q, k, v, sinks, call)
+    return _apply_gates(out, gates)
 
 
 def ring_head_stats(
@@ -81,69 +98,42 @@ def ring_head_stats(
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
 ) -> tuple[Tensor, HeadStats]:
-    """headwise.head_stats of a sequence over ranks: the output here, and the statistics of the whole on every rank.
+    """headwise.head_stats over a sequence whose tokens are split over ranks. All ranks must call it. No gradients.
 
-    queries (B, T here) and classes {name: (B, T here)} are of the tokens here. No gradients.
+    Args:
+        q, k, v: as in `ring_attend`.
+        queries: (B, tokens here), the real queries among this rank's tokens.
+        classes: {name: (B, tokens here)}, of this rank's tokens; the same names on all ranks.
+        causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout: as in `ring_attend`.
+
+    Returns:
+        The output of this rank's tokens, and the statistics of the whole sequences, the same on every rank.
+
+    Example:
+        >>> out, stats = headwise.scale.ring_head_stats(q, k, v, causal=True)
+        >>> stats["entropy"]  # (Hq,), over all tokens
     """
-    ring = _ring(q, k, v, causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout)
+    call = _validate_call(q, k, v, causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout)
     named = dict(classes or {})
 
-    def words() -> str:
+    def describe_classes() -> str:
         build_request(q, sizes(q, k, v), queries, named)
         return ", ".join(named) or "none"
 
-    ring.ranks.agree("the classes of keys", words)
-    with torch.no_grad(), ring.ranks.in_step("the statistics of a split sequence"):
-        out, _, kept = ring.forward(q, k, v, sinks, named)
-        assert kept is not None
+    call.ranks.agree("the classes of keys", describe_classes)
+    with torch.no_grad(), call.ranks.share_failures("the statistics of a split sequence"):
+        out, _, rows = call.forward(q, k, v, sinks, named)
+        assert rows is not None
         if sinks is not None:
-            kept = partial_attention.based(kept, blockwise.row_maximum(kept.largest, sinks))
-        stats = blockwise_stats.stats_from_rows(kept, sinks, StatsRequest(queries, named))
-        together = torch.stack([*stats.sums.values(), stats.count])
-        ring.ranks.sum(together, "the sum of statistics")
-    *sums, count = together.unbind()
-    return _gated(out, gates), HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
+            rows = partial_attention.rebase_rows(rows, blockwise.row_maximum(rows.largest, sinks))
+        stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, named))
+        totals = torch.stack([*stats.sums.values(), stats.count])
+        call.ranks.all_reduce(totals, "the sum of statistics")
+    *sums, count = totals.unbind()
+    return _apply_gates(out, gates), HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
 
 
-def placed(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
-    """The tokens of the whole x that belong on this rank."""
-    ranks = ranks_of(mesh)
-    plan = SequencePlan(x.shape[dim], ranks.count, zigzag=zigzag)
-    cut = [x.narrow(dim, plan.chunks[c].start, len(plan.chunks[c])) for c in plan.held(ranks.rank)]
-    return torch.cat(cut, dim)
-
-
-def collected(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
-    """The whole again, on every rank, from each one's tokens. No gradient."""
-    ranks = ranks_of(mesh)
-    counts = ranks.agree("the parts of a sequence", f"{x.dtype}, zigzag {zigzag}", number=x.shape[dim])
-    plan = _plan(counts, None, None, zigzag)
-    room = x.transpose(0, dim)
-    room = torch.cat([room, room.new_zeros(max(counts) - len(room), *room.shape[1:])])
-    whole = room.new_empty(plan.tokens, *room.shape[1:])
-    for rank, part in enumerate(ranks.gathered(room)):
-        whole[torch.tensor(plan.positions(rank), dtype=torch.long, device=x.device)] = part[: counts[rank]]
-    return whole.transpose(0, dim)
-
-
-def positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
-    """Where the tokens of this rank stand in a sequence of so many: (T here,)."""
-    ranks = ranks_of(mesh)
-    return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
-
-
-def positions_of(
-    here: int, zigzag: bool = True, mesh: DeviceMesh | None = None, timeout: float | None = None,
-    words: Callable[[], str] = lambda: "",
-) -> Tensor:  # fmt: skip
-    """The same, from how many tokens each rank has; all ranks must ask, and agree about the words."""
-    counts = ranks_of(mesh, timeout).agree(
-        "the tokens of a split sequence", lambda: ", ".join(filter(None, [words(), f"zigzag {zigzag}"])), number=here
-    )
-    return positions(_plan(counts, None, None, zigzag).tokens, zigzag=zigzag, mesh=mesh)
-
-
-def _ring(
+def _validate_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -158,181 +148,150 @@ def _ring(
     zigzag: bool | None,
     mesh: DeviceMesh | None,
     timeout: float | None,
-) -> Ring:
-    """Check a call, on all ranks together."""
+) -> ContextParallelCall:
+    """Validate a call, on all ranks together."""
     ranks = ranks_of(mesh, timeout)
     zigzag = causal if zigzag is None else zigzag
     per_head = {name: x for name, x in (("sinks", sinks), ("slopes", slopes), ("gates", gates)) if x is not None}
 
-    def words() -> str:
+    def describe_call() -> str:
         left, right = band(causal, window)
         size = sizes(q, k, v)
         check_same_dtype_and_device(q, k, v)
         check_numbers(scale, softcap)
         if size.queries != size.keys:
-            raise ShapeError(f"a ring is self-attention: as many queries as keys, got {size.queries} and {size.keys}")
+            raise ShapeError(
+                f"a split sequence is for self-attention: as many queries as keys, got {size.queries} and {size.keys}"
+            )
         for name, x in per_head.items():
             check_per_head(name, x.shape, size, batched=name == "gates")
         if lengths is not None and tuple(lengths.shape) != (size.batch,):
-            raise ShapeError(f"lengths must be ({size.batch},), one a sequence, got {shown(lengths.shape)}")
-        form = (
+            raise ShapeError(f"lengths must be ({size.batch},), one per sequence, got {shown(lengths.shape)}")
+        shapes = (
             f"{size.heads} and {size.kv_heads} heads of {size.dim} and {size.value_dim}, batch {size.batch}, {q.dtype}"
         )
         ends = None if lengths is None else lengths.tolist()
         options = f"window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {zigzag}"
-        learned = ", with gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) else ""
-        return ", ".join([form, options, *(f"{name} {form_of(x)}" for name, x in per_head.items())]) + learned
+        gradient = ", with gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) else ""
+        return (
+            ", ".join([shapes, options, *(f"{name} {describe_tensor(x)}" for name, x in per_head.items())]) + gradient
+        )
 
-    # values that are no floating-point ones are in the words
+    # values that are not floating-point are in the description
     values = {name: x for name, x in per_head.items() if x.is_floating_point()}
-    counts = ranks.agree("what to attend to", words, values=values, number=q.shape[2] if q.dim() > 2 else 0)
+    counts = ranks.agree("what to attend to", describe_call, values=values, number=q.shape[2] if q.dim() > 2 else 0)
     left, right = band(causal, window)
-    plan = _plan(counts, left, right, zigzag)
-    number = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return Ring(ranks, plan, How(left, right, number, softcap, slopes, lengths))
+    plan = checked_plan(counts, left, right, zigzag)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    return ContextParallelCall(Channel(ranks, plan), PartOptions(left, right, factor, softcap, slopes, lengths))
 
 
-def _plan(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
-    plan = SequencePlan(sum(counts), len(counts), left, right, zigzag)
-    for rank, got in enumerate(counts):
-        if got != plan.count(rank):
-            how = "zigzag" if zigzag else "one after another"
-            raise ShapeError(
-                f"rank {rank} has {got} of {plan.tokens} tokens and {plan.count(rank)} belong there ({how}); "
-                "cut the sequence with headwise.scale.placed"
-            )
-    return plan
-
-
-def _gated(out: Tensor, gates: Tensor | None) -> Tensor:
+def _apply_gates(out: Tensor, gates: Tensor | None) -> Tensor:
     return out if gates is None else out * gates.to(out.dtype).view(-1, out.shape[1], 1, 1)
 
 
 @dataclass(frozen=True)
-class Ring:
-    """A checked call: who is there, who holds and needs what, and how attention goes."""
+class ContextParallelCall:
+    """A validated call of attention over a split sequence: the ranks, which of them needs which keys, and options."""
 
-    ranks: Ranks
-    plan: SequencePlan
-    how: How
+    channel: Channel
+    options: PartOptions
 
-    def items(self, q: Tensor, k: Tensor) -> list[Item]:
-        """What happens, in an order that is the same on all ranks: heads by heads, rank by rank around the ring."""
-        rank, count, plan = self.ranks.rank, self.ranks.count, self.plan
-        group, found = q.shape[1] // k.shape[1], []
-        largest = max(len(chunk) for chunk in plan.chunks) * k.shape[0] * k.shape[3] * k.element_size() * 2
-        together = max(1, min(k.shape[1], SMALL // max(1, largest)))
-        for first in range(0, k.shape[1], together):
-            some = slice(first, min(first + together, k.shape[1]))
-            theirs = slice(some.start * group, some.stop * group)
-            found += [Item(some, theirs, chunk, rank, None, rank, True) for chunk in plan.held(rank)]
-            for step in range(1, count):
-                source, target = (rank - step) % count, (rank + step) % count
-                takes, gives = plan.needed(rank, source), plan.needed(target, rank)
-                for n in range(plan.steps(step)):
-                    take, give = (those[n] if n < len(those) else None for those in (takes, gives))
-                    found.append(Item(some, theirs, take, source, give, target))
-        return found
+    @property
+    def ranks(self) -> Ranks:
+        return self.channel.ranks
 
-    def local(self, chunk: int, rank: int | None = None) -> slice:
-        """Where a chunk's tokens are among those of its rank."""
-        held = self.plan.held(self.ranks.rank if rank is None else rank)
-        start = sum(len(self.plan.chunks[c]) for c in held[: held.index(chunk)])
-        return slice(start, start + len(self.plan.chunks[chunk]))
+    def parts(self, step: Step, block: Block | None, q: Tensor) -> Iterator[tuple[Any, range, AttentionCall]]:
+        """One call per chunk of local queries that may attend to a block of keys.
 
-    def call(self, way: Any, x: Tensor, peer: int, tag: int) -> Any:
-        """A message to or from another rank of this ring."""
-        return dist.P2POp(way, x, self.ranks.global_rank(peer), self.ranks.group, tag)
-
-    def post(self, calls: list[Any]) -> list[Any]:
-        """Start messages; what they are waited for with."""
-        with self.ranks.in_words("an exchange of messages"):
-            return dist.batch_isend_irecv(calls) if calls else []
-
-    def blocks(self, item: Item, parcel: Parcel | None, q: Tensor) -> Iterator[tuple[Any, range, AttentionCall]]:
-        """The queries here that may look at an item's keys, chunk by chunk: where, on which tokens, and how."""
-        if item.take is None or parcel is None:
+        Yields:
+            The index of the chunk's queries in q, the positions of the keys, and the call.
+        """
+        if step.chunk is None or block is None:
             return
-        how, key = self.how.heads(item.query_heads), self.plan.chunks[item.take]
-        for chunk in self.plan.held(self.ranks.rank):
-            if self.plan.sees(chunk, item.take):
-                at, query = (slice(None), item.query_heads, self.local(chunk)), self.plan.chunks[chunk]
-                yield at, key, how.call(q[at], parcel.k, parcel.v, query, key)
+        plan = self.channel.plan
+        options, keys = self.options.for_heads(step.query_heads), plan.chunks[step.chunk]
+        for chunk in plan.chunks_of(self.ranks.rank):
+            if plan.attends(chunk, step.chunk):
+                index, queries = (slice(None), step.query_heads, self.channel.local_slice(chunk)), plan.chunks[chunk]
+                yield index, keys, options.call(q[index], block.k, block.v, queries, keys)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, classes: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, RowSums | None]:
-        """The output and the log-sum-exp of the queries here; with classes, also what is kept for statistics."""
+        """The output and the log-sum-exp of this rank's queries; with classes, also each row's sums for statistics."""
         dtype = blockwise.upcast(q[:0]).dtype
         out = torch.zeros(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
-        kept = None if classes is None else partial_attention.nothing_seen(q, len(classes))
-        marks = None if not classes else torch.stack(list(classes.values()), 1).to(k.dtype)  # (B, classes, T)
+        rows = None if classes is None else partial_attention.empty_rows(q, len(classes))
+        members = None if not classes else torch.stack(list(classes.values()), 1).to(k.dtype)  # (B, classes, T)
         first = torch.zeros(q.shape[0], dtype=torch.long, device=q.device)
-        for item, parcel in Mail(self, q, k, v, marks):
-            for at, key, call in self.blocks(item, parcel, q):
-                assert parcel is not None
-                if kept is None:
-                    more, more_lse = partial_attention.attended(q[at], parcel.k, parcel.v, call)
+        for step, block in KeyValueExchange(self.channel, q, k, v, members):
+            for index, keys, call in self.parts(step, block, q):
+                assert block is not None
+                if rows is None:
+                    part_out, part_lse = partial_attention.attend_part(q[index], block.k, block.v, call)
                 else:
-                    marked = [] if parcel.marks is None else parcel.marks.bool().unbind(1)
-                    named = dict(zip(classes or {}, marked, strict=True))
-                    more, more_lse, seen = partial_attention.observed(
-                        q[at], parcel.k, parcel.v, call, first - key.start, named
+                    flags = [] if block.classes is None else block.classes.bool().unbind(1)
+                    named = dict(zip(classes or {}, flags, strict=True))
+                    part_out, part_lse, part_rows = partial_attention.attend_part_with_stats(
+                        q[index], block.k, block.v, call, first - keys.start, named
                     )
-                    _write(kept, at, partial_attention.joined(_read(kept, at), seen))
-                partial_attention.merge(out[at], lse[at], more, more_lse)
+                    _write_rows(rows, index, partial_attention.join_rows(_read_rows(rows, index), part_rows))
+                partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
         if sinks is not None:
-            whole = torch.logaddexp(lse, sinks.detach().to(dtype).view(1, -1, 1))
-            out.mul_((lse - whole).exp_()[..., None])
-            lse = whole
-        return out.to(q.dtype), lse, kept
+            with_sinks = torch.logaddexp(lse, sinks.detach().to(dtype).view(1, -1, 1))
+            out.mul_((lse - with_sinks).exp_()[..., None])
+            lse = with_sinks
+        return out.to(q.dtype), lse, rows
 
     def backward(
-        self, slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v here. Those of keys that came from elsewhere go back to where they came from."""
+        """The gradients of this rank's q, k and v. Those of received keys and values are sent back to their rank."""
         dtype = blockwise.upcast(q[:0]).dtype
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-        returns = Returns(self, dk, dv)
-        for item, parcel in Mail(self, q, k, v):
+        exchange = GradientExchange(self.channel, dk, dv)
+        for step, block in KeyValueExchange(self.channel, q, k, v):
             total = None
-            for at, _, call in self.blocks(item, parcel, q):
-                assert parcel is not None
-                found = partial_attention.backward(slope[at], q[at], parcel.k, parcel.v, out[at], lse[at], call)
-                dq[at] += found.q
-                total = (found.k, found.v) if total is None else (total[0] + found.k, total[1] + found.v)
-            returns.take(item, None if total is None else Parcel(total[0].to(dtype), total[1].to(dtype), None))
-        returns.finish()
+            for index, _, call in self.parts(step, block, q):
+                assert block is not None
+                part = partial_attention.backward_part(
+                    grad[index], q[index], block.k, block.v, out[index], lse[index], call
+                )
+                dq[index] += part.q
+                total = (part.k, part.v) if total is None else (total[0] + part.k, total[1] + part.v)
+            exchange.add(step, None if total is None else Block(total[0].to(dtype), total[1].to(dtype), None))
+        exchange.finish()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _read(kept: RowSums, at: Any) -> RowSums:
-    return RowSums(*(getattr(kept, name)[at] for name in RowSums.__dataclass_fields__))
+def _read_rows(rows: RowSums, index: Any) -> RowSums:
+    return RowSums(*(getattr(rows, name)[index] for name in RowSums.__dataclass_fields__))
 
 
-def _write(kept: RowSums, at: Any, new: RowSums) -> None:
+def _write_rows(rows: RowSums, index: Any, new: RowSums) -> None:
     for name in RowSums.__dataclass_fields__:
-        getattr(kept, name)[at] = getattr(new, name)
+        getattr(rows, name)[index] = getattr(new, name)
 
 
-class _Ring(torch.autograd.Function):
+class _ContextParallelAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
-        with ring.ranks.in_step("attention over a split sequence"):
-            out, lse, _ = ring.forward(q, k, v, sinks)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextParallelCall) -> Tensor:
+        with call.ranks.share_failures("attention over a split sequence"):
+            out, lse, _ = call.forward(q, k, v, sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.ring = ring
+        ctx.call = call
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        with ctx.ring.ranks.in_step("the gradients of a split sequence"):
-            found = ctx.ring.backward(slope, q, k, v, out, lse)
-        of_sinks = None
+        with ctx.call.ranks.share_failures("the gradients of a split sequence"):
+            gradients = ctx.call.backward(grad, q, k, v, out, lse)
+        sinks_grad = None
         if sinks is not None and ctx.needs_input_grad[3]:
             weight = (sinks.view(1, -1, 1) - lse).exp()  # (B, H, T)
-            of_sinks = -(weight * (slope * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return *found, of_sinks, None
+            sinks_grad = -(weight * (grad * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return *gradients, sinks_grad, None

@@ -1,143 +1,200 @@
-"""Keys and values on their way between ranks, and their gradients on the way back."""
+"""Sending keys and values directly to the ranks that need them, and their gradients back (context parallel).
+
+A chunk's keys and values go to every rank with a query that may attend to them, and to no other. The schedule is the
+same on all ranks: some KV heads at a time, so that messages under way are small beside what a rank holds, and within
+them rank distance by rank distance. The next blocks are under way while attention is computed with one.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .context_parallel import Ring
+from .ranks import Ranks
+from .sequence_plan import SequencePlan
 
-AHEAD = 2  # items whose keys and values are under way while one is computed with
+AHEAD = 2  # blocks under way while attention is computed with one
+SMALL = 1 << 20  # bytes of a message below which several KV heads share one
 
 
 @dataclass(frozen=True)
-class Item:
-    """Something to compute with: keys of a chunk that are here, or come from another rank, for some KV heads."""
+class Step:
+    """One step of the schedule: attend to a chunk, which is local or received, and send one of this rank's chunks."""
 
-    heads: slice  # of KV
+    kv_heads: slice
     query_heads: slice
-    take: int | None  # the chunk that this rank computes with
-    source: int  # whose it is
-    give: int | None  # the chunk that this rank sends meanwhile
-    target: int  # to whom
-    own: bool = False  # nothing travels
+    chunk: int | None  # the chunk that this rank attends to; None where it only sends
+    source: int  # the rank that holds it
+    sent_chunk: int | None  # the chunk that this rank sends; None where it only receives
+    target: int  # the rank that it is sent to
+    local: bool = False  # nothing is sent or received
 
 
-class Parcel(NamedTuple):
-    """Keys (B, heads, tokens, D), values and marks (B, classes, tokens) of a chunk."""
+class Block(NamedTuple):
+    """One chunk's keys (B, heads, tokens, D), values, and membership of its tokens in classes (B, classes, tokens)."""
 
     k: Tensor
     v: Tensor
-    marks: Tensor | None
+    classes: Tensor | None
 
     def packed(self) -> Tensor:
         """All in one message."""
         return torch.cat([x.flatten() for x in self if x is not None])
 
 
-class Mail:
-    """Every item with its parcel, from here or from another rank (None: nothing to compute); the next are under way."""
+@dataclass(frozen=True)
+class Channel:
+    """Point-to-point messages between ranks that each hold some chunks of a sequence."""
 
-    def __init__(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, marks: Tensor | None = None) -> None:
-        self.ring, self.k, self.v, self.marks = ring, k, v, marks
-        self.items = ring.items(q, k)
+    ranks: Ranks
+    plan: SequencePlan
+
+    def steps(self, q: Tensor, k: Tensor) -> list[Step]:
+        """This rank's schedule; its n-th step belongs to the n-th step of every other rank."""
+        rank, count, plan = self.ranks.rank, self.ranks.count, self.plan
+        group, steps = q.shape[1] // k.shape[1], []
+        largest = max(len(chunk) for chunk in plan.chunks) * k.shape[0] * k.shape[3] * k.element_size() * 2
+        heads_per_message = max(1, min(k.shape[1], SMALL // max(1, largest)))
+        for first in range(0, k.shape[1], heads_per_message):
+            kv_heads = slice(first, min(first + heads_per_message, k.shape[1]))
+            query_heads = slice(kv_heads.start * group, kv_heads.stop * group)
+            steps += [Step(kv_heads, query_heads, chunk, rank, None, rank, True) for chunk in plan.chunks_of(rank)]
+            for distance in range(1, count):
+                source, target = (rank - distance) % count, (rank + distance) % count
+                received, sent = plan.needed_chunks(rank, source), plan.needed_chunks(target, rank)
+                for n in range(plan.exchanges(distance)):
+                    chunk, sent_chunk = (chunks[n] if n < len(chunks) else None for chunks in (received, sent))
+                    steps.append(Step(kv_heads, query_heads, chunk, source, sent_chunk, target))
+        return steps
+
+    def local_slice(self, chunk: int) -> slice:
+        """Where one of this rank's chunks is among its tokens."""
+        return self.plan.chunk_slice(self.ranks.rank, chunk)
+
+    def post(self, tag: int, sent: Tensor | None, target: int, received: Tensor | None, source: int) -> list[Any]:
+        """Start sending one tensor and receiving another, either of which may be None.
+
+        Returns:
+            The works to wait for.
+        """
+        operations = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, self.ranks.global_rank(target), self.ranks.group, tag))
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received, self.ranks.global_rank(source), self.ranks.group, tag))
+        with self.ranks.transport_errors("an exchange of messages"):
+            return dist.batch_isend_irecv(operations) if operations else []
+
+
+class KeyValueExchange:
+    """Iterates over the steps of a schedule, each with the block to attend to, or None where this rank only sends.
+
+    Args:
+        channel: between the ranks of the sequence.
+        q, k, v: of this rank's tokens.
+        classes: (B, classes, tokens), membership of this rank's tokens in classes.
+    """
+
+    def __init__(self, channel: Channel, q: Tensor, k: Tensor, v: Tensor, classes: Tensor | None = None) -> None:
+        self.channel, self.k, self.v, self.classes = channel, k, v, classes
+        self.steps = channel.steps(q, k)
+        # by step: works, and the tensors sent and received, which must live until the works are done
         self.posted: dict[int, tuple[list[Any], Tensor | None, Tensor | None]] = {}
 
-    def __iter__(self) -> Iterator[tuple[Item, Parcel | None]]:
-        for n, item in enumerate(self.items):
-            for later in range(n, min(n + 1 + AHEAD, len(self.items))):
+    def __iter__(self) -> Iterator[tuple[Step, Block | None]]:
+        for n, step in enumerate(self.steps):
+            for later in range(n, min(n + 1 + AHEAD, len(self.steps))):
                 self._post(later)
-            works, _, came = self.posted.pop(n)
-            self.ring.ranks.wait(works, "the keys and values of other ranks")
-            if came is not None:
-                yield item, _opened(came, self._shapes(item))
+            works, _, received = self.posted.pop(n)
+            self.channel.ranks.wait(works, "the keys and values of other ranks")
+            if received is not None:
+                yield step, _unpack(received, self._shapes(step))
             else:
-                yield item, None if item.take is None else self._mine(item.take, item)
+                yield step, None if step.chunk is None else self._local_block(step.chunk, step)
 
     def _post(self, n: int) -> None:
         if n in self.posted:
             return
-        item, sent, came = self.items[n], None, None
-        calls = []
-        if item.give is not None:
-            sent = self._mine(item.give, item).packed()
-            calls.append(self.ring.call(dist.isend, sent, item.target, 2 * n))
-        if item.take is not None and not item.own:
-            came = self.k.new_empty(sum(map(math.prod, self._shapes(item))))
-            calls.append(self.ring.call(dist.irecv, came, item.source, 2 * n))
-        self.posted[n] = (self.ring.post(calls), sent, came)
+        step, sent, received = self.steps[n], None, None
+        if step.sent_chunk is not None:
+            sent = self._local_block(step.sent_chunk, step).packed()
+        if step.chunk is not None and not step.local:
+            received = self.k.new_empty(sum(map(math.prod, self._shapes(step))))
+        self.posted[n] = (self.channel.post(2 * n, sent, step.target, received, step.source), sent, received)
 
-    def _mine(self, chunk: int, item: Item) -> Parcel:
-        where = self.ring.local(chunk)
-        marks = None if self.marks is None else self.marks[:, :, where]
-        return Parcel(self.k[:, item.heads, where], self.v[:, item.heads, where], marks)
+    def _local_block(self, chunk: int, step: Step) -> Block:
+        tokens = self.channel.local_slice(chunk)
+        classes = None if self.classes is None else self.classes[:, :, tokens]
+        return Block(self.k[:, step.kv_heads, tokens], self.v[:, step.kv_heads, tokens], classes)
 
-    def _shapes(self, item: Item) -> list[tuple[int, ...]]:
-        assert item.take is not None
-        shapes = _shapes(self.k, self.v, item, len(self.ring.plan.chunks[item.take]))
-        return shapes if self.marks is None else [*shapes, (len(self.k), self.marks.shape[1], shapes[0][2])]
+    def _shapes(self, step: Step) -> list[tuple[int, ...]]:
+        assert step.chunk is not None
+        shapes = _shapes(self.k, self.v, step, len(self.channel.plan.chunks[step.chunk]))
+        return shapes if self.classes is None else [*shapes, (len(self.k), self.classes.shape[1], shapes[0][2])]
 
 
-class Returns:
-    """Gradients of keys and values, on their way back to the rank that the keys and values came from."""
+class GradientExchange:
+    """Sends the gradients of received keys and values back to the rank that holds them, which adds them up.
 
-    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
-        self.ring, self.dk, self.dv = ring, dk, dv
-        self.posted: list[tuple[Item, list[Any], Tensor | None, Tensor | None]] = []
+    Args:
+        channel: between the ranks of the sequence.
+        dk, dv: the gradients of this rank's keys and values, added to in place.
+    """
+
+    def __init__(self, channel: Channel, dk: Tensor, dv: Tensor) -> None:
+        self.channel, self.dk, self.dv = channel, dk, dv
+        # step, works, and the tensors sent and received, which must live until the works are done
+        self.posted: list[tuple[Step, list[Any], Tensor | None, Tensor | None]] = []
         self.count = 0
 
-    def take(self, item: Item, found: Parcel | None) -> None:
-        """The gradients of an item's keys and values: added here, or sent, while those of the chunk given come."""
+    def add(self, step: Step, gradients: Block | None) -> None:
+        """Take the gradients of a step's block, every step once and in order; None where nothing was computed."""
         n, self.count = self.count, self.count + 1
-        if item.own:
-            if found is not None and item.take is not None:
-                self._add(item, item.take, found)
+        if step.local:
+            if gradients is not None and step.chunk is not None:
+                self._accumulate(step, step.chunk, gradients)
             return
-        sent = came = None
-        calls = []
-        if found is not None:
-            sent = found.packed()
-            calls.append(self.ring.call(dist.isend, sent, item.source, 2 * n + 1))
-        if item.give is not None:
-            came = self.dk.new_empty(sum(map(math.prod, self._shapes(item))))
-            calls.append(self.ring.call(dist.irecv, came, item.target, 2 * n + 1))
-        self.posted.append((item, self.ring.post(calls), sent, came))
+        sent = None if gradients is None else gradients.packed()
+        received = None
+        if step.sent_chunk is not None:
+            received = self.dk.new_empty(sum(map(math.prod, self._shapes(step))))
+        works = self.channel.post(2 * n + 1, sent, step.source, received, step.target)
+        self.posted.append((step, works, sent, received))
         if len(self.posted) > AHEAD:
-            self._settle()
+            self._receive_oldest()
 
     def finish(self) -> None:
-        """Wait for the last ones."""
+        """Wait for the messages that are still under way."""
         while self.posted:
-            self._settle()
+            self._receive_oldest()
 
-    def _settle(self) -> None:
-        item, works, _, came = self.posted.pop(0)
-        self.ring.ranks.wait(works, "gradients that other ranks return")
-        if came is not None and item.give is not None:
-            self._add(item, item.give, _opened(came, self._shapes(item)))
+    def _receive_oldest(self) -> None:
+        step, works, _, received = self.posted.pop(0)
+        self.channel.ranks.wait(works, "gradients that other ranks return")
+        if received is not None and step.sent_chunk is not None:
+            self._accumulate(step, step.sent_chunk, _unpack(received, self._shapes(step)))
 
-    def _add(self, item: Item, chunk: int, found: Parcel) -> None:
-        where = self.ring.local(chunk)
-        self.dk[:, item.heads, where] += found.k
-        self.dv[:, item.heads, where] += found.v
+    def _accumulate(self, step: Step, chunk: int, gradients: Block) -> None:
+        tokens = self.channel.local_slice(chunk)
+        self.dk[:, step.kv_heads, tokens] += gradients.k
+        self.dv[:, step.kv_heads, tokens] += gradients.v
 
-    def _shapes(self, item: Item) -> list[tuple[int, ...]]:
-        assert item.give is not None
-        return _shapes(self.dk, self.dv, item, len(self.ring.plan.chunks[item.give]))
+    def _shapes(self, step: Step) -> list[tuple[int, ...]]:
+        assert step.sent_chunk is not None
+        return _shapes(self.dk, self.dv, step, len(self.channel.plan.chunks[step.sent_chunk]))
 
 
-def _shapes(k: Tensor, v: Tensor, item: Item, tokens: int) -> list[tuple[int, ...]]:
-    heads = item.heads.stop - item.heads.start
+def _shapes(k: Tensor, v: Tensor, step: Step, tokens: int) -> list[tuple[int, ...]]:
+    heads = step.kv_heads.stop - step.kv_heads.start
     return [(len(x), heads, tokens, x.shape[3]) for x in (k, v)]
 
 
-def _opened(message: Tensor, shapes: list[tuple[int, ...]]) -> Parcel:
-    found = [x.view(form) for x, form in zip(message.split([*map(math.prod, shapes)]), shapes, strict=True)]
-    return Parcel(found[0], found[1], found[2] if len(found) > 2 else None)
+def _unpack(message: Tensor, shapes: list[tuple[int, ...]]) -> Block:
+    tensors = [x.view(shape) for x, shape in zip(message.split([*map(math.prod, shapes)]), shapes, strict=True)]
+    return Block(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)

@@ -1,4 +1,4 @@
-"""Gradients of which a rank has a part: their norm is that of the whole, summed over the ranks."""
+"""Gradients of split parameters: their norm is that of the whole parameter, summed over the ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..errors import UnsupportedError
 from .ranks import Ranks
 
 if TYPE_CHECKING:
-    from .linear import Piece
+    from .parallel_linear import ParameterPart
 
-MARKED = "headwise_marked"  # on a parameter: its own id, once its gradients are marked as parts
-
-
-def owned(part: Tensor, piece: Piece) -> Tensor:
-    """Of what a rank holds, what it alone counts: a KV head on several ranks is owned by the first."""
-    return part.narrow(piece.dim, piece.owned.start - piece.held.start if piece.owned else 0, len(piece.owned))
+MARK = "headwise_partial_gradients"  # attribute of a parameter: its own id, once its gradients are marked
 
 
-def powers_of(tensors: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of |x|^p in float64, or the largest |x|: what may be added, or compared, over ranks."""
+def owned_part(local: Tensor, part: ParameterPart) -> Tensor:
+    """Of a rank's tensor, the part that only this rank counts: a KV head on several ranks is owned by the first."""
+    return local.narrow(part.dim, part.owned.start - part.local.start if part.owned else 0, len(part.owned))
+
+
+def sum_of_powers(tensors: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |x|^p in float64, or the largest |x| for p = inf: what an all-reduce can combine."""
     norms = [
         torch.linalg.vector_norm(x.detach().as_subclass(Tensor), norm_type, dtype=torch.float64).to(device)
         for x in tensors
@@ -33,20 +33,25 @@ def powers_of(tensors: Iterable[Tensor], norm_type: float, device: torch.device)
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    each = torch.stack(norms)
-    return each.amax() if math.isinf(norm_type) else each.pow(norm_type).sum()
+    stacked = torch.stack(norms)
+    return stacked.amax() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def over_ranks(powers: Tensor, norm_type: float, ranks: Ranks) -> Tensor:
-    ranks.sum(powers, "the norm of the gradients", op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+def norm_over_ranks(powers: Tensor, norm_type: float, ranks: Ranks) -> Tensor:
+    """The norm from every rank's `sum_of_powers`, which is changed in place."""
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    ranks.all_reduce(powers, "the norm of the gradients", op=op)
     return powers if math.isinf(norm_type) else powers.pow(1 / norm_type)
 
 
-class PartOfGradient(Tensor):
-    """The gradient of a part of a parameter. PyTorch's clip_grad_norm_ takes the norm of each gradient: here it gets
-    that of the whole parameter, summed over ranks, so all of them clip alike."""
+class PartialGradient(Tensor):
+    """The gradient of one rank's part of a parameter.
 
-    piece: Piece
+    PyTorch's clip_grad_norm_ takes the norm of each gradient. Here that is the norm of the whole parameter's gradient,
+    summed over ranks, so that all of them clip by the same factor.
+    """
+
+    part: ParameterPart
     ranks: Ranks
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -57,7 +62,7 @@ class PartOfGradient(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.linalg.vector_norm and isinstance(args[0], PartOfGradient) and len(args) < 3 and not kwargs:
+        if func is torch.linalg.vector_norm and isinstance(args[0], PartialGradient) and len(args) < 3 and not kwargs:
             return _whole_norm(args[0], *args[1:])
         if func is torch._foreach_norm:
             return _whole_norms(*args, **kwargs)
@@ -67,31 +72,31 @@ class PartOfGradient(Tensor):
 
 def _whole_norms(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
     return [
-        _whole_norm(x, norm_type) if isinstance(x, PartOfGradient) else torch.linalg.vector_norm(x, norm_type)
+        _whole_norm(x, norm_type) if isinstance(x, PartialGradient) else torch.linalg.vector_norm(x, norm_type)
         for x in tensors
     ]
 
 
-def _whole_norm(x: PartOfGradient, norm_type: float = 2.0) -> Tensor:
-    if x.piece.mixed:
+def _whole_norm(x: PartialGradient, norm_type: float = 2.0) -> Tensor:
+    if x.part.mixed:
         raise UnsupportedError(
             "some gradients of this split module are DTensors and some are not, whose norms PyTorch does not put "
             "together; use headwise.scale.clip_grad_norm_(module, max_norm)"
         )
-    powers = powers_of([owned(x.as_subclass(Tensor), x.piece)], norm_type, x.ranks.device)
-    return over_ranks(powers, norm_type, x.ranks).to(x.device, x.dtype)
+    powers = sum_of_powers([owned_part(x.as_subclass(Tensor), x.part)], norm_type, x.ranks.device)
+    return norm_over_ranks(powers, norm_type, x.ranks).to(x.device, x.dtype)
 
 
-def mark_gradients(parameter: Any, piece: Piece, ranks: Ranks) -> None:
-    """Let every gradient of a parameter that is only a part, and no DTensor, say so to whoever takes its norm."""
-    if piece.even or getattr(parameter, MARKED, None) == id(parameter) or not parameter.requires_grad:
+def mark_partial_gradients(parameter: Any, part: ParameterPart, ranks: Ranks) -> None:
+    """Make every gradient of a split parameter that is no DTensor a `PartialGradient`."""
+    if part.even or getattr(parameter, MARK, None) == id(parameter) or not parameter.requires_grad:
         return
 
     def mark(x: Tensor) -> None:
         if type(x.grad) is Tensor:
-            grad = x.grad.as_subclass(PartOfGradient)
-            grad.piece, grad.ranks = piece, ranks
+            grad = x.grad.as_subclass(PartialGradient)
+            grad.part, grad.ranks = part, ranks
             x.grad = grad
 
     parameter.register_post_accumulate_grad_hook(mark)
-    setattr(parameter, MARKED, id(parameter))  # a copy of it is another one, without the hook
+    setattr(parameter, MARK, id(parameter))  # a copy has the attribute but another id, and no hook

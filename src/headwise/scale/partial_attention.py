@@ -1,6 +1,6 @@
-"""Attention of some queries on some keys, with all that is needed to put parts together: forward and backward.
+"""Attention of one chunk of queries to one chunk of keys (a part), and the merging of parts: forward and backward.
 
-A part's queries and keys are chunks of one sequence; `offset` says where the first query stands among the part's keys.
+Both are chunks of one sequence; `offset` is the position of the first query relative to the first key.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from ..attention.stats import STEPS
 
 
 @dataclass(frozen=True)
-class How:
-    """What all parts of one call share."""
+class PartOptions:
+    """The options that all parts of one call share."""
 
     left: int | None
     right: int | None
     scale: float
     softcap: float | None
-    slopes: Tensor | None  # (Hq,), ALiBi's
+    slopes: Tensor | None  # (Hq,), of ALiBi
     lengths: Tensor | None  # (B,), of the whole sequences
 
-    def heads(self, some: slice) -> How:
-        """The same for some query heads."""
-        return self if self.slopes is None else replace(self, slopes=self.slopes[some])
+    def for_heads(self, heads: slice) -> PartOptions:
+        """The options of some query heads."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, query: range, key: range) -> AttentionCall:
-        """The checked call of queries on keys, whose tokens these are."""
-        ends = None
+        """The validated call of one part, whose queries and keys have these positions in the sequence."""
+        lengths = None
         if self.lengths is not None:
-            ends = (self.lengths - key.start).clamp(0, len(key))
+            lengths = (self.lengths - key.start).clamp(0, len(key))
         return build_call(
-            q, k, v, window=(self.left, self.right), lengths=ends, offset=query.start - key.start,
+            q, k, v, window=(self.left, self.right), lengths=lengths, offset=query.start - key.start,
             scale=self.scale, softcap=self.softcap, slopes=self.slopes,
         )  # fmt: skip
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Tq, Dv) and each row's log-sum-exp (B, H, Tq), -inf where it may look at nothing."""
+def attend_part(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The output (B, H, Tq, Dv) and each row's log-sum-exp (B, H, Tq), -inf where a row has no visible keys."""
     if dispatch.why_not_one_pass(q, call) is not None:
-        return _by_rows(q, k, v, call)
+        return _attend_blockwise(q, k, v, call)
     outputs = dispatch.one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
     assert outputs.lse is not None  # it was requested
     return outputs.out, outputs.lse
 
 
-def _by_rows(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """The same in PyTorch, by blocks of rows."""
+def _attend_blockwise(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """`attend_part` in PyTorch, by blocks of rows."""
     k, v = blockwise.zero_hidden_keys(call.visibility, k, v)
-    odd = blockwise.has_hidden_nonfinite(v, call.visibility)
+    nonfinite = blockwise.has_hidden_nonfinite(v, call.visibility)
     dtype = blockwise.upcast(q[:0]).dtype
     out, lse = q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
     for part in blockwise.parts(call):
@@ -69,50 +69,54 @@ def _by_rows(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tens
             e = s.sub_(top[..., None]).exp_()
             total = e.sum(-1)
             lse[batch, heads, rows] = top + total.log()
-            seen = part.call.visibility.allowed(rows, low, high) if odd else None
+            seen = part.call.visibility.allowed(rows, low, high) if nonfinite else None
             mixed = blockwise.sum_values(e, v[batch, kv_heads, low:high], seen)
             out[batch, heads, rows] = (mixed / torch.where(total == 0, 1, total)[..., None]).to(q.dtype)
     return out, lse
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Put the output of further keys to what there is, in place: each counts by its share of all the weight."""
-    more_lse = more_lse.to(lse.dtype)
-    ahead = more_lse - lse
-    share = ahead.masked_fill_((more_lse == -torch.inf) & (lse == -torch.inf), 0.0).sigmoid_()
-    out.lerp_(more.to(out.dtype), share[..., None])
-    lse.copy_(torch.logaddexp(lse, more_lse))
+def merge_part(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into the output so far, in place, each weighted by its share of the softmax denominator."""
+    part_lse = part_lse.to(lse.dtype)
+    difference = part_lse - lse
+    share = difference.masked_fill_((part_lse == -torch.inf) & (lse == -torch.inf), 0.0).sigmoid_()
+    out.lerp_(part_out.to(out.dtype), share[..., None])
+    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 @dataclass(frozen=True)
-class Slopes:
-    """The gradients of one part."""
+class PartGradients:
+    """The gradients of one part's queries, keys and values."""
 
     q: Tensor
     k: Tensor
     v: Tensor
 
 
-def backward(slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall) -> Slopes:
+def backward_part(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> PartGradients:
     """The gradients of a part, from the output and the log-sum-exp over all parts."""
     size, group = call.size, call.size.group
-    alone = replace(call, visibility=replace(call.visibility, size=replace(size, kv_heads=size.heads)))
-    if call.softcap is None and q.dtype == out.dtype == slope.dtype and sdpa.has_backward(alone):
+    ungrouped = replace(call, visibility=replace(call.visibility, size=replace(size, kv_heads=size.heads)))
+    if call.softcap is None and q.dtype == out.dtype == grad.dtype and sdpa.has_backward(ungrouped):
         keys, values = (x if group == 1 else x.repeat_interleave(group, 1) for x in (k, v))
-        found = sdpa.backward(slope, q, keys, values, out, lse, alone)
-        return Slopes(found[0], *(x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in found[1:]))
-    return _backward_by_rows(slope, q, k, v, out, lse, call)
+        gradients = sdpa.backward(grad, q, keys, values, out, lse, ungrouped)
+        return PartGradients(
+            gradients[0], *(x if group == 1 else x.unflatten(1, (-1, group)).sum(2) for x in gradients[1:])
+        )
+    return _backward_blockwise(grad, q, k, v, out, lse, call)
 
 
-def _backward_by_rows(
-    slope: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
-) -> Slopes:
+def _backward_blockwise(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> PartGradients:
     """With p = exp(s - lse): dv = p' do, ds = p (do v' - do . out), dq = ds k, dk = ds' q, block by block of rows."""
     k, v = blockwise.zero_hidden_keys(call.visibility, k, v)
     dtype = blockwise.upcast(q[:0]).dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    calm = lse.masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing gets weights of 0
-    delta = (slope.to(dtype) * out.to(dtype)).sum(-1)
+    finite_lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of 0 for a query with no visible keys
+    delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
     for part in blockwise.parts(call):
         batch, kv_heads, heads = part.batch, part.kv_heads, part.heads
         for rows, low, high in blockwise.row_blocks(part.call.visibility):
@@ -120,8 +124,8 @@ def _backward_by_rows(
                 continue
             here, there = (batch, heads, rows), (batch, kv_heads, slice(low, high))
             s = blockwise.scores(q[here], k[batch, kv_heads], part.call, rows, low, high)
-            p = (s - calm[here][..., None].to(dtype)).exp()
-            do = slope[here].to(dtype)
+            p = (s - finite_lse[here][..., None].to(dtype)).exp()
+            do = grad[here].to(dtype)
             ds = p * (blockwise.grouped_matmul(do, v[there].to(dtype).transpose(-1, -2)) - delta[here][..., None])
             if call.softcap is not None:
                 capped = blockwise.grouped_matmul(
@@ -134,23 +138,23 @@ def _backward_by_rows(
                 blockwise.group_rows(ds, count).transpose(-1, -2) @ blockwise.group_rows(q[here], count) * call.scale
             )
             dv[there] += blockwise.group_rows(p, count).transpose(-1, -2) @ blockwise.group_rows(do, count)
-    return Slopes(dq.to(q.dtype), dk, dv)
+    return PartGradients(dq.to(q.dtype), dk, dv)
 
 
-def observed(
+def attend_part_with_stats(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, first: Tensor, classes: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, RowSums]:
-    """The output, the log-sum-exp, and what is kept of every query for its statistics."""
-    out, kept = blockwise_stats.row_sums(q, k, v, call, first, StatsRequest(classes=classes))
+    """The output, the log-sum-exp, and the sums of every row for its statistics."""
+    out, rows = blockwise_stats.row_sums(q, k, v, call, first, StatsRequest(classes=classes))
     assert out is not None  # there are values
-    return out, blockwise.row_maximum(kept.largest, None) + kept.class_sums[..., 0].log(), kept
+    return out, blockwise.row_maximum(rows.largest, None) + rows.class_sums[..., 0].log(), rows
 
 
-def joined(kept: RowSums, more: RowSums) -> RowSums:
-    """What is kept of queries over two sets of keys."""
-    largest = torch.maximum(kept.largest, more.largest)
+def join_rows(rows: RowSums, other: RowSums) -> RowSums:
+    """The sums of the same rows over two sets of keys."""
+    largest = torch.maximum(rows.largest, other.largest)
     base = blockwise.row_maximum(largest, None)
-    a, b = based(kept, base), based(more, base)
+    a, b = rebase_rows(rows, base), rebase_rows(other, base)
     return RowSums(
         largest=largest,
         weighted_scores=a.weighted_scores + b.weighted_scores,
@@ -161,19 +165,19 @@ def joined(kept: RowSums, more: RowSums) -> RowSums:
     )
 
 
-def based(kept: RowSums, base: Tensor) -> RowSums:
-    """The same with exp taken of the scores less `base` (B, H, Tq), which is at least the largest."""
-    shift = blockwise.row_maximum(kept.largest, None) - base
+def rebase_rows(rows: RowSums, base: Tensor) -> RowSums:
+    """The sums with `base` (B, H, Tq), at least the largest score, subtracted before `exp`."""
+    shift = blockwise.row_maximum(rows.largest, None) - base
     factor = shift.exp()
     return replace(
-        kept,
-        weighted_scores=factor * (kept.weighted_scores + kept.class_sums[..., 0] * shift),
-        distances=factor * kept.distances,
-        single_keys=factor[..., None] * kept.single_keys,
-        class_sums=factor[..., None] * kept.class_sums,
+        rows,
+        weighted_scores=factor * (rows.weighted_scores + rows.class_sums[..., 0] * shift),
+        distances=factor * rows.distances,
+        single_keys=factor[..., None] * rows.single_keys,
+        class_sums=factor[..., None] * rows.class_sums,
     )
 
 
-def nothing_seen(q: Tensor, classes: int) -> RowSums:
-    """What is kept of queries (B, H, Tq, D) before they have seen a key."""
+def empty_rows(q: Tensor, classes: int) -> RowSums:
+    """The sums of queries (B, H, Tq, D) over no keys."""
     return RowSums.empty(blockwise.upcast(q[:0]), q.shape[:3], 1 + len(STEPS), classes)

@@ -1,4 +1,4 @@
-"""What is really sent: a count of every collective and message while a block of code runs."""
+"""Counting the bytes that this process sends through torch.distributed while a block of code runs."""
 
 from __future__ import annotations
 
@@ -9,55 +9,67 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .head_plan import all_gathered, all_reduced
+from .head_plan import all_gather_bytes, all_reduce_bytes
 
 
-class Sent(Counter[str]):
-    """Bytes that this rank sends, by what sent them: "sums" (all-reduce), "gathers" (all-gather), "messages".
+class Traffic(Counter[str]):
+    """Bytes that this rank sends: "sums" (all-reduce), "gathers" (all-gather), "messages" (point to point).
 
-    Sums and gathers are counted as the ring algorithm sends them, which gloo and nccl use for what is large.
+    Collectives are counted as the ring algorithm sends them, which gloo and nccl use for large tensors.
     """
 
     @property
     def data(self) -> int:
-        """All but gathers, by which ranks only make sure that they agree."""
+        """All but gathers, by which ranks only agree."""
         return self["sums"] + self["messages"]
 
 
 @contextmanager
-def counted() -> Iterator[Sent]:
-    """Count what this process sends through torch.distributed meanwhile."""
-    sent = Sent()
+def count_traffic() -> Iterator[Traffic]:
+    """Count the bytes that this process sends through torch.distributed in a `with` block.
 
-    def of_sum(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(tensor: Any, *args: Any, **how: Any) -> Any:
-            sent["sums"] += all_reduced(tensor.numel() * tensor.element_size(), dist.get_world_size(how.get("group")))
-            return call(tensor, *args, **how)
+    Example:
+        >>> with headwise.scale.count_traffic() as traffic:
+        ...     y = block(x)
+        >>> traffic.data
+        25165824
+    """
+    traffic = Traffic()
 
-        return counting
+    def count_all_reduce(call: Callable[..., Any]) -> Callable[..., Any]:
+        def all_reduce(tensor: Any, *args: Any, **options: Any) -> Any:
+            ranks = dist.get_world_size(options.get("group"))
+            traffic["sums"] += all_reduce_bytes(tensor.numel() * tensor.element_size(), ranks)
+            return call(tensor, *args, **options)
 
-    def of_gather(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(tensors: Any, tensor: Any, *args: Any, **how: Any) -> Any:
-            size = tensor.numel() * tensor.element_size()
-            sent["gathers"] += all_gathered(size, dist.get_world_size(how.get("group")))
-            return call(tensors, tensor, *args, **how)
+        return all_reduce
 
-        return counting
+    def count_all_gather(call: Callable[..., Any]) -> Callable[..., Any]:
+        def all_gather(tensors: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+            ranks = dist.get_world_size(options.get("group"))
+            traffic["gathers"] += all_gather_bytes(tensor.numel() * tensor.element_size(), ranks)
+            return call(tensors, tensor, *args, **options)
 
-    def of_messages(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(messages: Any) -> Any:
-            going = [x.tensor for x in messages if x.op is dist.isend]
-            sent["messages"] += sum(x.numel() * x.element_size() for x in going)
-            return call(messages)
+        return all_gather
 
-        return counting
+    def count_messages(call: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_isend_irecv(operations: Any) -> Any:
+            sends = [x.tensor for x in operations if x.op is dist.isend]
+            traffic["messages"] += sum(x.numel() * x.element_size() for x in sends)
+            return call(operations)
 
-    around = {"all_reduce": of_sum, "all_gather": of_gather, "batch_isend_irecv": of_messages}
-    before = {name: getattr(dist, name) for name in around}
+        return batch_isend_irecv
+
+    wrappers = {
+        "all_reduce": count_all_reduce,
+        "all_gather": count_all_gather,
+        "batch_isend_irecv": count_messages,
+    }
+    originals = {name: getattr(dist, name) for name in wrappers}
     try:
-        for name, wrap in around.items():
-            setattr(dist, name, wrap(before[name]))
-        yield sent
+        for name, wrap in wrappers.items():
+            setattr(dist, name, wrap(originals[name]))
+        yield traffic
     finally:
-        for name, call in before.items():
+        for name, call in originals.items():
             setattr(dist, name, call)

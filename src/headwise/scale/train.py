@@ -1,14 +1,15 @@
-"""Training over ranks: DDP, or FSDP2, by a word. Every rank takes a part of each batch; the run is that of one process.
+"""Training over ranks, by DDP or FSDP2: every rank takes a part of each batch.
 
-The loss of a batch is a mean over all its tokens, wherever they are, so the same seed gives the same steps on any
-number of ranks, to rounding.
+The loss of a batch is the mean over all its tokens, on whichever rank they are, so the same seed gives the same steps
+on any number of ranks, to rounding.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +18,76 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import UnsupportedError
 from ..prune.recovery import recover as recover_of
 from ..prune.training_group import TrainingGroup
-from .head_plan import spans
+from .head_plan import even_ranges
 from .ranks import Ranks, ranks_of
 
-WAYS = ("ddp", "fsdp")
+STRATEGIES = ("ddp", "fsdp")
 
 
-def crew(how: str = "ddp", ranks: Ranks | None = None) -> TrainingGroup:
-    """Those who train together: "ddp", every rank holds the model; "fsdp" (FSDP2), each a part of every weight."""
-    if how not in WAYS:
-        raise UnsupportedError(f"training over ranks goes by {' or '.join(WAYS)}, got {how!r}")
+class RecoveryOptions(TypedDict, total=False):
+    """Options of the recovery in one process that it has over ranks too."""
+
+    checkpoint: Path | None
+    keep: bool
+    note: str
+    rate: float
+    progress: Callable[[int, int], None] | None
+
+
+def training_group(over: str = "ddp", ranks: Ranks | None = None) -> TrainingGroup:
+    """The ranks that train one model together.
+
+    Args:
+        over: "ddp", every rank holds the model; "fsdp" (FSDP2), each holds a part of every weight.
+        ranks: all by default.
+    """
+    if over not in STRATEGIES:
+        raise UnsupportedError(f"training over ranks goes by {' or '.join(STRATEGIES)}, got {over!r}")
     ranks = ranks or ranks_of()
     if ranks.count == 1:
         return TrainingGroup()
-    return Replicas(ranks) if how == "ddp" else Shards(ranks)
+    return Replicas(ranks) if over == "ddp" else Shards(ranks)
 
 
 def recover(
-    pruned: Any, full: nn.Module, batches: list[Any], steps: int, *, how: str = "ddp", **rest: Any
+    pruned: Any,
+    full: nn.Module,
+    batches: list[Any],
+    steps: int,
+    *,
+    over: str = "ddp",
+    **options: Unpack[RecoveryOptions],
 ) -> list[float]:
-    """headwise.prune's recovery over the ranks there are; `pruned` is trained in place on all of them alike."""
+    """headwise.prune's recovery over ranks. All ranks must call it, with the same models and batches.
+
+    Args:
+        pruned: the model to train, in place; it gets the same weights on all ranks.
+        full: the model that it was pruned from.
+        batches: of model inputs, which are taken in turn.
+        steps: of training.
+        over: "ddp" or "fsdp".
+        options: as in the recovery of one process; progress is called on the first rank only.
+
+    Returns:
+        The loss of every step.
+
+    Example:
+        >>> losses = headwise.scale.recover(pruned, model, batches, 200, over="fsdp")
+    """
     ranks = ranks_of()
-    ranks.agree("the recovery", f"{how}, {steps} steps on {len(batches)} batches")
-    checkpoint: Path | None = rest.get("checkpoint")
+    ranks.agree("the recovery", f"{over}, {steps} steps on {len(batches)} batches")
+    checkpoint = options.get("checkpoint")
     if checkpoint is not None:
         ranks.agree("the checkpoint", f"{checkpoint.exists()}")
     if not ranks.first:
-        rest["progress"] = None
-    losses = recover_of(pruned, full, batches, steps, group=crew(how, ranks), **rest)
+        options["progress"] = None
+    losses = recover_of(pruned, full, batches, steps, group=training_group(over, ranks), **options)
     ranks.barrier("the end of the recovery")
     return losses
 
 
 class Replicas(TrainingGroup):
-    """DDP: every rank holds the whole model, gradients are averaged while backward goes on."""
+    """DDP: every rank holds the whole model; gradients are averaged during backward."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.rank, self.count, self.first = ranks, ranks.rank, ranks.count, ranks.first
@@ -58,27 +95,27 @@ class Replicas(TrainingGroup):
     def wrap(self, model: Any) -> Any:
         from torch.nn.parallel import DistributedDataParallel
 
-        # a pooler that the loss does not see has no gradient
+        # a pooler whose output the loss does not use has no gradient
         return DistributedDataParallel(model, process_group=self.ranks.group, find_unused_parameters=True)
 
     def local_batch(self, batch: Any) -> tuple[Any, float]:
         size = len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
-        rows = spans(size, self.count)[self.rank]
-        idle = not rows  # fewer examples than ranks: one example again, for nothing
-        at = slice(0, 1) if idle else slice(rows.start, rows.stop)
+        rows = even_ranges(size, self.count)[self.rank]
+        idle = not rows  # fewer examples than ranks: the first one again, with weight 0
+        local = slice(0, 1) if idle else slice(rows.start, rows.stop)
         if not isinstance(batch, dict):
-            return batch[at], float(not idle)
-        cut = {name: x[at] if isinstance(x, Tensor) and len(x) == size else x for name, x in batch.items()}
-        return cut, float(not idle)
+            return batch[local], float(not idle)
+        part = {name: x[local] if isinstance(x, Tensor) and len(x) == size else x for name, x in batch.items()}
+        return part, float(not idle)
 
     def all_sum(self, x: Tensor) -> Tensor:
         x = x.detach().clone()
-        self.ranks.sum(x, "the sum of losses")
+        self.ranks.all_reduce(x, "the sum of losses")
         return x
 
 
 class Shards(Replicas):
-    """FSDP2: of every weight, gradient and average each rank holds a part; a copy of the model is trained."""
+    """FSDP2: each rank holds a part of every weight, gradient and optimizer state; a copy of the model is trained."""
 
     def wrap(self, model: Any) -> Any:
         from torch.distributed.fsdp import fully_shard
@@ -90,8 +127,8 @@ class Shards(Replicas):
         return self.model
 
     def finish(self, model: Any) -> None:
-        for mine, theirs in zip(model.parameters(), self.model.parameters(), strict=True):
-            mine.data.copy_(self.gather(theirs))
+        for parameter, trained in zip(model.parameters(), self.model.parameters(), strict=True):
+            parameter.data.copy_(self.gather(trained))
 
     def gather(self, x: Tensor) -> Tensor:
         return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()
@@ -103,11 +140,11 @@ class Shards(Replicas):
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: what is gathered for a moment is one of them, and not the model."""
-    return [part for block in model.modules() if isinstance(block, nn.ModuleList) for part in block]
+    """The repeated layers, each sharded on its own, so that one of them and not the model is gathered at a time."""
+    return [layer for layers in model.modules() if isinstance(layers, nn.ModuleList) for layer in layers]
 
 
-def learned_alike(model: nn.Module, ranks: Ranks) -> bool:
-    """Whether every rank has the same weights."""
-    total = torch.stack([x.detach().double().sum() for x in model.parameters()]).to(ranks.device)
-    return all(torch.equal(total, other) for other in ranks.gathered(total))
+def same_weights(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether every rank has the same weights, by the sum of each parameter."""
+    sums = torch.stack([x.detach().double().sum() for x in model.parameters()]).to(ranks.device)
+    return all(torch.equal(sums, other) for other in ranks.all_gather(sums))

@@ -1,7 +1,7 @@
-"""transformers' own tensor parallelism with headwise on top: which rank counts work, watch and mask_heads of all heads.
+"""transformers' own tensor parallelism: loading a split model, and `watch` and `mask_heads` of all its heads.
 
-transformers splits the projections by rows without regard to heads, so a count that does not divide them dies inside
-of it, or worse. Here the counts are checked first.
+transformers splits the projections by rows without regard to heads: a number of ranks that does not divide them fails
+deep inside it, or gives wrong results. Here the number is checked first.
 """
 
 from __future__ import annotations
@@ -29,21 +29,36 @@ from ..models.watching.layers import HeadRows, Layer, Links
 from ..models.watching.request import Request, WatchOptions
 from ..models.watching.watcher import Watch
 from ..models.watching.watcher import watch as watch_one
+from .head_gather import gather_stats
 from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of
-from .tensor_parallel import gathered_stats
 
 _ranks_by_model: WeakKeyDictionary[nn.Module, Ranks] = WeakKeyDictionary()  # models that load_split split
 
 
 def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, dtype: Any = None) -> Any:
-    """headwise.load of a model that transformers splits over the ranks (tp_plan="auto"); alone, the whole model."""
+    """headwise.load of a model that transformers splits over the ranks (tp_plan="auto"). All ranks must call it.
+
+    Args:
+        name: as in headwise.load.
+        attn_implementation, dtype: as in headwise.load.
+
+    Returns:
+        The model; in a single process the whole one.
+
+    Raises:
+        RankError: where the number of ranks does not divide the model's heads; it names the numbers that do.
+
+    Example:
+        >>> with headwise.scale.init_ranks():
+        ...     model = headwise.scale.load_split("smollm2")
+    """
     ranks = ranks_of()
     if ranks.count == 1:
         return load(name, attn_implementation=attn_implementation, dtype=dtype)
     folder = directory(name)
 
-    def words() -> str:
+    def describe_model() -> str:
         card = read(folder)
         config = _config(folder)
         if not getattr(config, "base_model_tp_plan", None):
@@ -53,7 +68,7 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
         check_divides(str(name), [layer.heads for layer in card.attention.layers if layer.heads], ranks.count)
         return f"{config.model_type}, digest {_digest(folder)}"
 
-    ranks.agree("the model", words)
+    ranks.agree("the model", describe_model)
     from transformers.distributed import DistributedConfig
 
     split = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
@@ -63,7 +78,20 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
 
 
 def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
-    """headwise.watch of a split model: what was seen of all heads, gathered on every rank when the `with` ends."""
+    """headwise.watch of a split model. All ranks must call it and run the model alike.
+
+    Args:
+        model: from `load_split`; any other model is watched as headwise.watch does.
+        options: as in headwise.watch, by the head numbers of the whole model.
+
+    Returns:
+        A context manager. At its end the records of all heads are gathered on every rank.
+
+    Example:
+        >>> with headwise.scale.watch(model) as seen:
+        ...     model(**inputs)
+        >>> seen.layers[0].stats["entropy"]  # of all heads
+    """
     ranks = _ranks_by_model.get(model)
     if ranks is None:
         return watch_one(model, **options)
@@ -73,7 +101,16 @@ def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
 
 
 def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads:
-    """headwise.mask_heads of a split model: heads are named as in the whole one, and each rank changes those it has."""
+    """headwise.mask_heads of a split model: heads have their numbers in the whole model, and each rank masks its own.
+
+    Args:
+        model: from `load_split`; in any other model heads are masked as headwise.mask_heads does.
+        heads, value: as in headwise.mask_heads, the same on all ranks.
+
+    Example:
+        >>> with headwise.scale.mask_heads(model, {0: [3, 5]}):
+        ...     logits = model(**inputs).logits
+    """
     ranks = _ranks_by_model.get(model)
     found = require_sites(model)
     changes = head_changes(model, found, heads, value)
@@ -83,7 +120,7 @@ def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads
 
 
 class SplitWatch(Watch):
-    """A split model under watch. Inside the `with` it has this rank's heads, after it all of them."""
+    """Records this rank's heads inside the `with` block; at its end the heads of all ranks."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, sites: list[Site], request: Request) -> None:
         # head numbers are those of the whole model, not those here: all heads are recorded, and chosen in the end
@@ -106,7 +143,7 @@ class SplitWatch(Watch):
             return
         layer.heads = Heads(here.width, whole, here.kv * self.ranks.count, here.dim, here.value_dim)
         plan = HeadPlan(layer.heads, self.ranks.count)
-        layer.runs = [run.changed(lambda stats: gathered_stats(stats, plan, self.ranks)) for run in layer.runs]
+        layer.runs = [run.changed(lambda stats: gather_stats(stats, plan, self.ranks)) for run in layer.runs]
         weights, outputs = (x.heads(site) for x in (self._whole_request.weights, self._whole_request.outputs))
         by_call = zip(layer.all_weights, layer.all_rows, strict=True)
         layer.all_weights = [_picked(self._all(x), weights, rows) for x, rows in by_call]
@@ -115,7 +152,7 @@ class SplitWatch(Watch):
 
     def _all(self, x: Any) -> Tensor:
         """(B, heads here, ...) -> (B, all heads, ...)."""
-        return torch.cat(self.ranks.gathered(x), 1)
+        return torch.cat(self.ranks.all_gather(x), 1)
 
 
 def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Tensor | HeadRows:
@@ -123,7 +160,7 @@ def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Tensor | HeadRows:
 
 
 class SplitChange(HeadChange):
-    """What happens to the heads of one site, by their numbers in the whole model."""
+    """The change of the heads of one site, by their numbers in the whole model."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, **whole: Any) -> None:
         super().__init__(**whole)
@@ -135,10 +172,10 @@ class SplitChange(HeadChange):
             return super().apply(x, real)
         count = self.count // self.ranks.count
         here = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
-        each = x.unflatten(-1, (count, -1))
-        room = each.new_zeros(*each.shape[:-2], self.count, each.shape[-1])
-        room[..., here, :] = each
-        return super().apply(room.flatten(-2), real).unflatten(-1, (self.count, -1))[..., here, :].flatten(-2)
+        local = x.unflatten(-1, (count, -1))
+        padded = local.new_zeros(*local.shape[:-2], self.count, local.shape[-1])
+        padded[..., here, :] = local
+        return super().apply(padded.flatten(-2), real).unflatten(-1, (self.count, -1))[..., here, :].flatten(-2)
 
 
 def _seen(layer: Layer) -> str:
@@ -156,7 +193,7 @@ def _config(folder: Path) -> Any:
 
 
 def _digest(folder: Path) -> str:
-    """Of what a model is: its config and the sizes of its weight files."""
+    """A digest of a model's config and the sizes of its weight files."""
     files = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""What stands in docs/scale.md is computed, and what is computed hangs together."""
+"""The cost model agrees with the plans and the card; docs/scale.md has its numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from headwise import HeadwiseError, UnsupportedError
+from headwise import UnsupportedError
 from headwise.card import read
 from headwise.cli import main
-from headwise.scale.cost_model import Cost, costs, crossings, in_bytes, rewritten
+from headwise.scale.cost_model import Cost, costs, crossings, format_bytes
 from headwise.scale.head_plan import HeadPlan
 from headwise.scale.sequence_plan import SequencePlan
+from helpers.tools import load_tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,26 +24,25 @@ def by_way(name: str, ranks: int, tokens: int, batch: int = 1) -> dict[str, Cost
     return {cost.way: cost for cost in costs(read(name), ranks, tokens, batch)}
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_tables_of_the_page_are_up_to_date() -> None:
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    new = rewritten(page, ROOT / "benchmarks" / "results")
-    assert new == page, "python -m headwise.scale.cost_model docs/scale.md writes it again"
-    with pytest.raises(HeadwiseError, match="the page has no place between"):
-        rewritten("nothing", ROOT)
+    sections, tool = load_tool("markdown_sections"), load_tool("scale_page")
+    new = sections.replace_section(page, tool.SECTION, tool.computed_tables())
+    assert new == page, "python tools/scale_page.py writes it again"
 
 
-def test_costs_are_those_of_the_plans() -> None:
-    found, layer = by_way("llama2-70b", 16, 4096, 3), read("llama2-70b").attention.layers[0]
+def test_costs_send_the_bytes_of_the_plans() -> None:
+    ways, layer = by_way("llama2-70b", 16, 4096, 3), read("llama2-70b").attention.layers[0]
     plan = HeadPlan(layer.heads, 16)
-    assert found["heads"].forward == 2 * plan.sent(3, 4096, 2)
-    assert found["heads"].note == "KV heads on several ranks"
+    assert ways["heads"].forward == 2 * plan.bytes_sent(3, 4096, 2)
+    assert ways["heads"].note == "KV heads on several ranks"
     long = SequencePlan(4096, 16, right=0)
-    assert found["sequence"].forward == max(long.sent(rank) for rank in range(16)) * 3 * 8 * 256 * 2
+    assert ways["sequence"].forward == max(long.tokens_sent(rank) for rank in range(16)) * 3 * 8 * 256 * 2
     assert by_way("llama2-70b", 128, 4096)["heads"].note == "64 ranks have no head"
     assert by_way("gpt2", 5, 512)["heads"].note == ""  # uneven, but each KV head on one rank
 
 
-def test_what_ranks_compute_adds_up_to_the_card() -> None:
+def test_flops_and_weights_of_all_ranks_add_up_to_the_card() -> None:
     card = read("gpt3")
     flops = card.flops(2048)
     head = 2 * 50_257 * 12_288 * 2048  # the output layer belongs to no layer
@@ -54,17 +54,17 @@ def test_what_ranks_compute_adds_up_to_the_card() -> None:
     assert by_way("gpt3", 8, 2048)["heads"].weights * 8 == pytest.approx(weights, rel=1e-3)
 
 
-def test_crossing_points_are_where_costs_cross() -> None:
+def test_crossings_are_where_costs_cross() -> None:
     at = crossings(read("llama2-70b"))["tokens_heads_against_weights"]
     below, above = by_way("llama2-70b", 8, at - 1), by_way("llama2-70b", 8, at + 1)
     assert below["heads"].forward < below["weights"].forward
     assert above["heads"].forward > above["weights"].forward
     ratio = crossings(read("gpt3"))["heads_against_sequence"]
-    found = by_way("gpt3", 1024, 1 << 17)
-    assert found["heads"].forward / found["sequence"].forward == pytest.approx(ratio, rel=0.01)
+    ways = by_way("gpt3", 1024, 1 << 17)
+    assert ways["heads"].forward / ways["sequence"].forward == pytest.approx(ratio, rel=0.01)
 
 
-def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_headwise_scale_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "llama2-70b", "--ranks", "3", "--context", "512"]) == 0
     shown = capsys.readouterr().out
     assert "64 query and 8 key/value heads of 128 over 3 ranks" in shown and "works on 1, 2, 4, 8 ranks" in shown
@@ -75,7 +75,7 @@ def test_the_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scale", "nothing-of-this-name"]) == 2
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_cost_model_needs_no_torch() -> None:
     code = "import sys, headwise.scale.cost_model; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -84,4 +84,4 @@ def test_a_model_without_plain_heads_is_refused() -> None:
     config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 11, "state_size": 4}
     with pytest.raises(UnsupportedError, match="no attention of plain heads to split"):
         costs(read(config), 2, 16)
-    assert [in_bytes(x) for x in (3, 4200, 5.3e6, 7e9)] == ["3 B", "4.2 kB", "5.3 MB", "7 GB"]
+    assert [format_bytes(x) for x in (3, 4200, 5.3e6, 7e9)] == ["3 B", "4.2 kB", "5.3 MB", "7 GB"]

@@ -1,4 +1,4 @@
-"""Plans are data: who holds what, and what will be sent."""
+"""Head plans and sequence plans: which rank holds what, and what it sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise import Heads, ShapeError
-from headwise.scale.head_plan import HeadPlan, all_reduced, plan, spans
+from headwise.scale.head_plan import HeadPlan, all_reduce_bytes, even_ranges, plan
 from headwise.scale.sequence_plan import SequencePlan
 
 COUNTS = st.builds(
@@ -20,7 +20,7 @@ COUNTS = st.builds(
 
 
 @given(COUNTS)
-def test_every_head_has_its_place(made: HeadPlan) -> None:
+def test_every_head_is_on_a_rank_with_its_kv_head(made: HeadPlan) -> None:
     heads = made.heads
     assert [h for share in made.shares for h in share.query] == list(range(heads.query))
     assert [kv for share in made.shares for kv in share.owned] == list(range(heads.kv))
@@ -31,12 +31,12 @@ def test_every_head_has_its_place(made: HeadPlan) -> None:
         assert set(share.kv) == set(reads)
         if share.idle:
             continue
-        local = share.local(heads)
+        local = share.local_heads(heads)
         assert [share.slots[i // local.group] for i in range(local.query)] == reads
 
 
 @given(COUNTS)
-def test_copies_and_owners_belong_together(made: HeadPlan) -> None:
+def test_a_kv_head_is_owned_by_the_first_rank_that_holds_it(made: HeadPlan) -> None:
     for kv, ranks in enumerate(made.copies):
         owners = [rank for rank, share in enumerate(made.shares) if kv in share.owned]
         assert owners == [ranks[0]]
@@ -51,7 +51,7 @@ def test_whole_groups_where_they_cost_nothing() -> None:
     assert [list(share.kv) for share in plan(Heads(64, 8, 1, 8), 4).shares] == [[0]] * 4
 
 
-def test_a_plan_prints_and_is_json() -> None:
+def test_a_head_plan_prints_and_is_json() -> None:
     made = plan(Heads(15, 3, 3, 5), 4)
     assert str(made).splitlines() == [
         "3 query and 3 key/value heads of 5 over 4 ranks",
@@ -64,53 +64,55 @@ def test_a_plan_prints_and_is_json() -> None:
         plan(Heads(15, 3, 3, 5), 0)
 
 
-def test_bytes_of_a_sum() -> None:
-    assert all_reduced(1000, 1) == 0
-    assert all_reduced(1000, 2) == 1000
-    assert all_reduced(1000, 4) == 1500
+def test_bytes_of_an_all_reduce() -> None:
+    assert all_reduce_bytes(1000, 1) == 0
+    assert all_reduce_bytes(1000, 2) == 1000
+    assert all_reduce_bytes(1000, 4) == 1500
 
 
 @given(
     st.integers(0, 67), st.integers(1, 7), st.none() | st.integers(0, 20), st.none() | st.integers(0, 9), st.booleans()
 )
-def test_every_token_has_its_place(tokens: int, ranks: int, left: int | None, right: int | None, zigzag: bool) -> None:
+def test_every_token_is_on_one_rank_and_needed_keys_are_sent(
+    tokens: int, ranks: int, left: int | None, right: int | None, zigzag: bool
+) -> None:
     made = SequencePlan(tokens, ranks, left, right, zigzag)
-    everyone = [made.positions(rank) for rank in range(ranks)]
-    assert sorted(i for those in everyone for i in those) == list(range(tokens))
+    by_rank = [made.positions(rank) for rank in range(ranks)]
+    assert sorted(i for positions in by_rank for i in positions) == list(range(tokens))
     for rank in range(ranks):
-        assert len(everyone[rank]) == made.count(rank)
+        assert len(by_rank[rank]) == made.token_count(rank)
         for source in range(ranks):
-            needed = {j for chunk in made.needed(rank, source) for j in made.chunks[chunk]}
-            for i in everyone[rank]:
+            needed = {j for chunk in made.needed_chunks(rank, source) for j in made.chunks[chunk]}
+            for i in by_rank[rank]:
                 low = 0 if left is None else i - left
                 high = tokens if right is None else i + right + 1
-                assert needed >= {j for j in everyone[source] if low <= j < high}
+                assert needed >= {j for j in by_rank[source] if low <= j < high}
 
 
-def test_causal_work_is_balanced() -> None:
+def test_zigzag_balances_causal_work() -> None:
     made = SequencePlan(4096, 8, right=0)
     assert len({made.pairs(rank) for rank in range(8)}) == 1
     straight = SequencePlan(4096, 8, right=0, zigzag=False)
     assert max(straight.pairs(rank) for rank in range(8)) > 1.8 * made.pairs(0)
 
 
-def test_a_window_sends_to_its_neighbours_alone() -> None:
+def test_a_window_sends_to_neighbouring_ranks_only() -> None:
     made = SequencePlan(8192, 8, left=511, right=0, zigzag=False)
-    assert [made.sent(rank) for rank in range(8)] == [1024] * 7 + [0]
-    assert [made.steps(step) for step in range(1, 8)] == [1] + [0] * 6
+    assert [made.tokens_sent(rank) for rank in range(8)] == [1024] * 7 + [0]
+    assert [made.exchanges(step) for step in range(1, 8)] == [1] + [0] * 6
     assert "rank 7: tokens 7168 to 8191; sends the keys and values of 0" in str(made)
     assert json.loads(json.dumps(made.to_json()))["sent"][0] == 1024
 
 
 @pytest.mark.parametrize(("ranks", "right"), [(1, 0), (7, 0), (16, 0), (5, None)])
-def test_the_last_rank_sends_most_where_there_is_no_window(ranks: int, right: int | None) -> None:
+def test_the_last_rank_sends_most_without_a_window(ranks: int, right: int | None) -> None:
     made = SequencePlan(641, ranks, right=right, zigzag=right == 0)
-    most = max(made.sent(rank) for rank in range(ranks))
-    assert made.sent(ranks - 1) >= most - 2 * ranks  # chunks differ by a token
+    most = max(made.tokens_sent(rank) for rank in range(ranks))
+    assert made.tokens_sent(ranks - 1) >= most - 2 * ranks  # chunks differ by a token
 
 
-def test_causal_zigzag_sends_what_is_needed() -> None:
+def test_causal_zigzag_sends_only_needed_chunks() -> None:
     made, chunk = SequencePlan(8192, 2, right=0), 2048
-    assert (made.sent(0), made.sent(1)) == (chunk, 2 * chunk)  # rank 0's last chunk is for itself alone
-    assert spans(5, 3) == [range(2), range(2, 4), range(4, 5)]
+    assert (made.tokens_sent(0), made.tokens_sent(1)) == (chunk, 2 * chunk)  # rank 0's last chunk is for itself alone
+    assert even_ranges(5, 3) == [range(2), range(2, 4), range(4, 5)]
     assert math.isclose(made.pairs(0), 8192 * 8193 / 4)

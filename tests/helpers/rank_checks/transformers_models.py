@@ -1,4 +1,4 @@
-"""A transformers model split by its own plan, as every rank runs it, against the same model whole in this process."""
+"""transformers models split by their own tensor-parallel plan, against the same model whole in this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import torch
 import headwise
 from headwise import scale
 from headwise.scale.ranks import Ranks
-from helpers.torchrun import says
+from helpers.torchrun import assert_error
 
-CHECKS: dict[str, Any] = {}
-
-
-def check(function: Any) -> Any:
-    CHECKS[function.__name__] = function
-    return function
+from .registry import check
 
 
 def save_models(folder: Path) -> None:
@@ -32,15 +27,15 @@ def save_models(folder: Path) -> None:
         "odd": transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=3, **size),
         "bert": transformers.BertConfig(num_attention_heads=4, **size),
     }.items():
-        made = (
+        model = (
             transformers.AutoModelForCausalLM.from_config(config) if name != "bert" else transformers.BertModel(config)
         )
-        for x in made.parameters():
+        for x in model.parameters():
             torch.nn.init.normal_(x, std=0.2)
-        made.save_pretrained(folder / name)
+        model.save_pretrained(folder / name)
 
 
-def given() -> dict[str, Any]:
+def model_inputs() -> dict[str, Any]:
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(61, (2, 13), generator=random)
     mask = torch.ones_like(ids)
@@ -49,28 +44,30 @@ def given() -> dict[str, Any]:
 
 
 @check
-def watched_heads_are_all_there(ranks: Ranks, folder: Path) -> None:
-    inputs = given()
+def watch_of_a_split_model_has_all_heads(ranks: Ranks, folder: Path) -> None:
+    inputs = model_inputs()
     for name in ("llama", "qwen"):
         split, whole = scale.load_split(folder / name), headwise.load(folder / name)
-        kept: dict[str, Any] = {"weights": {1: [2, 3]}, "outputs": True, "links": 2, "rows": [4, 12]}
-        with torch.no_grad(), scale.watch(split, **kept) as got, headwise.watch(whole, **kept) as want:
+        options: dict[str, Any] = {"weights": {1: [2, 3]}, "outputs": True, "links": 2, "rows": [4, 12]}
+        with torch.no_grad(), scale.watch(split, **options) as got, headwise.watch(whole, **options) as want:
             a, b = split(**inputs), whole(**inputs)
         torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-4)
         assert [layer.heads for layer in got.layers] == [layer.heads for layer in want.layers]
-        for mine, theirs in zip(got.layers, want.layers, strict=True):
-            assert mine.stats.names == theirs.stats.names
-            for statistic in theirs.stats:
-                torch.testing.assert_close(mine.stats[statistic], theirs.stats[statistic], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(mine.outputs, theirs.outputs, rtol=1e-3, atol=1e-4)
-            torch.testing.assert_close(mine.links(2).weights, theirs.links(2).weights, rtol=1e-3, atol=1e-4)
+        for got_layer, want_layer in zip(got.layers, want.layers, strict=True):
+            assert got_layer.stats.names == want_layer.stats.names
+            for statistic in want_layer.stats:
+                torch.testing.assert_close(
+                    got_layer.stats[statistic], want_layer.stats[statistic], rtol=1e-4, atol=1e-4
+                )
+            torch.testing.assert_close(got_layer.outputs, want_layer.outputs, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(got_layer.links(2).weights, want_layer.links(2).weights, rtol=1e-3, atol=1e-4)
         assert got[1].weights.rows == want[1].weights.rows == [4, 12]
         torch.testing.assert_close(got[1].weights[:, 3], want[1].weights[:, 3], rtol=1e-3, atol=1e-4)
 
 
 @check
-def masked_heads_are_those_of_the_whole_model(ranks: Ranks, folder: Path) -> None:
-    inputs = given()
+def mask_heads_of_a_split_model_masks_heads_of_the_whole(ranks: Ranks, folder: Path) -> None:
+    inputs = model_inputs()
     split, whole = scale.load_split(folder / "llama"), headwise.load(folder / "llama")
     gates = torch.rand(3, 8, generator=torch.Generator().manual_seed(2))
     for heads, value in (({0: [0, 5], 2: [7]}, "zero"), ({1: [1, 2, 6]}, "mean"), (gates, "zero")):
@@ -85,15 +82,15 @@ def masked_heads_are_those_of_the_whole_model(ranks: Ranks, folder: Path) -> Non
 
 
 @check
-def counts_that_do_not_divide_are_told_first(ranks: Ranks, folder: Path) -> None:
-    says(
+def rank_counts_that_do_not_divide_heads_are_refused(ranks: Ranks, folder: Path) -> None:
+    assert_error(
         lambda: scale.load_split(folder / "odd"), f"{ranks.count} ranks do not divide the 6 query and 3 key/value heads"
     )
-    says(lambda: scale.load_split(folder / "odd"), "1 and 3 do")
-    says(lambda: scale.load_split(folder / "bert"), "transformers has no tensor-parallel plan for bert")
+    assert_error(lambda: scale.load_split(folder / "odd"), "1 and 3 do")
+    assert_error(lambda: scale.load_split(folder / "bert"), "transformers has no tensor-parallel plan for bert")
 
 
 @check
-def ranks_with_different_models_all_get_an_error(ranks: Ranks, folder: Path) -> None:
+def loading_different_models_fails_on_all_ranks(ranks: Ranks, folder: Path) -> None:
     other = "qwen" if ranks.first else "llama"
-    says(lambda: scale.load_split(folder / other), "ranks disagree about the model: rank 0 has qwen3")
+    assert_error(lambda: scale.load_split(folder / other), "ranks disagree about the model: rank 0 has qwen3")

@@ -1,0 +1,51 @@
+"""Collectives with gradients, as tensor parallelism needs them: all-reduce in backward, or in forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ranks import Ranks
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may use its own again
+        ctx.ranks.all_reduce(grad, "a sum of gradients")
+        return grad, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        total = x.contiguous()
+        if total is x:
+            ctx.mark_dirty(x)
+        ranks.all_reduce(total, "the sum of the ranks' outputs")
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """x, which is the same on all ranks, for work that they split: its gradient is summed over them."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    copied: Tensor = _CopyToRanks.apply(x, ranks)
+    return copied
+
+
+def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of the ranks' x, in place. All ranks go on with the same value, so the gradient passes unchanged."""
+    total: Tensor = _SumOverRanks.apply(x, ranks)
+    return total

@@ -1,0 +1,81 @@
+"""Around every call of a split module: do all ranks make the same call, and do all of them finish it?"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.nn.module import MultiHeadAttention
+from ..errors import RankError
+from .agreement import describe_arguments, floating_tensors
+from .ranks import Ranks
+
+SHAPES = "shapes"  # a weaker check: of everything but floating-point values
+
+
+class CallAgreement:
+    """Forward hooks of a split module.
+
+    Args:
+        ranks: that call it.
+        module: the split module.
+        checked: what is compared before a call; see `split_heads`.
+    """
+
+    def __init__(self, ranks: Ranks, module: nn.Module, checked: bool | str) -> None:
+        self.ranks, self.checked = ranks, checked
+        self.what = f"the call of {type(module).__name__}"
+        self.dropouts = [part for part in module.modules() if isinstance(part, nn.Dropout | MultiHeadAttention)]
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Agree about the arguments."""
+        if self.checked:
+            values = {} if self.checked == SHAPES else floating_tensors(list(args)) | floating_tensors(kwargs)
+            parts = [describe_arguments(list(args)), describe_arguments(kwargs), self._describe_state(module)]
+            self.ranks.agree(f"the inputs of {type(module).__name__}", ", ".join(filter(None, parts)), values=values)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Tell the other ranks where the call failed on this one."""
+        error = sys.exc_info()[1]
+        if result is None and isinstance(error, Exception) and not isinstance(error, RankError):
+            self.ranks.report_failure(self.what, error)
+
+    def _describe_state(self, module: nn.Module) -> str:
+        """What a call depends on beside its arguments: dropout, which parameters are trained, and the precision."""
+        parts = ["training" if module.training else "not training"]
+        rates = [_dropout_rate(part) if part.training else 0.0 for part in self.dropouts]
+        if any(rates):  # outside attention all ranks must draw the same numbers
+            state = torch.cuda.get_rng_state() if self.ranks.device.type == "cuda" else torch.get_rng_state()
+            digest = _short_digest(state.numpy().tobytes())
+            parts.append(f"dropout {_short_digest(repr(rates).encode())}, random state {digest}")
+        if torch.is_grad_enabled():
+            trained = [x.requires_grad for x in module.parameters()]
+            parts.append(f"{sum(trained)} of {len(trained)} parameters trained, {_short_digest(bytes(trained))}")
+        if torch.is_autocast_enabled(self.ranks.device.type):
+            parts.append(f"autocast {torch.get_autocast_dtype(self.ranks.device.type)}")
+        return ", ".join(parts)
+
+
+def _dropout_rate(part: Any) -> float:
+    return float(part.p if isinstance(part, nn.Dropout) else part.dropout)
+
+
+def _short_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def describe_module(module: nn.Module) -> str:
+    """A module's class and size, with a digest of its parameters' names, shapes and sums."""
+    digest = hashlib.sha256()
+    count = 0
+    for name, x in module.named_parameters():
+        total = 0.0 if x.is_meta else float(x.detach().double().sum())
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype} {total!r}".encode())
+        count += x.numel()
+    return f"a {type(module).__name__} of {count:,} parameters, digest {digest.hexdigest()[:12]}"

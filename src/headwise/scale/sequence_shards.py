@@ -1,0 +1,87 @@
+"""Splitting a sequence over ranks and gathering it again: which tokens belong on this rank, and at which positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ShapeError
+from .ranks import ranks_of
+from .sequence_plan import SequencePlan
+
+
+def shard_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
+    """The tokens of a whole sequence that belong on this rank.
+
+    Args:
+        x: the whole, the same on all ranks.
+        dim: of the tokens.
+        zigzag: a chunk from either end of the sequence per rank, for causal attention; otherwise consecutive chunks.
+        mesh: of the ranks; all by default.
+
+    Example:
+        >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
+        >>> out = headwise.scale.gather_sequence(headwise.scale.ring_attend(q, k, v, causal=True), 2)
+    """
+    ranks = ranks_of(mesh)
+    plan = SequencePlan(x.shape[dim], ranks.count, zigzag=zigzag)
+    chunks = [plan.chunks[chunk] for chunk in plan.chunks_of(ranks.rank)]
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+
+
+def gather_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
+    """The whole sequence on every rank, from each rank's tokens: the inverse of `shard_sequence`. No gradient.
+
+    Args:
+        x: this rank's tokens.
+        dim: of the tokens.
+        zigzag: how the tokens were split.
+        mesh: of the ranks; all by default.
+    """
+    ranks = ranks_of(mesh)
+    counts = ranks.agree("the parts of a sequence", f"{x.dtype}, zigzag {zigzag}", number=x.shape[dim])
+    plan = checked_plan(counts, None, None, zigzag)
+    padded = x.transpose(0, dim)
+    padded = torch.cat([padded, padded.new_zeros(max(counts) - len(padded), *padded.shape[1:])])
+    whole = padded.new_empty(plan.tokens, *padded.shape[1:])
+    for rank, part in enumerate(ranks.all_gather(padded)):
+        whole[torch.tensor(plan.positions(rank), dtype=torch.long, device=x.device)] = part[: counts[rank]]
+    return whole.transpose(0, dim)
+
+
+def local_positions(tokens: int, *, zigzag: bool = True, mesh: DeviceMesh | None = None) -> Tensor:
+    """The positions of this rank's tokens in a sequence of so many: (tokens here,)."""
+    ranks = ranks_of(mesh)
+    return torch.tensor(SequencePlan(tokens, ranks.count, zigzag=zigzag).positions(ranks.rank), device=ranks.device)
+
+
+def agree_on_positions(
+    local_tokens: int,
+    zigzag: bool = True,
+    mesh: DeviceMesh | None = None,
+    timeout: float | None = None,
+    description: Callable[[], str] = lambda: "",
+) -> Tensor:
+    """`local_positions` from the number of tokens on each rank; all ranks must call it with the same description."""
+    counts = ranks_of(mesh, timeout).agree(
+        "the tokens of a split sequence",
+        lambda: ", ".join(filter(None, [description(), f"zigzag {zigzag}"])),
+        number=local_tokens,
+    )
+    return local_positions(checked_plan(counts, None, None, zigzag).tokens, zigzag=zigzag, mesh=mesh)
+
+
+def checked_plan(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
+    """The plan of a sequence of which the ranks hold so many tokens each; refused where it is split in another way."""
+    plan = SequencePlan(sum(counts), len(counts), left, right, zigzag)
+    for rank, count in enumerate(counts):
+        if count != plan.token_count(rank):
+            order = "zigzag" if zigzag else "one after another"
+            raise ShapeError(
+                f"rank {rank} has {count} of {plan.tokens} tokens and {plan.token_count(rank)} belong there ({order}); "
+                "cut the sequence with headwise.scale.shard_sequence"
+            )
+    return plan

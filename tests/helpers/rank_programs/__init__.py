@@ -1,0 +1,1 @@
+"""Programs that tests start on several ranks by torchrun."""
