@@ -32,7 +32,7 @@ def test_torchrun_atlas_matches_one_process(inputs: Path) -> None:
     got, want = Atlas.load(inputs / "two" / "atlas.json"), Atlas.load(inputs / "one" / "atlas.json")
     assert json.loads(run.stdout)["about"]["texts"] == want.about["texts"] == 23  # printed once, by the first rank
     for name, kinds in want.scores.items():
-        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(got.scores[name]["self"], kinds["self"], rtol=1e-4, atol=1e-4, err_msg=name)
     assert sorted(x.name for x in (inputs / "two").iterdir()) == sorted(x.name for x in (inputs / "one").iterdir())
 
 

@@ -117,12 +117,12 @@ def ring_head_stats_is_exact(ranks: Ranks, folder: Path) -> None:
             classes={name: shard_sequence(x, 1, zigzag=zigzag) for name, x in classes.items()}, **options,
         )  # fmt: skip
         want_out, want = headwise.head_stats(*inputs, queries=queries, classes=classes, **options)
-        torch.testing.assert_close(out, shard_sequence(want_out, 2, zigzag=zigzag), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out, shard_sequence(want_out, 2, zigzag=zigzag), rtol=1e-4, atol=1e-4)
         assert set(got.names) == set(want.names)
         torch.testing.assert_close(got.count, want.count)
         for name in want:
             torch.testing.assert_close(
-                got.sums[name], want.sums[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n} {m}"
+                got.sums[name], want.sums[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n} {m}"
             )
 
 
@@ -160,7 +160,7 @@ def attention_over_a_split_sequence_matches_the_whole(ranks: Ranks, folder: Path
         x, gates = torch.randn(2, 17, 24), torch.rand(6)
         got = split(shard_sequence(x, 1, zigzag=False), gates=gates, lengths=torch.tensor([9, 17]))
         want = whole(x, gates=gates, lengths=torch.tensor([9, 17]))
-        torch.testing.assert_close(gather_sequence(got, 1, zigzag=False), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gather_sequence(got, 1, zigzag=False), want, rtol=1e-4, atol=1e-4)
     x = shard_sequence(x, 1, zigzag=False)
     assert_error(lambda: split(x, mask=torch.ones(17, 17).bool()), "takes no mask; lengths and windows it takes")
     assert_error(lambda: split(x, torch.randn(2, 3, 24)), "is for self-attention")
