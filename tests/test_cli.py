@@ -15,12 +15,13 @@ from rich.text import Text
 
 import headwise
 import headwise.attention.trace
+from headwise import plans
 from headwise.card import cost
 from headwise.cli import main
 from headwise.cli.app import app
 from headwise.cli.wording import name_options, name_options_in
-from headwise.models.surgery import removal
-from headwise.prune import importance, plan
+from headwise.models.surgery import compensation
+from headwise.prune import attention_layers
 from headwise.scale import train
 from headwise.timing import machine
 
@@ -313,13 +314,13 @@ def choices(command: str, option: str) -> tuple[str, ...]:
 
 
 def test_choices_are_those_of_the_library() -> None:
-    assert choices("prune", "budget") == plan.BUDGETS
-    assert choices("prune", "unit") == importance.UNITS
-    assert choices("prune", "compensate") == removal.COMPENSATE
-    assert choices("prune", "over") == choices("lab", "over") == train.WAYS
+    assert choices("prune", "budget") == plans.BUDGETS
+    assert choices("prune", "unit") == attention_layers.UNITS
+    assert choices("prune", "compensate") == compensation.COMPENSATE
+    assert choices("prune", "over") == choices("lab", "over") == train.STRATEGIES
     assert set(choices("card", "dtype")) == set(choices("diff", "dtype")) <= cost.BITS.keys()
     assert set(choices("scale", "dtype")) <= cost.BITS.keys()
-    assert choices("bench", "isa") == tuple(machine.LESSER)
+    assert choices("bench", "isa") == tuple(machine.RESTRICTIONS)
 
 
 def test_every_command_but_serve_has_json() -> None:
