@@ -157,7 +157,7 @@ def read_piece(file: Path) -> None:
 
 
 def read_result(file: Path) -> None:
-    session.results([file.parent])
+    session.read_results([file.parent])
 
 
 def documents(folder: Path) -> dict[str, tuple[Path, bytes, Callable[[Path], None]]]:
