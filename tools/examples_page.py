@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import headwise
+from headwise.cli.wording import name_options
 from headwise.files import written
 from headwise.inspection.examples import EXAMPLES
 
@@ -21,7 +22,7 @@ def examples_page() -> str:
     parts = [INTRODUCTION]
     for name, example in EXAMPLES.items():
         inspection = headwise.inspect(example.text, MODEL, token=example.follow)
-        printed = "\n".join(line.rstrip() for line in str(inspection).splitlines())
+        printed = "\n".join(line.rstrip() for line in name_options(str(inspection)).splitlines())
         parts.append(f"\n## {name}\n{example.question}\n\n```text\n{printed}\n```\n")
     return "".join(parts)
 
