@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..attention.stats import HeadStats
+from ..attention.stats import HeadStats, stats_from_weights
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.loading.resolve import resolve
 from ..models.structure.text_model import text_model
@@ -195,22 +195,10 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 def statistics_of_weights(w: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
     """Weights (H, T, T) -> the statistics of each head, (H,): means over the queries, as HeadStats defines them."""
-    count = w.shape[-1]
-    places = np.arange(count)
-
-    def at_offset(step: int) -> np.ndarray:
-        return np.trace(w, step, 1, 2) / count
-
-    return {
-        "entropy": -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean(-1),
-        "confidence": w.max(-1).mean(-1),
-        "distance": (w * abs(places[:, None] - places)).sum(-1).mean(-1),
-        "previous": at_offset(-1),
-        "next": at_offset(1),
-        "self": at_offset(0),
-        "first": w[..., 0].mean(-1),
-        "delimiter": w[..., delimiter].sum(-1).mean(-1),
-    }
+    stats = stats_from_weights(
+        w[None], classes={"delimiter": delimiter[None]}, visible=w[None] >= 0, first=np.arange(w.shape[-1])[None] == 0
+    )
+    return {name: np.asarray(stats.share(name) if name == "delimiter" else stats[name]) for name in STATISTICS}
 
 
 def _equal(visible: list[Any], delimiter: np.ndarray) -> dict[str, np.ndarray]:
