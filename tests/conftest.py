@@ -35,6 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: (os.environ.pop("TORCHINDUCTOR_CACHE_DIR"), folder.cleanup()))
 
 
+@pytest.fixture
+def own_role_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles that a test registers are forgotten after it."""
+    from headwise.role_definitions import registry
+
+    for name in ("_scores", "_roles", "_owners"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    monkeypatch.setattr(registry, "_plugins_loaded", True)
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

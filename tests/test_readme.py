@@ -64,6 +64,7 @@ def check_command(command: Command, directory: Path) -> None:
     assert not missing, f"$ {command.line}\nshown but not printed: {missing}\n{done.stdout}"
 
 
+@pytest.mark.usefixtures("own_role_registry")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -16,13 +16,7 @@ from headwise.role_definitions import registry
 from headwise.roles import RoleDefinition, add_role, all_roles, role, role_score
 from helpers.role_heads import HEADS, circuit, encoder, texts, tokenizer
 
-
-@pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is forgotten after it."""
-    for name in ("_scores", "_roles", "_owners"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    monkeypatch.setattr(registry, "_plugins_loaded", True)
+pytestmark = pytest.mark.usefixtures("own_role_registry")
 
 
 def last_token(pairs: Any) -> Any:

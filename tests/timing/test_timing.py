@@ -139,4 +139,4 @@ def test_an_older_instruction_set_restarts_the_process_with_its_variables(
     assert len(restarts) == 1  # this process is restricted already
     assert "all restricted to avx2" in machine_summary(describe_machine())
     assert main("bench --isa mmx".split()) == 2
-    assert "there is no instruction set 'mmx' to go back to; there is avx2" in capsys.readouterr().err
+    assert "Invalid value for '--isa': 'mmx' is not 'avx2'" in capsys.readouterr().err
