@@ -42,8 +42,10 @@ def test_control_characters_become_escapes() -> None:
     assert one_line("a\n\tb") == "a\\u000a\\u0009b"
     assert escape_controls("naïve 中文 é \u200d 👩‍💻") == "naïve 中文 é \u200d 👩‍💻"
     assert [chr(n) for n in range(256) if escape_controls(chr(n)) == chr(n) and n not in range(32, 127)] == [
-        "\t", "\n", *map(chr, range(160, 256))
-    ]  # fmt: skip
+        "\t",
+        "\n",
+        *map(chr, range(160, 256)),
+    ]
 
 
 def test_escaped_json_keeps_its_value(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,10 +38,12 @@ def take() -> None:
         books.save(DATA / f"{name}.json")
         found = measure_stability(books, speeches)
         stabilities[name] = {
-            "texts": speeches.about["texts"], "marked": [_marked(books), _marked(speeches)],
-            "labels": found.labels, "roles": found.roles,
+            "texts": speeches.about["texts"],
+            "marked": [_marked(books), _marked(speeches)],
+            "labels": found.labels,
+            "roles": found.roles,
             "correlation": {role: round(x, 3) for role, x in found.correlation.items() if not np.isnan(x)},
-        }  # fmt: skip
+        }
     with written(STABLE) as made:
         made.write_text(json.dumps(stabilities, indent=2) + "\n", encoding="utf-8")
 
@@ -136,9 +138,11 @@ def _layers(mini: Atlas, smol: Atlas) -> list[str]:
     added, first, marks = means(mini, "special"), means(mini, "first"), means(mini, "punctuation")
     lines = ["MiniLM: mean share of a layer's heads.\n", "| layer | [CLS] | [SEP] | punctuation |", "|---|---|---|---|"]
     lines += [f"| {i} | {first[i]:.2f} | {added[i] - first[i]:.2f} | {marks[i]:.2f} |" for i in range(len(first))]
-    lines.append(f"| equal attention | {mini.baseline['first']['self'][0]:.2f} | "
-                 f"{mini.baseline['special']['self'][0] - mini.baseline['first']['self'][0]:.2f} | "
-                 f"{mini.baseline['punctuation']['self'][0]:.2f} |")  # fmt: skip
+    lines.append(
+        f"| equal attention | {mini.baseline['first']['self'][0]:.2f} | "
+        f"{mini.baseline['special']['self'][0] - mini.baseline['first']['self'][0]:.2f} | "
+        f"{mini.baseline['punctuation']['self'][0]:.2f} |"
+    )
     resting = means(smol, "first")
     shares = ", ".join(f"{layer} {resting[row]:.2f}" for row, layer in enumerate(smol.layers["self"]))
     equal = smol.baseline["first"]["self"][0]

@@ -76,7 +76,7 @@ SIZES = [
         {"q": x(B, H, TQ, D) + 0j, "k": x(B, KV, TK, D) + 0j, "v": x(B, KV, TK, DV) + 0j},
         "must be float32, bfloat16, float16 or float64, got torch.complex64; use .float()",
     ),
-]  # fmt: skip
+]
 SIGHTS = [
     ({"mask": yes(TK, TQ)}, f"mask (7, 5) {FULL}"),
     ({"mask": yes(B, KV, TQ, TK)}, "mask (2, 3, 5, 7) does not broadcast"),
@@ -106,7 +106,7 @@ SIGHTS = [
     ({"offset": [1, 2]}, "offset must be a whole number or one per sequence, shape (2,), got [1, 2]"),
     ({"offset": x(B)}, f"offset must be {NOT_WHOLE}"),
     ({"offset": whole(3)}, "offset must be 2 whole numbers, one per sequence, got whole numbers of shape (3,)"),
-]  # fmt: skip
+]
 CASES = [(given, ShapeError, words) for given, words in SIZES] + [(given, MaskError, words) for given, words in SIGHTS]
 NAMED = {words: (given, kind, words) for given, kind, words in CASES}
 

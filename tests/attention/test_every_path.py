@@ -324,10 +324,12 @@ GRAPHS = {
     "a float mask": HIDDEN_KEYS["a float mask"],
     "softcap": {"softcap": 2.0, "causal": True, "offset": 0},
     "all of them": {
-        **HIDDEN_KEYS["all of them"], "softcap": 2.0, "scale": 0.7,
+        **HIDDEN_KEYS["all of them"],
+        "softcap": 2.0,
+        "scale": 0.7,
         "sinks": torch.linspace(-1, 1, 6, dtype=torch.float64),
     },
-}  # fmt: skip
+}
 STATS = {"queries": torch.arange(10).view(2, 5) % 3 > 0, "classes": {"rare": torch.arange(14).view(2, 7) % 3 == 0}}
 
 

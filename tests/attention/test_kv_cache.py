@@ -457,7 +457,7 @@ REFUSED = [
     *((name, (X[0],), {}, ShapeError, "query must be") for name in CACHES),
     ("growing", (X,), {"window": (-1, 0)}, MaskError, "window's left side"),
     ("growing", (X.double(),), {}, ShapeError, "float64"),
-]  # fmt: skip
+]
 
 
 @either(("name", "inputs", "call_options", "kind", "words"), REFUSED)

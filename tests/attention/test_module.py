@@ -722,7 +722,7 @@ def test_invalid_constructor_arguments_are_refused(kind, options, words):
         (ShapeError, {"position": Rotary(), "head_dim": 4}, (X,), {"positions": [0] * 7}, "positions"),
         (UnsupportedError, {"position": Alibi()}, (X, MEMORY), {}, "Alibi is about distances within one sequence"),
     ],
-)  # fmt: skip
+)
 def test_invalid_forward_arguments_are_refused(kind, options, inputs, call_options, words):
     module = MultiHeadAttention(WIDTH, 4, **options)
     with pytest.raises(HeadwiseError, match=words) as caught:

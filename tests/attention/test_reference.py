@@ -90,9 +90,10 @@ VISIBLE = {  # how three queries look at four keys
     "float mask hides where -inf": ({"mask": np.where(seen("x.xx"), -9.0, -np.inf)}, "x.xx x.xx x.xx"),
     "mask and causal": ({"mask": seen(".xxx"), "causal": True}, ".x.. .xx. .xxx"),
     "all of them": (
-        {"mask": seen("xx.x"), "causal": True, "window": (2, 5), "lengths": [3], "offset": 1}, "xx.. xx.. .x..",
+        {"mask": seen("xx.x"), "causal": True, "window": (2, 5), "lengths": [3], "offset": 1},
+        "xx.. xx.. .x..",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("rule", VISIBLE)

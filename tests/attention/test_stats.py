@@ -262,7 +262,7 @@ SQUARE = {
     "a window, padded, capped": (attend, {"window": (99, 0), "mask": LEFT_PADDED, "softcap": 3.0}),
     "sinks": (attend, {"sinks": torch.zeros(2)}),
     "softcap, causal": (attend, {"softcap": 3.0, "causal": True}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SQUARE)

@@ -212,8 +212,9 @@ def _serves(port: int) -> bool:
     body = json.dumps({}).encode()
     connection.sendall(
         b"POST /api HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    )  # fmt: skip
+        + b"Content-Length: %d\r\n\r\n" % len(body)
+        + body
+    )
     got = b""
     while part := connection.recv(1 << 16):
         got += part

@@ -118,7 +118,7 @@ def possible_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
         "input_features": [noise(BATCH, 64, mels), noise(BATCH, mels, 128), noise(BATCH, mels, 2 * mels)],
         "inputs_embeds": [],
         "hidden_states": [],
-    }  # fmt: skip
+    }
     taken = {name: forms[name] for name in parameters if forms.get(name)}
     for variant in range(max((len(x) for x in taken.values()), default=0)):
         yield {name: options[min(variant, len(options) - 1)] for name, options in taken.items()}

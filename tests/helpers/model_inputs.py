@@ -100,10 +100,12 @@ def _grids(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     for row, images in enumerate((4, 6, 2)):
         tokens[row, 1 : 1 + images] = 95
     return {
-        "input_ids": tokens, "attention_mask": mask, "mm_token_type_ids": (tokens == 95).long(),
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "mm_token_type_ids": (tokens == 95).long(),
         "pixel_values": torch.randn(48, 96, generator=generator),
         "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 6], [1, 2, 4]]),
-    }  # fmt: skip
+    }
 
 
 INPUTS = {

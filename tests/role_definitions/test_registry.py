@@ -147,9 +147,9 @@ def test_a_function_of_the_wrong_shape_is_named(function: Any, got: str) -> None
 
 
 def test_a_key_outside_the_text_is_named() -> None:
-    role(
-        "far", threshold=0.4, meaning="weight on it", source="this test", measured_on="repetition", ways=("causal",)
-    )(lambda earlier: earlier + 1000)  # fmt: skip
+    role("far", threshold=0.4, meaning="weight on it", source="this test", measured_on="repetition", ways=("causal",))(
+        lambda earlier: earlier + 1000
+    )
     with pytest.raises(headwise.HeadwiseError, match="function of 'far' must give one position from 0 to"):
         headwise.atlas(circuit(), texts(3), tokenizer(around=False))
 

@@ -107,9 +107,10 @@ class Eager:
             kinds = {"self": (out.attentions, ids, ids)}
         else:
             kinds = {
-                "encoder": (out.encoder_attentions, ids, ids), "decoder": (out.decoder_attentions, shifted, shifted),
+                "encoder": (out.encoder_attentions, ids, ids),
+                "decoder": (out.decoder_attentions, shifted, shifted),
                 "cross": (out.cross_attentions, shifted, ids),
-            }  # fmt: skip
+            }
         for kind, (layers, queries, keys) in kinds.items():
             # a decoder's start token is special whatever its number is
             special = [

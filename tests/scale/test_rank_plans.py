@@ -15,8 +15,10 @@ from headwise.scale.sequence_plan import SequencePlan
 
 COUNTS = st.builds(
     lambda kv, group, ranks: HeadPlan(Heads(97, kv * group, kv, 5), ranks),
-    st.integers(1, 13), st.integers(1, 8), st.integers(1, 17),
-)  # fmt: skip
+    st.integers(1, 13),
+    st.integers(1, 8),
+    st.integers(1, 17),
+)
 
 
 @given(COUNTS)

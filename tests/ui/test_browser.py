@@ -287,8 +287,10 @@ def test_encoder_decoder_and_cross_attention_are_shown_separately(
     page.save(payload.data(pass_), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html")
     assert shown.locator(".hw-map .hw-kind h3").all_inner_texts() == [
-        "encoder attention", "decoder attention", "cross attention",
-    ]  # fmt: skip
+        "encoder attention",
+        "decoder attention",
+        "cross attention",
+    ]
     shown.locator(".hw-map .cell[data-head='cross 0.4']").click()
     assert shown.locator(".hw-tokens.from .hw-token").count() == len(pass_.texts[1].words.names)
     assert shown.locator(".hw-tokens.to .hw-token").count() == len(pass_.texts[0].words.names)

@@ -156,11 +156,12 @@ class Importance(dict[str, Any]):
         {"michel": {"self": np.arange(72.0).reshape(6, 12)}},
         Importance(self=np.arange(72.0).reshape(6, 12)),
         {
-            "score": "michel", "unit": "head",
+            "score": "michel",
+            "unit": "head",
             "heads": [{"kind": "self", "layer": n // 12, "head": n % 12, "score": float(n)} for n in range(72)],
         },
     ],
-)  # fmt: skip
+)
 def test_scores_are_accepted_in_every_form(scores: Any, run: Callable[..., capture.Pass], tmp_path: Path) -> None:
     run_data = payload.data(run(), scores=scores)["runs"][0]
     assert run_data["scores"] == {"michel": np.arange(72.0).reshape(6, 12).tolist()}

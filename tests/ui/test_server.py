@@ -424,8 +424,9 @@ def test_disconnected_client_stops_its_pass(service: Service, monkeypatch: pytes
         body = b'{"ask": "run"}'
         client.sendall(
             b"POST /api HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-        )  # fmt: skip
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
         assert begun.wait(10)
         client.close()
         assert ended.wait(10)

@@ -233,10 +233,8 @@ def pair_scores(way: str) -> tuple[RoleScore, ...]:
     """The scores that are shares of the weight on texts, for one way of attention."""
     _load_plugins()
     return tuple(
-        score
-        for score in _scores.values()
-        if score.measured_on == PAIRS and not (way == CROSS and score.positional)
-    )  # fmt: skip
+        score for score in _scores.values() if score.measured_on == PAIRS and not (way == CROSS and score.positional)
+    )
 
 
 def repetition_scores() -> tuple[RoleScore, ...]:

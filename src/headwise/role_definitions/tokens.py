@@ -37,9 +37,7 @@ def delimiter(pairs: Pairs) -> Tensor:
     return (pairs.key.special | pairs.key.punctuation)[:, None]
 
 
-@role_score(
-    "rare", "weight on the rarest other token it can see, by the corpus's own counts", where_present=True
-)  # fmt: skip
+@role_score("rare", "weight on the rarest other token it can see, by the corpus's own counts", where_present=True)
 def rare(pairs: Pairs) -> Tensor:
     counts = pairs.key.count.masked_fill(pairs.key.special, NEVER)
     counts = counts[:, None].expand_as(pairs.visible).masked_fill(~pairs.visible, NEVER)

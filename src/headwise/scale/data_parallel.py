@@ -155,12 +155,13 @@ def importance(
         named = {"seed": seed, "loss": getattr(loss, "__qualname__", type(loss).__name__), **options}
         content.update(
             {
-                "task": f"importance, {score} of {unit}s", "number of ranks": str(ranks.count),
+                "task": f"importance, {score} of {unit}s",
+                "number of ranks": str(ranks.count),
                 "model": fingerprint(model),
                 "batches": f"{len(all_batches)}, digest {batches_fingerprint(all_batches)}",
                 **{f"option {name}": _describe_option(value) for name, value in sorted(named.items())},
             }
-        )  # fmt: skip
+        )
         return _describe(content)
 
     if ranks.count > 1:

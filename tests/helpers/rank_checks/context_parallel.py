@@ -113,9 +113,11 @@ def ring_head_stats_is_exact(ranks: Ranks, folder: Path) -> None:
         queries = torch.rand(BATCH, tokens, generator=random) > 0.2
         classes = {name: torch.rand(BATCH, tokens, generator=random) > 0.5 for name in ("rare", "odd")}
         out, got = ring_head_stats(
-            *(shard_sequence(x, 2, zigzag=zigzag) for x in inputs), queries=shard_sequence(queries, 1, zigzag=zigzag),
-            classes={name: shard_sequence(x, 1, zigzag=zigzag) for name, x in classes.items()}, **options,
-        )  # fmt: skip
+            *(shard_sequence(x, 2, zigzag=zigzag) for x in inputs),
+            queries=shard_sequence(queries, 1, zigzag=zigzag),
+            classes={name: shard_sequence(x, 1, zigzag=zigzag) for name, x in classes.items()},
+            **options,
+        )
         want_out, want = headwise.head_stats(*inputs, queries=queries, classes=classes, **options)
         torch.testing.assert_close(out, shard_sequence(want_out, 2, zigzag=zigzag), rtol=1e-4, atol=1e-4)
         assert set(got.names) == set(want.names)

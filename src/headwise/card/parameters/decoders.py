@@ -53,9 +53,11 @@ GPT2 = PLAIN.but(positions=lambda s: s("n_positions"), heads="gpt2")
 COHERE = Facts(qkv_bias=BIAS, out_bias=BIAS, norms=1, qk_norm="heads", qk_if="use_qk_norm")
 GLM4_MOE = Facts(qkv_bias=BIAS, qk_norm="head", qk_if="use_qk_norm", experts=DEEPSEEK)
 QWEN3_NEXT = Facts(
-    attention=gated_query, qk_norm="head", mixers={"linear": delta_net},
+    attention=gated_query,
+    qk_norm="head",
+    mixers={"linear": delta_net},
     experts=Experts(shared=lambda s: s("shared_expert_intermediate_size"), shared_gate=True),
-)  # fmt: skip
+)
 GRANITE_MOE = Facts(qkv_bias=BIAS, out_bias=BIAS, experts=Experts(always=True, width=lambda s: s.f))
 
 FACTS: dict[str, Facts] = {

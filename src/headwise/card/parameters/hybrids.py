@@ -98,7 +98,7 @@ GEMMA4 = GEMMA2.but(
         "idle": lambda s: (s.e - s("top_k_experts")) * 3 * s.w * s.fe * s("enable_moe_block"),
     },
     once={"embeddings": per_layer_once},
-)  # fmt: skip
+)
 GEMMA4_VISION = Facts(
     **NO_WORDS, norms=4, qk_norm="head", final_norm=False,
     once={"embeddings": lambda s: pixels(s) * s.w + 2 * s("position_embedding_size") * s.w},

@@ -38,18 +38,22 @@ VIT = Facts(
     once=seen(1),
 )  # fmt: skip
 DINO = VIT.but(
-    heads="dino", layer={"other": lambda s: 2 * s.w}, ffn=lambda s: dino_ffn(s),
+    heads="dino",
+    layer={"other": lambda s: 2 * s.w},
+    ffn=lambda s: dino_ffn(s),
     once={"embeddings": lambda s: lin(pixels(s), s.w) + (2 + s("use_mask_token")) * s.w + patches(s) * s.w},
-)  # fmt: skip
+)
 CLIP = Facts(gated=False, qkv_bias=True, out_bias=True, ffn_bias=True, norm="layer", heads="tower")
 CLIP_VISION = CLIP.but(
-    embedding_width=lambda s: 0, heads="clip_vision",
+    embedding_width=lambda s: 0,
+    heads="clip_vision",
     once={"embeddings": lambda s: pixels(s) * s.w + (patches(s) + 2) * s.w, "norms": lambda s: ln(s.w)},
-)  # fmt: skip
+)
 SIGLIP_VISION = CLIP.but(
-    embedding_width=lambda s: 0, heads="siglip_vision",
+    embedding_width=lambda s: 0,
+    heads="siglip_vision",
     once={"embeddings": lambda s: lin(pixels(s), s.w) + patches(s) * s.w},
-)  # fmt: skip
+)
 
 
 def dino_ffn(s: Sizes) -> int:
@@ -86,16 +90,19 @@ def qwen2_ffn(s: Sizes) -> int:
 
 NO_WORDS: dict[str, Any] = {"embedding_width": lambda s: 0, "heads": "tower", "square": True}
 QWEN2_VISION = CLIP.but(
-    **NO_WORDS, final_norm=False, ffn=qwen2_ffn,
+    **NO_WORDS,
+    final_norm=False,
+    ffn=qwen2_ffn,
     once={"embeddings": lambda s: film(s) * s.w, "other": lambda s: merger(s, 2, s("hidden_size"))},
-)  # fmt: skip
+)
 QWEN3_VISION = CLIP.but(
-    **NO_WORDS, final_norm=False,
+    **NO_WORDS,
+    final_norm=False,
     once={
         "embeddings": lambda s: lin(film(s), s.w) + s("num_position_embeddings") * s.w,
         "other": qwen3_mergers,
     },
-)  # fmt: skip
+)
 
 TOWERS: dict[str, Facts] = {
     "vit": VIT,

@@ -228,10 +228,11 @@ def _start(figures: Figures) -> Verdict:
 def charts(figures: Figures) -> list[Chart]:
     distance = {
         "nats": [
-            point("in a layer, before", figures["before"]), point("in a layer, trained", figures["after"]),
+            point("in a layer, before", figures["before"]),
+            point("in a layer, trained", figures["after"]),
             *(point(f"two runs, {name}", each) for name, each in figures["between"].items()),
         ]
-    }  # fmt: skip
+    }
     twins = {"weights": [point(name, each) for name, each in figures["twins"].items()]}
     first = {
         f"start {i}": [point(head["head"], [head["previous"]]) for head in heads]

@@ -214,11 +214,9 @@ def charts(figures: Figures) -> list[Chart]:
     sheet = [Chart("The lab's text models, 16 heads", "heads removed, %", "loss more, %", small)]
     for name, one in figures["real"].items():
         series: dict[str, list[Any]] = {
-            score: [
-                point(100 * (1 - share), [100 * row[i] for row in table]) for i, share in enumerate(SHARES)
-            ]
+            score: [point(100 * (1 - share), [100 * row[i] for row in table]) for i, share in enumerate(SHARES)]
             for score, table in one.items()
-        }  # fmt: skip
+        }
         sheet.append(Chart(name, "heads removed, %", f"{REAL[name]} more, %", series))
     return sheet
 

@@ -36,12 +36,14 @@ def run(lab: Lab) -> Figures:
     return {
         "cards": {name: _card(FAMOUS[name]) for name in CARDS},
         "built": sum(block.attention.heads.query for block in bert.blocks),
-        "twice_the_heads": {name: _card(_twice(FAMOUS[name], "num_attention_heads", "num_key_value_heads"))
-                            for name in ("bert-base", ROUTED)},
+        "twice_the_heads": {
+            name: _card(_twice(FAMOUS[name], "num_attention_heads", "num_key_value_heads"))
+            for name in ("bert-base", ROUTED)
+        },
         "twice_the_experts": _card(_twice(FAMOUS[ROUTED], "num_local_experts")),
         "every_expert_used": _card(FAMOUS[ROUTED] | {"num_experts_per_tok": FAMOUS[ROUTED]["num_local_experts"]}),
         "running": lab.piece("silenced", {"heads": tried}, lambda: _running(tried)),
-    }  # fmt: skip
+    }
 
 
 def _card(config: dict[str, Any]) -> dict[str, Any]:

@@ -60,8 +60,10 @@ def load(
     """
     folder = directory(name, code=trust_remote_code)
     options: dict[str, Any] = {
-        "attn_implementation": attn_implementation, "dtype": dtype, "distributed_config": distributed,
-    }  # fmt: skip
+        "attn_implementation": attn_implementation,
+        "dtype": dtype,
+        "distributed_config": distributed,
+    }
     options = {key: value for key, value in options.items() if value is not None}
     with _errors_in_one_line(folder):
         _check_files(folder)

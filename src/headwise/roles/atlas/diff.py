@@ -43,10 +43,11 @@ class Changes:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "first": self.first, "second": self.second,
+            "first": self.first,
+            "second": self.second,
             **{name: [role._asdict() for role in getattr(self, name)] for name in ("gained", "lost", "kept", "moved")},
             "gone": [f"{kind} {layer}.{head}" for kind, layer, head in self.gone],
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         lines = [
@@ -84,13 +85,14 @@ def changes(first: Atlas, second: Atlas) -> Changes:
     named = {key: HeadRole._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
     gone = [at for before, at in here.items() if before not in there]
     return Changes(
-        first.model, second.model,
+        first.model,
+        second.model,
         [named[key] for key in new if key not in old],
         [role for key, role in old.items() if key not in new] + [role for role in first.roles if role[:3] in set(gone)],
         [named[key] for key in new if key in old],
         gone,
         sorted(_moved(first, second, shared), key=lambda change: -abs(change.after - change.before)),
-    )  # fmt: skip
+    )
 
 
 def _numbers(atlas: Atlas) -> dict[tuple[str, int, int], tuple[str, int, int]]:

@@ -42,14 +42,11 @@ def to_json(atlas: Atlas) -> dict[str, Any]:
     """See Atlas.to_json."""
     tables = {
         name: {
-            kind: {key: _plain(getattr(atlas, field)[name][kind]) for field, key in TABLES.items()}
-            for kind in kinds
+            kind: {key: _plain(getattr(atlas, field)[name][kind]) for field, key in TABLES.items()} for kind in kinds
         }
         for name, kinds in atlas.scores.items()
-    }  # fmt: skip
-    roles = [
-        dict(zip(HeadRole._fields, (*role[:4], *map(rounded, role[4:])), strict=True)) for role in atlas.roles
-    ]  # fmt: skip
+    }
+    roles = [dict(zip(HeadRole._fields, (*role[:4], *map(rounded, role[4:])), strict=True)) for role in atlas.roles]
     return {
         "headwise": "atlas", "format": FORMAT, "model": atlas.model, "about": atlas.about, "ways": atlas.ways,
         "layers": atlas.layers, "heads": atlas.heads, "unnamed": round(atlas.unnamed, DIGITS),

@@ -87,21 +87,24 @@ class HeadSimilarity:
     def to_json(self) -> dict[str, Any]:
         points = self.map()
         return {
-            "kind": self.kind, "queries": self.queries,
+            "kind": self.kind,
+            "queries": self.queries,
             "map": [
                 {"kind": self.kind, "layer": layer, "head": head, "x": round(float(x), 4), "y": round(float(y), 4)}
                 for (layer, head), (x, y) in zip(self.heads, points, strict=True)
             ],
             "clusters": [[f"{layer}.{head}" for layer, head in group] for group in self.clusters() if len(group) > 1],
             "redundancy": {str(layer): round(x, 4) for layer, x in self.redundancy().items() if not np.isnan(x)},
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         groups = [group for group in self.clusters() if len(group) > 1]
         lines = [f"{len(self.heads)} {self.kind} heads on {self.queries} queries; similar heads:"]
         lines += ["  " + ", ".join(f"{layer}.{head}" for layer, head in group) for group in groups]
-        lines.append("similarity of the heads within a layer: "
-                     + ", ".join(f"{layer} {x:.2f}" for layer, x in self.redundancy().items()))  # fmt: skip
+        lines.append(
+            "similarity of the heads within a layer: "
+            + ", ".join(f"{layer} {x:.2f}" for layer, x in self.redundancy().items())
+        )
         return "\n".join(lines)
 
     __repr__ = __str__
