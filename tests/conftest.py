@@ -15,6 +15,7 @@ SKIPS = (
     "(cc|aarch64-linux-gnu-gcc|qemu-aarch64|qemu-x86_64) is not installed",
     "cc has no sanitizers here",
     "no fork here",
+    "HEADWISE_KERNEL=off",  # a test of the native kernel itself; tests/matrix.py has such runs
     "triton is not installed",  # it exists for Linux on x86-64 only
     "JupyterLab is missing",  # a long test; the same widget runs in the browser tests without it
 )

@@ -36,6 +36,7 @@ from helpers.attention_cases import (
     cases,
     cases_with_stats,
     forced,
+    needs_kernel,
     nonfinite_cases,
     random_case,
 )
@@ -669,6 +670,7 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@needs_kernel
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("whose", ["own", ""])
 def test_a_forked_child_has_threads_of_its_own(whose):
@@ -686,6 +688,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run(code, HEADWISE_THREADS=whose) == "0"
 
 
+@needs_kernel
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("order", [("parallel", "import"), ("import", "parallel", "call")], ids=" ".join)
 def test_forked_children_compute_whenever_the_parent_forks(order):
@@ -693,6 +696,7 @@ def test_forked_children_compute_whenever_the_parent_forks(order):
     assert fork_at_stages(2, 1, 2, list(order), "") == (2 + 2 * len(order), [])
 
 
+@needs_kernel
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_torch_threads_are_used_unless_the_process_was_forked():
     code = """

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise
 from headwise.attention.nn.kv_cache import KVCache
 from headwise.errors import ShapeError, UnsupportedError
+from helpers.attention_cases import needs_kernel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
@@ -178,6 +179,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@needs_kernel
 @pytest.mark.parametrize("mode", [Operators, Functions])
 def test_dispatch_and_function_modes_see_the_operator(mode: Any) -> None:
     q, k, v = inputs(2, 5, 7)
@@ -191,6 +193,7 @@ def test_dispatch_and_function_modes_see_the_operator(mode: Any) -> None:
     assert measured == statistics
 
 
+@needs_kernel
 def test_flops_are_counted_as_those_of_pytorch_attention() -> None:
     q, k, v = inputs(2, 5, 7)
     pairs = 2 * 2 * 4 * 5 * 7 * (8 + 3)  # a multiplication and an addition per pair and number, hidden or not
@@ -204,6 +207,7 @@ def test_flops_are_counted_as_those_of_pytorch_attention() -> None:
     assert both.get_total_flops() == 3 * pairs  # forward; scores and output again; the gradients of two of three inputs
 
 
+@needs_kernel
 def test_the_profiler_sees_the_operator() -> None:
     given = inputs(2, 5, 7)
     for _ in range(3):

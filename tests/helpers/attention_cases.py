@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -233,3 +234,9 @@ def forced(path: str) -> Iterator[None]:
         for change in (_small_programs,) if path == TRITON else PATHS.get(path, ()):
             change(patch)
         yield
+
+
+# PyTorch's own attention is no operator of ours, and its threads hang in forked children
+needs_kernel = pytest.mark.skipif(
+    os.environ.get("HEADWISE_KERNEL") == "off", reason="HEADWISE_KERNEL=off: this tests the native kernel itself"
+)

@@ -243,6 +243,14 @@ def _within_limit(s: Tensor) -> bool:
     return max_magnitude(s) <= LIMIT.get(s.dtype, LIMIT_OF_OTHERS)
 
 
+def score_bound(q: Tensor, k: Tensor, scale: float) -> float:
+    """A bound of all scores' magnitudes, by the norms of queries and keys; NaN if there is one."""
+    if not (q.numel() and k.numel()):
+        return 0.0
+    longest = [float(torch.linalg.vector_norm(x.detach(), dim=-1).max()) for x in (q, k)]
+    return longest[0] * longest[1] * abs(scale)
+
+
 def products_are_bounded(q: Tensor, k: Tensor, scale: float) -> bool:
     """Whether no product of a query and a key, nor a partial sum of it, can exceed the limit, by their magnitudes."""
     bound = max_magnitude(q) * max(1.0, abs(scale)) * max_magnitude(k) * q.shape[-1]

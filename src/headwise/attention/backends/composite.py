@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..torch_modes import is_observed, without_autocast
+from ..torch_modes import is_observed, needs_gradient, without_autocast
 from . import blockwise, sdpa
 from .protocol import apply_gates
 
@@ -36,6 +36,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor | Non
         k, v = blockwise.zero_hidden_keys(visibility, k, v)
         return sdpa.attend(q, k, v, call)
     if sdpa.may_lose_nan(visibility) and not (blockwise.all_finite(q) and blockwise.all_finite(k)):
+        return None
+    learning = q.dtype != torch.float64 and needs_gradient(q, k)
+    if learning and not blockwise.score_bound(q, k, call.scale) < blockwise.LARGE:
         return None
     out = sdpa.attend(q, k, v, call)
     # 0 * NaN is NaN, so in a fused kernel a hidden NaN may reach queries that do not see it; a score that overflows
