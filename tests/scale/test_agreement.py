@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from headwise.scale import run_folder
 from headwise.scale.agreement import (
     FINE,
     SIZE,
@@ -81,3 +83,22 @@ def test_arguments_of_a_call_are_described() -> None:
     with torch.no_grad():
         assert describe_arguments(x) == "float32 (3,)"
     assert list(floating_tensors([ids, x, [x]]) | floating_tensors({"mask": x})) == ["input 1", "input 2.0", "mask"]
+
+
+def test_a_folder_that_another_run_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of a killed agent may finish, and remove the folder, while the next run opens its lock."""
+    lock, opened = run_folder.Lock(tmp_path / "unfinished" / "lock"), run_folder.Lock._open
+    calls: list[int] = []
+
+    def open_after_removal(self: run_folder.Lock, flags: int) -> None:
+        calls.append(flags)
+        if len(calls) == 1:
+            self.path.parent.rmdir()
+        opened(self, flags)
+
+    monkeypatch.setattr(run_folder.Lock, "_open", open_after_removal)
+    lock.acquire(5.0)
+    assert len(calls) == 2 and (tmp_path / "unfinished" / "lock").exists()
+    lock.release()

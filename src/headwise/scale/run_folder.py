@@ -89,10 +89,6 @@ def sync_files(paths: list[Path]) -> None:
 
 def _begin(folder: Path, lock: Lock, content: Mapping[str, str], token: str, wait: float) -> None:
     """On the first rank: make the folder, lock it exclusively, check its parts, write run.json, share the lock."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{str(folder)!r} cannot be made: {error.strerror or error}") from error
     lock.acquire(wait)
     if has_work(folder):
         _check_content(folder, content)
@@ -101,6 +97,13 @@ def _begin(folder: Path, lock: Lock, content: Mapping[str, str], token: str, wai
     with written(folder / ABOUT, CheckpointError) as made:
         made.write_text(json.dumps({"content": dict(content), "token": token}, indent=1) + "\n", encoding="utf-8")
     lock.share()  # now the other ranks can
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{str(folder)!r} cannot be made: {error.strerror or error}") from error
 
 
 def _check_content(folder: Path, content: Mapping[str, str]) -> None:
@@ -157,7 +160,14 @@ class Lock:
         """Lock it exclusively, after so many seconds at most: no rank of another run is at work here."""
         end = time.monotonic() + wait
         while True:
-            self._open(os.O_CREAT)
+            try:
+                _make_folder(self.path.parent)
+                self._open(os.O_CREAT)
+            except CheckpointError as error:
+                # the ranks of a killed agent may have finished, and removed the folder, between the two calls
+                if not isinstance(error.__cause__, FileNotFoundError) or time.monotonic() > end:
+                    raise
+                continue
             locked = self._try(exclusive=True)
             if locked is None:
                 warnings.warn(f"{str(self.path.parent)!r} cannot be locked here; start one run at a time", stacklevel=2)
