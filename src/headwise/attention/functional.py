@@ -12,6 +12,7 @@ from . import dispatch, repeated_calls, validation
 from .backends.native import library
 from .backends.protocol import ExtraOutputs, StrongestKeys
 from .call import StatsRequest, build_call, build_request
+from .head_layout import join_heads, split_heads
 from .options import ATTEND, CALL, AttendOptions, CallOptions, Window, check_options
 from .stats import HeadStats
 from .torch_modes import cast_inputs, needs_gradient
@@ -190,6 +191,29 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions[Ten
 
 
 # ---- for the rest of the package
+
+
+def attend_side_by_side(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """attend on projections with their heads side by side: q (B, Tq, Hq * D), k and v (B, Tk, Hkv * D).
+
+    The output is (B, Tq, Hq * D). In a call of the native kernel nothing is split and joined.
+    """
+    if not dropout:
+        template = repeated_calls.find_template(q, k, v, None, causal, window, None, softcap, head_dim)
+        if template is not None:
+            return library.run_template(template, q, k, v, None)
+    q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
+    return join_heads(attend(q, k, v, causal=causal, window=window, softcap=softcap, dropout=dropout))
 
 
 def head_stats_without_values(

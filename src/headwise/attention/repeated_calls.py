@@ -19,6 +19,7 @@ from .backends.native import library
 from .backends.native.library import Template
 from .backends.triton import launch
 from .call import build_call
+from .head_layout import split_heads
 from .options import Window
 from .torch_modes import PLAIN_TENSORS, in_forward_mode, in_transform, is_observed
 
@@ -45,8 +46,12 @@ def find_template(
     window: Window | None,
     scale: float | None,
     softcap: float | None,
+    head_dim: int = 0,
 ) -> Template | None:
-    """The template of a call that the native kernel takes, or None where it must be validated and dispatched."""
+    """The template of a call that the native kernel takes, or None where it must be validated and dispatched.
+
+    head_dim: the tensors are (B, T, heads * head_dim), with their heads side by side; 0: they are (B, heads, T, dim).
+    """
     if torch.compiler.is_compiling() or launch.interpreting or library.choice().why_not is not None:
         return None
     # what the guards below do not see; recorders and transforms they do
@@ -55,7 +60,7 @@ def find_template(
     if type(scale) not in NUMBERS or type(softcap) not in NUMBERS or type(causal) is not bool:
         return None
     band = None if window is None else validation.band(causal, window)
-    options = not causal, band, scale, softcap, mask is None
+    options = not causal, band, scale, softcap, mask is None, head_dim
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     # written out for q, k and v: loops and generators would cost a microsecond
     if type(q) not in PLAIN_TENSORS or type(k) not in PLAIN_TENSORS or type(v) not in PLAIN_TENSORS:
@@ -86,12 +91,17 @@ def find_template(
     )  # fmt: skip
     template = _templates.get(key)
     if template is None:
+        if head_dim:
+            q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
         call = build_call(q, k, v, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap)
         if dispatch.why_not_one_pass(q, call) is not None:
             return None
+        template = library.make_template(q, k, v, call)
+        if head_dim:
+            template = library.side_by_side(template)
         if len(_templates) >= MAX_TEMPLATES:
             clear()
-        template = _templates[key] = library.make_template(q, k, v, call)
+        _templates[key] = template
     elif TensorGuards is not None and not requires_grad and not (q is k or q is v or k is v):
         # the guards refuse one tensor given twice
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

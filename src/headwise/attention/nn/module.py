@@ -15,6 +15,7 @@ from ...heads import Heads
 from ...shapes import check_at_least
 from .. import dispatch, functional, validation
 from ..call import build_call, build_request
+from ..head_layout import join_heads, split_heads
 from ..options import AttendOptions, Window, check_options
 from ..stats import HeadStats
 from ..torch_modes import autocast_enabled, cast_inputs
@@ -81,21 +82,6 @@ class Projected(NamedTuple):
         q, k, v = cast_inputs(self.q, self.k, self.v)
         call = build_call(q, k, v, slopes=self.slopes, **self.options)
         return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))[1]
-
-
-def split_heads(x: Tensor, dim: int) -> Tensor:
-    """(B, T, heads * d_k) -> (B, heads, T, d_k)."""
-    batch, tokens, width = x.shape
-    if tokens == 1 and not torch.jit.is_tracing():  # one view in decoding, whose overhead is what counts
-        return x.view(batch, width // dim, 1, dim)
-    return x.view(batch, tokens, width // dim, dim).transpose(1, 2)
-
-
-def join_heads(x: Tensor) -> Tensor:
-    """(B, heads, T, d_k) -> (B, T, heads * d_k)."""
-    if x.shape[2] == 1 and not torch.jit.is_tracing():
-        return x.reshape(x.shape[0], 1, x.shape[1] * x.shape[3])
-    return x.transpose(1, 2).flatten(2)
 
 
 class MultiHeadAttention(nn.Module):
@@ -252,13 +238,21 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (B, Tq, d_model), or with need_weights a pair of it and the weights.
         """
+        dropout = self.dropout if self.training else 0.0
+        without_options = cache is None and mask is lengths is gates is positions is None
+        if without_options and not need_weights and self._is_plain():
+            q, k, v = self._project_plain(query, key, value)
+            out = functional.attend_side_by_side(
+                q, k, v, self.heads.dim, causal=causal, window=window, softcap=self.softcap, dropout=dropout
+            )
+            return self.W_O(out)
         with nullcontext() if cache is None else restored_on_error(cache):
             projected = self.project(
                 query, key, value, cache=cache, positions=positions,
                 mask=mask, causal=causal, window=window, lengths=lengths, gates=gates,
             )  # fmt: skip
-            if self.training and self.dropout:
-                projected.options["dropout"] = self.dropout
+            if dropout:
+                projected.options["dropout"] = dropout
             out = projected.attend()  # (B, H, Tq, d_k)
         out = self.W_O(join_heads(out))
         return (out, projected.weights()) if need_weights else out
@@ -381,6 +375,24 @@ class MultiHeadAttention(nn.Module):
             slopes = torch.tensor(position.for_heads(self.heads.query), device=query.device)
         return Projected(q, k, v, options, slopes)
 
+    def _is_plain(self) -> bool:
+        """Whether attention is of the three projections as they are: no positions, norms, sinks or other `project`."""
+        return (
+            self.position is None
+            and self.q_norm is None
+            and self.sinks is None
+            and type(self).project is MultiHeadAttention.project
+        )
+
+    def _project_plain(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, Tq, H * d_k), k and v (B, Tk, Hkv * d_k): the heads side by side."""
+        modules: dict[str, Any] = self._modules  # a module's attributes are slow
+        w_q = modules["W_Q"]
+        _check_input("query", query, w_q)
+        self._check_keys(query, key, value, True)
+        key = query if key is None else key
+        return w_q(query), modules["W_K"](key), modules["W_V"](key if value is None else value)
+
     def _keys_and_values(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, values: bool
     ) -> tuple[Tensor, Tensor]:
@@ -421,12 +433,16 @@ class MultiHeadAttention(nn.Module):
 
 
 def _check_input(name: str, x: Any, linear: nn.Linear) -> None:
+    width, weight = linear.in_features, linear._parameters.get("weight")
+    if type(x) is Tensor and type(weight) is nn.Parameter:
+        dense, alike = x.layout is torch.strided and not x.is_nested, x.dtype is weight.dtype
+        if dense and alike and x.device == weight.device and x.dim() == 3 and x.shape[2] == width:
+            return  # most inputs
     check_tensor(name, x)
-    width = linear.in_features
     if x.dim() != 3 or x.shape[2] != width:
         hint = f"; add a batch axis: {name}[None]" if x.dim() == 2 and x.shape[1] == width else ""
         raise ShapeError(f"{name} must be (B, T, {width}), got {shown(x.shape)}{hint}")
-    weight: object = linear.weight
+    weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return  # a quantized layer checks its own input
     if x.device != weight.device:

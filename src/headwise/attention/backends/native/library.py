@@ -183,6 +183,12 @@ def make_template(
     return Template(fields, sums, ctypes.c_double * math.prod(sums), shape, stride)
 
 
+def side_by_side(template: Template) -> Template:
+    """The same with an output (B, Tq, H * Dv), the heads side by side: they lie in memory so anyway."""
+    batch, heads, queries, dim = template.shape
+    return template._replace(shape=(batch, queries, heads * dim), stride=(template.stride[0], heads * dim, 1))
+
+
 def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
     """Attention of every head, and the extra outputs, in one pass."""
     sums = stats = lse = strongest = None
