@@ -7,24 +7,26 @@ gradients, which `sum_gradients` adds up over the ranks.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention.nn.module import MultiHeadAttention
+from ..attention.nn.module import OPTIONS, ModuleOptions, MultiHeadAttention, join_heads
 from ..attention.nn.positions import Alibi, Rotary
 from ..attention.nn.stack import Decoder, Encoder, Transformer
-from ..attention.options import Window
+from ..attention.options import check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
 from .call_agreement import describe_module
-from .context_parallel import ring_attend, ring_head_stats
+from .context_parallel import RingOptions, ring_attend, ring_head_stats
 from .ranks import ranks_of
 from .sequence_shards import agree_on_positions
 from .tensor_parallel import SplitAttention
+
+SUPPORTED = ("causal", "window", "lengths", "gates", "positions")  # options of a call of a split sequence
 
 
 class SplitSequenceAttention(MultiHeadAttention):
@@ -40,43 +42,50 @@ class SplitSequenceAttention(MultiHeadAttention):
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        causal: bool = False,
-        window: Window | None = None,
-        lengths: Tensor | None = None,
-        gates: Tensor | None = None,
-        positions: Tensor | None = None,
-        **other: Any,
+        need_weights: bool = False,
+        **options: Unpack[ModuleOptions],
     ) -> Any:
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
         ranks = ranks_of(self.mesh, self.timeout)
         with ranks.share_failures("the attention of a split sequence"):
-            q, k, v = self._project_local(query, key, positions, other)
-            options = self._options(query)
-            out = ring_attend(q, k, v, causal=causal, window=window, lengths=lengths, gates=gates, **options)
-            return self.W_O(out.transpose(1, 2).flatten(2))
+            q, k, v = self._project_local(query, key, value, {**options, "need_weights": need_weights})
+            out = ring_attend(q, k, v, mesh=self.mesh, timeout=self.timeout, **self._ring_options(query, options))
+            return self.W_O(join_heads(out))
 
-    def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
+    def stats(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        queries: Tensor | None = None,
+        classes: dict[str, Tensor] | None = None,
+        **options: Unpack[ModuleOptions],
+    ) -> HeadStats:
         """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
-        chosen = {name: options.pop(name, None) for name in ("queries", "classes", "window", "lengths", "gates")}
         with torch.no_grad():
-            q, k, v = self._project_local(query, key, options.pop("positions", None), options)
-            causal = options.get("causal", False)
-            return ring_head_stats(q, k, v, causal=causal, **chosen, **self._options(query))[1]
+            q, k, v = self._project_local(query, key, value, {**options})
+            return ring_head_stats(
+                q, k, v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
+                **self._ring_options(query, options),
+            )[1]  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
         raise UnsupportedError("weights of a split sequence are on no rank whole; use stats, or the whole sequence")
 
     def _project_local(
-        self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any]
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's tokens, after all ranks have agreed about the call."""
+        positions = options.get("positions")
 
         def describe_call() -> str:
-            for name in ("mask", "cache", "need_weights"):
-                if other.get(name) is not None and other[name] is not False:
+            check_options(options, (*OPTIONS, "need_weights"))
+            for name, x in options.items():
+                if name not in SUPPORTED and x is not None and not (isinstance(x, int) and not x):
                     raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
-            if key is not None and key is not query:
-                raise UnsupportedError("a split sequence is for self-attention, got a key of another sequence")
+            if any(x is not None and x is not query for x in (key, value)):
+                raise UnsupportedError("a split sequence is for self-attention, got a key or value of another sequence")
             if self.training and self.dropout:
                 raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
             if query.dim() != 3:
@@ -92,12 +101,21 @@ class SplitSequenceAttention(MultiHeadAttention):
         projected = self.project(query, positions=positions)
         return projected.q, projected.k, projected.v
 
-    def _options(self, query: Tensor) -> dict[str, Any]:
+    def _ring_options(self, query: Tensor, options: ModuleOptions) -> RingOptions:
+        """The options of one call, and this module's own."""
         slopes = None
         if isinstance(self.position, Alibi):
             slopes = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
-        own = {"softcap": self.softcap, "sinks": self.sinks, "slopes": slopes}
-        return {**own, "zigzag": self.zigzag, "mesh": self.mesh, "timeout": self.timeout}
+        return {
+            "causal": options.get("causal", False),
+            "window": options.get("window"),
+            "lengths": options.get("lengths"),
+            "gates": options.get("gates"),
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "slopes": slopes,
+            "zigzag": self.zigzag,
+        }
 
 
 def split_sequence(
