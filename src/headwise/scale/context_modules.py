@@ -21,6 +21,7 @@ from ..attention.stats import HeadStats
 from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
 from .call_agreement import describe_module
+from .class_replacement import check_replaceable, replace_class
 from .context_parallel import RingOptions, ring_attend, ring_head_stats
 from .ranks import ranks_of
 from .sequence_shards import agree_on_positions
@@ -143,11 +144,15 @@ def split_sequence(
     attentions = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
     if not attentions or isinstance(module, Transformer) or any(isinstance(x, SplitAttention) for x in attentions):
         raise UnsupportedError(f"{type(module).__name__} has no self-attention whose sequence can be split")
-    ranks.agree("the module whose sequence is split", lambda: describe_module(module))
+
+    def check_and_describe() -> str:
+        for attention in attentions:
+            check_replaceable(attention, SplitSequenceAttention)
+        return describe_module(module)
+
+    ranks.agree("the module whose sequence is split", check_and_describe)
     for attention in attentions:
-        attention.__class__ = SplitSequenceAttention
-        assert isinstance(attention, SplitSequenceAttention)
-        attention.zigzag, attention.mesh, attention.timeout = zigzag, mesh, timeout
+        replace_class(attention, SplitSequenceAttention, zigzag=zigzag, mesh=mesh, timeout=timeout)
     if isinstance(module, Decoder | Encoder):
 
         def add_positions(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .autograd_collectives import sum_over_ranks
+from .class_replacement import replace_class
 from .gradients import mark_partial_gradients
 from .ranks import Ranks
 
@@ -163,9 +164,7 @@ class ColumnParallel(ParallelStyle):
             if x is not None:
                 part = ParameterPart(0, tuple(x.shape), self.local, self.owned, self.even)
                 split_parameter(module, name, part, self.ranks)
-        module.__class__ = ColumnParallelLinear
-        module.ranks, module.slots, module.shared = self.ranks, self.slots, self.shared  # type: ignore[assignment]
-        return module
+        return replace_class(module, ColumnParallelLinear, ranks=self.ranks, slots=self.slots, shared=self.shared)
 
 
 @dataclass
@@ -181,6 +180,4 @@ class RowParallel(ParallelStyle):
         shape = tuple(module.weight.shape)  # type: ignore[arg-type]
         part = ParameterPart(1, shape, self.local, self.local, self.even)
         split_parameter(module, "weight", part, self.ranks)
-        module.__class__ = RowParallelLinear
-        module.ranks, module.slots = self.ranks, self.slots  # type: ignore[assignment]
-        return module
+        return replace_class(module, RowParallelLinear, ranks=self.ranks, slots=self.slots)
