@@ -13,7 +13,7 @@ import transformers
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.inspection import run
+from headwise.inspection import encoding
 from headwise.inspection.comparison import Comparison
 from headwise.inspection.examples import EXAMPLES
 from headwise.inspection.result import KINDS, STATISTICS, Inspection
@@ -232,7 +232,7 @@ def test_inspect_refuses_or_truncates_a_text_beyond_the_positions(minilm: tuple[
 def test_inspect_refuses_a_text_whose_weights_exceed_the_memory_limit(
     minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "WEIGHTS_LIMIT", 72 * 11 * 11 * 4)
+    monkeypatch.setattr(encoding, "WEIGHTS_LIMIT", 72 * 11 * 11 * 4)
     with pytest.raises(HeadwiseError, match="has 16 tokens, BertModel takes 11 .the weights of 72 heads"):
         headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
 

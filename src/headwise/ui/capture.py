@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..attention import functional
 from ..errors import HeadwiseError, UnsupportedError
-from ..inspection import run as inspection
+from ..inspection.encoding import clean_text, encode
+from ..inspection.examples import SENTENCE
 from ..inspection.result import STATISTICS
 from ..inspection.words import Words, words
 from ..models.intervene.masking import mask_heads
@@ -137,7 +138,7 @@ class RunOptions(TypedDict, total=False):
 
 
 def run(
-    text: str = inspection.SENTENCE,
+    text: str = SENTENCE,
     model: Any = None,
     *,
     tokenizer: Any = None,
@@ -161,7 +162,7 @@ def run(
         max_tokens: a longer text is refused.
         stop: called before every attention layer; True ends the pass by raising `Stopped`.
     """
-    texts = [inspection._clean(raw) for raw in ((text,) if target is None else (text, target))]
+    texts = [clean_text(raw) for raw in ((text,) if target is None else (text, target))]
     default_name, model, tokenizer = resolve(model, tokenizer)
     name = name or default_name
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -169,7 +170,7 @@ def run(
     if target is not None and not with_decoder:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
     body, notes = (model, ()) if with_decoder else text_model(model, purpose="inspect needs", name=name)
-    encoded = [inspection.encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
+    encoded = [encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
     if with_decoder:
         encoded[1] = _decoder_inputs(encoded[1][0], model.config), encoded[1][1]
     read_texts = tuple(_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))

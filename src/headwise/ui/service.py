@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import HeadwiseError
-from ..inspection import run
+from ..inspection.examples import SENTENCE
 from ..models.loading.resolve import resolve
 from ..models.structure import sites
 from ..models.structure.text_model import text_model
@@ -32,7 +32,7 @@ class Service:
         self,
         models: Sequence[str] | Mapping[str, tuple[Any, Any]],
         *,
-        text: str = run.SENTENCE,
+        text: str = SENTENCE,
         target: str | None = None,
         scores: Any = None,
         longest: int = MOST_CHARACTERS,
