@@ -122,11 +122,11 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
 
 
 def _picture(result: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
-    from ..ui.figure import save
+    from ..ui.figure import save_figure
 
     if ending == ".svg" and path.suffix.lower() != ending:
         raise HeadwiseError(f"--svg writes {ending}, got {str(path)!r}; name it so")
-    save(result, path, head=head, statistic=stat)
+    save_figure(result, path, head=head, statistic=stat)
     echo(f"wrote {path}", err=True)
 
 

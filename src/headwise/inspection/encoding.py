@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..errors import HeadwiseError
-from ..models.structure.config_sizes import head_count, max_positions
+from ..models.structure import head_count, max_positions
 from .words import unknown_pieces
 
 LISTED_UNKNOWN = 5  # unknown words that a note names

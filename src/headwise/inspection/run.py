@@ -12,8 +12,7 @@ from ..attention.stats import HeadStats, stats_from_weights
 from ..errors import UnsupportedError
 from ..models.loading.resolve import resolve
 from ..models.structure.text_model import text_model
-from ..models.watching.output_attentions import output_attentions
-from ..models.watching.watcher import watch
+from ..models.watching import output_attentions, watch
 from .comparison import Comparison
 from .encoding import clean_text, encode
 from .examples import SENTENCE

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..card.card import Card
+from ..card import Card, Counts, Layer
 from ..card.cost import bits, pairs
-from ..card.types import Counts, Layer
 from ..errors import HeadwiseError, UnsupportedError
 from .head_plan import HeadPlan, all_reduce_bytes, rank_counts
 from .sequence_plan import SequencePlan

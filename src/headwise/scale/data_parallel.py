@@ -20,14 +20,14 @@ from torch import nn
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
 from ..models.loading.resolve import resolve
+from ..prune import HeadScores
 from ..prune.attention_layers import UNITS
-from ..prune.head_scores import HeadScores
 from ..prune.importance import importance as importance_of
 from ..prune.importance import merge_examples
 from ..prune.registry import scores as registered_scores
-from ..roles.atlas.build import atlas as atlas_of
+from ..roles.atlas import Atlas
+from ..roles.atlas import atlas as atlas_of
 from ..roles.atlas.file_format import SUMS
-from ..roles.atlas.result import Atlas
 from .ranks import ranks_of
 from .run_folder import run_folder, sync_files
 from .score_checkpoint import ScoreCheckpoint

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
-from ..prune.head_scores import HeadScores
+from ..prune import HeadScores
 from .ranks import Ranks
 
 EVERY = 30.0  # seconds between checkpoints

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UnsupportedError
-from ..prune.recovery import recover as recover_of
-from ..prune.training_group import TrainingGroup
+from ..prune import TrainingGroup
+from ..prune import recover as recover_of
 from .head_plan import even_ranges
 from .ranks import Ranks, ranks_of
 

@@ -19,16 +19,11 @@ from torch import Tensor, nn
 from ..card import read
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
-from ..models.intervene.changes import HeadChange, head_changes
-from ..models.intervene.masking import MaskedHeads
-from ..models.loading.loader import load
-from ..models.loading.locate import DEFAULT, directory
-from ..models.structure.heads import input_width, query_heads, w_o
-from ..models.structure.sites import Site, attention_sites, check_watchable, require_sites
-from ..models.watching.layers import HeadRows, Layer, Links
-from ..models.watching.request import Request, WatchOptions
-from ..models.watching.watcher import Watch
-from ..models.watching.watcher import watch as watch_one
+from ..models.intervene import HeadChange, MaskedHeads, head_changes
+from ..models.loading import DEFAULT, directory, load
+from ..models.structure import Site, attention_sites, check_watchable, input_width, query_heads, require_sites, w_o
+from ..models.watching import HeadRows, Layer, Links, Request, Watch, WatchOptions
+from ..models.watching import watch as watch_one
 from .head_gather import gather_stats
 from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of

@@ -13,19 +13,13 @@ from torch import Tensor
 
 from ..attention import functional
 from ..errors import HeadwiseError, UnsupportedError
-from ..inspection.encoding import clean_text, encode
-from ..inspection.examples import SENTENCE
-from ..inspection.result import STATISTICS
+from ..inspection import SENTENCE, STATISTICS, clean_text, encode
 from ..inspection.words import Words, words
-from ..models.intervene.masking import mask_heads
+from ..models.intervene import mask_heads
 from ..models.loading.resolve import resolve
-from ..models.structure.heads import w_o
-from ..models.structure.sites import Site, attention_sites
+from ..models.structure import Site, attention_sites, w_o
 from ..models.structure.text_model import text_model
-from ..models.watching.call_reader import Reading
-from ..models.watching.eager import EagerReading
-from ..models.watching.layers import Layer
-from ..models.watching.watcher import Watch, watch
+from ..models.watching import EagerReading, Layer, Reading, Watch, watch
 
 BLOCK = 1 << 20  # weights in memory at once, of all heads of a layer together: about the cache of a core
 Off = Mapping[tuple[str, int], Sequence[int]]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..inspection.result import PRONOUNS, STATISTICS, Inspection
-from ..models.watching.call_reader import Reading
+from ..inspection import PRONOUNS, STATISTICS, Inspection
+from ..models.watching import Reading
 from . import capture, pack
 from .baseline import EqualAttention
 from .capture import LayerRecord, Pass, Text

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..errors import HeadwiseError
-from ..inspection.examples import SENTENCE
+from ..inspection import SENTENCE
 from ..models.loading.resolve import resolve
 from . import bundle, capture, page
 from .capture import Pass, RunOptions, Stopped

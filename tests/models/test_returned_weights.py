@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from headwise.models.watching.output_attentions import output_attentions
+from headwise.models.watching.returned_weights import output_attentions
 
 UNIFORM = torch.full((1, 5, 7, 7), 1 / 7)
 
