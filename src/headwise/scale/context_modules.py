@@ -180,19 +180,19 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout:
         >>> optimizer.step()
     """
     ranks = ranks_of(mesh, timeout)
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
 
     def describe_parameters() -> str:
-        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in named.items()]
+        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in parameters.items()]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"a {type(module).__name__} of {len(lines)} parameters, digest {digest}"
 
     ranks.agree("the gradients to sum", describe_parameters)
-    if ranks.count == 1 or not named:
+    if ranks.count == 1 or not parameters:
         return
-    holders = torch.tensor([x.grad is not None for x in named.values()], dtype=torch.int32, device=ranks.device)
+    holders = torch.tensor([x.grad is not None for x in parameters.values()], dtype=torch.int32, device=ranks.device)
     ranks.all_reduce(holders, "the number of ranks with gradients")
-    for count, (name, x) in zip(holders.tolist(), named.items(), strict=True):
+    for count, (name, x) in zip(holders.tolist(), parameters.items(), strict=True):
         if count:
             x.grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
             ranks.all_reduce(x.grad, f"the gradient of {name}")

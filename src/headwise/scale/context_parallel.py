@@ -27,7 +27,7 @@ from .agreement import describe_tensor
 from .exchange import Block, Channel, GradientExchange, KeyValueExchange, Step
 from .partial_attention import PartOptions
 from .ranks import Ranks, ranks_of
-from .sequence_shards import checked_plan
+from .sequence_shards import plan_of_counts
 
 
 class RingOptions(TypedDict, total=False):
@@ -115,19 +115,19 @@ def ring_head_stats(
         >>> stats["entropy"]  # (Hq,), over all tokens
     """
     call = _agree_on_call(q, k, v, ranks_of(mesh, timeout), options)
-    sinks, named = options.get("sinks"), dict(classes or {})
+    sinks, class_masks = options.get("sinks"), dict(classes or {})
 
     def describe_classes() -> str:
-        build_request(q, sizes(q, k, v), queries, named)
-        return ", ".join(named) or "none"
+        build_request(q, sizes(q, k, v), queries, class_masks)
+        return ", ".join(class_masks) or "none"
 
     call.ranks.agree("the classes of keys", describe_classes)
     with torch.no_grad(), call.ranks.share_failures("the statistics of a split sequence"):
-        out, _, rows = call.forward(q, k, v, sinks, named)
+        out, _, rows = call.forward(q, k, v, sinks, class_masks)
         assert rows is not None
         if sinks is not None:
             rows = partial_attention.rebase_rows(rows, blockwise.row_maximum(rows.largest, sinks))
-        stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, named))
+        stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, class_masks))
         totals = torch.stack([*stats.sums.values(), stats.count])
         call.ranks.all_reduce(totals, "the sum of statistics")
     *sums, count = totals.unbind()
@@ -155,7 +155,7 @@ def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingO
         slopes=options.get("slopes"),
         lengths=options.get("lengths"),
     )
-    return ContextParallelCall(Channel(ranks, checked_plan(counts, left, right, _zigzag(options))), parts)
+    return ContextParallelCall(Channel(ranks, plan_of_counts(counts, left, right, _zigzag(options))), parts)
 
 
 def _check_and_describe(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> str:
@@ -244,9 +244,9 @@ class ContextParallelCall:
                     part_out, part_lse = partial_attention.attend_part(q[index], block.k, block.v, call)
                 else:
                     flags = [] if block.classes is None else block.classes.bool().unbind(1)
-                    named = dict(zip(classes or {}, flags, strict=True))
+                    class_masks = dict(zip(classes or {}, flags, strict=True))
                     part_out, part_lse, part_rows = partial_attention.attend_part_with_stats(
-                        q[index], block.k, block.v, call, first - keys.start, named
+                        q[index], block.k, block.v, call, first - keys.start, class_masks
                     )
                     _write_rows(rows, index, partial_attention.join_rows(_read_rows(rows, index), part_rows))
                 partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
@@ -281,9 +281,9 @@ def _read_rows(rows: RowSums, index: Any) -> RowSums:
     return RowSums(*(getattr(rows, name)[index] for name in RowSums.__dataclass_fields__))
 
 
-def _write_rows(rows: RowSums, index: Any, new: RowSums) -> None:
+def _write_rows(rows: RowSums, index: Any, values: RowSums) -> None:
     for name in RowSums.__dataclass_fields__:
-        getattr(rows, name)[index] = getattr(new, name)
+        getattr(rows, name)[index] = getattr(values, name)
 
 
 class _ContextParallelAttention(torch.autograd.Function):

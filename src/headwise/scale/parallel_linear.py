@@ -36,7 +36,7 @@ class ParameterPart:
     mesh: DeviceMesh | None = None
     mixed: bool = False  # some other parameter of the split module is a DTensor
 
-    def of(self, whole: Tensor) -> Tensor:
+    def select(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
         return whole.narrow(self.dim, self.local.start, len(self.local))
 
@@ -73,7 +73,7 @@ def split_parameter(module: nn.Module, name: str, part: ParameterPart, ranks: Ra
         assert ranks.mesh is not None
         local: Tensor = distribute_tensor(whole.detach(), ranks.mesh, [Shard(part.dim)], src_data_rank=None)
     else:
-        local = part.of(whole.detach()).clone()
+        local = part.select(whole.detach()).clone()
     module._parameters[name] = nn.Parameter(local, requires_grad=whole.requires_grad)
     setattr(module, PARTS, {**getattr(module, PARTS, {}), name: replace(part, mesh=ranks.mesh)})
 
@@ -113,9 +113,9 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         mark_gradients_of(self, self.ranks)
-        return F.linear(x, self.arranged(self.weight), self.arranged(self.bias))
+        return F.linear(x, self.arrange(self.weight), self.arrange(self.bias))
 
-    def arranged(self, parameter: Any) -> Any:
+    def arrange(self, parameter: Any) -> Any:
         """A parameter's rows in the order of the output's columns."""
         if parameter is None:
             return None

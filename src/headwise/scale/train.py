@@ -127,8 +127,8 @@ class Shards(Replicas):
         return self.model
 
     def finish(self, model: Any) -> None:
-        for parameter, trained in zip(model.parameters(), self.model.parameters(), strict=True):
-            parameter.data.copy_(self.gather(trained))
+        for parameter, shard in zip(model.parameters(), self.model.parameters(), strict=True):
+            parameter.data.copy_(self.gather(shard))
 
     def gather(self, x: Tensor) -> Tensor:
         return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()

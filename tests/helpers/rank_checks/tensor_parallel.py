@@ -55,7 +55,7 @@ def check_gradients(whole: Any, split: Any) -> None:
         if x.grad is None:
             assert split_x.grad is None, name
             continue
-        want = parts[name].of(x.grad) if name in parts else x.grad
+        want = parts[name].select(x.grad) if name in parts else x.grad
         torch.testing.assert_close(local_tensor(split_x.grad), want, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -63,7 +63,7 @@ def check_weights(whole: Any, split: Any) -> None:
     """Each rank has its part of the whole's."""
     others, parts = dict(split.named_parameters()), parameter_parts(split)
     for name, x in whole.named_parameters():
-        assert torch.equal(local_tensor(others[name]), parts[name].of(x) if name in parts else x), name
+        assert torch.equal(local_tensor(others[name]), parts[name].select(x) if name in parts else x), name
 
 
 def check_attention(name: str) -> None:
