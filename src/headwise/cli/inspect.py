@@ -183,15 +183,15 @@ def _drawing(
 
     if isinstance(result, Comparison):
         if head is None:
-            return terminal.comparison(result, width, colour=colour, statistic=stat)
-        return Group(*(terminal.matrix(one, head, width, colour=colour) for one in (result.first, result.second)))
+            return terminal.draw_comparison(result, width, colour=colour, statistic=stat)
+        return Group(*(terminal.draw_matrix(one, head, width, colour=colour) for one in (result.first, result.second)))
     parts: list[RenderableType] = []
     if head is not None:
-        parts.append(terminal.matrix(result, head, width, colour=colour))
+        parts.append(terminal.draw_matrix(result, head, width, colour=colour))
     if ranked:
-        parts += [Text()] * bool(parts) + [terminal.ranking(result)]
+        parts += [Text()] * bool(parts) + [terminal.draw_ranking(result)]
     if not parts:
-        parts.append(terminal.overview(result, width, colour=colour, statistic=stat))
+        parts.append(terminal.draw_overview(result, width, colour=colour, statistic=stat))
     return Group(*parts, *_roles(result, head))
 
 

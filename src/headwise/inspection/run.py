@@ -57,33 +57,35 @@ def inspect(
     name, model, tokenizer = resolve(model, tokenizer)
     body, notes = text_model(model, purpose="inspect needs", name=name)
 
-    def inspect_one(text: str) -> Inspection:
-        encoded, cut = encode(text, name, body, tokenizer, truncate)
-        whole, shown = words(text, encoded, tokenizer), words(text, encoded, tokenizer, pieces=pieces)
-        unjoined = () if pieces or "offset_mapping" in encoded else (NO_OFFSETS,)
-        observed = _observe(body, encoded, whole, shown)
-        return Inspection(text=text, model=name, notes=(*notes, *cut, *unjoined), follow=follow, **observed)
+    def inspect_text(text: str) -> Inspection:
+        encoded, limit_notes = encode(text, name, body, tokenizer, truncate)
+        all_words, shown_words = words(text, encoded, tokenizer), words(text, encoded, tokenizer, pieces=pieces)
+        offset_notes = () if pieces or "offset_mapping" in encoded else (NO_OFFSETS,)
+        observations = _observe(body, encoded, all_words, shown_words)
+        return Inspection(
+            text=text, model=name, notes=(*notes, *limit_notes, *offset_notes), follow=follow, **observations
+        )
 
-    first, *second = map(inspect_one, texts)
+    first, *second = map(inspect_text, texts)
     for word in follow:
         first.find(word)
     return Comparison(first, *second) if second else first
 
 
-def _observe(model: Any, encoded: Any, whole: Words, shown: Words) -> dict[str, Any]:
+def _observe(model: Any, encoded: Any, all_words: Words, shown_words: Words) -> dict[str, Any]:
     """Run the model: per layer its weights between words, and its statistics over tokens."""
     ids = torch.tensor([encoded["input_ids"]], device=model.device)
     delimiter = torch.zeros(ids.shape, dtype=torch.bool)
-    for mark, group in zip(whole.delimiter, whole.pieces, strict=True):
-        delimiter[0, list(group)] = mark
+    for is_delimiter, group in zip(all_words.delimiter, all_words.pieces, strict=True):
+        delimiter[0, list(group)] = is_delimiter
     layers = _run_layers(model, ids, delimiter)
     visible = [np.any(weights, axis=0, keepdims=False) for _, weights, _ in layers]  # (T, T): weight in some head
     return {
-        "words": shown,
+        "words": shown_words,
         "layers": tuple(index for index, _, _ in layers),
-        "weights": tuple(shown.merge(weights) for _, weights, _ in layers),
+        "weights": tuple(shown_words.merge(weights) for _, weights, _ in layers),
         "stats": {name: _stack([stats[name] for _, _, stats in layers]) for name in STATISTICS},
-        "equal": _equal(visible, delimiter[0].numpy()),
+        "equal": _equal_attention(visible, delimiter[0].numpy()),
         "causal": not any(np.triu(layer, 1).any() for layer in visible) and len(ids[0]) > 1,
         "tokens": len(ids[0]),
     }
@@ -93,14 +95,14 @@ def _run_layers(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[
     """Per layer: its number, its weights (H, T, T) and its statistics (H,)."""
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     try:
-        watching = watch(model, weights=True, classes={"delimiter": delimiter})
+        observer = watch(model, weights=True, classes={"delimiter": delimiter})
     except UnsupportedError:
         attentions = output_attentions(model, inputs)
         if attentions is None:
             raise
         arrays = [_array(layer[0]) for layer in attentions]
         return [(i, layer, statistics_of_weights(layer, delimiter[0].numpy())) for i, layer in enumerate(arrays)]
-    with torch.no_grad(), watching as seen:
+    with torch.no_grad(), observer as seen:
         model(**inputs)
     kinds = sorted({layer.kind for layer in seen.layers})
     if len(kinds) > 1:
@@ -111,8 +113,8 @@ def _run_layers(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[
 
 
 def _statistics_of(stats: HeadStats) -> dict[str, np.ndarray]:
-    plain = stats.numpy()
-    return {name: plain.share(name) if name == "delimiter" else plain[name] for name in STATISTICS}
+    arrays = stats.numpy()
+    return {name: arrays.share(name) if name == "delimiter" else arrays[name] for name in STATISTICS}
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -120,18 +122,21 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return array
 
 
-def statistics_of_weights(w: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
+def statistics_of_weights(weights: np.ndarray, delimiter: np.ndarray) -> dict[str, np.ndarray]:
     """Weights (H, T, T) -> the statistics of each head, (H,): means over the queries, as HeadStats defines them."""
     stats = stats_from_weights(
-        w[None], classes={"delimiter": delimiter[None]}, visible=w[None] >= 0, first=np.arange(w.shape[-1])[None] == 0
+        weights[None],
+        classes={"delimiter": delimiter[None]},
+        visible=weights[None] >= 0,
+        first=np.arange(weights.shape[-1])[None] == 0,
     )
     return {name: np.asarray(stats.share(name) if name == "delimiter" else stats[name]) for name in STATISTICS}
 
 
-def _equal(visible: list[Any], delimiter: np.ndarray) -> dict[str, np.ndarray]:
+def _equal_attention(visible: list[Any], delimiter: np.ndarray) -> dict[str, np.ndarray]:
     """name -> (L,): the statistics of a head with equal weights on all visible tokens. visible: per layer (T, T)."""
-    equal = [layer / np.maximum(layer.sum(-1, keepdims=True), 1) for layer in visible]
-    rows = [statistics_of_weights(weights[None], delimiter) for weights in equal]
+    weights_per_layer = [layer / np.maximum(layer.sum(-1, keepdims=True), 1) for layer in visible]
+    rows = [statistics_of_weights(weights[None], delimiter) for weights in weights_per_layer]
     return {name: np.array([row[name][0] for row in rows]) for name in STATISTICS}
 
 
