@@ -33,8 +33,8 @@ from .parallel_linear import (
     ParameterPart,
     RowParallel,
     RowParallelLinear,
+    SplitModule,
     local_tensor,
-    mark_gradients_of,
     mark_mixed,
     select_rows,
     split_parameter,
@@ -42,14 +42,13 @@ from .parallel_linear import (
 from .ranks import Ranks, ranks_of
 
 
-class SplitAttention(MultiHeadAttention):
+class SplitAttention(SplitModule, MultiHeadAttention):
     """MultiHeadAttention of which this rank holds some heads: the same calls, and the same results on every rank.
 
     `heads` are this rank's, `plan.heads` the whole layer's. Gates, masks and head numbers are the whole layer's.
     """
 
     plan: HeadPlan
-    ranks: Ranks
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
     @property
@@ -60,7 +59,7 @@ class SplitAttention(MultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> Any:
         """As MultiHeadAttention.forward."""
-        mark_gradients_of(self, self.ranks)  # of its sinks
+        self.mark_own_gradients()  # of its sinks
         with _dropout_per_rank(self.ranks, self.training and self.dropout > 0):
             result = super().forward(query, key, value, **options)
         if not options.get("need_weights"):
@@ -250,16 +249,18 @@ def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
         "W_O": RowParallel(ranks, query, even, _to_device(query_slots, device)),
     }
     parallelize_module(part, ranks.mesh, styles)
-    if part.sinks is not None:
-        sinks = ParameterPart(0, (part.heads.query,), share.query, share.query, False)
-        split_parameter(part, "sinks", sinks, ranks)
     for norm in filter(None, (part.q_norm, part.k_norm)):
         replace_class(norm, _norm_class(norm), ranks=ranks)
     if isinstance(part.position, Alibi):
         slopes = part.position.for_heads(part.heads.query)
         part.position = Alibi(tuple(slopes[head] for head in share.query) or (0.0,))
+    has_sinks, head_count = part.sinks is not None, part.heads.query
     local_heads, head_numbers = share.local_heads(part.heads), torch.tensor([*share.query] or [0])
-    replace_class(part, SplitAttention, plan=plan, ranks=ranks, heads=local_heads, _head_numbers=head_numbers)
+    split = replace_class(
+        part, SplitAttention, plan=plan, ranks=ranks, own_parts={}, heads=local_heads, _head_numbers=head_numbers
+    )
+    if has_sinks:
+        split_parameter(split, "sinks", ParameterPart(0, (head_count,), share.query, share.query, False))
 
 
 def _split_feed_forward(part: FeedForward, ranks: Ranks) -> None:
