@@ -26,6 +26,8 @@ LAYERS = (
     ("cli", "__main__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# other layers reach transformers' models through `models`
+TRANSFORMERS = ("models", "scale", "lab", "bench")
 # the root reaches every layer that has public names, so only those below all of them may lean on it
 BELOW_ROOT = ("bench", "cli", "__main__")
 
@@ -66,6 +68,18 @@ def files() -> list[Path]:
 @pytest.mark.parametrize("path", files(), ids=str)
 def test_imports_point_upwards(path: Path) -> None:
     assert violations((PACKAGE / path).read_text(encoding="utf-8"), path) == []
+
+
+def test_transformers_is_imported_only_in_layers_that_need_it() -> None:
+    importing = {path.parts[0] for path in files() if _imports_transformers(PACKAGE / path)}
+    assert importing == set(TRANSFORMERS)
+
+
+def _imports_transformers(path: Path) -> bool:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return any(name.split(".")[0] == "transformers" for name in names)
 
 
 def test_the_package_was_found() -> None:

@@ -13,7 +13,8 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
 
     Args:
         package: its `__name__`.
-        modules: public name -> the module of the package that defines it, such as {"race": "race"}.
+        modules: public name -> the module of the package that defines it. The name is not that of a module of the
+            package: importing that module would put it in the name's place.
 
     Example:
         >>> __getattr__, __dir__ = lazy_names(__name__, {"recover": "recovery"})

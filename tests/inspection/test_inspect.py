@@ -13,7 +13,7 @@ import transformers
 
 import headwise
 from headwise.errors import HeadwiseError, UnsupportedError
-from headwise.inspection import run
+from headwise.inspection import encoding
 from headwise.inspection.comparison import Comparison
 from headwise.inspection.examples import EXAMPLES
 from headwise.inspection.result import KINDS, STATISTICS, Inspection
@@ -56,7 +56,7 @@ def test_the_pronoun_of_the_default_sentence_attends_to_animal(animal: Inspectio
     target = animal.find("animal")
     best = [(link.name, round(link.weight, 2)) for link in animal.links(place) if link.target == target][:2]
     assert best == [("3.1", 0.68), ("5.11", 0.67)]
-    assert animal.followed() == [(place, "a pronoun; token= follows another word")]
+    assert animal.followed_words() == [(place, "a pronoun; token= follows another word")]
     previous, *others = animal.standouts(KINDS[0])
     assert (previous.kind.name, previous.name, others) == ("previous token", "0.2", [])
 
@@ -166,7 +166,7 @@ def test_inspect_of_a_real_decoder() -> None:
     assert isinstance(result, Inspection)
     assert result.causal and result.words.names == (*ANIMAL[:-1].split(), ".")
     np.testing.assert_allclose(np.stack(result.weights), result.words.merge(eager(folder, ANIMAL)), atol=2e-4)
-    [(place, _)] = result.followed()
+    [(place, _)] = result.followed_words()
     assert result.words.names[place] == "it"
     assert result.words.names[result.links(place)[0].target] == "animal"
 
@@ -232,7 +232,7 @@ def test_inspect_refuses_or_truncates_a_text_beyond_the_positions(minilm: tuple[
 def test_inspect_refuses_a_text_whose_weights_exceed_the_memory_limit(
     minilm: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "WEIGHTS_LIMIT", 72 * 11 * 11 * 4)
+    monkeypatch.setattr(encoding, "WEIGHTS_LIMIT", 72 * 11 * 11 * 4)
     with pytest.raises(HeadwiseError, match="has 16 tokens, BertModel takes 11 .the weights of 72 heads"):
         headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1])
 
@@ -266,7 +266,7 @@ def test_the_default_followed_word_and_its_reason(
 ) -> None:
     result = headwise.inspect(text, minilm[0], tokenizer=minilm[1])
     assert isinstance(result, Inspection)
-    [(place, reason)] = result.followed()
+    [(place, reason)] = result.followed_words()
     assert reason.startswith(why)
     if word:
         assert result.words.names[place] == word or text == "..."
@@ -276,7 +276,7 @@ def test_the_default_followed_word_and_its_reason(
 def test_without_a_pronoun_the_word_of_the_strongest_link_is_followed(minilm: tuple[Any, Any]) -> None:
     result = headwise.inspect("The cat sat on the mat", minilm[0], tokenizer=minilm[1])
     assert isinstance(result, Inspection)
-    [(place, _)] = result.followed()
+    [(place, _)] = result.followed_words()
     content = [i for i, mark in enumerate(result.words.delimiter) if not mark]
     far = {
         (i, j): max(layer[:, i, j].max() for layer in result.weights)
@@ -308,7 +308,7 @@ def test_comparison_of_two_texts_of_equal_length(minilm: tuple[Any, Any]) -> Non
     assert first.name == "3.1" and first.first is not None and first.second is not None
     place = two.first.find("it")
     rows = two.first.matrix("3.1")[place], two.second.matrix("3.1")[place]
-    assert first.moved == pytest.approx(abs(rows[0] - rows[1]).sum() / 2)
+    assert first.moved_share == pytest.approx(abs(rows[0] - rows[1]).sum() / 2)
     np.testing.assert_allclose(two.difference("entropy"), two.second.stats["entropy"] - two.first.stats["entropy"])
     assert "second text" in str(two) and "moved" in str(two)
     json.dumps(two.to_json())
@@ -317,9 +317,9 @@ def test_comparison_of_two_texts_of_equal_length(minilm: tuple[Any, Any]) -> Non
 def test_comparison_of_two_texts_of_different_length(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against="The cat slept because it was tired.")
     assert isinstance(two, Comparison) and not two.aligned
-    here, there, _ = two.followed()
+    here, there, _ = two.followed_words()
     assert two.first.words.names[here] == two.second.words.names[there] == "it"
-    assert two.turns()[0].moved is None
+    assert two.turns()[0].moved_share is None
     assert "the texts differ in their number of words" in str(two)
     changes = [abs(change.difference) for change in two.changes()]
     assert changes == sorted(changes, reverse=True) and len(changes) == 72
@@ -349,5 +349,5 @@ def test_bundled_examples_contain_the_words_they_follow(name: str, minilm: tuple
     example = EXAMPLES[name]
     result = headwise.inspect(example.text, minilm[0], tokenizer=minilm[1], token=example.follow)
     assert isinstance(result, Inspection)
-    assert len(result.followed()) == max(len(example.follow), 1)
+    assert len(result.followed_words()) == max(len(example.follow), 1)
     assert example.text in str(result)

@@ -172,7 +172,7 @@ def test_a_picture_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
     found = headwise.inspect(ANIMAL, "minilm")
     with pytest.raises(headwise.HeadwiseError, match="cannot be written: No space left on device"):
-        figure.save(found, tmp_path / "x.png")
+        figure.save_figure(found, tmp_path / "x.png")
     assert list(tmp_path.iterdir()) == []
 
 

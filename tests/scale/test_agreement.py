@@ -14,21 +14,21 @@ from headwise.scale.agreement import (
     SIZE,
     Record,
     describe_arguments,
+    describe_difference,
     describe_tensor,
-    difference,
     floating_tensors,
     sketch,
 )
 
 
 def records(*values: torch.Tensor) -> list[Record]:
-    return [Record.unpacked(Record.of(FINE, "a call", 3, {"x": x}).packed()) for x in values]
+    return [Record.unpack(Record.of(FINE, "a call", 3, {"x": x}).pack()) for x in values]
 
 
 def test_a_record_survives_packing_into_a_fixed_number_of_bytes() -> None:
     record = Record.of(FINE, "é" * 1000, -7, {"x": torch.ones(3)})
-    unpacked = Record.unpacked(record.packed())
-    assert len(record.packed()) == SIZE and record.text.startswith(unpacked.text) and len(unpacked.text) > 100
+    unpacked = Record.unpack(record.pack())
+    assert len(record.pack()) == SIZE and record.text.startswith(unpacked.text) and len(unpacked.text) > 100
     assert (unpacked.status, unpacked.digest, unpacked.number, unpacked.sketches) == (
         FINE,
         record.digest,
@@ -42,13 +42,13 @@ def test_records_differ_by_values_but_not_by_rounding(dtype: torch.dtype) -> Non
     x = torch.randn(3, 7, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rounded = (x * (1 + torch.finfo(dtype).eps * torch.rand(x.shape, dtype=torch.float64))).to(dtype)
     named = {"x": x.to(dtype)}
-    assert difference(records(x.to(dtype), rounded), named) == ""
+    assert describe_difference(records(x.to(dtype), rounded), named) == ""
     for other in (-x, x + 0.3, x.roll(1, 0), x.roll(1, 1), x.roll(1, 2), x.flip(2), 1.1 * x, 0 * x):
         message = f"the values of x {describe_tensor(named['x'])} on rank 1 are not those on rank 0"
-        assert difference(records(x.to(dtype), other.to(dtype)), named) == message
+        assert describe_difference(records(x.to(dtype), other.to(dtype)), named) == message
     one = x.clone()
     one[2, 5, 3] += 2
-    assert difference(records(x.to(dtype), x.to(dtype), one.to(dtype)), named).endswith(
+    assert describe_difference(records(x.to(dtype), x.to(dtype), one.to(dtype)), named).endswith(
         "on rank 2 are not those on rank 0"
     )
 
@@ -59,15 +59,17 @@ def test_records_differ_by_masks_of_huge_and_infinite_values() -> None:
         mask[1:3, 2:] = least
         moved, other = mask.roll(1, 0), mask.clone()
         other[4, 6] = 0.5
-        assert difference(records(mask, mask.clone()), {"x": mask}) == ""
-        assert difference(records(mask, moved), {"x": mask}) and difference(records(mask, other), {"x": mask})
+        assert describe_difference(records(mask, mask.clone()), {"x": mask}) == ""
+        assert describe_difference(records(mask, moved), {"x": mask}) and describe_difference(
+            records(mask, other), {"x": mask}
+        )
 
 
 def test_records_differ_by_the_last_of_more_tensors_than_slots() -> None:
     values = {f"x{n}": torch.full((3,), 1.0 + n) for n in range(11)}
     other = {**values, "x10": torch.full((3,), 5.0)}
     pair = [Record.of(FINE, "", 0, x) for x in (values, other)]
-    assert difference(pair, values) and not difference([pair[0], pair[0]], values)
+    assert describe_difference(pair, values) and not describe_difference([pair[0], pair[0]], values)
 
 
 def test_sketches_of_empty_and_meta_tensors_are_zero() -> None:

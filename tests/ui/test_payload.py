@@ -14,13 +14,13 @@ import torch
 import transformers
 
 import headwise
-from headwise.inspection import run as inspection
+from headwise.inspection.examples import SENTENCE
 from headwise.models.structure.heads import w_o
 from headwise.models.structure.sites import attention_sites
 from headwise.ui import capture, overlays, pack, page, payload
 from helpers import small_checkpoints
 
-ANIMAL = inspection.SENTENCE
+ANIMAL = SENTENCE
 
 
 def decoded(text: str, kind: str = "<f4") -> np.ndarray:

@@ -13,8 +13,9 @@ other in one direction:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .card import Card as Card
@@ -23,27 +24,22 @@ if TYPE_CHECKING:
     from .differences import Diff as Diff
     from .differences import diff as diff
     from .reading import read as read
+    from .types import Counts as Counts
+    from .types import Layer as Layer
+    from .types import Part as Part
 
 # Imported on first use: a command that reads one card needs neither the comparison nor the design help.
-_WHERE = {
+_MODULES = {
     "Card": "card",
+    "Counts": "types",
     "Diff": "differences",
+    "Layer": "types",
     "Option": "designs",
+    "Part": "types",
     "design": "designs",
     "diff": "differences",
     "read": "reading",
 }
 
-__all__ = ["Card", "Diff", "Option", "design", "diff", "read"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'headwise.card' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = [*_MODULES]
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -122,11 +122,11 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
 
 
 def _picture(result: Inspection | Comparison, path: Path, ending: str, head: str | None, stat: str) -> None:
-    from ..ui.figure import save
+    from ..ui.figure import save_figure
 
     if ending == ".svg" and path.suffix.lower() != ending:
         raise HeadwiseError(f"--svg writes {ending}, got {str(path)!r}; name it so")
-    save(result, path, head=head, statistic=stat)
+    save_figure(result, path, head=head, statistic=stat)
     echo(f"wrote {path}", err=True)
 
 
@@ -183,15 +183,15 @@ def _drawing(
 
     if isinstance(result, Comparison):
         if head is None:
-            return terminal.comparison(result, width, colour=colour, statistic=stat)
-        return Group(*(terminal.matrix(one, head, width, colour=colour) for one in (result.first, result.second)))
+            return terminal.draw_comparison(result, width, colour=colour, statistic=stat)
+        return Group(*(terminal.draw_matrix(one, head, width, colour=colour) for one in (result.first, result.second)))
     parts: list[RenderableType] = []
     if head is not None:
-        parts.append(terminal.matrix(result, head, width, colour=colour))
+        parts.append(terminal.draw_matrix(result, head, width, colour=colour))
     if ranked:
-        parts += [Text()] * bool(parts) + [terminal.ranking(result)]
+        parts += [Text()] * bool(parts) + [terminal.draw_ranking(result)]
     if not parts:
-        parts.append(terminal.overview(result, width, colour=colour, statistic=stat))
+        parts.append(terminal.draw_overview(result, width, colour=colour, statistic=stat))
     return Group(*parts, *_roles(result, head))
 
 

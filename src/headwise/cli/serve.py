@@ -37,7 +37,7 @@ def command(
 
     Type a sentence, choose a model, switch heads off.
     """
-    from ..inspection.run import SENTENCE
+    from ..inspection.examples import SENTENCE
     from ..ui.overlays import read_overlays
     from ..ui.server import serve as run
     from ..ui.service import Service

@@ -1,4 +1,7 @@
-"""One text through a model: what every head does with it, as values and in the terminal."""
+"""One text through a model: what every head does with it, as values and in the terminal.
+
+A function with the name of its module: `words.words`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ from ..lazy import lazy_names
 
 if TYPE_CHECKING:
     from .comparison import Comparison as Comparison
+    from .encoding import clean_text as clean_text
+    from .encoding import encode as encode
     from .examples import EXAMPLES as EXAMPLES
+    from .examples import SENTENCE as SENTENCE
     from .examples import Example as Example
+    from .result import PRONOUNS as PRONOUNS
     from .result import STATISTICS as STATISTICS
     from .result import Inspection as Inspection
     from .result import Link as Link
@@ -22,8 +29,12 @@ _MODULES = {
     "Example": "examples",
     "Inspection": "result",
     "Link": "result",
+    "PRONOUNS": "result",
+    "SENTENCE": "examples",
     "STATISTICS": "result",
     "Words": "words",
+    "clean_text": "encoding",
+    "encode": "encoding",
     "inspect": "run",
 }
 

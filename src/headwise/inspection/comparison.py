@@ -44,7 +44,7 @@ class Turn:
     head: int
     first: Link | None
     second: Link | None
-    moved: float | None  # half the sum of absolute differences over words; None where the texts differ in length
+    moved_share: float | None  # half the sum of absolute differences over words; None where the texts differ in length
 
     @property
     def name(self) -> str:
@@ -63,33 +63,34 @@ class Comparison:
         """Whether the texts have the same number of words, so that word i of one corresponds to word i of the other."""
         return len(self.first.words.names) == len(self.second.words.names)
 
-    def followed(self) -> tuple[int, int, str]:
+    def followed_words(self) -> tuple[int, int, str]:
         """The words that are followed in both, and why: the same word where both have it."""
-        place, why = self.first.followed()[0]
+        place, reason = self.first.followed_words()[0]
         if self.aligned:
-            return place, place, why
+            return place, place, reason
         requested = self.first.follow[0] if self.first.follow else None
         try:
-            return place, self.second.find(requested or self.first.words.names[place]), why
+            return place, self.second.find(requested or self.first.words.names[place]), reason
         except HeadwiseError:
             if requested:
                 raise
-            return place, self.second.followed()[0][0], why
+            return place, self.second.followed_words()[0][0], reason
 
     def turns(self) -> list[Turn]:
         """Every head's links from the followed word, those with the strongest and most moved links first."""
-        here, there, _ = self.followed()
-        first = {(link.layer, link.head): link for link in reversed(self.first.links(here))}
-        second = {(link.layer, link.head): link for link in reversed(self.second.links(there))}
+        first_place, second_place, _ = self.followed_words()
+        first = {(link.layer, link.head): link for link in reversed(self.first.links(first_place))}
+        second = {(link.layer, link.head): link for link in reversed(self.second.links(second_place))}
         turns = [
-            Turn(*head, first.get(head), second.get(head), self._moved(head, here, there)) for head in self.first.heads
+            Turn(*head, first.get(head), second.get(head), self._moved_share(head, first_place, second_place))
+            for head in self.first.heads
         ]
         return sorted(turns, key=_rank)
 
-    def _moved(self, head: tuple[int, int], here: int, there: int) -> float | None:
+    def _moved_share(self, head: tuple[int, int], first_place: int, second_place: int) -> float | None:
         if not self.aligned:
             return None
-        return float(abs(self.first.matrix(head)[here] - self.second.matrix(head)[there]).sum() / 2)
+        return float(abs(self.first.matrix(head)[first_place] - self.second.matrix(head)[second_place]).sum() / 2)
 
     def difference(self, statistic: str) -> np.ndarray:
         """(L, H): the statistic on the second text less that on the first."""
@@ -118,7 +119,7 @@ class Comparison:
             "turns": [
                 {
                     "head": turn.name,
-                    "moved": turn.moved,
+                    "moved": turn.moved_share,
                     "first": turn.first and self.first.link_json(turn.first),
                     "second": turn.second and self.second.link_json(turn.second),
                 }
@@ -131,20 +132,20 @@ class Comparison:
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from .terminal import comparison
+        from .terminal import draw_comparison
 
-        yield comparison(self, options.max_width, colour=console.color_system is not None)
+        yield draw_comparison(self, options.max_width, colour=console.color_system is not None)
 
     def __repr__(self) -> str:
-        from .terminal import plain
+        from .terminal import render_plain
 
-        return plain(self)
+        return render_plain(self)
 
 
 def _rank(turn: Turn) -> float:
     """The smaller, the stronger a head's link is and the more of it moved."""
     strongest = max(link.weight if link else 0.0 for link in (turn.first, turn.second))
-    return -strongest * (1.0 if turn.moved is None else turn.moved)
+    return -strongest * (1.0 if turn.moved_share is None else turn.moved_share)
 
 
 def _share(text: Inspection, name: str) -> np.ndarray:

@@ -29,3 +29,5 @@ EXAMPLES = {
     ),
     "mat": Example("The cat sat on the mat", (), "What is left to see in the plainest of sentences?"),
 }
+
+SENTENCE = EXAMPLES["animal"].text  # the default text

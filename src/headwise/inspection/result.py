@@ -22,9 +22,9 @@ STATISTICS = {
     name: meaning(name)
     for name in ("entropy", "confidence", "distance", "previous", "next", "self", "first", "delimiter")
 }
-LISTED = 50  # links per followed word in JSON
-FEWEST_TOKENS = 5  # on fewer, everything is near everything
-HIGHEST = 0.95  # the largest score that a head can be expected to reach
+JSON_LINKS = 50  # links per followed word in JSON
+MIN_TOKENS = 5  # on fewer, everything is near everything
+MAX_LEVEL = 0.95  # the largest score that a head can be expected to reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +148,26 @@ class Inspection:
 
     def find(self, token: str) -> int:
         """The number of a word: "it", or "bank:2" for the second one; capitals do not matter."""
-        names = [name.casefold() for name in self.words.names]
-        wanted, which = token.casefold().strip(), 1
-        if wanted not in names and (parts := re.fullmatch(r"(.+):(\d{1,6})", wanted)):
-            wanted, which = parts[1], int(parts[2])
-        places = [place for place, name in enumerate(names) if name == wanted]
+        names = [word.casefold() for word in self.words.names]
+        name, occurrence = token.casefold().strip(), 1
+        if name not in names and (parts := re.fullmatch(r"(.+):(\d{1,6})", name)):
+            name, occurrence = parts[1], int(parts[2])
+        places = [place for place, word in enumerate(names) if word == name]
         if not places:
-            raise HeadwiseError(f"there is no word {token!r} in the text; there are {self._names()}")
-        if not 1 <= which <= len(places):
-            raise HeadwiseError(f"there is no {token!r}: {wanted!r} is in the text {_times(len(places))}")
-        return places[which - 1]
+            raise HeadwiseError(f"there is no word {token!r} in the text; there are {self._list_words()}")
+        if not 1 <= occurrence <= len(places):
+            raise HeadwiseError(f"there is no {token!r}: {name!r} is in the text {_times(len(places))}")
+        return places[occurrence - 1]
 
-    def _names(self) -> str:
+    def _list_words(self) -> str:
         names = list(dict.fromkeys(self.words.names))
         return ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
 
-    def followed(self) -> list[tuple[int, str]]:
+    def followed_words(self) -> list[tuple[int, str]]:
         """The words that are followed, and why: those requested, else a pronoun, else that of the strongest link."""
         if self.follow:
             return [(self.find(token), self._occurrence(token)) for token in self.follow]
-        content = [place for place, mark in enumerate(self.words.delimiter) if not mark]
+        content = [place for place, is_delimiter in enumerate(self.words.delimiter) if not is_delimiter]
         for place in content[1:]:
             if self.is_pronoun(place):
                 return [(place, "a pronoun; token= follows another word")]
@@ -211,8 +211,8 @@ class Inspection:
     def _targets(self, place: int, *, reach: int) -> list[int]:
         """The words that a link from a word may lead to: further away than `reach`, and no attention sinks."""
         first = 1 if self.causal else 0
-        marks = self.words.delimiter
-        return [j for j in range(first, len(marks)) if not marks[j] and abs(j - place) > reach]
+        delimiter = self.words.delimiter
+        return [j for j in range(first, len(delimiter)) if not delimiter[j] and abs(j - place) > reach]
 
     def ranking(self, source: int | str) -> list[Link]:
         """Each head's strongest link from a word, neighbours included, strongest first."""
@@ -247,9 +247,9 @@ class Inspection:
 
     def can_tell(self, kind: Kind) -> bool:
         """Whether the text is long enough to tell heads of a kind from equal attention."""
-        if self.tokens < FEWEST_TOKENS:
+        if self.tokens < MIN_TOKENS:
             return False
-        return kind.role.relative or self._level(kind) <= HIGHEST
+        return kind.role.relative or self._level(kind) <= MAX_LEVEL
 
     def _level(self, kind: Kind) -> float:
         """The score that a head of a kind needs."""
@@ -269,7 +269,7 @@ class Inspection:
             "model": self.model,
             "tokens": self.tokens,
             "words": list(names),
-            "unknown": [name for name, lost in zip(names, self.words.unknown, strict=False) if lost],
+            "unknown": [name for name, is_unknown in zip(names, self.words.unknown, strict=False) if is_unknown],
             "layers": list(self.layers),
             "causal": self.causal,
             "notes": list(self.notes),
@@ -277,11 +277,11 @@ class Inspection:
                 {
                     "word": names[place],
                     "place": place,
-                    "why": why,
+                    "why": reason,
                     "heads": [self.link_json(link) for link in self.ranking(place)],
-                    "links": [self.link_json(link) for link in self.links(place)[:LISTED]],
+                    "links": [self.link_json(link) for link in self.links(place)[:JSON_LINKS]],
                 }
-                for place, why in self.followed()
+                for place, reason in self.followed_words()
             ],
             "standouts": [
                 {
@@ -308,14 +308,14 @@ class Inspection:
         return {"head": link.name, "from": names[link.source], "to": names[link.target], "weight": link.weight}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from .terminal import overview
+        from .terminal import draw_overview
 
-        yield overview(self, options.max_width, colour=console.color_system is not None)
+        yield draw_overview(self, options.max_width, colour=console.color_system is not None)
 
     def __repr__(self) -> str:
-        from .terminal import plain
+        from .terminal import render_plain
 
-        return plain(self)
+        return render_plain(self)
 
 
 def _span(numbers: range | tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ SPACE = "␣"
 APOSTROPHES = "'’ʼ＇"
 NUMBER_MARKS = ".,"
 # scripts without spaces, where the tokenizer's own pieces are used as words
-UNSPACED = (
+UNSPACED_SCRIPTS = (
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x1000, 0x109F),  # Myanmar
     (0x1780, 0x17FF),  # Khmer
@@ -41,10 +41,10 @@ class Words:
 
     def merge(self, weights: np.ndarray) -> np.ndarray:
         """(..., T, T) of pieces -> (..., W, W): weights to a word's pieces add up, those from them are averaged."""
-        to = np.zeros((weights.shape[-1], len(self.pieces)), weights.dtype)
+        membership = np.zeros((weights.shape[-1], len(self.pieces)), weights.dtype)
         for word, pieces in enumerate(self.pieces):
-            to[list(pieces), word] = 1
-        merged: np.ndarray = (to / to.sum(0)).T @ (weights @ to)
+            membership[list(pieces), word] = 1
+        merged: np.ndarray = (membership / membership.sum(0)).T @ (weights @ membership)
         return merged
 
 
@@ -54,23 +54,25 @@ def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> W
     encoded: what a tokenizer gave for the one text, with its special_tokens_mask, and offset_mapping where it has them.
     """
     ids = list(encoded["input_ids"])
-    special = [bool(mark) for mark in encoded["special_tokens_mask"]]
-    raw = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+    special = [bool(flag) for flag in encoded["special_tokens_mask"]]
+    token_names = [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
     spans = encoded.get("offset_mapping")
     if spans is None:
-        names, groups = raw, [[i] for i in range(len(ids))]
+        names, groups = token_names, [[i] for i in range(len(ids))]
     else:
-        tight = [(0, 0) if own else _tight(text, *span) for own, span in zip(special, spans, strict=True)]
-        groups = [[i] for i in range(len(ids))] if pieces else _groups(text, tight, special)
-        names = [_name(text, group, tight, raw, whole=not pieces) for group in groups]
-    own = [special[group[0]] for group in groups]
-    lost = set(unknown_pieces(text, encoded, tokenizer))
+        stripped_spans = [
+            (0, 0) if flag else _strip_spaces(text, *span) for flag, span in zip(special, spans, strict=True)
+        ]
+        groups = [[i] for i in range(len(ids))] if pieces else _group_pieces(text, stripped_spans, special)
+        names = [_name_group(text, group, stripped_spans, token_names, whole=not pieces) for group in groups]
+    special_words = [special[group[0]] for group in groups]
+    unknown_places = set(unknown_pieces(text, encoded, tokenizer))
     return Words(
-        tuple(names),
-        tuple(map(tuple, groups)),
-        tuple(own),
-        tuple(mark or _punctuation(name) for mark, name in zip(own, names, strict=True)),
-        tuple(any(piece in lost for piece in group) for group in groups),
+        names=tuple(names),
+        pieces=tuple(map(tuple, groups)),
+        special=tuple(special_words),
+        delimiter=tuple(flag or _is_punctuation(name) for flag, name in zip(special_words, names, strict=True)),
+        unknown=tuple(any(piece in unknown_places for piece in group) for group in groups),
     )
 
 
@@ -87,7 +89,7 @@ def unknown_pieces(text: str, encoded: Any, tokenizer: Any) -> list[int]:
     ]
 
 
-def _tight(text: str, start: int, end: int) -> tuple[int, int]:
+def _strip_spaces(text: str, start: int, end: int) -> tuple[int, int]:
     """A span without the spaces around it, which tokenizers assign differently. A line break stays."""
     span = text[start:end]
     if not span.strip() and "\n" in span:
@@ -95,68 +97,75 @@ def _tight(text: str, start: int, end: int) -> tuple[int, int]:
     return start + len(span) - len(span.lstrip()), end - len(span) + len(span.rstrip())
 
 
-def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]) -> list[list[int]]:
+def _group_pieces(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]) -> list[list[int]]:
     """Neighbouring pieces that share a word of the text; a piece of spaces alone joins the next one."""
-    of = _segments(text[: max((end for _, end in spans), default=0) + 1])  # a truncated text is read no further
+    text_end = max((end for _, end in spans), default=0) + 1  # a truncated text is read no further
+    word_numbers = _number_words(text[:text_end])
     groups: list[list[int]] = []
-    last: set[int] = set()
+    last_numbers: set[int] = set()
     after_space = False
     for piece, (start, end) in enumerate(spans):
-        touched = {of[i] for i in range(start, end)}
-        if touched & last or (after_space and not special[piece]):
+        numbers = {word_numbers[i] for i in range(start, end)}
+        if numbers & last_numbers or (after_space and not special[piece]):
             groups[-1].append(piece)
-            last |= touched
+            last_numbers |= numbers
         else:
             groups.append([piece])
-            last = touched
-        after_space = not touched and not special[piece]
+            last_numbers = numbers
+        after_space = not numbers and not special[piece]
     return groups
 
 
-def _segments(text: str) -> list[int]:
+def _number_words(text: str) -> list[int]:
     """Per character the number of its word: letters, marks and digits in a row, any other character by itself."""
     numbers, last = [], 0
     for i, char in enumerate(text):
         before = text[i - 1] if i else " "
         after = text[i + 1] if i + 1 < len(text) else " "
-        if not (_joins(before, char) or _inside(before, char, after) or (i > 1 and _inside(text[i - 2], before, char))):
+        if not (
+            _joins_previous(before, char)
+            or _is_inside_word(before, char, after)
+            or (i > 1 and _is_inside_word(text[i - 2], before, char))
+        ):
             last += 1
         numbers.append(last)
     return numbers
 
 
-def _joins(before: str, char: str) -> bool:
+def _joins_previous(before: str, char: str) -> bool:
     kind = unicodedata.category(char)
     if kind[0] == "M" or (kind == "Sk" and ord(char) > 0xFFFF) or JOINER in (before, char):
         return True  # an accent or a skin tone, which modify the character before; or a joiner between two
-    return _letter(before) and _letter(char)
+    return _is_letter(before) and _is_letter(char)
 
 
-def _inside(before: str, char: str, after: str) -> bool:
+def _is_inside_word(before: str, char: str, after: str) -> bool:
     """An apostrophe between letters, a point or comma between digits."""
     if char in APOSTROPHES:
-        return _letter(before) and _letter(after)
+        return _is_letter(before) and _is_letter(after)
     return char in NUMBER_MARKS and before.isdigit() and after.isdigit()
 
 
-def _letter(char: str) -> bool:
+def _is_letter(char: str) -> bool:
     kind = unicodedata.category(char)
-    return (kind[0] in "LMN" or kind == "Pc") and not any(low <= ord(char) <= high for low, high in UNSPACED)
+    return (kind[0] in "LMN" or kind == "Pc") and not any(low <= ord(char) <= high for low, high in UNSPACED_SCRIPTS)
 
 
-def _name(text: str, group: Sequence[int], spans: Sequence[tuple[int, int]], raw: Sequence[str], *, whole: bool) -> str:
+def _name_group(
+    text: str, group: Sequence[int], spans: Sequence[tuple[int, int]], token_names: Sequence[str], *, whole: bool
+) -> str:
     """The text of a group; pieces keep their markers, and their own names where they are no whole characters."""
-    covered = [spans[i] for i in group if spans[i][0] < spans[i][1]]
-    if not covered:
-        return raw[group[0]] if raw[group[0]].strip("Ġ▁ ") else SPACE
-    start, end = min(span[0] for span in covered), max(span[1] for span in covered)
-    shown = text[start:end].replace("\n", "↵").replace("\t", "⇥")
+    covered_spans = [spans[i] for i in group if spans[i][0] < spans[i][1]]
+    if not covered_spans:
+        return token_names[group[0]] if token_names[group[0]].strip("Ġ▁ ") else SPACE
+    start, end = min(span[0] for span in covered_spans), max(span[1] for span in covered_spans)
+    name = text[start:end].replace("\n", "↵").replace("\t", "⇥")
     if whole:
-        return shown
+        return name
     [piece] = group
-    shared = any(spans[i][0] < end and start < spans[i][1] for i in (piece - 1, piece + 1) if 0 <= i < len(spans))
-    return raw[piece] if shared or raw[piece].startswith("##") else shown
+    overlaps = any(spans[i][0] < end and start < spans[i][1] for i in (piece - 1, piece + 1) if 0 <= i < len(spans))
+    return token_names[piece] if overlaps or token_names[piece].startswith("##") else name
 
 
-def _punctuation(name: str) -> bool:
+def _is_punctuation(name: str) -> bool:
     return all(char in "↵⇥" + SPACE or unicodedata.category(char)[0] == "P" for char in name)

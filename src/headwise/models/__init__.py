@@ -1,4 +1,26 @@
 """Other people's models: where their heads are, how they are loaded, watched, masked, pruned and saved.
 
-Only this package imports transformers' model code. `hooks` and `passes` are shared by watching and intervening.
+Users call it by names of the root, such as `headwise.watch`. Each sub-package lists its names for other packages; a
+function with the name of its module, such as `fingerprint.fingerprint`, is imported from there. `hooks` and `passes`
+are shared by watching and intervening, and private.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .copying import copy_model as copy_model
+    from .fingerprint import batches_fingerprint as batches_fingerprint
+    from .fingerprint import tokenizer_fingerprint as tokenizer_fingerprint
+
+_MODULES = {
+    "batches_fingerprint": "fingerprint",
+    "copy_model": "copying",
+    "tokenizer_fingerprint": "fingerprint",
+}
+
+__all__ = [*_MODULES]
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

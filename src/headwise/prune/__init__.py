@@ -1,6 +1,7 @@
 """Pruning: which heads matter, and a smaller model without the others.
 
-`headwise.importance`, `headwise.plan` and `headwise.Plan` are names of the root; these are the others.
+`headwise.importance`, `headwise.plan` and `headwise.Plan` are names of the root. `prune_and_measure` does what the
+command does: it scores, prunes, recovers and measures, and gives a `PruneReport`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,39 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .batches import TextBatches as TextBatches
+    from .batches import make_batches as make_batches
+    from .batches import read_labels as read_labels
+    from .batches import read_texts as read_texts
+    from .curve import Curve as Curve
     from .head_scores import HeadScores as HeadScores
+    from .plan import plan_in_steps as plan_in_steps
     from .recovery import recover as recover
     from .registry import Score as Score
     from .registry import score as score
+    from .report import PruneOptions as PruneOptions
+    from .report import PruneReport as PruneReport
     from .scoring import ScoringRun as ScoringRun
+    from .session import prune_and_measure as prune_and_measure
+    from .session import save_result as save_result
+    from .training_group import TrainingGroup as TrainingGroup
 
 _MODULES = {
+    "Curve": "curve",
     "HeadScores": "head_scores",
+    "PruneOptions": "report",
+    "PruneReport": "report",
     "Score": "registry",
     "ScoringRun": "scoring",
+    "TextBatches": "batches",
+    "TrainingGroup": "training_group",
+    "make_batches": "batches",
+    "plan_in_steps": "plan",
+    "prune_and_measure": "session",
+    "read_labels": "batches",
+    "read_texts": "batches",
     "recover": "recovery",
+    "save_result": "session",
     "score": "registry",
 }
 

@@ -5,16 +5,53 @@ Public names are imported when they are used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .checkpoint import load_state as load_state
+    from .checkpoint import save_state as save_state
+    from .clipping import clip_grad_norm_ as clip_grad_norm_
+    from .context_modules import split_sequence as split_sequence
+    from .context_modules import sum_gradients as sum_gradients
+    from .context_parallel import RingOptions as RingOptions
+    from .context_parallel import ring_attend as ring_attend
+    from .context_parallel import ring_head_stats as ring_head_stats
+    from .cost_model import Cost as Cost
+    from .cost_model import costs as costs
+    from .cost_model import crossings as crossings
+    from .data_parallel import atlas as atlas
+    from .data_parallel import importance as importance
+    from .head_plan import HeadPlan as HeadPlan
+    from .head_plan import plan as plan
+    from .process_group import init_ranks as init_ranks
+    from .ranks import Ranks as Ranks
+    from .sequence_plan import SequencePlan as SequencePlan
+    from .sequence_shards import gather_sequence as gather_sequence
+    from .sequence_shards import local_positions as local_positions
+    from .sequence_shards import shard_sequence as shard_sequence
+    from .tensor_parallel import split_heads as split_heads
+    from .traffic import Traffic as Traffic
+    from .traffic import count_traffic as count_traffic
+    from .train import recover as recover
+    from .train import training_group as training_group
+    from .transformers_models import load_split as load_split
+    from .transformers_models import mask_heads as mask_heads
+    from .transformers_models import watch as watch
 
 _MODULES = {
+    "Cost": "cost_model",
     "HeadPlan": "head_plan",
     "Ranks": "ranks",
+    "RingOptions": "context_parallel",
     "SequencePlan": "sequence_plan",
+    "Traffic": "traffic",
     "atlas": "data_parallel",
     "clip_grad_norm_": "clipping",
+    "costs": "cost_model",
     "count_traffic": "traffic",
+    "crossings": "cost_model",
     "gather_sequence": "sequence_shards",
     "importance": "data_parallel",
     "init_ranks": "process_group",
@@ -31,44 +68,9 @@ _MODULES = {
     "split_heads": "tensor_parallel",
     "split_sequence": "context_modules",
     "sum_gradients": "context_modules",
+    "training_group": "train",
     "watch": "transformers_models",
 }
 
-__all__ = [*_MODULES]  # strings, all of them
-
-if TYPE_CHECKING:
-    from .checkpoint import load_state as load_state
-    from .checkpoint import save_state as save_state
-    from .clipping import clip_grad_norm_ as clip_grad_norm_
-    from .context_modules import split_sequence as split_sequence
-    from .context_modules import sum_gradients as sum_gradients
-    from .context_parallel import ring_attend as ring_attend
-    from .context_parallel import ring_head_stats as ring_head_stats
-    from .data_parallel import atlas as atlas
-    from .data_parallel import importance as importance
-    from .head_plan import HeadPlan as HeadPlan
-    from .head_plan import plan as plan
-    from .process_group import init_ranks as init_ranks
-    from .ranks import Ranks as Ranks
-    from .sequence_plan import SequencePlan as SequencePlan
-    from .sequence_shards import gather_sequence as gather_sequence
-    from .sequence_shards import local_positions as local_positions
-    from .sequence_shards import shard_sequence as shard_sequence
-    from .tensor_parallel import split_heads as split_heads
-    from .traffic import count_traffic as count_traffic
-    from .train import recover as recover
-    from .transformers_models import load_split as load_split
-    from .transformers_models import mask_heads as mask_heads
-    from .transformers_models import watch as watch
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'headwise.scale' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = [*_MODULES]
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

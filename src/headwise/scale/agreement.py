@@ -24,7 +24,7 @@ FINE, FAILED = 0, 1
 SLOTS, NUMBERS = 8, 4  # tensors per record, and numbers per tensor: a norm and three projections
 LAYOUT = struct.Struct(f"=B32sq{SLOTS * NUMBERS}d")
 SIZE = 768  # bytes of a record; the bytes after the layout hold the beginning of the text
-LARGE = 1e3  # values of a larger root mean square are compared by their logarithms: masks hold -inf and the like
+LARGE_RMS = 1e3  # values of a larger root mean square are compared by their logarithms: masks hold -inf and the like
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class Record:
                 totals[i] += projection
         return cls(status, hashlib.sha256(text.encode()).digest(), number, tuple(totals), text)
 
-    def packed(self) -> bytes:
-        fixed = LAYOUT.pack(self.status, self.digest, self.number, *self.sketches)
-        return (fixed + self.text.encode()[: SIZE - len(fixed)]).ljust(SIZE, b"\0")
+    def pack(self) -> bytes:
+        header = LAYOUT.pack(self.status, self.digest, self.number, *self.sketches)
+        return (header + self.text.encode()[: SIZE - len(header)]).ljust(SIZE, b"\0")
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Record:
+    def unpack(cls, data: bytes) -> Record:
         status, digest, number, *sketches = LAYOUT.unpack(data[: LAYOUT.size])
         text = data[LAYOUT.size :].rstrip(b"\0").decode(errors="ignore")
         return cls(status, digest, number, tuple(sketches), text)
 
 
-def difference(records: list[Record], values: Mapping[str, Tensor]) -> str:
+def describe_difference(records: list[Record], values: Mapping[str, Tensor]) -> str:
     """How the ranks' records differ, for an error message; "" where they do not."""
     ranks_by_digest: dict[bytes, list[int]] = {}
     for rank, record in enumerate(records):
@@ -91,14 +91,14 @@ def sketch(x: Tensor) -> list[float]:
     """A norm and three projections of a floating-point tensor: one pass over it."""
     if x.is_meta or not x.numel():
         return [0.0] * NUMBERS
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rows = x.detach().reshape(-1, x.shape[-1] if x.dim() else 1).to(wide)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.detach().reshape(-1, x.shape[-1] if x.dim() else 1).to(dtype)
     norm = float(torch.linalg.vector_norm(rows))
-    if not math.isfinite(norm) or norm > LARGE * math.sqrt(rows.numel()):
+    if not math.isfinite(norm) or norm > LARGE_RMS * math.sqrt(rows.numel()):
         rows = rows.double().asinh().nan_to_num(nan=1.7e3, posinf=2.3e3, neginf=-3.1e3)
         norm = float(torch.linalg.vector_norm(rows))
-    down, across = (_directions(n).to(rows) for n in rows.shape)
-    return [norm, *(float(total) for total in ((rows @ across) * down).double().sum(0))]
+    row_directions, column_directions = (_directions(n).to(rows) for n in rows.shape)
+    return [norm, *(float(total) for total in ((rows @ column_directions) * row_directions).double().sum(0))]
 
 
 @lru_cache(maxsize=64)

@@ -41,8 +41,8 @@ def copy_to_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     """x, which is the same on all ranks, for work that they split: its gradient is summed over them."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    copied: Tensor = _CopyToRanks.apply(x, ranks)
-    return copied
+    copy: Tensor = _CopyToRanks.apply(x, ranks)
+    return copy
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:

@@ -28,23 +28,23 @@ class CallAgreement:
 
     def __init__(self, ranks: Ranks, module: nn.Module, checked: bool | str) -> None:
         self.ranks, self.checked = ranks, checked
-        self.what = f"the call of {type(module).__name__}"
+        self.activity = f"the call of {type(module).__name__}"
         self.dropouts = [part for part in module.modules() if isinstance(part, nn.Dropout | MultiHeadAttention)]
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(self.agree_on_inputs, with_kwargs=True)
+        module.register_forward_hook(self.report_failure, with_kwargs=True, always_call=True)
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def agree_on_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Agree about the arguments."""
         if self.checked:
             values = {} if self.checked == SHAPES else floating_tensors(list(args)) | floating_tensors(kwargs)
             parts = [describe_arguments(list(args)), describe_arguments(kwargs), self._describe_state(module)]
             self.ranks.agree(f"the inputs of {type(module).__name__}", ", ".join(filter(None, parts)), values=values)
 
-    def after(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def report_failure(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Tell the other ranks where the call failed on this one."""
         error = sys.exc_info()[1]
         if result is None and isinstance(error, Exception) and not isinstance(error, RankError):
-            self.ranks.report_failure(self.what, error)
+            self.ranks.report_failure(self.activity, error)
 
     def _describe_state(self, module: nn.Module) -> str:
         """What a call depends on beside its arguments: dropout, which parameters are trained, and the precision."""
@@ -55,8 +55,8 @@ class CallAgreement:
             digest = _short_digest(state.numpy().tobytes())
             parts.append(f"dropout {_short_digest(repr(rates).encode())}, random state {digest}")
         if torch.is_grad_enabled():
-            trained = [x.requires_grad for x in module.parameters()]
-            parts.append(f"{sum(trained)} of {len(trained)} parameters trained, {_short_digest(bytes(trained))}")
+            trainable = [x.requires_grad for x in module.parameters()]
+            parts.append(f"{sum(trainable)} of {len(trainable)} parameters trained, {_short_digest(bytes(trainable))}")
         if torch.is_autocast_enabled(self.ranks.device.type):
             parts.append(f"autocast {torch.get_autocast_dtype(self.ranks.device.type)}")
         return ", ".join(parts)

@@ -85,11 +85,11 @@ def load_state(module: nn.Module, path: str | os.PathLike[str]) -> None:
     def check_contents() -> str:
         if not any(source.glob("*.safetensors")):
             raise CheckpointError(f"{str(path)!r} holds no safetensors; give a directory that save_state wrote")
-        saved = reader_class(str(source)).read_metadata().state_dict_metadata
+        saved_tensors = reader_class(str(source)).read_metadata().state_dict_metadata
         for name, x in state.items():
-            if name not in saved:
+            if name not in saved_tensors:
                 raise CheckpointError(f"{str(path)!r} has no {name}; it is a checkpoint of another module")
-            size = getattr(saved[name], "size", None)
+            size = getattr(saved_tensors[name], "size", None)
             if tuple(size or ()) != tuple(x.shape):
                 raise CheckpointError(
                     f"{str(path)!r} has {name} of {tuple(size or ())}, and this module one of {tuple(x.shape)}"

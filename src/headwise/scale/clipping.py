@@ -57,16 +57,16 @@ def clip_grad_norm_(
         "the gradients to clip",
         f"{len(gradients)} gradients, digest {digest}, max_norm {max_norm:g}, norm_type {norm_type:g}",
     )
-    split, replicated = list[Tensor](), list[Tensor]()
+    split_gradients, replicated_gradients = list[Tensor](), list[Tensor]()
     for name, x in gradients.items():
         if name in parts:
-            split.append(owned_part(local_tensor(x), parts[name]))
+            split_gradients.append(owned_part(local_tensor(x), parts[name]))
         elif isinstance(x, DTensor):  # sharded by another library; DTensor computes its norm
-            replicated.append(torch.linalg.vector_norm(x, norm_type).full_tensor().as_subclass(Tensor)[None])
+            replicated_gradients.append(torch.linalg.vector_norm(x, norm_type).full_tensor().as_subclass(Tensor)[None])
         else:
-            replicated.append(x)
-    counted = [*split, *(replicated if ranks.first else [])]
-    total = norm_over_ranks(sum_of_powers(counted, norm_type, ranks.device), norm_type, ranks)
+            replicated_gradients.append(x)
+    own_gradients = [*split_gradients, *(replicated_gradients if ranks.first else [])]
+    total = norm_over_ranks(sum_of_powers(own_gradients, norm_type, ranks.device), norm_type, ranks)
     if error_if_nonfinite and not math.isfinite(float(total)):
         raise HeadwiseError(
             f"the gradients' norm is {float(total)}, so they cannot be clipped by it; look for what is not finite"

@@ -7,24 +7,27 @@ gradients, which `sum_gradients` adds up over the ranks.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..attention.nn.module import MultiHeadAttention
+from ..attention.nn.module import OPTIONS, ModuleOptions, MultiHeadAttention, join_heads
 from ..attention.nn.positions import Alibi, Rotary
 from ..attention.nn.stack import Decoder, Encoder, Transformer
-from ..attention.options import Window
+from ..attention.options import check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import shown
 from ..errors import ShapeError, UnsupportedError
 from .call_agreement import describe_module
-from .context_parallel import ring_attend, ring_head_stats
+from .class_replacement import check_replaceable, replace_class
+from .context_parallel import RingOptions, ring_attend, ring_head_stats
 from .ranks import ranks_of
 from .sequence_shards import agree_on_positions
 from .tensor_parallel import SplitAttention
+
+SUPPORTED = ("causal", "window", "lengths", "gates", "positions")  # options of a call of a split sequence
 
 
 class SplitSequenceAttention(MultiHeadAttention):
@@ -40,43 +43,50 @@ class SplitSequenceAttention(MultiHeadAttention):
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        causal: bool = False,
-        window: Window | None = None,
-        lengths: Tensor | None = None,
-        gates: Tensor | None = None,
-        positions: Tensor | None = None,
-        **other: Any,
+        need_weights: bool = False,
+        **options: Unpack[ModuleOptions],
     ) -> Any:
         """query (B, tokens here, d_model) -> the same shape. lengths (B,) are of the whole sequences."""
         ranks = ranks_of(self.mesh, self.timeout)
         with ranks.share_failures("the attention of a split sequence"):
-            q, k, v = self._project_local(query, key, positions, other)
-            options = self._options(query)
-            out = ring_attend(q, k, v, causal=causal, window=window, lengths=lengths, gates=gates, **options)
-            return self.W_O(out.transpose(1, 2).flatten(2))
+            q, k, v = self._project_local(query, key, value, {**options, "need_weights": need_weights})
+            out = ring_attend(q, k, v, mesh=self.mesh, timeout=self.timeout, **self._ring_options(query, options))
+            return self.W_O(join_heads(out))
 
-    def stats(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> HeadStats:
+    def stats(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        queries: Tensor | None = None,
+        classes: dict[str, Tensor] | None = None,
+        **options: Unpack[ModuleOptions],
+    ) -> HeadStats:
         """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
-        chosen = {name: options.pop(name, None) for name in ("queries", "classes", "window", "lengths", "gates")}
         with torch.no_grad():
-            q, k, v = self._project_local(query, key, options.pop("positions", None), options)
-            causal = options.get("causal", False)
-            return ring_head_stats(q, k, v, causal=causal, **chosen, **self._options(query))[1]
+            q, k, v = self._project_local(query, key, value, {**options})
+            return ring_head_stats(
+                q, k, v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
+                **self._ring_options(query, options),
+            )[1]  # fmt: skip
 
     def weights(self, query: Tensor, key: Tensor | None = None, **options: Any) -> Tensor:
         raise UnsupportedError("weights of a split sequence are on no rank whole; use stats, or the whole sequence")
 
     def _project_local(
-        self, query: Tensor, key: Tensor | None, positions: Tensor | None, other: dict[str, Any]
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of this rank's tokens, after all ranks have agreed about the call."""
+        positions = options.get("positions")
 
         def describe_call() -> str:
-            for name in ("mask", "cache", "need_weights"):
-                if other.get(name) is not None and other[name] is not False:
+            check_options(options, (*OPTIONS, "need_weights"))
+            for name, x in options.items():
+                if name not in SUPPORTED and x is not None and not (isinstance(x, int) and not x):
                     raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")
-            if key is not None and key is not query:
-                raise UnsupportedError("a split sequence is for self-attention, got a key of another sequence")
+            if any(x is not None and x is not query for x in (key, value)):
+                raise UnsupportedError("a split sequence is for self-attention, got a key or value of another sequence")
             if self.training and self.dropout:
                 raise UnsupportedError("a split sequence has no dropout inside attention; set dropout=0")
             if query.dim() != 3:
@@ -92,12 +102,21 @@ class SplitSequenceAttention(MultiHeadAttention):
         projected = self.project(query, positions=positions)
         return projected.q, projected.k, projected.v
 
-    def _options(self, query: Tensor) -> dict[str, Any]:
+    def _ring_options(self, query: Tensor, options: ModuleOptions) -> RingOptions:
+        """The options of one call, and this module's own."""
         slopes = None
         if isinstance(self.position, Alibi):
             slopes = torch.tensor(self.position.for_heads(self.heads.query), device=query.device)
-        own = {"softcap": self.softcap, "sinks": self.sinks, "slopes": slopes}
-        return {**own, "zigzag": self.zigzag, "mesh": self.mesh, "timeout": self.timeout}
+        return {
+            "causal": options.get("causal", False),
+            "window": options.get("window"),
+            "lengths": options.get("lengths"),
+            "gates": options.get("gates"),
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "slopes": slopes,
+            "zigzag": self.zigzag,
+        }
 
 
 def split_sequence(
@@ -125,11 +144,15 @@ def split_sequence(
     attentions = [part for part in module.modules() if isinstance(part, MultiHeadAttention)]
     if not attentions or isinstance(module, Transformer) or any(isinstance(x, SplitAttention) for x in attentions):
         raise UnsupportedError(f"{type(module).__name__} has no self-attention whose sequence can be split")
-    ranks.agree("the module whose sequence is split", lambda: describe_module(module))
+
+    def check_and_describe() -> str:
+        for attention in attentions:
+            check_replaceable(attention, SplitSequenceAttention)
+        return describe_module(module)
+
+    ranks.agree("the module whose sequence is split", check_and_describe)
     for attention in attentions:
-        attention.__class__ = SplitSequenceAttention
-        assert isinstance(attention, SplitSequenceAttention)
-        attention.zigzag, attention.mesh, attention.timeout = zigzag, mesh, timeout
+        replace_class(attention, SplitSequenceAttention, zigzag=zigzag, mesh=mesh, timeout=timeout)
     if isinstance(module, Decoder | Encoder):
 
         def add_positions(
@@ -157,19 +180,19 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh | None = None, *, timeout:
         >>> optimizer.step()
     """
     ranks = ranks_of(mesh, timeout)
-    named = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
 
     def describe_parameters() -> str:
-        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in named.items()]
+        lines = [f"{name} {x.dtype} {tuple(x.shape)} {x.requires_grad}" for name, x in parameters.items()]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"a {type(module).__name__} of {len(lines)} parameters, digest {digest}"
 
     ranks.agree("the gradients to sum", describe_parameters)
-    if ranks.count == 1 or not named:
+    if ranks.count == 1 or not parameters:
         return
-    holders = torch.tensor([x.grad is not None for x in named.values()], dtype=torch.int32, device=ranks.device)
+    holders = torch.tensor([x.grad is not None for x in parameters.values()], dtype=torch.int32, device=ranks.device)
     ranks.all_reduce(holders, "the number of ranks with gradients")
-    for count, (name, x) in zip(holders.tolist(), named.items(), strict=True):
+    for count, (name, x) in zip(holders.tolist(), parameters.items(), strict=True):
         if count:
             x.grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
             ranks.all_reduce(x.grad, f"the gradient of {name}")

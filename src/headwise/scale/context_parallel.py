@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..attention.backends import blockwise, blockwise_stats
 from ..attention.backends.blockwise_stats import RowSums
 from ..attention.call import AttentionCall, StatsRequest, build_request
-from ..attention.options import Window
+from ..attention.options import Window, check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import band, check_numbers, check_per_head, shown, sizes
 from ..attention.visibility import check_same_dtype_and_device
@@ -27,7 +27,24 @@ from .agreement import describe_tensor
 from .exchange import Block, Channel, GradientExchange, KeyValueExchange, Step
 from .partial_attention import PartOptions
 from .ranks import Ranks, ranks_of
-from .sequence_shards import checked_plan
+from .sequence_shards import plan_of_counts
+
+
+class RingOptions(TypedDict, total=False):
+    """The options of attention over a split sequence, which must be the same on all ranks."""
+
+    causal: bool
+    window: Window | None
+    lengths: Tensor | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    gates: Tensor | None
+    slopes: Tensor | None
+    zigzag: bool | None
+
+
+RING = tuple(RingOptions.__annotations__)
 
 
 def ring_attend(
@@ -35,17 +52,9 @@ def ring_attend(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    window: Window | None = None,
-    lengths: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    gates: Tensor | None = None,
-    slopes: Tensor | None = None,
-    zigzag: bool | None = None,
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
+    **options: Unpack[RingOptions],
 ) -> Tensor:
     """headwise.attend over a sequence whose tokens are split over ranks. All ranks must call it.
 
@@ -55,13 +64,13 @@ def ring_attend(
     Args:
         q: (B, Hq, tokens here, D), this rank's tokens of the whole sequence, as `shard_sequence` gives them.
         k, v: (B, Hkv, tokens here, D) and (B, Hkv, tokens here, Dv).
-        causal, window, scale, softcap: as in headwise.attend.
-        lengths: (B,), of the whole sequences.
-        sinks, gates: as in headwise.attend, the same on all ranks.
-        slopes: (Hq,), of ALiBi, the same on all ranks.
-        zigzag: how the tokens were split; the same as `causal` by default.
         mesh: of the ranks; all by default.
         timeout: seconds that a rank waits for the others, in forward and in backward; that of their group by default.
+        options: the same on all ranks:
+            causal, window, scale, softcap, sinks, gates: as in headwise.attend.
+            lengths: (B,), of the whole sequences.
+            slopes: (Hq,), of ALiBi.
+            zigzag: how the tokens were split; the same as `causal` by default.
 
     Returns:
         (B, Hq, tokens here, Dv).
@@ -74,9 +83,9 @@ def ring_attend(
         >>> q, k, v = (headwise.scale.shard_sequence(x, 2) for x in (q, k, v))
         >>> out = headwise.scale.ring_attend(q, k, v, causal=True)
     """
-    call = _validate_call(q, k, v, causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout)
-    out: Tensor = _ContextParallelAttention.apply(q, k, v, sinks, call)
-    return _apply_gates(out, gates)
+    call = _agree_on_call(q, k, v, ranks_of(mesh, timeout), options)
+    out: Tensor = _ContextParallelAttention.apply(q, k, v, options.get("sinks"), call)
+    return _apply_gates(out, options.get("gates"))
 
 
 def ring_head_stats(
@@ -86,17 +95,9 @@ def ring_head_stats(
     *,
     queries: Tensor | None = None,
     classes: dict[str, Tensor] | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    lengths: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    gates: Tensor | None = None,
-    slopes: Tensor | None = None,
-    zigzag: bool | None = None,
     mesh: DeviceMesh | None = None,
     timeout: float | None = None,
+    **options: Unpack[RingOptions],
 ) -> tuple[Tensor, HeadStats]:
     """headwise.head_stats over a sequence whose tokens are split over ranks. All ranks must call it. No gradients.
 
@@ -104,7 +105,7 @@ def ring_head_stats(
         q, k, v: as in `ring_attend`.
         queries: (B, tokens here), the real queries among this rank's tokens.
         classes: {name: (B, tokens here)}, of this rank's tokens; the same names on all ranks.
-        causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout: as in `ring_attend`.
+        mesh, timeout, options: as in `ring_attend`.
 
     Returns:
         The output of this rank's tokens, and the statistics of the whole sequences, the same on every rank.
@@ -113,77 +114,87 @@ def ring_head_stats(
         >>> out, stats = headwise.scale.ring_head_stats(q, k, v, causal=True)
         >>> stats["entropy"]  # (Hq,), over all tokens
     """
-    call = _validate_call(q, k, v, causal, window, lengths, scale, softcap, sinks, gates, slopes, zigzag, mesh, timeout)
-    named = dict(classes or {})
+    call = _agree_on_call(q, k, v, ranks_of(mesh, timeout), options)
+    sinks, class_masks = options.get("sinks"), dict(classes or {})
 
     def describe_classes() -> str:
-        build_request(q, sizes(q, k, v), queries, named)
-        return ", ".join(named) or "none"
+        build_request(q, sizes(q, k, v), queries, class_masks)
+        return ", ".join(class_masks) or "none"
 
     call.ranks.agree("the classes of keys", describe_classes)
     with torch.no_grad(), call.ranks.share_failures("the statistics of a split sequence"):
-        out, _, rows = call.forward(q, k, v, sinks, named)
+        out, _, rows = call.forward(q, k, v, sinks, class_masks)
         assert rows is not None
         if sinks is not None:
             rows = partial_attention.rebase_rows(rows, blockwise.row_maximum(rows.largest, sinks))
-        stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, named))
+        stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, class_masks))
         totals = torch.stack([*stats.sums.values(), stats.count])
         call.ranks.all_reduce(totals, "the sum of statistics")
     *sums, count = totals.unbind()
-    return _apply_gates(out, gates), HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
+    return _apply_gates(out, options.get("gates")), HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
 
 
-def _validate_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: Window | None,
-    lengths: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    gates: Tensor | None,
-    slopes: Tensor | None,
-    zigzag: bool | None,
-    mesh: DeviceMesh | None,
-    timeout: float | None,
-) -> ContextParallelCall:
-    """Validate a call, on all ranks together."""
-    ranks = ranks_of(mesh, timeout)
-    zigzag = causal if zigzag is None else zigzag
-    per_head = {name: x for name, x in (("sinks", sinks), ("slopes", slopes), ("gates", gates)) if x is not None}
-
-    def describe_call() -> str:
-        left, right = band(causal, window)
-        size = sizes(q, k, v)
-        check_same_dtype_and_device(q, k, v)
-        check_numbers(scale, softcap)
-        if size.queries != size.keys:
-            raise ShapeError(
-                f"a split sequence is for self-attention: as many queries as keys, got {size.queries} and {size.keys}"
-            )
-        for name, x in per_head.items():
-            check_per_head(name, x.shape, size, batched=name == "gates")
-        if lengths is not None and tuple(lengths.shape) != (size.batch,):
-            raise ShapeError(f"lengths must be ({size.batch},), one per sequence, got {shown(lengths.shape)}")
-        shapes = (
-            f"{size.heads} and {size.kv_heads} heads of {size.dim} and {size.value_dim}, batch {size.batch}, {q.dtype}"
-        )
-        ends = None if lengths is None else lengths.tolist()
-        options = f"window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {zigzag}"
-        gradient = ", with gradient" if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)) else ""
-        return (
-            ", ".join([shapes, options, *(f"{name} {describe_tensor(x)}" for name, x in per_head.items())]) + gradient
-        )
-
+def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingOptions) -> ContextParallelCall:
+    """Validate a call on all ranks together: a call that one of them refuses, or makes differently, fails on all."""
+    per_head = _per_head(options)
     # values that are not floating-point are in the description
     values = {name: x for name, x in per_head.items() if x.is_floating_point()}
-    counts = ranks.agree("what to attend to", describe_call, values=values, number=q.shape[2] if q.dim() > 2 else 0)
-    left, right = band(causal, window)
-    plan = checked_plan(counts, left, right, zigzag)
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return ContextParallelCall(Channel(ranks, plan), PartOptions(left, right, factor, softcap, slopes, lengths))
+    counts = ranks.agree(
+        "what to attend to",
+        lambda: _check_and_describe(q, k, v, options),
+        values=values,
+        number=q.shape[2] if q.dim() > 2 else 0,
+    )
+    left, right = band(options.get("causal", False), options.get("window"))
+    scale = options.get("scale")
+    parts = PartOptions(
+        left=left,
+        right=right,
+        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        softcap=options.get("softcap"),
+        slopes=options.get("slopes"),
+        lengths=options.get("lengths"),
+    )
+    return ContextParallelCall(Channel(ranks, plan_of_counts(counts, left, right, _zigzag(options))), parts)
+
+
+def _check_and_describe(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> str:
+    """What one rank is about to compute, as text that must be the same on all; an error where it cannot be computed."""
+    check_options(options, RING)
+    left, right = band(options.get("causal", False), options.get("window"))
+    size = sizes(q, k, v)
+    check_same_dtype_and_device(q, k, v)
+    scale, softcap, lengths = options.get("scale"), options.get("softcap"), options.get("lengths")
+    check_numbers(scale, softcap)
+    if size.queries != size.keys:
+        raise ShapeError(
+            f"a split sequence is for self-attention: as many queries as keys, got {size.queries} and {size.keys}"
+        )
+    per_head = _per_head(options)
+    for name, x in per_head.items():
+        check_per_head(name, x.shape, size, batched=name == "gates")
+    if lengths is not None and tuple(lengths.shape) != (size.batch,):
+        raise ShapeError(f"lengths must be ({size.batch},), one per sequence, got {shown(lengths.shape)}")
+    ends = None if lengths is None else lengths.tolist()
+    parts = [
+        f"{size.heads} and {size.kv_heads} heads of {size.dim} and {size.value_dim}, batch {size.batch}, {q.dtype}",
+        f"window {left}, {right}, lengths {ends}, scale {scale}, softcap {softcap}, zigzag {_zigzag(options)}",
+        *(f"{name} {describe_tensor(x)}" for name, x in per_head.items()),
+    ]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        parts.append("with gradient")
+    return ", ".join(parts)
+
+
+def _per_head(options: RingOptions) -> dict[str, Tensor]:
+    """The options that are numbers per head, by name."""
+    tensors = {"sinks": options.get("sinks"), "slopes": options.get("slopes"), "gates": options.get("gates")}
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def _zigzag(options: RingOptions) -> bool:
+    zigzag = options.get("zigzag")
+    return options.get("causal", False) if zigzag is None else zigzag
 
 
 def _apply_gates(out: Tensor, gates: Tensor | None) -> Tensor:
@@ -233,9 +244,9 @@ class ContextParallelCall:
                     part_out, part_lse = partial_attention.attend_part(q[index], block.k, block.v, call)
                 else:
                     flags = [] if block.classes is None else block.classes.bool().unbind(1)
-                    named = dict(zip(classes or {}, flags, strict=True))
+                    class_masks = dict(zip(classes or {}, flags, strict=True))
                     part_out, part_lse, part_rows = partial_attention.attend_part_with_stats(
-                        q[index], block.k, block.v, call, first - keys.start, named
+                        q[index], block.k, block.v, call, first - keys.start, class_masks
                     )
                     _write_rows(rows, index, partial_attention.join_rows(_read_rows(rows, index), part_rows))
                 partial_attention.merge_part(out[index], lse[index], part_out, part_lse)
@@ -270,9 +281,9 @@ def _read_rows(rows: RowSums, index: Any) -> RowSums:
     return RowSums(*(getattr(rows, name)[index] for name in RowSums.__dataclass_fields__))
 
 
-def _write_rows(rows: RowSums, index: Any, new: RowSums) -> None:
+def _write_rows(rows: RowSums, index: Any, values: RowSums) -> None:
     for name in RowSums.__dataclass_fields__:
-        getattr(rows, name)[index] = getattr(new, name)
+        getattr(rows, name)[index] = getattr(values, name)
 
 
 class _ContextParallelAttention(torch.autograd.Function):

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..card.card import Card
+from ..card import Card, Counts, Layer
 from ..card.cost import bits, pairs
-from ..card.types import Counts, Layer
 from ..errors import HeadwiseError, UnsupportedError
 from .head_plan import HeadPlan, all_reduce_bytes, rank_counts
 from .sequence_plan import SequencePlan
@@ -117,9 +116,9 @@ def _context_parallel(work: _Workload) -> Cost:
     layer, ranks = work.layer, work.ranks
     plan = SequencePlan(work.tokens, ranks, right=0 if layer.causal else None, zigzag=layer.causal)
     numbers = work.batch * layer.kv * (layer.dim + layer.value_dim)  # of a token's keys and values
-    busiest = ranks - 1  # without a window: its last chunk comes first in the sequence, and all ranks need it
-    forward = plan.bytes_sent(busiest, numbers * work.size)
-    backward = plan.bytes_sent_backward(busiest, numbers * work.size, numbers * GRADIENT_BYTES)
+    busiest_rank = ranks - 1  # without a window: its last chunk comes first in the sequence, and all ranks need it
+    forward = plan.bytes_sent(busiest_rank, numbers * work.size)
+    backward = plan.bytes_sent_backward(busiest_rank, numbers * work.size, numbers * GRADIENT_BYTES)
     gradients = all_reduce_bytes(work.weight_bytes, ranks)
     return Cost("sequence", ranks, forward, forward + backward + gradients, -(-work.flops // ranks), work.weight_bytes)
 
@@ -129,9 +128,9 @@ def _data_parallel(work: _Workload) -> list[Cost]:
     ranks = work.ranks
     sequences = -(-work.batch // ranks)  # with fewer sequences than ranks, some ranks have no work
     flops, note = sequences * (work.flops // work.batch), f"{sequences} sequence{'s' * (sequences > 1)} per rank"
-    gather = (ranks - 1) * work.weight_bytes // ranks
+    gather_bytes = (ranks - 1) * work.weight_bytes // ranks
     return [
-        Cost("weights", ranks, gather, 3 * gather, flops, -(-work.weight_bytes // ranks), note),
+        Cost("weights", ranks, gather_bytes, 3 * gather_bytes, flops, -(-work.weight_bytes // ranks), note),
         Cost("corpus", ranks, 0, all_reduce_bytes(work.weight_bytes, ranks), flops, work.weight_bytes, note),
     ]
 

@@ -20,14 +20,14 @@ from torch import nn
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.fingerprint import batches_fingerprint, fingerprint, tokenizer_fingerprint
 from ..models.loading.resolve import resolve
+from ..prune import HeadScores
 from ..prune.attention_layers import UNITS
-from ..prune.head_scores import HeadScores
 from ..prune.importance import importance as importance_of
 from ..prune.importance import merge_examples
 from ..prune.registry import scores as registered_scores
-from ..roles.atlas.build import atlas as atlas_of
+from ..roles.atlas import Atlas
+from ..roles.atlas import atlas as atlas_of
 from ..roles.atlas.file_format import SUMS
-from ..roles.atlas.result import Atlas
 from .ranks import ranks_of
 from .run_folder import run_folder, sync_files
 from .score_checkpoint import ScoreCheckpoint
@@ -107,9 +107,11 @@ def atlas(
         if not _is_finished(own_part):
             part = (ranks.rank, ranks.count)
             checkpoint = own_part.with_suffix(".safetensors")
-            shown = progress if ranks.first else None
-            measured = atlas_of(model, texts, tokenizer, part=part, resume=checkpoint, progress=shown, **options)
-            measured.save(own_part, sums=True)
+            shown_progress = progress if ranks.first else None
+            part_atlas = atlas_of(
+                model, texts, tokenizer, part=part, resume=checkpoint, progress=shown_progress, **options
+            )
+            part_atlas.save(own_part, sums=True)
         ranks.barrier("the end of the texts")
         parts = [Atlas.load(folder / f"part-{rank}-of-{ranks.count}.json") for rank in range(ranks.count)]
         whole = parts[0].merge(*parts[1:])
@@ -152,31 +154,31 @@ def importance(
     content: dict[str, str] = {}
 
     def describe_run() -> str:
-        named = {"seed": seed, "loss": getattr(loss, "__qualname__", type(loss).__name__), **options}
+        all_options = {"seed": seed, "loss": getattr(loss, "__qualname__", type(loss).__name__), **options}
         content.update(
             {
                 "task": f"importance, {score} of {unit}s",
                 "number of ranks": str(ranks.count),
                 "model": fingerprint(model),
                 "batches": f"{len(all_batches)}, digest {batches_fingerprint(all_batches)}",
-                **{f"option {name}": _describe_option(value) for name, value in sorted(named.items())},
+                **{f"option {name}": _describe_option(value) for name, value in sorted(all_options.items())},
             }
         )
         return _describe(content)
 
     if ranks.count > 1:
         ranks.agree("what to score", describe_run)
-    registered = registered_scores().get(score)
-    by_batch = registered is not None and registered.additive and unit in UNITS
+    definition = registered_scores().get(score)
+    by_batch = definition is not None and definition.additive and unit in UNITS
     if ranks.count == 1 or not by_batch or len(all_batches) < 2:
-        shown = progress if ranks.first else None
-        return importance_of(model, all_batches, score, loss, unit=unit, seed=seed, progress=shown, **options)
+        shown_progress = progress if ranks.first else None
+        return importance_of(model, all_batches, score, loss, unit=unit, seed=seed, progress=shown_progress, **options)
     failures = ranks.share_failures("scoring its batches")
     with run_folder(resume, ranks, content) as folder, interrupt_on_sigterm(), failures:
         run_id = hashlib.sha256(_describe(content).encode()).hexdigest()[:16]
         checkpoint = ScoreCheckpoint(folder, ranks, run_id)
         own_batches = range(ranks.rank, len(all_batches), ranks.count)
-        with checkpoint.saved_at_exit():
+        with checkpoint.save_at_exit():
             for number in own_batches:
                 if number in checkpoint.rows:
                     continue

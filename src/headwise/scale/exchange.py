@@ -19,8 +19,8 @@ from torch import Tensor
 from .ranks import Ranks
 from .sequence_plan import SequencePlan
 
-AHEAD = 2  # blocks under way while attention is computed with one
-SMALL = 1 << 20  # bytes of a message below which several KV heads share one
+BLOCKS_AHEAD = 2  # blocks under way while attention is computed with one
+SMALL_MESSAGE = 1 << 20  # bytes of a message below which several KV heads share one
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Block(NamedTuple):
     v: Tensor
     classes: Tensor | None
 
-    def packed(self) -> Tensor:
+    def pack(self) -> Tensor:
         """All in one message."""
         return torch.cat([x.flatten() for x in self if x is not None])
 
@@ -60,16 +60,18 @@ class Channel:
         rank, count, plan = self.ranks.rank, self.ranks.count, self.plan
         group, steps = q.shape[1] // k.shape[1], []
         largest = max(len(chunk) for chunk in plan.chunks) * k.shape[0] * k.shape[3] * k.element_size() * 2
-        heads_per_message = max(1, min(k.shape[1], SMALL // max(1, largest)))
+        heads_per_message = max(1, min(k.shape[1], SMALL_MESSAGE // max(1, largest)))
         for first in range(0, k.shape[1], heads_per_message):
             kv_heads = slice(first, min(first + heads_per_message, k.shape[1]))
             query_heads = slice(kv_heads.start * group, kv_heads.stop * group)
             steps += [Step(kv_heads, query_heads, chunk, rank, None, rank, True) for chunk in plan.chunks_of(rank)]
             for distance in range(1, count):
                 source, target = (rank - distance) % count, (rank + distance) % count
-                received, sent = plan.needed_chunks(rank, source), plan.needed_chunks(target, rank)
+                received_chunks, sent_chunks = plan.needed_chunks(rank, source), plan.needed_chunks(target, rank)
                 for n in range(plan.exchanges(distance)):
-                    chunk, sent_chunk = (chunks[n] if n < len(chunks) else None for chunks in (received, sent))
+                    chunk, sent_chunk = (
+                        chunks[n] if n < len(chunks) else None for chunks in (received_chunks, sent_chunks)
+                    )
                     steps.append(Step(kv_heads, query_heads, chunk, source, sent_chunk, target))
         return steps
 
@@ -77,17 +79,17 @@ class Channel:
         """Where one of this rank's chunks is among its tokens."""
         return self.plan.chunk_slice(self.ranks.rank, chunk)
 
-    def post(self, tag: int, sent: Tensor | None, target: int, received: Tensor | None, source: int) -> list[Any]:
-        """Start sending one tensor and receiving another, either of which may be None.
+    def post(self, tag: int, message: Tensor | None, target: int, buffer: Tensor | None, source: int) -> list[Any]:
+        """Start sending a message and receiving another into a buffer, either of which may be None.
 
         Returns:
             The works to wait for.
         """
         operations = []
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent, self.ranks.global_rank(target), self.ranks.group, tag))
-        if received is not None:
-            operations.append(dist.P2POp(dist.irecv, received, self.ranks.global_rank(source), self.ranks.group, tag))
+        if message is not None:
+            operations.append(dist.P2POp(dist.isend, message, self.ranks.global_rank(target), self.ranks.group, tag))
+        if buffer is not None:
+            operations.append(dist.P2POp(dist.irecv, buffer, self.ranks.global_rank(source), self.ranks.group, tag))
         with self.ranks.transport_errors("an exchange of messages"):
             return dist.batch_isend_irecv(operations) if operations else []
 
@@ -104,29 +106,29 @@ class KeyValueExchange:
     def __init__(self, channel: Channel, q: Tensor, k: Tensor, v: Tensor, classes: Tensor | None = None) -> None:
         self.channel, self.k, self.v, self.classes = channel, k, v, classes
         self.steps = channel.steps(q, k)
-        # by step: works, and the tensors sent and received, which must live until the works are done
-        self.posted: dict[int, tuple[list[Any], Tensor | None, Tensor | None]] = {}
+        # by step: works, message and buffer, which must live until the works are done
+        self.transfers: dict[int, tuple[list[Any], Tensor | None, Tensor | None]] = {}
 
     def __iter__(self) -> Iterator[tuple[Step, Block | None]]:
         for n, step in enumerate(self.steps):
-            for later in range(n, min(n + 1 + AHEAD, len(self.steps))):
-                self._post(later)
-            works, _, received = self.posted.pop(n)
+            for number in range(n, min(n + 1 + BLOCKS_AHEAD, len(self.steps))):
+                self._post(number)
+            works, _, buffer = self.transfers.pop(n)
             self.channel.ranks.wait(works, "the keys and values of other ranks")
-            if received is not None:
-                yield step, _unpack(received, self._shapes(step))
+            if buffer is not None:
+                yield step, _unpack(buffer, self._shapes(step))
             else:
                 yield step, None if step.chunk is None else self._local_block(step.chunk, step)
 
     def _post(self, n: int) -> None:
-        if n in self.posted:
+        if n in self.transfers:
             return
-        step, sent, received = self.steps[n], None, None
+        step, message, buffer = self.steps[n], None, None
         if step.sent_chunk is not None:
-            sent = self._local_block(step.sent_chunk, step).packed()
+            message = self._local_block(step.sent_chunk, step).pack()
         if step.chunk is not None and not step.local:
-            received = self.k.new_empty(sum(map(math.prod, self._shapes(step))))
-        self.posted[n] = (self.channel.post(2 * n, sent, step.target, received, step.source), sent, received)
+            buffer = self.k.new_empty(sum(map(math.prod, self._shapes(step))))
+        self.transfers[n] = (self.channel.post(2 * n, message, step.target, buffer, step.source), message, buffer)
 
     def _local_block(self, chunk: int, step: Step) -> Block:
         tokens = self.channel.local_slice(chunk)
@@ -149,8 +151,8 @@ class GradientExchange:
 
     def __init__(self, channel: Channel, dk: Tensor, dv: Tensor) -> None:
         self.channel, self.dk, self.dv = channel, dk, dv
-        # step, works, and the tensors sent and received, which must live until the works are done
-        self.posted: list[tuple[Step, list[Any], Tensor | None, Tensor | None]] = []
+        # step, works, message and buffer, which must live until the works are done
+        self.transfers: list[tuple[Step, list[Any], Tensor | None, Tensor | None]] = []
         self.count = 0
 
     def add(self, step: Step, gradients: Block | None) -> None:
@@ -160,25 +162,25 @@ class GradientExchange:
             if gradients is not None and step.chunk is not None:
                 self._accumulate(step, step.chunk, gradients)
             return
-        sent = None if gradients is None else gradients.packed()
-        received = None
+        message = None if gradients is None else gradients.pack()
+        buffer = None
         if step.sent_chunk is not None:
-            received = self.dk.new_empty(sum(map(math.prod, self._shapes(step))))
-        works = self.channel.post(2 * n + 1, sent, step.source, received, step.target)
-        self.posted.append((step, works, sent, received))
-        if len(self.posted) > AHEAD:
+            buffer = self.dk.new_empty(sum(map(math.prod, self._shapes(step))))
+        works = self.channel.post(2 * n + 1, message, step.source, buffer, step.target)
+        self.transfers.append((step, works, message, buffer))
+        if len(self.transfers) > BLOCKS_AHEAD:
             self._receive_oldest()
 
     def finish(self) -> None:
         """Wait for the messages that are still under way."""
-        while self.posted:
+        while self.transfers:
             self._receive_oldest()
 
     def _receive_oldest(self) -> None:
-        step, works, _, received = self.posted.pop(0)
+        step, works, _, buffer = self.transfers.pop(0)
         self.channel.ranks.wait(works, "gradients that other ranks return")
-        if received is not None and step.sent_chunk is not None:
-            self._accumulate(step, step.sent_chunk, _unpack(received, self._shapes(step)))
+        if buffer is not None and step.sent_chunk is not None:
+            self._accumulate(step, step.sent_chunk, _unpack(buffer, self._shapes(step)))
 
     def _accumulate(self, step: Step, chunk: int, gradients: Block) -> None:
         tokens = self.channel.local_slice(chunk)

@@ -24,8 +24,8 @@ class _GatherHeads(torch.autograd.Function):
         shape[dim] = max(counts)
         padded = x.new_zeros(shape)
         padded.narrow(dim, 0, len(local)).copy_(x.narrow(dim, 0, len(local)))
-        gathered = ranks.all_gather(padded)
-        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(gathered, counts, strict=True)], dim)
+        parts = ranks.all_gather(padded)
+        return torch.cat([part.narrow(dim, 0, count) for part, count in zip(parts, counts, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -39,8 +39,8 @@ class _GatherHeads(torch.autograd.Function):
 
 def gather_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int = 1) -> Tensor:
     """A tensor of this rank's heads in dimension `dim` -> of all heads, in order, on every rank."""
-    gathered: Tensor = _GatherHeads.apply(x, plan, ranks, dim)
-    return gathered
+    all_heads: Tensor = _GatherHeads.apply(x, plan, ranks, dim)
+    return all_heads
 
 
 def gather_stats(stats: HeadStats, plan: HeadPlan, ranks: Ranks) -> HeadStats:

@@ -156,11 +156,11 @@ def check_divides(name: str, layers: list[Heads], ranks: int) -> None:
     counts = rank_counts(layers)
     if ranks in counts:
         return
-    undivided = next(heads for heads in layers if heads.kv % ranks or heads.query % ranks)
-    listed = " and ".join(filter(None, [", ".join(map(str, counts[:-1])), str(counts[-1])]))
+    layer = next(heads for heads in layers if heads.kv % ranks or heads.query % ranks)
+    count_list = " and ".join(filter(None, [", ".join(map(str, counts[:-1])), str(counts[-1])]))
     raise RankError(
-        f"{ranks} ranks do not divide the {undivided.query} query and {undivided.kv} key/value heads of {name}; "
-        f"{listed} {'do' if len(counts) > 1 else 'does'}"
+        f"{ranks} ranks do not divide the {layer.query} query and {layer.kv} key/value heads of {name}; "
+        f"{count_list} {'do' if len(counts) > 1 else 'does'}"
     )
 
 

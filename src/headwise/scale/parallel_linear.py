@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .autograd_collectives import sum_over_ranks
+from .class_replacement import replace_class
 from .gradients import mark_partial_gradients
 from .ranks import Ranks
-
-PARTS = "headwise_parameter_parts"  # attribute of a module: {name: ParameterPart} of its own parameters
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,25 @@ class ParameterPart:
     mesh: DeviceMesh | None = None
     mixed: bool = False  # some other parameter of the split module is a DTensor
 
-    def of(self, whole: Tensor) -> Tensor:
+    def select(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
         return whole.narrow(self.dim, self.local.start, len(self.local))
+
+
+class SplitModule(nn.Module):
+    """Mixin of a module of whose own parameters this rank holds parts."""
+
+    ranks: Ranks
+    own_parts: dict[str, ParameterPart]  # by the name of the parameter
+
+    def mark_own_gradients(self) -> None:
+        """Mark the gradients of this module's split parameters as partial.
+
+        Called before each use, since moving a module to another device can make new parameters.
+        """
+        if torch.is_grad_enabled():
+            for name, part in self.own_parts.items():
+                mark_partial_gradients(self._parameters[name], part, self.ranks)
 
 
 def local_tensor(x: Any) -> Any:
@@ -50,7 +65,8 @@ def parameter_parts(module: nn.Module) -> dict[str, ParameterPart]:
     return {
         f"{path}.{name}" if path else name: part
         for path, submodule in module.named_modules(remove_duplicate=False)
-        for name, part in getattr(submodule, PARTS, {}).items()
+        if isinstance(submodule, SplitModule)
+        for name, part in submodule.own_parts.items()
     }
 
 
@@ -58,33 +74,21 @@ def mark_mixed(module: nn.Module) -> None:
     """Note on every part whether the module has DTensors too, whose norms PyTorch does not combine with others."""
     if any(part.even for part in parameter_parts(module).values()):
         for submodule in module.modules():
-            parts = getattr(submodule, PARTS, {})
-            if parts:
-                setattr(submodule, PARTS, {name: replace(part, mixed=True) for name, part in parts.items()})
+            if isinstance(submodule, SplitModule):
+                submodule.own_parts = {name: replace(part, mixed=True) for name, part in submodule.own_parts.items()}
 
 
-def split_parameter(module: nn.Module, name: str, part: ParameterPart, ranks: Ranks) -> None:
+def split_parameter(module: SplitModule, name: str, part: ParameterPart) -> None:
     """Replace a parameter by this rank's part of it: a DTensor where the parts are even, else a plain tensor."""
-    whole = getattr(module, name)
-    if whole is None:
-        return
+    whole, mesh = module._parameters[name], module.ranks.mesh
+    assert whole is not None
     if part.even:
-        assert ranks.mesh is not None
-        local: Tensor = distribute_tensor(whole.detach(), ranks.mesh, [Shard(part.dim)], src_data_rank=None)
+        assert mesh is not None
+        local: Tensor = distribute_tensor(whole.detach(), mesh, [Shard(part.dim)], src_data_rank=None)
     else:
-        local = part.of(whole.detach()).clone()
+        local = part.select(whole.detach()).clone()
     module._parameters[name] = nn.Parameter(local, requires_grad=whole.requires_grad)
-    setattr(module, PARTS, {**getattr(module, PARTS, {}), name: replace(part, mesh=ranks.mesh)})
-
-
-def mark_gradients_of(module: Any, ranks: Ranks) -> None:
-    """Mark the gradients of a module's own split parameters as partial.
-
-    Called before each use, since moving a module to another device can make new parameters.
-    """
-    if torch.is_grad_enabled():
-        for name, part in getattr(module, PARTS, {}).items():
-            mark_partial_gradients(module._parameters[name], part, ranks)
+    module.own_parts[name] = replace(part, mesh=mesh)
 
 
 class _SharedRows(torch.autograd.Function):
@@ -103,18 +107,17 @@ class _SharedRows(torch.autograd.Function):
         return grad, None, None
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(SplitModule, nn.Linear):
     """Some rows of a linear layer's weight: all of x gives some columns of the output."""
 
-    ranks: Ranks
     slots: Tensor | None = None  # the row of each output column, past the last row for zeros; None: rows as they are
     shared: tuple[tuple[int, int, Any], ...] = ()  # start, stop and process group of rows that other ranks hold too
 
     def forward(self, x: Tensor) -> Tensor:
-        mark_gradients_of(self, self.ranks)
-        return F.linear(x, self.arranged(self.weight), self.arranged(self.bias))
+        self.mark_own_gradients()
+        return F.linear(x, self.arrange(self.weight), self.arrange(self.bias))
 
-    def arranged(self, parameter: Any) -> Any:
+    def arrange(self, parameter: Any) -> Any:
         """A parameter's rows in the order of the output's columns."""
         if parameter is None:
             return None
@@ -124,14 +127,13 @@ class ColumnParallelLinear(nn.Linear):
         return select_rows(rows, self.slots)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(SplitModule, nn.Linear):
     """Some columns of a linear layer's weight: some columns of x give one summand of the output."""
 
-    ranks: Ranks
     slots: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        mark_gradients_of(self, self.ranks)
+        self.mark_own_gradients()
         weight = local_tensor(self.weight)
         weight = weight if self.slots is None else select_rows(weight.T, self.slots).T
         out = sum_over_ranks(F.linear(x, weight), self.ranks)
@@ -158,14 +160,12 @@ class ColumnParallel(ParallelStyle):
     shared: tuple[tuple[int, int, Any], ...] = ()
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        for name in ("weight", "bias"):
-            x = getattr(module, name)
-            if x is not None:
-                part = ParameterPart(0, tuple(x.shape), self.local, self.owned, self.even)
-                split_parameter(module, name, part, self.ranks)
-        module.__class__ = ColumnParallelLinear
-        module.ranks, module.slots, module.shared = self.ranks, self.slots, self.shared  # type: ignore[assignment]
-        return module
+        linear = replace_class(
+            module, ColumnParallelLinear, ranks=self.ranks, own_parts={}, slots=self.slots, shared=self.shared
+        )
+        for name, x in list(linear.named_parameters(recurse=False)):
+            split_parameter(linear, name, ParameterPart(0, tuple(x.shape), self.local, self.owned, self.even))
+        return linear
 
 
 @dataclass
@@ -178,9 +178,7 @@ class RowParallel(ParallelStyle):
     slots: Tensor | None = None
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        shape = tuple(module.weight.shape)  # type: ignore[arg-type]
-        part = ParameterPart(1, shape, self.local, self.local, self.even)
-        split_parameter(module, "weight", part, self.ranks)
-        module.__class__ = RowParallelLinear
-        module.ranks, module.slots = self.ranks, self.slots  # type: ignore[assignment]
-        return module
+        linear = replace_class(module, RowParallelLinear, ranks=self.ranks, own_parts={}, slots=self.slots)
+        shape = tuple(linear.weight.shape)
+        split_parameter(linear, "weight", ParameterPart(1, shape, self.local, self.local, self.even))
+        return linear

@@ -65,13 +65,13 @@ def _attend_blockwise(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> t
             if high <= low:
                 continue
             s = blockwise.scores(q[batch, heads, rows], k[batch, kv_heads], part.call, rows, low, high)
-            top = blockwise.row_maximum(s.amax(-1), None)
-            e = s.sub_(top[..., None]).exp_()
+            row_max = blockwise.row_maximum(s.amax(-1), None)
+            e = s.sub_(row_max[..., None]).exp_()
             total = e.sum(-1)
-            lse[batch, heads, rows] = top + total.log()
-            seen = part.call.visibility.allowed(rows, low, high) if nonfinite else None
-            mixed = blockwise.sum_values(e, v[batch, kv_heads, low:high], seen)
-            out[batch, heads, rows] = (mixed / torch.where(total == 0, 1, total)[..., None]).to(q.dtype)
+            lse[batch, heads, rows] = row_max + total.log()
+            allowed = part.call.visibility.allowed(rows, low, high) if nonfinite else None
+            weighted_values = blockwise.sum_values(e, v[batch, kv_heads, low:high], allowed)
+            out[batch, heads, rows] = (weighted_values / torch.where(total == 0, 1, total)[..., None]).to(q.dtype)
     return out, lse
 
 
@@ -122,22 +122,26 @@ def _backward_blockwise(
         for rows, low, high in blockwise.row_blocks(part.call.visibility):
             if high <= low:
                 continue
-            here, there = (batch, heads, rows), (batch, kv_heads, slice(low, high))
-            s = blockwise.scores(q[here], k[batch, kv_heads], part.call, rows, low, high)
-            p = (s - finite_lse[here][..., None].to(dtype)).exp()
-            do = grad[here].to(dtype)
-            ds = p * (blockwise.grouped_matmul(do, v[there].to(dtype).transpose(-1, -2)) - delta[here][..., None])
-            if call.softcap is not None:
-                capped = blockwise.grouped_matmul(
-                    blockwise.upcast(q[here]) * call.scale, blockwise.upcast(k[there]).transpose(-1, -2)
-                )
-                ds = ds * (1 - torch.tanh(capped / call.softcap).square())
-            dq[here] = blockwise.grouped_matmul(ds, k[there].to(dtype)) * call.scale
-            count = kv_heads.stop - kv_heads.start
-            dk[there] += (
-                blockwise.group_rows(ds, count).transpose(-1, -2) @ blockwise.group_rows(q[here], count) * call.scale
+            query_index, key_index = (batch, heads, rows), (batch, kv_heads, slice(low, high))
+            s = blockwise.scores(q[query_index], k[batch, kv_heads], part.call, rows, low, high)
+            p = (s - finite_lse[query_index][..., None].to(dtype)).exp()
+            do = grad[query_index].to(dtype)
+            ds = p * (
+                blockwise.grouped_matmul(do, v[key_index].to(dtype).transpose(-1, -2)) - delta[query_index][..., None]
             )
-            dv[there] += blockwise.group_rows(p, count).transpose(-1, -2) @ blockwise.group_rows(do, count)
+            if call.softcap is not None:
+                raw_scores = blockwise.grouped_matmul(
+                    blockwise.upcast(q[query_index]) * call.scale, blockwise.upcast(k[key_index]).transpose(-1, -2)
+                )
+                ds = ds * (1 - torch.tanh(raw_scores / call.softcap).square())
+            dq[query_index] = blockwise.grouped_matmul(ds, k[key_index].to(dtype)) * call.scale
+            count = kv_heads.stop - kv_heads.start
+            dk[key_index] += (
+                blockwise.group_rows(ds, count).transpose(-1, -2)
+                @ blockwise.group_rows(q[query_index], count)
+                * call.scale
+            )
+            dv[key_index] += blockwise.group_rows(p, count).transpose(-1, -2) @ blockwise.group_rows(do, count)
     return PartGradients(dq.to(q.dtype), dk, dv)
 
 

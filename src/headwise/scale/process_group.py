@@ -47,8 +47,8 @@ def init_ranks(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iter
     if not under_torchrun() and not dist.is_initialized():
         yield Ranks(timeout=timeout)
         return
-    ours = not dist.is_initialized()
-    if ours:
+    owns_group = not dist.is_initialized()
+    if owns_group:
         _end_with_parent()
         cuda = torch.cuda.is_available()
         if cuda:
@@ -57,11 +57,11 @@ def init_ranks(timeout: float = TIMEOUT, mesh: DeviceMesh | None = None) -> Iter
     try:
         yield ranks_of(mesh, timeout)
     except Exception as error:
-        if ours and not isinstance(error, RankError):
+        if owns_group and not isinstance(error, RankError):
             report_failure_to_all(error)
         raise
     finally:
-        if ours:
+        if owns_group:
             agreement_counts.clear()
             dist.destroy_process_group()
             time.sleep(DRAIN_SECONDS)
@@ -82,8 +82,8 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     store, rank, count = next(dist.rendezvous("env://", timeout=timeout))
-    prefixed = dist.PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=count, timeout=timeout)
+    attempt_store = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=attempt_store, rank=rank, world_size=count, timeout=timeout)
 
 
 def _end_with_parent() -> None:

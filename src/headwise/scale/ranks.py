@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HeadwiseError, RankError
-from .agreement import FAILED, FINE, Record, difference
+from .agreement import FAILED, FINE, Record, describe_difference
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others, by default
 FAILURE_WAIT = 5.0  # seconds in which a failed rank finds out whether all ranks failed in the same call
@@ -82,7 +82,7 @@ class Ranks:
 
     def agree(
         self,
-        what: str,
+        activity: str,
         description: str | Callable[[], str],
         *,
         values: Mapping[str, Tensor] | None = None,
@@ -91,7 +91,7 @@ class Ranks:
         """Raise an error on every rank, unless all of them give the same description. Every rank must call this.
 
         Args:
-            what: what the ranks agree about, for the error message.
+            activity: what the ranks agree about, for the error message.
             description: of what this rank is about to do; where it is a function, an error that it raises reaches all
                 ranks.
             values: floating-point tensors that must be the same on all ranks, to rounding.
@@ -112,26 +112,26 @@ class Ranks:
             record, own_error = Record.of(FAILED, _one_line(error)), error
             own_error.headwise_reported = True  # type: ignore[attr-defined]  # by this record
         agreement_counts[self.group.group_name] += 1
-        records = self._exchange_records(what, record)
-        failed = [rank for rank, record in enumerate(records) if record.status == FAILED]
+        records = self._exchange_records(activity, record)
+        failed_ranks = [rank for rank, record in enumerate(records) if record.status == FAILED]
         if own_error is not None:
             raise own_error
-        if failed:
-            raise RankError(f"rank {failed[0]} failed at {what}: {records[failed[0]].text}")
-        different = difference(records, values or {})
-        if different:
-            raise RankError(f"ranks disagree about {what}: {different}; start all of them alike")
+        if failed_ranks:
+            raise RankError(f"rank {failed_ranks[0]} failed at {activity}: {records[failed_ranks[0]].text}")
+        disagreement = describe_difference(records, values or {})
+        if disagreement:
+            raise RankError(f"ranks disagree about {activity}: {disagreement}; start all of them alike")
         return [record.number for record in records]
 
-    def _exchange_records(self, what: str, record: Record) -> list[Record]:
+    def _exchange_records(self, activity: str, record: Record) -> list[Record]:
         """Every rank's record."""
-        packed = torch.frombuffer(bytearray(record.packed()), dtype=torch.uint8).to(self.device)
-        gathered = [torch.empty_like(packed) for _ in range(self.count)]
-        with self.transport_errors(what):
+        message = torch.frombuffer(bytearray(record.pack()), dtype=torch.uint8).to(self.device)
+        messages = [torch.empty_like(message) for _ in range(self.count)]
+        with self.transport_errors(activity):
             if dist.get_backend(self.group) == "gloo":  # its error names the missing ranks
                 dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
-            self._wait(dist.all_gather(gathered, packed, group=self.group, async_op=True))
-        return [Record.unpacked(x.cpu().numpy().tobytes()) for x in gathered]
+            self._wait(dist.all_gather(messages, message, group=self.group, async_op=True))
+        return [Record.unpack(x.cpu().numpy().tobytes()) for x in messages]
 
     def broadcast_text(self, text: str) -> str:
         """The first rank's text, which must be short, on every rank."""
@@ -142,24 +142,24 @@ class Ranks:
         if self.count == 1:
             return [x]
         x = x.detach().contiguous()
-        gathered = [torch.empty_like(x) for _ in range(self.count)]
+        tensors = [torch.empty_like(x) for _ in range(self.count)]
         with self.transport_errors("an exchange of tensors"):
-            self._wait(dist.all_gather(gathered, x, group=self.group, async_op=True))
-        return gathered
+            self._wait(dist.all_gather(tensors, x, group=self.group, async_op=True))
+        return tensors
 
-    def all_reduce(self, x: Tensor, what: str = "a sum", group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, x: Tensor, activity: str = "a sum", group: Any = None, op: Any = dist.ReduceOp.SUM) -> None:
         """Sum every rank's x, in place, over all ranks or over a subgroup. No gradient."""
         if self.count > 1:
-            with self.transport_errors(what):
+            with self.transport_errors(activity):
                 self._wait(dist.all_reduce(x, op=op, group=self.group if group is None else group, async_op=True))
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, activity: str) -> None:
         """Wait until all ranks are here."""
-        self.agree(what, "here")
+        self.agree(activity, "here")
 
-    def wait(self, works: list[Any], what: str) -> None:
+    def wait(self, works: list[Any], activity: str) -> None:
         """Wait for point-to-point messages under way, no longer than `timeout`."""
-        with self.transport_errors(what):
+        with self.transport_errors(activity):
             for work in works:
                 self._wait(work)
 
@@ -170,7 +170,7 @@ class Ranks:
             work.wait()
 
     @contextmanager
-    def transport_errors(self, what: str) -> Iterator[None]:
+    def transport_errors(self, activity: str) -> Iterator[None]:
         """Around communication only: an error of the transport becomes a RankError, on all ranks at once."""
         try:
             yield
@@ -181,22 +181,22 @@ class Ranks:
             if failure:
                 raise RankError(f"{failure}; {OUT_OF_STEP}") from error
             closed = "closed" in reason or "closure" in reason
-            late = "" if closed else f" within {self.timeout:g} s"
-            ended = "; one of them has ended" if closed else ""
-            raise RankError(f"not all ranks came to {what}{late}{ended} ({reason[:200]})") from error
+            wait_note = "" if closed else f" within {self.timeout:g} s"
+            end_note = "; one of them has ended" if closed else ""
+            raise RankError(f"not all ranks came to {activity}{wait_note}{end_note} ({reason[:200]})") from error
 
     @contextmanager
-    def share_failures(self, what: str) -> Iterator[None]:
+    def share_failures(self, activity: str) -> Iterator[None]:
         """Around what ranks do between an agreement and their last collective: a rank that fails tells the others."""
         try:
             yield
         except RankError:  # the others have it too
             raise
         except Exception as error:
-            self.report_failure(what, error)
+            self.report_failure(activity, error)
             raise
 
-    def report_failure(self, what: str, error: BaseException) -> None:
+    def report_failure(self, activity: str, error: BaseException) -> None:
         """Tell the other ranks that this one failed after an agreement, unless all of them failed in the same call."""
         if self.count == 1 or not dist.is_initialized() or getattr(error, "headwise_reported", False):
             return
@@ -210,7 +210,7 @@ class Ranks:
                 if store.add(key, 0) >= all_failed:
                     return
                 time.sleep(0.01)
-            store.set(f"{FAILURE_KEY}/{name}", f"rank {self.rank} failed at {what}: {_one_line(error)}")
+            store.set(f"{FAILURE_KEY}/{name}", f"rank {self.rank} failed at {activity}: {_one_line(error)}")
         self._close_connections()
 
     def _reported_failure(self) -> str:

@@ -25,7 +25,7 @@ from ..files import written
 from .process_group import ORPHAN_GRACE, ORPHAN_POLL
 from .ranks import Ranks
 
-LOCK, ABOUT = "lock", "run.json"
+LOCK, RUN_FILE = "lock", "run.json"
 # Ranks whose torchrun agent was killed end by themselves; seconds that the next run waits for them.
 LOCK_WAIT = ORPHAN_POLL + ORPHAN_GRACE + 5.0
 VISIBLE_WAIT = 5.0  # seconds until a file that another machine wrote must be visible on a network file system
@@ -72,7 +72,7 @@ def run_folder(path: str | os.PathLike[str] | None, ranks: Ranks, content: Mappi
 def has_work(folder: Path) -> bool:
     """Whether a run left parts here that can be resumed."""
     with suppress(FileNotFoundError):
-        return any(not (x.name in (LOCK, ABOUT) or x.name.startswith(".")) for x in folder.iterdir())
+        return any(not (x.name in (LOCK, RUN_FILE) or x.name.startswith(".")) for x in folder.iterdir())
     return False
 
 
@@ -94,8 +94,8 @@ def _begin(folder: Path, lock: Lock, content: Mapping[str, str], token: str, wai
         _check_content(folder, content)
     for path in folder.glob(".*"):  # half-written files of killed ranks; the lock is exclusive
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    with written(folder / ABOUT, CheckpointError) as made:
-        made.write_text(json.dumps({"content": dict(content), "token": token}, indent=1) + "\n", encoding="utf-8")
+    with written(folder / RUN_FILE, CheckpointError) as file:
+        file.write_text(json.dumps({"content": dict(content), "token": token}, indent=1) + "\n", encoding="utf-8")
     lock.share()  # now the other ranks can
 
 
@@ -107,44 +107,44 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_content(folder: Path, content: Mapping[str, str]) -> None:
-    earlier = _read_about(folder).get("content")
-    if not isinstance(earlier, dict):
+    previous = _read_run_file(folder).get("content")
+    if not isinstance(previous, dict):
         raise CheckpointError(
             f"{str(folder)!r} holds parts of a run that did not say what it is of; remove it to begin again"
         )
-    for name in [*content, *earlier]:
-        if earlier.get(name) != content.get(name):
-            was, now = (str(run.get(name, "none"))[:60] for run in (earlier, content))
+    for name in [*content, *previous]:
+        if previous.get(name) != content.get(name):
+            previous_value, value = (str(run.get(name, "none"))[:60] for run in (previous, content))
             raise CheckpointError(
-                f"{str(folder)!r} was left by a run with another {name} ({was}, now {now}); finish that run as it was "
-                "started, give another folder, or remove this one to begin again"
+                f"{str(folder)!r} was left by a run with another {name} ({previous_value}, now {value}); finish that "
+                "run as it was started, give another folder, or remove this one to begin again"
             )
 
 
-def _read_about(folder: Path) -> dict[str, object]:
+def _read_run_file(folder: Path) -> dict[str, object]:
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        document = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return about if isinstance(about, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _check_visible(folder: Path, token: str, temporary: bool) -> None:
     """That this rank sees the token that the first rank wrote: the folder is on a shared disk."""
     end = time.monotonic() + VISIBLE_WAIT
-    while _read_about(folder).get("token") != token:
+    while _read_run_file(folder).get("token") != token:
         if time.monotonic() > end:
-            where = "without out= or resume= this is a temporary one; give one" if temporary else "give one"
+            advice = "without out= or resume= this is a temporary one; give one" if temporary else "give one"
             raise HeadwiseError(
                 f"{str(folder)!r} on {socket.gethostname()} is not the folder that the first rank wrote to; "
-                f"{where} on a disk that all ranks share"
+                f"{advice} on a disk that all ranks share"
             )
         time.sleep(0.05)
 
 
 def _remove_if_done(folder: Path) -> None:
     if not has_work(folder):
-        for name in (ABOUT, LOCK):
+        for name in (RUN_FILE, LOCK):
             (folder / name).unlink(missing_ok=True)
         with suppress(OSError):  # it has files of the user's
             folder.rmdir()

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
 from ..files import written
-from ..prune.head_scores import HeadScores
+from ..prune import HeadScores
 from .ranks import Ranks
 
-EVERY = 30.0  # seconds between checkpoints
+SAVE_INTERVAL = 30.0  # seconds between checkpoints
 
 
 class ScoreCheckpoint:
@@ -43,11 +43,11 @@ class ScoreCheckpoint:
     def add(self, number: int, scores: HeadScores) -> None:
         """Add the scores of one batch, and save all every 30 seconds."""
         self.rows[number], self.objective = scores.examples, scores.objective
-        if time.monotonic() - self.saved_at > EVERY:
+        if time.monotonic() - self.saved_at > SAVE_INTERVAL:
             self.save()
 
     @contextmanager
-    def saved_at_exit(self) -> Iterator[None]:
+    def save_at_exit(self) -> Iterator[None]:
         """Save when the body ends, also by an exception."""
         try:
             yield
@@ -62,23 +62,25 @@ class ScoreCheckpoint:
             for number, layers in self.rows.items()
             for layer, x in enumerate(layers)
         }
-        about = {"asked": self.run_id, "objective": self.objective, "batches": json.dumps(sorted(self.rows))}
-        with written(self.file, CheckpointError) as made:
-            save_file(arrays, made, about)
+        metadata = {"asked": self.run_id, "objective": self.objective, "batches": json.dumps(sorted(self.rows))}
+        with written(self.file, CheckpointError) as file:
+            save_file(arrays, file, metadata)
         self.saved_at = time.monotonic()
 
     def _read(self, path: Path) -> tuple[dict[int, list[np.ndarray]], str]:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(os.fspath(path), framework="numpy") as opened:
-                about = opened.metadata() or {}
-                if about.get("asked") != self.run_id:
+            with safe_open(os.fspath(path), framework="numpy") as reader:
+                metadata = reader.metadata() or {}
+                if metadata.get("asked") != self.run_id:
                     raise HeadwiseError(f"{str(path)!r} was left by another run; remove it to begin again")
-                arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # this is no dict
+                arrays = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118  # this is no dict
             layers = 1 + max((int(key.split("/")[1]) for key in arrays), default=-1)
-            rows = {number: [arrays[f"{number}/{i}"] for i in range(layers)] for number in json.loads(about["batches"])}
-            return rows, about["objective"]
+            rows = {
+                number: [arrays[f"{number}/{i}"] for i in range(layers)] for number in json.loads(metadata["batches"])
+            }
+            return rows, metadata["objective"]
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             if isinstance(error, HeadwiseError):
                 raise
@@ -86,11 +88,13 @@ class ScoreCheckpoint:
 
     def merge_all(self, count: int) -> list[np.ndarray]:
         """Every rank's scores, one array per layer: all examples in the order of the `count` batches."""
-        merged: dict[int, list[np.ndarray]] = {}
+        rows_by_batch: dict[int, list[np.ndarray]] = {}
         for rank in range(self.ranks.count):
             rows, _ = self._read(self._file_of(rank))
-            repeated = merged.keys() & rows.keys()
-            assert not repeated, f"batches {repeated} were scored twice"
-            merged |= rows
-        assert sorted(merged) == list(range(count))
-        return [np.concatenate([merged[n][layer] for n in range(count)]) for layer in range(len(merged[0]))]
+            duplicates = rows_by_batch.keys() & rows.keys()
+            assert not duplicates, f"batches {duplicates} were scored twice"
+            rows_by_batch |= rows
+        assert sorted(rows_by_batch) == list(range(count))
+        return [
+            np.concatenate([rows_by_batch[n][layer] for n in range(count)]) for layer in range(len(rows_by_batch[0]))
+        ]

@@ -43,7 +43,7 @@ def gather_sequence(x: Tensor, dim: int, *, zigzag: bool = True, mesh: DeviceMes
     """
     ranks = ranks_of(mesh)
     counts = ranks.agree("the parts of a sequence", f"{x.dtype}, zigzag {zigzag}", number=x.shape[dim])
-    plan = checked_plan(counts, None, None, zigzag)
+    plan = plan_of_counts(counts, None, None, zigzag)
     padded = x.transpose(0, dim)
     padded = torch.cat([padded, padded.new_zeros(max(counts) - len(padded), *padded.shape[1:])])
     whole = padded.new_empty(plan.tokens, *padded.shape[1:])
@@ -71,10 +71,10 @@ def agree_on_positions(
         lambda: ", ".join(filter(None, [description(), f"zigzag {zigzag}"])),
         number=local_tokens,
     )
-    return local_positions(checked_plan(counts, None, None, zigzag).tokens, zigzag=zigzag, mesh=mesh)
+    return local_positions(plan_of_counts(counts, None, None, zigzag).tokens, zigzag=zigzag, mesh=mesh)
 
 
-def checked_plan(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
+def plan_of_counts(counts: list[int], left: int | None, right: int | None, zigzag: bool) -> SequencePlan:
     """The plan of a sequence of which the ranks hold so many tokens each; refused where it is split in another way."""
     plan = SequencePlan(sum(counts), len(counts), left, right, zigzag)
     for rank, count in enumerate(counts):

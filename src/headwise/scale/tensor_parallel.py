@@ -24,14 +24,17 @@ from ..attention.validation import pick, shown
 from ..errors import MaskError, ShapeError, UnsupportedError
 from .autograd_collectives import copy_to_ranks
 from .call_agreement import SHAPES, CallAgreement, describe_module
+from .class_replacement import check_replaceable, replace_class
 from .head_gather import gather_heads, gather_stats
 from .head_plan import HeadPlan, even_ranges
 from .parallel_linear import (
     ColumnParallel,
+    ColumnParallelLinear,
     ParameterPart,
     RowParallel,
+    RowParallelLinear,
+    SplitModule,
     local_tensor,
-    mark_gradients_of,
     mark_mixed,
     select_rows,
     split_parameter,
@@ -39,14 +42,13 @@ from .parallel_linear import (
 from .ranks import Ranks, ranks_of
 
 
-class SplitAttention(MultiHeadAttention):
+class SplitAttention(SplitModule, MultiHeadAttention):
     """MultiHeadAttention of which this rank holds some heads: the same calls, and the same results on every rank.
 
     `heads` are this rank's, `plan.heads` the whole layer's. Gates, masks and head numbers are the whole layer's.
     """
 
     plan: HeadPlan
-    ranks: Ranks
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 
     @property
@@ -57,7 +59,7 @@ class SplitAttention(MultiHeadAttention):
 
     def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any) -> Any:
         """As MultiHeadAttention.forward."""
-        mark_gradients_of(self, self.ranks)  # of its sinks
+        self.mark_own_gradients()  # of its sinks
         with _dropout_per_rank(self.ranks, self.training and self.dropout > 0):
             result = super().forward(query, key, value, **options)
         if not options.get("need_weights"):
@@ -182,7 +184,7 @@ def split_heads(
         )
     if any(isinstance(part, SplitAttention) for part in attentions):
         raise UnsupportedError("this module is split over ranks already")
-    ranks.agree("the module to split", lambda: describe_module(module))
+    ranks.agree("the module to split", lambda: _check_and_describe(module, parts))
     if ranks.count == 1:
         return module
     for part in parts:
@@ -195,8 +197,39 @@ def split_heads(
     return module
 
 
+def _check_and_describe(module: nn.Module, parts: list[MultiHeadAttention | FeedForward]) -> str:
+    """The module as text that must be the same on all ranks; an error where something in it cannot be split."""
+    parameters: set[nn.Parameter] = set()
+    for submodule, cls in (replacement for part in parts for replacement in _replacements(part)):
+        check_replaceable(submodule, cls)
+        for parameter in submodule.parameters(recurse=False):
+            if parameter in parameters:
+                raise UnsupportedError(
+                    f"a parameter {shown(parameter.shape)} of {type(module).__name__} is shared by two layers, which "
+                    "would each train a part of their own; give each layer its own parameters"
+                )
+            parameters.add(parameter)
+    return describe_module(module)
+
+
+def _replacements(part: MultiHeadAttention | FeedForward) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """The modules of an attention or a feed-forward layer that splitting changes, and the class that each gets."""
+    changes: list[tuple[nn.Module | None, type[nn.Module]]] = []
+    if isinstance(part, FeedForward):
+        changes += [(part, SplitFeedForward), (part.down, RowParallelLinear)]
+        changes += [(linear, ColumnParallelLinear) for linear in (part.up, part.gate)]
+    else:
+        changes += [(part, SplitAttention), (part.W_O, RowParallelLinear)]
+        changes += [(linear, ColumnParallelLinear) for linear in (part.W_Q, part.W_K, part.W_V)]
+        changes += [(norm, _norm_class(norm)) for norm in (part.q_norm, part.k_norm) if norm is not None]
+    return [(module, cls) for module, cls in changes if module is not None]
+
+
+def _norm_class(norm: nn.Module) -> type[SplitNorm]:
+    return SplitRMSNorm if isinstance(norm, nn.RMSNorm) else SplitLayerNorm
+
+
 def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
-    """The class is replaced in place, as FSDP2's fully_shard does: the caller's references stay valid."""
     plan = HeadPlan(part.heads, ranks.count)
     share, dim, device = plan.shares[ranks.rank], part.heads.dim, part.W_O.weight.device
     groups = {kv: ranks.subgroup(holders) for kv, holders in enumerate(plan.copies) if len(holders) > 1}
@@ -216,19 +249,18 @@ def _split_attention(part: MultiHeadAttention, ranks: Ranks) -> None:
         "W_O": RowParallel(ranks, query, even, _to_device(query_slots, device)),
     }
     parallelize_module(part, ranks.mesh, styles)
-    if part.sinks is not None:
-        sinks = ParameterPart(0, (part.heads.query,), share.query, share.query, False)
-        split_parameter(part, "sinks", sinks, ranks)
     for norm in filter(None, (part.q_norm, part.k_norm)):
-        norm.__class__ = SplitRMSNorm if isinstance(norm, nn.RMSNorm) else SplitLayerNorm
-        norm.ranks = ranks
+        replace_class(norm, _norm_class(norm), ranks=ranks)
     if isinstance(part.position, Alibi):
         slopes = part.position.for_heads(part.heads.query)
         part.position = Alibi(tuple(slopes[head] for head in share.query) or (0.0,))
-    part.__class__ = SplitAttention
-    assert isinstance(part, SplitAttention)
-    part.plan, part.ranks, part.heads = plan, ranks, share.local_heads(part.heads)
-    part._head_numbers = torch.tensor([*share.query] or [0])
+    has_sinks, head_count = part.sinks is not None, part.heads.query
+    local_heads, head_numbers = share.local_heads(part.heads), torch.tensor([*share.query] or [0])
+    split = replace_class(
+        part, SplitAttention, plan=plan, ranks=ranks, own_parts={}, heads=local_heads, _head_numbers=head_numbers
+    )
+    if has_sinks:
+        split_parameter(split, "sinks", ParameterPart(0, (head_count,), share.query, share.query, False))
 
 
 def _split_feed_forward(part: FeedForward, ranks: Ranks) -> None:
@@ -237,8 +269,7 @@ def _split_feed_forward(part: FeedForward, ranks: Ranks) -> None:
     column = ColumnParallel(ranks, local, local, even)
     styles: dict[str, Any] = {"up": column, "down": RowParallel(ranks, local, even)}
     parallelize_module(part, ranks.mesh, styles | ({} if part.gate is None else {"gate": column}))
-    part.__class__ = SplitFeedForward
-    part.ranks = ranks  # type: ignore[assignment]
+    replace_class(part, SplitFeedForward, ranks=ranks)
 
 
 def _idle_slots(plan: HeadPlan, ranks: Ranks, rows: int) -> Tensor | None:

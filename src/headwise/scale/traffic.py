@@ -54,8 +54,8 @@ def count_traffic() -> Iterator[Traffic]:
 
     def count_messages(call: Callable[..., Any]) -> Callable[..., Any]:
         def batch_isend_irecv(operations: Any) -> Any:
-            sends = [x.tensor for x in operations if x.op is dist.isend]
-            traffic["messages"] += sum(x.numel() * x.element_size() for x in sends)
+            tensors = [x.tensor for x in operations if x.op is dist.isend]
+            traffic["messages"] += sum(x.numel() * x.element_size() for x in tensors)
             return call(operations)
 
         return batch_isend_irecv

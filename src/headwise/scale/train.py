@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UnsupportedError
-from ..prune.recovery import recover as recover_of
-from ..prune.training_group import TrainingGroup
+from ..prune import TrainingGroup
+from ..prune import recover as recover_of
 from .head_plan import even_ranges
 from .ranks import Ranks, ranks_of
 
@@ -127,8 +127,8 @@ class Shards(Replicas):
         return self.model
 
     def finish(self, model: Any) -> None:
-        for parameter, trained in zip(model.parameters(), self.model.parameters(), strict=True):
-            parameter.data.copy_(self.gather(trained))
+        for parameter, shard in zip(model.parameters(), self.model.parameters(), strict=True):
+            parameter.data.copy_(self.gather(shard))
 
     def gather(self, x: Tensor) -> Tensor:
         return x.full_tensor().detach() if isinstance(x, DTensor) else x.detach()

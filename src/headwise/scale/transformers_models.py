@@ -19,16 +19,11 @@ from torch import Tensor, nn
 from ..card import read
 from ..errors import HeadwiseError, UnsupportedError
 from ..heads import Heads
-from ..models.intervene.changes import HeadChange, head_changes
-from ..models.intervene.masking import MaskedHeads
-from ..models.loading.loader import load
-from ..models.loading.locate import DEFAULT, directory
-from ..models.structure.heads import input_width, query_heads, w_o
-from ..models.structure.sites import Site, attention_sites, check_watchable, require_sites
-from ..models.watching.layers import HeadRows, Layer, Links
-from ..models.watching.request import Request, WatchOptions
-from ..models.watching.watcher import Watch
-from ..models.watching.watcher import watch as watch_one
+from ..models.intervene import HeadChange, MaskedHeads, head_changes
+from ..models.loading import DEFAULT, directory, load
+from ..models.structure import Site, attention_sites, check_watchable, input_width, query_heads, require_sites, w_o
+from ..models.watching import HeadRows, Layer, Links, Request, Watch, WatchOptions
+from ..models.watching import watch as watch_model
 from .head_gather import gather_stats
 from .head_plan import HeadPlan, check_divides
 from .ranks import Ranks, ranks_of
@@ -71,8 +66,8 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
     ranks.agree("the model", describe_model)
     from transformers.distributed import DistributedConfig
 
-    split = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
-    model = load(name, attn_implementation=attn_implementation, dtype=dtype, distributed=split)
+    distributed = DistributedConfig(tp_plan="auto", tp_size=ranks.count)
+    model = load(name, attn_implementation=attn_implementation, dtype=dtype, distributed=distributed)
     _ranks_by_model[model] = ranks
     return model
 
@@ -94,10 +89,10 @@ def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
     """
     ranks = _ranks_by_model.get(model)
     if ranks is None:
-        return watch_one(model, **options)
-    found = attention_sites(model)
-    check_watchable(model, found)
-    return SplitWatch(ranks, model, found, Request.of(model, found, **options))
+        return watch_model(model, **options)
+    sites = attention_sites(model)
+    check_watchable(model, sites)
+    return SplitWatch(ranks, model, sites, Request.of(model, sites, **options))
 
 
 def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads:
@@ -112,11 +107,11 @@ def mask_heads(model: nn.Module, heads: Any, value: Any = "zero") -> MaskedHeads
         ...     logits = model(**inputs).logits
     """
     ranks = _ranks_by_model.get(model)
-    found = require_sites(model)
-    changes = head_changes(model, found, heads, value)
+    sites = require_sites(model)
+    changes = head_changes(model, sites, heads, value)
     if ranks is not None:
         changes = [SplitChange(ranks, model, **vars(change)) for change in changes]
-    return MaskedHeads(model, found, changes)
+    return MaskedHeads(model, sites, changes)
 
 
 class SplitWatch(Watch):
@@ -128,34 +123,34 @@ class SplitWatch(Watch):
         self.ranks, self._whole_request = ranks, request
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, where)
+        super().__exit__(kind, error, traceback)
         if error is not None:
             return
-        self.ranks.agree("what was watched", "; ".join(map(_seen, self.layers)))
+        self.ranks.agree("what was watched", "; ".join(map(_describe_layer, self.layers)))
         for site, layer in self.recording.layers.items():
             self._gather(layer, site)
 
     def _gather(self, layer: Layer, site: Site) -> None:
-        whole, here = query_heads(self.model, site), layer.heads
-        if here.query == whole:  # transformers left this layer whole
+        whole, local = query_heads(self.model, site), layer.heads
+        if local.query == whole:  # transformers left this layer whole
             return
-        layer.heads = Heads(here.width, whole, here.kv * self.ranks.count, here.dim, here.value_dim)
+        layer.heads = Heads(local.width, whole, local.kv * self.ranks.count, local.dim, local.value_dim)
         plan = HeadPlan(layer.heads, self.ranks.count)
         layer.runs = [run.changed(lambda stats: gather_stats(stats, plan, self.ranks)) for run in layer.runs]
         weights, outputs = (x.heads(site) for x in (self._whole_request.weights, self._whole_request.outputs))
         by_call = zip(layer.all_weights, layer.all_rows, strict=True)
-        layer.all_weights = [_picked(self._all(x), weights, rows) for x, rows in by_call]
-        layer.all_outputs = [_picked(self._all(x), outputs, None) for x in layer.all_outputs]
-        layer.all_links = [Links(self._all(x.keys), self._all(x.weights)) for x in layer.all_links]
+        layer.all_weights = [_pick(self._gather_tensor(x), weights, rows) for x, rows in by_call]
+        layer.all_outputs = [_pick(self._gather_tensor(x), outputs, None) for x in layer.all_outputs]
+        layer.all_links = [Links(self._gather_tensor(x.keys), self._gather_tensor(x.weights)) for x in layer.all_links]
 
-    def _all(self, x: Any) -> Tensor:
+    def _gather_tensor(self, x: Any) -> Tensor:
         """(B, heads here, ...) -> (B, all heads, ...)."""
         return torch.cat(self.ranks.all_gather(x), 1)
 
 
-def _picked(x: Tensor, heads: Any, rows: list[int] | None) -> Tensor | HeadRows:
+def _pick(x: Tensor, heads: Any, rows: list[int] | None) -> Tensor | HeadRows:
     return x if heads is True else HeadRows(x[:, heads], heads, rows)
 
 
@@ -171,14 +166,14 @@ class SplitChange(HeadChange):
         if x.shape[-1] == self.width:  # transformers left this layer whole
             return super().apply(x, real)
         count = self.count // self.ranks.count
-        here = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
+        own_heads = slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
         local = x.unflatten(-1, (count, -1))
         padded = local.new_zeros(*local.shape[:-2], self.count, local.shape[-1])
-        padded[..., here, :] = local
-        return super().apply(padded.flatten(-2), real).unflatten(-1, (self.count, -1))[..., here, :].flatten(-2)
+        padded[..., own_heads, :] = local
+        return super().apply(padded.flatten(-2), real).unflatten(-1, (self.count, -1))[..., own_heads, :].flatten(-2)
 
 
-def _seen(layer: Layer) -> str:
+def _describe_layer(layer: Layer) -> str:
     sizes = ", ".join("x".join(map(str, run.all.count.shape)) for run in layer.runs)
     return f"{layer.kind} {layer.index}: {sizes}"
 

@@ -11,7 +11,7 @@ from .. import html
 from ..errors import HeadwiseError
 from ..files import written
 from ..role_definitions import all_roles, meanings
-from ..roles.atlas.result import Atlas
+from ..roles.atlas import Atlas
 from . import bundle
 
 COLUMNS = 4  # of a figure

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..inspection.result import STATISTICS
+from ..inspection import STATISTICS
 from .capture import LayerRecord
 
 OFFSETS = (("previous", -1), ("next", 1), ("self", 0))

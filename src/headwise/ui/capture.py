@@ -13,18 +13,13 @@ from torch import Tensor
 
 from ..attention import functional
 from ..errors import HeadwiseError, UnsupportedError
-from ..inspection import run as inspection
-from ..inspection.result import STATISTICS
+from ..inspection import SENTENCE, STATISTICS, clean_text, encode
 from ..inspection.words import Words, words
-from ..models.intervene.masking import mask_heads
+from ..models.intervene import mask_heads
 from ..models.loading.resolve import resolve
-from ..models.structure.heads import w_o
-from ..models.structure.sites import Site, attention_sites
+from ..models.structure import Site, attention_sites, w_o
 from ..models.structure.text_model import text_model
-from ..models.watching.call_reader import Reading
-from ..models.watching.eager import EagerReading
-from ..models.watching.layers import Layer
-from ..models.watching.watcher import Watch, watch
+from ..models.watching import EagerReading, Layer, Reading, Watch, watch
 
 BLOCK = 1 << 20  # weights in memory at once, of all heads of a layer together: about the cache of a core
 Off = Mapping[tuple[str, int], Sequence[int]]
@@ -137,7 +132,7 @@ class RunOptions(TypedDict, total=False):
 
 
 def run(
-    text: str = inspection.SENTENCE,
+    text: str = SENTENCE,
     model: Any = None,
     *,
     tokenizer: Any = None,
@@ -161,7 +156,7 @@ def run(
         max_tokens: a longer text is refused.
         stop: called before every attention layer; True ends the pass by raising `Stopped`.
     """
-    texts = [inspection._clean(raw) for raw in ((text,) if target is None else (text, target))]
+    texts = [clean_text(raw) for raw in ((text,) if target is None else (text, target))]
     default_name, model, tokenizer = resolve(model, tokenizer)
     name = name or default_name
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -169,7 +164,7 @@ def run(
     if target is not None and not with_decoder:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
     body, notes = (model, ()) if with_decoder else text_model(model, purpose="inspect needs", name=name)
-    encoded = [inspection.encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
+    encoded = [encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
     if with_decoder:
         encoded[1] = _decoder_inputs(encoded[1][0], model.config), encoded[1][1]
     read_texts = tuple(_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))

@@ -10,7 +10,7 @@ from .figure import RC, matplotlib_style, write
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..prune.curve import Curve
+    from ..prune import Curve
 
 # differ in lightness and marker as well as in hue: distinct in grey, and with any kind of colour vision
 LINES = (("#1f4e9c", "o"), ("#d9722b", "s"), ("#2a9d76", "^"), ("#8e3b9d", "D"), ("#c9a227", "v"), ("#5b6b7a", "P"))

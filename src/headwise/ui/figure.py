@@ -11,8 +11,7 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..files import written
-from ..inspection.comparison import Comparison
-from ..inspection.result import STATISTICS, Inspection
+from ..inspection import STATISTICS, Comparison, Inspection
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +36,7 @@ RC: dict[Any, Any] = {
 }
 
 
-def save(
+def save_figure(
     result: Inspection | Comparison, path: str | Path, *, head: str | None = None, statistic: str = "entropy"
 ) -> None:
     """Write a figure: every head by a statistic, or one head's matrix; a comparison as two panels.

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..attention.checkpoints.pretrained import read_json
 from ..errors import HeadwiseError, ShapeError
-from ..inspection.result import STATISTICS
+from ..inspection import STATISTICS
 from ..role_definitions import meaning
 from .capture import LayerRecord, Pass
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..inspection.result import PRONOUNS, STATISTICS, Inspection
-from ..models.watching.call_reader import Reading
+from ..inspection import PRONOUNS, STATISTICS, Inspection
+from ..models.watching import Reading
 from . import capture, pack
 from .baseline import EqualAttention
 from .capture import LayerRecord, Pass, Text
@@ -277,14 +277,14 @@ def _follow(pass_: Pass, matrices: Sequence[np.ndarray]) -> dict[str, Any] | Non
         causal=_causal(first[0][1]),
         tokens=len(pass_.texts[pass_.layers[0].source].pieces),
     )
-    [(place, why)] = inspection.followed()
+    [(place, reason)] = inspection.followed_words()
     links = inspection.links(place) or inspection.links(place, near=True)
     if words.names[place].casefold() in PRONOUNS:
         links = [link for link in links if link.target < place] or links
     if not links:
         return None
     best = links[0]
-    return {"word": place, "to": best.target, "head": [best.layer, best.head], "why": why.partition(";")[0]}
+    return {"word": place, "to": best.target, "head": [best.layer, best.head], "why": reason.partition(";")[0]}
 
 
 def _steps(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import HeadwiseError
-from ..inspection import run
+from ..inspection import SENTENCE
 from ..models.loading.resolve import resolve
-from ..models.structure import sites
+from ..models.structure import attention_sites
 from ..models.structure.text_model import text_model
 from . import capture, payload
 from .ablation_effect import measure_effect
@@ -32,7 +32,7 @@ class Service:
         self,
         models: Sequence[str] | Mapping[str, tuple[Any, Any]],
         *,
-        text: str = run.SENTENCE,
+        text: str = SENTENCE,
         target: str | None = None,
         scores: Any = None,
         longest: int = MOST_CHARACTERS,
@@ -128,7 +128,7 @@ class Service:
 def parse_heads_off(model: Any, labels: str, *, with_decoder: bool = False) -> dict[tuple[str, int], list[int]]:
     """Labels such as "3.1,5.11", or "cross 3.1" with several kinds of attention, as `mask_heads` takes them."""
     body = model if with_decoder else text_model(model, purpose="inspect needs", name="the model")[0]
-    kinds = list(dict.fromkeys(site.kind for site in sites.attention_sites(body)))
+    kinds = list(dict.fromkeys(site.kind for site in attention_sites(body)))
     heads_by_layer: dict[tuple[str, int], list[int]] = {}
     for label in filter(None, (part.strip() for part in labels.split(","))):
         parts = LABEL.fullmatch(label)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ..errors import HeadwiseError
-from ..inspection import run
+from ..inspection import SENTENCE
 from ..models.loading.resolve import resolve
 from . import bundle, capture, page
 from .capture import Pass, RunOptions, Stopped
@@ -21,7 +21,7 @@ HEIGHT = 820  # pixels of a page inside a notebook
 
 
 def view(
-    text: str | Pass | Sequence[Pass] = run.SENTENCE,
+    text: str | Pass | Sequence[Pass] = SENTENCE,
     model: Any = None,
     *,
     tokenizer: Any = None,

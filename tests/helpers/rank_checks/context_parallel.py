@@ -165,7 +165,10 @@ def attention_over_a_split_sequence_matches_the_whole(ranks: Ranks, folder: Path
         torch.testing.assert_close(gather_sequence(got, 1, zigzag=False), want, rtol=1e-4, atol=1e-4)
     x = shard_sequence(x, 1, zigzag=False)
     assert_error(lambda: split(x, mask=torch.ones(17, 17).bool()), "takes no mask; lengths and windows it takes")
-    assert_error(lambda: split(x, torch.randn(2, 3, 24)), "is for self-attention")
+    assert_error(lambda: split(x, torch.randn(2, 3, 24)), "is for self-attention, got a key or value of another")
+    assert_error(lambda: split(x, x, torch.randn(2, 3, 24)), "is for self-attention, got a key or value of another")
+    assert_error(lambda: split(x, casual=True), "there is no option 'casual' here; did you mean 'causal'?")
+    torch.testing.assert_close(split(x, mask=None, cache=None, need_weights=False), split(x))
     assert_error(lambda: split.weights(x), "are on no rank whole")
     assert_error(lambda: split_sequence(torch.nn.Linear(3, 3)), "no self-attention whose sequence can be split")
 
@@ -204,6 +207,8 @@ def wrong_calls_of_ring_attend_fail_on_every_rank(ranks: Ranks, folder: Path) ->
     assert_error(lambda: ring_attend(q, k[:, :, 1:], v[:, :, 1:]), "as many queries as keys")
     assert_error(lambda: ring_attend(q, k, v, sinks=torch.ones(5)), "sinks must be one number per query head")
     assert_error(lambda: ring_attend(q, k, v, lengths=torch.ones(5)), "lengths must be (2,)")
+    typo: dict[str, Any] = {"casual": True}
+    assert_error(lambda: ring_attend(q, k, v, **typo), "there is no option 'casual' here; did you mean 'causal'?")
     assert_error(
         lambda: ring_head_stats(q, k, v, causal=True, classes={"a": torch.ones(2, 3).bool()}),
         "class 'a' must be True/False",

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from headwise import Alibi, Decoder, Heads, KVCache, MultiHeadAttention, Rotary, Shape, Transformer, TransformerBlock
 from headwise.attention.nn.blocks import FeedForward
 from headwise.errors import RankError, UnsupportedError
-from headwise.scale import clip_grad_norm_, count_traffic, load_state, save_state, split_heads
+from headwise.scale import clip_grad_norm_, count_traffic, load_state, save_state, split_heads, split_sequence
 from headwise.scale import ranks as ranks_module
 from headwise.scale.parallel_linear import local_tensor, parameter_parts
 from headwise.scale.ranks import Ranks
@@ -55,7 +55,7 @@ def check_gradients(whole: Any, split: Any) -> None:
         if x.grad is None:
             assert split_x.grad is None, name
             continue
-        want = parts[name].of(x.grad) if name in parts else x.grad
+        want = parts[name].select(x.grad) if name in parts else x.grad
         torch.testing.assert_close(local_tensor(split_x.grad), want, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -63,7 +63,7 @@ def check_weights(whole: Any, split: Any) -> None:
     """Each rank has its part of the whole's."""
     others, parts = dict(split.named_parameters()), parameter_parts(split)
     for name, x in whole.named_parameters():
-        assert torch.equal(local_tensor(others[name]), parts[name].of(x) if name in parts else x), name
+        assert torch.equal(local_tensor(others[name]), parts[name].select(x) if name in parts else x), name
 
 
 def check_attention(name: str) -> None:
@@ -414,6 +414,54 @@ def a_split_module_refuses_what_needs_the_whole(ranks: Ranks, folder: Path) -> N
         (lambda: split(torch.randn(1, 2, 15), mask=torch.ones(3, 2, 2).bool()), "is for 3 heads; this layer has 5"),
     ):
         assert_error(call, message)
+
+
+class DoublingAttention(MultiHeadAttention):
+    """Attention with a forward of its own, which a SplitAttention does not have."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return 2 * super().forward(*args, **options)
+
+
+@check
+def splitting_keeps_the_module_its_hooks_and_its_keys(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(21)
+    block = TransformerBlock(26, 13, ffn=29, activation="swiglu", qk_norm="rms")
+    modules, keys = dict(block.named_modules()), list(block.state_dict())
+    calls: list[str] = []
+    for name, module in modules.items():
+        module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    x = torch.randn(2, 7, 26)
+    want = block.eval()(x)
+    calls_before = calls.copy()
+    calls.clear()
+    assert split_heads(block) is block and not block.training
+    torch.testing.assert_close(block(x), want, **CLOSE)
+    assert calls == calls_before and {"attention.W_Q", "attention.q_norm", "ffn.down"} <= set(calls)
+    assert all(module is modules[name] for name, module in block.named_modules())
+    assert list(block.state_dict()) == keys
+
+
+@check
+def what_cannot_be_split_is_refused_on_all_ranks_and_left_as_it_is(ranks: Ranks, folder: Path) -> None:
+    torch.manual_seed(22)
+    own_forward = DoublingAttention(15, 5)
+    own_linear = TransformerBlock(15, 5, ffn=11)
+    own_linear.ffn.down = torch.nn.modules.linear.NonDynamicallyQuantizableLinear(11, 15)
+    shared = torch.nn.ModuleList([MultiHeadAttention(15, 5), MultiHeadAttention(15, 5)])
+    shared[1].W_K = shared[0].W_K
+    split = split_sequence(MultiHeadAttention(15, 5))
+    for module, message in (
+        (own_forward, "DoublingAttention is not a plain MultiHeadAttention"),
+        (own_linear, "NonDynamicallyQuantizableLinear is not a plain Linear"),
+        (shared, "a parameter (15, 15) of ModuleList is shared by two layers"),
+        (split, "SplitSequenceAttention is not a plain MultiHeadAttention"),
+    ):
+        classes = [type(part) for part in module.modules()]
+        assert_error(lambda module=module: split_heads(module), message)
+        assert [type(part) for part in module.modules()] == classes
+        assert not parameter_parts(module)
+    assert_error(lambda: split_sequence(own_forward), "DoublingAttention is not a plain MultiHeadAttention")
 
 
 @check

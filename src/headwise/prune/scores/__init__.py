@@ -1,4 +1,7 @@
-"""The bundled importance scores, one module each; importing this package registers all of them."""
+"""The bundled importance scores, one module each; importing this package registers all of them.
+
+Nothing here is public: scores are named in `headwise.importance`, and added by `headwise.prune.score`.
+"""
 
 from __future__ import annotations
 

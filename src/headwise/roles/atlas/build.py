@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import HeadwiseError
-from ...inspection.run import longest
 from ...json_documents import LARGEST, brief
 from ...models.fingerprint import fingerprint, tokenizer_fingerprint
 from ...models.loading.resolve import resolve
+from ...models.structure.config_sizes import max_positions
 from ...models.structure.text_model import check_takes_text
 from ...models.surgery.kept_heads import pruned_layers
 from ...role_definitions import added_scores
@@ -122,7 +122,8 @@ def _check(length: int, part: tuple[int, int], replicates: int, seed: int) -> No
 def encoder_of(body: Any, tokenizer: Any, length: int) -> TextEncoder:
     """The tokenizer, cutting texts to `length` and to the positions that the model has."""
     check_takes_text(body, purpose="an atlas needs")
-    return TextEncoder(tokenizer, min(length, longest(body, False)[0]), _start(body))
+    positions = max_positions(body)
+    return TextEncoder(tokenizer, length if positions is None else min(length, positions), _start(body))
 
 
 def _start(body: Any) -> int | None:
