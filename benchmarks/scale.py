@@ -25,7 +25,7 @@ import torch
 import headwise
 from headwise import TransformerBlock, scale
 from headwise.bench.memory import peak_above
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale.head_plan import HeadPlan
 from headwise.scale.ranks import Ranks
@@ -164,7 +164,7 @@ def main() -> None:
             results[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
         if ranks.first:
             settings = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1}
-            with written(file) as new:
+            with write_atomically(file) as new:
                 new.write_text(
                     json.dumps({**results, "machine": describe_machine(), "settings": settings}, indent=2) + "\n"
                 )

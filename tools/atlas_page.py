@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.role_definitions import ARGMAX, all_roles
 from headwise.role_definitions.positions import OFFSETS
 from headwise.roles.atlas.bundled import NAMES, bundled_atlas
@@ -44,7 +44,7 @@ def take() -> None:
             "roles": found.roles,
             "correlation": {role: round(x, 3) for role, x in found.correlation.items() if not np.isnan(x)},
         }
-    with written(STABLE) as made:
+    with write_atomically(STABLE) as made:
         made.write_text(json.dumps(stabilities, indent=2) + "\n", encoding="utf-8")
 
 
@@ -236,7 +236,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["take"]:
         take()
     elif sys.argv[1:] == ["page"]:
-        with written(DOCS / "atlas.md") as made:
+        with write_atomically(DOCS / "atlas.md") as made:
             made.write_text(page(), encoding="utf-8")
     else:
         raise SystemExit(__doc__)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import headwise
 from headwise.cli.wording import name_options
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.inspection.examples import EXAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "examples.md"
@@ -28,5 +28,5 @@ def examples_page() -> str:
 
 
 if __name__ == "__main__":
-    with written(PAGE) as file:
+    with write_atomically(PAGE) as file:
         file.write_text(examples_page(), encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import headwise
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.roles.ablation import tasks
 from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_heads
 from headwise.roles.atlas.bundled import bundled_atlas
@@ -67,7 +67,7 @@ def measure(model: str, name: str) -> None:
     elif name == "probe":
         relations(model, probe_sentences()).save(path)
     elif name == "winograd":
-        with written(path) as file:
+        with write_atomically(path) as file:
             file.write_text(json.dumps(_winograd(model)), encoding="utf-8")
     elif name == "matter":
         _matter(model, path)
@@ -80,7 +80,7 @@ def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, Chose
     path = MADE / f"{model}-{name}-chosen.json"
     if not path.exists():
         found = choose_heads(model, sentences)
-        with written(path) as file:
+        with write_atomically(path) as file:
             file.write_text(json.dumps(found), encoding="utf-8")
     made = json.loads(path.read_text(encoding="utf-8"))
     return {relation: ChosenHead(tuple(head), fixed, links) for relation, (head, fixed, links) in made.items()}
@@ -130,10 +130,10 @@ def _matter(model: str, path: Path) -> None:
                 task = tasks.text_task(loaded, tokenizer, texts)
             found = ablate_heads(task, _heads(model, masked))
             sys.stderr.write(f"{masked} {found}\n")
-            with written(part) as file:
+            with write_atomically(part) as file:
                 file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
         parts.append(json.loads(part.read_text(encoding="utf-8")))
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(json.dumps(parts), encoding="utf-8")
 
 
@@ -383,7 +383,7 @@ if __name__ == "__main__":
         case ["measure", model, name]:
             measure(model, name)
         case ["page"]:
-            with written(ROOT / "docs" / "relations.md") as made:
+            with write_atomically(ROOT / "docs" / "relations.md") as made:
                 made.write_text(page(), encoding="utf-8")
         case _:
             sys.exit(__doc__)

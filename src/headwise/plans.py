@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, HeadwiseError
-from .files import written
+from .files import write_atomically
 from .json_documents import anything, brief, count, items, mapping, parse_json, string
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
@@ -107,7 +107,7 @@ class Plan:
         document = self.to_json()
         rows = ",\n".join("    " + json.dumps(row) for row in document.pop("layers"))
         head = json.dumps(document, indent=2).removesuffix("\n}")
-        with written(path, CheckpointError) as file:
+        with write_atomically(path, CheckpointError) as file:
             file.write_text(f'{head},\n  "layers": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
     @classmethod

@@ -18,7 +18,7 @@ import torch
 
 import headwise
 from headwise.cli import main
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.roles.atlas import corpus_run, similarity
 from helpers.role_heads import circuit, texts, tokenizer
 
@@ -240,7 +240,7 @@ def test_temporary_files_of_a_killed_run_are_removed_by_the_next(
 ) -> None:
     child = os.fork()
     if child == 0:
-        with written(tmp_path / "unfinished.safetensors"):
+        with write_atomically(tmp_path / "unfinished.safetensors"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert [path.name[:30] for path in tmp_path.iterdir()] == [".unfinished.safetensors.headwi"]

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..terminal import echo
 from .options import (
     PATH,
@@ -219,7 +219,7 @@ def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Prog
     )  # fmt: skip
 
     def draw(folder: Path) -> None:
-        with written(folder / "curve.json", CheckpointError) as file:
+        with write_atomically(folder / "curve.json", CheckpointError) as file:
             file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
         for ending in ("png", "svg"):
             save_curve(found, folder / f"curve.{ending}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from .claim import Chart
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def save_charts(charts: list[Chart], path: Path) -> None:
         _draw(chart, ax)
     for ax in axes[len(charts) :]:
         ax.axis("off")
-    with written(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..json_documents import parse_json
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Lab:
             trained = train(recipe, self.device, partial(self.progress, words), those)
             found.append(trained)
             if weights and self._first:
-                with written(weights) as path:
+                with write_atomically(weights) as path:
                     save_file({name: x.contiguous() for name, x in trained.model.state_dict().items()}, path)
             return trained.curve
 
@@ -142,7 +142,7 @@ class Lab:
         value = compute()
         self.made.append(f"{name} {json.dumps(made_of, sort_keys=True)}")
         if place and self._first:
-            with written(place) as path:
+            with write_atomically(place) as path:
                 path.write_text(json.dumps({"made_of": made_of, "value": value}) + "\n", encoding="utf-8")
         return value
 

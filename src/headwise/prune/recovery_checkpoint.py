@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..json_documents import parse_json
 from ..models.fingerprint import batches_fingerprint, fingerprint
 from .training_group import TrainingGroup
@@ -67,7 +67,7 @@ def save_checkpoint(
     if not group.first:
         return
     header = {"headwise-recovery": FORMAT, **identity, "step": str(step), "losses": json.dumps(losses)}
-    with written(path, CheckpointError) as made:
+    with write_atomically(path, CheckpointError) as made:
         try:
             save_file(tensors, made, header)
         except (OSError, SafetensorError) as error:  # a full disk is either

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from ..files import written
+from ..files import write_atomically
 from ..plans import Plan
 from .output_directory import REPORT
 from .quality import Quality, Size
@@ -168,7 +168,7 @@ def write_report(report: PruneReport, folder: Path, picture: bool = False) -> No
         ("pruning.html", page(report, picture)),
         (REPORT, json.dumps(report.to_json(), indent=2) + "\n"),
     ):
-        with written(folder / name, CheckpointError) as made:
+        with write_atomically(folder / name, CheckpointError) as made:
             made.write_text(content, encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import folder_written
+from ..files import write_folder_atomically
 from ..json_documents import parse_json
 from ..models.surgery.removal import check_plan, prune_heads
 from ..models.surgery.saving import Saved, save
@@ -250,7 +250,7 @@ def save_result(
     check_output(out, overwrite)
     finished = copy.copy(report)
     make_parent(out)
-    with folder_written(out, CheckpointError) as folder:
+    with write_folder_atomically(out, CheckpointError) as folder:
         finished.saved = _at_destination(save(smaller, folder), folder, out)
         finished.plan.save(folder / "plan.json")
         if write_extra is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..prune.head_scores import HeadScores
 from .ranks import Ranks
 
@@ -63,7 +63,7 @@ class ScoreCheckpoint:
             for layer, x in enumerate(layers)
         }
         about = {"asked": self.run_id, "objective": self.objective, "batches": json.dumps(sorted(self.rows))}
-        with written(self.file, CheckpointError) as made:
+        with write_atomically(self.file, CheckpointError) as made:
             save_file(arrays, made, about)
         self.saved_at = time.monotonic()
 

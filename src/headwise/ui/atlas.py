@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import html
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..role_definitions import all_roles, meanings
 from ..roles.atlas.result import Atlas
 from . import bundle
@@ -28,7 +28,7 @@ def save_page(atlas: Atlas, path: str | Path) -> None:
         title, BODY, bundle.read("atlas.css"), script=bundle.script("atlas.js"),
         data=("atlas-data", _data(atlas, title)),
     )  # fmt: skip
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
@@ -89,5 +89,5 @@ def save_picture(atlas: Atlas, path: str | Path) -> None:
         ax.tick_params(labelsize=6, length=0)
     bar = figure.colorbar(image, ax=list(axes), aspect=40, pad=0.01, shrink=0.8)
     bar.set_label(f"score; ringed: has the role ({atlas.model})", fontsize=8)
-    with written(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format="png")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..inspection.comparison import Comparison
 from ..inspection.result import STATISTICS, Inspection
 
@@ -161,5 +161,5 @@ def write(figure: Figure, path: Path) -> None:
     file_type = path.suffix[1:].lower() or "png"
     if file_type not in file_types:
         raise HeadwiseError(f"a picture cannot be {path.suffix!r}; name it .png, .svg or .pdf")
-    with written(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format=file_type, bbox_inches="tight", pad_inches=0.12)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files import folder_written
+from ...files import write_folder_atomically
 from ...terminal import echo
 from .locate import cache, missing, sha256
 
@@ -46,7 +46,7 @@ def converted(path: Path, check: Callable[[Path], None] | None = None, *, weight
     if check:
         check(path)
     try:
-        with folder_written(folder, CheckpointError, private=True) as scratch:
+        with write_folder_atomically(folder, CheckpointError, private=True) as scratch:
             _convert(path, scratch)
             _write_manifest(scratch, source)
             if _is_valid(folder, source, weights):  # converted by another process meanwhile, which may be reading it

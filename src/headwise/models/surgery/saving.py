@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
-from ...files import folder_written, remove_leftovers, umask
+from ...files import write_folder_atomically, remove_leftovers, umask
 from ..loading.quiet import quiet_transformers
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
@@ -94,7 +94,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: Form | None = 
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
     target = _choose_form(model, form)
-    with folder_written(folder, CheckpointError) as scratch, quiet_transformers():
+    with write_folder_atomically(folder, CheckpointError) as scratch, quiet_transformers():
         _write(model, scratch, target)
         write_record(scratch, model, target.form)
         copy_other_files(model, scratch)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import CheckpointError
-from ...files import written
+from ...files import write_atomically
 from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
@@ -38,7 +38,7 @@ def save_tallies(
     every = {f"{name}/{key}": x for name, tally in present.items() for key, x in tally.arrays().items()}
     every |= {EXTRA + key: x for key, x in (arrays or {}).items()}
     about = {"tallies": {name: tally.facts() for name, tally in present.items()}, "more": facts}
-    with written(path, CheckpointError) as file:
+    with write_atomically(path, CheckpointError) as file:
         save_file(
             {key: np.ascontiguousarray(x) for key, x in every.items()},
             file,

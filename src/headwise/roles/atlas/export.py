@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import HeadwiseError
-from ...files import written
+from ...files import write_atomically
 from ...role_definitions import RoleDefinition, all_roles
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _nearest(atlas: Atlas, one: RoleDefinition, many: bool) -> str:
 
 def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     every = list(rows)
-    with written(path) as target, open(target, "w", encoding="utf-8", newline="") as file:
+    with write_atomically(path) as target, open(target, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, every[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(every)
@@ -75,7 +75,7 @@ def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None
 
 def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     table = pandas().DataFrame(list(rows))
-    with written(path) as target:
+    with write_atomically(path) as target:
         try:
             table.to_parquet(target, index=False)
         except ImportError:

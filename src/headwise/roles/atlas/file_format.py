@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import HeadwiseError
-from ...files import written
+from ...files import write_atomically
 from ...json_documents import (
     anything,
     brief,
@@ -65,7 +65,7 @@ def save(atlas: Atlas, path: str | os.PathLike[str], *, sums: bool = False) -> N
         raise HeadwiseError("this atlas was opened without its sums; they cannot be saved")
     text = json.dumps(to_json(atlas), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     sums_file = Path(os.fspath(path) + SUMS)
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(escape_controls(text) + "\n", encoding="utf-8")  # names may hold what UTF-8 cannot encode
         # those of an earlier atlas at this path; first, so that a run that is killed now leaves no mixture
         sums_file.unlink(missing_ok=True)

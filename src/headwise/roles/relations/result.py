@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import CheckpointError
-from ...files import written
+from ...files import write_atomically
 from ...json_documents import (
     anything,
     brief,
@@ -223,7 +223,7 @@ class Relations:
             raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        with written(path) as file:
+        with write_atomically(path) as file:
             file.write_text(json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False), encoding="utf-8")
 
     @classmethod
