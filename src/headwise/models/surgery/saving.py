@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
-from ...files import write_folder_atomically, remove_leftovers, umask
+from ...files import remove_leftovers, umask, write_folder_atomically
 from ..loading.quiet import quiet_transformers
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
