@@ -189,7 +189,7 @@ def _short_of_it() -> list[str]:
     for model in _with("ewt"):
         ewt = _load(model, "ewt")
         judged = sum(row.enough for row in ewt.rows)
-        best = ", ".join(f"{row.name} {_short(row)}" for row in ewt.ordered()[:3]).replace(", found", "")
+        best = ", ".join(f"{row.name} {_short(row)}" for row in ewt.rows_by_verdict()[:3]).replace(", found", "")
         lines.append(f"- {model} follows {len(ewt.found)} of {judged} relations judged on EWT. Clearest: {best}.")
     for model in _with("coreference"):
         row = _load(model, "coreference")[NOUN_ANTECEDENT]

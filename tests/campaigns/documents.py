@@ -1,6 +1,6 @@
 """Files that headwise reads again, changed at random: each is read, or refused by a HeadwiseError of one line.
 
-Atlases and their sums, checkpoints of unfinished runs, relations, what matters, CoNLL-U, texts as lines and as JSON
+Atlases and their sums, checkpoints of unfinished runs, relations, ablations, CoNLL-U, texts as lines and as JSON
 lines, Winograd sentences, pieces and results of the lab.
 """
 

@@ -60,7 +60,7 @@ def test_a_role_by_argmax_counts_the_largest_weight() -> None:
     definition = all_roles()[-1]
     assert definition.score == "last:argmax"
     assert definition.meaning == "how often its largest weight is on the last token"
-    assert atlas.ranked("last")[0].score == pytest.approx(np.nanmax(atlas.scores["last:argmax"]["self"]))
+    assert atlas.rank_heads("last")[0].score == pytest.approx(np.nanmax(atlas.scores["last:argmax"]["self"]))
 
 
 def test_a_role_on_repeated_tokens_counts_the_key_that_it_names() -> None:

@@ -250,7 +250,7 @@ def test_tasks_send_their_batches_to_the_device_of_the_model(task: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"heads": [[1]]}, "what matters cannot be read"),
+        ({"heads": [[1]]}, "the ablation cannot be read"),
         ({"random": []}, "it names no heads, or no random draws"),
         ({"whole": "much"}, "whole must be a finite number, got 'much'"),
         ({"units": -1}, "units must be a whole number from 0 on, got -1"),

@@ -365,7 +365,7 @@ def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_corpus_is_streamed_and_never_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED", 17)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED_TEXTS", 17)
     read = 0
     ahead = []
 

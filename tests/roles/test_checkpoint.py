@@ -32,7 +32,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(corpus, "WINDOW", 13)
     patch.setattr(corpus, "PAIRS", 3000)
-    patch.setattr("headwise.roles.atlas.accumulator.TOGETHER", 11)
+    patch.setattr("headwise.roles.atlas.accumulator.TEXTS_AT_ONCE", 11)
 
 
 def measure(file: Path, progress: Any = None) -> headwise.Atlas:

@@ -56,7 +56,7 @@ def test_spans_of_probe_sentences_match_their_words(sentences: list[Sentence]) -
 def test_probe_verbs_agree_with_their_subject_and_not_with_the_nearer_noun(sentences: list[Sentence]) -> None:
     singular = {one for _, one in lexicon.IDLE} | {"is"}
     plural = {many for many, _ in lexicon.IDLE} | {"are"}
-    nouns = {*lexicon.PEOPLE, *lexicon.THINGS}
+    nouns = {*lexicon.PEOPLE, *lexicon.OBJECTS}
     for sentence, verb, subject in linked(sentences, "verb > subject (agreement)"):
         assert verb in singular | plural
         assert (subject in nouns) == (verb in singular), sentence.text
@@ -65,9 +65,9 @@ def test_probe_verbs_agree_with_their_subject_and_not_with_the_nearer_noun(sente
 
 def test_probe_adjectives_objects_and_prepositions_come_from_the_lexicon(sentences: list[Sentence]) -> None:
     for _, adjective, noun in linked(sentences, "adjective > noun"):
-        assert adjective in lexicon.SIZES and noun in lexicon.THINGS
+        assert adjective in lexicon.SIZES and noun in lexicon.OBJECTS
     for sentence, predicate, noun in linked(sentences, "predicate > noun"):
-        assert predicate in lexicon.STATES and noun in lexicon.THINGS and sentence.words[-2] == predicate
+        assert predicate in lexicon.STATES and noun in lexicon.OBJECTS and sentence.words[-2] == predicate
     for _, verb, thing in linked(sentences, "verb > object"):
         assert thing in lexicon.DEEDS[verb]
     ways = {way for _, ways, _ in lexicon.WAYS for way in ways}

@@ -54,8 +54,8 @@ def test_shuffled_gold_links_find_no_relation(result: Relations) -> None:
 def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
     """A fixed offset is as good on it as on the gold; the links themselves are others."""
     real = relation_heads.sentences(97)
-    moved = gold.shuffled(real, seed=5)
-    assert moved == gold.shuffled(real, seed=5) != gold.shuffled(real, seed=6)
+    moved = gold.shuffle_links(real, seed=5)
+    assert moved == gold.shuffle_links(real, seed=5) != gold.shuffle_links(real, seed=6)
 
     def offsets(sentences: list[Sentence], name: str) -> list[int]:
         return [link.targets[0] - link.word for s in sentences for link in s.links if link.relation == name]
@@ -69,7 +69,7 @@ def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
 
 def test_a_link_with_candidates_is_shuffled_among_them() -> None:
     sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (GoldLink("r", 2, (0,), (0, 1)),))
-    drawn = {gold.shuffled([sentence], seed)[0].links[0].targets for seed in range(11)}
+    drawn = {gold.shuffle_links([sentence], seed)[0].links[0].targets for seed in range(11)}
     assert drawn == {(0,), (1,)}
 
 
@@ -225,7 +225,17 @@ def test_fixed_answers_are_right_where_the_target_is_at_their_place() -> None:
     ]
     assert right_answers == [
         ["-3", "the second nearest candidate"],
-        ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", scoring.SAME],  # past the edge
+        [
+            "-10",
+            "-9",
+            "-8",
+            "-7",
+            "-6",
+            "-5",
+            "the first word",
+            "the first candidate",
+            scoring.SAME_WORD,
+        ],  # past the edge
         ["-10", "-9", "-8", "-7", "-6", "-5", "-4", "-3", "-2", "-1", "+1", "+4"],  # the first word has none before
     ]
 
@@ -254,7 +264,7 @@ def test_a_causal_model_is_scored_on_links_to_earlier_words_alone() -> None:
 
 def test_visible_links_lead_to_earlier_words() -> None:
     links = GoldLink("r", 1, (2,)), GoldLink("r", 2, (0, 3), (0, 1, 3)), GoldLink("r", 3, (1,))
-    seen = gold.visible(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
+    seen = gold.visible_links(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
     assert seen.links == (GoldLink("r", 2, (0,), (0, 1)), GoldLink("r", 3, (1,)))
 
 

@@ -49,7 +49,7 @@ class RoleDefinition:
     ways: tuple[str, ...]  # of attention for which it makes sense
     source: str  # where the threshold comes from
     relative: bool = False  # the threshold is a share of the baseline, which cannot be beaten but only reached
-    unless: tuple[str, ...] = ()  # roles that say the same more exactly
+    unless: tuple[str, ...] = ()  # more specific roles; a head with one of them does not have this role
     sink: bool = False  # where heads attend that have nothing to look for
 
     @property
@@ -169,10 +169,11 @@ def _check(definition: RoleDefinition) -> None:
         raise HeadwiseError(f"ways of attention are {', '.join(map(repr, ANY))}, got {definition.ways!r}")
 
 
-def _check_free(what: str, name: str, known: Iterable[str], module: str) -> None:
+def _check_free(category: str, name: str, registered: Iterable[str], module: str) -> None:
     """A module may replace what it registered itself, as a notebook does whose cell runs twice."""
-    if name in known and _owners[what, name] != module:
-        raise HeadwiseError(f"there is a {what} {name!r} already, from {_owners[what, name]}; choose another name")
+    if name in registered and _owners[category, name] != module:
+        owner = _owners[category, name]
+        raise HeadwiseError(f"there is a {category} {name!r} already, from {owner}; choose another name")
 
 
 def _load_plugins() -> None:

@@ -51,10 +51,10 @@ def rare(pairs: Pairs) -> Tensor:
 @role_score("same_word", "weight on other places of the same word, where there are any", where_present=True)
 def same_word(pairs: Pairs) -> Tensor:
     word = pairs.query.word[..., None]
-    same = (word == pairs.key.word[:, None]) & (word >= 0)
+    matches = (word == pairs.key.word[:, None]) & (word >= 0)
     if pairs.offset is None:
-        return same
-    return same & (pairs.query.word_index[..., None] != pairs.key.word_index[:, None])
+        return matches
+    return matches & (pairs.query.word_index[..., None] != pairs.key.word_index[:, None])
 
 
 # in encoders the first token is a special token: a delimiter

@@ -76,7 +76,7 @@ class Sums:
         self.texts += (bottom > 0).sum(0)
 
     def plus(self, other: Sums) -> Sums:
-        return Sums(**{name: mine + other.arrays()[name] for name, mine in self.arrays().items()})
+        return Sums(**{name: array + other.arrays()[name] for name, array in self.arrays().items()})
 
     def means(self) -> np.ndarray:
         """The means over tokens, (S, H + 1)."""
@@ -184,8 +184,8 @@ class Tally:
     def of(cls, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> Tally:
         """The tally that gave these facts and arrays; a ValueError where they do not fit each other."""
         names = {
-            kind: tuple(found)
-            for kind, found in mapping(facts["names"], "names", lambda x, what: items(x, what, string)).items()
+            kind: tuple(score_names)
+            for kind, score_names in mapping(facts["names"], "names", lambda x, path: items(x, path, string)).items()
         }
         ways = mapping(facts["ways"], "ways", string)
         texts, tokens, cut, replicates = (count(facts[x], x) for x in ("texts", "tokens", "cut", "replicates"))
