@@ -499,7 +499,7 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversion
     code = (
         "import os, sys, pathlib; from headwise.models.loading import gguf\n"
         "gguf._convert = lambda path, folder: ((folder / 'half').touch(), os.kill(os.getpid(), 9))\n"
-        "gguf.converted(pathlib.Path(sys.argv[1]))"
+        "gguf.converted_directory(pathlib.Path(sys.argv[1]))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9
     assert in_cache(tmp_path).name.startswith(".")
@@ -515,10 +515,10 @@ def test_a_conversion_that_another_process_finished_first_is_used(
     def overtaken(path: Path, made: Path) -> None:
         convert(path, made)
         if len(conversions) == 1:
-            states.append(gguf.converted(path).stat().st_ino)
+            states.append(gguf.converted_directory(path).stat().st_ino)
 
     monkeypatch.setattr(gguf, "_convert", overtaken)
-    assert [gguf.converted(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
+    assert [gguf.converted_directory(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
     assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 1
 
 

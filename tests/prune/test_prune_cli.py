@@ -356,7 +356,7 @@ HOSTILE = (
 
 def make_report(name: str, note: str = "") -> Any:
     """A report in which every name that comes from outside is `name`."""
-    from headwise.models.surgery.saving import Saved
+    from headwise.models.surgery.saving import SaveResult
     from headwise.plans import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.report import Latency, PruneOptions, PruneReport
@@ -365,7 +365,7 @@ def make_report(name: str, note: str = "") -> Any:
     plan = Plan({0: [1]}, (("self", 0, 2, 2),), score=name, notes=(note or name,))
     latency = [Latency(1, 8, 1.0, 1.01), Latency(4, 8, 1.0, 0.5)]
     quality = {"full": measured, "pruned": measured, "recovered": measured}
-    saved = Saved(name, "plain", name, f"headwise.load({name!r})", None)
+    saved = SaveResult(name, "plain", name, f"headwise.load({name!r})", None)
     return PruneReport(
         name,
         PruneOptions(),

@@ -14,7 +14,7 @@ from .output_directory import REPORT
 from .quality import Quality, Size
 
 if TYPE_CHECKING:
-    from ..models.surgery.saving import Saved
+    from ..models.surgery.saving import SaveResult
     from .head_scores import HeadScores
     from .rank_scores import ScoreComparison
 
@@ -70,7 +70,7 @@ class PruneReport:
     attention_share: float  # of the full model's time, at the user's batch and length: the most that heads can save
     scored: int  # texts that heads were scored on
     measured: int  # texts that quality was measured on
-    saved: Saved | None = None
+    saved: SaveResult | None = None
     losses: list[float] = field(default_factory=list)  # of the recovery, step by step
     scores: HeadScores | None = None  # by which the heads were chosen
     comparison: ScoreComparison | None = None

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, HeadwiseError
 from ..files import write_folder_atomically
 from ..json_documents import parse_json
 from ..models.surgery.removal import check_plan, prune_heads
-from ..models.surgery.saving import Saved, save
+from ..models.surgery.saving import SaveResult, save
 from ..plans import Plan
 from .batches import TextBatches
 from .head_scores import HeadScores
@@ -261,6 +261,6 @@ def save_result(
     return final
 
 
-def _at_destination(saved: Saved, folder: Path, out: Path) -> Saved:
+def _at_destination(saved: SaveResult, folder: Path, out: Path) -> SaveResult:
     """What was saved in a temporary folder, described as it will be after the folder is renamed."""
     return replace(saved, path=str(out), load=saved.load.replace(repr(str(folder)), repr(str(out))))

@@ -29,7 +29,7 @@ def is_gguf(path: Path) -> bool:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
 
 
-def converted(path: Path, check: Callable[[Path], None] | None = None, *, weights: bool = True) -> Path:
+def converted_directory(path: Path, check: Callable[[Path], None] | None = None, *, weights: bool = True) -> Path:
     """The directory that a GGUF file was converted into, now or before: fp32 safetensors, config and tokenizer.
 
     A cached directory is used only if this user wrote it and its files are unchanged.
@@ -111,11 +111,11 @@ def _is_valid(folder: Path, source: str, weights: bool) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         expected = manifest["files"]
-        same = (manifest["format"], manifest["source"], set(expected)) == (FORMAT, source, files)
+        same_source = (manifest["format"], manifest["source"], set(expected)) == (FORMAT, source, files)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # from an older version, or damaged
         return False
-    checked = [name for name in files if weights or not name.endswith(".safetensors")]
-    return same and all(_file_hash(folder / name) == expected[name] for name in checked)
+    names_to_check = [name for name in files if weights or not name.endswith(".safetensors")]
+    return same_source and all(_file_hash(folder / name) == expected[name] for name in names_to_check)
 
 
 def _write_manifest(folder: Path, source: str) -> None:

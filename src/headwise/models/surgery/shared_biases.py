@@ -25,7 +25,7 @@ class BiasShare:
 
     positions: list[int] | None  # of its heads in the bias; None: the layer makes its own bias, of zeros
     full: int  # how many heads the bias is made for
-    computed: tuple[Tensor, Tensor] | None = None  # by the layer itself in this call: its heads' bias, and the whole
+    own_and_whole: tuple[Tensor, Tensor] | None = None  # computed by the layer in this call: its heads' bias, and all
 
 
 def share_biases(sites: list[Site], *, restored: bool = False) -> None:
@@ -109,9 +109,9 @@ def _forward_with_share(module: nn.Module, share: BiasShare, *args: Any, **kwarg
             bound.arguments[name] = own
             pairs.append((own, whole))
     output = cls.forward(*bound.args, **bound.kwargs)
-    if share.computed is not None:
-        pairs.append(share.computed)
-        share.computed = None
+    if share.own_and_whole is not None:
+        pairs.append(share.own_and_whole)
+        share.own_and_whole = None
     return _with_whole_biases(output, [pair for pair in pairs if pair[0] is not None])
 
 
@@ -124,7 +124,7 @@ def _compute_own_bias(module: nn.Module, share: BiasShare, *args: Any, **kwargs:
     cls: Any = type(module)
     whole = cls.compute_bias(module, *args, **kwargs)
     own: Tensor = _own_part(whole, share)
-    share.computed = own, whole
+    share.own_and_whole = own, whole
     return own
 
 
