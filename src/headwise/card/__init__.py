@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .reading import read as read
 
 # Imported on first use: a command that reads one card needs neither the comparison nor the design help.
-_WHERE = {
+_MODULES = {
     "Card": "card",
     "Diff": "differences",
     "Option": "designs",
@@ -38,9 +38,9 @@ __all__ = ["Card", "Diff", "Option", "design", "diff", "read"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'headwise.card' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
 

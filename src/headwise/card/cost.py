@@ -129,8 +129,8 @@ def pairs(layer: Layer, context: int, source: int | None = None) -> int:
         return context * (context + 1) // 2
     full = layer.window
     if layer.kind == "chunked":
-        chunks, rest = divmod(context, full)
-        return chunks * full * (full + 1) // 2 + rest * (rest + 1) // 2
+        chunks, remainder = divmod(context, full)
+        return chunks * full * (full + 1) // 2 + remainder * (remainder + 1) // 2
     return full * (full + 1) // 2 + (context - full) * full
 
 

@@ -143,12 +143,12 @@ def _halves(width: int) -> tuple[int, int]:
 
 
 def _numbers(card: Card) -> Table:
-    from ..card.explain import SHOWN
+    from ..card.explain import TITLES
 
     several = len(card.parts) > 1
     table = _table(*(("tower",) if several else ()), "number", " ", "source")
     for part in card.parts:
-        for name, title in SHOWN.items():
+        for name, title in TITLES.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
                 table.add_row(*((part.name,) if several else ()), title, f"{number:,}", one_line(str(source)))
