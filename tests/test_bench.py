@@ -158,7 +158,7 @@ def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.BenchRep
     assert report.errors == []
     assert [case.name for case in report.cases] == list(suite.CASES)
     assert len(report.sweep) == len(sweep.KINDS)
-    assert [item.name for item in report.memory] == [*memory.MEASURED, *models.MEASURED]
+    assert [item.name for item in report.memory] == [*memory.MEASUREMENTS, *models.MEMORY_CASES]
     for case in report.cases:
         assert case.seconds is not None
         assert case.path

@@ -321,7 +321,7 @@ def test_stopped_pass_removes_its_hooks(run: Callable[..., capture.Pass], minilm
         calls.append(1)
         return len(calls) == 3
 
-    with pytest.raises(capture.Stopped):
+    with pytest.raises(capture.StoppedError):
         run(stop=stop)
     assert len(calls) == 3
     assert not any(module._forward_pre_hooks for module in minilm[0].modules())

@@ -416,7 +416,7 @@ def test_disconnected_client_stops_its_pass(service: Service, monkeypatch: pytes
         while not stop():
             threading.Event().wait(0.005)
         ended.set()
-        raise capture.Stopped
+        raise capture.StoppedError
 
     monkeypatch.setattr(service, "answer", endless)
     with served(service) as url:

@@ -65,31 +65,32 @@ class Comparison:
 
     def followed(self) -> tuple[int, int, str]:
         """The words that are followed in both, and why: the same word where both have it."""
-        place, why = self.first.followed()[0]
+        place, reason = self.first.followed()[0]
         if self.aligned:
-            return place, place, why
+            return place, place, reason
         requested = self.first.follow[0] if self.first.follow else None
         try:
-            return place, self.second.find(requested or self.first.words.names[place]), why
+            return place, self.second.find(requested or self.first.words.names[place]), reason
         except HeadwiseError:
             if requested:
                 raise
-            return place, self.second.followed()[0][0], why
+            return place, self.second.followed()[0][0], reason
 
     def turns(self) -> list[Turn]:
         """Every head's links from the followed word, those with the strongest and most moved links first."""
-        here, there, _ = self.followed()
-        first = {(link.layer, link.head): link for link in reversed(self.first.links(here))}
-        second = {(link.layer, link.head): link for link in reversed(self.second.links(there))}
+        first_place, second_place, _ = self.followed()
+        first = {(link.layer, link.head): link for link in reversed(self.first.links(first_place))}
+        second = {(link.layer, link.head): link for link in reversed(self.second.links(second_place))}
         turns = [
-            Turn(*head, first.get(head), second.get(head), self._moved(head, here, there)) for head in self.first.heads
+            Turn(*head, first.get(head), second.get(head), self._moved_share(head, first_place, second_place))
+            for head in self.first.heads
         ]
         return sorted(turns, key=_rank)
 
-    def _moved(self, head: tuple[int, int], here: int, there: int) -> float | None:
+    def _moved_share(self, head: tuple[int, int], first_place: int, second_place: int) -> float | None:
         if not self.aligned:
             return None
-        return float(abs(self.first.matrix(head)[here] - self.second.matrix(head)[there]).sum() / 2)
+        return float(abs(self.first.matrix(head)[first_place] - self.second.matrix(head)[second_place]).sum() / 2)
 
     def difference(self, statistic: str) -> np.ndarray:
         """(L, H): the statistic on the second text less that on the first."""

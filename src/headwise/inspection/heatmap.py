@@ -70,10 +70,10 @@ def _cell(text: Text, x: float, table: np.ndarray, cell: int, *, colour: bool, d
     if np.isnan(x):
         text.append(" " * cell)
         return
-    shown = f"{x:+.2f}" if signed else f"{x:.2f}" if abs(x) < 99.5 else f"{x:.0f}"
-    shown = shown.rjust(cell - 1) if digits else " " * (cell - 1)
+    digits_text = f"{x:+.2f}" if signed else f"{x:.2f}" if abs(x) < 99.5 else f"{x:.0f}"
+    digits_text = digits_text.rjust(cell - 1) if digits else " " * (cell - 1)
     text.append(" ")
-    text.append(shown, style(_colour(x, table, signed)) if colour else "")
+    text.append(digits_text, style(_colour(x, table, signed)) if colour else "")
 
 
 def _colour(x: float, table: np.ndarray, signed: bool) -> tuple[int, int, int]:
@@ -105,8 +105,8 @@ def matrix(weights: np.ndarray, names: Sequence[str], width: int, *, colour: boo
 
 def _weight(weight: float, largest: float, cell: int, colour: bool) -> str:
     if cell == 4:
-        shown = "1.0" if weight >= 0.995 else f"{weight:.2f}"[1:]
-        return f" {shown if weight >= 0.005 else ' · '}"
+        digits = "1.0" if weight >= 0.995 else f"{weight:.2f}"[1:]
+        return f" {digits if weight >= 0.005 else ' · '}"
     if colour:
         return " " * cell
     return SHADES[min(round(weight / largest * (len(SHADES) - 1)), len(SHADES) - 1)] * cell

@@ -22,7 +22,7 @@ STATISTICS = {
     name: meaning(name)
     for name in ("entropy", "confidence", "distance", "previous", "next", "self", "first", "delimiter")
 }
-LISTED = 50  # links per followed word in JSON
+MAX_LINKS = 50  # links per followed word in JSON
 FEWEST_TOKENS = 5  # on fewer, everything is near everything
 HIGHEST = 0.95  # the largest score that a head can be expected to reach
 
@@ -127,11 +127,11 @@ class Inspection:
 
     def matrix(self, head: str | tuple[int, int]) -> np.ndarray:
         """The weights of one head, "3.1" or (3, 1), between words: (W, W), one row per word that attends."""
-        layer, number = self.at(head)
+        layer, number = self.head_key(head)
         weights: np.ndarray = self.weights[self.layers.index(layer)][number]
         return weights
 
-    def at(self, head: str | tuple[int, int]) -> tuple[int, int]:
+    def head_key(self, head: str | tuple[int, int]) -> tuple[int, int]:
         """(layer, head) of a head in either spelling; an error where there is none."""
         if isinstance(head, str):
             parts = re.fullmatch(r"\s*(\d{1,6})\.(\d{1,6})\s*", head)
@@ -149,15 +149,15 @@ class Inspection:
     def find(self, token: str) -> int:
         """The number of a word: "it", or "bank:2" for the second one; capitals do not matter."""
         names = [name.casefold() for name in self.words.names]
-        wanted, which = token.casefold().strip(), 1
-        if wanted not in names and (parts := re.fullmatch(r"(.+):(\d{1,6})", wanted)):
-            wanted, which = parts[1], int(parts[2])
-        places = [place for place, name in enumerate(names) if name == wanted]
+        word, number = token.casefold().strip(), 1
+        if word not in names and (parts := re.fullmatch(r"(.+):(\d{1,6})", word)):
+            word, number = parts[1], int(parts[2])
+        places = [place for place, name in enumerate(names) if name == word]
         if not places:
             raise HeadwiseError(f"there is no word {token!r} in the text; there are {self._names()}")
-        if not 1 <= which <= len(places):
-            raise HeadwiseError(f"there is no {token!r}: {wanted!r} is in the text {_times(len(places))}")
-        return places[which - 1]
+        if not 1 <= number <= len(places):
+            raise HeadwiseError(f"there is no {token!r}: {word!r} is in the text {_times(len(places))}")
+        return places[number - 1]
 
     def _names(self) -> str:
         names = list(dict.fromkeys(self.words.names))
@@ -269,7 +269,7 @@ class Inspection:
             "model": self.model,
             "tokens": self.tokens,
             "words": list(names),
-            "unknown": [name for name, lost in zip(names, self.words.unknown, strict=False) if lost],
+            "unknown": [name for name, is_unknown in zip(names, self.words.unknown, strict=False) if is_unknown],
             "layers": list(self.layers),
             "causal": self.causal,
             "notes": list(self.notes),
@@ -277,11 +277,11 @@ class Inspection:
                 {
                     "word": names[place],
                     "place": place,
-                    "why": why,
+                    "why": reason,
                     "heads": [self.link_json(link) for link in self.ranking(place)],
-                    "links": [self.link_json(link) for link in self.links(place)[:LISTED]],
+                    "links": [self.link_json(link) for link in self.links(place)[:MAX_LINKS]],
                 }
-                for place, why in self.followed()
+                for place, reason in self.followed()
             ],
             "standouts": [
                 {
@@ -298,7 +298,7 @@ class Inspection:
             "equal": {name: _plain(row) for name, row in self.equal.items()},
         }
         if head is not None:
-            layer, number = self.at(head)
+            layer, number = self.head_key(head)
             data["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
         return data
 

@@ -16,12 +16,12 @@ from .comparison import Comparison
 from .result import STATISTICS, Inspection, Link
 
 BAR = 20  # cells of a weight of 1
-SHOWN = 5  # heads on the first target
-NAMED = 4  # heads of a kind
-FEW = 2  # heads per further target
+FIRST_TARGET_HEADS = 5  # heads on the first target
+HEADS_PER_KIND = 4  # heads of a kind
+FURTHER_TARGET_HEADS = 2  # heads per further target
 TARGETS = 4  # of a followed word
 FAINT = 0.1  # smaller weights are not shown
-RANKED = 15  # heads in a ranking
+RANKING_LENGTH = 15  # heads in a ranking
 LONG = 300  # characters of a text that are shown
 PLAIN_WIDTH = 100
 
@@ -35,20 +35,22 @@ def plain(value: Any) -> str:
 
 def overview(result: Inspection, width: int, *, colour: bool, statistic: str = "entropy") -> RenderableType:
     """The followed words, the heads that stand out, and all heads by one statistic."""
-    followed = [part for place, why in result.followed() for part in (_followed(result, place, why, colour), Text())]
+    followed = [
+        part for place, reason in result.followed() for part in (_followed_word(result, place, reason, colour), Text())
+    ]
     return Group(title(result), Text(), *followed, _standouts(result), Text(), _table(result, statistic, width, colour))
 
 
 def named_heads(result: Inspection) -> list[tuple[int, int]]:
     """The heads that the overview names, in its order."""
     links = [
-        _rows(found, earlier=result.is_pronoun(place))
+        _rows(strong_links, earlier=result.is_pronoun(place))
         for place, _ in result.followed()
-        if (found := _strong(result, place))
+        if (strong_links := _strong(result, place))
     ]
-    shown = [(link.layer, link.head) for rows in links for link in rows]
-    shown += [(head.layer, head.head) for kind in result.kinds for head in result.standouts(kind)[:NAMED]]
-    return list(dict.fromkeys(shown))
+    heads = [(link.layer, link.head) for rows in links for link in rows]
+    heads += [(head.layer, head.head) for kind in result.kinds for head in result.standouts(kind)[:HEADS_PER_KIND]]
+    return list(dict.fromkeys(heads))
 
 
 def title(result: Inspection) -> Text:
@@ -71,10 +73,10 @@ def _several(count: int, noun: str) -> str:
 # --- the followed word ---
 
 
-def _followed(result: Inspection, place: int, why: str, colour: bool) -> Text:
+def _followed_word(result: Inspection, place: int, reason: str, colour: bool) -> Text:
     word = result.words.names[place]
     links = _strong(result, place)
-    text = Text.assemble("Where ", (f"“{word}”", "bold"), " looks", (f" ({why})" if why else "", "dim"), "\n")
+    text = Text.assemble("Where ", (f"“{word}”", "bold"), " looks", (f" ({reason})" if reason else "", "dim"), "\n")
     if not links:
         strongest = next(iter(result.links(place)), None)
         nearest = f"; the strongest is {_describe(result, strongest)}" if strongest else ""
@@ -85,9 +87,11 @@ def _followed(result: Inspection, place: int, why: str, colour: bool) -> Text:
     size = max(cell_len(result.words.names[link.target]) for link in rows)
     for number, link in enumerate(rows):
         target = result.words.names[link.target]
-        repeated = number and rows[number - 1].target == link.target
-        left = " " * (cell_len(word) + 3 + size) if repeated else f"{word} → {' ' * (size - cell_len(target))}{target}"
-        text.append(f"  {left}  ").append(f"{link.name:<5}", "bold cyan")
+        same_target = number and rows[number - 1].target == link.target
+        label = (
+            " " * (cell_len(word) + 3 + size) if same_target else f"{word} → {' ' * (size - cell_len(target))}{target}"
+        )
+        text.append(f"  {label}  ").append(f"{link.name:<5}", "bold cyan")
         text.append(f" {link.weight:.2f} ").append(heatmap.bar(link.weight, BAR), "cyan").append("\n")
     return text.append(
         f"  equal attention sends {_equal_weight(result, place):.2f} to each token{_sink_note(result)}", "dim"
@@ -114,18 +118,22 @@ def _rows(links: Sequence[Link], *, earlier: bool) -> list[Link]:
         targets.setdefault(link.target, []).append(link)
     before = next((target for target in targets if earlier and target < links[0].source), links[0].target)
     order = [before, *(target for target in targets if target != before)][:TARGETS]
-    return [link for target in order for link in targets[target][: SHOWN if target == before else FEW]]
+    return [
+        link
+        for target in order
+        for link in targets[target][: FIRST_TARGET_HEADS if target == before else FURTHER_TARGET_HEADS]
+    ]
 
 
 def _shaded(result: Inspection, link: Link) -> Text:
     """The words on the colours of one head's weights from the followed word."""
     row = result.matrix((link.layer, link.head))[link.source]
-    most = max(float(row.max()), 1e-9)
+    largest = max(float(row.max()), 1e-9)
     text = Text("  ").append(f"{link.name:<6}", "bold cyan")
     for place, (name, weight, special) in enumerate(zip(result.words.names, row, result.words.special, strict=True)):
         if not special:
             text.append(
-                name, heatmap.style(heatmap.ramp(float(weight) / most)) + " underline bold" * (place == link.source)
+                name, heatmap.style(heatmap.ramp(float(weight) / largest)) + " underline bold" * (place == link.source)
             )
             text.append(" ")
     return text
@@ -137,27 +145,27 @@ def _describe(result: Inspection, link: Link) -> str:
 
 def ranking(result: Inspection) -> RenderableType:
     """The heads by what they do with each followed word: the strongest word first, neighbours too."""
-    parts = [part for place, why in result.followed() for part in (Text(), _ranked(result, place, why))]
+    parts = [part for place, reason in result.followed() for part in (Text(), _ranking_lines(result, place, reason))]
     return Group(title(result), *parts)
 
 
-def _ranked(result: Inspection, place: int, why: str) -> Text:
-    names, ranked = result.words.names, result.ranking(place)
+def _ranking_lines(result: Inspection, place: int, reason: str) -> Text:
+    names, links = result.words.names, result.ranking(place)
     text = Text.assemble("Heads by where ", (f"“{names[place]}”", "bold"), " looks most")
-    text.append(f" ({why})\n" if why else "\n", "dim")
-    size = max((cell_len(names[link.target]) for link in ranked[:RANKED]), default=0)
-    for number, link in enumerate(ranked[:RANKED], start=1):
+    text.append(f" ({reason})\n" if reason else "\n", "dim")
+    size = max((cell_len(names[link.target]) for link in links[:RANKING_LENGTH]), default=0)
+    for number, link in enumerate(links[:RANKING_LENGTH], start=1):
         target = names[link.target]
         text.append(f"{number:>4}  ", "dim").append(f"{link.name:<6}", "bold cyan")
         near = "±1" if abs(link.target - place) == 1 else "  "
         text.append(f"{' ' * (size - cell_len(target))}{target} ").append(near, "dim").append(f" {link.weight:.2f} ")
         text.append(f"{heatmap.bar(link.weight, BAR):<{BAR}}", "cyan")
         row = result.matrix((link.layer, link.head))[place]
-        rest = sum(float(x) for x, mark in zip(row, result.words.delimiter, strict=True) if mark)
-        text.append(f" delimiters {rest:.2f}\n", "dim")
+        delimiter_weight = sum(float(x) for x, mark in zip(row, result.words.delimiter, strict=True) if mark)
+        text.append(f" delimiters {delimiter_weight:.2f}\n", "dim")
     count = len(list(result.heads))
     return text.append(
-        f"{len(ranked)} of {count} heads look at another word, {_left_out(result)} aside; to_json() lists all",
+        f"{len(links)} of {count} heads look at another word, {_excluded_words(result)} aside; to_json() lists all",
         "dim",
     )
 
@@ -169,16 +177,16 @@ def _standouts(result: Inspection) -> Text:
     text = Text.assemble("Heads that stand out on this text\n")
     empty = []
     for kind in result.kinds:
-        found = result.standouts(kind)
-        if not found:
+        standouts = result.standouts(kind)
+        if not standouts:
             empty.append(kind)
             continue
         text.append(f"  {kind.name:<15}")
-        for head in found[:NAMED]:
+        for head in standouts[:HEADS_PER_KIND]:
             text.append(f"{head.name:>5}", "bold cyan").append(f" {head.score:.2f} ")
-        more = f"and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        text.append(f" {more}".rstrip() + "\n")
-        text.append(f"      {result.criterion(kind)} ({_equal_note(found[0].equal)})\n", "dim")
+        note = f"and {len(standouts) - HEADS_PER_KIND} more" if len(standouts) > HEADS_PER_KIND else ""
+        text.append(f" {note}".rstrip() + "\n")
+        text.append(f"      {result.criterion(kind)} ({_equal_note(standouts[0].equal)})\n", "dim")
     absent = [kind for kind in empty if result.can_tell(kind)]
     untold = [kind for kind in empty if not result.can_tell(kind)]
     text.append("".join(f"  none: {kind.name}, {result.criterion(kind)}\n" for kind in absent), "dim")
@@ -191,7 +199,7 @@ def _equal_note(equal: float) -> str:
     return f"equal attention: {equal:.2f}"
 
 
-def _left_out(result: Inspection) -> str:
+def _excluded_words(result: Inspection) -> str:
     """The words that links leave out."""
     return "itself, delimiters and the first word" if result.causal else "itself and delimiters"
 
@@ -205,7 +213,7 @@ def _table(result: Inspection, statistic: str, width: int, colour: bool) -> Text
 
 def matrix(result: Inspection, head: str, width: int, *, colour: bool) -> RenderableType:
     """One head's weights: each row a word, each column a word it looks at."""
-    layer, number = result.at(head)
+    layer, number = result.head_key(head)
     weights = result.matrix(head)
     row = result.layers.index(layer)
     facts = ", ".join(
@@ -233,22 +241,22 @@ def comparison(two: Comparison, width: int, *, colour: bool, statistic: str = "e
 
 
 def _turns(two: Comparison) -> Text:
-    here, there, why = two.followed()
-    words = two.first.words.names[here], two.second.words.names[there]
-    said = f"“{words[0]}”" if words[0].casefold() == words[1].casefold() else f"“{words[0]}” and “{words[1]}”"
-    text = Text.assemble("Where ", (said, "bold"), " looks in each", (f" ({why})" if why else "", "dim"), "\n")
-    shown = [turn for turn in two.turns()[: 2 * SHOWN] if _strongest(turn.first, turn.second) >= FAINT]
-    if not shown:
+    first_place, second_place, reason = two.followed()
+    words = two.first.words.names[first_place], two.second.words.names[second_place]
+    quoted = f"“{words[0]}”" if words[0].casefold() == words[1].casefold() else f"“{words[0]}” and “{words[1]}”"
+    text = Text.assemble("Where ", (quoted, "bold"), " looks in each", (f" ({reason})" if reason else "", "dim"), "\n")
+    turns = [turn for turn in two.turns()[: 2 * FIRST_TARGET_HEADS] if _strongest(turn.first, turn.second) >= FAINT]
+    if not turns:
         return text.append(f"  no head sends {FAINT} or more of it to another word beyond its neighbours")
     sides = [
-        [_side(result, turn.first if result is two.first else turn.second) for turn in shown]
+        [_side(result, turn.first if result is two.first else turn.second) for turn in turns]
         for result in (two.first, two.second)
     ]
     sizes = [max(len("first text"), *map(cell_len, column)) for column in sides]
     text.append(f"  {'head':<6}{_pad('first text', sizes[0])}   second text\n", "dim")
-    for turn, left, right in zip(shown, *sides, strict=True):
+    for turn, first_side, second_side in zip(turns, *sides, strict=True):
         text.append(f"  {turn.name:<6}", "bold cyan")
-        text.append(_pad(left, sizes[0]) + "   " + _pad(right, sizes[1]))
+        text.append(_pad(first_side, sizes[0]) + "   " + _pad(second_side, sizes[1]))
         text.append("" if turn.moved is None else f"   {turn.moved:.2f} moved", "dim").append("\n")
     note = (
         "moved: the share of the word's attention that went to another word"
@@ -272,7 +280,7 @@ def _pad(words: str, size: int) -> str:
 
 def _changes(two: Comparison) -> Text:
     text = Text("Heads that changed most\n")
-    for change in two.changes()[: 2 * SHOWN]:
+    for change in two.changes()[: 2 * FIRST_TARGET_HEADS]:
         text.append(f"  {change.name:<6}", "bold cyan").append(
             f"{change.statistic:<11}{change.first:.2f} → {change.second:.2f}\n"
         )

@@ -41,11 +41,11 @@ class Words:
 
     def merge(self, weights: np.ndarray) -> np.ndarray:
         """(..., T, T) of pieces -> (..., W, W): weights to a word's pieces add up, those from them are averaged."""
-        to = np.zeros((weights.shape[-1], len(self.pieces)), weights.dtype)
+        piece_to_word = np.zeros((weights.shape[-1], len(self.pieces)), weights.dtype)
         for word, pieces in enumerate(self.pieces):
-            to[list(pieces), word] = 1
-        merged: np.ndarray = (to / to.sum(0)).T @ (weights @ to)
-        return merged
+            piece_to_word[list(pieces), word] = 1
+        word_weights: np.ndarray = (piece_to_word / piece_to_word.sum(0)).T @ (weights @ piece_to_word)
+        return word_weights
 
 
 def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> Words:
@@ -60,17 +60,17 @@ def words(text: str, encoded: Any, tokenizer: Any, *, pieces: bool = False) -> W
     if spans is None:
         names, groups = raw, [[i] for i in range(len(ids))]
     else:
-        tight = [(0, 0) if own else _tight(text, *span) for own, span in zip(special, spans, strict=True)]
+        tight = [(0, 0) if is_special else _tight(text, *span) for is_special, span in zip(special, spans, strict=True)]
         groups = [[i] for i in range(len(ids))] if pieces else _groups(text, tight, special)
         names = [_name(text, group, tight, raw, whole=not pieces) for group in groups]
-    own = [special[group[0]] for group in groups]
-    lost = set(unknown_pieces(text, encoded, tokenizer))
+    is_special = [special[group[0]] for group in groups]
+    unknown = set(unknown_pieces(text, encoded, tokenizer))
     return Words(
         tuple(names),
         tuple(map(tuple, groups)),
-        tuple(own),
-        tuple(mark or _punctuation(name) for mark, name in zip(own, names, strict=True)),
-        tuple(any(piece in lost for piece in group) for group in groups),
+        tuple(is_special),
+        tuple(mark or _punctuation(name) for mark, name in zip(is_special, names, strict=True)),
+        tuple(any(piece in unknown for piece in group) for group in groups),
     )
 
 
@@ -97,19 +97,19 @@ def _tight(text: str, start: int, end: int) -> tuple[int, int]:
 
 def _groups(text: str, spans: Sequence[tuple[int, int]], special: Sequence[bool]) -> list[list[int]]:
     """Neighbouring pieces that share a word of the text; a piece of spaces alone joins the next one."""
-    of = _segments(text[: max((end for _, end in spans), default=0) + 1])  # a truncated text is read no further
+    word_of = _segments(text[: max((end for _, end in spans), default=0) + 1])  # a truncated text is read no further
     groups: list[list[int]] = []
     last: set[int] = set()
     after_space = False
     for piece, (start, end) in enumerate(spans):
-        touched = {of[i] for i in range(start, end)}
-        if touched & last or (after_space and not special[piece]):
+        words = {word_of[i] for i in range(start, end)}
+        if words & last or (after_space and not special[piece]):
             groups[-1].append(piece)
-            last |= touched
+            last |= words
         else:
             groups.append([piece])
-            last = touched
-        after_space = not touched and not special[piece]
+            last = words
+        after_space = not words and not special[piece]
     return groups
 
 
@@ -146,16 +146,16 @@ def _letter(char: str) -> bool:
 
 def _name(text: str, group: Sequence[int], spans: Sequence[tuple[int, int]], raw: Sequence[str], *, whole: bool) -> str:
     """The text of a group; pieces keep their markers, and their own names where they are no whole characters."""
-    covered = [spans[i] for i in group if spans[i][0] < spans[i][1]]
-    if not covered:
+    spans_in_text = [spans[i] for i in group if spans[i][0] < spans[i][1]]
+    if not spans_in_text:
         return raw[group[0]] if raw[group[0]].strip("Ġ▁ ") else SPACE
-    start, end = min(span[0] for span in covered), max(span[1] for span in covered)
-    shown = text[start:end].replace("\n", "↵").replace("\t", "⇥")
+    start, end = min(span[0] for span in spans_in_text), max(span[1] for span in spans_in_text)
+    name = text[start:end].replace("\n", "↵").replace("\t", "⇥")
     if whole:
-        return shown
+        return name
     [piece] = group
-    shared = any(spans[i][0] < end and start < spans[i][1] for i in (piece - 1, piece + 1) if 0 <= i < len(spans))
-    return raw[piece] if shared or raw[piece].startswith("##") else shown
+    overlaps = any(spans[i][0] < end and start < spans[i][1] for i in (piece - 1, piece + 1) if 0 <= i < len(spans))
+    return raw[piece] if overlaps or raw[piece].startswith("##") else name
 
 
 def _punctuation(name: str) -> bool:

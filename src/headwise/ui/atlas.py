@@ -33,23 +33,23 @@ def save_page(atlas: Atlas, path: str | Path) -> None:
 
 
 def _data(atlas: Atlas, title: str) -> dict[str, Any]:
-    saved = atlas.to_json()
+    document = atlas.to_json()
     ways = set(atlas.ways.values())
     summary = (
         f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.sink_only:.0%} that attend only "
         f"to sinks (the first token, special tokens or punctuation); {atlas.about['texts']:,} texts, "
         f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
     )
-    defined = [role for role in all_roles() if ways & set(role.ways) and role.score in saved["scores"]]
+    roles = [role for role in all_roles() if ways & set(role.ways) and role.score in document["scores"]]
     return {
         "title": title,
         "summary": summary,
         "layers": atlas.layers,
-        "roles": saved["roles"],
-        "scores": saved["scores"],
+        "roles": document["roles"],
+        "scores": document["scores"],
         "meanings": meanings(),
         "maps": {kind: entry["map"] for kind, entry in atlas.about.get("likeness", {}).items()},
-        "definitions": {role.name: {"score": role.score, "words": role.meaning} for role in defined},
+        "definitions": {role.name: {"score": role.score, "words": role.meaning} for role in roles},
     }
 
 
