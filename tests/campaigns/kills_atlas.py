@@ -42,7 +42,7 @@ SIZES = {"WINDOW": 13, "PAIRS": 1200, "TOKENS": 60}
 SCRIPT = f"""
 import sys
 from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
-corpus_run.EVERY = 0.0
+corpus_run.SAVE_EVERY = 0.0
 vars(corpus).update({SIZES!r})
 from headwise.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -57,7 +57,7 @@ def forked(args: list[str], after: float) -> int | None:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 torch.set_num_threads(1)
-                corpus_run.EVERY = 0.0
+                corpus_run.SAVE_EVERY = 0.0
                 vars(corpus).update(SIZES)
                 code = main(args)
         finally:

@@ -172,14 +172,14 @@ def test_relation_task_measures_how_far_source_words_move(model: Any) -> None:
 def test_repetition_task_scores_the_second_half_alone() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
     task = tasks.repetition_task(model, tokenizer)
-    assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
+    assert len(task.score()) == tasks.SEQUENCES * tasks.HALF_LENGTH
     assert (task.score() == tasks.repetition_task(model, tokenizer).score()).all()
     assert (task.score() != tasks.repetition_task(model, tokenizer, seed=1).score()).any()
     seen: list[Any] = []
     hook = model.register_forward_pre_hook(lambda module, args, more: seen.append(more["input_ids"]), with_kwargs=True)
     task.score()
     hook.remove()
-    half = tasks.REPEATED
+    half = tasks.HALF_LENGTH
     assert (seen[0][:, -half:] == seen[0][:, -2 * half : -half]).all()
     with torch.no_grad():
         chances = model(input_ids=seen[0]).logits.log_softmax(-1)
