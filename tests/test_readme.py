@@ -49,8 +49,8 @@ def run_python(page: Path) -> None:
     A page of the guide shows all that its blocks print.
     """
     for block, printed in guide.run(page.read_text(encoding="utf-8"), str(page)):
-        if block.shown is not None or page in guide.pages():
-            assert printed == (block.shown or ""), f"{page.name}:{block.line}: make guide writes down what is printed"
+        if block.output is not None or page in guide.pages():
+            assert printed == (block.output or ""), f"{page.name}:{block.line}: make guide writes down what is printed"
 
 
 def check_command(command: Command, directory: Path) -> None:

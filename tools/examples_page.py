@@ -22,8 +22,8 @@ def examples_page() -> str:
     parts = [INTRODUCTION]
     for name, example in EXAMPLES.items():
         inspection = headwise.inspect(example.text, MODEL, token=example.follow)
-        printed = "\n".join(line.rstrip() for line in name_options(str(inspection)).splitlines())
-        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{printed}\n```\n")
+        output = "\n".join(line.rstrip() for line in name_options(str(inspection)).splitlines())
+        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{output}\n```\n")
     return "".join(parts)
 
 

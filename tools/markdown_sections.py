@@ -37,5 +37,5 @@ def replace_section(text: str, name: str, content: str, page: str = "the page") 
 def write_section(page: Path, name: str, content: str) -> None:
     """Replace the section of that name in a file, which is replaced whole or not at all."""
     text = replace_section(page.read_text(encoding="utf-8"), name, content, str(page))
-    with write_atomically(page) as made:
-        made.write_text(text, encoding="utf-8")
+    with write_atomically(page) as file:
+        file.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ import headwise
 from headwise.card.parameters.output_heads import OUTPUTS
 from headwise.card.parameters.table import facts_of, model_types
 from headwise.card.parameters.totals import ending
-from helpers.meta_models import built, classes, small, variants
+from helpers.meta_models import build_on_meta, classes, small, variants
 
 TYPES = sorted(name for name in model_types() if name in CONFIG_MAPPING)
 MAIN = (
@@ -54,7 +54,7 @@ def test_parameters_equal_the_class_in_several_configs(model_type: str) -> None:
     assert name, f"no class of {model_type} is known here"
     compared, base = 0, small(model_type)
     for sizes in variants(model_type):
-        truth = built(model_type, name, sizes)
+        truth = build_on_meta(model_type, name, sizes)
         if truth is not None:
             config, want = truth
             changed = {key: value for key, value in sizes.items() if base.get(key) != value}
@@ -72,7 +72,7 @@ HEADS = ("llama", "qwen3_5_text", "gpt2", "opt", "bert", "roberta", "distilbert"
 def test_parameters_equal_the_class_for_every_output_head(model_type: str) -> None:
     compared, known = 0, OUTPUTS[facts_of(model_type).heads]
     for name in classes(model_type):
-        truth = built(model_type, name, small(model_type))
+        truth = build_on_meta(model_type, name, small(model_type))
         if truth is None:
             continue
         config, want = truth

@@ -37,7 +37,7 @@ def animal(minilm: tuple[Any, Any]) -> Inspection:
 
 @pytest.fixture(scope="module", params=["bert", "gpt2", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoints.saved(request.param, tmp_path_factory.mktemp(request.param))
+    return small_checkpoints.save_small_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def eager(folder: Path | Any, text: str) -> np.ndarray:

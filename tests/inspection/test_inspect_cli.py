@@ -35,7 +35,7 @@ def _loaded_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(small_checkpoints.saved("gpt2", tmp_path_factory.mktemp("tiny")))
+    return str(small_checkpoints.save_small_model("gpt2", tmp_path_factory.mktemp("tiny")))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:

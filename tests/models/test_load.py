@@ -27,7 +27,7 @@ IDS = torch.tensor([[2, 11, 5, 23, 3]])
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoints.saved("bert", tmp_path_factory.mktemp("bert"))
+    return small_checkpoints.save_small_model("bert", tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def keep(folder: Path, wanted: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_a_directory_gives_the_class_it_was_saved_from(kind: str, tmp_path: Path) -> None:
-    folder = small_checkpoints.saved(kind, tmp_path)
+    folder = small_checkpoints.save_small_model(kind, tmp_path)
     model = headwise.load(folder)
     theirs = transformers.AutoModelForCausalLM if kind != "bert" else transformers.AutoModelForMaskedLM
     other = theirs.from_pretrained(folder).eval()

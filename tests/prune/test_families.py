@@ -9,7 +9,7 @@ import headwise
 from headwise import UnsupportedError
 from helpers.model_families import FAMILIES, OFF, build
 from helpers.model_inputs import inputs
-from helpers.prunable_models import CLOSE, converted, error, even_heads, masked_output, uneven_heads
+from helpers.prunable_models import CLOSE, error, even_heads, masked_output, to_dtype, uneven_heads
 
 # Families whose heads are not cut out, by the reason in the error.
 REFUSED = {
@@ -39,7 +39,7 @@ def test_every_family_is_pruned_exactly_or_refused(family: object) -> None:
         for dtype, close in CLOSE.items():
             if dtype is torch.float64 and family.name in SINGLE_ONLY:
                 continue
-            model, batch = converted(dtype, model, batch)
+            model, batch = to_dtype(dtype, model, batch)
             want = masked_output(model, heads, batch)
             with torch.no_grad():
                 assert error(headwise.prune_heads(model, heads)(**batch), want) < close
