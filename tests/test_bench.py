@@ -213,8 +213,8 @@ def test_the_tensors_of_a_case_are_all_on_the_default_device(name: str) -> None:
 @pytest.mark.parametrize("shape", sweep.shapes(5))
 def test_the_tensors_of_a_shape_are_all_on_the_default_device(shape: sweep.Shape) -> None:
     with torch.device("meta"):
-        ours, others, _ = sweep.contestants(shape)
-    assert all(run().device.type == "meta" for run in (*ours.values(), *others.values()))
+        ours, peers, _ = sweep.contestants(shape)
+    assert all(run().device.type == "meta" for run in (*ours.values(), *peers.values()))
 
 
 def test_another_device_than_the_cpu_has_only_attention_cases_and_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,9 +110,9 @@ def test_causal_models_are_recognised_and_their_first_word_left_out(folder: Path
 
 def test_the_delimiter_statistic_is_the_same_with_and_without_pieces(folder: Path) -> None:
     text = "She sat, didn't she?"
-    one, two = (headwise.inspect(text, folder, pieces=pieces) for pieces in (False, True))
-    assert isinstance(one, Inspection) and isinstance(two, Inspection)
-    np.testing.assert_allclose(one.table("delimiter"), two.table("delimiter"))
+    by_words, by_pieces = (headwise.inspect(text, folder, pieces=pieces) for pieces in (False, True))
+    assert isinstance(by_words, Inspection) and isinstance(by_pieces, Inspection)
+    np.testing.assert_allclose(by_words.table("delimiter"), by_pieces.table("delimiter"))
 
 
 def test_a_model_that_cannot_be_watched_is_inspected_by_its_returned_weights() -> None:
@@ -317,8 +317,8 @@ def test_comparison_of_two_texts_of_equal_length(minilm: tuple[Any, Any]) -> Non
 def test_comparison_of_two_texts_of_different_length(minilm: tuple[Any, Any]) -> None:
     two = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against="The cat slept because it was tired.")
     assert isinstance(two, Comparison) and not two.aligned
-    here, there, _ = two.followed()
-    assert two.first.words.names[here] == two.second.words.names[there] == "it"
+    first_place, second_place, _ = two.followed()
+    assert two.first.words.names[first_place] == two.second.words.names[second_place] == "it"
     assert two.turns()[0].moved is None
     assert "the texts differ in their number of words" in str(two)
     changes = [abs(change.difference) for change in two.changes()]

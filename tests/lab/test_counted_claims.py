@@ -166,8 +166,8 @@ def test_depth_verdicts_are_given_per_model_and_combined() -> None:
     assert [str(verdict) for verdict in c11_depth.verdicts({"a": early, "b": late})] == [
         "holds only if the model is a"
     ] * 3
-    alone = c11_depth.verdicts({"a": early, "b": late | {"local": None}})[0]
-    assert alone.word == HOLDS and alone.because.endswith("No atlas of b is bundled.")
+    first_verdict = c11_depth.verdicts({"a": early, "b": late | {"local": None}})[0]
+    assert first_verdict.word == HOLDS and first_verdict.because.endswith("No atlas of b is bundled.")
     few = model([0.2] * 6, [0.0, 0.1], [0.9])
     assert [verdict.word for verdict in c11_depth.verdicts({"c": few})] == [NOT, CANNOT_TELL, CANNOT_TELL]
 

@@ -24,18 +24,18 @@ REFUSED = {
 }  # fmt: skip
 # their own code fills a mask with a number outside of float32 (gemma2: NaN), or computes parts in float32
 SINGLE_ONLY = ("xglm", "gemma2", "axk2")
-WHY = {name: words for words, names in REFUSED.items() for name in names}
+REASONS = {name: words for words, names in REFUSED.items() for name in names}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OFF], ids=lambda family: family.name)
 def test_every_family_is_pruned_exactly_or_refused(family: object) -> None:
     model, batch = build(family), inputs(family)
-    for which in (even_heads, uneven_heads):
-        if family.name in WHY:
-            with pytest.raises(UnsupportedError, match=WHY[family.name]):
-                headwise.prune_heads(model, which(model))
+    for choose_heads in (even_heads, uneven_heads):
+        if family.name in REASONS:
+            with pytest.raises(UnsupportedError, match=REASONS[family.name]):
+                headwise.prune_heads(model, choose_heads(model))
             continue
-        heads = {key: numbers for key, numbers in which(model).items() if numbers}
+        heads = {key: numbers for key, numbers in choose_heads(model).items() if numbers}
         for dtype, close in CLOSE.items():
             if dtype is torch.float64 and family.name in SINGLE_ONLY:
                 continue

@@ -245,13 +245,13 @@ def test_budgets_of_cache_and_parameters_are_met_by_whole_kv_groups() -> None:
     assert len(cache.heads) == 2 and all(len(heads) == 3 for heads in cache.heads.values())
     parameters = headwise.plan(scores, 0.7, budget="parameters", unit="kv")
     full = sum(cost(layer, set(), "parameters") for layer in attention_layers(model))
-    left = sum(
+    remaining = sum(
         cost(layer, set(parameters.heads.get(layer.index, ())), "parameters") for layer in attention_layers(model)
     )
-    assert left <= 0.7 * full
+    assert remaining <= 0.7 * full
     pruned = headwise.prune_heads(model, parameters)
     saved = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in pruned.parameters())
-    assert saved == full - left, "a plan counts the parameters that surgery removes"
+    assert saved == full - remaining, "a plan counts the parameters that surgery removes"
     by_head = headwise.plan(scores, 0.7)
     assert any("even out groups" in note for note in by_head.notes)
 

@@ -184,13 +184,13 @@ def test_norms_over_all_heads_are_refused_but_can_be_zeroed(kind: str) -> None:
 def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
     model, batch = build(name), inputs(name)
     heads = {0: [1], 2: [0, 3]}
-    found = {site.index: headwise_projections(model, site) for site in attention_sites(model)}
+    layers = {site.index: headwise_projections(model, site) for site in attention_sites(model)}
     from headwise.models.structure.projections import value_bias
 
     value = {}
-    for layer, gone in heads.items():
-        bias = value_bias(found[layer])
-        value[layer] = bias[[h // (found[layer].query // found[layer].kv) for h in gone]]
+    for layer, removed in heads.items():
+        bias = value_bias(layers[layer])
+        value[layer] = bias[[h // (layers[layer].query // layers[layer].kv) for h in removed]]
     want = masked_output(model, heads, batch, value=value)
     with torch.no_grad():
         got = headwise.prune_heads(model, heads, compensate="bias")(**batch)
@@ -237,10 +237,12 @@ def test_unknown_layers_and_heads_are_refused() -> None:
 def test_copies_of_a_pruned_model_are_independent() -> None:
     model, batch = build("phi3"), inputs("phi3")
     pruned = headwise.prune_heads(model, {0: [0, 1, 2]})
-    again = copy.deepcopy(pruned)
-    again.set_attn_implementation("eager")
+    duplicate = copy.deepcopy(pruned)
+    duplicate.set_attn_implementation("eager")
     with torch.no_grad():
-        assert error(again(**batch), pruned(**batch)) < CLOSE[torch.float32]  # eager attention's softmax is in float32
+        assert (
+            error(duplicate(**batch), pruned(**batch)) < CLOSE[torch.float32]
+        )  # eager attention's softmax is in float32
     assert pruned.config._attn_implementation != "eager"
 
 

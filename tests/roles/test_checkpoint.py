@@ -25,7 +25,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
         with pytest.raises(KeyboardInterrupt):
-            measure(file, lambda done, total: signal.raise_signal(signal.SIGINT) if done > 23 else None)
+            measure(file, lambda finished, total: signal.raise_signal(signal.SIGINT) if finished > 23 else None)
     return file
 
 

@@ -49,7 +49,7 @@ def test_statistics_and_weights_equal_those_of_inspect(
         stored = decoded(run_data["weights"][row]["data"]).reshape(weights.shape)
         assert stored == pytest.approx(weights, abs=1e-6)
     assert [(standout["kind"], *standout["head"]) for standout in run_data["standouts"]] == [
-        (kind.name, each.layer, each.head) for kind in expected.kinds for each in expected.standouts(kind)
+        (kind.name, head.layer, head.head) for kind in expected.kinds for head in expected.standouts(kind)
     ]
     assert run_data["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
     assert run_data["texts"][0]["words"][8] == "it" and run_data["texts"][0]["words"][2] == "animal"
