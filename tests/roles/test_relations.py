@@ -124,7 +124,7 @@ def test_the_level_is_divided_among_all_judged_relations(result: Relations) -> N
 # words and pieces
 
 
-def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[GoldLink, ...], tokens: int) -> alignment.Batch:
+def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[GoldLink, ...], tokens: int) -> alignment.LinkBatch:
     sentence = alignment.Encoded(0, list(range(tokens)), pieces, links)
     return alignment._batch([sentence], "cpu", causal=False)
 
