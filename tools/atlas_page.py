@@ -239,7 +239,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["take"]:
         take()
     elif sys.argv[1:] == ["page"]:
-        with write_atomically(DOCS / "atlas.md") as made:
-            made.write_text(page(), encoding="utf-8")
+        with write_atomically(DOCS / "atlas.md") as target:
+            target.write_text(page(), encoding="utf-8")
     else:
         raise SystemExit(__doc__)

@@ -396,7 +396,7 @@ if __name__ == "__main__":
         case ["measure", model, name]:
             measure(model, name)
         case ["page"]:
-            with write_atomically(ROOT / "docs" / "relations.md") as made:
-                made.write_text(page(), encoding="utf-8")
+            with write_atomically(ROOT / "docs" / "relations.md") as target:
+                target.write_text(page(), encoding="utf-8")
         case _:
             sys.exit(__doc__)

@@ -176,12 +176,12 @@ def test_links_of_words_without_pieces_are_left_out_and_counted() -> None:
     word = Sentence(
         "a0x1 n0", ((0, 2), (2, 4), (5, 7)), (GoldLink("r", 0, (2,)), GoldLink("r", 1, (2,)), GoldLink("r", 2, (1,)))
     )
-    left_out = alignment.LeftOut()
-    [aligned] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, left_out)
+    exclusions = alignment.Exclusions()
+    [aligned] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, exclusions)
     assert aligned.links == (GoldLink("r", 0, (2,)),)
-    assert (left_out.unaligned, left_out.links, left_out.long) == (1, 2, 0)
-    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, left_out)) == [] and left_out.long == 1
-    assert left_out.notes(7) == (
+    assert (exclusions.unaligned, exclusions.links, exclusions.long) == (1, 2, 0)
+    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, exclusions)) == [] and exclusions.long == 1
+    assert exclusions.notes(7) == (
         "1 of 7 sentences have words that share all their pieces with another: 2 links left out",
         "1 of 7 sentences are longer than the model takes: left out",
     )
@@ -274,7 +274,7 @@ def test_a_beginning_token_is_added_where_the_tokenizer_has_none() -> None:
     )
     plain.backend_tokenizer.post_processor = __import__("tokenizers").processors.Sequence([])
     sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (GoldLink("r", 0, (1,)),))
-    [encoded_sentence] = alignment.encode([sentence], plain, 31, alignment.LeftOut())
+    [encoded_sentence] = alignment.encode([sentence], plain, 31, alignment.Exclusions())
     assert encoded_sentence.ids[0] == 0 and encoded_sentence.pieces == ((1,), (2,))
 
 

@@ -13,7 +13,7 @@ from ..terminal import console, echo
 from .checks import check_output_folder
 from .options import PATH, json_option, seed_option, training_option
 from .progress import progress_bars
-from .ranks import Alone, joined_ranks
+from .ranks import SingleProcess, joined_ranks
 
 ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
 
@@ -65,10 +65,10 @@ def command(
     for folder in (out, work):
         check_output_folder(folder)
     with joined_ranks() as ranks, progress_bars(ranks.first) as progress:
-        rank_group = None if isinstance(ranks, Alone) else ranks
+        rank_group = None if isinstance(ranks, SingleProcess) else ranks
         lab = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=rank_group, over=over)
-        for finished, number in enumerate(numbers):
-            progress(f"claim {number}", finished, len(numbers))
+        for index, number in enumerate(numbers):
+            progress(f"claim {number}", index, len(numbers))
             records.append(measure(number, lab))
             if ranks.first:
                 write_result(records[-1], out)

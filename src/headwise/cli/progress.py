@@ -21,9 +21,9 @@ def progress_bars(visible: bool = True) -> Iterator[Progress]:
     with Bars(*columns, console=screen, transient=True, disable=not (visible and screen.is_terminal)) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def update(work: str, finished: int, total: int | None) -> None:
+        def update(work: str, step: int, total: int | None) -> None:
             if work not in tasks:
                 tasks[work] = bars.add_task(work, total=total)
-            bars.update(tasks[work], completed=finished, total=total, visible=total is None or finished < total)
+            bars.update(tasks[work], completed=step, total=total, visible=total is None or step < total)
 
         yield update

@@ -28,7 +28,7 @@ from .options import (
     training_option,
 )
 from .progress import progress_bars
-from .ranks import Alone, joined_ranks
+from .ranks import SingleProcess, joined_ranks
 
 if TYPE_CHECKING:
     from ..prune.batches import TextBatches
@@ -136,7 +136,7 @@ def command(
         echo(json.dumps(report.to_json(), indent=2) if as_json else _words(report))
 
 
-def _rank_options(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
+def _rank_options(ranks: SingleProcess | Ranks, out: Path, over: str) -> dict[str, Any]:
     """How scoring and recovery are shared under torchrun."""
     if ranks.count == 1:
         return {}
@@ -217,7 +217,7 @@ def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Prog
 
     result = measure_curve(
         model, texts.scoring, texts.measuring, unit=options.unit, per=options.per,
-        progress=lambda finished, total: progress("curve", finished, total),
+        progress=lambda step, total: progress("curve", step, total),
     )  # fmt: skip
 
     def draw(folder: Path) -> None:

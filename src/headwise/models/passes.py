@@ -81,8 +81,8 @@ class PassTracker:
             self.was_called = True
             if self._awaits == "W_O":
                 self.arrive(module)
-            changed = change(args[0])
-            return None if changed is None else (changed, *args[1:])
+            replacement = change(args[0])
+            return None if replacement is None else (replacement, *args[1:])
 
         self._hooks.before(linear, hook)
 

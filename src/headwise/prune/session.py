@@ -122,7 +122,7 @@ def _choose_heads(
             options.score,
             options.steps,
             seed=options.seed,
-            progress=lambda finished, total: progress("scoring in steps", finished, total),
+            progress=lambda step, total: progress("scoring in steps", step, total),
             compute_scores=compute_scores,
             **plan_options,
         )
@@ -132,7 +132,7 @@ def _choose_heads(
         texts.scoring,
         options.score,
         seed=options.seed,
-        progress=lambda finished, total: progress(f"scoring by {options.score}", finished, total),
+        progress=lambda step, total: progress(f"scoring by {options.score}", step, total),
     )
     if options.budget != "latency":
         return plan(scores, options.keep, **plan_options), scores
@@ -145,7 +145,7 @@ def _choose_heads(
 
 def _compare_scores(model: Any, texts: TextBatches, options: PruneOptions, progress: Progress) -> ScoreComparison:
     return compare_with_ablation(
-        model, texts.scoring, seed=options.seed, progress=lambda finished, total: progress("ablation", finished, total)
+        model, texts.scoring, seed=options.seed, progress=lambda step, total: progress("ablation", step, total)
     )
 
 
@@ -180,7 +180,7 @@ def _recover(
         checkpoint=recovery_file(out),
         note=_checkpoint_note(options, head_plan),
         keep=True,  # a failure after this must not cost the training
-        progress=lambda finished, total: progress("recovery", finished, total),
+        progress=lambda step, total: progress("recovery", step, total),
     )
 
 
@@ -218,14 +218,14 @@ def _measure_latency(
     latency = []
     attention_share = 0.0
     batch_sizes = list(dict.fromkeys([options.batch, 1]))
-    for finished, batch in enumerate(batch_sizes):
+    for index, batch in enumerate(batch_sizes):
         inputs = timing_inputs(model, batch, options.length)
         seconds = pass_times({"full": model, "pruned": smaller}, inputs)
         length = inputs["input_ids"].shape[1]
         latency.append(Latency(batch, length, 1000 * seconds["full"], 1000 * seconds["pruned"]))
         if batch == options.batch:
             attention_share = attention_time(model, inputs, ATTENTION_ROUNDS) / seconds["full"]
-        progress("timing", finished + 1, len(batch_sizes))
+        progress("timing", index + 1, len(batch_sizes))
     return latency, min(attention_share, 1.0)
 
 

@@ -70,19 +70,19 @@ def command(
         if result is None:
             result = measure(
                 full_model, texts, model_tokenizer, name=model, limit=limit, length=context, field=field, seed=seed,
-                progress=lambda finished, total: progress("texts", finished, total),
+                progress=lambda step, total: progress("texts", step, total),
             )  # fmt: skip
         heads = _heads(result, role, model)
         lines = [text for text in read(texts, field, TEXTS)[0] if isinstance(text, str)]
         task_list = [tasks.text_task(full_model, model_tokenizer, lines)]
         if tasks.predicts_next_token(full_model):
             task_list.append(tasks.repetition_task(full_model, model_tokenizer))
-        finished = 0
+        step = 0
 
         def count_passes(count: int) -> None:
-            nonlocal finished
-            finished += count
-            progress("masked passes", finished, DRAWS * len(task_list))
+            nonlocal step
+            step += count
+            progress("masked passes", step, DRAWS * len(task_list))
 
         losses = [ablate_heads(task, heads, progress=count_passes) for task in task_list]
     echo(json.dumps([loss.to_json() for loss in losses], indent=2) if as_json else "\n".join(map(str, losses)))

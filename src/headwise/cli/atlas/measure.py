@@ -12,7 +12,7 @@ from ...terminal import echo
 from ..checks import check_output_folder, make_folder
 from ..options import Whole, context_option, field_option, json_option, model_option, seed_option, texts_option
 from ..progress import progress_bars
-from ..ranks import Alone, joined_ranks
+from ..ranks import SingleProcess, joined_ranks
 from .files import out_option, print_atlas, table_options, write_atlas
 
 if TYPE_CHECKING:
@@ -70,7 +70,12 @@ def parse_part(text: str | None) -> tuple[int, int]:
 
 
 def _measure(
-    texts: Path, model: str, out: Path | None, part: tuple[int, int], ranks: Alone | Ranks, options: dict[str, Any]
+    texts: Path,
+    model: str,
+    out: Path | None,
+    part: tuple[int, int],
+    ranks: SingleProcess | Ranks,
+    options: dict[str, Any],
 ) -> Atlas:
     from ...models.loading.loader import load, tokenizer
     from ...roles.atlas.corpus import check_file
@@ -83,8 +88,8 @@ def _measure(
     full_model = load(model)
     with progress_bars(ranks.first) as progress:
 
-        def count_texts(finished: int, total: int | None) -> None:
-            progress("texts", finished, total)
+        def count_texts(step: int, total: int | None) -> None:
+            progress("texts", step, total)
 
         run_options: dict[str, Any] = {"name": model, "resume": resume, "progress": count_texts, **options}
         if ranks.count > 1:

@@ -71,12 +71,12 @@ def _measure(conllu: tuple[Path, ...], report: tuple[Path, ...], model: str, see
 
     choosing = sentences_of(files.read_conllu(*conllu) if conllu else probe_sentences())[0]  # before a model is loaded
     reporting = sentences_of(files.read_conllu(*report))[0] if report else None
-    total, finished = len(choosing) + len(reporting or ()), 0
+    total, step = len(choosing) + len(reporting or ()), 0
     with progress_bars() as progress:
 
         def count_sentences(count: int) -> None:
-            nonlocal finished
-            finished += count
-            progress("sentences", finished, total)
+            nonlocal step
+            step += count
+            progress("sentences", step, total)
 
         return relations(model, choosing, report=reporting, seed=seed, progress=count_sentences)

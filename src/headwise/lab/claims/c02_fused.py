@@ -38,8 +38,8 @@ def run(lab: Lab) -> Figures:
     batches = lab.budget.pick((1,), (1, 8), (1, 8))
     cases = [(h, t, b) for h in heads for t in tokens for b in batches]
     results = []
-    for finished, case in enumerate(cases):
-        lab.progress("fused against naive", finished, len(cases))
+    for index, case in enumerate(cases):
+        lab.progress("fused against naive", index, len(cases))
         key = {"heads": case[0], "tokens": case[1], "batch": case[2], "width": WIDTH}
         races = seconds(lab, "fused", key, partial(contestants, case, lab.device))
         results.append({**key, "races": races})

@@ -134,9 +134,9 @@ def measure_collapse(model: TrainedModel, lab: Lab, retrain: dict[str, Any]) -> 
     task, decoder = task_of(model.recipe), model.decoder
     places = [(layer, head) for layer in range(len(decoder.blocks)) for head in range(model.recipe.heads)]
     damage = {}
-    for finished, place in enumerate(places):
+    for index, place in enumerate(places):
         damage[place] = quality(collapse(decoder, *place), task, 1)[0]
-        lab.progress(f"collapsing heads, start {model.recipe.seed}", finished + 1, len(places))
+        lab.progress(f"collapsing heads, start {model.recipe.seed}", index + 1, len(places))
     layer, head = max(damage, key=damage.__getitem__)
 
     def retrained_loss(start: Decoder) -> float:

@@ -98,7 +98,7 @@ def damages(lab: Lab, model: Any, scoring: list[Any], measuring: list[Any], seed
     """{score: (seeds, shares)}: increase of the loss as a share of the full model's, or 1 - cosine of the embedding."""
     result = curve(
         model, scoring, measuring, scores=SCORES, shares=SHARES, seeds=seeds,
-        progress=lambda finished, total: lab.progress(f"removing heads, {words}", finished, total),
+        progress=lambda step, total: lab.progress(f"removing heads, {words}", step, total),
     )  # fmt: skip
     if result.full.name != "perplexity":
         return {score: table.tolist() for score, table in result.values.items()}

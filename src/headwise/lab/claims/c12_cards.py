@@ -70,9 +70,9 @@ def _running(heads_per_layer: int) -> Figures:
     model, inputs = load("minilm"), tokenizer("minilm")(TEXT, return_tensors="pt")
 
     def outputs() -> torch.Tensor:
-        with torch.no_grad(), watch(model, outputs=True, exact=True) as watched:
+        with torch.no_grad(), watch(model, outputs=True, exact=True) as recording:
             model(**inputs)
-        return torch.stack([layer.outputs[0] for layer in watched.layers])  # (layers, heads, T, d_k)
+        return torch.stack([layer.outputs[0] for layer in recording.layers])  # (layers, heads, T, d_k)
 
     full = outputs()
     layers, heads = full.shape[:2]

@@ -105,9 +105,9 @@ def _forward_with_share(module: nn.Module, share: BiasShare, *args: Any, **kwarg
     for name in (*BIAS_ARGUMENTS, *MASK_ARGUMENTS):
         whole = bound.arguments.get(name)
         if isinstance(whole, Tensor):
-            own = _own_part(whole, share, is_mask=name in MASK_ARGUMENTS)
-            bound.arguments[name] = own
-            pairs.append((own, whole))
+            own_bias = _own_part(whole, share, is_mask=name in MASK_ARGUMENTS)
+            bound.arguments[name] = own_bias
+            pairs.append((own_bias, whole))
     output = cls.forward(*bound.args, **bound.kwargs)
     if share.own_and_whole is not None:
         pairs.append(share.own_and_whole)
@@ -123,9 +123,9 @@ def _forward_signature(cls: ModuleClass) -> inspect.Signature:
 def _compute_own_bias(module: nn.Module, share: BiasShare, *args: Any, **kwargs: Any) -> Tensor:
     cls: Any = type(module)
     whole = cls.compute_bias(module, *args, **kwargs)
-    own: Tensor = _own_part(whole, share)
-    share.own_and_whole = own, whole
-    return own
+    own_bias: Tensor = _own_part(whole, share)
+    share.own_and_whole = own_bias, whole
+    return own_bias
 
 
 def _own_part(bias: Tensor, share: BiasShare, is_mask: bool = False) -> Any:
@@ -143,4 +143,4 @@ def _with_whole_biases(output: Any, pairs: list[tuple[Any, Any]]) -> Any:
     """A layer's output, with the whole bias wherever it returns that of its own heads."""
     if not isinstance(output, tuple):
         return output
-    return tuple(next((whole for own, whole in pairs if x is own), x) for x in output)
+    return tuple(next((whole for own_bias, whole in pairs if x is own_bias), x) for x in output)

@@ -85,9 +85,9 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
     """The watcher no longer sees the calls of these modules."""
     with _lock:
         for module in modules:
-            others = [other for other in _watchers.get(module, []) if other is not watcher]
-            if others:
-                _watchers[module] = others
+            remaining = [other for other in _watchers.get(module, []) if other is not watcher]
+            if remaining:
+                _watchers[module] = remaining
             else:
                 _watchers.pop(module, None)
         if not _watchers:

@@ -107,8 +107,8 @@ class Watch:
     @property
     def unseen(self) -> list[str]:
         """Paths of attention modules that were never called."""
-        called = {site.module for site in self.recording.layers}
-        return list(dict.fromkeys(site.name for site in self._pass.sites if site.module not in called))
+        called_modules = {site.module for site in self.recording.layers}
+        return list(dict.fromkeys(site.name for site in self._pass.sites if site.module not in called_modules))
 
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
@@ -227,8 +227,8 @@ class Watch:
         if isinstance(call.mask, LazyMask):
             return True
         plain = call.implementation in ("sdpa", NAME) and not call.options.get("output_attentions")
-        allowed = plain and not self._request.exact and self._request.stats and not call.dropout
-        return allowed and reading.in_one_pass()
+        permitted = plain and not self._request.exact and self._request.stats and not call.dropout
+        return permitted and reading.in_one_pass()
 
 
 def _readings(call: ModelCall, context: CallContext, eager: registry.Function) -> tuple[Reading, EagerReading]:

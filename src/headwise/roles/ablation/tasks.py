@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import HeadwiseError, UnsupportedError
-from ..relations.alignment import LeftOut, LinkBatch, batches, encode
+from ..relations.alignment import Exclusions, LinkBatch, batches, encode
 from ..relations.gold import Sentence
 from ..relations.probe_set import lexicon
 from ..relations.scoring import body, longest
@@ -73,7 +73,7 @@ def relation_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], rel
     if not matching:
         raise HeadwiseError(f"no sentence has a link {relation!r}")
     reduced = [replace(x, links=tuple(link for link in x.links if link.relation == relation)) for x in matching]
-    link_batches = list(batches(encode(reduced, tokenizer, longest(inner), LeftOut()), inner.device, causal=False))
+    link_batches = list(batches(encode(reduced, tokenizer, longest(inner), Exclusions()), inner.device, causal=False))
     before = [_source_words(inner, batch) for batch in link_batches]
     return Task(
         relation,

@@ -37,7 +37,7 @@ class CorpusRun:
     ) -> None:  # fmt: skip
         """file: the checkpoint. settings: what a resumed run must have in common with this one."""
         self.observer, self.corpus, self.file, self.settings, self.part = observer, corpus, file, settings, part
-        self.progress, self.total = progress or (lambda finished, total: None), total
+        self.progress, self.total = progress or (lambda texts, total: None), total
         self.tally = Tally()
         self.window, self.batches = 0, 0  # the first text of the current window, and the batches done in it
         self.resumed_texts: str | None = None  # fingerprint of the texts read before the checkpoint, until checked
@@ -50,15 +50,15 @@ class CorpusRun:
             remove_leftovers(self.file.parent)
             if os.path.lexists(self.file):
                 self._resume()
-        with self.observer.watching(), interruptible() as stopped:
+        with self.observer.watching(), interruptible() as is_stopped:
             # also in a resumed run: it shows which way each layer attends
             repetition = measure_repetition(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
             last_save = time.monotonic()
             for _ in self._steps():
-                if stopped() or (self.file and time.monotonic() - last_save > SAVE_EVERY):
+                if is_stopped() or (self.file and time.monotonic() - last_save > SAVE_EVERY):
                     self._save_checkpoint()
                     last_save = time.monotonic()
-                if stopped():
+                if is_stopped():
                     raise KeyboardInterrupt
         if not (self.tally.texts or self.accumulator.pending):
             raise HeadwiseError("not one text has a token; nothing was measured")

@@ -27,7 +27,7 @@ class Encoded:
 
 
 @dataclass
-class LeftOut:
+class Exclusions:
     """Counts of sentences and links that cannot be scored, and why."""
 
     unaligned: int = 0  # sentences with a word that has no piece of its own
@@ -60,7 +60,7 @@ class LinkBatch:
     allowed: Tensor  # (N, W) bool: the candidates for the largest weight; never the word itself
 
 
-def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, left_out: LeftOut) -> Iterator[Encoded]:
+def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, exclusions: Exclusions) -> Iterator[Encoded]:
     """Each sentence that has links and fits the model, beginning with a special token, which serves as attention sink.
 
     Many heads put their weight on the first token when they have nothing to look for. Weight on special tokens is
@@ -82,12 +82,12 @@ def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, left_out: 
         if ids and not special[0] and tokenizer.bos_token_id is not None:
             ids, offsets = [tokenizer.bos_token_id, *ids], [(0, 0), *offsets]
         if len(ids) > limit:
-            left_out.long += 1
+            exclusions.long += 1
             continue
         pieces = align(sentence.spans, offsets)
         links = tuple(remaining for link in sentence.links if (remaining := _with_pieces(link, pieces)) is not None)
-        left_out.unaligned += not all(pieces)
-        left_out.links += len(sentence.links) - len(links)
+        exclusions.unaligned += not all(pieces)
+        exclusions.links += len(sentence.links) - len(links)
         yield Encoded(number, ids, pieces, links)
 
 

@@ -13,7 +13,7 @@ from ...errors import HeadwiseError
 from ...models.loading.resolve import resolve
 from ...resampling import bootstrap_counts
 from . import conllu, gold, scoring
-from .alignment import LeftOut
+from .alignment import Exclusions
 from .gold import SHUFFLED, Sentence
 from .result import Head, Relation, Relations
 from .scoring import FIXED_ANSWERS
@@ -45,7 +45,7 @@ class RelationSums:
     hits: dict[str, np.ndarray] = field(default_factory=dict)  # (H,)
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # (H,)
     fixed: dict[str, np.ndarray] = field(default_factory=dict)  # (F,)
-    left_out: LeftOut = field(default_factory=LeftOut)
+    exclusions: Exclusions = field(default_factory=Exclusions)
 
     def add(self, names: np.ndarray, hits: np.ndarray, weights: np.ndarray, fixed: np.ndarray) -> None:
         """Add the links of a batch: names (N,), hits and weights (N, H), fixed (N, F)."""
@@ -189,7 +189,7 @@ def _score(
     ]
     sums, parts = RelationSums(), []
     for scores in scoring.score_batches(
-        model.body, model.tokenizer, with_shuffled, causal=model.causal, left_out=sums.left_out
+        model.body, model.tokenizer, with_shuffled, causal=model.causal, exclusions=sums.exclusions
     ):
         batch = scores.batch
         sums.heads = scores.heads
@@ -248,7 +248,7 @@ def _evaluate(
         shuffled=tuple(row for row in rows if row.name.startswith(SHUFFLED)),
         heads=tuple(sums.heads),
         scores={name: sums.hits[name] / sums.links[name] for name in judged if not name.startswith(SHUFFLED)},
-        notes=(*model.notes, *sums.left_out.notes(len(sentences))),
+        notes=(*model.notes, *sums.exclusions.notes(len(sentences))),
         record=record,
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...models.structure.text_model import text_model
 from ...models.watching.watcher import watch
-from .alignment import LeftOut, LinkBatch, batches, encode
+from .alignment import Exclusions, LinkBatch, batches, encode
 from .gold import Sentence
 from .result import Head
 
@@ -58,10 +58,10 @@ def longest(model: Any) -> int:
 
 
 def score_batches(
-    model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, left_out: LeftOut
+    model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, exclusions: Exclusions
 ) -> Iterator[LinkScores]:
-    """The results of every head, batch by batch; left_out counts what cannot be scored."""
-    for batch in batches(encode(sentences, tokenizer, longest(model), left_out), model.device, causal=causal):
+    """The results of every head, batch by batch; exclusions counts what cannot be scored."""
+    for batch in batches(encode(sentences, tokenizer, longest(model), exclusions), model.device, causal=causal):
         if batch.links:
             yield score_batch(model, batch)
 
