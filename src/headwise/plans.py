@@ -97,7 +97,7 @@ class Plan:
             removed = {layer[:2]: heads for layer, heads in rows}
             if len(removed) < len(layers):
                 kind, index = Counter(layer[:2] for layer in layers).most_common(1)[0][0]
-                raise ValueError(f"{kind[:40]} layer {index} is there twice")
+                raise ValueError(f"{kind[:40]} layer {index} is listed twice")
             return cls(by_layer_key(removed, layers), layers, *_read_origin(document))
         except ValueError as error:
             raise CheckpointError(f"this is not a plan that headwise wrote: {error}") from None

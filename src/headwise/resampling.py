@@ -19,7 +19,7 @@ def bootstrap_counts(units: int, resamples: int = RESAMPLES, random: int | np.ra
     Args:
         units: number of units that were measured, at least 1.
         resamples: number of resampled corpora.
-        random: a seed, or a generator that goes on from where it stands.
+        random: a seed, or a generator, which is advanced.
 
     Example:
         >>> values = np.array([0.0, 1.0, 1.0, 2.0])

@@ -1,7 +1,7 @@
 """`headwise prune` with recovery, killed at random moments and run again.
 
 Half of the kills come after a random time, half at a random operation on files, so that the short moments in which
-files are written are met too. Whatever the moment: the next run goes on from what was kept, gives the model and the
+files are written are met too. Whatever the moment: the next run resumes from what was saved, gives the model and the
 losses of a run that nobody killed, and leaves nothing behind. A process that has imported everything forks the runs.
 """
 

@@ -314,7 +314,7 @@ def test_a_plan_saves_loads_compares_and_can_be_edited_by_hand(tmp_path: Path) -
         ({"layers": [None]}, r"layers\[0\] must be an object, got None"),
         ({"layers": [{"kind": 5}]}, r"layers\[0\].kind must be a text, got 5"),
         ({"row": {"layer": -1}}, r"layers\[1\].layer must be a whole number from 0 on, got -1"),
-        ({"row": {"layer": 0}}, "self layer 0 is there twice"),
+        ({"row": {"layer": 0}}, "self layer 0 is listed twice"),
         ({"row": {"layer": True}}, r"layers\[1\].layer must be a whole number from 0 on, got True"),
         ({"row": {"heads": 10**9}}, r"layers\[1\].heads is 1000000000, which is more than 65536"),
         ({"row": {"kv_heads": 0}}, r"6 heads and 0 KV heads; kv_heads must divide heads"),

@@ -200,7 +200,7 @@ def test_an_interrupted_recovery_resumes_to_the_same_weights_and_losses(
         if done == 8:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command resumes from step 5"):
         recover(headwise.prune_heads(model, {0: [1, 2]}), model, batches, 12, checkpoint=file, progress=stop)
     resumed = headwise.prune_heads(model, {0: [1, 2]})
     assert recover(resumed, model, batches, 12, checkpoint=file) == pytest.approx(losses, rel=1e-4)

@@ -193,7 +193,7 @@ def fail_with(error: BaseException) -> Any:
     return fail
 
 
-INTERRUPTED = "interrupted; the recovery is kept, and the same command takes it up"
+INTERRUPTED = "interrupted; the recovery is saved, and the same command resumes it"
 STAGES = {
     "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
     "headwise.prune.session._measure_latency": INTERRUPTED,
@@ -259,7 +259,7 @@ def test_a_full_disk_while_saving_loses_no_training(
         assert run_prune(folder) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "out' cannot be written: No space left on device" in err
-    assert "the recovery is kept, and the same command takes it up" in err
+    assert "the recovery is saved, and the same command resumes it" in err
     assert new_names(folder) == {".out.recovery.safetensors"}
     monkeypatch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
     assert run_prune(folder) == 0 and len(saved_losses(folder)) == 5

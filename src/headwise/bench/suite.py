@@ -133,7 +133,7 @@ Result: TypeAlias = CaseResult | ShapeResult | MemoryResult
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One measurement; a mismatch does not raise, the result says so instead."""
+    """One measurement; a mismatch does not raise, it is in the result instead."""
 
     title: str
     run: Callable[[], Result]

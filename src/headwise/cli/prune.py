@@ -234,7 +234,7 @@ def _recovery_named(out: Path) -> Iterator[None]:
     """Whatever stops a run, its last line says that the recovery was saved."""
     from ..prune.output_directory import recovery_file
 
-    words = "; the recovery is kept, and the same command takes it up"
+    words = "; the recovery is saved, and the same command resumes it"
     try:
         yield
     except KeyboardInterrupt as stop:

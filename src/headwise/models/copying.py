@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     """A copy of a model. What `module.forward = torch.compile(module.forward)` made is not compiled in it.
 
-    copy.deepcopy does not copy functions: one in the place of a forward would go on computing with the first model.
+    copy.deepcopy does not copy functions: one in place of a forward would keep computing with the first model.
     """
     memo = {} if memo is None else memo
     duplicate = copy.deepcopy(model, memo)
@@ -27,7 +27,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> Any:
         bound_forward = copy.deepcopy(plain, memo)
         if bound_forward is plain:
             raise UnsupportedError(
-                f"{type(original).__name__} (at {path or 'the top'}) has a function in the place of its forward, and a "
+                f"{type(original).__name__} (at {path or 'the top'}) has a function in place of its forward, and a "
                 "copy would compute with the weights of this model; give it a method, types.MethodType(function, "
                 "module)"
             )

@@ -47,7 +47,7 @@ def recover(
         full: the model it was pruned from; it is not changed.
         batches: model inputs, taken in turn.
         steps: the number of training steps, one batch each.
-        checkpoint: a file that keeps the state now and then. Where it exists, the run goes on from it; a checkpoint
+        checkpoint: a file that saves the state now and then. Where it exists, the run resumes from it; a checkpoint
             of other weights, texts or options is refused. It is removed when the recovery is done.
         keep: leave the finished checkpoint there, until the caller has saved the model and removes it.
         note: words of the caller's for the checkpoint; `recovery_checkpoint.read_note` reads them.
@@ -102,9 +102,9 @@ def recover(
                 saved_step = steps
         group.finish(pruned)
     except KeyboardInterrupt:
-        if saved_step:  # the current step may be half done: a new run goes on from the last saved one
+        if saved_step:  # the current step may be half done: a new run resumes from the last saved one
             raise KeyboardInterrupt(
-                f"recovery was interrupted at step {step} of {steps}; the same command goes on from step {saved_step}"
+                f"recovery was interrupted at step {step} of {steps}; the same command resumes from step {saved_step}"
             ) from None
         raise
     finally:

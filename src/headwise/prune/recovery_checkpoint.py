@@ -73,7 +73,7 @@ def save_checkpoint(
         except (OSError, SafetensorError) as error:  # a full disk is either
             raise CheckpointError(
                 f"recovery stopped at step {step}: {str(path)!r} cannot be written ({error}); with more room, the same "
-                "command goes on from what was kept before"
+                "command resumes from the last checkpoint"
             ) from error
 
 

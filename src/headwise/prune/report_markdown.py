@@ -56,5 +56,5 @@ def code_span(text: str) -> str:
 
 
 def _backticks(text: str, least: int) -> str:
-    """More backticks than the text has in a row, and at least so many."""
+    """More backticks than the text has in a row, at least `least`."""
     return "`" * max([least, *(1 + len(run) for run in re.findall("`+", text))])

@@ -179,7 +179,7 @@ def _sparse_step(node: Node, depth: int) -> list[bool]:
 
 
 def _interval(node: Node, depth: int) -> list[bool]:
-    """ERNIE 4.5: from a first layer to a last, every so many."""
+    """ERNIE 4.5: from a first layer to a last, one in every interval."""
     start, end = node.amount("moe_layer_start_index", largest=10**9), node.value("moe_layer_end_index")
     if start is None:
         return [True] * depth

@@ -14,7 +14,7 @@ from ..store import Lab
 # the thresholds, written before the full run
 USELESS = 0.1  # of attention's gain; at or below this in every start: useless
 USEFUL = 0.5  # at or above this in every start: not useless
-CLEAR = 1.0  # a head count is better than another if it is so in this share of the starts, each against its twin
+CLEAR = 1.0  # a head count is better than another if it wins in this share of the starts, each against its twin
 
 SENTENCES = (
     "Heads of one dimension each (512 heads at width 512) are useless.",

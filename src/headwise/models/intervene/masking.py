@@ -16,7 +16,7 @@ from .changes import HeadChange, Heads, Value, head_changes
 
 
 def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "zero") -> MaskedHeads:
-    """Inside `with`, put something else in the place of some heads' outputs before W_O.
+    """Inside `with`, put something else in place of some heads' outputs before W_O.
 
     Code that torch.compile made of the model runs uncompiled meanwhile, since compiled code calls no new hooks.
 

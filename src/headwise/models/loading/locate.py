@@ -210,7 +210,7 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
                 local_files_only=offline,
             )
         except errors.GatedRepoError as error:
-            raise CheckpointError(f"hub model {name!r} asks for an agreement; accept it on its page, log in") from error
+            raise CheckpointError(f"hub model {name!r} is gated; accept its terms on its page and log in") from error
         except errors.RepositoryNotFoundError as error:
             raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
         except Exception as error:  # from the hub, its HTTP library or the system: all mean that it cannot be reached

@@ -107,4 +107,4 @@ def _check_pending(sums: BatchSums, texts: int, heads: list[int]) -> None:
     if not all((np.abs(x) <= LARGEST_SUM).all() for x in (top, bottom)):
         raise ValueError("a batch has values that are not finite, or too large")
     if not are_counts(bottom):
-        raise ValueError("a batch has counts that are negative, or next to nothing")
+        raise ValueError("a batch has counts that are negative, or too close to zero")

@@ -43,7 +43,7 @@ def repeated_tokens(encoder: TextEncoder, vocabulary: int, seed: int) -> Repeate
     length = min(LENGTH, (encoder.length - begin - end) // 2)
     if length < 2:
         raise HeadwiseError(
-            f"there is room for {encoder.length} tokens; repeating random ones takes at least 4 and what goes around"
+            f"there is room for {encoder.length} tokens; repeated random tokens need at least 4 and the special tokens"
         )
     special = set(getattr(encoder.tokenizer, "all_special_ids", ()))
     choices = np.array([token for token in range(vocabulary) if token not in special])

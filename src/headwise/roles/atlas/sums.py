@@ -58,7 +58,7 @@ class Sums:
             if not (np.abs(x) <= LARGEST_SUM).all():
                 raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite, or too large")
         if not (are_counts(layer_arrays["bottom"]) and are_counts(layer_arrays["texts"])):
-            raise ValueError(f"{kind} layer {layer} has counts that are negative, or next to nothing")
+            raise ValueError(f"{kind} layer {layer} has counts that are negative, or too close to zero")
         return cls(**layer_arrays)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -195,7 +195,7 @@ class Tally:
             raise ValueError(f"seen must be a whole number of 64 bits, got {brief(facts['seen'])}")
         keys = [_key(key) for key in items(facts["layers"], "layers", anything)]
         if len(set(keys)) < len(keys):
-            raise ValueError("a layer is there twice")
+            raise ValueError("a layer is listed twice")
         sums = {key: Sums.of(*key, arrays, names[key[0]], replicates) for key in keys}
         if wrong := arrays.keys() - {f"{kind}/{layer}/{part}" for kind, layer in keys for part in ARRAYS}:
             raise ValueError(f"array {min(wrong)!r} belongs to no layer")

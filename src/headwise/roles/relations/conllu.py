@@ -61,7 +61,7 @@ class Treebank:
         return [Sentence(tree.text, tree.spans, tuple(dependencies(tree)), tree.document) for tree in self.trees]
 
     def coreference(self, words: int = 100) -> list[Sentence]:
-        """Consecutive sentences of one document, up to so many words, with links from pronouns to antecedents."""
+        """Consecutive sentences of one document, up to `words` words, with links from pronouns to antecedents."""
         return coreference.windows(self.trees, words)
 
 

@@ -61,7 +61,7 @@ def _head(tree: Tree, first: int, last: int) -> int:
 
 
 def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
-    """Runs of sentences of one document as one text each, up to so many words, with the links of their pronouns."""
+    """Runs of sentences of one document as one text each, up to `words` words, with the links of their pronouns."""
     sentences = []
     for run in _runs(trees, words):
         text, pronouns = "", set()

@@ -25,7 +25,7 @@ FEWEST = 50  # links of a relation in each half; with fewer it is not judged
 LEVEL = 0.05  # chance of being wrong about one relation or more, of all that are judged
 RESAMPLES = 10_000
 CHUNK = 200  # resamples that are drawn together, for memory
-UNITS = 5_000  # more sentences than this are resampled in so many groups
+UNITS = 5_000  # more sentences than this are resampled in this many groups
 
 
 class ChosenHead(NamedTuple):
