@@ -50,7 +50,7 @@ class RoleDefinition:
     source: str  # where the threshold comes from
     relative: bool = False  # the threshold is a share of the baseline, which cannot be beaten but only reached
     unless: tuple[str, ...] = ()  # more specific roles; a head with one of them does not have this role
-    sink: bool = False  # where heads attend that have nothing to look for
+    sink: bool = False  # an attention sink: heads attend there when no other token is relevant
 
     @property
     def meaning(self) -> str:
@@ -102,7 +102,7 @@ def role(
         positional: it compares positions of query and key, so it is not measured in cross-attention.
         where_present: the mean is over the queries that have a key to find, instead of over all.
         unless: names of roles that say the same more exactly; a head that has one of them does not have this.
-        sink: heads attend there that have nothing to look for.
+        sink: an attention sink, where heads attend when no other token is relevant.
 
     Returns:
         a decorator that gives the function back unchanged.
@@ -211,7 +211,7 @@ def definition(name: str) -> RoleDefinition:
 
 
 def sink_roles() -> tuple[str, ...]:
-    """Names of the roles of heads that have nothing to look for (Clark et al. 2019, Gu et al. 2024)."""
+    """Names of the roles whose heads attend to attention sinks (Clark et al. 2019, Gu et al. 2024)."""
     return tuple(role.name for role in all_roles() if role.sink)
 
 

@@ -37,7 +37,7 @@ def delimiter(pairs: Pairs) -> Tensor:
     return (pairs.key.special | pairs.key.punctuation)[:, None]
 
 
-@role_score("rare", "weight on the rarest other token it can see, by the corpus's own counts", where_present=True)
+@role_score("rare", "weight on the rarest other visible token, by the corpus's own counts", where_present=True)
 def rare(pairs: Pairs) -> Tensor:
     counts = pairs.key.count.masked_fill(pairs.key.special, NEVER)
     counts = counts[:, None].expand_as(pairs.visible).masked_fill(~pairs.visible, NEVER)
@@ -48,7 +48,7 @@ def rare(pairs: Pairs) -> Tensor:
     return rarest & ~itself
 
 
-@role_score("same_word", "weight on other places of the same word, where there are any", where_present=True)
+@role_score("same_word", "weight on other occurrences of the same word, where there are any", where_present=True)
 def same_word(pairs: Pairs) -> Tensor:
     word = pairs.query.word[..., None]
     matches = (word == pairs.key.word[:, None]) & (word >= 0)
