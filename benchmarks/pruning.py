@@ -45,7 +45,7 @@ TEXTS = {  # texts of each set; ablation takes one pass per head, and gets few
     "minilm": {"score": 256, "choose": 128, "report": 384, "ablation": 256},
     "smollm2": {"score": 24, "choose": 16, "report": 24, "ablation": 4},
 }
-REMOVED = (0.25, 0.5)
+REMOVED_SHARES = (0.25, 0.5)
 SCORES = {
     "minilm": ("michel", "michel-token", "ablation", "output", "variance", "confidence", "sink"),
     "smollm2": ("michel", "michel-token", "output", "variance"),
@@ -59,12 +59,12 @@ MICHEL_2019 = "8 of 96 in Michel, Levy and Neubig (2019), encoder self-attention
 
 def paragraphs(folder: Path, purpose: str) -> list[str]:
     """Paragraphs of middle length, shuffled; the same ones every time."""
-    chosen = []
+    texts = []
     for name in BOOKS[purpose]:
         text = (folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
-        chosen += [part for p in re.split(r"\n\s*\n", text) if 200 <= len(part := " ".join(p.split())) <= 800]
-    random.Random(0).shuffle(chosen)
-    return chosen
+        texts += [part for p in re.split(r"\n\s*\n", text) if 200 <= len(part := " ".join(p.split())) <= 800]
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 def batches(texts: list[str], tokenizer: Any) -> list[dict[str, Any]]:
@@ -84,12 +84,12 @@ class Store:
         self.file.parent.mkdir(exist_ok=True)
         self.pieces: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
 
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
+    def get(self, key: str, make: Callable[[], Any]) -> Any:
         if key not in self.pieces:
-            started = time.perf_counter()
+            start = time.perf_counter()
             self.pieces[key] = make()
             self.write()
-            sys.stderr.write(f"{key}: {time.perf_counter() - started:.0f} s\n")
+            sys.stderr.write(f"{key}: {time.perf_counter() - start:.0f} s\n")
         return self.pieces[key]
 
     def write(self) -> None:
@@ -126,12 +126,12 @@ class Run:
                 seed = int(extra.removeprefix("seed ") or 0)
                 scores = self.scores(score, seed)
                 self.store.pieces.setdefault("scores", {}).setdefault(method, scores["self"].round(9).tolist())
-                for share in REMOVED:
+                for share in REMOVED_SHARES:
                     plans[f"{method} {share}"] = _heads_by_layer(headwise.plan(scores, 1 - share))
             self.store.write()
         return plans[key]
 
-    def measured(self, method: str, removed: float, purpose: str) -> QualityPerText:
+    def quality(self, method: str, removed: float, purpose: str) -> QualityPerText:
         """The quality of the model without these heads, text by text."""
 
         def make() -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Run:
                 "weights": quality.weights.tolist(),
             }
 
-        piece = self.store.once(f"{purpose}: {method or 'all heads'} {removed:.0%} removed", make)
+        piece = self.store.get(f"{purpose}: {method or 'all heads'} {removed:.0%} removed", make)
         return QualityPerText(
             piece["name"],
             np.array(piece["values"]),
@@ -176,12 +176,12 @@ def methods(name: str) -> list[str]:
     return [*SCORES[name], *(f"{score}, 4 steps" for score in STEPWISE[name])]
 
 
-def difference(chosen: QualityPerText, other: QualityPerText) -> list[float]:
+def difference(best: QualityPerText, worse: QualityPerText) -> list[float]:
     """How much worse the other is, the mean over the same texts, with a 95 % bootstrap interval over texts."""
-    counts = bootstrap_counts(len(chosen.values), 2000)
-    means = (counts @ ((other.values - chosen.values) * chosen.weights)) / (counts @ chosen.weights)
+    counts = bootstrap_counts(len(best.values), 2000)
+    means = (counts @ ((worse.values - best.values) * best.weights)) / (counts @ best.weights)
     return [
-        float(np.average(other.values - chosen.values, weights=chosen.weights)),
+        float(np.average(worse.values - best.values, weights=best.weights)),
         *map(float, interval(means)),
     ]
 
@@ -192,10 +192,10 @@ def compare(name: str, folder: Path) -> None:
     report: dict[str, Any] = {
         "machine": describe_machine(),
         "texts": TEXTS[name] | {"books": {p: list(b) for p, b in BOOKS.items()}, "tokens at most": LENGTH},
-        "full": run.measured("", 0.0, "report").mean().to_json(),
+        "full": run.quality("", 0.0, "report").mean().to_json(),
     }
-    for removed in REMOVED:
-        report[f"{removed:.0%}"] = _at(run, removed)
+    for removed in REMOVED_SHARES:
+        report[f"{removed:.0%}"] = _compare_at(run, removed)
     report["rank correlation with ablation"] = ranks(run)
     _write(name, report)
     if name == "minilm":
@@ -210,25 +210,25 @@ def _write(name: str, report: dict[str, Any]) -> None:
     file.write_text(json.dumps(before | report, indent=1) + "\n", encoding="utf-8")
 
 
-def _at(run: Run, removed: float) -> dict[str, Any]:
+def _compare_at(run: Run, removed: float) -> dict[str, Any]:
     """The best score on the texts for choosing, against random and magnitude on the texts for reporting."""
-    tried = {method: run.measured(method, removed, "choose").mean().value for method in methods(run.name)}
-    best = min(tried, key=tried.__getitem__)
-    chosen = run.measured(best, removed, "report")
-    magnitude = run.measured("magnitude", removed, "report")
-    randoms = [run.measured(f"random, seed {seed}", removed, "report") for seed in range(SEEDS[run.name])]
+    means = {method: run.quality(method, removed, "choose").mean().value for method in methods(run.name)}
+    best = min(means, key=means.__getitem__)
+    quality = run.quality(best, removed, "report")
+    magnitude = run.quality("magnitude", removed, "report")
+    randoms = [run.quality(f"random, seed {seed}", removed, "report") for seed in range(SEEDS[run.name])]
     mean = QualityPerText(
-        chosen.name, np.mean([r.values for r in randoms], 0), chosen.weights, exponentiate=chosen.exponentiate
+        quality.name, np.mean([r.values for r in randoms], 0), quality.weights, exponentiate=quality.exponentiate
     )
     return {
-        "tried on the texts for choosing": tried,
+        "tried on the texts for choosing": means,
         "chosen": best,
-        "quality": chosen.mean().to_json(),
+        "quality": quality.mean().to_json(),
         "magnitude": magnitude.mean().to_json(),
         "random": mean.mean().to_json() | {"seeds": [r.mean().value for r in randoms]},
-        "worse by magnitude (mean, low, high)": difference(chosen, magnitude),
-        "worse by random (mean, low, high)": difference(chosen, mean),
-        "random seeds that are worse": sum(difference(chosen, r)[1] > 0 for r in randoms),
+        "worse by magnitude (mean, low, high)": difference(quality, magnitude),
+        "worse by random (mean, low, high)": difference(quality, mean),
+        "random seeds that are worse": sum(difference(quality, r)[1] > 0 for r in randoms),
     }
 
 
@@ -237,8 +237,10 @@ def ranks(run: Run) -> dict[str, float]:
     tables = {method: np.array(table) for method, table in run.store.pieces["scores"].items()}
     if "ablation" not in tables:
         return {}
-    named = {name: table for name, table in tables.items() if "seed" not in name or name.endswith("seed 0")}
-    return {name: round(spearman(table.ravel(), tables["ablation"].ravel()), 3) for name, table in named.items()}
+    one_per_score = {name: table for name, table in tables.items() if "seed" not in name or name.endswith("seed 0")}
+    return {
+        name: round(spearman(table.ravel(), tables["ablation"].ravel()), 3) for name, table in one_per_score.items()
+    }
 
 
 def halves(out: Any, batch: Any) -> torch.Tensor:
@@ -246,16 +248,16 @@ def halves(out: Any, batch: Any) -> torch.Tensor:
     vectors = torch.nn.functional.normalize(embedding(out, batch), dim=1)
     first, second = vectors.chunk(2)
     scores = first @ second.T / 0.05
-    right = torch.arange(len(first))
-    each = [torch.nn.functional.cross_entropy(x, right, reduction="none") for x in (scores, scores.T)]
-    return torch.cat(each)
+    labels = torch.arange(len(first))
+    losses = [torch.nn.functional.cross_entropy(x, labels, reduction="none") for x in (scores, scores.T)]
+    return torch.cat(losses)
 
 
 def single(run: Run) -> dict[str, Any]:
     """How many single heads matter: the change of a loss that may rise or fall, per pair, without each head."""
     texts = run.texts["score"]
     pieces = [
-        run.store.once(f"single {i}", lambda i=i: _alone(run, texts[i : i + PAIRS]))
+        run.store.get(f"single {i}", lambda i=i: _single_head_losses(run, texts[i : i + PAIRS]))
         for i in range(0, len(texts), PAIRS)
     ]
     examples = np.concatenate([np.array(piece) for piece in pieces])  # (pairs, heads)
@@ -273,11 +275,11 @@ def single(run: Run) -> dict[str, Any]:
     return result
 
 
-def _alone(run: Run, texts: list[str]) -> list[list[float]]:
+def _single_head_losses(run: Run, texts: list[str]) -> list[list[float]]:
     """(pairs, heads): the increase of each pair's loss without each head."""
     words = [text.split() for text in texts]
-    both = [" ".join(w[: len(w) // 2]) for w in words] + [" ".join(w[len(w) // 2 :]) for w in words]
-    inputs = dict(run.tokenizer(both, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
+    text_halves = [" ".join(w[: len(w) // 2]) for w in words] + [" ".join(w[len(w) // 2 :]) for w in words]
+    inputs = dict(run.tokenizer(text_halves, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt"))
     scores = headwise.importance(run.model, [inputs], "ablation", halves)
     rows = np.concatenate(scores.examples, 1)  # (2 x pairs, heads)
     return rows.reshape(2, len(texts), -1).mean(0).round(7).tolist()
@@ -331,34 +333,36 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         f"## {name}",
         f"{machine_summary(results['machine'])}.",
         f"Heads scored on {counts['score']} paragraphs, the score chosen on {counts['choose']} others, reported on "
-        f"{counts['report']} of other books. All heads: {results['full']['name']} {_shown(results['full'])}.",
+        f"{counts['report']} of other books. All heads: {results['full']['name']} {_format(results['full'])}.",
         "",
         "| heads removed | chosen score | its quality | magnitude | random | worse by magnitude | worse by random |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
-    for removed in REMOVED:
+    for removed in REMOVED_SHARES:
         row = results[f"{removed:.0%}"]
         seeds = row["random"]["seeds"]
         lines.append(
-            f"| {removed:.0%} | {row['chosen']} | {_shown(row['quality'])} | {_shown(row['magnitude'])} | "
+            f"| {removed:.0%} | {row['chosen']} | {_format(row['quality'])} | {_format(row['magnitude'])} | "
             f"{row['random']['value']:.4g} ({min(seeds):.4g} to {max(seeds):.4g} over {len(seeds)} seeds) | "
             f"{_between(row['worse by magnitude (mean, low, high)'])} | "
             f"{_between(row['worse by random (mean, low, high)'])} |"
         )
     unit = "nats per token" if results["full"]["name"] == "perplexity" else results["full"]["name"]
     lines += ["", f"Differences are in {unit}, on the same texts, with 95 % intervals by bootstrap over texts.", ""]
-    if ranked := results.get("rank correlation with ablation"):
-        correlations = ", ".join(f"{score} {value:.2f}" for score, value in sorted(ranked.items(), key=lambda x: -x[1]))
+    if rank_correlations := results.get("rank correlation with ablation"):
+        correlations = ", ".join(
+            f"{score} {value:.2f}" for score, value in sorted(rank_correlations.items(), key=lambda x: -x[1])
+        )
         lines += [f"Rank correlation with ablation: {correlations}.", ""]
-    if alone := results.get("single"):
+    if single_heads := results.get("single"):
         levels = " and ".join(
-            f"{alone[level]['worse without'] + alone[level]['better without']} at {level} "
-            f"({alone[level]['worse without']} make it worse, {alone[level]['better without']} better)"
+            f"{single_heads[level]['worse without'] + single_heads[level]['better without']} at {level} "
+            f"({single_heads[level]['worse without']} make it worse, {single_heads[level]['better without']} better)"
             for level in ("95 %", "99 %")
         )
         lines += [
-            f"Single heads that matter, of {alone['heads']} ({alone['loss']}; {alone['pairs']} pairs): {levels}. "
-            f"Beside it: {alone['beside']}.",
+            f"Single heads that matter, of {single_heads['heads']} ({single_heads['loss']}; "
+            f"{single_heads['pairs']} pairs): {levels}. Beside it: {single_heads['beside']}.",
             "",
         ]
     if michel := results.get("michel"):
@@ -370,7 +374,7 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _shown(quality: dict[str, Any]) -> str:
+def _format(quality: dict[str, Any]) -> str:
     return f"{quality['value']:.4g} ({quality['low']:.4g} to {quality['high']:.4g})"
 
 

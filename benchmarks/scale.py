@@ -25,7 +25,7 @@ import torch
 import headwise
 from headwise import TransformerBlock, scale
 from headwise.bench.memory import peak_above
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.roles.atlas.build import atlas as atlas_alone
 from headwise.scale.head_plan import HeadPlan
 from headwise.scale.ranks import Ranks
@@ -35,7 +35,7 @@ ROUNDS = 5
 WORDS = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split()
 
 
-def race(ranks: Ranks, alone: Callable[[], Any], shared: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, Any]:
+def race(ranks: Ranks, whole: Callable[[], Any], split: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, Any]:
     """Seconds of the first rank alone, of all ranks each doing the whole, and of all ranks sharing it."""
     best: dict[str, float] = {}
 
@@ -48,11 +48,11 @@ def race(ranks: Ranks, alone: Callable[[], Any], shared: Callable[[], Any], roun
         best[name] = min(best.get(name, slowest), slowest)
 
     for _ in range(rounds):
-        timed("one", alone if ranks.first else lambda: None)
-        timed("beside", alone)
-        timed("both", shared)
-    ratio, most = best["one"] / best["both"], ranks.count * best["one"] / best["beside"]
-    return {"seconds": best, "times_as_fast": ratio, "most_here": most, "rounds": rounds}
+        timed("one", whole if ranks.first else lambda: None)
+        timed("beside", whole)
+        timed("both", split)
+    ratio, limit = best["one"] / best["both"], ranks.count * best["one"] / best["beside"]
+    return {"seconds": best, "times_as_fast": ratio, "most_here": limit, "rounds": rounds}
 
 
 def loopback_bytes() -> int:
@@ -61,19 +61,19 @@ def loopback_bytes() -> int:
     return next((int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
-def counted(ranks: Ranks, call: Callable[[], Any], formula: int) -> dict[str, int]:
+def count_bytes(ranks: Ranks, call: Callable[[], Any], formula: int) -> dict[str, int]:
     """Bytes that one call sends: by the formula and counted on this rank, and of all ranks on the wire."""
     call()
     ranks.barrier("quiet")
     before = loopback_bytes()
-    with scale.count_traffic() as sent:
+    with scale.count_traffic() as traffic:
         call()
     ranks.barrier("done")
-    assert sent.data == formula, (dict(sent), formula)
+    assert traffic.data == formula, (dict(traffic), formula)
     return {
         "formula": formula,
-        "counted": sent.data,
-        "agreeing": sent["gathers"],
+        "counted": traffic.data,
+        "agreeing": traffic["gathers"],
         "wire_of_all_ranks": loopback_bytes() - before,
     }
 
@@ -94,9 +94,9 @@ def heads(ranks: Ranks, tokens: int = 2048, width: int = 768, count: int = 12, l
     torch.testing.assert_close(prefill(split), prefill(whole), rtol=1e-3, atol=1e-4)
     plan = HeadPlan(headwise.Heads.split(width, count), ranks.count)
     formula = layers * 2 * plan.bytes_sent(1, tokens)  # after W_O, and after the feed-forward layer
-    what = f"{layers} blocks of {width} and {count} heads, prefill of {tokens} tokens, causal"
+    description = f"{layers} blocks of {width} and {count} heads, prefill of {tokens} tokens, causal"
     times = race(ranks, lambda: prefill(whole), lambda: prefill(split))
-    return {"what": what, **times, "sent": counted(ranks, lambda: prefill(split), formula)}
+    return {"what": description, **times, "sent": count_bytes(ranks, lambda: prefill(split), formula)}
 
 
 def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
@@ -109,33 +109,33 @@ def ring(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> di
     plan = scale.SequencePlan(tokens, ranks.count, right=0)
     times = race(ranks, lambda: headwise.attend(*whole, causal=True), lambda: scale.ring_attend(*mine, causal=True))
     formula = plan.bytes_sent(ranks.rank, count * 2 * dim * 4)
-    sent = counted(ranks, lambda: scale.ring_attend(*mine, causal=True), formula)
-    return {"what": f"attention of {count} heads of {dim}, {tokens} tokens, causal", **times, "sent": sent}
+    traffic = count_bytes(ranks, lambda: scale.ring_attend(*mine, causal=True), formula)
+    return {"what": f"attention of {count} heads of {dim}, {tokens} tokens, causal", **times, "sent": traffic}
 
 
 def memory(ranks: Ranks, tokens: int = 8192, count: int = 12, dim: int = 64) -> dict[str, Any]:
     """The peak memory of a rank, its tokens included, against all tokens on one rank."""
 
-    def here() -> None:
+    def attend_split() -> None:
         mine = [torch.ones(1, count, tokens // ranks.count, dim) for _ in range(3)]
         scale.ring_attend(*mine, causal=True)
 
-    def alone() -> None:
+    def attend_whole() -> None:
         headwise.attend(*(torch.ones(1, count, tokens, dim) for _ in range(3)), causal=True)
 
     trim = ctypes.CDLL(None).malloc_trim
-    here()
+    attend_split()
     trim(0)  # free memory goes back to the system, or its reuse would not be counted
-    peaks = [int(x) for x in ranks.all_gather(torch.tensor([peak_above(here)]))]
+    peaks = [int(x) for x in ranks.all_gather(torch.tensor([peak_above(attend_split)]))]
     ranks.barrier("one alone")
     trim(0)
-    alone_bytes = peak_above(alone) if ranks.first else 0
+    whole_bytes = peak_above(attend_whole) if ranks.first else 0
     ranks.barrier("measured")
     return {
         "what": "bytes above the start, tokens included",
-        "one": alone_bytes,
+        "one": whole_bytes,
         "ranks": peaks,
-        "share": max(peaks) / max(alone_bytes, 1),
+        "share": max(peaks) / max(whole_bytes, 1),
     }
 
 
@@ -157,14 +157,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if len(sys.argv) < 2 or not set(sys.argv[2:]) <= set(PARTS):
         raise SystemExit(f"usage: torchrun ... benchmarks/scale.py FILE.json [{' '.join(PARTS)}]")
-    file, chosen = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
+    file, names = Path(sys.argv[1]), sys.argv[2:] or list(PARTS)
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     with scale.init_ranks() as ranks, torch.no_grad():
-        for name in chosen:
+        for name in names:
             results[name] = {**PARTS[name](ranks), "load": os.getloadavg()[0]}
         if ranks.first:
             settings = {"headwise": headwise.__version__, "ranks": ranks.count, "threads": 1}
-            with written(file) as new:
+            with write_atomically(file) as new:
                 new.write_text(
                     json.dumps({**results, "machine": describe_machine(), "settings": settings}, indent=2) + "\n"
                 )

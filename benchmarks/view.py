@@ -65,11 +65,11 @@ ASK = """async (text) => {
 
 
 def figure(
-    what: str, value: float | None, unit: str, goal: float | None = None, *, least: bool = False, why: str = ""
+    name: str, value: float | None, unit: str, goal: float | None = None, *, least: bool = False, note: str = ""
 ) -> Any:
     """One measured number. goal: the most it may be, or with least=True the least."""
     met = None if value is None or goal is None else value >= goal if least else value <= goal
-    return {"what": what, "value": value, "unit": unit, "goal": goal, "least": least, "met": met, "why": why}
+    return {"what": name, "value": value, "unit": unit, "goal": goal, "least": least, "met": met, "why": note}
 
 
 def best_time(act: Callable[[], Any], rounds: int = 1) -> float:
@@ -136,7 +136,7 @@ def short_page(folder: Path) -> Iterator[Any]:
     yield figure(f"page of 144 heads x {SHORT} tokens", (folder / "short.html").stat().st_size / MB, "MB", 3)
     peer = bertviz(SHORT, folder)
     if isinstance(peer, str):
-        yield figure("the same by BertViz", None, "MB", why=peer)
+        yield figure("the same by BertViz", None, "MB", note=peer)
         yield figure("from text to that page, by itself", seconds, "s")
         return
     yield figure("the same by BertViz", peer[1] / MB, "MB")
@@ -204,10 +204,10 @@ def measure() -> dict[str, Any]:
     """All figures; each is written to stderr as it comes."""
     figures, machine = [], describe_machine()
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
-        for measured in (*short_page(Path(folder)), *long_page(Path(folder), browser), *server_answers(browser)):
-            figures.append(measured)
-            value = "–" if measured["value"] is None else f"{measured['value']:.3g}"
-            sys.stderr.write(f"{measured['what']}: {value} {measured['unit']}\n")
+        for entry in (*short_page(Path(folder)), *long_page(Path(folder), browser), *server_answers(browser)):
+            figures.append(entry)
+            value = "–" if entry["value"] is None else f"{entry['value']:.3g}"
+            sys.stderr.write(f"{entry['what']}: {value} {entry['unit']}\n")
     return {"machine": machine, "figures": figures}
 
 

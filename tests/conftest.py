@@ -50,7 +50,7 @@ def pytest_runtest_logreport(report: Any) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reason = reason.removeprefix("Skipped: ")
-        if not any(re.match(known, reason) for known in SKIPS):
+        if not any(re.match(pattern, reason) for pattern in SKIPS):
             _unlisted.append(f"{report.nodeid}: {reason}")
 
 

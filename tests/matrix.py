@@ -33,10 +33,12 @@ class Configuration:
 
 
 def threads(count: int) -> dict[str, str]:
-    more = count > (os.cpu_count() or 1)  # threads that spin while they wait would take the cores of those that work
+    oversubscribed = count > (
+        os.cpu_count() or 1
+    )  # threads that spin while they wait would take the cores of those that work
     # MKL_DYNAMIC: else MKL, and PyTorch after it, lowers the count to the number of cores
     counts = {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "MKL_DYNAMIC": "FALSE"}
-    return counts | ({"OMP_WAIT_POLICY": "passive"} if more else {})
+    return counts | ({"OMP_WAIT_POLICY": "passive"} if oversubscribed else {})
 
 
 CONFIGURATIONS = {
@@ -62,17 +64,21 @@ def available() -> dict[str, Configuration]:
     """The configurations that this processor can run."""
     info = Path("/proc/cpuinfo")
     flags = set(re.findall(r"\w+", info.read_text())) if info.exists() else set()
-    return {name: one for name, one in CONFIGURATIONS.items() if not one.needs or one.needs in flags}
+    return {
+        name: configuration
+        for name, configuration in CONFIGURATIONS.items()
+        if not configuration.needs or configuration.needs in flags
+    }
 
 
 @contextmanager
 def load(processes: int) -> Iterator[None]:
     """So many busy processes beside the body."""
-    started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
+    workers = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
     finally:
-        for process in started:
+        for process in workers:
             process.kill()
             process.wait()
 
@@ -88,20 +94,20 @@ def run(configuration: Configuration, arguments: Sequence[str], timeout: float) 
 
 
 def main(arguments: list[str]) -> int:
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    names, more = arguments[:cut], arguments[cut + 1 :]
-    failed = 0
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    names, pytest_arguments = arguments[:end], arguments[end + 1 :]
+    failures = 0
     for name, configuration in available().items():
         if names and name not in names:
             continue
         start = time.monotonic()
-        done = run(configuration, more, timeout=4 * 3600)
-        lines = done.stdout.strip().splitlines() or [done.stderr[-500:]]
+        process = run(configuration, pytest_arguments, timeout=4 * 3600)
+        lines = process.stdout.strip().splitlines() or [process.stderr[-500:]]
         sys.stdout.write(f"{name}: {lines[-1]} ({time.monotonic() - start:.0f} s)\n")
         sys.stdout.writelines(f"  {line}\n" for line in lines if line.startswith(("FAILED", "ERROR")))
         sys.stdout.flush()
-        failed += done.returncode != 0
-    return 1 if failed else 0
+        failures += process.returncode != 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.BenchRep
     assert report.errors == []
     assert [case.name for case in report.cases] == list(suite.CASES)
     assert len(report.sweep) == len(sweep.KINDS)
-    assert [item.name for item in report.memory] == [*memory.MEASURED, *models.MEASURED]
+    assert [item.name for item in report.memory] == [*memory.MEASUREMENTS, *models.MEMORY_CASES]
     for case in report.cases:
         assert case.seconds is not None
         assert case.path
@@ -213,8 +213,8 @@ def test_the_tensors_of_a_case_are_all_on_the_default_device(name: str) -> None:
 @pytest.mark.parametrize("shape", sweep.shapes(5))
 def test_the_tensors_of_a_shape_are_all_on_the_default_device(shape: sweep.Shape) -> None:
     with torch.device("meta"):
-        ours, others, _ = sweep.contestants(shape)
-    assert all(run().device.type == "meta" for run in (*ours.values(), *others.values()))
+        ours, peers, _ = sweep.contestants(shape)
+    assert all(run().device.type == "meta" for run in (*ours.values(), *peers.values()))
 
 
 def test_another_device_than_the_cpu_has_only_attention_cases_and_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from campaigns import campaigns
 
-FOUND = dict(campaigns())
+CAMPAIGNS = dict(campaigns())
 
 
-@pytest.mark.parametrize("campaign", FOUND.values(), ids=list(FOUND))
+@pytest.mark.parametrize("campaign", CAMPAIGNS.values(), ids=list(CAMPAIGNS))
 def test_campaign_finds_no_failure(campaign: ModuleType) -> None:
     report = campaign.campaign(campaign.SHORT, seed=20261116)
     assert report.tries >= campaign.SHORT

@@ -67,37 +67,37 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_help_and_imports_load_no_heavy_package(start: str) -> None:
     heavy = f"', '.join(sorted(set({HEAVY}) & sys.modules.keys()))"
-    done = run(sys.executable, "-c", f"{start}\nimport sys\nsys.exit({heavy} or 0)")
-    assert (done.returncode, done.stderr) == (0, "")
+    process = run(sys.executable, "-c", f"{start}\nimport sys\nsys.exit({heavy} or 0)")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_version_is_printed() -> None:
-    done = run(*HEADWISE, "--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"headwise {headwise.__version__}\n", "")
+    process = run(*HEADWISE, "--version")
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"headwise {headwise.__version__}\n", "")
 
 
 def test_help_is_printed_without_arguments() -> None:
-    done = run(*HEADWISE)
-    assert done.returncode == 0
-    assert "trace" in done.stdout
-    assert "bench" in done.stdout
+    process = run(*HEADWISE)
+    assert process.returncode == 0
+    assert "trace" in process.stdout
+    assert "bench" in process.stdout
 
 
 # --- trace ---
 
 
 def test_trace_counts_weights_and_biases_separately(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(capsys, "--d-model", "768", "--heads", "12", "--context", "3")
-    assert found["parameters"] == {"weights": 2_359_296, "biases": 3_072, "total": 2_362_368}
+    document = traced(capsys, "--d-model", "768", "--heads", "12", "--context", "3")
+    assert document["parameters"] == {"weights": 2_359_296, "biases": 3_072, "total": 2_362_368}
     assert {
-        step["name"]: (step["weights"], step["biases"]) for step in found["steps"] if step["weights"]
+        step["name"]: (step["weights"], step["biases"]) for step in document["steps"] if step["weights"]
     } == dict.fromkeys("QKVY", (589_824, 768))
 
 
 def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--d-model 35 --heads 6 --kv-heads 2 --head-dim 11 --context 7 --batch 3 --no-bias --causal".split()
-    found = traced(capsys, *sizes)
-    assert {step["name"]: tuple(step["shape"]) for step in found["steps"]} == {
+    document = traced(capsys, *sizes)
+    assert {step["name"]: tuple(step["shape"]) for step in document["steps"]} == {
         "X": (3, 7, 35),
         "Q": (3, 7, 66),
         "K": (3, 7, 22),
@@ -110,14 +110,14 @@ def test_trace_shapes_with_grouped_heads(capsys: pytest.CaptureFixture[str]) -> 
         "C": (3, 7, 66),
         "Y": (3, 7, 35),
     }
-    assert found["parameters"] == {"weights": 2 * 35 * 66 + 2 * 35 * 22, "biases": 0, "total": 6_160}
-    assert all(len(step["axes"]) == len(step["shape"]) for step in found["steps"])
-    assert 0 <= found["difference"] < 1e-5
+    assert document["parameters"] == {"weights": 2 * 35 * 66 + 2 * 35 * 22, "biases": 0, "total": 6_160}
+    assert all(len(step["axes"]) == len(step["shape"]) for step in document["steps"])
+    assert 0 <= document["difference"] < 1e-5
 
 
 def test_trace_numbers_are_those_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(capsys, "--d-model", "15", "--heads", "5", "--context", "2", "--seed", "11")
-    sample = {step["name"]: step["sample"] for step in found["steps"]}
+    document = traced(capsys, "--d-model", "15", "--heads", "5", "--context", "2", "--seed", "11")
+    sample = {step["name"]: step["sample"] for step in document["steps"]}
     torch.manual_seed(11)
     attn = headwise.MultiHeadAttention(15, 5)
     x = torch.randn(1, 2, 15)
@@ -133,7 +133,9 @@ def test_trace_says_when_the_steps_and_the_module_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forward = headwise.MultiHeadAttention.forward
-    monkeypatch.setattr(headwise.MultiHeadAttention, "forward", lambda self, x, **how: forward(self, x, **how) + 0.5)
+    monkeypatch.setattr(
+        headwise.MultiHeadAttention, "forward", lambda self, x, **options: forward(self, x, **options) + 0.5
+    )
     assert main(["trace", "--d-model", "6", "--heads", "2"]) == 1
     assert "✗ the steps and the module's own forward differ by at most 5.0e-01" in capsys.readouterr().out
 
@@ -167,9 +169,9 @@ def test_trace_fits_the_terminal(
 
 
 def test_trace_on_an_ascii_terminal() -> None:
-    done = run(*HEADWISE, "trace", "--d-model", "6", "--heads", "2", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "S_i = Q_i K_i? / ?3" in done.stdout
+    process = run(*HEADWISE, "trace", "--d-model", "6", "--heads", "2", PYTHONIOENCODING="ascii")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "S_i = Q_i K_i? / ?3" in process.stdout
 
 
 # --- mistakes ---
@@ -210,16 +212,16 @@ def test_a_user_error_is_one_line_and_exit_code_2(args: str, words: str, capsys:
 
 
 def test_the_process_exits_with_code_2_after_a_user_error() -> None:
-    done = run(*HEADWISE, "trace", "--heads", "7")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("headwise: 7 heads do not divide d_model 512")
-    assert done.stderr.count("\n") == 1
+    process = run(*HEADWISE, "trace", "--heads", "7")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith("headwise: 7 heads do not divide d_model 512")
+    assert process.stderr.count("\n") == 1
 
 
 def test_an_error_message_of_several_lines_is_printed_as_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*args: object, **how: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise headwise.ShapeError("first\n   second")
 
     monkeypatch.setattr(headwise.attention.trace, "trace", fail)
@@ -230,7 +232,7 @@ def test_an_error_message_of_several_lines_is_printed_as_one(
 def test_an_interrupt_is_one_line_and_exit_code_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*args: object, **how: object) -> None:
+    def interrupt(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(headwise.attention.trace, "trace", interrupt)
@@ -295,20 +297,20 @@ def test_a_renamed_argument_in_a_drawing_keeps_its_style() -> None:
 )
 def test_shells_complete_commands_and_choices(line: str, expected: set[str]) -> None:
     words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
-    done = run(*HEADWISE, _HEADWISE_COMPLETE="bash_complete", **words)
-    assert {item.partition(",")[2] for item in done.stdout.split()} == expected
+    process = run(*HEADWISE, _HEADWISE_COMPLETE="bash_complete", **words)
+    assert {item.partition(",")[2] for item in process.stdout.split()} == expected
 
 
 def test_the_completion_script_is_printed() -> None:
-    done = run(*HEADWISE, "--completion", "zsh")
-    assert done.returncode == 0 and "#compdef headwise" in done.stdout
+    process = run(*HEADWISE, "--completion", "zsh")
+    assert process.returncode == 0 and "#compdef headwise" in process.stdout
 
 
 def choices(command: str, option: str) -> tuple[str, ...]:
     """The values that an option offers."""
-    found = app.get_command(click.Context(app), command)
-    assert found is not None
-    [param] = [param for param in found.params if param.name == option]
+    group = app.get_command(click.Context(app), command)
+    assert group is not None
+    [param] = [param for param in group.params if param.name == option]
     assert isinstance(param.type, click.Choice)
     return tuple(param.type.choices)
 

@@ -20,8 +20,8 @@ from headwise.errors import CheckpointError, HeadwiseError
 WRITER = """
 import sys
 from headwise import files
-with getattr(files, sys.argv[1])(sys.argv[2]) as made:
-    (made / "part" if made.is_dir() else made).write_text("half")
+with getattr(files, sys.argv[1])(sys.argv[2]) as path:
+    (path / "part" if path.is_dir() else path).write_text("half")
     print("writing", flush=True)
     sys.stdin.read()
 """
@@ -40,20 +40,20 @@ def writer(kind: str, target: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("kind", ["written", "folder_written"])
+@pytest.mark.parametrize("kind", ["write_atomically", "write_folder_atomically"])
 def test_leftovers_of_a_killed_process_are_removed_by_the_next_write(kind: str, tmp_path: Path) -> None:
     with writer(kind, tmp_path / "a.txt"):
         assert len(list(tmp_path.iterdir())) == 1
-        with files.written(tmp_path / "b.txt") as made:  # the other process lives: its work is not touched
-            made.write_text("whole")
+        with files.write_atomically(tmp_path / "b.txt") as file:  # the other process lives: its work is not touched
+            file.write_text("whole")
         assert len(list(tmp_path.iterdir())) == 2
-    with files.written(tmp_path / "b.txt") as made:
-        made.write_text("whole")
+    with files.write_atomically(tmp_path / "b.txt") as file:
+        file.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["b.txt"]
 
 
 def test_live_writers_are_left_to_finish(tmp_path: Path) -> None:
-    with writer("written", tmp_path / "a.txt") as process:
+    with writer("write_atomically", tmp_path / "a.txt") as process:
         assert files.remove_leftovers(tmp_path) == []
         process.communicate("")
         assert (tmp_path / "a.txt").read_text() == "half"
@@ -61,13 +61,13 @@ def test_live_writers_are_left_to_finish(tmp_path: Path) -> None:
 
 
 def test_working_folders_of_another_machine_are_removed_only_when_old(tmp_path: Path) -> None:
-    other = tmp_path / ".a.txt.headwise-00000000-0123456789abcdef"
-    (other / "new").mkdir(parents=True)
-    (other / "lock").touch()
+    folder = tmp_path / ".a.txt.headwise-00000000-0123456789abcdef"
+    (folder / "new").mkdir(parents=True)
+    (folder / "lock").touch()
     assert files.remove_leftovers(tmp_path) == []
     before = time.time() - files.OLD_AGE - 7
-    os.utime(other, (before, before))
-    assert files.remove_leftovers(tmp_path) == [other.name]
+    os.utime(folder, (before, before))
+    assert files.remove_leftovers(tmp_path) == [folder.name]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,10 +77,10 @@ def test_other_hidden_folders_are_not_taken_for_leftovers(name: str, tmp_path: P
     assert files.remove_leftovers(tmp_path) == [] and (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("stopped", ["before its lock", "while it was removed"])
-def test_working_folders_without_a_lock_are_removed(stopped: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["before its lock", "while it was removed"])
+def test_working_folders_without_a_lock_are_removed(moment: str, tmp_path: Path) -> None:
     folder = tmp_path / f".a.headwise-{files._machine()}-0123456789abcdef"
-    (folder if stopped == "before its lock" else folder / "new" / "a").mkdir(parents=True)
+    (folder if moment == "before its lock" else folder / "new" / "a").mkdir(parents=True)
     assert files.remove_leftovers(tmp_path) == [folder.name] and not folder.exists()
 
 
@@ -89,8 +89,8 @@ import os, signal, sys
 from headwise import files
 step = os.rename
 os.rename = lambda *args: (step(*args), os.kill(os.getpid(), signal.SIGKILL))
-with files.folder_written(sys.argv[1]) as made:
-    (made / "new").touch()
+with files.write_folder_atomically(sys.argv[1]) as folder:
+    (folder / "new").touch()
 """
 
 
@@ -107,10 +107,10 @@ def test_a_replacement_killed_between_its_two_renames_is_finished(tmp_path: Path
 def test_a_folder_is_replaced_whole_and_private_where_asked(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for name, private, mode in (("one", False, 0o777 & ~files.umask()), ("two", True, 0o700)):
-        with files.folder_written(target, private=private) as made:
-            (made / name).touch()
+        with files.write_folder_atomically(target, private=private) as folder:
+            (folder / name).touch()
         assert os.listdir(target) == [name] and target.stat().st_mode & 0o777 == mode
-    with pytest.raises(RuntimeError), files.folder_written(target) as made:
+    with pytest.raises(RuntimeError), files.write_folder_atomically(target) as folder:
         raise RuntimeError
     assert os.listdir(target) == ["two"] and os.listdir(tmp_path) == ["model"]
 
@@ -120,31 +120,31 @@ def test_a_failed_rename_restores_the_old_folder(tmp_path: Path, monkeypatch: py
     target.mkdir()
     (target / "old").touch()
 
-    def rename(source: Any, where: Any) -> None:
+    def rename(source: Any, destination: Any) -> None:
         if "new" in Path(source).parts:
             raise OSError(5, "Input/output error")
-        step(source, where)
+        step(source, destination)
 
     monkeypatch.setattr(os, "rename", rename)
     with (
         pytest.raises(
             CheckpointError, match="model' cannot be written: Input/output error; what was there before is un"
         ),
-        files.folder_written(target, CheckpointError) as made,
+        files.write_folder_atomically(target, CheckpointError) as folder,
     ):
-        (made / "new").touch()
+        (folder / "new").touch()
     assert os.listdir(target) == ["old"] and os.listdir(tmp_path) == ["model"]
 
 
 def test_a_full_disk_is_one_line_for_every_exception_class(tmp_path: Path) -> None:
     from safetensors import SafetensorError
 
-    said = f'Error while serializing: I/O error: No space left on device (os error 28) at path "{tmp_path}/.tmp1"'
-    for why in (OSError(28, "No space left on device"), SafetensorError(said)):
+    message = f'Error while serializing: I/O error: No space left on device (os error 28) at path "{tmp_path}/.tmp1"'
+    for failure in (OSError(28, "No space left on device"), SafetensorError(message)):
         words = "x' cannot be written: No space left on device$"
-        with pytest.raises(CheckpointError, match=words), files.written(tmp_path / "x", CheckpointError):
-            raise why
-    with pytest.raises(SafetensorError, match="invalid"), files.written(tmp_path / "x"):
+        with pytest.raises(CheckpointError, match=words), files.write_atomically(tmp_path / "x", CheckpointError):
+            raise failure
+    with pytest.raises(SafetensorError, match="invalid"), files.write_atomically(tmp_path / "x"):
         raise SafetensorError("invalid header")
     assert list(tmp_path.iterdir()) == []
 
@@ -153,8 +153,8 @@ def test_safetensors_own_temporary_files_are_inside_the_working_folder(tmp_path:
     import torch
     from safetensors.torch import save_file
 
-    with files.written(tmp_path / "x.safetensors") as made:
-        save_file({"a": torch.ones(3)}, made)
+    with files.write_atomically(tmp_path / "x.safetensors") as file:
+        save_file({"a": torch.ones(3)}, file)
         assert len(list(tmp_path.iterdir())) == 1
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~files.umask()
 
@@ -162,15 +162,15 @@ def test_safetensors_own_temporary_files_are_inside_the_working_folder(tmp_path:
 def test_writing_through_a_link_keeps_the_link(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "a.txt")
-    with files.written(tmp_path / "link") as made:
-        made.write_text("whole")
+    with files.write_atomically(tmp_path / "link") as file:
+        file.write_text("whole")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "a.txt").read_text() == "whole"
 
 
 def test_a_file_name_of_full_length_can_be_written(tmp_path: Path) -> None:
     for name in ("x" * 255, "é" * 127):
-        with files.written(tmp_path / name) as made:
-            made.write_text("whole")
+        with files.write_atomically(tmp_path / name) as file:
+            file.write_text("whole")
         assert (tmp_path / name).read_text() == "whole"
 
 
@@ -187,8 +187,8 @@ def test_a_file_name_of_full_length_can_be_written(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_a_file_is_refused(path: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(HeadwiseError, match=words), files.written(os.path.join(tmp_path, path)) as made:
-        made.write_text("whole")
+    with pytest.raises(HeadwiseError, match=words), files.write_atomically(os.path.join(tmp_path, path)) as file:
+        file.write_text("whole")
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
 
 
@@ -196,6 +196,6 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     for path, words in (("file", "'file' is a file; give a directory"), (".", "'.' is the current directory")):
-        with pytest.raises(HeadwiseError, match=words), files.folder_written(path):
+        with pytest.raises(HeadwiseError, match=words), files.write_folder_atomically(path):
             pass
     assert os.listdir(tmp_path) == ["file"]

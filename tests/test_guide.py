@@ -36,7 +36,7 @@ def test_every_figure_was_printed_or_measured(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_has_a_target(name: str) -> None:
-    targets = ["".join(found) for found in TARGET.findall(FENCE.sub("", PAGES[name]))]
+    targets = ["".join(match) for match in TARGET.findall(FENCE.sub("", PAGES[name]))]
     missing = [to for to in targets if not to.startswith("http") and not (guide.GUIDE / to).exists()]
     assert not missing
 
@@ -90,7 +90,7 @@ def test_outputs_are_written_where_blocks_print() -> None:
 
 
 def test_a_notebook_has_cells_and_outputs() -> None:
-    made = guide.notebook(["# T\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\nEnd.\n"])
-    nbformat.validate(nbformat.reads(json.dumps(made), as_version=4))
-    assert [cell["cell_type"] for cell in made["cells"]] == ["markdown", "code", "markdown"]
-    assert made["cells"][1]["outputs"][0]["text"] == ["1\n"]
+    notebook = guide.notebook(["# T\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\nEnd.\n"])
+    nbformat.validate(nbformat.reads(json.dumps(notebook), as_version=4))
+    assert [cell["cell_type"] for cell in notebook["cells"]] == ["markdown", "code", "markdown"]
+    assert notebook["cells"][1]["outputs"][0]["text"] == ["1\n"]

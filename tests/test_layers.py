@@ -54,11 +54,13 @@ def imported(source: str, module: tuple[str, ...]) -> Iterator[str]:
 def violations(source: str, path: Path) -> list[str]:
     """What this file, its path relative to the package, may not import."""
     module = ("headwise", *path.with_suffix("").parts)
-    own = module[1]
-    if own not in RANK:
-        return [f"{path}: {own} is in no layer"]
-    wrong = [name for name in imported(source, module) if (RANK[name] > RANK[own] if name else own not in BELOW_ROOT)]
-    return [f"{path}: {own} imports {name or 'the root'}" for name in wrong]
+    package = module[1]
+    if package not in RANK:
+        return [f"{path}: {package} is in no layer"]
+    wrong = [
+        name for name in imported(source, module) if (RANK[name] > RANK[package] if name else package not in BELOW_ROOT)
+    ]
+    return [f"{path}: {package} imports {name or 'the root'}" for name in wrong]
 
 
 def files() -> list[Path]:

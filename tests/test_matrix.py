@@ -11,14 +11,14 @@ import matrix
 
 KERNEL = ("tests/attention/test_attend.py", "tests/attention/test_stats.py")
 # a load changes times alone, and makes everything slow: `make matrix` has it
-CONFIGURATIONS = {name: one for name, one in matrix.available().items() if not one.load}
+CONFIGURATIONS = {name: configuration for name, configuration in matrix.available().items() if not configuration.load}
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_kernel_equals_the_specification_in_every_configuration(name: str) -> None:
-    done = matrix.run(CONFIGURATIONS[name], [*KERNEL, "-k", "attend_equals or stats_equal"], timeout=2400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    process = matrix.run(CONFIGURATIONS[name], [*KERNEL, "-k", "attend_equals or stats_equal"], timeout=2400)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-1000:]
+    assert " passed" in process.stdout
 
 
 def test_settings_reach_the_tests(tmp_path: Path) -> None:
@@ -33,5 +33,5 @@ def test_settings_reach_the_tests(tmp_path: Path) -> None:
     settings = {"HEADWISE_KERNEL": "plain", "ATEN_CPU_CAPABILITY": "default", **matrix.threads(1)}
     file = tmp_path / "test_settings.py"
     file.write_text(script)
-    done = matrix.run(matrix.Configuration(settings), ["--rootdir", str(tmp_path), "-c", os.devnull, str(file)], 300)
-    assert done.returncode == 0, done.stdout[-2000:]
+    process = matrix.run(matrix.Configuration(settings), ["--rootdir", str(tmp_path), "-c", os.devnull, str(file)], 300)
+    assert process.returncode == 0, process.stdout[-2000:]

@@ -30,9 +30,9 @@ class Command:
 
 def blocks(text: str, *languages: str) -> Iterator[tuple[int, str]]:
     """Line number and text of every block in one of these languages."""
-    for found in BLOCK.finditer(text):
-        if found[1] in languages:
-            yield text.count("\n", 0, found.start(2)), found[2]
+    for match in BLOCK.finditer(text):
+        if match[1] in languages:
+            yield text.count("\n", 0, match.start(2)), match[2]
 
 
 def commands(text: str) -> Iterator[Command]:
@@ -49,19 +49,19 @@ def run_python(page: Path) -> None:
     A page of the guide shows all that its blocks print.
     """
     for block, printed in guide.run(page.read_text(encoding="utf-8"), str(page)):
-        if block.shown is not None or page in guide.pages():
-            assert printed == (block.shown or ""), f"{page.name}:{block.line}: make guide writes down what is printed"
+        if block.output is not None or page in guide.pages():
+            assert printed == (block.output or ""), f"{page.name}:{block.line}: make guide writes down what is printed"
 
 
 def check_command(command: Command, directory: Path) -> None:
     """It succeeds, and every line shown is in its output."""
     line = command.line.replace("headwise", f"{shlex.quote(sys.executable)} -m headwise", 1)
-    done = subprocess.run(
+    process = subprocess.run(
         line, shell=True, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", check=False
     )
-    assert done.returncode == 0, f"$ {command.line}\n{done.stdout}"
-    missing = [words for words in command.shown if words.rstrip() not in done.stdout]
-    assert not missing, f"$ {command.line}\nshown but not printed: {missing}\n{done.stdout}"
+    assert process.returncode == 0, f"$ {command.line}\n{process.stdout}"
+    missing = [words for words in command.shown if words.rstrip() not in process.stdout]
+    assert not missing, f"$ {command.line}\nshown but not printed: {missing}\n{process.stdout}"
 
 
 @pytest.mark.usefixtures("own_role_registry")

@@ -84,9 +84,9 @@ def test_a_table_shows_the_whole_of_a_hostile_cell() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / HOSTILE.replace("/", "")
-    made.mkdir()
-    return made
+    path = tmp_path / HOSTILE.replace("/", "")
+    path.mkdir()
+    return path
 
 
 @pytest.mark.parametrize("options", [(), ("--layers",), ("--json",), ("--json", "--layers")], ids=" ".join)
@@ -232,9 +232,9 @@ def test_atlas_escapes_a_hostile_model_name(
 ) -> None:
     import dataclasses
 
-    found = bundled_atlas("minilm")
-    assert found is not None
-    named = dataclasses.replace(found, about={**found.about, "model": HOSTILE})
+    atlas = bundled_atlas("minilm")
+    assert atlas is not None
+    named = dataclasses.replace(atlas, about={**atlas.about, "model": HOSTILE})
     named.save(tmp_path / "atlas.json")
     monkeypatch.setattr("headwise.roles.atlas.bundled.bundled_atlas", lambda model: named)
     printed(capsys, "atlas", *options)
@@ -246,15 +246,15 @@ def test_atlas_escapes_a_hostile_model_name(
 
 def direct_prints(source: str) -> list[str]:
     """Calls that would print past `terminal`."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name in ("print", "typer.echo", "typer.secho", "Console", "rich.print", "click.echo") or name.endswith(
                 ("stdout.write", "stderr.write")
             ):
-                found.append(f"{name} in line {node.lineno}")
-    return found
+                calls.append(f"{name} in line {node.lineno}")
+    return calls
 
 
 # numbers of a child process for its parent, which reads them as JSON

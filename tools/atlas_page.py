@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.role_definitions import ARGMAX, all_roles
 from headwise.role_definitions.positions import OFFSETS
 from headwise.roles.atlas.bundled import NAMES, bundled_atlas
@@ -27,7 +27,7 @@ DATA = ROOT / "src" / "headwise" / "roles" / "atlas" / "data"
 STABLE = DOCS / "stability.json"
 POSITIONAL = 0.9  # of the queries: Voita et al. 2019
 RARE = "rare" + ARGMAX
-NAMED = 12  # heads of a group
+HEADS_PER_GROUP = 12  # heads of a group
 
 
 def take() -> None:
@@ -36,16 +36,16 @@ def take() -> None:
     for name in NAMES:
         books, speeches = (Atlas.load(BUILD / f"{kind}-{name}" / "atlas.json") for kind in ("atlas", "speeches"))
         books.save(DATA / f"{name}.json")
-        found = measure_stability(books, speeches)
+        stability = measure_stability(books, speeches)
         stabilities[name] = {
             "texts": speeches.about["texts"],
             "marked": [_marked(books), _marked(speeches)],
-            "labels": found.labels,
-            "roles": found.roles,
-            "correlation": {role: round(x, 3) for role, x in found.correlation.items() if not np.isnan(x)},
+            "labels": stability.labels,
+            "roles": stability.roles,
+            "correlation": {role: round(x, 3) for role, x in stability.correlation.items() if not np.isnan(x)},
         }
-    with written(STABLE) as made:
-        made.write_text(json.dumps(stabilities, indent=2) + "\n", encoding="utf-8")
+    with write_atomically(STABLE) as file:
+        file.write_text(json.dumps(stabilities, indent=2) + "\n", encoding="utf-8")
 
 
 def _marked(atlas: Atlas) -> float:
@@ -65,14 +65,14 @@ def page() -> str:
                 mini=mini.about["texts"], mini_tokens=mini.about["tokens"],
                 smol=smol.about["texts"], smol_tokens=smol.about["tokens"],
             ),
-            DEFINED,
+            DEFINITIONS,
             *_definitions(),
             "\n## MiniLM: 6 layers x 12 heads, an encoder\n", f"```text\n{mini}\n```",
             "\n## SmolLM2-135M-Instruct: 30 layers x 9 query heads, a decoder\n", f"```text\n{smol}\n```",
-            "\n## Beside what others report\n", *_beside(mini, smol),
+            "\n## Beside what others report\n", *_comparison_table(mini, smol),
             "\n## Where attention rests, layer by layer\n", *_layers(mini, smol),
-            "\n## Which heads look alike\n", *_alike(mini, smol),
-            "\n## How stable it is\n", *_stable(stable),
+            "\n## Which heads look alike\n", *_similarity_lines(mini, smol),
+            "\n## How stable it is\n", *_stability_lines(stable),
             TAIL,
         ]
     )  # fmt: skip
@@ -85,23 +85,23 @@ def _definitions() -> list[str]:
             continue
         name = "offset-5 ... offset+5" if role.name == "offset-2" else role.name
         words = "weight on the token k before or after" if role.name == "offset-2" else role.meaning
-        needed = f"{role.threshold:.0%} of equal attention's" if role.relative else f"{role.threshold}"
-        lines.append(f"| {name} | {words} | {needed} | {role.source} |")
+        threshold = f"{role.threshold:.0%} of equal attention's" if role.relative else f"{role.threshold}"
+        lines.append(f"| {name} | {words} | {threshold} | {role.source} |")
     return lines
 
 
-def _beside(mini: Atlas, smol: Atlas) -> list[str]:
-    def over(score: str, level: float) -> tuple[str, str]:
-        return str(_over(mini, score, level)), str(_over(smol, score, level))
+def _comparison_table(mini: Atlas, smol: Atlas) -> list[str]:
+    def counts_above(score: str, level: float) -> tuple[str, str]:
+        return str(_count_above(mini, score, level)), str(_count_above(smol, score, level))
 
     rows = [
         ("heads", "144", "48 (encoder)", str(len(mini)), str(len(smol))),
-        ("half of the weight on the token before", "4", "", *over("previous", 0.5)),
-        ("half of the weight on the token after", "5", "", str(_over(mini, "next", 0.5)), "does not apply"),
-        ("half of the weight on the token itself", "most put little there", "", *over("self", 0.5)),
+        ("half of the weight on the token before", "4", "", *counts_above("previous", 0.5)),
+        ("half of the weight on the token after", "5", "", str(_count_above(mini, "next", 0.5)), "does not apply"),
+        ("half of the weight on the token itself", "most put little there", "", *counts_above("self", 0.5)),
         ("largest weight at one offset for 90 % of the tokens", "", "some, at ±1", _fixed(mini), _fixed(smol)),
-        ("0.6 of the weight on special tokens and punctuation", "many", "", *over("delimiter", 0.6)),
-        ("largest weight above 0.8 on average", "", "a few", *over("confidence", 0.8)),
+        ("0.6 of the weight on special tokens and punctuation", "many", "", *counts_above("delimiter", 0.6)),
+        ("largest weight above 0.8 on average", "", "a few", *counts_above("confidence", 0.8)),
         ("how often on the rarest token, best head", "", "two thirds", _best(mini, RARE), _best(smol, RARE)),
         ("induction, best head", "", "", "does not apply", _best(smol, "induction")),
         ("no clean role", "", "", f"{mini.unnamed:.0%}", f"{smol.unnamed:.0%}"),
@@ -112,7 +112,7 @@ def _beside(mini: Atlas, smol: Atlas) -> list[str]:
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), BESIDE]
 
 
-def _over(atlas: Atlas, score: str, level: float) -> int:
+def _count_above(atlas: Atlas, score: str, level: float) -> int:
     return int((atlas.scores[score]["self"] >= level).sum())
 
 
@@ -124,57 +124,60 @@ def _best(atlas: Atlas, score: str) -> str:
 
 
 def _fixed(atlas: Atlas) -> str:
-    found = []
+    heads = []
     for name in OFFSETS:
         table = atlas.scores[name + ARGMAX]["self"]
-        found += [f"{atlas.layers['self'][row]}.{head} ({name})" for row, head in np.argwhere(table >= POSITIONAL)]
-    return ", ".join(found) or "none"
+        heads += [f"{atlas.layers['self'][row]}.{head} ({name})" for row, head in np.argwhere(table >= POSITIONAL)]
+    return ", ".join(heads) or "none"
 
 
 def _layers(mini: Atlas, smol: Atlas) -> list[str]:
     def means(atlas: Atlas, score: str) -> np.ndarray:
         return np.asarray(np.nanmean(atlas.scores[score]["self"], 1))
 
-    added, first, marks = means(mini, "special"), means(mini, "first"), means(mini, "punctuation")
+    special, first, marks = means(mini, "special"), means(mini, "first"), means(mini, "punctuation")
     lines = ["MiniLM: mean share of a layer's heads.\n", "| layer | [CLS] | [SEP] | punctuation |", "|---|---|---|---|"]
-    lines += [f"| {i} | {first[i]:.2f} | {added[i] - first[i]:.2f} | {marks[i]:.2f} |" for i in range(len(first))]
+    lines += [f"| {i} | {first[i]:.2f} | {special[i] - first[i]:.2f} | {marks[i]:.2f} |" for i in range(len(first))]
     lines.append(
         f"| equal attention | {mini.baseline['first']['self'][0]:.2f} | "
         f"{mini.baseline['special']['self'][0] - mini.baseline['first']['self'][0]:.2f} | "
         f"{mini.baseline['punctuation']['self'][0]:.2f} |"
     )
-    resting = means(smol, "first")
-    shares = ", ".join(f"{layer} {resting[row]:.2f}" for row, layer in enumerate(smol.layers["self"]))
+    first_token = means(smol, "first")
+    shares = ", ".join(f"{layer} {first_token[row]:.2f}" for row, layer in enumerate(smol.layers["self"]))
     equal = smol.baseline["first"]["self"][0]
     return [*lines, f"\nSmolLM2, mean share on the first token (equal attention {equal:.2f}): {shares}."]
 
 
-def _alike(mini: Atlas, smol: Atlas) -> list[str]:
+def _similarity_lines(mini: Atlas, smol: Atlas) -> list[str]:
     lines = []
     for atlas in (mini, smol):
-        found = atlas.about["likeness"]["self"]
-        groups = found["clusters"]
+        similarity = atlas.about["likeness"]["self"]
+        groups = similarity["clusters"]
         inside = sum(map(len, groups))
-        largest = ", ".join(groups[0][:NAMED]) + (f" and {more} more" if (more := len(groups[0]) - NAMED) > 0 else "")
-        redundant = {int(layer): x for layer, x in found["redundancy"].items()}
-        most, least = max(redundant, key=redundant.__getitem__), min(redundant, key=redundant.__getitem__)
+        largest = ", ".join(groups[0][:HEADS_PER_GROUP]) + (
+            f" and {remaining} more" if (remaining := len(groups[0]) - HEADS_PER_GROUP) > 0 else ""
+        )
+        redundant = {int(layer): x for layer, x in similarity["redundancy"].items()}
+        high, low = (choose(redundant, key=redundant.__getitem__) for choose in (max, min))
         lines.append(
             f"- {atlas.model}: {inside} of {len(atlas)} heads are in {len(groups)} groups whose rows differ by less "
-            f"than 0.1 nats of Jensen-Shannon divergence on average, over {found['queries']} queries; the largest: "
-            f"{largest}. The heads of layer {most} are most alike (1 - divergence / ln 2 = {redundant[most]:.2f}), "
-            f"those of layer {least} least ({redundant[least]:.2f})."
+            f"than 0.1 nats of Jensen-Shannon divergence on average, over {similarity['queries']} queries; the "
+            f"largest: {largest}. The heads of layer {high} are most alike (1 - divergence / ln 2 = "
+            f"{redundant[high]:.2f}), those of layer {low} least ({redundant[low]:.2f})."
         )
     return lines
 
 
-def _stable(stable: dict) -> list[str]:
+def _stability_lines(stable: dict) -> list[str]:
     lines = []
-    for name, found in stable.items():
-        low = sorted(found["correlation"].items(), key=lambda one: one[1])[:2]
+    for name, stability in stable.items():
+        low = sorted(stability["correlation"].items(), key=lambda item: item[1])[:2]
         least = " and ".join(f"{role} (rank correlation {x:.2f})" for role, x in low)
         lines.append(
-            f"- {name}, novels against {found['texts']:,} sentences of speeches: {found['labels']:.0%} of the heads "
-            f"have exactly the same roles, {found['roles']:.0%} of all roles are found in both; least stable: {least}."
+            f"- {name}, novels against {stability['texts']:,} sentences of speeches: {stability['labels']:.0%} of the "
+            f"heads have exactly the same roles, {stability['roles']:.0%} of all roles are found in both; least "
+            f"stable: {least}."
         )
     books, speeches = stable["smollm2"]["marked"]
     return [*lines, MARKED.format(books=books, speeches=speeches)]
@@ -186,7 +189,7 @@ on {mini:,} sentences, {mini_tokens:,} tokens; SmolLM2 on {smol:,}, {smol_tokens
 the texts, measures all of it again and writes this page; `headwise atlas` and `headwise atlas --model smollm2`
 print the two tables from the bundled files. Layers and heads count from 0 and are written layer.head.
 """
-DEFINED = """## What counts as a role
+DEFINITIONS = """## What counts as a role
 A head has a role if its score reaches the threshold and is at least twice the score of equal attention over the
 visible tokens of the same queries, and if its whole 95 % interval (bootstrap over sentences) lies above that baseline.
 Thresholds come from the literature where it has one; otherwise they are half of the weight. None was fitted to these
@@ -236,7 +239,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["take"]:
         take()
     elif sys.argv[1:] == ["page"]:
-        with written(DOCS / "atlas.md") as made:
-            made.write_text(page(), encoding="utf-8")
+        with write_atomically(DOCS / "atlas.md") as target:
+            target.write_text(page(), encoding="utf-8")
     else:
         raise SystemExit(__doc__)

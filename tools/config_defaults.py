@@ -27,7 +27,7 @@ NOISE = re.compile(
     r"|temperature|tolerance|threshold|_weight$|weighting|freq|sampl|_init|beam|ctc_|task_spec|prefix|finetun|cost|alpha"
     r"|beta|gamma|capping|multiplier|scal(e|ing)|rescale|noise|^codevector|^num_negatives|coef|^summary|generation|suppress"
 )
-NEEDED = re.compile(
+KEPT_KEYS = re.compile(
     r"token_type|resampler|rope_head_dim|no_rope|dropout_free|use_.*token|token_bias|register_token|per_tok|layer_scale|num_global_tokens|prefix_dense"
     r"|mask_token|mlp_freq|sampl(e|ing)_rate.*dim|activation_function|hidden_act|feed_forward_proj|partial_rot|out_token"
     r"|proj_codevector|ffn_dim_multiplier|with_box|scale_embedding"
@@ -45,7 +45,7 @@ def defaults(model_type: str) -> dict[str, Any] | None:
         config = CONFIG_MAPPING[model_type]()
     except Exception:  # a few types cannot make their own default
         return None
-    row = dict(_own(type(config)))
+    row = dict(_type_defaults(type(config)))
     for name in (
         ()
         if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not row.get("is_encoder_decoder")
@@ -62,7 +62,7 @@ def defaults(model_type: str) -> dict[str, Any] | None:
 
 
 @cache
-def _own(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+def _type_defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     config = kind()
     return {key: value for key, value in _relevant(config).items() if key not in _derived(config)}
 
@@ -71,12 +71,12 @@ def _derived(config: PreTrainedConfig) -> set[str]:
     """Keys that transformers computes from other keys, such as Llama's head_dim: a rule, not a default."""
     before, derived = _scalars(config), set()
     for name in ("num_attention_heads", "hidden_size"):
-        own = {name, config.attribute_map.get(name, name)}
+        names = {name, config.attribute_map.get(name, name)}
         try:
             after = _scalars(type(config)(**{name: 2 * getattr(config, name)}))
         except Exception:  # not every type has the key, or lets it change alone
             continue
-        derived |= {key for key, value in after.items() if value != before.get(key) and key not in own}
+        derived |= {key for key, value in after.items() if value != before.get(key) and key not in names}
     return derived
 
 
@@ -95,7 +95,7 @@ def _relevant(config: PreTrainedConfig) -> dict[str, Any]:
         child = vars(config).get(key)  # getattr refuses where layers differ
         if isinstance(child, PreTrainedConfig):
             relevant[key] = _child(child)
-        elif isinstance(value, dict) or (NOISE.search(key) and not NEEDED.search(key)):
+        elif isinstance(value, dict) or (NOISE.search(key) and not KEPT_KEYS.search(key)):
             continue
         elif isinstance(value, list):
             if len(short := _period(value)) <= 200 and not any(isinstance(x, dict | list) for x in short):
@@ -107,9 +107,9 @@ def _relevant(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _child(config: PreTrainedConfig) -> dict[str, Any]:
     """A nested config: where it differs from the default of its own type."""
-    own = _own(type(config))
+    type_values = _type_defaults(type(config))
     values = _relevant(config)
-    return {"model_type": config.model_type} | {k: v for k, v in values.items() if own.get(k, ...) != v}
+    return {"model_type": config.model_type} | {k: v for k, v in values.items() if type_values.get(k, ...) != v}
 
 
 def _period(values: list[Any]) -> list[Any]:

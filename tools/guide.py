@@ -19,7 +19,7 @@ from typing import Any
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide"
 NOTEBOOK = GUIDE / "guide.ipynb"
-CODE = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<shown>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Block:
 
     line: int  # of the page, of the opening fence
     code: str
-    shown: str | None
+    output: str | None
     span: tuple[int, int]  # of the code and the output in the page's text
 
 
@@ -40,23 +40,23 @@ def pages() -> list[Path]:
 def blocks(text: str) -> Iterator[Block]:
     """The python blocks of a page, in order."""
     for match in CODE.finditer(text):
-        yield Block(text.count("\n", 0, match.start("code")), match["code"], match["shown"], match.span())
+        yield Block(text.count("\n", 0, match.start("code")), match["code"], match["output"], match.span())
 
 
 def run(text: str, name: str) -> Iterator[tuple[Block, str]]:
     """Run the blocks of a page one after the other in one namespace; gives each with its output."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(text):
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
             exec(compile("\n" * block.line + block.code, name, "exec"), names)
-        yield block, printed.getvalue()
+        yield block, stdout.getvalue()
 
 
 def with_outputs(text: str, name: str) -> str:
     """The page with the current outputs of its blocks."""
     parts, end = [], 0
-    for block, printed in run(text, name):
-        output = f"\n\n```text\n{printed}```" if printed else ""
+    for block, stdout in run(text, name):
+        output = f"\n\n```text\n{stdout}```" if stdout else ""
         parts += [text[end : block.span[0]], f"```python\n{block.code}```{output}"]
         end = block.span[1]
     return "".join([*parts, text[end:]])
@@ -75,8 +75,8 @@ def notebook(texts: list[str]) -> dict[str, Any]:
         end = 0
         for block in blocks(text):
             add("markdown", text[end : block.span[0]])
-            shown = (block.shown or "").splitlines(keepends=True)
-            outputs = [{"output_type": "stream", "name": "stdout", "text": shown}] if shown else []
+            output = (block.output or "").splitlines(keepends=True)
+            outputs = [{"output_type": "stream", "name": "stdout", "text": output}] if output else []
             add("code", block.code, execution_count=None, outputs=outputs)
             end = block.span[1]
         add("markdown", text[end:])

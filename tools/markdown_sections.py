@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headwise.errors import HeadwiseError
-from headwise.files import written
+from headwise.files import write_atomically
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -37,5 +37,5 @@ def replace_section(text: str, name: str, content: str, page: str = "the page") 
 def write_section(page: Path, name: str, content: str) -> None:
     """Replace the section of that name in a file, which is replaced whole or not at all."""
     text = replace_section(page.read_text(encoding="utf-8"), name, content, str(page))
-    with written(page) as made:
-        made.write_text(text, encoding="utf-8")
+    with write_atomically(page) as file:
+        file.write_text(text, encoding="utf-8")

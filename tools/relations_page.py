@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import headwise
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.roles.ablation import tasks
 from headwise.roles.ablation.ablate import LESS, MORE, SAME, Ablation, ablate_heads
 from headwise.roles.atlas.bundled import bundled_atlas
@@ -25,7 +25,7 @@ from headwise.roles.relations.probe_set.sentences import probe_sentences
 from headwise.roles.relations.result import BETTER, FOUND, NOT_FOUND, Head, Relations
 
 ROOT = Path(__file__).parents[1]
-DATA, MADE = ROOT / "build" / "data", ROOT / "build" / "relations"
+DATA, MEASURED_FOLDER = ROOT / "build" / "data", ROOT / "build" / "relations"
 MODELS = ("minilm", "smollm2")
 SETS = ("ewt", "gum", "coreference", "probe", "winograd", "matter")
 TEXTS, WINDOWS = 60, 10  # of the test parts that damage is measured on
@@ -53,21 +53,21 @@ EXPERIMENTS = {
 
 def measure(model: str, name: str) -> None:
     """One model on one set; does nothing if its file exists."""
-    MADE.mkdir(parents=True, exist_ok=True)
-    path = MADE / f"{model}-{name}.json"
+    MEASURED_FOLDER.mkdir(parents=True, exist_ok=True)
+    path = MEASURED_FOLDER / f"{model}-{name}.json"
     if path.exists():
         return
     if name in ("ewt", "gum"):
         dev, test = (conllu.read_conllu(DATA / "ud" / f"en_{name}-ud-{part}.conllu") for part in ("dev", "test"))
-        chosen = _chosen(model, name, dev.syntax())
-        evaluate_heads(model, test.syntax(), chosen, least=FEWEST).save(path)
+        choices = _choose(model, name, dev.syntax())
+        evaluate_heads(model, test.syntax(), choices, least=FEWEST).save(path)
     elif name == "coreference":
         dev, test = (conllu.read_conllu(DATA / "ud" / f"en_gum-ud-{part}.conllu") for part in ("dev", "test"))
         relations(model, dev.coreference(), report=test.coreference()).save(path)
     elif name == "probe":
         relations(model, probe_sentences()).save(path)
     elif name == "winograd":
-        with written(path) as file:
+        with write_atomically(path) as file:
             file.write_text(json.dumps(_winograd(model)), encoding="utf-8")
     elif name == "matter":
         _matter(model, path)
@@ -75,22 +75,22 @@ def measure(model: str, name: str) -> None:
         sys.exit(f"there is no set {name!r}; there are {', '.join(SETS)}")
 
 
-def _chosen(model: str, name: str, sentences: list[Sentence]) -> dict[str, ChosenHead]:
+def _choose(model: str, name: str, sentences: list[Sentence]) -> dict[str, ChosenHead]:
     """The first half of `relations`, saved so that an interrupted run can resume."""
-    path = MADE / f"{model}-{name}-chosen.json"
+    path = MEASURED_FOLDER / f"{model}-{name}-chosen.json"
     if not path.exists():
-        found = choose_heads(model, sentences)
-        with written(path) as file:
-            file.write_text(json.dumps(found), encoding="utf-8")
-    made = json.loads(path.read_text(encoding="utf-8"))
-    return {relation: ChosenHead(tuple(head), fixed, links) for relation, (head, fixed, links) in made.items()}
+        choices = choose_heads(model, sentences)
+        with write_atomically(path) as file:
+            file.write_text(json.dumps(choices), encoding="utf-8")
+    saved_choices = json.loads(path.read_text(encoding="utf-8"))
+    return {relation: ChosenHead(tuple(head), fixed, links) for relation, (head, fixed, links) in saved_choices.items()}
 
 
 def _winograd(model: str) -> list[dict[str, Any]]:
     """Heads chosen on GUM and on the probe set, evaluated on pairs that were not used before."""
-    loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
+    loaded_model, tokenizer = headwise.load(model), headwise.tokenizer(model)
     sentences = winograd.read_winograd(DATA / "winograd" / "task.json").sentences
-    made = []
+    rows = []
     for relation, source, name in (
         (winograd.PRONOUN, "coreference", NOUN_ANTECEDENT),
         (winograd.PRONOUN, "probe", "pronoun > antecedent (meaning)"),
@@ -98,131 +98,131 @@ def _winograd(model: str) -> list[dict[str, Any]]:
     ):
         row = _load(model, source)[name]
         choice = ChosenHead((row.kind, row.layer, row.head), row.fixed)
-        found = evaluate_heads(loaded, sentences, {relation: choice}, tokenizer=tokenizer)
+        result = evaluate_heads(loaded_model, sentences, {relation: choice}, tokenizer=tokenizer)
         right: dict[str, list[bool]] = {}
-        for number, hit in zip(found.record.sentences, found.record.hits, strict=True):
+        for number, hit in zip(result.record.sentences, result.record.hits, strict=True):
             right.setdefault(sentences[number].document, []).append(bool(hit))
         pairs = [hits for hits in right.values() if len(hits) == 2]
-        result = found.to_json()["rows"][0]
-        made.append(result | {"chosen_on": source, "pairs": len(pairs), "both": sum(map(all, pairs))})
-    return made
+        document = result.to_json()["rows"][0]
+        rows.append(document | {"chosen_on": source, "pairs": len(pairs), "both": sum(map(all, pairs))})
+    return rows
 
 
 def _matter(model: str, path: Path) -> None:
     """Each experiment in its own file, so that an interrupted run can resume; then all in one."""
-    loaded, tokenizer = headwise.load(model), headwise.tokenizer(model)
+    loaded_model, tokenizer = headwise.load(model), headwise.tokenizer(model)
     trees, stories = (conllu.read_conllu(DATA / "ud" / f"en_{name}-ud-test.conllu") for name in ("ewt", "gum"))
     texts = [tree.text for tree in trees.trees if len(tree.words) > 5][:TEXTS]
     parts = []
-    for number, (masked, by) in enumerate(EXPERIMENTS[model]):
-        part = MADE / f"{model}-matter-{number}.json"
+    for number, (group, task_name) in enumerate(EXPERIMENTS[model]):
+        part = MEASURED_FOLDER / f"{model}-matter-{number}.json"
         if not part.exists():
-            if by == "words":
-                source, _, relation = masked.partition(": ")
+            if task_name == "words":
+                source, _, relation = group.partition(": ")
                 sentences = trees.syntax() if source == "ewt" else stories.coreference()
                 limit = TEXTS if source == "ewt" else WINDOWS
-                task = tasks.relation_task(loaded, tokenizer, sentences, relation, limit=limit)
-            elif by == "agreement":
-                task = tasks.agreement_task(loaded, tokenizer, probe_sentences())
-            elif by == "repeat":
-                task = tasks.repetition_task(loaded, tokenizer)
+                task = tasks.relation_task(loaded_model, tokenizer, sentences, relation, limit=limit)
+            elif task_name == "agreement":
+                task = tasks.agreement_task(loaded_model, tokenizer, probe_sentences())
+            elif task_name == "repeat":
+                task = tasks.repetition_task(loaded_model, tokenizer)
             else:
-                task = tasks.text_task(loaded, tokenizer, texts)
-            found = ablate_heads(task, _heads(model, masked))
-            sys.stderr.write(f"{masked} {found}\n")
-            with written(part) as file:
-                file.write_text(json.dumps({"masked": masked} | found.to_json()), encoding="utf-8")
+                task = tasks.text_task(loaded_model, tokenizer, texts)
+            ablation = ablate_heads(task, _heads(model, group))
+            sys.stderr.write(f"{group} {ablation}\n")
+            with write_atomically(part) as file:
+                file.write_text(json.dumps({"masked": group} | ablation.to_json()), encoding="utf-8")
         parts.append(json.loads(part.read_text(encoding="utf-8")))
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(json.dumps(parts), encoding="utf-8")
 
 
-def _heads(model: str, masked: str) -> list[Head]:
+def _heads(model: str, group: str) -> list[Head]:
     """The heads with a role in the bundled atlas; the head of a relation; or the heads of all relations found."""
-    if masked == "found":
+    if group == "found":
         return list(dict.fromkeys((row.kind, row.layer, row.head) for row in _load(model, "ewt").found))
-    if ": " in masked:
-        source, _, relation = masked.partition(": ")
+    if ": " in group:
+        source, _, relation = group.partition(": ")
         row = _load(model, source)[relation]
         return [(row.kind, row.layer, row.head)]
     atlas = bundled_atlas(model)
     assert atlas is not None  # both are bundled
-    return [(role.kind, role.layer, role.head) for role in atlas.heads_with(masked)]
+    return [(role.kind, role.layer, role.head) for role in atlas.heads_with(group)]
 
 
 def _load(model: str, name: str) -> Relations:
-    return Relations.load(MADE / f"{model}-{name}.json")
+    return Relations.load(MEASURED_FOLDER / f"{model}-{name}.json")
 
 
 def page() -> str:
     """docs/relations.md, every number from a measurement; what was not measured is listed."""
-    missing = [f"{model} {name}" for model in MODELS for name in SETS if not _there(model, name)]
+    missing = [f"{model} {name}" for model in MODELS for name in SETS if not _is_measured(model, name)]
     parts = [
         INTRODUCTION,
         f"Not measured yet: {', '.join(missing)}.\n" if missing else "",
         "## In short\n",
-        *_short_of_it(),
+        *_summary_lines(),
         "\n## What was found\n",
         _overview(),
         f"\n{BESIDE}\n",
-        _beside(),
+        _clark_table(),
         *(f"\n## {model} on EWT, every relation\n\n{_load(model, 'ewt').markdown()}" for model in _with("ewt")),
         "\n## Pronouns in GUM\n",
         *(f"### {model}\n\n{_load(model, 'coreference').markdown()}\n" for model in _with("coreference")),
         "## Whether the same heads come out on EWT and GUM\n",
-        *(_same(model) for model in _with("ewt", "gum")),
+        *(_agreement(model) for model in _with("ewt", "gum")),
         f"\n{WINOGRAD}\n",
         _pairs(),
-        f"\n{OWN}\n",
+        f"\n{OWN_SENTENCES}\n",
         *(f"### {model}\n\n{_load(model, 'probe').markdown()}\n" for model in _with("probe")),
         f"{MATTER}\n",
         _damages(),
         "\n## What was left out\n",
-        *_left_out(),
+        *_notes(),
         "",
     ]
     return "\n".join(part for part in parts if part or part is parts[-1])
 
 
-def _short_of_it() -> list[str]:
+def _summary_lines() -> list[str]:
     lines = []
     for model in _with("ewt"):
         ewt = _load(model, "ewt")
         judged = sum(row.enough for row in ewt.rows)
-        best = ", ".join(f"{row.name} {_short(row)}" for row in ewt.ordered()[:3]).replace(", found", "")
+        best = ", ".join(f"{row.name} {_short(row)}" for row in ewt.rows_by_verdict()[:3]).replace(", found", "")
         lines.append(f"- {model} follows {len(ewt.found)} of {judged} relations judged on EWT. Clearest: {best}.")
     for model in _with("coreference"):
         row = _load(model, "coreference")[NOUN_ANTECEDENT]
         lines.append(f"- {model}, from a pronoun to the noun it stands for, among all nouns before it: {_short(row)}.")
     for model in _with("winograd"):
-        row = _read(f"{model}-winograd")[0]
+        row = _read_json(f"{model}-winograd")[0]
         guess = "not distinguishable from a guess" if row["low"] <= 0.5 else "better than a guess"
         interval = f"{row['low']:.1%} to {row['high']:.1%}"
         lines.append(f"- The same head of {model} on Winograd pairs: {row['accuracy']:.1%} ({interval}), {guess}.")
-    damages = [(model, Ablation.from_json(made)) for model in MODELS for made in _experiments(model)]
-    verdicts = Counter((model, one.verdict) for model, one in damages)
+    damages = [(model, Ablation.from_json(document)) for model in MODELS for document in _experiments(model)]
+    verdicts = Counter((model, ablation.verdict) for model, ablation in damages)
     for (model, verdict), count in verdicts.items():
         lines.append(f"- {model}, {count} experiments: masking the heads does {HARM[verdict]}.")
     return lines
 
 
-def _read(name: str) -> Any:
-    return json.loads((MADE / f"{name}.json").read_text(encoding="utf-8"))
+def _read_json(name: str) -> Any:
+    return json.loads((MEASURED_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _experiments(model: str) -> list[Any]:
-    return [_read(path.stem) for path in sorted(MADE.glob(f"{model}-matter-*.json"))]
+    return [_read_json(path.stem) for path in sorted(MEASURED_FOLDER.glob(f"{model}-matter-*.json"))]
 
 
-def _there(model: str, name: str) -> bool:
-    return (MADE / f"{model}-{name}.json").exists()
+def _is_measured(model: str, name: str) -> bool:
+    return (MEASURED_FOLDER / f"{model}-{name}.json").exists()
 
 
 def _with(*names: str) -> list[str]:
-    return [model for model in MODELS if all(_there(model, name) for name in names)]
+    return [model for model in MODELS if all(_is_measured(model, name) for name in names)]
 
 
-def _left_out() -> list[str]:
+def _notes() -> list[str]:
     sets = [(model, name) for name in ("ewt", "gum", "coreference") for model in _with(name)]
     lines = [f"- {model}, {TITLES[name]}: {note}." for model, name in sets for note in _load(model, name).notes]
     return [*lines, f"- {winograd.read_winograd(DATA / 'winograd' / 'task.json').notes[0]}."]
@@ -235,24 +235,31 @@ def _overview() -> str:
     ]
     for model in MODELS:
         for name, title in TITLES.items():
-            if not _there(model, name):
+            if not _is_measured(model, name):
                 continue
-            one = _load(model, name)
-            counts = [sum(row.verdict == verdict for row in one.rows) for verdict in (FOUND, BETTER, NOT_FOUND)]
-            false = [row for row in one.shuffled if row.enough]
-            found = sum(row.verdict == FOUND for row in false)
-            cells = (model, title, f"{one.sentences:,}", sum(counts), *counts, f"{found} of {len(false)} found")
+            result = _load(model, name)
+            counts = [sum(row.verdict == verdict for row in result.rows) for verdict in (FOUND, BETTER, NOT_FOUND)]
+            false = [row for row in result.shuffled if row.enough]
+            false_positives = sum(row.verdict == FOUND for row in false)
+            cells = (
+                model,
+                title,
+                f"{result.sentences:,}",
+                sum(counts),
+                *counts,
+                f"{false_positives} of {len(false)} found",
+            )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-def _beside() -> str:
+def _clark_table() -> str:
     """The relations that Clark 2019 gives figures for."""
     lines = ["| Clark 2019, BERT-base | here | " + " | ".join(MODELS) + " |", "|" + "---|" * (2 + len(MODELS))]
     for theirs, (name, source) in CLARK.items():
         cells = []
         for model in MODELS:
-            if not _there(model, source):
+            if not _is_measured(model, source):
                 cells.append("not measured yet")
                 continue
             rows = [row for row in _load(model, source).rows if row.name == name and row.enough]
@@ -265,13 +272,14 @@ def _short(row: Any) -> str:
     return f"{row.accuracy:.1%} ({row.label}; {row.fixed}: {row.fixed_accuracy:.1%}), {row.verdict}"
 
 
-def _same(model: str) -> str:
+def _agreement(model: str) -> str:
     ewt, gum = _load(model, "ewt"), _load(model, "gum")
-    both = [(row, gum[row.name]) for row in ewt.found if row.name in {one.name for one in gum.found}]
-    same = [one.name for one, other in both if one.label == other.label]
+    gum_names = {row.name for row in gum.found}
+    common = [(row, gum[row.name]) for row in ewt.found if row.name in gum_names]
+    same_heads = [row.name for row, other in common if row.label == other.label]
     return (
-        f"{model}: {len(ewt.found)} relations were found on EWT, {len(gum.found)} on GUM, {len(both)} on both. For "
-        f"{len(same)} of these {len(both)} the very same head was chosen on each: {', '.join(same)}.\n"
+        f"{model}: {len(ewt.found)} relations were found on EWT, {len(gum.found)} on GUM, {len(common)} on both. For "
+        f"{len(same_heads)} of these {len(common)} the very same head was chosen on each: {', '.join(same_heads)}.\n"
     )
 
 
@@ -279,7 +287,7 @@ def _pairs() -> str:
     head = "| model | from | chosen on | head | right | interval | best fixed there | both of a pair | sentences |"
     lines = [head, "|" + "---|" * 9]
     for model in _with("winograd"):
-        for row in _read(f"{model}-winograd"):
+        for row in _read_json(f"{model}-winograd"):
             cells = (
                 model, row["name"].split(" > ")[0], TITLES[row["chosen_on"]],
                 f"{row['layer']}.{row['head']}", f"{row['accuracy']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}",
@@ -293,15 +301,16 @@ def _damages() -> str:
     head = "| model | masked | heads | measured by | whole | without them | without random ones | verdict |"
     lines = [head, "|" + "---|" * 8]
     for model in MODELS:
-        for made in _experiments(model):
-            one = Ablation.from_json(made)
-            low, high = one.random_range
-            names = [f"{layer}.{number}" for _, layer, number in one.heads]
-            shown = ", ".join(names) if len(names) <= 4 else f"{len(names)}: {', '.join(names[:3])}, ..."
+        for document in _experiments(model):
+            ablation = Ablation.from_json(document)
+            low, high = ablation.random_range
+            names = [f"{layer}.{number}" for _, layer, number in ablation.heads]
+            head_names = ", ".join(names) if len(names) <= 4 else f"{len(names)}: {', '.join(names[:3])}, ..."
             cells = (
-                model, MASKED.get(made["masked"], made["masked"]), shown, one.task, f"{one.whole:.3f}",
-                f"{one.damage:+.3f} ({one.low:+.3f} to {one.high:+.3f})",
-                f"{one.random_mean:+.3f} ({low:+.3f} to {high:+.3f})", one.verdict,
+                model, GROUP_TITLES.get(document["masked"], document["masked"]), head_names, ablation.task,
+                f"{ablation.whole:.3f}",
+                f"{ablation.damage:+.3f} ({ablation.low:+.3f} to {ablation.high:+.3f})",
+                f"{ablation.random_mean:+.3f} ({low:+.3f} to {high:+.3f})", ablation.verdict,
             )  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -324,7 +333,11 @@ CLARK = {
 }
 HARM = {MORE: "more harm than masking random ones", LESS: "less harm than masking random ones",
         SAME: "no other harm than masking random ones"}  # fmt: skip
-MASKED = {"previous": "previous-token heads", "induction": "induction heads", "found": "all heads of found relations"}
+GROUP_TITLES = {
+    "previous": "previous-token heads",
+    "induction": "induction heads",
+    "found": "all heads of found relations",
+}
 
 INTRODUCTION = """# Which heads follow a relation between words
 Written by `make relations`; every number is measured. The gold links are Universal Dependencies' English EWT and GUM
@@ -361,7 +374,7 @@ for both of a pair a quarter of the time. No head was chosen on them: "chosen on
 measurement is which of the two candidates a head gives more weight, from the pronoun and from the deciding word. A
 causal model reads most of these pronouns before the deciding word: from the pronoun, it can know the answer only in the
 few pairs where that word comes earlier."""
-OWN = """## Our own sentences
+OWN_SENTENCES = """## Our own sentences
 The probe set, one half to choose the head and the other to report it. Sentences generated by a grammar repeat their
 patterns, so these figures only show what heads do with clean examples; nothing above uses them."""
 MATTER = """## Does it matter?
@@ -383,7 +396,7 @@ if __name__ == "__main__":
         case ["measure", model, name]:
             measure(model, name)
         case ["page"]:
-            with written(ROOT / "docs" / "relations.md") as made:
-                made.write_text(page(), encoding="utf-8")
+            with write_atomically(ROOT / "docs" / "relations.md") as target:
+                target.write_text(page(), encoding="utf-8")
         case _:
             sys.exit(__doc__)

@@ -49,9 +49,9 @@ def summary(card: Card) -> Iterator[str]:
     """The formulas of one model in words."""
     points, layer = crossings(card), card.attention.layers[0]
     counts = ", ".join(map(str, points["rank_counts"]))
-    shared = f"beyond {layer.kv} ranks, KV heads are on several of them; " if layer.kv < layer.query else ""
+    kv_note = f"beyond {layer.kv} ranks, KV heads are on several of them; " if layer.kv < layer.query else ""
     yield (
-        f"- Heads: {layer.query} query and {layer.kv} KV heads divide over {counts} ranks; {shared}"
+        f"- Heads: {layer.query} query and {layer.kv} KV heads divide over {counts} ranks; {kv_note}"
         f"beyond {layer.query} ranks, some have no head."
     )
     yield (
@@ -86,9 +86,9 @@ def measured_runs(folder: Path) -> list[str]:
         for name in ("heads", "ring", "atlas"):
             if name in data:
                 run = data[name]
-                sent = run.get("sent", {})
+                traffic = run.get("sent", {})
                 numbers = (
-                    f"{sent[key]:,}" if key in sent else "" for key in ("formula", "counted", "wire_of_all_ranks")
+                    f"{traffic[key]:,}" if key in traffic else "" for key in ("formula", "counted", "wire_of_all_ranks")
                 )
                 speed = f"{run['times_as_fast']:.2f} | {run['most_here']:.2f}"
                 lines.append(f"| {run['what']} | {count} | {' | '.join(numbers)} | {speed} |")

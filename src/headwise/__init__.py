@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Loaded when first asked for (PEP 562), so that `import headwise` and the command line start without torch.
-_WHERE = {
+_LOCATIONS = {
     "Alibi": "attention.nn.positions",
     "Atlas": "roles.atlas.result",
     "CacheError": "errors",
@@ -59,7 +59,7 @@ _WHERE = {
 
 _MODULES = ("card", "prune", "reference", "scale")  # public names that are modules themselves
 
-__all__ = ["__version__", *_WHERE]  # strings, all of them
+__all__ = ["__version__", *_LOCATIONS]  # strings, all of them
 
 if TYPE_CHECKING:
     from . import card as card
@@ -111,9 +111,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _LOCATIONS:
         raise AttributeError(f"module 'headwise' has no attribute {name!r}")
-    module = importlib.import_module(f".{_WHERE[name]}", __name__)
+    module = importlib.import_module(f".{_LOCATIONS[name]}", __name__)
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value

@@ -34,13 +34,13 @@ OLD_AGE = 24 * 3600.0
 
 
 @contextmanager
-def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError) -> Iterator[Path]:
+def write_atomically(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError) -> Iterator[Path]:
     """A temporary file to write to; it replaces `path` when the body ends without an exception.
 
     A failed write (full disk, no permission) raises `error` with one line, and the previous file stays.
 
     Example:
-        >>> with written("report.json") as file:
+        >>> with write_atomically("report.json") as file:
         ...     file.write_text("{}")
     """
     with _failures(path, error):
@@ -50,15 +50,15 @@ def written(path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseE
         if target.exists() and not target.is_file():  # a rename would replace the device itself
             raise error(f"{str(path)!r} is a device, socket or pipe; give a file")
         with _working_folder(target) as folder:
-            made = folder / "new" / target.name
-            made.touch()
-            yield made
-            os.chmod(made, target.stat().st_mode if target.exists() else 0o666 & ~umask())
-            os.replace(made, target)
+            file = folder / "new" / target.name
+            file.touch()
+            yield file
+            os.chmod(file, target.stat().st_mode if target.exists() else 0o666 & ~umask())
+            os.replace(file, target)
 
 
 @contextmanager
-def folder_written(
+def write_folder_atomically(
     path: str | os.PathLike[str], error: type[HeadwiseError] = HeadwiseError, *, private: bool = False
 ) -> Iterator[Path]:
     """A temporary folder to write to; it replaces `path` when the body ends without an exception.
@@ -74,11 +74,11 @@ def folder_written(
             raise error(f"{str(path)!r} is the current directory, which is not replaced; give a directory inside it")
         target.parent.mkdir(parents=True, exist_ok=True)
         with _working_folder(target) as folder:
-            made = folder / "new" / target.name
-            made.mkdir(0o700)
-            yield made
-            os.chmod(made, 0o700 if private else 0o777 & ~umask())
-            _move_folder(made, folder / "old" / target.name, target)
+            scratch = folder / "new" / target.name
+            scratch.mkdir(0o700)
+            yield scratch
+            os.chmod(scratch, 0o700 if private else 0o777 & ~umask())
+            _move_folder(scratch, folder / "old" / target.name, target)
 
 
 @contextmanager
@@ -112,20 +112,20 @@ def _target(path: str | os.PathLike[str], error: type[HeadwiseError]) -> Path:
 
 
 @contextmanager
-def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], rest: str = "") -> Iterator[None]:
+def _failures(path: str | os.PathLike[str], error: type[HeadwiseError], note: str = "") -> Iterator[None]:
     """Turn failures of the disk or the path into an `error` of one line."""
     try:
         yield
     except HeadwiseError:
         raise
-    except OSError as why:
-        raise error(f"{str(path)!r} cannot be written: {why.strerror or why}{rest}") from why
-    except Exception as why:
+    except OSError as exc:
+        raise error(f"{str(path)!r} cannot be written: {exc.strerror or exc}{note}") from exc
+    except Exception as exc:
         # "Error while serializing: I/O error: No space left on device (os error 28) at path ...", which is no OSError
-        if type(why).__name__ != "SafetensorError" or "I/O error" not in str(why):
+        if type(exc).__name__ != "SafetensorError" or "I/O error" not in str(exc):
             raise
-        words = re.sub(r".*I/O error: | \(os error.*", "", str(why), flags=re.DOTALL)
-        raise error(f"{str(path)!r} cannot be written: {words}{rest}") from why
+        words = re.sub(r".*I/O error: | \(os error.*", "", str(exc), flags=re.DOTALL)
+        raise error(f"{str(path)!r} cannot be written: {words}{note}") from exc
 
 
 @contextmanager
@@ -192,9 +192,9 @@ def _machine() -> str:
 def _remove_if_dead(folder: Path) -> bool:
     """Remove a working folder unless its process may be alive; a replacement before its last rename is finished."""
     match = WORKING.fullmatch(folder.name)
-    here = match is not None and match[1] == _machine()
+    same_machine = match is not None and match[1] == _machine()
     with contextlib.suppress(OSError):  # another user's, or another process is removing it
-        if not here and time.time() - folder.stat().st_mtime < OLD_AGE:
+        if not same_machine and time.time() - folder.stat().st_mtime < OLD_AGE:
             return False
         try:
             lock = os.open(folder / "lock", os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
@@ -228,22 +228,22 @@ def _unfinished(folder: Path) -> list[tuple[Path, Path]]:
     except OSError:
         return []
     pairs = [(folder / "new" / name, folder.parent / name) for name in names]
-    return [(made, target) for made, target in pairs if made.is_dir() and not os.path.lexists(target)]
+    return [(new, target) for new, target in pairs if new.is_dir() and not os.path.lexists(target)]
 
 
 def _finish(folder: Path) -> None:
-    for made, target in _unfinished(folder):
-        os.rename(made, target)
+    for new, target in _unfinished(folder):
+        os.rename(new, target)
 
 
-def _move_folder(made: Path, old: Path, target: Path) -> None:
+def _move_folder(new: Path, old: Path, target: Path) -> None:
     """Rename a folder to its target; an existing target is restored if that fails."""
     if not target.exists():
-        os.rename(made, target)
+        os.rename(new, target)
         return
     os.rename(target, old)
     try:
-        os.rename(made, target)
+        os.rename(new, target)
     except BaseException:
         if not target.exists():
             os.rename(old, target)

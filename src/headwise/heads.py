@@ -79,9 +79,9 @@ def _check_size(name: str, got: object) -> None:
         raise ShapeError(f"{name} must be a whole number of at least 1, got {got!r}")
 
 
-def _near_divisors(number: int, wanted: int) -> str:
+def _near_divisors(number: int, target: int) -> str:
     """The nearest divisors of a number, one below the wanted one and two above it, in words."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     divisors = sorted({*small, *(number // n for n in small)})
-    near = [n for n in divisors if n < wanted][-1:] + [n for n in divisors if n > wanted][:2]
+    near = [n for n in divisors if n < target][-1:] + [n for n in divisors if n > target][:2]
     return " and ".join(filter(None, [", ".join(map(str, near[:-1])), str(near[-1])]))

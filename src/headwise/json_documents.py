@@ -14,7 +14,7 @@ T = TypeVar("T")
 LARGEST = 2**63 - 1  # whole number, as in arrays of int64
 DIGITS = 18  # of a whole number in a text, so that it fits into 64 bits
 LONGEST = 300  # characters of an error message
-SHOWN = 60  # characters of a value in a message
+MAX_VALUE_LENGTH = 60  # characters of a value in a message
 
 
 def parse_json(text: str) -> Any:
@@ -30,18 +30,18 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def brief(value: Any) -> str:
-    """The repr of a value for a message, cut to SHOWN characters."""
+    """The repr of a value for a message, cut to MAX_VALUE_LENGTH characters."""
     try:
-        shown = repr(value)
+        text = repr(value)
     except (RecursionError, ValueError):  # too deep, or a number of too many digits
-        shown = f"a {type(value).__name__}"
-    return shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "..."
 
 
 def in_words(error: Exception) -> str:
     """The message of an error on one line, cut to LONGEST characters."""
-    said = f"{brief(error.args[0])} is missing" if isinstance(error, KeyError) and error.args else str(error)
-    words = " ".join(said.split()) or type(error).__name__
+    message = f"{brief(error.args[0])} is missing" if isinstance(error, KeyError) and error.args else str(error)
+    words = " ".join(message.split()) or type(error).__name__
     return words if len(words) <= LONGEST else words[:LONGEST] + "..."
 
 
@@ -50,50 +50,50 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= DIGITS else None
 
 
-def mapping(value: Any, what: str, read: Callable[[Any, str], T]) -> dict[str, T]:
+def mapping(value: Any, path: str, read: Callable[[Any, str], T]) -> dict[str, T]:
     """A JSON object, with `read` applied to each of its values."""
     if not isinstance(value, dict):
-        raise ValueError(f"{what} must be an object, got {brief(value)}")
-    return {key: read(x, f"{what}.{key[:SHOWN]}") for key, x in value.items()}
+        raise ValueError(f"{path} must be an object, got {brief(value)}")
+    return {key: read(x, f"{path}.{key[:MAX_VALUE_LENGTH]}") for key, x in value.items()}
 
 
-def items(value: Any, what: str, read: Callable[[Any, str], T]) -> list[T]:
+def items(value: Any, path: str, read: Callable[[Any, str], T]) -> list[T]:
     """A JSON list, with `read` applied to each of its values."""
     if not isinstance(value, list):
-        raise ValueError(f"{what} must be a list, got {brief(value)}")
-    return [read(x, f"{what}[{i}]") for i, x in enumerate(value)]
+        raise ValueError(f"{path} must be a list, got {brief(value)}")
+    return [read(x, f"{path}[{i}]") for i, x in enumerate(value)]
 
 
-def anything(value: Any, what: str) -> Any:
+def anything(value: Any, path: str) -> Any:
     return value
 
 
-def string(value: Any, what: str) -> str:
+def string(value: Any, path: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} must be a text, got {brief(value)}")
+        raise ValueError(f"{path} must be a text, got {brief(value)}")
     return value
 
 
-def flag(value: Any, what: str) -> bool:
+def flag(value: Any, path: str) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{what} must be true or false, got {brief(value)}")
+        raise ValueError(f"{path} must be true or false, got {brief(value)}")
     return value
 
 
-def count(value: Any, what: str) -> int:
+def count(value: Any, path: str) -> int:
     """A whole number, 0 or larger."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-        raise ValueError(f"{what} must be a whole number from 0 on, got {brief(value)}")
+        raise ValueError(f"{path} must be a whole number from 0 on, got {brief(value)}")
     return value
 
 
-def finite(value: Any, what: str) -> float:
+def finite(value: Any, path: str) -> float:
     """A finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise ValueError(f"{what} must be a finite number, got {brief(value)}")
+        raise ValueError(f"{path} must be a finite number, got {brief(value)}")
     return float(value)
 
 
-def finite_or_none(value: Any, what: str) -> float:
+def finite_or_none(value: Any, path: str) -> float:
     """A finite number; NaN for null, which stands for what was not measured."""
-    return math.nan if value is None else finite(value, what)
+    return math.nan if value is None else finite(value, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError, HeadwiseError
-from .files import written
+from .files import write_atomically
 from .json_documents import anything, brief, count, items, mapping, parse_json, string
 
 BUDGETS = ("heads", "parameters", "cache", "latency")
@@ -97,7 +97,7 @@ class Plan:
             removed = {layer[:2]: heads for layer, heads in rows}
             if len(removed) < len(layers):
                 kind, index = Counter(layer[:2] for layer in layers).most_common(1)[0][0]
-                raise ValueError(f"{kind[:40]} layer {index} is there twice")
+                raise ValueError(f"{kind[:40]} layer {index} is listed twice")
             return cls(by_layer_key(removed, layers), layers, *_read_origin(document))
         except ValueError as error:
             raise CheckpointError(f"this is not a plan that headwise wrote: {error}") from None
@@ -107,7 +107,7 @@ class Plan:
         document = self.to_json()
         rows = ",\n".join("    " + json.dumps(row) for row in document.pop("layers"))
         head = json.dumps(document, indent=2).removesuffix("\n}")
-        with written(path, CheckpointError) as file:
+        with write_atomically(path, CheckpointError) as file:
             file.write_text(f'{head},\n  "layers": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
 
     @classmethod
@@ -150,27 +150,27 @@ def is_share(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def _read_layer(row: Any, what: str) -> tuple[LayerShape, set[int]]:
+def _read_layer(row: Any, path: str) -> tuple[LayerShape, set[int]]:
     """A layer's shape and the heads to remove from it, from one row of a plan's file."""
-    row = mapping(row, what, anything)
-    kind = string(row.get("kind"), f"{what}.kind")
-    index, query, kv = (_read_number(row.get(name), f"{what}.{name}") for name in ("layer", "heads", "kv_heads"))
+    row = mapping(row, path, anything)
+    kind = string(row.get("kind"), f"{path}.kind")
+    index, query, kv = (_read_number(row.get(name), f"{path}.{name}") for name in ("layer", "heads", "kv_heads"))
     if not query or not kv or query % kv:
-        raise ValueError(f"{what} has {query} heads and {kv} KV heads; kv_heads must divide heads")
-    heads = items(row.get("remove"), f"{what}.remove", _read_number)
-    where = f"{kind[:40]} layer {index}"
+        raise ValueError(f"{path} has {query} heads and {kv} KV heads; kv_heads must divide heads")
+    heads = items(row.get("remove"), f"{path}.remove", _read_number)
+    layer = f"{kind[:40]} layer {index}"
     wrong = [head for head in heads if head >= query]
     if wrong:
-        raise ValueError(f"{where} has no head {wrong[0]}; its heads are 0 to {query - 1}")
+        raise ValueError(f"{layer} has no head {wrong[0]}; its heads are 0 to {query - 1}")
     if len(set(heads)) < len(heads):
-        raise ValueError(f"{where} loses head {next(head for head in heads if heads.count(head) > 1)} twice")
+        raise ValueError(f"{layer} loses head {next(head for head in heads if heads.count(head) > 1)} twice")
     return (kind, index, query, kv), set(heads)
 
 
-def _read_number(value: Any, what: str) -> int:
-    number = count(value, what)
+def _read_number(value: Any, path: str) -> int:
+    number = count(value, path)
     if number > LARGEST_NUMBER:
-        raise ValueError(f"{what} is {number}, which is more than {LARGEST_NUMBER}")
+        raise ValueError(f"{path} is {number}, which is more than {LARGEST_NUMBER}")
     return number
 
 

@@ -19,7 +19,7 @@ def bootstrap_counts(units: int, resamples: int = RESAMPLES, random: int | np.ra
     Args:
         units: number of units that were measured, at least 1.
         resamples: number of resampled corpora.
-        random: a seed, or a generator that goes on from where it stands.
+        random: a seed, or a generator, which is advanced.
 
     Example:
         >>> values = np.array([0.0, 1.0, 1.0, 2.0])
@@ -57,8 +57,8 @@ _POISSON = np.cumsum(np.exp(-1.0) / np.cumprod([1.0, *range(1, 18)]))  # P(X <= 
 
 def interval(values: np.ndarray, ends: tuple[float, float] = INTERVAL) -> np.ndarray:
     """The ends of the interval of resampled values, (resamples, ...) -> (2, ...)."""
-    found: np.ndarray = np.percentile(values, ends, axis=0)
-    return found
+    ends_of_interval: np.ndarray = np.percentile(values, ends, axis=0)
+    return ends_of_interval
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -122,8 +122,8 @@ class Shape:
         heads = self.heads
         queries, keys, values = heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.value_dim
         concatenated = heads.query * heads.value_dim
-        into = (queries + keys + values) * (self.width + (1 if self.qkv_bias else 0))
-        return into + concatenated * self.width + (self.width if self.out_bias else 0)
+        qkv = (queries + keys + values) * (self.width + (1 if self.qkv_bias else 0))
+        return qkv + concatenated * self.width + (self.width if self.out_bias else 0)
 
     def _ffn(self) -> int:
         """Up and down, and the gate of SwiGLU."""
@@ -132,10 +132,10 @@ class Shape:
         return (ups + 1) * self.width * self.ffn + biases
 
 
-def check_known(what: str, got: str | None, known: Collection[str | None]) -> None:
+def check_known(name: str, got: str | None, known: Collection[str | None]) -> None:
     """Refuse a value that is not among the known ones, and list them."""
     if got not in known:
-        raise UnsupportedError(f"{what} {got!r} is not known; known are {', '.join(map(repr, known))}")
+        raise UnsupportedError(f"{name} {got!r} is not known; known are {', '.join(map(repr, known))}")
 
 
 def check_at_least(least: int, name: str, got: Any) -> None:

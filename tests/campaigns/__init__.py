@@ -37,6 +37,6 @@ def campaigns() -> Iterator[tuple[str, ModuleType]]:
     """Every campaign of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
-            found = importlib.import_module(f"{__name__}.{module.name}")
-            if hasattr(found, "campaign"):
-                yield module.name, found
+            campaign_module = importlib.import_module(f"{__name__}.{module.name}")
+            if hasattr(campaign_module, "campaign"):
+                yield module.name, campaign_module

@@ -11,24 +11,24 @@ from campaigns import campaigns
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="campaigns", description=__doc__)
-    found = dict(campaigns())
-    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(found))
+    known_campaigns = dict(campaigns())
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(known_campaigns))
     parser.add_argument("--tries", type=int, help="instead of each campaign's own number")
     parser.add_argument("--seed", type=int, default=20261116)
     options = parser.parse_args()
-    unknown = set(options.names) - set(found)
+    unknown = set(options.names) - set(known_campaigns)
     if unknown:
-        parser.error(f"no campaign is called {', '.join(sorted(unknown))}; there are {', '.join(found)}")
-    failed = 0
-    for name in options.names or found:
+        parser.error(f"no campaign is called {', '.join(sorted(unknown))}; there are {', '.join(known_campaigns)}")
+    failure_count = 0
+    for name in options.names or known_campaigns:
         start = time.monotonic()
-        report = found[name].campaign(options.tries or found[name].LONG, options.seed)
+        report = known_campaigns[name].campaign(options.tries or known_campaigns[name].LONG, options.seed)
         sys.stdout.write(f"{name}: {report}, {time.monotonic() - start:.0f} s\n")
         for line in report.failures:
             sys.stdout.write(f"  {line}\n")
         sys.stdout.flush()
-        failed += len(report.failures)
-    return 1 if failed else 0
+        failure_count += len(report.failures)
+    return 1 if failure_count else 0
 
 
 if __name__ == "__main__":

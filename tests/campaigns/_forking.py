@@ -35,7 +35,7 @@ def _softmax_output() -> np.ndarray[Any, Any]:
     return weights / weights.sum(-1, keepdims=True) @ v
 
 
-WANTED = _softmax_output()
+EXPECTED_OUTPUT = _softmax_output()
 
 
 def import_kernel() -> None:
@@ -49,7 +49,7 @@ def run_pytorch() -> None:
 def call_kernel(_: object = None) -> bool:
     import headwise
 
-    return bool(np.abs(headwise.attend(Q, K, V).numpy() - WANTED).max() < 1e-5)
+    return bool(np.abs(headwise.attend(Q, K, V).numpy() - EXPECTED_OUTPUT).max() < 1e-5)
 
 
 ACTIONS: dict[str, Callable[[], object]] = {"import": import_kernel, "parallel": run_pytorch, "call": call_kernel}

@@ -25,15 +25,15 @@ def campaign(tries: int, seed: int) -> Report:
     """Half of the tries are valid calls, half invalid ones; every try has a seed of its own."""
     report = Report()
     for number in range(tries):
-        own = seed * 1_000_003 + number
-        rng = np.random.default_rng(own)
+        call_seed = seed * 1_000_003 + number
+        rng = np.random.default_rng(call_seed)
         attempt = _valid if number % 2 else _invalid
         report.tries += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wrong = attempt(rng, report)
         if wrong:
-            report.failures.append(f"{attempt.__name__[1:]} call, default_rng({own}): {wrong}")
+            report.failures.append(f"{attempt.__name__[1:]} call, default_rng({call_seed}): {wrong}")
     return report
 
 
@@ -60,15 +60,15 @@ def random_call(rng: Rng) -> AttentionCase:
         "sinks": lambda: rng.normal(size=heads),
         "gates": lambda: rng.normal(size=heads if rng.random() < 0.5 else (batch, heads)),
     }
-    how = {name: make() for name, make in possible.items() if rng.random() < 0.25}
-    measured: dict[str, Any] = {}
+    options = {name: make() for name, make in possible.items() if rng.random() < 0.25}
+    stats_options: dict[str, Any] = {}
     if rng.random() < 0.4:
-        measured["queries"] = rng.random((batch, queries)) < 0.7
+        stats_options["queries"] = rng.random((batch, queries)) < 0.7
     if rng.random() < 0.3:
-        measured["classes"] = {name: rng.random((batch, keys)) < 0.4 for name in ("rare", "first")}
+        stats_options["classes"] = {name: rng.random((batch, keys)) < 0.4 for name in ("rare", "first")}
     if rng.random() < 0.3:
-        measured["cross"] = True
-    return AttentionCase(q, k, v, how, measured)
+        stats_options["cross"] = True
+    return AttentionCase(q, k, v, options, stats_options)
 
 
 def random_mask(rng: Rng, full: tuple[int, ...]) -> np.ndarray:
@@ -95,7 +95,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def expanded(rng: Rng, call: AttentionCase) -> AttentionCase:
+def expand_head_or_sequence(rng: Rng, call: AttentionCase) -> AttentionCase:
     """Now and then one head or one sequence stands for all, by a stride of 0."""
     if rng.random() > 0.2:
         return call
@@ -115,22 +115,22 @@ def _zero_strided(x: Tensor) -> Tensor:
 
 def _valid(rng: Rng, report: Report) -> str | None:
     dtype = DTYPES[rng.integers(len(DTYPES))]
-    call = expanded(rng, random_call(rng)).rounded(dtype)
-    given = call.tensors(dtype)
+    call = expand_head_or_sequence(rng, random_call(rng)).rounded(dtype)
+    arguments = call.tensors(dtype)
     path = str(rng.choice([*PATHS, *NATIVE, *NATIVE]))
     lay = LAYOUTS[str(rng.choice(list(LAYOUTS)))]
-    q, k, v = (_zero_strided(lay(x)) for x in (given.q, given.k, given.v))
+    q, k, v = (_zero_strided(lay(x)) for x in (arguments.q, arguments.k, arguments.v))
     learning = bool(rng.random() < 0.2)
     mark = f"{path}, {dtype}, {list(call.options)}, q {tuple(q.shape)}, k {tuple(k.shape)}"
     try:
         want, stats = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)
-        looks = reference.weights(call.q, call.k, **call.weight_options)
+        want_weights = reference.weights(call.q, call.k, **call.weight_options)
         with forced(path):
-            explain(q, k, v, **given.options)
-            out = attend(q, k, v, **given.options)
-            again, measured = head_stats(q, k, v, **given.options, **given.stats_options)
-            looked = weights(q, k, **given.weight_options)
-            slope = gradient(q, k, v, given.options) if learning else None
+            explain(q, k, v, **arguments.options)
+            out = attend(q, k, v, **arguments.options)
+            stats_output, got_stats = head_stats(q, k, v, **arguments.options, **arguments.stats_options)
+            got_weights = weights(q, k, **arguments.weight_options)
+            slope = gradient(q, k, v, arguments.options) if learning else None
         exact = exact_gradient(call) if learning else None
     except Exception as error:
         return f"{type(error).__name__}: {error} ({mark})"
@@ -138,28 +138,28 @@ def _valid(rng: Rng, report: Report) -> str | None:
     bounds = Bounds(call, dtype)
     return (
         differ("attend", out, want, bounds.output, mark)
-        or differ("head_stats", again, want, bounds.output, mark)
-        or differ("weights", looked, looks, bounds.weight, mark)
-        or differ("count", measured.count, stats.count, 0.0, mark)
+        or differ("head_stats", stats_output, want, bounds.output, mark)
+        or differ("weights", got_weights, want_weights, bounds.weight, mark)
+        or differ("count", got_stats.count, stats.count, 0.0, mark)
         or next(
-            filter(None, (differ(n, measured.sums[n], x, bounds.sums(n), mark) for n, x in stats.sums.items())), None
+            filter(None, (differ(n, got_stats.sums[n], x, bounds.sums(n), mark) for n, x in stats.sums.items())), None
         )
         or (None if slope is None or exact is None else differ("gradient", slope, exact, bounds.gradient, mark))
     )
 
 
-def gradient(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+def gradient(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     """Of the sum of all outputs, by the queries."""
     q = q.detach().requires_grad_()
-    return torch.autograd.grad(attend(q, k, v, **how).sum(), q)[0]
+    return torch.autograd.grad(attend(q, k, v, **options).sum(), q)[0]
 
 
 def exact_gradient(call: AttentionCase) -> np.ndarray:
     """The same in float64, by operators of PyTorch's that have every derivative."""
-    given = call.tensors(torch.float64)
+    arguments = call.tensors(torch.float64)
     with forced("one block of rows"):
-        found: np.ndarray = gradient(given.q, given.k, given.v, given.options).numpy()
-    return found
+        result: np.ndarray = gradient(arguments.q, arguments.k, arguments.v, arguments.options).numpy()
+    return result
 
 
 class Bounds:
@@ -171,45 +171,45 @@ class Bounds:
         dim, keys, queries = call.q.shape[3], call.k.shape[2], call.q.shape[2]
         scale = abs(call.options.get("scale", dim**-0.5))
         score = largest[0] * largest[1] * dim * scale + 10.0
-        one = 8 * torch.finfo(sums).eps * (score + math.sqrt(keys + dim))  # relative, of a weight
+        weight_error = 8 * torch.finfo(sums).eps * (score + math.sqrt(keys + dim))  # relative, of a weight
         if dtype != sums:
-            one += 2 * torch.finfo(dtype).eps  # the result is rounded to it
+            weight_error += 2 * torch.finfo(dtype).eps  # the result is rounded to it
         gates = float(abs(np.asarray(call.options.get("gates", 1.0))).max(initial=0.0))
-        self.weight = one
-        self.output = one * (largest[2] + 1e-3) * max(1.0, gates) * 2
+        self.weight = weight_error
+        self.output = weight_error * (largest[2] + 1e-3) * max(1.0, gates) * 2
         self.gradient = 8 * self.output * call.v.shape[3] * scale * (largest[1] + 1e-3) * max(1.0, math.sqrt(keys))
-        self._each, self._far = one * max(1, queries), keys + queries + 50
+        self._sum_error, self._far = weight_error * max(1, queries), keys + queries + 50
 
     def sums(self, name: str) -> float:
-        return self._each * (self._far if name == "distance" else 8.0)
+        return self._sum_error * (self._far if name == "distance" else 8.0)
 
 
 def differ(name: str, got: Tensor, want: np.ndarray, bound: float, mark: str) -> str | None:
-    found = got.detach().double().numpy()
-    if found.shape != want.shape:
-        return f"{name} has shape {found.shape}, the specification {want.shape} ({mark})"
-    if not np.array_equal(np.isnan(found), np.isnan(want)):
+    values = got.detach().double().numpy()
+    if values.shape != want.shape:
+        return f"{name} has shape {values.shape}, the specification {want.shape} ({mark})"
+    if not np.array_equal(np.isnan(values), np.isnan(want)):
         return f"{name} is NaN at other places ({mark})"
-    off = float(np.nanmax(abs(found - want), initial=0.0))
-    return f"{name} is off by {off:.2g}, more than {bound:.2g} ({mark})" if off > bound else None
+    distance = float(np.nanmax(abs(values - want), initial=0.0))
+    return f"{name} is off by {distance:.2g}, more than {bound:.2g} ({mark})" if distance > bound else None
 
 
 # ---- invalid calls ----
 
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 def one_of(rng: Rng, *choices: Any) -> Any:
     return choices[rng.integers(len(choices))]
 
 
-def _other(shape: tuple[int, ...], rng: Rng) -> tuple[int, ...]:
+def _larger_shape(shape: tuple[int, ...], rng: Rng) -> tuple[int, ...]:
     """A shape that is larger in one of the given one's axes by one, two or three."""
     axis = int(rng.integers(len(shape)))
     return tuple(n + int(rng.integers(1, 4)) if i == axis else n for i, n in enumerate(shape))
 
 
-INVALID: dict[str, Callable[[Rng, Given], Given]] = {
+INVALID: dict[str, Callable[[Rng, Arguments], Arguments]] = {
     "k of another width": lambda rng, x: {"k": torch.zeros(*x["k"].shape[:3], x["k"].shape[3] + 1)},
     "k of another batch": lambda rng, x: {"k": torch.zeros(x["k"].shape[0] + 1, *x["k"].shape[1:])},
     "v of other keys": lambda rng, x: {"v": torch.zeros(*x["v"].shape[:2], x["v"].shape[2] + 2, x["v"].shape[3])},
@@ -235,7 +235,7 @@ INVALID: dict[str, Callable[[Rng, Given], Given]] = {
     "nested": lambda rng, x: {"q": torch.nested.nested_tensor(list(x["q"]))},
     "mask that does not broadcast": lambda rng, x: {
         "mask": torch.ones(
-            _other((x["q"].shape[0] + 1, x["q"].shape[1] + 1, x["q"].shape[2] + 1, x["k"].shape[2] + 1), rng),
+            _larger_shape((x["q"].shape[0] + 1, x["q"].shape[1] + 1, x["q"].shape[2] + 1, x["k"].shape[2] + 1), rng),
             dtype=torch.bool,
         )
     },
@@ -283,7 +283,7 @@ INVALID: dict[str, Callable[[Rng, Given], Given]] = {
     "gates of another shape": lambda rng, x: {"gates": torch.zeros(x["q"].shape[0] + 1, x["q"].shape[1])},
     "gates on another device": lambda rng, x: {"gates": torch.zeros(x["q"].shape[1], device="meta")},
 }
-MEASURED: dict[str, Callable[[Rng, Given], Given]] = {
+INVALID_STATS: dict[str, Callable[[Rng, Arguments], Arguments]] = {
     "queries of another shape": lambda rng, x: {
         "queries": torch.ones(x["q"].shape[0], x["q"].shape[2] + 1, dtype=torch.bool)
     },
@@ -303,24 +303,24 @@ def _invalid(rng: Rng, report: Report) -> str | None:
     size = [int(n) for n in rng.integers(1, 5, 3)]
     keys, queries, dim = int(rng.integers(1, 20)), int(rng.integers(1, 9)), int(rng.integers(1, 9))
     heads = size[1] * size[2]
-    given: Given = {
+    arguments: Arguments = {
         "q": torch.ones(size[0], heads, queries, dim),
         "k": torch.ones(size[0], size[1], keys, dim),
         "v": torch.ones(size[0], size[1], keys, dim),
     }
     if rng.random() < 0.5:  # the path of calls like an earlier one must refuse as well
         for _ in range(3):
-            attend(**given)
-    measured = bool(rng.random() < 0.3)
-    table = {**INVALID, **MEASURED} if measured else INVALID
+            attend(**arguments)
+    with_stats = bool(rng.random() < 0.3)
+    table = {**INVALID, **INVALID_STATS} if with_stats else INVALID
     name = str(rng.choice(list(table)))
-    call: Callable[..., Any] = head_stats if measured else one_of(rng, attend, explain, head_stats)
+    call: Callable[..., Any] = head_stats if with_stats else one_of(rng, attend, explain, head_stats)
     unknown = rng.random() < 0.03
-    wrong: Given = {str(rng.choice(UNKNOWN)): True} if unknown else table[name](rng, given)
+    wrong: Arguments = {str(rng.choice(UNKNOWN)): True} if unknown else table[name](rng, arguments)
     if rng.random() < 0.3 and "causal" not in wrong:
         wrong["causal"] = True
     path = str(rng.choice([*READABLE, *NATIVE, *NATIVE]))  # in a graph no value can be looked at
-    values = {**given, **wrong}
+    values = {**arguments, **wrong}
     q, k, v = (values.pop(x) for x in "qkv")
     try:
         with forced(path):
@@ -335,5 +335,5 @@ def _invalid(rng: Rng, report: Report) -> str | None:
         return f"{name} in {call.__name__}: TypeError: {error}"
     except Exception as error:
         return f"{name} in {call.__name__} ({path}): {type(error).__name__}: {error}"
-    taken = {key: x for key, x in wrong.items() if not isinstance(x, Tensor)}
-    return f"{name} in {call.__name__} ({path}) was taken: {taken}"
+    accepted = {key: x for key, x in wrong.items() if not isinstance(x, Tensor)}
+    return f"{name} in {call.__name__} ({path}) was taken: {accepted}"

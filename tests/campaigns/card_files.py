@@ -22,7 +22,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 35, "num_attention_heads": 5, "n
 
 def tensors() -> dict[str, Any]:
     """A small model's header."""
-    found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     shapes = {"model.embed_tokens.weight": [11, 35], "lm_head.weight": [11, 35]}
     for layer in range(3):
@@ -31,9 +31,9 @@ def tensors() -> dict[str, Any]:
         shapes[f"model.layers.{layer}.mlp.gate_proj.weight"] = [13, 35]
     for name, shape in shapes.items():
         size = 2 * shape[0] * shape[1]
-        found[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
-    return found
+    return header
 
 
 def safetensors_file(chance: random.Random) -> bytes:
@@ -61,17 +61,17 @@ def safetensors_file(chance: random.Random) -> bytes:
     elif kind < 0.2:
         text = text.replace(b"35", chance.choice(RAW).encode(), chance.choice((1, 99)))
     length = len(text) if chance.random() < 0.8 else chance.choice((*SIZES, len(text) + 1, len(text) - 1)) % 2**64
-    return _overwritten(struct.pack("<Q", length) + text + bytes(size), chance, len(text))
+    return _overwrite(struct.pack("<Q", length) + text + bytes(size), chance, len(text))
 
 
-def _overwritten(whole: bytes, chance: random.Random, header: int) -> bytes:
+def _overwrite(whole: bytes, chance: random.Random, header: int) -> bytes:
     kind = chance.random()
-    at = chance.randrange(min(len(whole), header + 9))
+    position = chance.randrange(min(len(whole), header + 9))
     if kind < 0.15:
-        return whole[:at]
+        return whole[:position]
     if kind < 0.4:
         junk = chance.randbytes(chance.choice((1, 2, 8, 30)))
-        return whole[:at] + junk + whole[at + len(junk) :]
+        return whole[:position] + junk + whole[position + len(junk) :]
     return whole
 
 
@@ -91,7 +91,7 @@ def _value(value: Any) -> bytes:
     if isinstance(value, float):
         return struct.pack("<Id", 12, value)
     if isinstance(value, list):
-        inner = b"".join(_text(str(one)) for one in value[:50])
+        inner = b"".join(_text(str(item)) for item in value[:50])
         return struct.pack("<IIQ", 9, 8, len(value[:50])) + inner
     return struct.pack("<I", 8) + _text(str(value)[:2000])
 
@@ -123,7 +123,7 @@ def gguf_file(chance: random.Random) -> bytes:
     version = chance.choice((3, 3, 3, 3, 2, 1, 4, 2**31))
     counts = (len(shapes), len(pairs)) if chance.random() < 0.85 else (chance.choice(SIZES), chance.choice(SIZES))
     start = b"GGUF" if chance.random() < 0.97 else b"GGML"
-    return _overwritten(start + struct.pack("<IQQ", version, *counts) + body + bytes(64), chance, len(body) + 16)
+    return _overwrite(start + struct.pack("<IQQ", version, *counts) + body + bytes(64), chance, len(body) + 16)
 
 
 # --- both ---
@@ -135,21 +135,21 @@ def campaign(tries: int, seed: int) -> Report:
         for number in range(tries):
             chance = random.Random(f"{seed} {number}")
             kind = chance.choice(("safetensors", "folder", "index", "gguf", "gguf"))
-            found = outcome(_written(Path(folder), kind, chance))
+            result = outcome(_write_files(Path(folder), kind, chance))
             report.tries += 1
-            report.count(f"{kind} {found}" if found in ("card", "refused") else "failed")
-            if found not in ("card", "refused"):
-                report.failures.append(f"seed {seed} try {number} ({kind}): {found}")
+            report.count(f"{kind} {result}" if result in ("card", "refused") else "failed")
+            if result not in ("card", "refused"):
+                report.failures.append(f"seed {seed} try {number} ({kind}): {result}")
     for kind in ("safetensors", "folder", "index", "gguf"):
-        for wanted in ("card", "refused"):
-            if tries >= 1000 and f"{kind} {wanted}" not in report.counts:
+        for ending in ("card", "refused"):
+            if tries >= 1000 and f"{kind} {ending}" not in report.counts:
                 report.failures.append(
-                    f"seed {seed}: no {kind} ends as {wanted}; the mutations are too weak or too strong"
+                    f"seed {seed}: no {kind} ends as {ending}; the mutations are too weak or too strong"
                 )
     return report
 
 
-def _written(folder: Path, kind: str, chance: random.Random) -> Path:
+def _write_files(folder: Path, kind: str, chance: random.Random) -> Path:
     """The files of one try, in place of those of the last."""
     for old in folder.iterdir():
         old.unlink()

@@ -64,14 +64,16 @@ SANE = {  # by option: values that mean something, so that commands also get som
 def master(folder: Path) -> None:
     """The files that commands are given: a small model, texts, and what is none of these."""
     vocabulary = {word: i for i, word in enumerate(["[UNK]", *WORDS])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    words = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="[UNK]")
+    word_level = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast_tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=word_level, unk_token="[UNK]", pad_token="[UNK]"
+    )
     sizes = {"vocab_size": len(vocabulary), "n_positions": 31, "n_embd": 15, "n_layer": 2, "n_head": 3}
     torch.manual_seed(0)
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder / "model")
-    words.save_pretrained(folder / "model")
+    fast_tokenizer.save_pretrained(folder / "model")
     chance = random.Random(0)
     lines = [" ".join(chance.choices(WORDS, k=7)) for _ in range(5)]
     (folder / "texts.txt").write_text("\n".join(lines))
@@ -87,15 +89,15 @@ def master(folder: Path) -> None:
 def all_commands() -> dict[str, click.Command]:
     """Every command by its name, the commands of groups as "atlas merge"."""
     context = click.Context(app)
-    found: dict[str, click.Command] = {}
+    commands: dict[str, click.Command] = {}
     for name in app.list_commands(context):
         command = app.get_command(context, name)
         if isinstance(command, click.Group):
-            found |= {
+            commands |= {
                 f"{name} {inner}": command.get_command(context, inner) for inner in command.list_commands(context)
             }
-        found[name] = command
-    return found
+        commands[name] = command
+    return commands
 
 
 def line(chance: random.Random) -> list[str]:
@@ -106,10 +108,12 @@ def line(chance: random.Random) -> list[str]:
     name = chance.choice(sorted(commands))
     params = commands[name].params
     options = [param for param in params if param.param_type_name == "option"]
-    chosen = chance.sample(options, min(len(options), chance.choice((0, 1, 1, 2, 2, 3, 4))))
-    chosen += [one for one in options if one.name == "model" and one not in chosen]  # the usual one loads slowly
+    selected = chance.sample(options, min(len(options), chance.choice((0, 1, 1, 2, 2, 3, 4))))
+    selected += [
+        option for option in options if option.name == "model" and option not in selected
+    ]  # the usual one loads slowly
     args = [chance.choice(VALUES + FILES) for _ in range(chance.choice((0, 0, 1, 1, 2, 3)))]
-    for option in chosen:
+    for option in selected:
         args += [chance.choice(option.opts)] + ([] if option.is_flag else [value(option.name, chance)])
     if chance.random() < 0.05:
         args.insert(chance.randrange(len(args) + 1), chance.choice(["--help", "--nosy", "--", "-x", "--json=7"]))
@@ -142,7 +146,7 @@ def alarm(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_long_work() -> Iterator[None]:
-    def nothing(*args: Any, **options: Any) -> Any:
+    def refuse(*args: Any, **options: Any) -> Any:
         raise HeadwiseError("this was left out")
 
     places = ("headwise.ui.server.serve", "headwise.bench.suite.run", "headwise.lab.session.measure")
@@ -150,7 +154,7 @@ def without_long_work() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         for place in (*places, "headwise.timing.machine.restrict_instructions"):
-            stack.enter_context(mock.patch(place, nothing))
+            stack.enter_context(mock.patch(place, refuse))
         stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
         stack.enter_context(
             mock.patch("headwise.roles.relations.probe_set.sentences.probe_sentences", return_value=SENTENCES)
@@ -168,8 +172,8 @@ def wrong(args: list[str]) -> tuple[str, str]:
         return "hung", f"it took more than {SECONDS} s"
     except BaseException as error:  # what a campaign looks for
         return "failed", f"{type(error).__name__} {str(error)[:200]!r}"
-    told = [one for one in err.getvalue().splitlines() if one.startswith("headwise: ")]
-    errors = [one for one in told if "the machine is busy" not in one]  # which is a warning
+    messages = [line for line in err.getvalue().splitlines() if line.startswith("headwise: ")]
+    errors = [line for line in messages if "the machine is busy" not in line]  # which is a warning
     happened = f"code {code}"
     if code not in (0, 1, 2):
         return happened, f"it ended with {code}"
@@ -184,21 +188,21 @@ def campaign(tries: int, seed: int) -> Report:
     report = Report()
     threads, home = torch.get_num_threads(), os.getcwd()
     with tempfile.TemporaryDirectory() as place:
-        kept, work = Path(place) / "kept", Path(place) / "work"
-        kept.mkdir()
-        master(kept)
+        originals, work = Path(place) / "kept", Path(place) / "work"
+        originals.mkdir()
+        master(originals)
         try:
             for number in range(tries):
-                shutil.copytree(kept, work)
+                shutil.copytree(originals, work)
                 os.chdir(work)
                 args = line(random.Random(f"{seed}/{number}"))
                 with without_long_work():
-                    happened, what = wrong(args)
+                    happened, problem = wrong(args)
                 report.tries += 1
                 report.count(happened)
-                if what:
-                    shown = " ".join(arg if len(arg) < 60 else f"{arg[:20]}...({len(arg)})" for arg in args)
-                    report.failures.append(f"try {number} of seed {seed}: headwise {shown!r}: {what}")
+                if problem:
+                    command_line = " ".join(arg if len(arg) < 60 else f"{arg[:20]}...({len(arg)})" for arg in args)
+                    report.failures.append(f"try {number} of seed {seed}: headwise {command_line!r}: {problem}")
                 os.chdir(home)
                 shutil.rmtree(work)
         finally:

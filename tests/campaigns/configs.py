@@ -110,20 +110,20 @@ def as_text(config: dict[str, Any], chance: random.Random) -> str:
         return chance.choice(WHOLE)
     kind = chance.random()
     if kind < 0.3:
-        places = [at for at, sign in enumerate(text) if sign == ":"]
-        at = chance.choice(places) if places else 0
-        return text[: at + 1] + chance.choice(RAW) + "," + text[at + 1 :].partition(",")[2]
+        places = [position for position, sign in enumerate(text) if sign == ":"]
+        position = chance.choice(places) if places else 0
+        return text[: position + 1] + chance.choice(RAW) + "," + text[position + 1 :].partition(",")[2]
     if kind < 0.4:
-        at = chance.randrange(len(text) + 1)
+        position = chance.randrange(len(text) + 1)
         return (
-            text[:at]
+            text[:position]
             + chance.choice(("", "\x00", "{", "]", '"', "\ufffe", "9" * 5000))
-            + text[at + chance.randrange(9) :]
+            + text[position + chance.randrange(9) :]
         )
     return chance.choice(WHOLE) if kind < 0.42 else text
 
 
-def used(card: headwise.card.Card) -> None:
+def use_card(card: headwise.card.Card) -> None:
     """All that a reader may ask of a card."""
     json.dumps(card.to_json())
     card.explain()
@@ -136,7 +136,7 @@ def outcome(source: Any) -> str:
     """ "card" or "refused"; a failure in words else."""
     try:
         with limited():
-            used(read(source))
+            use_card(read(source))
     except headwise.HeadwiseError as error:
         message = str(error)
         if "\n" in message or len(message) > LONGEST or CONTROL.search(message):
@@ -151,25 +151,25 @@ def outcome(source: Any) -> str:
 
 def campaign(tries: int, seed: int) -> Report:
     report = Report()
-    known = bases()
-    keys = sorted({key for base in known for key in base} | {"architectures", "per_layer_config", "layer_types"})
+    base_configs = bases()
+    keys = sorted({key for base in base_configs for key in base} | {"architectures", "per_layer_config", "layer_types"})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         for number in range(tries):
             chance = random.Random(f"{seed} {number}")
-            config = mutated(chance.choice(known), keys, chance)
+            config = mutated(chance.choice(base_configs), keys, chance)
             source: Any = config
             if chance.random() < 0.6:
                 path.write_text(as_text(config, chance), encoding="utf-8", errors="surrogatepass")
                 source = path
-            found = outcome(source)
+            result = outcome(source)
             report.tries += 1
-            report.count(found if found in ("card", "refused") else "failed")
-            if found not in ("card", "refused"):
-                report.failures.append(f"seed {seed} try {number} ({'file' if source is path else 'dict'}): {found}")
-    for wanted in ("card", "refused"):
-        if tries >= SHORT and report.counts.get(wanted, 0) < tries / 10:
+            report.count(result if result in ("card", "refused") else "failed")
+            if result not in ("card", "refused"):
+                report.failures.append(f"seed {seed} try {number} ({'file' if source is path else 'dict'}): {result}")
+    for ending in ("card", "refused"):
+        if tries >= SHORT and report.counts.get(ending, 0) < tries / 10:
             report.failures.append(
-                f"seed {seed}: hardly a try ends as {wanted}; the mutations are too weak or too strong"
+                f"seed {seed}: hardly a try ends as {ending}; the mutations are too weak or too strong"
             )
     return report

@@ -58,7 +58,7 @@ def campaign(tries: int, seed: int) -> Report:
     report = Report()
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sources = {kind: small_checkpoints.saved(kind, Path(place, kind)) for kind in KINDS}
+        sources = {kind: small_checkpoints.save_small_model(kind, Path(place, kind)) for kind in KINDS}
         pruned = headwise.prune_heads(headwise.load(sources["bert"]), {0: [1]})
         headwise.save(pruned, Path(place, "pruned"))
         sources["pruned"] = Path(place, "pruned")
@@ -72,26 +72,26 @@ def _try(report: Report, sources: dict[str, Path], folder: Path, seed: str) -> N
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(sources[rng.choice(list(sources))], folder)
     (folder / "evil.py").write_text(CODE)
-    done = []
+    changes = []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         act = rng.choice(CHANGES)
-        done.append(f"{act.__name__} {act(folder, rng)}")
-    for read in (headwise.load, headwise.tokenizer):
+        changes.append(f"{act.__name__} {act(folder, rng)}")
+    for reader in (headwise.load, headwise.tokenizer):
         report.tries += 1
-        outcome, words = _outcome(read, folder)
+        outcome, words = _outcome(reader, folder)
         report.count(outcome)
         if words is not None or (folder / "CODE-RAN").exists():
-            report.failures.append(f"seed {seed}, {read.__name__}, {'; '.join(done)[:300]}: {words or 'code ran'}")
+            report.failures.append(f"seed {seed}, {reader.__name__}, {'; '.join(changes)[:300]}: {words or 'code ran'}")
 
 
-def _outcome(read: Callable[[Path], Any], folder: Path) -> tuple[str, str | None]:
+def _outcome(reader: Callable[[Path], Any], folder: Path) -> tuple[str, str | None]:
     def stop(*_: Any) -> None:
         raise SlowError
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(LONGEST)
     try:
-        read(folder)
+        reader(folder)
     except HeadwiseError as error:
         return "refused", f"several lines: {error}" if len(str(error).splitlines()) > 1 else None
     except SlowError:
@@ -132,10 +132,10 @@ def flip(folder: Path, rng: random.Random) -> str:
 def insert(folder: Path, rng: random.Random) -> str:
     file = _file(folder, rng, ".json")
     content = file.read_bytes() if file.is_file() else b""
-    at = rng.randrange(len(content) + 1)
-    more = rng.choice((b"\0", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 6_000, b"\x1b[31m", b'"\\ud800"'))
-    file.write_bytes(content[:at] + more + content[at:])
-    return f"{file.name} {more[:5]!r}"
+    position = rng.randrange(len(content) + 1)
+    junk = rng.choice((b"\0", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 6_000, b"\x1b[31m", b'"\\ud800"'))
+    file.write_bytes(content[:position] + junk + content[position:])
+    return f"{file.name} {junk[:5]!r}"
 
 
 def remove(folder: Path, rng: random.Random) -> str:
@@ -166,19 +166,19 @@ def change_value(folder: Path, rng: random.Random) -> str:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return "nothing"
-    path, at = [], content
-    while isinstance(at, (dict, list)) and at and rng.random() < 0.9:
-        key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
-        if not isinstance(at[key], (dict, list)) or rng.random() < 0.2:
+    path, node = [], content
+    while isinstance(node, (dict, list)) and node and rng.random() < 0.9:
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        if not isinstance(node[key], (dict, list)) or rng.random() < 0.2:
             value = rng.choice(VALUES)
             if rng.random() < 0.1:
-                del at[key]
+                del node[key]
             else:
-                at[key] = value
+                node[key] = value
             path.append(f"{key} = {value!r}"[:60])
             break
         path.append(str(key))
-        at = at[key]
+        node = node[key]
     file.write_text(json.dumps(content), encoding="utf-8")
     return f"{file.name} {' '.join(path)}"
 

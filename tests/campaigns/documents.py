@@ -1,6 +1,6 @@
 """Files that headwise reads again, changed at random: each is read, or refused by a HeadwiseError of one line.
 
-Atlases and their sums, checkpoints of unfinished runs, relations, what matters, CoNLL-U, texts as lines and as JSON
+Atlases and their sums, checkpoints of unfinished runs, relations, ablations, CoNLL-U, texts as lines and as JSON
 lines, Winograd sentences, pieces and results of the lab.
 """
 
@@ -68,19 +68,19 @@ CONLLU = "\n".join(
 
 def tally() -> Tally:
     """Sums of a small causal model."""
-    made = Tally(replicates=REPLICATES)
-    fill(Accumulator(made)).flush()
-    return made
+    result = Tally(replicates=REPLICATES)
+    fill(Accumulator(result)).flush()
+    return result
 
 
 def fill(sums: Accumulator) -> Accumulator:
-    drawn = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     names = columns(CAUSAL)
-    found = {}
+    layers = {}
     for layer in range(LAYERS):
-        top, bottom = drawn.random((TEXTS, len(names), HEADS + 1)), np.ones((TEXTS, len(names)))
-        found["self", layer] = BatchSums(names, CAUSAL, top, bottom)
-    sums.pending.append(PendingBatch(found, np.arange(TEXTS, dtype=np.uint64), 31, 1))
+        top, bottom = generator.random((TEXTS, len(names), HEADS + 1)), np.ones((TEXTS, len(names)))
+        layers["self", layer] = BatchSums(names, CAUSAL, top, bottom)
+    sums.pending.append(PendingBatch(layers, np.arange(TEXTS, dtype=np.uint64), 31, 1))
     return sums
 
 
@@ -90,14 +90,14 @@ def relations() -> Relations:
     return Relations("m", True, 7, 0.01, (row,), (row,), heads, {"amod > head": np.linspace(0, 1, len(heads))})
 
 
-class Nothing:
+class NoCorpus:
     """In the place of a corpus that is not read."""
 
     fingerprint = "0" * 32
 
 
 def unfinished(file: Path) -> CorpusRun:
-    run = CorpusRun(None, Nothing(), file, {"replicates": REPLICATES, "weights": "a"}, (0, 1), None, None)  # type: ignore[arg-type]
+    run = CorpusRun(None, NoCorpus(), file, {"replicates": REPLICATES, "weights": "a"}, (0, 1), None, None)  # type: ignore[arg-type]
     run.tally = Tally(replicates=REPLICATES)
     run.accumulator = Accumulator(run.tally)
     return run
@@ -124,9 +124,9 @@ def read_unfinished(file: Path) -> None:
 
 
 def read_relations(file: Path) -> None:
-    found = Relations.load(file)
-    str(found), found.markdown()
-    json.dumps(found.to_json(), allow_nan=False)
+    result = Relations.load(file)
+    str(result), result.markdown()
+    json.dumps(result.to_json(), allow_nan=False)
 
 
 def read_matter(file: Path) -> None:
@@ -145,9 +145,9 @@ def read_conllu(file: Path) -> None:
 
 def read_texts(file: Path) -> None:
     texts, total = corpus.read(file)
-    found = list(texts)
-    assert len(found) == total
-    for text in found:
+    lines = list(texts)
+    assert len(lines) == total
+    for text in lines:
         text.encode()
     corpus.check_file(file)
 
@@ -197,108 +197,109 @@ def documents(folder: Path) -> dict[str, tuple[Path, bytes, Callable[[Path], Non
         "result": (places["result"] / "claim03.json", b'{"claim": 3, "figures": {"a": [1]}}', read_result),
     }
     return {
-        kind: (file, file.read_bytes() if data is None else data, read) for kind, (file, data, read) in files.items()
+        kind: (file, file.read_bytes() if data is None else data, reader)
+        for kind, (file, data, reader) in files.items()
     }
 
 
-def changed(data: bytes, chance: random.Random, binary: bool) -> bytes:
+def change_document(data: bytes, chance: random.Random, binary: bool) -> bytes:
     """Content that was changed: as JSON where it is that, else byte by byte."""
     for _ in range(chance.choice((1, 1, 2, 5))):
         if binary and chance.random() < 0.6:
-            data = changed_header(data, chance)
+            data = change_header(data, chance)
         elif not binary and chance.random() < 0.6:
-            data = changed_json(data, chance)
+            data = change_json(data, chance)
         else:
-            data = changed_bytes(data, chance)
+            data = change_bytes(data, chance)
     return data
 
 
-def changed_json(data: bytes, chance: random.Random) -> bytes:
+def change_json(data: bytes, chance: random.Random) -> bytes:
     """One value somewhere inside replaced, removed, doubled or moved."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
-        return changed_bytes(data, chance)
+        return change_bytes(data, chance)
     if not isinstance(tree, (dict, list)) or not tree:
         return json.dumps(chance.choice(NASTY)).encode()
-    at = tree
+    node = tree
     while True:
-        key = chance.choice(list(at)) if isinstance(at, dict) else chance.randrange(len(at))
-        inside = at[key]
+        key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
+        inside = node[key]
         if not isinstance(inside, (dict, list)) or not inside or chance.random() < 0.2:
             break
-        at = inside
-    what = chance.randrange(4)
-    if what == 0:
-        del at[key]
-    elif what == 1 and isinstance(at, list):
-        at.insert(key, inside)
-    elif what == 1:
-        at[str(chance.choice(NASTY))] = inside
+        node = inside
+    action = chance.randrange(4)
+    if action == 0:
+        del node[key]
+    elif action == 1 and isinstance(node, list):
+        node.insert(key, inside)
+    elif action == 1:
+        node[str(chance.choice(NASTY))] = inside
     else:
-        at[key] = chance.choice(NASTY)
+        node[key] = chance.choice(NASTY)
     try:
         return json.dumps(tree, ensure_ascii=chance.random() < 0.5).encode("utf-8", "surrogatepass")
     except ValueError:  # a number of more digits than Python prints
-        return changed_bytes(data, chance)
+        return change_bytes(data, chance)
 
 
-def changed_bytes(data: bytes, chance: random.Random) -> bytes:
-    at = chance.randrange(len(data) + 1)
-    to = min(len(data), at + chance.choice((1, 1, 2, 7, 50)))
-    what = chance.randrange(6)
-    if what == 0:
-        return data[:at]
-    if what == 1:
-        return data[:at] + data[to:]
-    if what == 2:
-        return data[:at] + data[at:to] * chance.choice((2, 3)) + data[to:]
-    if what == 3:
-        return data[:at] + chance.choice(TOKENS) + data[at:]
-    if what == 4:
-        return data[:at] + chance.choice(TOKENS) + data[to:]
-    return data[:at] + bytes([chance.randrange(256)]) + data[to:]
+def change_bytes(data: bytes, chance: random.Random) -> bytes:
+    start = chance.randrange(len(data) + 1)
+    end = min(len(data), start + chance.choice((1, 1, 2, 7, 50)))
+    action = chance.randrange(6)
+    if action == 0:
+        return data[:start]
+    if action == 1:
+        return data[:start] + data[end:]
+    if action == 2:
+        return data[:start] + data[start:end] * chance.choice((2, 3)) + data[end:]
+    if action == 3:
+        return data[:start] + chance.choice(TOKENS) + data[start:]
+    if action == 4:
+        return data[:start] + chance.choice(TOKENS) + data[end:]
+    return data[:start] + bytes([chance.randrange(256)]) + data[end:]
 
 
-def changed_header(data: bytes, chance: random.Random) -> bytes:
+def change_header(data: bytes, chance: random.Random) -> bytes:
     """A safetensors file whose header, or the JSON inside it, was changed."""
     try:
         size = struct.unpack("<Q", data[:8])[0]
         header = json.loads(data[8 : 8 + size])
         facts = header["__metadata__"]["facts"].encode("utf-8", "surrogatepass")
     except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
-        return changed_bytes(data, chance)
+        return change_bytes(data, chance)
     if chance.random() < 0.7:
-        header["__metadata__"]["facts"] = changed_json(facts, chance).decode("utf-8", "replace")
+        header["__metadata__"]["facts"] = change_json(facts, chance).decode("utf-8", "replace")
         new = json.dumps(header).encode()
     else:
-        new = changed_json(json.dumps(header).encode(), chance)
+        new = change_json(json.dumps(header).encode(), chance)
     return struct.pack("<Q", len(new)) + new + data[8 + size :]
 
 
 def campaign(tries: int, seed: int) -> Report:
     report = Report()
     with tempfile.TemporaryDirectory() as place:
-        every = documents(Path(place))
-        for kind, (_, _, read) in every.items():  # as they are, all of them can be read
-            file, data, _ = every[kind]
+        kinds = documents(Path(place))
+        for kind, (_, _, reader) in kinds.items():  # as they are, all of them can be read
+            file, data, _ = kinds[kind]
             file.write_bytes(data)
-            read(file)
+            reader(file)
         for number in range(tries):
             chance = random.Random(f"{seed}/{number}")
-            kind = chance.choice(list(every))
-            file, data, read = every[kind]
-            file.write_bytes(changed(data, chance, data[8:9] == b"{" and data[:1] != b"{"))
+            kind = chance.choice(list(kinds))
+            file, data, reader = kinds[kind]
+            file.write_bytes(change_document(data, chance, data[8:9] == b"{" and data[:1] != b"{"))
             report.tries += 1
-            what = f"try {number} of seed {seed}, {kind}"
+            label = f"try {number} of seed {seed}, {kind}"
             try:
-                read(file)
+                reader(file)
                 report.count("read")
             except HeadwiseError as error:
                 report.count("refused")
                 if "\n" in str(error) or len(str(error)) > 1000:
-                    report.failures.append(f"{what}: a message of {len(str(error))} signs")
+                    report.failures.append(f"{label}: a message of {len(str(error))} signs")
             except Exception as error:  # what a campaign looks for
-                report.failures.append(f"{what}: {type(error).__name__} {str(error)[:200]!r}")
+                report.failures.append(f"{label}: {type(error).__name__} {str(error)[:200]!r}")
             file.write_bytes(data)
     return report

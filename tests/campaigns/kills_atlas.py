@@ -34,7 +34,7 @@ from .commands import WORDS, master
 SHORT, LONG = 2, 40
 # A process that has imported everything forks, so that most kills meet the work; every so many tries a command of its
 # own is killed, whose time is mostly that of its imports.
-OWN = 5
+OWN_PROCESS_EVERY = 5
 FILES = {"atlas.json", "atlas.json.sums.safetensors", "atlas.csv", "atlas.html", "atlas.png"}
 PATIENCE = 120.0  # seconds for a run that is left alone
 # many small batches, with a checkpoint after each
@@ -42,7 +42,7 @@ SIZES = {"WINDOW": 13, "PAIRS": 1200, "TOKENS": 60}
 SCRIPT = f"""
 import sys
 from headwise.roles.atlas import corpus, corpus_run, similarity  # noqa: F401
-corpus_run.EVERY = 0.0
+corpus_run.SAVE_EVERY = 0.0
 vars(corpus).update({SIZES!r})
 from headwise.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -57,7 +57,7 @@ def forked(args: list[str], after: float) -> int | None:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 torch.set_num_threads(1)
-                corpus_run.EVERY = 0.0
+                corpus_run.SAVE_EVERY = 0.0
                 vars(corpus).update(SIZES)
                 code = main(args)
         finally:
@@ -83,8 +83,8 @@ class Runs:
         if self.fork:
             assert forked([*self.args, str(out)], PATIENCE) == 0, "a run that was left alone did not end"
             return
-        done = run([sys.executable, "-c", SCRIPT, *self.args, str(out)], PATIENCE, OMP_NUM_THREADS="1")
-        assert done.returncode == 0, done.stderr[-500:]
+        process = run([sys.executable, "-c", SCRIPT, *self.args, str(out)], PATIENCE, OMP_NUM_THREADS="1")
+        assert process.returncode == 0, process.stderr[-500:]
 
     def killed(self, out: Path, after: float) -> bool:
         if self.fork:
@@ -94,13 +94,13 @@ class Runs:
 
 def differences(out: Path, expected: Atlas) -> list[str]:
     """What is not as in the atlas of a run that was left alone."""
-    found = Atlas.load(out / "atlas.json")
+    atlas = Atlas.load(out / "atlas.json")
     wrong = [f"{path.name} was left behind" for path in out.iterdir() if path.name not in FILES]
     wrong += [f"{name} is missing" for name in FILES if not (out / name).exists()]
-    if found.to_json() != expected.to_json():
+    if atlas.to_json() != expected.to_json():
         wrong.append("atlas.json differs")
     for name in ("tally", "repetition"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours, theirs = getattr(atlas, name), getattr(expected, name)
         if ours is None or ours.facts() != theirs.facts():
             wrong.append(f"{name} is of {ours and ours.texts} texts instead of {theirs.texts}")
             continue
@@ -114,12 +114,12 @@ def campaign(tries: int, seed: int) -> Report:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         master(folder)
-        drawn = random.Random(0)
-        (folder / "many.txt").write_text("\n".join(" ".join(drawn.choices(WORDS, k=11)) for _ in range(53)))
+        generator = random.Random(0)
+        (folder / "many.txt").write_text("\n".join(" ".join(generator.choices(WORDS, k=11)) for _ in range(53)))
         lasts = {}
         kinds = {fork: Runs(folder, fork) for fork in (True, False)}
         for fork, runs in kinds.items():
-            if fork or tries >= OWN:
+            if fork or tries >= OWN_PROCESS_EVERY:
                 start = time.monotonic()
                 runs.whole(folder / "left-alone")
                 lasts[fork] = time.monotonic() - start
@@ -127,7 +127,7 @@ def campaign(tries: int, seed: int) -> Report:
         out = folder / "killed"
         for number in range(tries):
             chance = random.Random(f"{seed}/{number}")
-            fork = number % OWN != OWN - 1
+            fork = number % OWN_PROCESS_EVERY != OWN_PROCESS_EVERY - 1
             runs, after = kinds[fork], chance.uniform(0, lasts[fork])
             report.count("killed" if runs.killed(out, after) else "ended before")
             report.tries += 1

@@ -1,7 +1,7 @@
 """`headwise prune` with recovery, killed at random moments and run again.
 
 Half of the kills come after a random time, half at a random operation on files, so that the short moments in which
-files are written are met too. Whatever the moment: the next run goes on from what was kept, gives the model and the
+files are written are met too. Whatever the moment: the next run resumes from what was saved, gives the model and the
 losses of a run that nobody killed, and leaves nothing behind. A process that has imported everything forks the runs.
 """
 
@@ -24,25 +24,27 @@ from campaigns import Report
 
 TESTS = Path(__file__).parents[1]
 SHORT, LONG = 2, 40
-STEPS, EVERY = 7, 2  # of recovery, and between its checkpoints
+STEPS, CHECKPOINT_EVERY = 7, 2  # of recovery, and between its checkpoints
 FILES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree", "shutil.copyfile")
 
 
 def campaign(tries: int, seed: int) -> Report:
     """In a process of its own: PyTorch's backward passes refuse to run in a fork of one that has run some."""
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEADWISE_THREADS": "own"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEADWISE_THREADS": "own"}
     line = [sys.executable, "-m", "campaigns.kills_prune", str(tries), str(seed)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120 + 60 * tries, check=False, env=given)
-    if done.returncode:
-        return Report(tries, [f"the campaign ended with {done.returncode}: {done.stderr[-2000:]}"])
-    return Report(**json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(
+        line, capture_output=True, text=True, timeout=120 + 60 * tries, check=False, env=environment
+    )
+    if process.returncode:
+        return Report(tries, [f"the campaign ended with {process.returncode}: {process.stderr[-2000:]}"])
+    return Report(**json.loads(process.stdout.splitlines()[-1]))
 
 
 def _main(tries: int, seed: int) -> None:
     report = Report()
-    with tempfile.TemporaryDirectory() as made:
-        runs = _Runs(Path(made))
+    with tempfile.TemporaryDirectory() as folder:
+        runs = _Runs(Path(folder))
         for number in range(tries):
             report.tries += 1
             try:
@@ -59,17 +61,17 @@ class _Runs:
         self.folder = folder
         _prepare(folder)
         self.whole = folder / "whole"
-        started = time.monotonic()
-        done = _forked(self.whole, folder)
-        self.seconds = time.monotonic() - started
-        assert done["code"] == 0, f"a run that nobody killed failed: {done}"
-        self.events = int(done["events"])
+        start = time.monotonic()
+        result = _forked(self.whole, folder)
+        self.seconds = time.monotonic() - start
+        assert result["code"] == 0, f"a run that nobody killed failed: {result}"
+        self.events = int(result["events"])
         self.losses, self.weights = _result(self.whole / "out")
 
     def killed_and_again(self, chance: random.Random) -> str:
         work = self.folder / "work"
-        replaced = chance.random() < 0.3
-        if replaced:
+        overwrite = chance.random() < 0.3
+        if overwrite:
             shutil.copytree(self.whole / "out", work / "out")
         if chance.random() < 0.5:
             moment = {"after": chance.uniform(0.01, self.seconds)}
@@ -77,30 +79,42 @@ class _Runs:
         else:
             moment = {"event": chance.randrange(self.events)}
             words = f"killed at operation {moment['event']} of {self.events} on files"
-        done = _forked(work, self.folder, overwrite=replaced, **moment)
+        result = _forked(work, self.folder, overwrite=overwrite, **moment)
         try:
-            outcome = self._again(work, replaced, killed=done["code"] is None)
+            outcome = self._run_again(work, overwrite, killed=result["code"] is None)
         except AssertionError as error:
-            raise AssertionError(f"{words}{', replacing a folder' if replaced else ''}: {error}") from None
+            raise AssertionError(f"{words}{', replacing a folder' if overwrite else ''}: {error}") from None
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return outcome
 
-    def _again(self, work: Path, replaced: bool, killed: bool) -> str:
-        kept = _kept_steps(work / ".out.recovery.safetensors")
-        whole = (work / "out").exists() and not replaced
+    def _run_again(self, work: Path, overwrite: bool, killed: bool) -> str:
+        saved_steps = _saved_steps(work / ".out.recovery.safetensors")
+        whole = (work / "out").exists() and not overwrite
         if whole:
             assert _result(work / "out") == (self.losses, self.weights), "a folder is there that is not whole"
-        done = _forked(work, self.folder, overwrite=replaced)
-        left = {path.name for path in work.iterdir()} - {"out"}
+        result = _forked(work, self.folder, overwrite=overwrite)
+        leftovers = {path.name for path in work.iterdir()} - {"out"}
         if whole:
-            assert done["code"] == 2 and "exists and is not empty" in done["err"], f"expected a refusal, got {done}"
+            assert result["code"] == 2 and "exists and is not empty" in result["err"], (
+                f"expected a refusal, got {result}"
+            )
         else:
-            assert done["code"] == 0, f"the next run failed: {done['err']}"
-            assert done["trained"] == STEPS - kept, f"{kept} steps were kept, {done['trained']} were trained again"
-        assert not left, f"left behind after the next run: {left}"
+            assert result["code"] == 0, f"the next run failed: {result['err']}"
+            assert result["trained"] == STEPS - saved_steps, (
+                f"{saved_steps} steps were kept, {result['trained']} were trained again"
+            )
+        assert not leftovers, f"left behind after the next run: {leftovers}"
         assert _result(work / "out") == (self.losses, self.weights), "the result is another than that of a whole run"
-        return "ended before" if not killed else "whole" if whole else f"resumed from {kept}" if kept else "began again"
+        return (
+            "ended before"
+            if not killed
+            else "whole"
+            if whole
+            else f"resumed from {saved_steps}"
+            if saved_steps
+            else "began again"
+        )
 
 
 def _result(out: Path) -> tuple[list[float], bytes]:
@@ -109,13 +123,13 @@ def _result(out: Path) -> tuple[list[float], bytes]:
     return json.loads((out / "pruning.json").read_text())["recovery_losses"], (out / "model.safetensors").read_bytes()
 
 
-def _kept_steps(file: Path) -> int:
+def _saved_steps(file: Path) -> int:
     from safetensors import safe_open
 
     if not file.exists():
         return 0
-    with safe_open(file, "pt") as opened:
-        return int(opened.metadata()["step"])
+    with safe_open(file, "pt") as checkpoint:
+        return int(checkpoint.metadata()["step"])
 
 
 def _prepare(folder: Path) -> None:
@@ -130,55 +144,57 @@ def _prepare(folder: Path) -> None:
     from helpers.prune_command import save_model, write_similar_texts
 
     torch.set_num_threads(1)
-    recovery.CHECKPOINT_STEPS = EVERY
+    recovery.CHECKPOINT_STEPS = CHECKPOINT_EVERY
     save_model(folder / "source")
     write_similar_texts(folder / "texts.txt")
 
 
 def _forked(
-    work: Path, given: Path, *, overwrite: bool = False, after: float | None = None, event: int | None = None
+    work: Path, sources: Path, *, overwrite: bool = False, after: float | None = None, event: int | None = None
 ) -> dict[str, Any]:
     """One run in a child: its exit code (None if it was killed), words, steps trained and operations on files."""
     work.mkdir(exist_ok=True)
-    told = given / "told.json"
-    told.unlink(missing_ok=True)
+    report_file = sources / "told.json"
+    report_file.unlink(missing_ok=True)
     child = os.fork()
     if not child:
         try:
-            _run(work, given, told, overwrite, after, event)
+            _run_child(work, sources, report_file, overwrite, after, event)
         finally:
             os._exit(70)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return {"code": None}
-    found: dict[str, Any] = json.loads(told.read_text())
-    return found
+    result: dict[str, Any] = json.loads(report_file.read_text())
+    return result
 
 
-def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | None, event: int | None) -> None:
+def _run_child(
+    work: Path, sources: Path, report_file: Path, overwrite: bool, after: float | None, event: int | None
+) -> None:
     from headwise.cli import main
     from headwise.prune import recovery
 
-    counted = {"events": 0, "trained": 0}
+    counts = {"events": 0, "trained": 0}
     step = recovery._step
 
     def counting(*args: Any) -> float:
-        counted["trained"] += 1
+        counts["trained"] += 1
         return step(*args)
 
     def look(name: str, args: tuple[Any, ...]) -> None:
         if name in FILES and args and str(args[0]).startswith(str(work)):
-            if counted["events"] == event:
+            if counts["events"] == event:
                 os.kill(os.getpid(), signal.SIGKILL)
-            counted["events"] += 1
+            counts["events"] += 1
 
     recovery._step = counting
     sys.addaudithook(look)
-    words = given / "words.txt"
+    words = sources / "words.txt"
     out = os.open(words, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    line = ["prune", "--model", given / "source", "--texts", given / "texts.txt", "--out", work / "out"]
+    line = ["prune", "--model", sources / "source", "--texts", sources / "texts.txt", "--out", work / "out"]
     line += ["--batch", 6, "--context", 16, "--recover", STEPS, *(["--overwrite"] if overwrite else [])]
     if after is not None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once, as SIGKILL does
@@ -186,7 +202,7 @@ def _run(work: Path, given: Path, told: Path, overwrite: bool, after: float | No
     code = main([str(part) for part in line])
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.stderr.flush()
-    told.write_text(json.dumps({"code": code, "err": words.read_text()[-500:], **counted}))
+    report_file.write_text(json.dumps({"code": code, "err": words.read_text()[-500:], **counts}))
     os._exit(0)
 
 

@@ -34,11 +34,11 @@ def campaign(tries: int, seed: int) -> Report:
     setting = _Setting()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(tries):
-            name, of = kinds[(0, 0, 1, 0, 2)[number % 5]]
+            name, check_of = kinds[(0, 0, 1, 0, 2)[number % 5]]
             chance = random.Random(f"{seed} {number}")
             report.tries += 1
             try:
-                report.count(f"{name} {of(setting)(chance, Path(folder))}")
+                report.count(f"{name} {check_of(setting)(chance, Path(folder))}")
             except Exception as error:
                 report.failures.append(
                     f"try {number} of seed {seed}, a {name}: {type(error).__name__}: {str(error)[:200]}"
@@ -46,7 +46,7 @@ def campaign(tries: int, seed: int) -> Report:
     return report
 
 
-def _refused(error: Exception) -> str:
+def _check_refusal(error: Exception) -> str:
     """One line, not too long to read."""
     words = str(error)
     assert "\n" not in words and 10 < len(words) < 1500, f"not one readable line: {words[:300]!r}"
@@ -57,18 +57,18 @@ def _plan(chance: random.Random, folder: Path) -> str:
     from headwise import HeadwiseError, Plan
 
     file = folder / "plan.json"
-    file.write_bytes(_changed_text(_changed_json(_a_plan(), chance), chance))
+    file.write_bytes(_change_text(_change_json(_a_plan(), chance), chance))
     try:
-        found = Plan.load(file)
+        plan = Plan.load(file)
     except HeadwiseError as error:
-        return _refused(error)
-    counts = {(kind, layer): query for kind, layer, query, _ in found.layers}
-    assert len(counts) == len(found.layers)
-    many = len({kind for kind, _ in counts}) > 1
-    for key, heads in found.heads.items():
-        query = counts[key] if many else counts[found.layers[0][0], key]
+        return _check_refusal(error)
+    counts = {(kind, layer): query for kind, layer, query, _ in plan.layers}
+    assert len(counts) == len(plan.layers)
+    several_kinds = len({kind for kind, _ in counts}) > 1
+    for key, heads in plan.heads.items():
+        query = counts[key] if several_kinds else counts[plan.layers[0][0], key]
         assert len(set(heads)) == len(heads) and all(0 <= head < query for head in heads)
-    assert str(found) and Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert str(plan) and Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     return "read"
 
 
@@ -89,11 +89,11 @@ def _report(chance: random.Random, folder: Path) -> str:
     out = folder / "out"
     out.mkdir(exist_ok=True)
     content = {"recovery_run": "0" * 32, "quality": {"full": {"value": 1.0}}}
-    (out / "pruning.json").write_bytes(_changed_text(_changed_json(content, chance), chance))
+    (out / "pruning.json").write_bytes(_change_text(_change_json(content, chance), chance))
     try:
         check_output(out, overwrite=False)
     except HeadwiseError as error:
-        return _refused(error)
+        return _check_refusal(error)
     raise AssertionError("a directory that is not empty was let pass")
 
 
@@ -101,7 +101,7 @@ class _Setting:
     """A small model with a checkpoint of its recovery, made once."""
 
     def __init__(self) -> None:
-        self.made: tuple[Any, Any, Any, bytes] | None = None
+        self.setting: tuple[Any, Any, Any, bytes] | None = None
 
     def _make(self, folder: Path) -> tuple[Any, Any, Any, bytes]:
         import headwise
@@ -122,23 +122,23 @@ class _Setting:
         from headwise.prune.recovery import recover
         from headwise.prune.recovery_checkpoint import run_id
 
-        self.made = self.made or self._make(folder)
-        pruned, full, batches, whole = self.made
+        self.setting = self.setting or self._make(folder)
+        pruned, full, batches, whole = self.setting
         length = int.from_bytes(whole[:8], "little")
         header = json.loads(whole[8 : 8 + length])
-        how = chance.randrange(4)
-        if how == 0:
-            content = _changed_text(whole, chance)
-        elif how == 1:
-            header["__metadata__"] = _changed_json(header["__metadata__"], chance)
-            content = _joined(header, whole[8 + length :])
-        elif how == 2:  # a header of the right form whose losses are tampered with
-            losses = _changed_json({"losses": json.loads(header["__metadata__"]["losses"])}, chance)
+        change = chance.randrange(4)
+        if change == 0:
+            content = _change_text(whole, chance)
+        elif change == 1:
+            header["__metadata__"] = _change_json(header["__metadata__"], chance)
+            content = _safetensors_bytes(header, whole[8 + length :])
+        elif change == 2:  # a header of the right form whose losses are tampered with
+            losses = _change_json({"losses": json.loads(header["__metadata__"]["losses"])}, chance)
             text = json.dumps(losses.get("losses") if isinstance(losses, dict) else losses)
             header["__metadata__"]["losses"] = chance.choice([text, text[: len(text) // 2], "[" * 9999])
-            content = _joined(header, whole[8 + length :])
+            content = _safetensors_bytes(header, whole[8 + length :])
         else:
-            content = _joined(_changed_json(header, chance), whole[8 + length :])
+            content = _safetensors_bytes(_change_json(header, chance), whole[8 + length :])
         file = folder / "kept.safetensors"
         file.write_bytes(content)
         run_id(file)
@@ -146,35 +146,35 @@ class _Setting:
         try:
             recover(model, full, batches, 3, checkpoint=file, keep=True)
         except HeadwiseError as error:
-            same = zip(model.parameters(), pruned.parameters(), strict=True)
-            assert all(torch.equal(a, b) for a, b in same), "a refused checkpoint changed the model"
-            return _refused(error)
+            pairs = zip(model.parameters(), pruned.parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), "a refused checkpoint changed the model"
+            return _check_refusal(error)
         return "read"
 
 
-def _joined(header: Any, rest: bytes) -> bytes:
+def _safetensors_bytes(header: Any, data: bytes) -> bytes:
     text = json.dumps(header).encode("utf-8", "surrogatepass")
-    return len(text).to_bytes(8, "little") + text + rest
+    return len(text).to_bytes(8, "little") + text + data
 
 
-def _changed_json(value: Any, chance: random.Random) -> Any:
+def _change_json(value: Any, chance: random.Random) -> Any:
     """A copy with one to three of its parts replaced, removed or doubled."""
-    made = copy.deepcopy(value)
+    result = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
-        places = list(_places(made))
+        places = list(_places(result))
         if not places:
             return chance.choice(VALUES)
         holder, key = chance.choice(places)
-        what = chance.randrange(5)
-        if what == 0:
+        action = chance.randrange(5)
+        if action == 0:
             del holder[key]
-        elif what == 1 and isinstance(holder, list):
+        elif action == 1 and isinstance(holder, list):
             holder.append(copy.deepcopy(holder[key]))
-        elif what == 2:
+        elif action == 2:
             holder[key] = copy.deepcopy(chance.choice(places)[0])
         else:
             holder[key] = copy.deepcopy(chance.choice(VALUES))
-    return made
+    return result
 
 
 def _places(value: Any, depth: int = 0) -> Any:
@@ -187,17 +187,19 @@ def _places(value: Any, depth: int = 0) -> Any:
             yield from _places(value[key], depth + 1)
 
 
-def _changed_text(value: Any, chance: random.Random) -> bytes:
+def _change_text(value: Any, chance: random.Random) -> bytes:
     """Bytes, or JSON as bytes; now and then cut, doubled, or with a few bytes replaced."""
     text = value if isinstance(value, bytes) else json.dumps(value).encode("utf-8", "surrogatepass")
-    how = chance.randrange(4 if isinstance(value, bytes) else 10)
-    at = chance.randrange(len(text) + 1)
-    if how == 0:
-        return text[:at]
-    if how == 1:
-        return text[:at] + text[chance.randrange(len(text) + 1) :]
-    if how == 2:
-        return text[:at] + bytes(chance.randrange(256) for _ in range(chance.randint(1, 9))) + text[at + 1 :]
-    if how == 3 and chance.random() < 0.2:
+    change = chance.randrange(4 if isinstance(value, bytes) else 10)
+    position = chance.randrange(len(text) + 1)
+    if change == 0:
+        return text[:position]
+    if change == 1:
+        return text[:position] + text[chance.randrange(len(text) + 1) :]
+    if change == 2:
+        return (
+            text[:position] + bytes(chance.randrange(256) for _ in range(chance.randint(1, 9))) + text[position + 1 :]
+        )
+    if change == 3 and chance.random() < 0.2:
         return chance.choice([b"[", b'{"a":', b'{"layers":[']) * 50_000
     return text

@@ -43,10 +43,10 @@ class Variant:
 
     def run(self, driver: Path, calls: int, seed: int) -> str | None:
         """Run random calls on every path. Returns None, or the output of a run that failed."""
-        done = run([*self.runner.split(), str(driver), str(calls), str(seed)], TIMEOUT)
-        if done.returncode == 0 and done.stdout.endswith("\n0 wrong\n"):
+        process = run([*self.runner.split(), str(driver), str(calls), str(seed)], TIMEOUT)
+        if process.returncode == 0 and process.stdout.endswith("\n0 wrong\n"):
             return None
-        return f"exit {done.returncode}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
+        return f"exit {process.returncode}: {process.stdout[-1500:]}{process.stderr[-1500:]}"
 
 
 SANITIZED = "ASan and UBSan"
@@ -66,21 +66,21 @@ def campaign(tries: int, seed: int) -> Report:
     """Run at least `tries` calls, as many for every variant that can be built."""
     report, draw = Report(), random.Random(seed)
     names = [SANITIZED] if tries <= SHORT else list(VARIANTS)
-    each = -(-tries // len(names))
+    per_variant = -(-tries // len(names))
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             variant, driver = VARIANTS[name], Path(folder) / name.replace(" ", "-")
-            report.tries += each
-            built = None if variant.missing() else variant.build(driver)
-            if built is None or (built.returncode and "fsanitize" in variant.flags):
+            report.tries += per_variant
+            build = None if variant.missing() else variant.build(driver)
+            if build is None or (build.returncode and "fsanitize" in variant.flags):
                 report.count(f"cannot be built: {name}")
                 continue
-            if built.returncode:
-                report.failures.append(f"{name} was not built: {built.stderr[-500:]}")
+            if build.returncode:
+                report.failures.append(f"{name} was not built: {build.stderr[-500:]}")
                 continue
-            for first in range(0, each, CALLS_PER_RUN):
+            for first in range(0, per_variant, CALLS_PER_RUN):
                 number = draw.randrange(1, 1 << 40)
-                calls = min(CALLS_PER_RUN, each - first)
+                calls = min(CALLS_PER_RUN, per_variant - first)
                 wrong = variant.run(driver, calls, number)
                 report.count(f"runs: {name}")
                 if wrong is not None:

@@ -21,7 +21,7 @@ from campaigns import Report
 SHORT, LONG = 200, 20_000
 PATIENCE = 0.5  # seconds, instead of the real server's ten
 HANG = 20.0  # seconds after which a connection counts as one that is never closed
-OPEN = 60  # half-sent requests at once
+OPEN_AT_ONCE = 60  # half-sent requests at once
 HOSTS = (
     "localhost", "127.0.0.1", "[::1]", "evil.com", "[::1]evil.com", "[::1].evil.com:80", "127.0.0.1:80@evil.com", "",
     "a" * 300, "127.0.0.1:99999999999", "[", "]", "\xff\xfe", "localhost\tx", "localhost:", "127.0.0.1, evil.com",
@@ -60,7 +60,7 @@ class Stub:
         self._real = Service({"stub": (None, None)}, longest=500)
         self._real._pass = self._refuse  # type: ignore[method-assign]
 
-    def _refuse(self, *asked: Any) -> Any:
+    def _refuse(self, *arguments: Any) -> Any:
         from headwise.errors import HeadwiseError
 
         raise HeadwiseError("there is no model here")
@@ -116,27 +116,27 @@ def hostile(chance: random.Random) -> bytes:
         lines += ["Content-Type: application/json", "Transfer-Encoding: chunked"]
         body = _chunks(body, chance)
     whole = "\r\n".join(lines).encode("utf-8", "replace") + b"\r\n\r\n" + body
-    return _spoilt(whole, chance)
+    return _spoil(whole, chance)
 
 
 def _chunks(body: bytes, chance: random.Random) -> bytes:
     size = chance.choice((1, 7, 1000, 70_000))
-    parts = [body[at : at + size] for at in range(0, min(len(body), 200 * size), size)]
+    parts = [body[start : start + size] for start in range(0, min(len(body), 200 * size), size)]
     text = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
     return text + chance.choice(
         (b"0\r\n\r\n", b"0\r\n\r\n", b"", b"-1\r\n", b"zz\r\n", b"ffffffffffffffff\r\n", b"0\r\nX: y\r\n")
     )
 
 
-def _spoilt(whole: bytes, chance: random.Random) -> bytes:
+def _spoil(whole: bytes, chance: random.Random) -> bytes:
     kind = chance.random()
     if kind < 0.5:
         return whole
-    at = chance.randrange(len(whole) + 1)
+    position = chance.randrange(len(whole) + 1)
     if kind < 0.75:
-        return whole[:at]  # half-sent
+        return whole[:position]  # half-sent
     if kind < 0.9:
-        return whole[:at] + chance.randbytes(chance.randrange(1, 30)) + whole[at:]
+        return whole[:position] + chance.randbytes(chance.randrange(1, 30)) + whole[position:]
     return whole * chance.choice((2, 3))  # one behind the other
 
 
@@ -149,8 +149,8 @@ class Try:
         self.leaves = chance.random() < 0.2
         self.ended = False
         try:
-            for at in range(0, len(data), 1 << 16):
-                self.connection.sendall(data[at : at + (1 << 16)])
+            for start in range(0, len(data), 1 << 16):
+                self.connection.sendall(data[start : start + (1 << 16)])
         except OSError:
             pass  # it has been refused already
         if self.leaves:
@@ -176,15 +176,15 @@ class Try:
 def campaign(tries: int, seed: int) -> Report:
     report = Report()
     with serving() as (port, log, running):
-        under_way: list[Try] = []
+        attempts: list[Try] = []
         for number in range(tries):
             chance = random.Random(f"{seed} {number}")
-            under_way.append(Try(port, number, hostile(chance), chance))
+            attempts.append(Try(port, number, hostile(chance), chance))
             report.tries += 1
-            if len(under_way) >= OPEN or number == tries - 1:
-                for one in under_way:
-                    _judge(report, one, seed)
-                under_way.clear()
+            if len(attempts) >= OPEN_AT_ONCE or number == tries - 1:
+                for attempt in attempts:
+                    _judge(report, attempt, seed)
+                attempts.clear()
                 if log.lines:
                     report.failures.append(f"seed {seed} up to try {number}: logged {log.lines[0][-300:]!r}")
                     log.lines.clear()
@@ -200,11 +200,11 @@ def campaign(tries: int, seed: int) -> Report:
     return report
 
 
-def _judge(report: Report, one: Try, seed: int) -> None:
-    outcome = one.outcome()
+def _judge(report: Report, attempt: Try, seed: int) -> None:
+    outcome = attempt.outcome()
     report.count(outcome)
     if outcome in ("hang", "500"):
-        report.failures.append(f"seed {seed} try {one.number}: {outcome} after {one.data[:120]!r}")
+        report.failures.append(f"seed {seed} try {attempt.number}: {outcome} after {attempt.data[:120]!r}")
 
 
 def _serves(port: int) -> bool:

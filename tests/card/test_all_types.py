@@ -29,16 +29,16 @@ CANNOT_MAKE_THEIR_DEFAULT = {"gemma4_assistant", "nougat"}
 
 @pytest.fixture(scope="module")
 def configs() -> dict[str, PreTrainedConfig]:
-    made = {}
+    by_type = {}
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for model_type in CONFIG_MAPPING.keys():  # noqa: SIM118  the mapping iterates over nothing
             try:
-                made[model_type] = CONFIG_MAPPING[model_type]()
+                by_type[model_type] = CONFIG_MAPPING[model_type]()
             except Exception:
                 assert model_type in CANNOT_MAKE_THEIR_DEFAULT
-    return made
+    return by_type
 
 
 def nodes(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
@@ -48,18 +48,18 @@ def nodes(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTr
             yield from nodes(value, f"{path}.{key}" if path else key)
 
 
-def wanted(config: PreTrainedConfig) -> dict[str, Any]:
+def expected_numbers(config: PreTrainedConfig) -> dict[str, Any]:
     """What the object says; where layers differ it refuses, and each layer says its own."""
-    said = {}
+    numbers = {}
     for name in NAMES:
         try:
-            said[name] = getattr(config, name)
+            numbers[name] = getattr(config, name)
         except Exception:  # no such key, or one that differs between layers: tested below
             continue
     if getattr(config, "kv_lora_rank", None) and hasattr(config, "qk_nope_head_dim"):
-        said["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim  # head_dim there is RoPE's alone
-        said.pop("num_key_value_heads", None)
-    return {name: value for name, value in said.items() if value is not None}
+        numbers["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim  # head_dim there is RoPE's alone
+        numbers.pop("num_key_value_heads", None)
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def total(name: str, value: Any) -> int:
@@ -71,14 +71,14 @@ def total(name: str, value: Any) -> int:
 
 def disagreements(config: PreTrainedConfig, parts: list[Part], seen: Counter[str]) -> Iterator[str]:
     for path, node in nodes(config):
-        said = wanted(node)
-        here = [part for part in parts if part.path == path]
-        if "num_attention_heads" in said and not here:
+        numbers = expected_numbers(node)
+        node_parts = [part for part in parts if part.path == path]
+        if "num_attention_heads" in numbers and not node_parts:
             yield f"no part at {path!r}"
-        for name, value in said.items():
-            if here and not any(part.numbers.get(NAMES[name]) == total(name, value) for part in here):
-                yield f"{path}.{name}: {value} there, {[part.numbers.get(NAMES[name]) for part in here]} here"
-            seen[name] += bool(here)
+        for name, value in numbers.items():
+            if node_parts and not any(part.numbers.get(NAMES[name]) == total(name, value) for part in node_parts):
+                yield f"{path}.{name}: {value} there, {[part.numbers.get(NAMES[name]) for part in node_parts]} here"
+            seen[name] += bool(node_parts)
 
 
 @pytest.mark.parametrize("use_diff", [False, True], ids=["full", "as saved"])
@@ -100,10 +100,10 @@ def test_a_config_with_only_a_model_type_has_the_defaults(configs: dict[str, Pre
     wrong = []
     for model_type, config in configs.items():
         parts = [part for part in headwise.card.read({"model_type": model_type}).parts if part.path == ""]
-        said = wanted(config)
-        if "num_attention_heads" not in said or model_type == "lxmert":  # LXMERT: its layers by kind, in a dict
+        numbers = expected_numbers(config)
+        if "num_attention_heads" not in numbers or model_type == "lxmert":  # LXMERT: its layers by kind, in a dict
             continue
-        for name, value in said.items():
+        for name, value in numbers.items():
             if not any(part.numbers.get(NAMES[name]) == total(name, value) for part in parts):
                 wrong.append(f"{model_type}.{name}: {value}, got {[part.numbers.get(NAMES[name]) for part in parts]}")
     assert wrong == []
@@ -116,12 +116,12 @@ def test_head_counts_that_differ_between_layers(configs: dict[str, PreTrainedCon
     config = configs[model_type]
     card = headwise.card.read(json.loads(config.to_json_string()))
     for layer in card.attention.layers:
-        own = config.per_layer_config[layer.index]
-        heads = getattr(own, "num_attention_heads_per_layer", None) or [own.num_attention_heads] * 100
-        kv = getattr(own, "num_key_value_heads_per_layer", None) or [own.num_key_value_heads] * 100
+        layer_config = config.per_layer_config[layer.index]
+        heads = getattr(layer_config, "num_attention_heads_per_layer", None) or [layer_config.num_attention_heads] * 100
+        kv = getattr(layer_config, "num_key_value_heads_per_layer", None) or [layer_config.num_key_value_heads] * 100
         assert (layer.query, layer.kv) == (heads[layer.index], kv[layer.index])
-        if hasattr(own, "head_dim"):
-            assert layer.dim == own.head_dim
+        if hasattr(layer_config, "head_dim"):
+            assert layer.dim == layer_config.head_dim
 
 
 def test_layer_types_equal_those_of_the_config_object(configs: dict[str, PreTrainedConfig]) -> None:

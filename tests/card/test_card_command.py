@@ -109,12 +109,12 @@ def test_card_loads_no_heavy_package(config: str) -> None:
         f"import sys; from headwise.cli import main; main(['card', {config!r}]); "
         f"sys.exit(', '.join(sorted(set({heavy}) & sys.modules.keys())) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
     loaded = "', '.join(sorted({'torch', 'numpy', 'rich'} & sys.modules.keys()))"
     code = f"import sys, headwise; headwise.card.read; sys.exit({loaded} or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_markup_in_a_file_name_has_no_effect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_markup_in_a_file_name_has_no_effect(capsys: pytest.CaptureFixture[str],
     ],
 )
 def test_drawing_of_query_heads_over_kv_heads(query: int, kv: int, latent: int, want: str) -> None:
-    drawn = card_tables.heads_drawing(Layer(0, 64, query, kv, 8, 8, latent=latent)).plain
-    assert [line.rstrip() for line in drawn.splitlines()] == want.splitlines()
+    drawing = card_tables.heads_drawing(Layer(0, 64, query, kv, 8, 8, latent=latent)).plain
+    assert [line.rstrip() for line in drawing.splitlines()] == want.splitlines()
 
 
 def test_drawings_fit_into_80_columns() -> None:
     for query in (1, 2, 71, 128, 1000):
         for kv in {1, 2, query, max(query // 8, 1)}:
-            drawn = card_tables.heads_drawing(Layer(0, 64, query, kv, 8, 8)).plain
-            assert max(map(len, drawn.splitlines())) <= 79, (query, kv)
+            drawing = card_tables.heads_drawing(Layer(0, 64, query, kv, 8, 8)).plain
+            assert max(map(len, drawing.splitlines())) <= 79, (query, kv)

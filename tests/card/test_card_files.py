@@ -93,12 +93,12 @@ def test_weights_without_a_config_are_counted(tmp_path: Path) -> None:
 
 def test_sharded_weights_are_read_by_their_index(tmp_path: Path) -> None:
     shapes = list(llama_shapes().items())
-    where = {}
+    weight_map = {}
     for number, half in enumerate((shapes[:9], shapes[9:])):
         save(tmp_path / f"model-{number}.safetensors", dict(half))
-        where |= dict.fromkeys(dict(half), f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(dict(half), f"model-{number}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": where}))
+    index.write_text(json.dumps({"weight_map": weight_map}))
     assert headwise.card.read(index).parameters.total == headwise.card.read(LLAMA).parameters.total
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert headwise.card.read(tmp_path).stored == headwise.card.read(LLAMA).parameters
@@ -126,18 +126,18 @@ def test_weights_that_contradict_the_config_cause_a_warning(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     card = headwise.card.read(folder(tmp_path, **changes))
-    said = [warning for warning in card.warnings if re.search(f"config and weights differ: .*{words}", warning)]
-    assert said, card.warnings
+    warnings = [warning for warning in card.warnings if re.search(f"config and weights differ: .*{words}", warning)]
+    assert warnings, card.warnings
 
 
 def test_a_missing_gate_or_output_layer_causes_a_warning(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in llama_shapes().items() if "gate" not in name and "lm_head" not in name}
-    said = " ".join(headwise.card.read(folder(tmp_path, shapes)).warnings)
+    warnings = " ".join(headwise.card.read(folder(tmp_path, shapes)).warnings)
     assert (
         "llama has a gated feed-forward part, and the weights have model.layers.0.mlp.up_proj.weight without a gate"
-        in said
+        in warnings
     )
-    assert "not tied to the embeddings, and the weights have none of their own" in said
+    assert "not tied to the embeddings, and the weights have none of their own" in warnings
 
 
 def packaged(name: str, inside: str) -> Path:
@@ -197,8 +197,8 @@ def test_gguf_with_head_counts_per_layer(tmp_path: Path) -> None:
 
 def test_gguf_windows_by_pattern_or_by_model_type(tmp_path: Path) -> None:
     sizes = {"block_count": 3, "embedding_length": 24, "attention__head_count": 6, "attention__sliding_window": 5}
-    given = write_gguf(tmp_path / "a.gguf", **sizes, attention__sliding_window_pattern=[True, False, True])
-    assert [layer.window for layer in headwise.card.read(given).attention.layers] == [5, None, 5]
+    file = write_gguf(tmp_path / "a.gguf", **sizes, attention__sliding_window_pattern=[True, False, True])
+    assert [layer.window for layer in headwise.card.read(file).attention.layers] == [5, None, 5]
     kin = write_gguf(tmp_path / "b.gguf", "gpt-oss", **sizes)
     assert [layer.kind for layer in headwise.card.read(kin).attention.layers] == ["sliding", "full", "sliding"]
 
@@ -221,7 +221,7 @@ def tensors(text: bytes, length: int | None = None, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-ONE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+ONE_TENSOR = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 BROKEN: dict[str, tuple[str, bytes, str]] = {
     "empty": ("config.json", b"", "config.json is empty; expected a JSON object"),
     "blank": ("config.json", b"  \n", "is empty"),
@@ -252,12 +252,12 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "cut header": ("w.safetensors", tensors(b"{}", 5000), "claims a header of 5,000 bytes and has 2; it is cut short"),
     "header no JSON": ("w.safetensors", tensors(b"{,}"), "the header of w.safetensors is no JSON"),
     "header an array": ("w.safetensors", tensors(b"[]"), "must be an object of tensors, got list"),
-    "cut data": ("w.safetensors", tensors(ONE), "ends at byte 8 and the file has 0; it is cut short"),
-    "lying offsets": ("w.safetensors", tensors(ONE.replace(b"8]", b"9]"), data=b"123456789"),
+    "cut data": ("w.safetensors", tensors(ONE_TENSOR), "ends at byte 8 and the file has 0; it is cut short"),
+    "lying offsets": ("w.safetensors", tensors(ONE_TENSOR.replace(b"8]", b"9]"), data=b"123456789"),
     "which is not what its shape"),
-    "negative shape": ("w.safetensors", tensors(ONE.replace(b"[2]", b"[-2]"), data=b"12345678"),
+    "negative shape": ("w.safetensors", tensors(ONE_TENSOR.replace(b"[2]", b"[-2]"), data=b"12345678"),
     "no shape of whole numbers"),
-    "odd dtype": ("w.safetensors", tensors(ONE.replace(b"F32", b"F31"), data=b"12345678"),
+    "odd dtype": ("w.safetensors", tensors(ONE_TENSOR.replace(b"F32", b"F31"), data=b"12345678"),
     "has dtype 'F31'; known are"),
     "no offsets": ("w.safetensors", tensors(b'{"a": {"dtype": "F32", "shape": [2]}}'), "must have two data_offsets"),
     "no entry": ("w.safetensors", tensors(b'{"a": 3}'), "must have dtype, shape and data_offsets, got int"),
@@ -310,7 +310,7 @@ def test_the_hub_is_asked_only_by_name_and_offline_is_one_line(
 ) -> None:
     import huggingface_hub
 
-    def fail(*args: Any, **how: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise OSError("no network\nand more lines")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
@@ -324,7 +324,7 @@ def test_the_hub_is_asked_only_by_name_and_offline_is_one_line(
     monkeypatch.setattr(hub, "unreachable", lambda: True)
     assert main(["card", "someone/some-model"]) == 2
     assert "cannot be fetched from the hub (it cannot be reached)" in capsys.readouterr().err
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **how: pytest.fail("asked the hub"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: pytest.fail("asked the hub"))
     headwise.card.read("llama3-8b")
 
 
@@ -333,7 +333,7 @@ def test_a_config_from_the_hub_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **how: str(path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **options: str(path))
     assert headwise.card.read("someone/llama").name == "someone/llama"
 
 
@@ -346,6 +346,6 @@ def test_a_folder_wins_over_a_famous_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_reading_does_not_change_the_dict() -> None:
-    given = json.loads(json.dumps(LLAMA))
-    headwise.card.read(given)
-    assert given == LLAMA
+    config = json.loads(json.dumps(LLAMA))
+    headwise.card.read(config)
+    assert config == LLAMA

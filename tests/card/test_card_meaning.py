@@ -142,11 +142,11 @@ def test_flops_of_a_type_without_facts_has_attention_alone() -> None:
 
 
 def test_explain_says_what_sharing_saves() -> None:
-    said = headwise.card.read("llama3-8b").explain()
+    words = headwise.card.read("llama3-8b").explain()
     assert (
         "32 query heads share 8 key/value heads in groups of 4 (GQA): the cache is a quarter of what 32 would need, "
         "128 KiB per token in bf16."
-    ) in said
+    ) in words
     assert "12 layers of 12 heads make 144 attentions per pass." in headwise.card.read("bert-base").explain()
     assert (
         "Heads do not add parameters: 6 heads of 128 would need the same matrices as 12 of 64."
@@ -166,14 +166,14 @@ def test_explain_says_what_sharing_saves() -> None:
 
 
 def test_explain_names_the_source_of_every_number() -> None:
-    said = headwise.card.read(SMALL).explain()
+    explanation = headwise.card.read(SMALL).explain()
     for words in (
         "width (d_model) 96: read: hidden_size",
         "head width (d_k) 40: read: head_dim",
         "context 2,048: defaulted: max_position_embeddings of llama in transformers 5.22.2",
         "class LlamaForCausalLM: defaulted: no architectures in the file",
     ):
-        assert words in said
+        assert words in explanation
     assert (
         "Parameters: not known for this model type (unheard-of)."
         in headwise.card.read(SMALL | {"model_type": "unheard-of"}).explain()
@@ -220,22 +220,22 @@ def test_a_card_as_json() -> None:
 
 
 def test_diff_explains_the_change_of_the_cache() -> None:
-    found = headwise.card.diff("llama2-7b", "llama3-8b")
-    assert "4 times fewer KV heads, so the cache at 32k falls from 16 to 4 GiB (bf16)." in str(found)
-    assert ("key/value heads", 32, 8) in found.rows
-    assert "Attention goes from MHA to GQA." in found.sentences
+    difference = headwise.card.diff("llama2-7b", "llama3-8b")
+    assert "4 times fewer KV heads, so the cache at 32k falls from 16 to 4 GiB (bf16)." in str(difference)
+    assert ("key/value heads", 32, 8) in difference.rows
+    assert "Attention goes from MHA to GQA." in difference.sentences
     back = headwise.card.diff("llama3-8b", "llama2-7b", context=100)
     assert "4 times more KV heads, so the cache at 100 grows from 12.5 to 50 MiB (bf16)." in str(back)
     assert str(headwise.card.diff("gpt2", "gpt2")) == "gpt2 and gpt2 have the same shape."
 
 
 def test_diff_does_not_blame_kv_heads_under_mla() -> None:
-    said = str(headwise.card.diff("llama3-8b", "deepseek-v3"))
-    assert "KV heads" not in said
+    words = str(headwise.card.diff("llama3-8b", "deepseek-v3"))
+    assert "KV heads" not in words
     assert (
-        "1.91 times more layers, 4 times more query heads. The cache at 32k falls from 4 to 2.145 GiB (bf16)." in said
+        "1.91 times more layers, 4 times more query heads. The cache at 32k falls from 4 to 2.145 GiB (bf16)." in words
     )
-    assert "A token uses 8.03 billion of them in" in said
+    assert "A token uses 8.03 billion of them in" in words
     unknown = str(headwise.card.diff("gpt2", {"model_type": "unheard-of", **SMALL, "model_type": "unheard-of"}))  # noqa: F601
     assert "Parameters of config: not known for this model type (unheard-of)." in unknown
 

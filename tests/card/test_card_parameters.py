@@ -11,7 +11,7 @@ import headwise
 from headwise.card.parameters.output_heads import OUTPUTS
 from headwise.card.parameters.table import facts_of, model_types
 from headwise.card.parameters.totals import ending
-from helpers.meta_models import built, classes, small, variants
+from helpers.meta_models import build_on_meta, classes, small, variants
 
 TYPES = sorted(name for name in model_types() if name in CONFIG_MAPPING)
 MAIN = (
@@ -39,8 +39,8 @@ def total(config: dict[str, Any], name: str) -> Any:
 
 
 def main_class(model_type: str) -> str:
-    known = [name for name in classes(model_type) if ending(name) in OUTPUTS[facts_of(model_type).heads]]
-    return next((name for end in MAIN for name in known if name.endswith(end)), "")
+    countable = [name for name in classes(model_type) if ending(name) in OUTPUTS[facts_of(model_type).heads]]
+    return next((name for end in MAIN for name in countable if name.endswith(end)), "")
 
 
 def test_more_than_150_model_types_are_counted() -> None:
@@ -54,7 +54,7 @@ def test_parameters_equal_the_class_in_several_configs(model_type: str) -> None:
     assert name, f"no class of {model_type} is known here"
     compared, base = 0, small(model_type)
     for sizes in variants(model_type):
-        truth = built(model_type, name, sizes)
+        truth = build_on_meta(model_type, name, sizes)
         if truth is not None:
             config, want = truth
             changed = {key: value for key, value in sizes.items() if base.get(key) != value}
@@ -70,15 +70,15 @@ HEADS = ("llama", "qwen3_5_text", "gpt2", "opt", "bert", "roberta", "distilbert"
 
 @pytest.mark.parametrize("model_type", HEADS)
 def test_parameters_equal_the_class_for_every_output_head(model_type: str) -> None:
-    compared, known = 0, OUTPUTS[facts_of(model_type).heads]
+    compared, outputs = 0, OUTPUTS[facts_of(model_type).heads]
     for name in classes(model_type):
-        truth = built(model_type, name, small(model_type))
+        truth = build_on_meta(model_type, name, small(model_type))
         if truth is None:
             continue
         config, want = truth
         got = headwise.card.read(config | {"architectures": [name]}).parameters
         assert got.total in (want, None), name
-        if ending(name) in known:
+        if ending(name) in outputs:
             assert got.total == want, name
         compared += got.total is not None
     assert compared >= 2
@@ -86,7 +86,7 @@ def test_parameters_equal_the_class_for_every_output_head(model_type: str) -> No
 
 def test_classification_heads_count_their_labels() -> None:
     labels = {"id2label": {str(i): f"label {i}" for i in range(7)}}
-    two, seven = (total({"model_type": "bert", **more}, "BertForSequenceClassification") for more in ({}, labels))
+    two, seven = (total({"model_type": "bert", **extra}, "BertForSequenceClassification") for extra in ({}, labels))
     assert seven - two == 5 * (768 + 1)
 
 

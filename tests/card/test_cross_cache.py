@@ -33,10 +33,10 @@ def plain(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def shares(config: Any, **how: Any) -> tuple[int, int]:
+def shares(config: Any, **options: Any) -> tuple[int, int]:
     """The same as the card says."""
-    found = headwise.card.read(plain(config)).cache(TOKENS, "fp32", BATCH, **how).by_kind
-    return sum(size for kind, size in found.items() if kind != "cross"), found.get("cross", 0)
+    by_kind = headwise.card.read(plain(config)).cache(TOKENS, "fp32", BATCH, **options).by_kind
+    return sum(size for kind, size in by_kind.items() if kind != "cross"), by_kind.get("cross", 0)
 
 
 def decoded(model: Any, width: int, channels: tuple[int, ...] = ()) -> Any:
@@ -58,9 +58,9 @@ def test_cross_attention_caches_the_given_encoder_length(model_type: str) -> Non
     past = decoded(model.from_config(config).eval(), config.hidden_size)
     assert cached(past) == shares(config, source=SOURCE)
     assert min(cached(past)) > 0
-    same = headwise.card.read(plain(config))
-    assert same.cache(TOKENS).ideal == same.cache(TOKENS, source=TOKENS).ideal
-    assert "assumed as long" in same.explain(TOKENS)
+    card = headwise.card.read(plain(config))
+    assert card.cache(TOKENS).ideal == card.cache(TOKENS, source=TOKENS).ideal
+    assert "assumed as long" in card.explain(TOKENS)
 
 
 def test_whisper_caches_its_1500_frames() -> None:
@@ -84,15 +84,21 @@ def test_whisper_caches_its_1500_frames() -> None:
 
 @pytest.mark.parametrize("encoder", ["vit", "deit", "donut-swin"])
 def test_vision_encoder_decoder_caches_the_patches(encoder: str) -> None:
-    own = {"image_size": [70, 91], "patch_size": 4, "depths": [1, 1, 1], "num_heads": [2, 2, 4], "embed_dim": 12}
-    own |= {"window_size": 3}
-    sizes = own if encoder == "donut-swin" else {"image_size": 35, "patch_size": 7}
+    vision_sizes = {
+        "image_size": [70, 91],
+        "patch_size": 4,
+        "depths": [1, 1, 1],
+        "num_heads": [2, 2, 4],
+        "embed_dim": 12,
+    }
+    vision_sizes |= {"window_size": 3}
+    sizes = vision_sizes if encoder == "donut-swin" else {"image_size": 35, "patch_size": 7}
     vision = CONFIG_MAPPING[encoder](**small(encoder) | sizes)
     text = transformers.TrOCRConfig(**small("trocr") | {"pad_token_id": 0, "cross_attention_hidden_size": 48})
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
     config.pad_token_id, config.decoder_start_token_id = 0, 1
     model = transformers.VisionEncoderDecoderModel(config).eval()
-    height, width = own["image_size"] if encoder == "donut-swin" else (35, 35)
+    height, width = vision_sizes["image_size"] if encoder == "donut-swin" else (35, 35)
     with torch.no_grad():
         past = model(
             pixel_values=torch.randn(BATCH, 3, height, width),
@@ -146,7 +152,7 @@ def test_blip_caches_the_patches() -> None:
 
 
 def dia() -> tuple[Any, int]:
-    own = {
+    sizes = {
         "cross_num_attention_heads": 6,
         "cross_num_key_value_heads": 3,
         "cross_head_dim": 22,
@@ -154,7 +160,7 @@ def dia() -> tuple[Any, int]:
     }
     config = transformers.DiaConfig(
         encoder_config=small("dia_encoder"),
-        decoder_config=small("dia_decoder") | own | {"num_channels": 2},
+        decoder_config=small("dia_decoder") | sizes | {"num_channels": 2},
         delay_pattern=[0, 3],
     )
     return config, 48

@@ -78,17 +78,17 @@ def _shrink(config: Any, sizes: dict[str, Any], keep: set[str]) -> Any:
         if isinstance(value, PreTrainedConfig):
             _shrink(value, sizes, keep)
         elif name in sizes and name not in keep and isinstance(value, (int, float)) and not isinstance(value, bool):
-            _set(config, name, sizes[name])
+            _set_if_possible(config, name, sizes[name])
     layers = getattr(config, "num_hidden_layers", 2)
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type"):
         value = getattr(config, name, None)
         if isinstance(value, list) and value and len(value) != layers:
             kinds = list(dict.fromkeys(value))
-            _set(config, name, (kinds * layers)[:layers])
+            _set_if_possible(config, name, (kinds * layers)[:layers])
     return config
 
 
-def _set(config: Any, name: str, value: Any) -> None:
+def _set_if_possible(config: Any, name: str, value: Any) -> None:
     with contextlib.suppress(AttributeError, ValueError, TypeError):  # derived values cannot be set
         setattr(config, name, value)
 
@@ -107,8 +107,8 @@ def possible_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
 
     size = getattr(config, "image_size", 32)
     size = size if isinstance(size, int) else 32
-    known = (getattr(config, name, None) for name in ("num_mel_bins", "feature_size", "input_feat_per_channel"))
-    mels = next((mels for mels in known if mels), 16)
+    candidates = (getattr(config, name, None) for name in ("num_mel_bins", "feature_size", "input_feat_per_channel"))
+    mels = next((mels for mels in candidates if mels), 16)
     forms: dict[str, list[Tensor]] = {
         "input_ids": [tokens(LENGTH)],
         "decoder_input_ids": [tokens(7)],
@@ -119,12 +119,12 @@ def possible_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
         "inputs_embeds": [],
         "hidden_states": [],
     }
-    taken = {name: forms[name] for name in parameters if forms.get(name)}
-    for variant in range(max((len(x) for x in taken.values()), default=0)):
-        yield {name: options[min(variant, len(options) - 1)] for name, options in taken.items()}
-    if "input_ids" in taken:
-        yield {name: x[0] for name, x in taken.items() if name.endswith("input_ids")}
-        yield {"input_ids": taken["input_ids"][0]}
+    forms_by_name = {name: forms[name] for name in parameters if forms.get(name)}
+    for variant in range(max((len(x) for x in forms_by_name.values()), default=0)):
+        yield {name: options[min(variant, len(options) - 1)] for name, options in forms_by_name.items()}
+    if "input_ids" in forms_by_name:
+        yield {name: x[0] for name, x in forms_by_name.items() if name.endswith("input_ids")}
+        yield {"input_ids": forms_by_name["input_ids"][0]}
     yield from _grids(model, parameters, noise)
 
 

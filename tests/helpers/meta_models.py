@@ -44,7 +44,7 @@ SMALL_VISION = {
     "out_hidden_size": 48,
 }
 # What a type needs beside, to be built at these sizes at all.
-OWN: dict[str, dict[str, Any]] = {
+EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 8, "head_dim": 6},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 8, "moe_intermediate_size": 19, "first_k_dense_replace": 1,
     "head_dim": 10},
@@ -64,13 +64,13 @@ IGNORED = {"use_cache", "return_dict", "output_hidden_states", "output_attention
 
 def classes(model_type: str) -> list[str]:
     """The model classes that transformers' auto classes know for a type."""
-    found: set[str] = set()
+    class_names: set[str] = set()
     for name in dir(modeling_auto):
         table = getattr(modeling_auto, name)
         if name.endswith("_MAPPING_NAMES") and "MODEL" in name and model_type in table:
-            known = table[model_type]
-            found |= {known} if isinstance(known, str) else set(known)
-    return sorted(name for name in found if hasattr(transformers, name))
+            entry = table[model_type]
+            class_names |= {entry} if isinstance(entry, str) else set(entry)
+    return sorted(name for name in class_names if hasattr(transformers, name))
 
 
 def small(model_type: str) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def small(model_type: str) -> dict[str, Any]:
         if isinstance(value, transformers.PreTrainedConfig) and value.model_type in CONFIG_MAPPING:
             sizes[key] = small(value.model_type) | {"model_type": value.model_type}
             if key == "vision_config":
-                known = value.to_dict()
-                sizes[key] |= {name: size for name, size in SMALL_VISION.items() if name in known}
-                sizes[key] |= OWN.get(value.model_type, {})
+                vision_keys = value.to_dict()
+                sizes[key] |= {name: size for name, size in SMALL_VISION.items() if name in vision_keys}
+                sizes[key] |= EXTRA_SIZES.get(value.model_type, {})
     if isinstance(plain.get("pad_token_id"), int) and plain["pad_token_id"] > 20:
         sizes["pad_token_id"] = 0
-    return sizes | OWN.get(model_type, {})
+    return sizes | EXTRA_SIZES.get(model_type, {})
 
 
 def variants(model_type: str) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ def variants(model_type: str) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-def built(model_type: str, name: str, sizes: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
+def build_on_meta(model_type: str, name: str, sizes: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
     """A class's config as a file would have it, and its number of parameters; None where it cannot be built so."""
     try:
         config = CONFIG_MAPPING[model_type](**sizes)

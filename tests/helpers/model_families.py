@@ -83,8 +83,8 @@ class Family:
         return f"{self.type}-{self.note}" if self.note else self.type
 
 
-def _rows(config: dict[str, Any], *types: str, **more: Any) -> list[Family]:
-    return [Family(name, config, **more) for name in types]
+def _rows(config: dict[str, Any], *types: str, **options: Any) -> list[Family]:
+    return [Family(name, config, **options) for name in types]
 
 
 ENCODERS = [

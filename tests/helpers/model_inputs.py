@@ -72,7 +72,7 @@ def _wave(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     return batch if side is None else batch | {"attention_mask": padding(260, "right", 80)}
 
 
-def _both(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
+def _text_and_pixels(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
     return _text(generator, side) | _pixels(generator, side)
 
 
@@ -110,19 +110,19 @@ def _grids(generator: torch.Generator, side: str | None) -> dict[str, Tensor]:
 
 INPUTS = {
     "text": _text, "source": _source, "mel": _mel, "filterbank": _filterbank, "pixels": _pixels, "frames": _frames,
-    "wave": _wave, "text and pixels": _both, "image tokens": _image_tokens,
+    "wave": _wave, "text and pixels": _text_and_pixels, "image tokens": _image_tokens,
     "prefix": _prefix, "grids": _grids,
 }  # fmt: skip
 
 
 def real_tokens(family: Family, batch: dict[str, Tensor], kind: str, model: Any) -> tuple[Tensor | None, Tensor | None]:
     """Which queries of a kind of attention are tokens (B, Tq), and which keys are (B, Tk); None for all."""
-    own, decoder = batch.get("attention_mask"), batch.get("decoder_attention_mask")
-    if family.inputs == "wave" and own is not None:
-        lengths = model._get_feat_extract_output_lengths(own.sum(-1))
-        own = torch.arange(int(model._get_feat_extract_output_lengths(own.shape[1]))) < lengths[:, None]
+    mask, decoder_mask = batch.get("attention_mask"), batch.get("decoder_attention_mask")
+    if family.inputs == "wave" and mask is not None:
+        lengths = model._get_feat_extract_output_lengths(mask.sum(-1))
+        mask = torch.arange(int(model._get_feat_extract_output_lengths(mask.shape[1]))) < lengths[:, None]
     elif family.inputs in ("mel", "filterbank"):
-        own = None
+        mask = None
     if kind in ("vision_model", "vision_tower", "visual", "qformer") or (family.type == "blip-2" and kind == "cross"):
         return None, None
-    return {"decoder": (decoder, decoder), "cross": (decoder, own)}.get(kind, (own, own))
+    return {"decoder": (decoder_mask, decoder_mask), "cross": (decoder_mask, mask)}.get(kind, (mask, mask))

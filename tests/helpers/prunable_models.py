@@ -156,7 +156,7 @@ def tensors(out: Any) -> list[Tensor]:
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
-def converted(dtype: torch.dtype, model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def to_dtype(dtype: torch.dtype, model: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A model and its inputs in a floating-point type."""
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products exist in single and half precision only
@@ -186,8 +186,8 @@ def uneven_heads(model: Any) -> dict[Any, list[int]]:
     heads: dict[Any, list[int]] = {}
     sites = attention_sites(model)
     for i, site in enumerate(sites):
-        shared = sum(other.module is site.module for other in sites) > 1
-        n, count = 0 if shared else i, query_heads(model, site)
+        is_shared = sum(other.module is site.module for other in sites) > 1
+        n, count = 0 if is_shared else i, query_heads(model, site)
         if n % 3 != 1:
             heads[site.key] = sorted({n % count, (2 * n + 1) % count})[: count - 1]
     return heads

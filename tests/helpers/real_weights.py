@@ -29,8 +29,8 @@ def _package(requirement: str) -> Path:
 def minilm() -> Path:
     """all-MiniLM-L6-v2: a BERT encoder of 6 layers x 12 heads, with its tokenizer."""
     folder = _package(MINILM) / "model"
-    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    assert found == MINILM_SHA256, f"the weights in {MINILM} are not the ones these tests know"
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == MINILM_SHA256, f"the weights in {MINILM} are not the ones these tests know"
     return folder
 
 
@@ -48,16 +48,16 @@ def smollm2() -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     caches.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=caches))  # a run that is stopped half-way must leave nothing that looks whole
+    scratch = Path(tempfile.mkdtemp(dir=caches))  # a run that is stopped half-way must leave nothing that looks whole
     try:
         unpacked = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_FILE)
         del unpacked.config.quantization_config  # its weights are plain fp32 by now, but it would not be saved
         plain = AutoModelForCausalLM.from_config(unpacked.config)
         plain.load_state_dict(unpacked.state_dict())
-        plain.save_pretrained(made)
-        AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE).save_pretrained(made)
+        plain.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_FILE).save_pretrained(scratch)
         if not folder.exists():
-            made.rename(folder)
+            scratch.rename(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     return folder

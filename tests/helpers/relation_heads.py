@@ -72,9 +72,12 @@ def sentences(count: int = 211, seed: int = 3) -> list[Sentence]:
         pairs = chance.sample(range(PAIRS), 2)
         links = []
         for pair in pairs:
-            at, to = chance.sample([i for i, word in enumerate(words) if word[0] == "x"], 2)
-            words[at], words[to] = f"a{pair}", f"n{pair}"
-            links += [GoldLink("adjective > noun", at, (to,)), GoldLink("noun > adjective", to, (at,))]
+            adjective, noun = chance.sample([i for i, word in enumerate(words) if word[0] == "x"], 2)
+            words[adjective], words[noun] = f"a{pair}", f"n{pair}"
+            links += [
+                GoldLink("adjective > noun", adjective, (noun,)),
+                GoldLink("noun > adjective", noun, (adjective,)),
+            ]
         links += [GoldLink("word > before", i, (i - 1,)) for i in range(1, len(words))]
         links += [GoldLink("anything", i, (chance.choice([j for j in range(len(words)) if j != i]),)) for i in range(2)]
         text, spans = "", []

@@ -74,15 +74,15 @@ def encoder(counts: np.ndarray | None = None, scrambled: bool = False) -> Any:
         q, k = attention.query.weight[rows], attention.key.weight[rows]
         bias = attention.query.bias[rows]
         if name in STEPS:
-            for at in range(POSITIONS):
-                k[at, words + at] = SHARP
-                if 0 <= at + STEPS[name] < POSITIONS:
-                    q[at + STEPS[name], words + at] = SHARP
+            for position in range(POSITIONS):
+                k[position, words + position] = SHARP
+                if 0 <= position + STEPS[name] < POSITIONS:
+                    q[position + STEPS[name], words + position] = SHARP
         elif name == "same_word":
             for word in range(words):
                 q[word, word] = k[word, word] = SHARP
-            for at in range(POSITIONS):  # but not at its own place
-                q[words + at, words + at], k[words + at, words + at] = SHARP, -2 * SHARP
+            for position in range(POSITIONS):  # but not at its own place
+                q[words + position, words + position], k[words + position, words + position] = SHARP, -2 * SHARP
         elif name == "delimiter":
             bias[0] = SHARP
             k[0, : len(SPECIAL)] = SHARP
@@ -120,10 +120,10 @@ def circuit() -> Any:
     before = words + places  # where a predecessor's name is written
     q, k, v = (0, config.n_embd, 2 * config.n_embd)  # columns of the fused projection
     first, second = body.h[0].attn, body.h[1].attn
-    for at in range(places):
-        first.c_attn.weight[words + at, k + at] = SHARP
-        if at:
-            first.c_attn.weight[words + at, q + at - 1] = SHARP
+    for position in range(places):
+        first.c_attn.weight[words + position, k + position] = SHARP
+        if position:
+            first.c_attn.weight[words + position, q + position - 1] = SHARP
     for word in range(words):
         first.c_attn.weight[word, v + word] = 0.2
         first.c_proj.weight[word, before + word] = 1

@@ -105,7 +105,7 @@ MODELS = {
 }
 
 
-def saved(kind: str, folder: Path) -> Path:
+def save_small_model(kind: str, folder: Path) -> Path:
     """A directory with a small model of a kind and its tokenizer."""
     sharp(MODELS[kind]()).save_pretrained(folder)
     TOKENIZERS[kind]().save_pretrained(folder)

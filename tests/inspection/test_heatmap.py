@@ -16,11 +16,11 @@ def lines(text: object) -> list[str]:
 @pytest.mark.parametrize(("colour", "width"), [(False, 80), (False, 37), (True, 80), (True, 200)])
 def test_a_head_table_fits_in_any_width(colour: bool, width: int) -> None:
     table = np.arange(5 * 31.0).reshape(5, 31) / 100
-    drawn = lines(heatmap.head_table(table, [0, 1, 2, 3, 4], width, colour=colour))
-    assert max(map(cell_len, drawn)) <= width
-    heads = [int(x) for line in drawn if line.startswith("layer") for x in line.split()[1:]]
+    drawing = lines(heatmap.head_table(table, [0, 1, 2, 3, 4], width, colour=colour))
+    assert max(map(cell_len, drawing)) <= width
+    heads = [int(x) for line in drawing if line.startswith("layer") for x in line.split()[1:]]
     assert heads == list(range(31))
-    numbers = [float(x) for line in drawn if not line.startswith("layer") for x in line.split()[1:]]
+    numbers = [float(x) for line in drawing if not line.startswith("layer") for x in line.split()[1:]]
     if not colour or width == 200:
         assert sorted(numbers) == pytest.approx(sorted(table.flatten()), abs=0.006)
     else:
@@ -29,8 +29,8 @@ def test_a_head_table_fits_in_any_width(colour: bool, width: int) -> None:
 
 def test_a_missing_head_is_blank_in_the_table() -> None:
     table = np.array([[0.5, 1.0, 2.0], [0.25, np.nan, np.nan]])
-    drawn = lines(heatmap.head_table(table, [3, 8], 80, colour=False))
-    assert drawn[2].split() == ["8", "0.25"]
+    drawing = lines(heatmap.head_table(table, [3, 8], 80, colour=False))
+    assert drawing[2].split() == ["8", "0.25"]
     assert lines(heatmap.head_table(table, [3, 8], 80, colour=True))[1].split() == ["3", "0.50", "1.00", "2.00"]
 
 

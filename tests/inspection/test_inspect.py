@@ -37,7 +37,7 @@ def animal(minilm: tuple[Any, Any]) -> Inspection:
 
 @pytest.fixture(scope="module", params=["bert", "gpt2", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoints.saved(request.param, tmp_path_factory.mktemp(request.param))
+    return small_checkpoints.save_small_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def eager(folder: Path | Any, text: str) -> np.ndarray:
@@ -110,9 +110,9 @@ def test_causal_models_are_recognised_and_their_first_word_left_out(folder: Path
 
 def test_the_delimiter_statistic_is_the_same_with_and_without_pieces(folder: Path) -> None:
     text = "She sat, didn't she?"
-    one, two = (headwise.inspect(text, folder, pieces=pieces) for pieces in (False, True))
-    assert isinstance(one, Inspection) and isinstance(two, Inspection)
-    np.testing.assert_allclose(one.table("delimiter"), two.table("delimiter"))
+    by_words, by_pieces = (headwise.inspect(text, folder, pieces=pieces) for pieces in (False, True))
+    assert isinstance(by_words, Inspection) and isinstance(by_pieces, Inspection)
+    np.testing.assert_allclose(by_words.table("delimiter"), by_pieces.table("delimiter"))
 
 
 def test_a_model_that_cannot_be_watched_is_inspected_by_its_returned_weights() -> None:

@@ -35,7 +35,7 @@ def _loaded_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(small_checkpoints.saved("gpt2", tmp_path_factory.mktemp("tiny")))
+    return str(small_checkpoints.save_small_model("gpt2", tmp_path_factory.mktemp("tiny")))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -116,8 +116,8 @@ def test_a_words_ranking(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_pieces(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(shown(capsys, ANIMAL, "--pieces", "--json"))
-    assert found["words"][3:6] == ["didn", "'", "t"]
+    document = json.loads(shown(capsys, ANIMAL, "--pieces", "--json"))
+    assert document["words"][3:6] == ["didn", "'", "t"]
 
 
 def test_two_sentences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,9 +142,9 @@ def test_any_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(shown(capsys, ANIMAL, "--json", "--head", "3.1"))
-    it, animal = found["words"].index("it"), found["words"].index("animal")
-    assert round(found["head"]["weights"][it][animal], 2) == 0.68
+    document = json.loads(shown(capsys, ANIMAL, "--json", "--head", "3.1"))
+    pronoun, animal = document["words"].index("it"), document["words"].index("animal")
+    assert round(document["head"]["weights"][pronoun][animal], 2) == 0.68
     assert json.loads(shown(capsys, ANIMAL, WIDE, "--json"))["turns"][0]["head"] == "3.1"
 
 
@@ -166,13 +166,13 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_picture_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **how: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
-    found = headwise.inspect(ANIMAL, "minilm")
+    inspection = headwise.inspect(ANIMAL, "minilm")
     with pytest.raises(headwise.HeadwiseError, match="cannot be written: No space left on device"):
-        figure.save_figure(found, tmp_path / "x.png")
+        figure.save_figure(inspection, tmp_path / "x.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -235,9 +235,9 @@ def test_an_example_follows_its_words(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_page_of_examples_is_what_is_measured() -> None:
     """Words exactly; numbers up to the last digit's rounding, which differs between machines."""
-    measured, written = examples_page.examples_page(), examples_page.PAGE.read_text(encoding="utf-8")
-    assert _wordy(measured) == _wordy(written), "run `make examples`"
-    numbers = [[float(x) for x in NUMBER.findall(text)] for text in (measured, written)]
+    page, written = examples_page.examples_page(), examples_page.PAGE.read_text(encoding="utf-8")
+    assert _wordy(page) == _wordy(written), "run `make examples`"
+    numbers = [[float(x) for x in NUMBER.findall(text)] for text in (page, written)]
     assert numbers[0] == pytest.approx(numbers[1], abs=0.011)
 
 
@@ -250,11 +250,11 @@ def _wordy(text: str) -> str:
 
 def test_unknown_characters_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     text = "The ☃ saw x☃y."
-    for more in ([], ["--head", "3.1"], ["--token", "☃"]):
-        out = " ".join(shown(capsys, text, *more).split())
+    for options in ([], ["--head", "3.1"], ["--token", "☃"]):
+        out = " ".join(shown(capsys, text, *options).split())
         assert "the model reads [UNK], unknown, for ☃, x☃y" in out
-    found = json.loads(shown(capsys, text, "--json"))
-    assert found["unknown"] == ["☃", "x☃y"] and found["words"][2] == "☃"
+    document = json.loads(shown(capsys, text, "--json"))
+    assert document["unknown"] == ["☃", "x☃y"] and document["words"][2] == "☃"
     assert "unknown" not in shown(capsys, ANIMAL) and json.loads(shown(capsys, ANIMAL, "--json"))["unknown"] == []
     many = "".join(f" {chr(0x13000 + i)}" for i in range(7))
     assert "and 2 more" in json.loads(shown(capsys, many, "--json"))["notes"][0]

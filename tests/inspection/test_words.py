@@ -11,12 +11,12 @@ from headwise.inspection.words import Words, words
 from helpers import small_checkpoints
 
 TOKENIZERS = {kind: make() for kind, make in small_checkpoints.TOKENIZERS.items()}
-HOW = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+ENCODING_OPTIONS = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
 
 
-def split(kind: str, text: str, **how: bool) -> Words:
+def split(kind: str, text: str, **options: bool) -> Words:
     tokenizer = TOKENIZERS[kind]
-    return words(text, tokenizer(text, **HOW), tokenizer, **how)
+    return words(text, tokenizer(text, **ENCODING_OPTIONS), tokenizer, **options)
 
 
 def shown(kind: str, text: str) -> list[str]:

@@ -28,8 +28,8 @@ def test_races_run_once_per_start_and_are_read_from_the_store_after(tmp_path: An
     assert ratios([{"slow": 6.0, "fast": 2.0}, {"slow": 5.0, "fast": 10.0}], "slow", "fast") == [3.0, 0.5]
 
 
-def same_time(**by_heads: tuple[float, float]) -> Verdict:
-    races = [{name.strip("h"): times[i] for name, times in by_heads.items()} for i in (0, 1)]
+def same_time(**times_by_heads: tuple[float, float]) -> Verdict:
+    races = [{name.strip("h"): times[i] for name, times in times_by_heads.items()} for i in (0, 1)]
     return c01_same_cost._same_time({"seconds": {"some": races}, "where": "one thread"})
 
 
@@ -52,14 +52,14 @@ def test_same_time_verdict_requires_agreement_of_every_race(
 def test_same_time_verdict_names_the_range_of_head_sizes() -> None:
     narrow = same_time(h1=(1.0, 1.0), h12=(1.1, 1.1), h48=(1.2, 1.2), h96=(1.2, 1.4), h192=(1.2, 1.2), h768=(2.0, 2.0))
     assert narrow.only_if == "d_k is at least 16"
-    both = same_time(h1=(2.0, 2.0), h2=(1.3, 1.2), h12=(1.0, 1.0), h24=(1.2, 1.2), h48=(1.5, 1.5))
-    assert both.only_if == "d_k is at least 32 and less than 384"
+    middle = same_time(h1=(2.0, 2.0), h2=(1.3, 1.2), h12=(1.0, 1.0), h24=(1.2, 1.2), h48=(1.5, 1.5))
+    assert middle.only_if == "d_k is at least 32 and less than 384"
 
 
 def fused(*cases: tuple[int, list[float]]) -> Verdict:
-    found = [{"heads": 2, "tokens": t, "batch": 1, "way": "small", "races": [], "ratio": ratio} for t, ratio in cases]
-    found[0]["where"] = "one thread"
-    return c02_fused._judge("it is", found, 2.0, "a part", lambda case: int(case["tokens"]))
+    rows = [{"heads": 2, "tokens": t, "batch": 1, "way": "small", "races": [], "ratio": ratio} for t, ratio in cases]
+    rows[0]["where"] = "one thread"
+    return c02_fused._judge("it is", rows, 2.0, "a part", lambda case: int(case["tokens"]))
 
 
 def test_fused_verdict_requires_every_race_or_names_the_size_limit() -> None:
@@ -85,10 +85,10 @@ def test_implementations_with_different_outputs_are_not_timed(monkeypatch: pytes
 @pytest.mark.parametrize("tokens", [5, 1536])
 def test_counted_multiply_adds_match_the_formula(tokens: int) -> None:
     for heads in (1, 12):
-        counted = c01_same_cost._flops(heads, tokens)
-        assert counted["projections"] == 4 * tokens * 768**2
-        assert counted["attention"] == 2 * tokens**2 * 768
-        assert counted["exponentials"] == heads * tokens**2
+        counts = c01_same_cost._flops(heads, tokens)
+        assert counts["projections"] == 4 * tokens * 768**2
+        assert counts["attention"] == 2 * tokens**2 * 768
+        assert counts["exponentials"] == heads * tokens**2
 
 
 def test_textbook_attention_matches_the_module() -> None:
@@ -109,13 +109,13 @@ def test_bert_parameters_are_counted_per_part() -> None:
 # --- slices ---
 
 
-def sliced() -> MultiHeadAttention:
+def sliced_layer() -> MultiHeadAttention:
     """The layer that the sentence is about: head i projects only the embedding's i-th slice."""
     layer = MultiHeadAttention(12, 3, bias=False)
-    own = torch.block_diag(*[torch.ones(4, 4)] * 3)
+    blocks = torch.block_diag(*[torch.ones(4, 4)] * 3)
     with torch.no_grad():
         for linear in (layer.W_Q, layer.W_K, layer.W_V):
-            linear.weight.mul_(own)
+            linear.weight.mul_(blocks)
     return layer
 
 
@@ -124,7 +124,7 @@ def test_gradients_distinguish_sliced_from_full_projections() -> None:
     x = torch.randn(1, 7, 12, generator=random)
     whole = c05_slices.slice_gradients(MultiHeadAttention(12, 3), x, 1, random)
     assert whole["reached"] == 1 and whole["own_share"] < 0.9 and whole["outside"] == 0 < whole["inside"]
-    slices = [c05_slices.slice_gradients(sliced(), x, head, random) for head in range(3)]
+    slices = [c05_slices.slice_gradients(sliced_layer(), x, head, random) for head in range(3)]
     assert all(head["reached"] == pytest.approx(1 / 3) and head["own_share"] == 1 for head in slices)
     figures = {"untrained": [slices], "minilm": [slices]}
     assert c05_slices.verdicts(figures)[0].word == HOLDS
@@ -154,8 +154,8 @@ def test_expert_verdicts_change_with_the_figures_of_the_cards() -> None:
 def model(local: list[float], syntactic: list[float], abstract: list[float]) -> dict[str, Any]:
     names = [*c11_depth.SYNTACTIC[: len(syntactic)], *c11_depth.ABSTRACT[: len(abstract)]]
     rows = {name: {"depth": depth, "found": True} for name, depth in zip(names, syntactic + abstract, strict=True)}
-    seen = {"local": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
-    return {"local": seen, "relations": rows, "layers": 6}
+    stats = {"local": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
+    return {"local": stats, "relations": rows, "layers": 6}
 
 
 def test_depth_verdicts_are_given_per_model_and_combined() -> None:
@@ -166,8 +166,8 @@ def test_depth_verdicts_are_given_per_model_and_combined() -> None:
     assert [str(verdict) for verdict in c11_depth.verdicts({"a": early, "b": late})] == [
         "holds only if the model is a"
     ] * 3
-    alone = c11_depth.verdicts({"a": early, "b": late | {"local": None}})[0]
-    assert alone.word == HOLDS and alone.because.endswith("No atlas of b comes along.")
+    first_verdict = c11_depth.verdicts({"a": early, "b": late | {"local": None}})[0]
+    assert first_verdict.word == HOLDS and first_verdict.because.endswith("No atlas of b is bundled.")
     few = model([0.2] * 6, [0.0, 0.1], [0.9])
     assert [verdict.word for verdict in c11_depth.verdicts({"c": few})] == [NOT, CANNOT_TELL, CANNOT_TELL]
 

@@ -29,7 +29,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=claim_numbers())
-def measured(request: pytest.FixtureRequest, work: Path) -> dict[str, Any]:
+def record(request: pytest.FixtureRequest, work: Path) -> dict[str, Any]:
     return session.measure(request.param, Lab(TINY, seed=3, work=work))
 
 
@@ -39,40 +39,40 @@ def test_claims_are_found_by_their_file_names() -> None:
     assert [load_claim(number).number for number in claim_numbers()] == list(claim_numbers())
 
 
-def test_every_claim_gives_a_well_formed_result(measured: dict[str, Any], tmp_path: Path) -> None:
-    chosen = load_claim(measured["claim"])
-    assert [verdict["says"] for verdict in measured["verdicts"]] == list(chosen.sentences)
-    assert all(verdict["because"] and verdict["sure"] for verdict in measured["verdicts"])
-    assert json.loads(json.dumps(measured)) == measured
-    charts, tables = chosen.charts(measured["figures"]), chosen.tables(measured["figures"])
+def test_every_claim_gives_a_well_formed_result(record: dict[str, Any], tmp_path: Path) -> None:
+    claim = load_claim(record["claim"])
+    assert [verdict["says"] for verdict in record["verdicts"]] == list(claim.sentences)
+    assert all(verdict["because"] and verdict["sure"] for verdict in record["verdicts"])
+    assert json.loads(json.dumps(record)) == record
+    charts, tables = claim.charts(record["figures"]), claim.tables(record["figures"])
     assert charts and all(isinstance(chart, Chart) and chart.series for chart in charts)
     assert all(isinstance(table, Table) and len(row) == len(table.head) for table in tables for row in table.rows)
-    session.write_result(measured, tmp_path)
-    name = stem(measured["claim"])
+    session.write_result(record, tmp_path)
+    name = stem(record["claim"])
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.md", f"{name}.png", "README.md"}
-    assert session.read_results([tmp_path]) == {measured["claim"]: measured}
+    assert session.read_results([tmp_path]) == {record["claim"]: record}
 
 
-def test_a_second_run_computes_nothing_and_gives_the_same_result(measured: dict[str, Any], work: Path) -> None:
-    again = Lab(TINY, seed=3, work=work)
-    record = session.measure(measured["claim"], again)
-    assert again.made == []
-    assert record["figures"] == measured["figures"] and record["verdicts"] == measured["verdicts"]
+def test_a_second_run_computes_nothing_and_gives_the_same_result(record: dict[str, Any], work: Path) -> None:
+    second_lab = Lab(TINY, seed=3, work=work)
+    second = session.measure(record["claim"], second_lab)
+    assert second_lab.new_pieces == []
+    assert second["figures"] == record["figures"] and second["verdicts"] == record["verdicts"]
 
 
-def test_lab_pages_tool_restores_verdicts_from_the_figures(measured: dict[str, Any], tmp_path: Path) -> None:
-    session.write_result(measured | {"title": "an older title", "verdicts": []}, tmp_path)
-    assert lab_pages.rewrite_pages(tmp_path) == [measured["claim"]]
-    assert session.read_results([tmp_path]) == {measured["claim"]: measured}
+def test_lab_pages_tool_restores_verdicts_from_the_figures(record: dict[str, Any], tmp_path: Path) -> None:
+    session.write_result(record | {"title": "an older title", "verdicts": []}, tmp_path)
+    assert lab_pages.rewrite_pages(tmp_path) == [record["claim"]]
+    assert session.read_results([tmp_path]) == {record["claim"]: record}
 
 
 @pytest.mark.parametrize("number", sorted(session.read_results([DOCS])))
 def test_the_pages_in_docs_match_their_figures(number: int) -> None:
-    record, chosen = session.read_results([DOCS])[number], load_claim(number)
-    assert record["verdicts"] == [asdict(verdict) for verdict in session.judge(chosen, record["figures"])]
-    assert (DOCS / f"{stem(number)}.md").read_text(encoding="utf-8") == result_page(chosen, record)
+    record, claim = session.read_results([DOCS])[number], load_claim(number)
+    assert record["verdicts"] == [asdict(verdict) for verdict in session.judge(claim, record["figures"])]
+    assert (DOCS / f"{stem(number)}.md").read_text(encoding="utf-8") == result_page(claim, record)
     assert (DOCS / f"{stem(number)}.png").stat().st_size > 10_000
-    assert "headwise lab" in result_page(chosen, record)
+    assert "headwise lab" in result_page(claim, record)
 
 
 def test_the_index_in_docs_matches_the_results() -> None:
@@ -82,8 +82,8 @@ def test_the_index_in_docs_matches_the_results() -> None:
 
 def test_the_command_without_numbers_lists_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{number}. " in shown for number in claim_numbers())
+    output = capsys.readouterr().out
+    assert all(f"{number}. " in output for number in claim_numbers())
 
 
 def test_bad_claims_and_devices_are_errors_with_a_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -135,11 +135,11 @@ def test_a_broken_piece_in_the_store_is_named(content: str, tmp_path: Path) -> N
 
 def test_truncated_weights_in_the_store_are_named(tmp_path: Path) -> None:
     options = {"task": "relations", "heads": 2, "width": 8, "seed": 5}
-    assert Lab(TINY, work=tmp_path).trained(**options).curve
+    assert Lab(TINY, work=tmp_path).model(**options).curve
     [weights] = tmp_path.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(HeadwiseError, match=r"model-\w+.safetensors' cannot be read \(.*\); remove it and '.*json'"):
-        Lab(TINY, work=tmp_path).trained(**options)
+        Lab(TINY, work=tmp_path).model(**options)
 
 
 def test_a_full_disk_is_an_error_with_a_message(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_full_disk_is_an_error_with_a_message(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
         with pytest.raises(HeadwiseError, match=r"model-\w+.safetensors' cannot be written: File too large"):
-            Lab(TINY, work=tmp_path).trained(**options)
+            Lab(TINY, work=tmp_path).model(**options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

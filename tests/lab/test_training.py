@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.lab.model import Recipe, as_gpt2, build, task_of
 from headwise.lab.store import DEFAULT, Lab
 from headwise.lab.tasks import IGNORED, Relations, Text
-from headwise.lab.train import Trained, held_out, loss_of, quality, train
+from headwise.lab.train import TrainedModel, held_out, loss_of, quality, train
 
 SMALL = {"task": "relations", "layers": 1, "width": 16, "batch": 7, "steps": 5}
 
@@ -46,23 +46,27 @@ def test_text_targets_are_the_next_letters_and_its_end_is_held_out() -> None:
 def test_ignored_targets_do_not_count_in_the_loss() -> None:
     targets = torch.tensor([[[1, IGNORED], [0, 2]]])
     logits = torch.randn(1, 2, 6, generator=seeded(0))
-    each = [logits[0, 0, :3].log_softmax(0)[1], logits[0, 1, :3].log_softmax(0)[0], logits[0, 1, 3:].log_softmax(0)[2]]
-    assert loss_of(logits, targets).item() == pytest.approx(-sum(each).item() / 3, abs=1e-6)
+    log_probabilities = [
+        logits[0, 0, :3].log_softmax(0)[1],
+        logits[0, 1, :3].log_softmax(0)[0],
+        logits[0, 1, 3:].log_softmax(0)[2],
+    ]
+    assert loss_of(logits, targets).item() == pytest.approx(-sum(log_probabilities).item() / 3, abs=1e-6)
 
 
 def test_equal_recipes_give_equal_models_and_other_seeds_others() -> None:
-    one, same, other = (train(Recipe(heads=2, seed=seed, **SMALL)) for seed in (5, 5, 7))
-    assert one.curve == same.curve and one.curve != other.curve
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), same.model.parameters(), strict=True))
+    first, second, other = (train(Recipe(heads=2, seed=seed, **SMALL)) for seed in (5, 5, 7))
+    assert first.curve == second.curve and first.curve != other.curve
+    assert all(torch.equal(a, b) for a, b in zip(first.decoder.parameters(), second.decoder.parameters(), strict=True))
 
 
 def test_training_learns_and_reports_when_it_does_not() -> None:
     recipe = Recipe(heads=2, seed=1, relations=1, **SMALL | {"steps": 150, "batch": 32, "rate": 1e-2})
-    learned = train(recipe)
-    assert learned.learned and learned.loss < 0.5 * learned.chance
-    stuck = train(Recipe(heads=2, seed=1, relations=1, **SMALL | {"steps": 150, "batch": 32, "rate": 0.0}))
-    assert not stuck.learned
-    assert not Trained(recipe, learned.model, [(1, float("nan"), 0.0)], learned.chance).learned
+    model = train(recipe)
+    assert model.learned and model.loss < 0.5 * model.chance
+    frozen = train(Recipe(heads=2, seed=1, relations=1, **SMALL | {"steps": 150, "batch": 32, "rate": 0.0}))
+    assert not frozen.learned
+    assert not TrainedModel(recipe, model.decoder, [(1, float("nan"), 0.0)], model.chance).learned
 
 
 def test_the_held_out_data_is_always_the_same() -> None:
@@ -74,8 +78,8 @@ def test_without_scale_scores_grow_by_the_root_of_the_head_size() -> None:
     plain, bare = (build(Recipe(heads=2, seed=1, scale=scale, **SMALL)) for scale in (True, False))
     x = torch.randn(2, 7, 16, generator=seeded(0))
     a, b = (model.blocks[0].attention.weights(x) for model in (plain, bare))
-    lifted = (a.log() * 8**0.5).softmax(-1)
-    assert torch.allclose(b, lifted, atol=1e-5) and not torch.allclose(a, b, atol=1e-2)
+    rescaled = (a.log() * 8**0.5).softmax(-1)
+    assert torch.allclose(b, rescaled, atol=1e-5) and not torch.allclose(a, b, atol=1e-2)
 
 
 def test_a_model_without_w_o_has_no_such_weights_and_runs() -> None:
@@ -96,14 +100,14 @@ def test_the_gpt2_of_transformers_matches_the_lab_model() -> None:
 
 def test_the_store_reuses_models_of_equal_recipes_only(tmp_path: Path) -> None:
     lab = Lab(DEFAULT, work=tmp_path)
-    first = lab.trained(heads=2, seed=1, **SMALL)
-    assert len(lab.made) == 1
-    again = Lab(DEFAULT, work=tmp_path)
-    second = again.trained(heads=2, seed=1, **SMALL)
-    assert again.made == [] and second.curve == first.curve
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
-    again.trained(heads=4, seed=1, **SMALL)
-    assert len(again.made) == 1
+    first = lab.model(heads=2, seed=1, **SMALL)
+    assert len(lab.new_pieces) == 1
+    second_lab = Lab(DEFAULT, work=tmp_path)
+    second = second_lab.model(heads=2, seed=1, **SMALL)
+    assert second_lab.new_pieces == [] and second.curve == first.curve
+    assert all(torch.equal(a, b) for a, b in zip(first.decoder.parameters(), second.decoder.parameters(), strict=True))
+    second_lab.model(heads=4, seed=1, **SMALL)
+    assert len(second_lab.new_pieces) == 1
     assert not list(tmp_path.glob("*.pt")) and len(list(tmp_path.glob("*.safetensors"))) == 2
 
 

@@ -21,9 +21,9 @@ def words(verdicts: list[Any]) -> list[str]:
     return [verdict.word for verdict in verdicts]
 
 
-def one_head(one: list[float], longer: list[float], enough: list[float]) -> dict[str, Any]:
+def one_head(single: list[float], longer: list[float], enough: list[float]) -> dict[str, Any]:
     return {
-        "accuracy": {"1": one, "2": one, "4": enough, "8": enough},
+        "accuracy": {"1": single, "2": single, "4": enough, "8": enough},
         "accuracy_one_head_longer": longer,
         "accuracy_one_relation": [1.0, 1.0],
         "averaging": 0.3,
@@ -91,9 +91,9 @@ def test_head_count_verdicts_follow_the_losses(
 
 
 def test_the_survey_reads_the_published_shapes() -> None:
-    found = c04.survey()
-    assert found["famous"]["bert-base"] == {"width": 768, "heads": 12, "kv": 12, "dim": 64}
-    assert found["sizes"][64] > 200 and found["counts"][12] > 100
+    survey = c04.survey()
+    assert survey["famous"]["bert-base"] == {"width": 768, "heads": 12, "kv": 12, "dim": 64}
+    assert survey["sizes"][64] > 200 and survey["counts"][12] > 100
 
 
 def specialise(**changes: Any) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def test_roles_common_to_all_starts_are_named() -> None:
 
 def test_heads_are_matched_by_the_best_permutation() -> None:
     table = np.array([[0.9, 0.1, 0.8], [0.2, 0.9, 0.9], [0.9, 0.9, 0.3]])
-    assert c06.matched(table) == pytest.approx(0.2)
+    assert c06.matched_distance(table) == pytest.approx(0.2)
 
 
 def output(**changes: Any) -> dict[str, Any]:
-    back = {"intact": 1.0, "collapsed": 1.5, "retrained": 1.1, "intact_retrained": 1.0, "layer": 0, "head": 1}
+    losses = {"intact": 1.0, "collapsed": 1.5, "retrained": 1.1, "intact_retrained": 1.0, "layer": 0, "head": 1}
     return {
         "gradients": {
             "with W_O": {"before": 0.0, "after": 0.4, "end": 0.5},
@@ -149,7 +149,7 @@ def output(**changes: Any) -> dict[str, Any]:
         "loss": [1.0, 1.0],
         "loss_without": [1.1, 1.2],
         "learned": True,
-        "collapsed": [back, back],
+        "collapsed": [losses, losses],
     } | changes
 
 
@@ -177,30 +177,30 @@ def test_collapsed_head_verdict_follows_the_loss_after_retraining(retrained: Any
 
 
 def test_heads_meet_verdict_follows_the_gradients() -> None:
-    meets = output()["gradients"]
-    meets["with W_O"]["before"] = 0.1
-    assert c07.verdicts(output(gradients=meets))[0].word == NOT
-    alone = output()["gradients"]
-    alone["without"]["end"] = 0.0
-    assert c07.verdicts(output(gradients=alone))[0].word == HOLDS
+    leaking = output()["gradients"]
+    leaking["with W_O"]["before"] = 0.1
+    assert c07.verdicts(output(gradients=leaking))[0].word == NOT
+    unmixed = output()["gradients"]
+    unmixed["without"]["end"] = 0.0
+    assert c07.verdicts(output(gradients=unmixed))[0].word == HOLDS
 
 
 def test_gradients_between_heads_are_zero_before_w_o() -> None:
-    found = c07.gradients(seed=5)
-    assert found["with W_O"]["before"] == 0 and found["without"]["after"] == 0
-    assert found["with W_O"]["after"] > 0.01 and found["without"]["end"] > 0.01
+    gradients = c07.gradients(seed=5)
+    assert gradients["with W_O"]["before"] == 0 and gradients["without"]["after"] == 0
+    assert gradients["with W_O"]["after"] > 0.01 and gradients["without"]["end"] > 0.01
 
 
-ALL, SOME, NONE = [0.0] * 6, [0.0] * 3 + [0.1] * 3, [0.1] * 6
+UNHARMED, HALF_HARMED, ALL_HARMED = [0.0] * 6, [0.0] * 3 + [0.1] * 3, [0.1] * 6
 
 
 @pytest.mark.parametrize(
     ("small", "real", "back", "want"),
     [
-        ([ALL, ALL], [ALL], 1.001, [HOLDS, HOLDS]),
-        ([NONE, SOME], [SOME], 1.1, [NOT, NOT]),
-        ([NONE, SOME], [ALL], 1.001, [ONLY_IF, HOLDS]),
-        ([NONE, ALL], [ALL], 1.001, [CANNOT_TELL, HOLDS]),
+        ([UNHARMED, UNHARMED], [UNHARMED], 1.001, [HOLDS, HOLDS]),
+        ([ALL_HARMED, HALF_HARMED], [HALF_HARMED], 1.1, [NOT, NOT]),
+        ([ALL_HARMED, HALF_HARMED], [UNHARMED], 1.001, [ONLY_IF, HOLDS]),
+        ([ALL_HARMED, UNHARMED], [UNHARMED], 1.001, [CANNOT_TELL, HOLDS]),
     ],
 )
 def test_removal_verdicts_follow_the_damage(small: list[Any], real: list[Any], back: float, want: list[str]) -> None:
@@ -254,28 +254,29 @@ def test_scale_verdicts_follow_gradients_losses_and_entropies(figures: dict[str,
 
 def shared(losses: dict[int, list[float]], speed: list[float], cache: int = 256) -> dict[str, Any]:
     quality = {
-        str(kv): {"loss": each, "learned": True, "cache": kv * cache, "parameters": 1} for kv, each in losses.items()
+        str(kv): {"loss": values, "learned": True, "cache": kv * cache, "parameters": 1}
+        for kv, values in losses.items()
     }
     return {"quality": quality, "speed": {str(100 * 4**i): {"8": x, "1": 1.0} for i, x in enumerate(speed)}}
 
 
-SAME, MORE, MIXED = [1.0, 1.0], [1.1, 1.1], [1.0, 1.1]
+EQUAL, HIGHER, MIXED = [1.0, 1.0], [1.1, 1.1], [1.0, 1.1]
 
 
 @pytest.mark.parametrize(
     ("losses", "speed", "want"),
     [
-        ({8: SAME, 4: SAME, 2: SAME, 1: MORE}, [1.5, 2.0], [HOLDS, HOLDS, HOLDS, HOLDS]),
-        ({8: SAME, 4: SAME, 2: MORE, 1: SAME}, [1.0, 2.0], [ONLY_IF, NOT, HOLDS, ONLY_IF]),
-        ({8: SAME, 4: MORE, 2: MORE, 1: MIXED}, [1.0, 1.0], [NOT, CANNOT_TELL, HOLDS, NOT]),
-        ({8: SAME, 4: MIXED, 2: SAME, 1: MORE}, [1.5, 1.0], [CANNOT_TELL, HOLDS, HOLDS, CANNOT_TELL]),
+        ({8: EQUAL, 4: EQUAL, 2: EQUAL, 1: HIGHER}, [1.5, 2.0], [HOLDS, HOLDS, HOLDS, HOLDS]),
+        ({8: EQUAL, 4: EQUAL, 2: HIGHER, 1: EQUAL}, [1.0, 2.0], [ONLY_IF, NOT, HOLDS, ONLY_IF]),
+        ({8: EQUAL, 4: HIGHER, 2: HIGHER, 1: MIXED}, [1.0, 1.0], [NOT, CANNOT_TELL, HOLDS, NOT]),
+        ({8: EQUAL, 4: MIXED, 2: EQUAL, 1: HIGHER}, [1.5, 1.0], [CANNOT_TELL, HOLDS, HOLDS, CANNOT_TELL]),
     ],
 )
 def test_shared_key_verdicts_follow_losses_cache_and_speed(
     losses: dict[int, list[float]], speed: list[float], want: list[str]
 ) -> None:
     assert words(c10.verdicts(shared(losses, speed))) == want
-    other = shared(losses, speed)
-    other["quality"]["1"]["cache"] += 4
-    other["quality"]["8"]["learned"] = False
-    assert words(c10.verdicts(other))[:3] == [CANNOT_TELL, CANNOT_TELL, NOT]
+    figures = shared(losses, speed)
+    figures["quality"]["1"]["cache"] += 4
+    figures["quality"]["8"]["learned"] = False
+    assert words(c10.verdicts(figures))[:3] == [CANNOT_TELL, CANNOT_TELL, NOT]

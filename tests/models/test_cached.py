@@ -45,8 +45,8 @@ def test_statistics_of_all_cached_calls_equal_eager_attention(way: str, seed: in
     implementation = "eager" if way == "attentions" else "sdpa"  # no other gives them
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 3e-3}
     options, family = dict(WAYS[way]), BY_NAME[("llama", "qwen3")[seed]]
-    alone = "assistant_model" in options or "prompt_lookup_num_tokens" in options
-    arguments = prompt(seed, 1 if alone else 3, padded=dtype == torch.float32)
+    one_sequence = "assistant_model" in options or "prompt_lookup_num_tokens" in options
+    arguments = prompt(seed, 1 if one_sequence else 3, padded=dtype == torch.float32)
     if "assistant_model" in options:
         options["assistant_model"] = build(family, "eager", seed=5, auto=AutoModelForCausalLM).to(dtype)
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0} | options

@@ -135,16 +135,16 @@ def test_importance_of_a_compiled_model_equals_that_of_the_plain_model() -> None
     model.compile(backend="eager")
     run(model)
     for score in ("michel", "output"):
-        a, b = (torch.as_tensor(headwise.importance(each, [INPUTS], score)["self"]) for each in (plain, model))
+        a, b = (torch.as_tensor(headwise.importance(variant, [INPUTS], score)["self"]) for variant in (plain, model))
         torch.testing.assert_close(b, a)
         assert (b.abs() > 0).all()
 
 
 def test_compiled_code_runs_compiled_again_after_the_with() -> None:
-    made: list[Any] = []
+    graphs: list[Any] = []
 
     def backend(graph: Any, examples: Any) -> Any:
-        made.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     model = build(FAMILY)
@@ -154,9 +154,9 @@ def test_compiled_code_runs_compiled_again_after_the_with() -> None:
         with pytest.raises(ZeroDivisionError), headwise.mask_heads(model, {0: [1]}):
             1 / 0  # noqa: B018
         run(call)
-    assert not made
+    assert not graphs
     run(call)
-    assert made
+    assert graphs
 
 
 def test_entering_a_watch_or_mask_inside_compiled_code_is_refused() -> None:

@@ -17,12 +17,12 @@ from helpers.model_inputs import BATCH, LENGTH, inputs
 
 torch.set_num_threads(1)
 NEW = 7
-HOW = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+GENERATION = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
 
 def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
     with torch.no_grad():
-        return model.generate(**batch, **{**HOW, **options})
+        return model.generate(**batch, **{**GENERATION, **options})
 
 
 def calls_by_path(model: Any, batch: dict[str, Tensor], **options: Any) -> tuple[Tensor, dict[str, list[Call]]]:
@@ -41,9 +41,9 @@ def true_parts(calls: list[Call], mask: Tensor, window: int | None, sinks: bool)
     started = mask.argmax(1)
     for call in calls:
         # with one more token, a sliding cache has the last window - 1 tokens and that one
-        gone = 0 if window is None else max(0, seen - window + 1)
+        dropped = 0 if window is None else max(0, seen - window + 1)
         real = mask if seen == 0 else None
-        yield statistics(call.weights, real, first=started - gone, offset=seen - gone, sinks=sinks)
+        yield statistics(call.weights, real, first=started - dropped, offset=seen - dropped, sinks=sinks)
         seen += call.queries
 
 
@@ -110,15 +110,15 @@ def test_generate_watches_the_encoder_once_and_cross_attention_in_every_step(nam
     assert torch.equal(tokens, other_tokens)
     source = batch.get("attention_mask")
     for layer in seen.layers:
-        made = calls[layer.name]
+        layer_calls = calls[layer.name]
         if layer.kind == "encoder":
-            assert layer.decode is None and len(made) == 1
-            assert_same(layer.stats, statistics(made[0].weights, source, exists=source), rtol=1e-3, atol=3e-3)
+            assert layer.decode is None and len(layer_calls) == 1
+            assert_same(layer.stats, statistics(layer_calls[0].weights, source, exists=source), rtol=1e-3, atol=3e-3)
             continue
         if layer.kind == "cross":
-            parts = [statistics(call.weights, exists=source, cross=True) for call in made]
+            parts = [statistics(call.weights, exists=source, cross=True) for call in layer_calls]
         else:
-            parts = [statistics(call.weights, offset=at) for at, call in enumerate(made)]
+            parts = [statistics(call.weights, offset=at) for at, call in enumerate(layer_calls)]
         assert_same(layer.prefill, parts[0], rtol=1e-3, atol=3e-3)
         assert_same(layer.decode, add_statistics(parts[1:]), rtol=1e-3, atol=3e-3)
 
@@ -182,9 +182,9 @@ def test_two_calls_of_generate_give_rows_for_both_batches() -> None:
         generate(model, twice)
     separate = []
     for batch in (once, twice):
-        with headwise.watch(model) as alone:
+        with headwise.watch(model) as single:
             generate(model, batch)
-        separate.append(alone)
+        separate.append(single)
     for layer, a, b in zip(seen.layers, separate[0].layers, separate[1].layers, strict=True):
         for part in ("stats", "prefill", "decode"):
             assert getattr(layer, part) == getattr(a, part) + getattr(b, part)

@@ -34,7 +34,7 @@ CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
     "mask": lambda model: headwise.mask_heads(model, HEADS),
     "head_outputs": lambda model: head_outputs.head_outputs(model, lambda site, heads, real: None),
 }
-EACH = pytest.mark.parametrize("name", CONTEXTS)
+EACH_CONTEXT = pytest.mark.parametrize("name", CONTEXTS)
 
 
 def run(model: nn.Module) -> Tensor:
@@ -59,14 +59,14 @@ def llama() -> nn.Module:
     return build(FAMILY)
 
 
-@EACH
+@EACH_CONTEXT
 def test_a_copy_of_a_model_with_hooks_is_a_plain_model(llama: nn.Module, name: str) -> None:
     plain = run(llama)
     with CONTEXTS[name](llama):
-        here = run(llama)
+        output = run(llama)
         other = copy.deepcopy(llama)
         assert torch.equal(run(other), plain)
-        assert torch.equal(run(llama), here)
+        assert torch.equal(run(llama), output)
         with headwise.mask_heads(other, HEADS), headwise.watch(other) as seen:
             masked = run(other)
     assert torch.equal(run(other), plain) and len(seen.layers) == 4
@@ -100,15 +100,15 @@ class Interrupt:
     FILES = tuple(module.__file__ for module in (hooks, passes, masking, head_outputs, registry, watcher))
 
     def __init__(self, at: int, skip: tuple[str, ...] = ()) -> None:
-        self.left, self.skip, self.where = at, skip, ""
+        self.remaining, self.skip, self.place = at, skip, ""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename not in self.FILES or frame.f_code.co_name in self.skip:
             return None
         if event == "line" and "with _" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{frame.f_code.co_name} in line {frame.f_lineno}"
+            self.remaining -= 1
+            if self.remaining == 0:
+                self.place = f"{frame.f_code.co_name} in line {frame.f_lineno}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self
@@ -129,9 +129,9 @@ def interrupt_each_line(act: Callable[[], Any], skip: tuple[str, ...] = ()) -> I
             # a tracer can raise between the end of a `with` and the release of its lock, where no signal is handled
             while lock._is_owned():  # type: ignore[attr-defined]
                 lock.release()
-        if not interrupt.where:
+        if not interrupt.place:
             return
-        yield interrupt.where
+        yield interrupt.place
     pytest.fail("it never completed")
 
 
@@ -165,8 +165,8 @@ def test_an_interrupt_while_hooks_are_removed_leaves_none(name: str) -> None:
     context.append(CONTEXTS[name](model))
     context[-1].__enter__()
     # the first lines of __exit__ and remove run before anything can catch an interrupt
-    for where in interrupt_each_line(leave, skip=("__exit__", "remove")):
-        assert hook_count(model) == 0, where
+    for place in interrupt_each_line(leave, skip=("__exit__", "remove")):
+        assert hook_count(model) == 0, place
         assert_nothing_left(model)
         context.append(CONTEXTS[name](model))
         context[-1].__enter__()
@@ -176,7 +176,7 @@ def test_an_interrupt_while_hooks_are_removed_leaves_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["register_forward_pre_hook", "register_forward_hook"])
-@EACH
+@EACH_CONTEXT
 def test_a_hook_that_cannot_be_set_leaves_none(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(BY_NAME["gpt2"])
     plain, calls = getattr(nn.Module, method), [0]
@@ -270,16 +270,16 @@ def test_offloaded_models_are_watched_and_masked(way: str, tmp_path: Path) -> No
     else:
         accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
     outputs, seen = [], []
-    for each in (plain, model):
-        with headwise.mask_heads(each, HEADS):
-            outputs.append(run(each))
-        with headwise.watch(each, weights=True) as watching:
-            run(each)
+    for variant in (plain, model):
+        with headwise.mask_heads(variant, HEADS):
+            outputs.append(run(variant))
+        with headwise.watch(variant, weights=True) as watching:
+            run(variant)
         seen.append(watching)
     assert torch.equal(*outputs) and not torch.equal(outputs[1], run(model))
     for a, b in zip(seen[0].layers, seen[1].layers, strict=True):
         assert a.stats == b.stats and torch.equal(a.weights, b.weights)
-    michel = [torch.as_tensor(headwise.importance(each, [INPUTS], "michel")["self"]) for each in (plain, model)]
+    michel = [torch.as_tensor(headwise.importance(variant, [INPUTS], "michel")["self"]) for variant in (plain, model)]
     torch.testing.assert_close(*michel)
 
 
@@ -304,7 +304,7 @@ def test_nested_watches_and_masks_see_each_other(llama: nn.Module) -> None:
 
 
 def test_a_pass_that_raises_does_not_affect_the_next(llama: Any) -> None:
-    with headwise.watch(llama) as alone:
+    with headwise.watch(llama) as undisturbed:
         run(llama)
     hook = llama.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with headwise.watch(llama) as seen, headwise.mask_heads(llama, {0: []}):
@@ -313,5 +313,5 @@ def test_a_pass_that_raises_does_not_affect_the_next(llama: Any) -> None:
         hook.remove()
         run(llama)
     assert [len(layer.stats.count) // 3 for layer in seen.layers] == [2, 2, 2, 1]  # runs of three sequences
-    assert seen[3].stats == alone[3].stats
+    assert seen[3].stats == undisturbed[3].stats
     assert_nothing_left(llama)

@@ -27,7 +27,7 @@ IDS = torch.tensor([[2, 11, 5, 23, 3]])
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoints.saved("bert", tmp_path_factory.mktemp("bert"))
+    return small_checkpoints.save_small_model("bert", tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 def change(folder: Path, **config: Any) -> None:
     path = folder / "config.json"
-    found = {**json.loads(path.read_text()), **config}
-    path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+    values = {**json.loads(path.read_text()), **config}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
 
 
-def keep(folder: Path, wanted: Any) -> None:
+def keep(folder: Path, names: Any) -> None:
     """Keep only some tensors of a file, by their names."""
     file = folder / "model.safetensors"
-    save_file({name: x for name, x in load_file(file).items() if wanted(name)}, file, metadata={"format": "pt"})
+    save_file({name: x for name, x in load_file(file).items() if names(name)}, file, metadata={"format": "pt"})
 
 
 # --- models that load ---
@@ -53,7 +53,7 @@ def keep(folder: Path, wanted: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
 def test_a_directory_gives_the_class_it_was_saved_from(kind: str, tmp_path: Path) -> None:
-    folder = small_checkpoints.saved(kind, tmp_path)
+    folder = small_checkpoints.save_small_model(kind, tmp_path)
     model = headwise.load(folder)
     theirs = transformers.AutoModelForCausalLM if kind != "bert" else transformers.AutoModelForMaskedLM
     other = theirs.from_pretrained(folder).eval()
@@ -61,8 +61,8 @@ def test_a_directory_gives_the_class_it_was_saved_from(kind: str, tmp_path: Path
     assert not model.training
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, other(IDS).logits)
-    same = transformers.AutoTokenizer.from_pretrained(folder)
-    assert headwise.tokenizer(folder)("the street")["input_ids"] == same("the street")["input_ids"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert headwise.tokenizer(folder)("the street")["input_ids"] == tokenizer("the street")["input_ids"]
 
 
 def test_minilm_is_the_default_and_equals_transformers() -> None:
@@ -248,16 +248,16 @@ def test_pipes_devices_and_unreadable_paths_are_refused(tmp_path: Path, monkeypa
 
 
 def test_a_hub_model_is_fetched_without_pickles_and_code(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requests = []
 
     def snapshot(name: str, **options: Any) -> str:
-        asked.append((name, options))
+        requests.append((name, options))
         return str(whole)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     headwise.tokenizer("someone/a-model")
     headwise.load("someone/a-model")
-    (_, first), (name, second) = asked
+    (_, first), (name, second) = requests
     assert name == "someone/a-model"
     patterns = second["allow_patterns"]
     assert "model*.safetensors" in patterns and "model*.safetensors" not in first["allow_patterns"]
@@ -393,12 +393,12 @@ def test_code_in_a_directory_does_not_run(folder: Path) -> None:
     change(folder, model_type="evil")
     refused(folder, "model_type 'evil' runs code of its own", UnsupportedError)
     file = folder / "tokenizer_config.json"
-    own = {
+    auto_map = {
         **json.loads(file.read_text()),
         "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
         "tokenizer_class": "Evil",
     }
-    file.write_text(json.dumps(own))
+    file.write_text(json.dumps(auto_map))
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         headwise.tokenizer(folder)
 
@@ -426,9 +426,9 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path) ->
     """The files that were converted; the conversion is replaced by a copy of a small model."""
     calls = []
 
-    def convert(path: Path, made: Path) -> None:
+    def convert(path: Path, target: Path) -> None:
         calls.append(path)
-        shutil.copytree(whole, made, dirs_exist_ok=True)
+        shutil.copytree(whole, target, dirs_exist_ok=True)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gguf, "_convert", convert)
@@ -499,7 +499,7 @@ def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, conversion
     code = (
         "import os, sys, pathlib; from headwise.models.loading import gguf\n"
         "gguf._convert = lambda path, folder: ((folder / 'half').touch(), os.kill(os.getpid(), 9))\n"
-        "gguf.converted(pathlib.Path(sys.argv[1]))"
+        "gguf.converted_directory(pathlib.Path(sys.argv[1]))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "one.gguf")], check=False).returncode == -9
     assert in_cache(tmp_path).name.startswith(".")
@@ -512,13 +512,13 @@ def test_a_conversion_that_another_process_finished_first_is_used(
 ) -> None:
     convert, states = gguf._convert, []
 
-    def overtaken(path: Path, made: Path) -> None:
-        convert(path, made)
+    def overtaken(path: Path, target: Path) -> None:
+        convert(path, target)
         if len(conversions) == 1:
-            states.append(gguf.converted(path).stat().st_ino)
+            states.append(gguf.converted_directory(path).stat().st_ino)
 
     monkeypatch.setattr(gguf, "_convert", overtaken)
-    assert [gguf.converted(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
+    assert [gguf.converted_directory(tmp_path / "one.gguf").stat().st_ino] == states and len(conversions) == 2
     assert len(list((tmp_path / "cache/headwise/gguf").iterdir())) == 1
 
 

@@ -43,14 +43,14 @@ def columns(model: nn.Module, site: Site) -> tuple[Tensor, int]:
 def zero_heads(model: nn.Module, heads: dict[Any, list[int]]) -> Iterator[None]:
     """The same by hand: inside, the rows of W_O of these heads are zero."""
     by_key = {site.key: site for site in attention_sites(model)}
-    kept = []
-    for key, chosen in heads.items():
+    hooks = []
+    for key, numbers in heads.items():
         weight, count = columns(model, by_key[key])
-        kept.append((weight, weight.detach().clone()))
+        hooks.append((weight, weight.detach().clone()))
         with torch.no_grad():
-            weight.unflatten(0, (count, -1))[chosen] = 0
+            weight.unflatten(0, (count, -1))[numbers] = 0
     yield
-    for weight, before in reversed(kept):
+    for weight, before in reversed(hooks):
         with torch.no_grad():
             weight.copy_(before)
 
@@ -60,12 +60,16 @@ def some_heads(model: nn.Module) -> dict[Any, list[int]]:
     sites = attention_sites(model)
     shared = len({id(site.module) for site in sites}) < len(sites)
     kinds = {site.kind: [other for other in sites if other.kind == site.kind] for site in sites}
-    chosen = (
+    sites_to_mask = (
         sites
         if shared
-        else [site for same in kinds.values() for site in {same[0].index: same[0], same[-1].index: same[-1]}.values()]
+        else [
+            site
+            for members in kinds.values()
+            for site in {members[0].index: members[0], members[-1].index: members[-1]}.values()
+        ]
     )
-    return {site.key: [0, columns(model, site)[1] - 1] for site in chosen}
+    return {site.key: [0, columns(model, site)[1] - 1] for site in sites_to_mask}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,18 +115,18 @@ def test_masking_one_layer_of_a_module_that_serves_several() -> None:
     """ALBERT's one module serves four layers: masking one layer does not mask the others."""
     family = BY_NAME["albert"]
     model, batch = build(family), inputs(family, "right")
-    alone = []
+    single_masks = []
     for layer in range(4):
         with headwise.mask_heads(model, {layer: [1]}):
-            alone.append(run(model, batch))
-    assert all(not torch.allclose(a, b, atol=1e-3) for i, a in enumerate(alone) for b in alone[:i])
+            single_masks.append(run(model, batch))
+    assert all(not torch.allclose(a, b, atol=1e-3) for i, a in enumerate(single_masks) for b in single_masks[:i])
     states: list[Tensor] = []
     with headwise.mask_heads(model, {2: [1]}), torch.no_grad():
         states = list(model(**batch, output_hidden_states=True).hidden_states)
     with torch.no_grad():
         plain = model(**batch, output_hidden_states=True).hidden_states
-    same = [torch.equal(a, b) for a, b in zip(states, plain, strict=True)]
-    assert same == [True, True, True, False, False]
+    unchanged = [torch.equal(a, b) for a, b in zip(states, plain, strict=True)]
+    assert unchanged == [True, True, True, False, False]
 
 
 class Gates:
@@ -148,9 +152,9 @@ def test_gates_of_zero_and_one_equal_masking(name: str) -> None:
     gates = torch.ones(at.shape)
     gates[-1, 2] = 0
     with headwise.mask_heads(at.model, gates):
-        one = run(at.model, at.batch)
+        ungated = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {at.shape[0] - 1: [2]}):
-        torch.testing.assert_close(run(at.model, at.batch), one)
+        torch.testing.assert_close(run(at.model, at.batch), ungated)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "falcon-grouped"])
@@ -214,12 +218,12 @@ def test_mean_value_is_over_the_real_tokens_so_far(name: str) -> None:
     _, count = columns(model, site)
     tokens: list[Tensor] = []
     for batch, x, y in zip(batches, before, after, strict=True):
-        each, changed = (z.unflatten(-1, (count, -1)) for z in (x, y))
-        tokens.append(each[batch["attention_mask"].bool()])
+        outputs, changed = (z.unflatten(-1, (count, -1)) for z in (x, y))
+        tokens.append(outputs[batch["attention_mask"].bool()])
         mean = torch.cat(tokens).mean(0)
         for head in (0, 2):
             torch.testing.assert_close(changed[:, :, head], mean[head].expand(changed[:, :, head].shape))
-        torch.testing.assert_close(changed[:, :, [1, 3, 4]], each[:, :, [1, 3, 4]])
+        torch.testing.assert_close(changed[:, :, [1, 3, 4]], outputs[:, :, [1, 3, 4]])
 
 
 @contextmanager
@@ -234,28 +238,28 @@ def test_outputs_of_another_input_can_be_patched_in(name: str) -> None:
     """With all heads of the last layer patched, W_O's input is that of the other input."""
     family = BY_NAME[name]
     model = build(family)
-    here, there = (inputs(family, None, seed) for seed in (1, 2))
+    first_input, second_input = (inputs(family, None, seed) for seed in (1, 2))
     with torch.no_grad(), headwise.watch(model, outputs=True) as seen:
-        model(**there)
+        model(**second_input)
     last = seen.layers[-1]
     linear = w_o(model, find_site(model, attention_sites(model), last.key))[1]
-    own: list[Tensor] = []
+    recorded: list[Tensor] = []
     theirs: list[Tensor] = []
     with linear_inputs(linear, theirs):
-        run(model, there)
+        run(model, second_input)
     every = list(range(last.heads.query))
-    with headwise.mask_heads(model, {last.index: every}, value=last.outputs), linear_inputs(linear, own):
-        run(model, here)
-    torch.testing.assert_close(own[0], theirs[0], rtol=0, atol=0)
-    chosen = last.outputs[:, [3, 1]]  # as many as are masked, in ascending order of heads
-    own.clear()
+    with headwise.mask_heads(model, {last.index: every}, value=last.outputs), linear_inputs(linear, recorded):
+        run(model, first_input)
+    torch.testing.assert_close(recorded[0], theirs[0], rtol=0, atol=0)
+    replacement = last.outputs[:, [3, 1]]  # as many as are masked, in ascending order of heads
+    recorded.clear()
     with (
-        headwise.mask_heads(model, {last.index: [1, 3]}, value={last.index: chosen.flip(1)}),
-        linear_inputs(linear, own),
+        headwise.mask_heads(model, {last.index: [1, 3]}, value={last.index: replacement.flip(1)}),
+        linear_inputs(linear, recorded),
     ):
-        run(model, here)
-    each = own[0].unflatten(-1, (last.heads.query, -1))
-    torch.testing.assert_close(each[:, :, [1, 3]].transpose(1, 2), last.outputs[:, [1, 3]], rtol=0, atol=0)
+        run(model, first_input)
+    outputs = recorded[0].unflatten(-1, (last.heads.query, -1))
+    torch.testing.assert_close(outputs[:, :, [1, 3]].transpose(1, 2), last.outputs[:, [1, 3]], rtol=0, atol=0)
 
 
 def test_a_vector_can_replace_a_head() -> None:
@@ -286,13 +290,13 @@ def test_nested_masks_are_removed_also_after_an_exception() -> None:
     at = Gates("bert")
     plain = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {0: [1], 2: [3]}):
-        both = run(at.model, at.batch)
+        both_masked = run(at.model, at.batch)
     with headwise.mask_heads(at.model, {0: [1]}):
         with headwise.mask_heads(at.model, {2: [3]}):
-            torch.testing.assert_close(run(at.model, at.batch), both)
+            torch.testing.assert_close(run(at.model, at.batch), both_masked)
         with headwise.mask_heads(at.model, {0: [1]}):
-            alone = run(at.model, at.batch)
-        assert torch.equal(run(at.model, at.batch), alone)
+            outer_masked = run(at.model, at.batch)
+        assert torch.equal(run(at.model, at.batch), outer_masked)
     with pytest.raises(ZeroDivisionError), headwise.mask_heads(at.model, {0: [1]}):
         1 / 0  # noqa: B018
     assert torch.equal(run(at.model, at.batch), plain)

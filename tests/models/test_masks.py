@@ -47,9 +47,11 @@ def test_a_padded_batch_is_the_sum_of_its_sequences(
     mask = batch["attention_mask"]
     position = (mask.cumsum(1) - 1).clamp(min=0)
     together = run_watched(model, **batch, position_ids=position)
-    alone = [run_watched(model, input_ids=batch["input_ids"][row : row + 1, mask[row].bool()]) for row in range(BATCH)]
+    single_runs = [
+        run_watched(model, input_ids=batch["input_ids"][row : row + 1, mask[row].bool()]) for row in range(BATCH)
+    ]
     for at, layer in enumerate(together.layers):
-        expected = alone[0].layers[at].stats + alone[1].layers[at].stats + alone[2].layers[at].stats
+        expected = single_runs[0].layers[at].stats + single_runs[1].layers[at].stats + single_runs[2].layers[at].stats
         plain = expected.numpy()
         assert_same(layer.stats, {**plain.sums, "count": plain.count}, rtol=1e-3, atol=3e-3)
 
@@ -190,13 +192,13 @@ def test_no_t_by_t_mask_is_made_at_8192_tokens(name: str, more: dict[str, Any], 
 @pytest.mark.parametrize("name", ["mistral", "llama", "gemma3_text", "modernbert", "bart", "olmo3"])
 def test_lazy_masks_are_not_materialized_for_bands_and_padding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_masks, "LARGE", 0)
-    made = []
+    materialized = []
     whole = lazy_masks.MaskRecipe.whole
-    monkeypatch.setattr(lazy_masks.MaskRecipe, "whole", lambda recipe: made.append(recipe) or whole(recipe))
+    monkeypatch.setattr(lazy_masks.MaskRecipe, "whole", lambda recipe: materialized.append(recipe) or whole(recipe))
     family = BY_NAME[name]
     model, batch = build(family), inputs(family, "right")
     run_watched(model, **batch)
-    assert not made
+    assert not materialized
     with torch.no_grad(), headwise.watch(model):  # with output_attentions the mask is needed
         model.set_attn_implementation("eager")
         attentions = tensors_of(model(**batch, output_attentions=True))

@@ -45,8 +45,8 @@ def assert_same_rows(ours: Any, expected: Any, rows: list[int] | None = None) ->
     """Compare the sums of every sequence and statistic."""
     assert set(ours.sums) == set(expected.sums)
     for name in expected.sums:
-        wanted = expected.sums[name] if rows is None else expected.sums[name][rows]
-        torch.testing.assert_close(ours.sums[name], wanted, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+        expected_rows = expected.sums[name] if rows is None else expected.sums[name][rows]
+        torch.testing.assert_close(ours.sums[name], expected_rows, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
     assert torch.equal(ours.count, expected.count if rows is None else expected.count[rows])
 
 
@@ -86,17 +86,17 @@ def test_rows_of_a_batch_may_be_packed_differently() -> None:
 
 
 def by_positions_or_lengths(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Like flash attention: no mask; sequences by their lengths, or by positions that start again."""
-    ends = more.pop("cu_seq_lens_q", None)
+    ends = options.pop("cu_seq_lens_q", None)
     if ends is None:
-        starts = (more["position_ids"][0].diff() != 1).nonzero()[:, 0] + 1
+        starts = (options["position_ids"][0].diff() != 1).nonzero()[:, 0] + 1
         ends = torch.tensor([0, *starts.tolist(), query.shape[2]])
-    more = {name: x for name, x in more.items() if name in ("dropout", "scaling")}
+    options = {name: x for name, x in options.items() if name in ("dropout", "scaling")}
     parts = [
         sdpa_attention_forward(
-            module, query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], None, is_causal=b - a > 1, **more
+            module, query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], None, is_causal=b - a > 1, **options
         )[0]
         for a, b in zip(ends.tolist(), ends.tolist()[1:], strict=False)
     ]
@@ -131,8 +131,8 @@ def test_continuous_batching_gives_the_statistics_of_each_prompt_alone(name: str
     with headwise.watch(model, weights=True) as together:
         answers = model.generate_batch([x.tolist() for x in prompts], settings, SMALL)
     with torch.no_grad(), headwise.watch(model) as separate:
-        alone = [model.generate(x[None], generation_config=settings)[0, len(x) :].tolist() for x in prompts]
-    assert sorted(answer.generated_tokens for answer in answers.values()) == sorted(alone)
+        single_outputs = [model.generate(x[None], generation_config=settings)[0, len(x) :].tolist() for x in prompts]
+    assert sorted(answer.generated_tokens for answer in answers.values()) == sorted(single_outputs)
     for layer, other in zip(together.layers, separate.layers, strict=True):
         assert int(layer.stats.count[:, 0].sum()) == sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
         for part in ("prefill", "decode", "stats"):
@@ -147,9 +147,9 @@ def test_every_call_is_compared_with_the_models_output() -> None:
     """A function that computes something else in a later call of the same form is refused."""
     calls: list[int] = []
 
-    def odd_later(module: nn.Module, query: Tensor, *args: Any, **more: Any) -> Any:
+    def odd_later(module: nn.Module, query: Tensor, *args: Any, **options: Any) -> Any:
         calls.append(1)
-        return sdpa_attention_forward(module, query * (2 if len(calls) > 9 else 1), *args, **more)
+        return sdpa_attention_forward(module, query * (2 if len(calls) > 9 else 1), *args, **options)
 
     AttentionInterface.register("odd later", odd_later)
     AttentionMaskInterface.register("odd later", sdpa_mask)
@@ -163,10 +163,10 @@ def test_every_call_is_compared_with_the_models_output() -> None:
 def test_fully_masked_rows_are_compared_too() -> None:
     """For a fully masked row a model may give zeros, NaN or the mean of the values, and nothing else."""
 
-    def sees_more(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
-        return sdpa_attention_forward(module, query, key, value, None, **{**more, "is_causal": True})
+    def ignores_mask(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **{**options, "is_causal": True})
 
-    AttentionInterface.register("sees more", sees_more)
+    AttentionInterface.register("sees more", ignores_mask)
     AttentionMaskInterface.register("sees more", sdpa_mask)
     model = build(BY_NAME["llama"], "sees more")
     hidden = torch.zeros(1, 1, 11, 11, dtype=torch.bool)

@@ -19,7 +19,7 @@ from helpers.model_inputs import inputs
 
 torch.set_num_threads(1)
 FAMILY = BY_NAME["llama"]
-GIVEN = inputs(FAMILY, "right")
+INPUTS = inputs(FAMILY, "right")
 HEADS = {1: [0, 4], 3: [2]}
 
 
@@ -51,7 +51,7 @@ def dynamic(model: nn.Module) -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-EACH = pytest.mark.parametrize("quantize", [packed, dynamic])
+EACH_KIND = pytest.mark.parametrize("quantize", [packed, dynamic])
 
 
 def model_of(quantize: Any) -> Any:
@@ -60,10 +60,10 @@ def model_of(quantize: Any) -> Any:
 
 def run(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(**GIVEN)[0]
+        return model(**INPUTS)[0]
 
 
-@EACH
+@EACH_KIND
 def test_masked_heads_of_quantized_models_do_not_reach_w_o(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
@@ -73,36 +73,36 @@ def test_masked_heads_of_quantized_models_do_not_reach_w_o(quantize: Any) -> Non
         hook = w_o(model, site)[1].register_forward_pre_hook(lambda _, args: got.append(args[0]))
         masked = run(model)
     hook.remove()
-    each = got[0].unflatten(-1, (6, 10))
-    assert bool((each[..., [0, 4], :] == 0).all()) and bool((each[..., [1, 2, 3, 5], :] != 0).any())
+    outputs = got[0].unflatten(-1, (6, 10))
+    assert bool((outputs[..., [0, 4], :] == 0).all()) and bool((outputs[..., [1, 2, 3, 5], :] != 0).any())
     assert not torch.allclose(masked, plain, atol=1e-2) and torch.equal(run(model), plain)
 
 
-@EACH
+@EACH_KIND
 def test_watching_a_quantized_model_does_not_change_its_output(quantize: Any) -> None:
     model = model_of(quantize)
     plain = run(model)
     with headwise.watch(model, weights=True, outputs=True) as seen:
         assert torch.equal(run(model), plain)
-    real = GIVEN["attention_mask"][:, None, :, None]
+    real = INPUTS["attention_mask"][:, None, :, None]
     for layer in seen.layers:
         assert layer.heads.query == 6 and layer.heads.kv == 2
         entropy = -(layer.weights * layer.weights.clamp(min=1e-30).log() * real).sum((-1, -2))
         torch.testing.assert_close(layer.stats.sums["entropy"].float(), entropy, rtol=1e-4, atol=1e-4)
 
 
-@EACH
+@EACH_KIND
 def test_scores_that_need_float_weights_or_gradients_are_refused_by_name(quantize: Any) -> None:
     model = model_of(quantize)
     for score in ("output", "variance"):
         with pytest.raises(
             UnsupportedError, match="o_proj. are not plain numbers in memory .*; use the score ablation"
         ):
-            headwise.importance(model, [GIVEN], score)
+            headwise.importance(model, [INPUTS], score)
     with pytest.raises(UnsupportedError, match="not a plain linear layer|quantized"):
-        headwise.importance(model, [GIVEN], "magnitude")
+        headwise.importance(model, [INPUTS], "magnitude")
     if quantize is dynamic:
         for score in ("michel", "michel-token", "l0"):
             with pytest.raises(UnsupportedError, match="is quantized and has no gradient; use the score ablation"):
-                headwise.importance(model, [GIVEN], score)
-    assert float(abs(headwise.importance(model, [GIVEN], "ablation")["self"]).min()) > 0
+                headwise.importance(model, [INPUTS], score)
+    assert float(abs(headwise.importance(model, [INPUTS], "ablation")["self"]).min()) > 0

@@ -15,7 +15,7 @@ from helpers.model_families import BY_NAME, build
 
 
 def test_a_directory_gives_its_model_and_tokenizer(tmp_path: Path) -> None:
-    folder = small_checkpoints.saved("gpt2", tmp_path / "model")
+    folder = small_checkpoints.save_small_model("gpt2", tmp_path / "model")
     name, model, tokenizer = resolve(folder)
     assert name == str(folder) and type(model).__name__ == "GPT2LMHeadModel"
     assert tokenizer("tired")["input_ids"] and resolve(folder, tokenizer, "mine").name == "mine"

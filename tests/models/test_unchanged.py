@@ -111,9 +111,9 @@ def test_nested_watches_of_one_model(llama: Any) -> None:
                 assert torch.equal(run(model, batch), plain)
             run(model, other)
         assert torch.equal(run(model, batch), plain)
-    with headwise.watch(model) as alone:
+    with headwise.watch(model) as single:
         run(model, other)
-    for a, b, c in zip(outer.layers, inner.layers, alone.layers, strict=True):
+    for a, b, c in zip(outer.layers, inner.layers, single.layers, strict=True):
         assert a.stats == b.stats + c.stats
 
 
@@ -127,9 +127,9 @@ def test_two_watched_models_and_a_third_unwatched_one() -> None:
         for model, x, y in zip(models, batch, plain, strict=True):
             assert torch.equal(run(model, x), y)
     assert len(first.layers) == len(second.layers) == 4
-    with headwise.watch(models[0]) as alone:
+    with headwise.watch(models[0]) as single:
         run(models[0], batch[0])
-    assert all(a.stats == b.stats for a, b in zip(first.layers, alone.layers, strict=True))
+    assert all(a.stats == b.stats for a, b in zip(first.layers, single.layers, strict=True))
 
 
 def test_watching_a_part_and_the_whole_of_a_model() -> None:
@@ -171,10 +171,10 @@ def test_threads_watch_their_own_models() -> None:
         for thread in threads:
             thread.join()
     for at, model in enumerate(models):
-        with headwise.watch(model) as alone:
+        with headwise.watch(model) as single:
             for batch in batches[at]:
                 run(model, batch)
-        for a, b in zip(seen[at].layers, alone.layers, strict=True):
+        for a, b in zip(seen[at].layers, single.layers, strict=True):
             assert a.stats == b.stats
 
 
@@ -184,9 +184,9 @@ def test_watching_a_masked_model(llama: Any, outer: str) -> None:
     heads = {1: [0, 4], 3: [2]}
     with headwise.mask_heads(model, heads):
         masked = run(model, batch)
-    both = (headwise.watch(model), headwise.mask_heads(model, heads))
+    contexts = (headwise.watch(model), headwise.mask_heads(model, heads))
     with assert_restored(model):
-        with both[0 if outer == "watch" else 1] as first, both[1 if outer == "watch" else 0] as second:
+        with contexts[0 if outer == "watch" else 1] as first, contexts[1 if outer == "watch" else 0] as second:
             assert torch.equal(run(model, batch), masked)
         seen: Any = first if outer == "watch" else second
     assert len(seen.layers) == 4
@@ -210,12 +210,12 @@ def test_watching_under_every_attention_implementation(implementation: str) -> N
     headwise.register()
     called = []
 
-    def mine(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+    def mine(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         called.append(module)
         if mask is not None and mask.dim() == 2:
             causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
             mask = causal & mask[:, None, None].bool()
-        return sdpa_attention_forward(module, query, key, value, mask, **more)
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     AttentionInterface.register("mine", mine)
     AttentionInterface.register("mine, masks of 2 axes", mine)
@@ -240,8 +240,8 @@ def test_watching_under_every_attention_implementation(implementation: str) -> N
 
 
 def test_an_attention_function_other_than_softmax_is_refused() -> None:
-    def odd(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
-        return sdpa_attention_forward(module, query * 2, key, value, mask, **more)
+    def odd(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query * 2, key, value, mask, **options)
 
     AttentionInterface.register("odd", odd)
     AttentionMaskInterface.register("odd", sdpa_mask)
@@ -308,13 +308,13 @@ def test_gradient_checkpointing_counts_each_call_once(name: str, reentrant: bool
         with headwise.watch(model) as seen:
             model(**batch)[0].square().mean().backward()
         results.append((seen, [p.grad for p in model.parameters()]))
-    (plain, a), (again, b) = results
-    assert len(again.layers) == 4
+    (plain, a), (repeated, b) = results
+    assert len(repeated.layers) == 4
     for x, y in zip(a, b, strict=True):
         assert (x is None) == (y is None)
         if x is not None:
             torch.testing.assert_close(x, y)
-    for x, y in zip(plain.layers, again.layers, strict=True):
+    for x, y in zip(plain.layers, repeated.layers, strict=True):
         assert torch.equal(x.stats.count, y.stats.count)
         torch.testing.assert_close(x.stats["entropy"], y.stats["entropy"])
 
@@ -388,7 +388,7 @@ def test_a_watch_cannot_be_entered_twice(llama: Any) -> None:
 def test_a_layer_that_does_not_call_the_registry_is_an_error(llama: Any) -> None:
     model, batch = llama
     odd = model.layers[2].self_attn
-    odd.forward = lambda hidden_states, **more: (hidden_states, None)
+    odd.forward = lambda hidden_states, **options: (hidden_states, None)
     with (
         assert_restored(model),
         pytest.raises(

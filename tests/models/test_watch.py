@@ -65,19 +65,21 @@ def assert_equals_eager(family: Family, batch: dict[str, Tensor], model: nn.Modu
     for name, calls in true.items():
         layers = [layer for layer in seen.layers if layer.name == name]
         # a module that serves several layers is called once for each; images of several sizes are calls of one layer
-        for layer, own in zip(layers, [calls] if len(layers) == 1 else [[call] for call in calls], strict=True):
+        for layer, layer_calls in zip(layers, [calls] if len(layers) == 1 else [[call] for call in calls], strict=True):
             real, exists = real_tokens(family, batch, layer.kind, model)
-            own = own[:1] if family.type == "diffllama" else own  # it attends twice with one set of weights
+            layer_calls = (
+                layer_calls[:1] if family.type == "diffllama" else layer_calls
+            )  # it attends twice with one set of weights
             sinks, cross = family.type in SINKS, layer.kind == "cross"
-            parts = [statistics(call.weights, real, exists=exists, cross=cross, sinks=sinks) for call in own]
+            parts = [statistics(call.weights, real, exists=exists, cross=cross, sinks=sinks) for call in layer_calls]
             expected = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
             assert_same(layer.stats, expected, rtol=1e-3, atol=3e-3)
-            longest = max(call.weights.shape[-1] for call in own)
+            longest = max(call.weights.shape[-1] for call in layer_calls)
             spread.append((expected["entropy"].sum() / expected["count"].sum()) / math.log(longest))
             rows = torch.ones(1, 1, 1, 1) if real is None else real[:, None, :, None]
-            for ours, call in zip(layer.all_weights, own, strict=True):
+            for ours, call in zip(layer.all_weights, layer_calls, strict=True):
                 torch.testing.assert_close(ours * rows, call.weights * rows, rtol=1e-3, atol=1e-3)
-            assert layer.heads.query == own[0].weights.shape[1]
+            assert layer.heads.query == layer_calls[0].weights.shape[1]
             assert layer.prefill is not None and layer.decode is None
     return float(np.mean(spread))
 
@@ -157,10 +159,10 @@ def test_each_is_called_once_per_attention_call() -> None:
     family = BY_NAME["bert"]
     batch, model, calls = inputs(family, "right"), build(family, "sdpa"), []
 
-    def each(layer: Any, reading: Any, real: Tensor | None) -> None:
+    def record(layer: Any, reading: Any, real: Tensor | None) -> None:
         calls.append((layer.key, reading.weights([1, 2], None), real))
 
-    _, seen = run_watched(model, batch, weights=True, each=each)
+    _, seen = run_watched(model, batch, weights=True, each=record)
     assert [key for key, _, _ in calls] == [layer.key for layer in seen.layers]
     for (_, rows, real), layer in zip(calls, seen.layers, strict=True):
         torch.testing.assert_close(rows, layer.weights[:, :, 1:3])

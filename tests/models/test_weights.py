@@ -167,10 +167,12 @@ def test_outputs_of_chosen_heads(bert: Any) -> None:
     model, arguments, _ = bert
     every = run_watched(model, arguments, outputs=True)[1].outputs
     assert tuple(every.shape) == (BATCH, 5, LENGTH, 12)
-    some = run_watched(model, arguments, outputs={1: [3, 0]})
-    assert torch.equal(some[1].outputs[:, 3], every[:, 3]) and torch.equal(some[1].outputs.tensor, every[:, [3, 0]])
+    selected = run_watched(model, arguments, outputs={1: [3, 0]})
+    assert torch.equal(selected[1].outputs[:, 3], every[:, 3]) and torch.equal(
+        selected[1].outputs.tensor, every[:, [3, 0]]
+    )
     with pytest.raises(HeadwiseError, match="no outputs were kept; watch with outputs=True"):
-        some[0].outputs  # noqa: B018
+        selected[0].outputs  # noqa: B018
 
 
 def test_class_shares_equal_summed_weights(bert: Any) -> None:
@@ -260,13 +262,13 @@ def test_unseen_names_the_layers_that_were_not_called() -> None:
 
 def test_statistics_add_up_over_calls(bert: Any) -> None:
     model, arguments, _ = bert
-    others = [
+    parts = [
         {"input_ids": torch.randint(4, 90, (batch, length))} for batch, length in ((1, 5), (2, 17), (3, 1), (5, 13))
     ]
     with torch.no_grad(), headwise.watch(model) as seen:
-        for batch in [arguments, *others]:
+        for batch in [arguments, *parts]:
             model(**batch)
-    separate = [run_watched(model, batch) for batch in [arguments, *others]]
+    separate = [run_watched(model, batch) for batch in [arguments, *parts]]
     for at, layer in enumerate(seen.layers):
         total = separate[0].layers[at].stats
         for part in separate[1:]:
@@ -286,7 +288,7 @@ def test_memory_grows_only_with_what_is_recorded(bert: Any) -> None:
             layer.all_weights + layer.all_outputs + [x for pair in layer.all_links for x in pair]
             for layer in seen.layers
         )
-        tensors = [getattr(x, "tensor", x) for some in lists for x in some]
+        tensors = [getattr(x, "tensor", x) for values in lists for x in values]
         return sum(x.untyped_storage().nbytes() // x.element_size() for x in tensors)
 
     rows = BATCH * LENGTH
@@ -331,7 +333,7 @@ def test_a_model_that_ran_without_attention_is_an_error() -> None:
     model = build(family)
 
     class Other(nn.Module):
-        def forward(self, hidden: Tensor, *args: Any, **more: Any) -> tuple[Tensor, None]:
+        def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
             return hidden, None
 
     watching = headwise.watch(model)

@@ -46,15 +46,15 @@ def time_limit() -> Iterator[None]:
 
 def verdict(model_type: str) -> tuple[str, str]:
     """The outcome for one type (right, refused, cannot be built, cannot be run) and why; raises Wrong."""
-    why = "too large"
+    reason = "too large"
     for kind, config in any_model_type.small_models(model_type):
         if kind is None:
-            why = config
+            reason = config
             continue
         try:
             model = any_model_type.build(kind, config, "eager")
         except Exception as error:  # models raise any kind of error
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             continue
         refused = _refusal(model)
         if refused:
@@ -62,8 +62,8 @@ def verdict(model_type: str) -> tuple[str, str]:
         batch = _runs(model)
         if batch is not None:
             return "right", _check(model_type, kind, config, batch)
-        why = "inputs"
-    return ("cannot be run" if why == "inputs" else "cannot be built"), why
+        reason = "inputs"
+    return ("cannot be run" if reason == "inputs" else "cannot be built"), reason
 
 
 def _refusal(model: nn.Module) -> str | None:
@@ -130,11 +130,11 @@ def _compare(model_type: str, model: Any, case: dict[str, Tensor], eager: nn.Mod
         raise Wrong(f"layers {set(true) ^ {layer.name for layer in seen.layers}}")
     if not _same_function(model, eager, case):
         return 0  # transformers' own sdpa and eager outputs differ
-    for name, made in true.items():
-        same = [layer for layer in seen.layers if layer.name == name]
-        groups = [made] if len(same) == 1 else [[call] for call in made]
-        for layer, own in zip(same, groups, strict=False):
-            _compare_layer(model_type, layer, own[: len(layer.all_weights)], case.get("attention_mask"))
+    for name, weights_by_call in true.items():
+        layers = [layer for layer in seen.layers if layer.name == name]
+        groups = [weights_by_call] if len(layers) == 1 else [[call] for call in weights_by_call]
+        for layer, layer_weights in zip(layers, groups, strict=False):
+            _compare_layer(model_type, layer, layer_weights[: len(layer.all_weights)], case.get("attention_mask"))
     return len(seen.layers)
 
 
@@ -196,15 +196,15 @@ def test_every_model_type_equals_eager_or_is_refused(capsys: pytest.CaptureFixtu
     for model_type in any_model_type.TYPES:
         try:
             with time_limit():
-                outcome, why = verdict(model_type)
+                outcome, reason = verdict(model_type)
         except TimeoutError:
-            outcome, why = "cannot be run", "not in time"
+            outcome, reason = "cannot be run", "not in time"
         except Exception as error:
-            outcome, why = "wrong", f"{type(error).__name__}: {error}"
-            wrong[model_type] = why
+            outcome, reason = "wrong", f"{type(error).__name__}: {error}"
+            wrong[model_type] = reason
         outcomes.setdefault(outcome, []).append(model_type)
         with capsys.disabled():
-            print(f"{outcome:16} {model_type:32} {' '.join(why.split())[:150]}", flush=True)  # noqa: T201
+            print(f"{outcome:16} {model_type:32} {' '.join(reason.split())[:150]}", flush=True)  # noqa: T201
     with capsys.disabled():
         print(dict(Counter({outcome: len(types) for outcome, types in outcomes.items()})))  # noqa: T201
     assert not wrong

@@ -44,8 +44,8 @@ def test_pruned_models_export_with_torch_export(name: str, tmp_path: Path) -> No
     model, batch, shorter = pruned(name, tmp_path)
     with torch.no_grad():
         exported = torch.export.export(model, batch, dynamic_shapes=lengths(batch), strict=False).module()
-        for some in (batch, shorter):
-            assert error(exported(*some), model(*some)) < CLOSE[torch.float32]
+        for arguments in (batch, shorter):
+            assert error(exported(*arguments), model(*arguments)) < CLOSE[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
@@ -61,7 +61,7 @@ def test_pruned_models_export_to_onnx(name: str, tmp_path: Path) -> None:
     )
     program.save(tmp_path / "model.onnx")
     session = InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    for some in (batch, shorter):
-        (found,) = session.run(None, {name: x.numpy() for name, x in zip(names, some, strict=True)})
+    for arguments in (batch, shorter):
+        (output,) = session.run(None, {name: x.numpy() for name, x in zip(names, arguments, strict=True)})
         with torch.no_grad():
-            assert error(torch.tensor(found), model(*some)) < 2e-4
+            assert error(torch.tensor(output), model(*arguments)) < 2e-4

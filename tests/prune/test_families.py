@@ -9,7 +9,7 @@ import headwise
 from headwise import UnsupportedError
 from helpers.model_families import FAMILIES, OFF, build
 from helpers.model_inputs import inputs
-from helpers.prunable_models import CLOSE, converted, error, even_heads, masked_output, uneven_heads
+from helpers.prunable_models import CLOSE, error, even_heads, masked_output, to_dtype, uneven_heads
 
 # Families whose heads are not cut out, by the reason in the error.
 REFUSED = {
@@ -24,22 +24,22 @@ REFUSED = {
 }  # fmt: skip
 # their own code fills a mask with a number outside of float32 (gemma2: NaN), or computes parts in float32
 SINGLE_ONLY = ("xglm", "gemma2", "axk2")
-WHY = {name: words for words, names in REFUSED.items() for name in names}
+REASONS = {name: words for words, names in REFUSED.items() for name in names}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OFF], ids=lambda family: family.name)
 def test_every_family_is_pruned_exactly_or_refused(family: object) -> None:
     model, batch = build(family), inputs(family)
-    for which in (even_heads, uneven_heads):
-        if family.name in WHY:
-            with pytest.raises(UnsupportedError, match=WHY[family.name]):
-                headwise.prune_heads(model, which(model))
+    for choose_heads in (even_heads, uneven_heads):
+        if family.name in REASONS:
+            with pytest.raises(UnsupportedError, match=REASONS[family.name]):
+                headwise.prune_heads(model, choose_heads(model))
             continue
-        heads = {key: numbers for key, numbers in which(model).items() if numbers}
+        heads = {key: numbers for key, numbers in choose_heads(model).items() if numbers}
         for dtype, close in CLOSE.items():
             if dtype is torch.float64 and family.name in SINGLE_ONLY:
                 continue
-            model, batch = converted(dtype, model, batch)
+            model, batch = to_dtype(dtype, model, batch)
             want = masked_output(model, heads, batch)
             with torch.no_grad():
                 assert error(headwise.prune_heads(model, heads)(**batch), want) < close

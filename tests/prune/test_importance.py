@@ -245,13 +245,13 @@ def test_budgets_of_cache_and_parameters_are_met_by_whole_kv_groups() -> None:
     assert len(cache.heads) == 2 and all(len(heads) == 3 for heads in cache.heads.values())
     parameters = headwise.plan(scores, 0.7, budget="parameters", unit="kv")
     full = sum(cost(layer, set(), "parameters") for layer in attention_layers(model))
-    left = sum(
+    remaining = sum(
         cost(layer, set(parameters.heads.get(layer.index, ())), "parameters") for layer in attention_layers(model)
     )
-    assert left <= 0.7 * full
+    assert remaining <= 0.7 * full
     pruned = headwise.prune_heads(model, parameters)
     saved = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in pruned.parameters())
-    assert saved == full - left, "a plan counts the parameters that surgery removes"
+    assert saved == full - remaining, "a plan counts the parameters that surgery removes"
     by_head = headwise.plan(scores, 0.7)
     assert any("even out groups" in note for note in by_head.notes)
 
@@ -314,7 +314,7 @@ def test_a_plan_saves_loads_compares_and_can_be_edited_by_hand(tmp_path: Path) -
         ({"layers": [None]}, r"layers\[0\] must be an object, got None"),
         ({"layers": [{"kind": 5}]}, r"layers\[0\].kind must be a text, got 5"),
         ({"row": {"layer": -1}}, r"layers\[1\].layer must be a whole number from 0 on, got -1"),
-        ({"row": {"layer": 0}}, "self layer 0 is there twice"),
+        ({"row": {"layer": 0}}, "self layer 0 is listed twice"),
         ({"row": {"layer": True}}, r"layers\[1\].layer must be a whole number from 0 on, got True"),
         ({"row": {"heads": 10**9}}, r"layers\[1\].heads is 1000000000, which is more than 65536"),
         ({"row": {"kv_heads": 0}}, r"6 heads and 0 KV heads; kv_heads must divide heads"),

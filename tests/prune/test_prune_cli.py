@@ -55,7 +55,7 @@ def test_prune_writes_a_model_a_plan_and_a_report_that_agree(
     assert report["most_that_heads_can_save"]["parameters"] == 15 * (4 * 12 * 60 + 3 * 12)
     assert abs(report["quality"]["full"]["value"]) < 1e-6 < report["quality"]["pruned"]["value"]
     assert report["texts"] == {"scored": 12, "measured": 12}
-    assert [measured["batch"] for measured in report["latency_ms"]] == [6, 1] and len(report["verdict"]) == 2
+    assert [entry["batch"] for entry in report["latency_ms"]] == [6, 1] and len(report["verdict"]) == 2
     reloaded, plan = headwise.load(tmp_path / "out"), headwise.Plan.load(tmp_path / "out" / "plan.json")
     assert sum(map(len, plan.heads.values())) == 6
     batch = inputs("bert")
@@ -200,7 +200,7 @@ def test_an_interrupted_recovery_resumes_to_the_same_weights_and_losses(
         if done == 8:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command goes on from step 5"):
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 7 of 12; the same command resumes from step 5"):
         recover(headwise.prune_heads(model, {0: [1, 2]}), model, batches, 12, checkpoint=file, progress=stop)
     resumed = headwise.prune_heads(model, {0: [1, 2]})
     assert recover(resumed, model, batches, 12, checkpoint=file) == pytest.approx(losses, rel=1e-4)
@@ -217,12 +217,12 @@ def test_a_full_disk_during_recovery_is_one_line_and_the_last_checkpoint_stays(
 ) -> None:
     monkeypatch.setattr(recovery, "CHECKPOINT_STEPS", 2)
     model, batches, file = build("bert"), [inputs("bert")], tmp_path / "kept.safetensors"
-    save_file, done = safetensors.torch.save_file, []
+    save_file, saves = safetensors.torch.save_file, []
 
     def save_once_then_fail(*args: Any) -> None:
-        if done:
+        if saves:
             raise safetensors.SafetensorError("I/O error: No space left on device")
-        done.append(save_file(*args))
+        saves.append(save_file(*args))
 
     monkeypatch.setattr("safetensors.torch.save_file", save_once_then_fail)
     with pytest.raises(HeadwiseError, match=r"recovery stopped at step 4: .* cannot be written \(.*No space left"):
@@ -239,10 +239,10 @@ def test_a_full_disk_during_recovery_is_one_line_and_the_last_checkpoint_stays(
 def test_a_curve_starts_at_the_full_models_quality_and_varies_with_the_seed() -> None:
     model = build("llama", transformers.AutoModelForCausalLM)
     batches = [inputs("llama", seed) for seed in range(4)]
-    measured = curve(model, batches[:2], batches[2:], scores=("output", "random"), shares=(1.0, 0.5), seeds=2)
-    assert measured.values["output"].shape == (2, 2)
-    np.testing.assert_allclose(measured.values["output"][:, 0], measured.full.value, rtol=1e-5)
-    assert (measured.values["random"][:, 1] != measured.full.value).all()
+    result = curve(model, batches[:2], batches[2:], scores=("output", "random"), shares=(1.0, 0.5), seeds=2)
+    assert result.values["output"].shape == (2, 2)
+    np.testing.assert_allclose(result.values["output"][:, 0], result.full.value, rtol=1e-5)
+    assert (result.values["random"][:, 1] != result.full.value).all()
     resampled = curve(
         model, batches[:1], batches[2:], scores=("michel-token",), shares=(0.9, 0.8, 0.7, 0.6, 0.5), seeds=3
     )
@@ -320,10 +320,10 @@ def test_perplexity_ignores_left_and_right_padding() -> None:
     masks = {side: torch.zeros(2, 11, dtype=torch.long) for side in padded}
     for side, rows in padded.items():
         rows[0], masks[side][0] = ids, 1
-        where = slice(7, 11) if side == "left" else slice(0, 4)
-        rows[1, where], masks[side][1, where] = ids[0, :4], 1
-        measured = quality(model, model, [{"input_ids": rows, "attention_mask": masks[side]}])
-        assert measured.value == pytest.approx(np.exp(np.mean(nats)), rel=1e-3), side
+        place = slice(7, 11) if side == "left" else slice(0, 4)
+        rows[1, place], masks[side][1, place] = ids[0, :4], 1
+        result = quality(model, model, [{"input_ids": rows, "attention_mask": masks[side]}])
+        assert result.value == pytest.approx(np.exp(np.mean(nats)), rel=1e-3), side
 
 
 def test_a_latency_budget_is_met_or_the_nearest_share_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,16 +356,16 @@ HOSTILE = (
 
 def make_report(name: str, note: str = "") -> Any:
     """A report in which every name that comes from outside is `name`."""
-    from headwise.models.surgery.saving import Saved
+    from headwise.models.surgery.saving import SaveResult
     from headwise.plans import Plan
     from headwise.prune.quality import Quality, Size
     from headwise.prune.report import Latency, PruneOptions, PruneReport
 
-    measured = Quality(name, 1, 1, 1, True, 2)
+    full_quality = Quality(name, 1, 1, 1, True, 2)
     plan = Plan({0: [1]}, (("self", 0, 2, 2),), score=name, notes=(note or name,))
     latency = [Latency(1, 8, 1.0, 1.01), Latency(4, 8, 1.0, 0.5)]
-    quality = {"full": measured, "pruned": measured, "recovered": measured}
-    saved = Saved(name, "plain", name, f"headwise.load({name!r})", None)
+    quality = {"full": full_quality, "pruned": full_quality, "recovered": full_quality}
+    saved = SaveResult(name, "plain", name, f"headwise.load({name!r})", None)
     return PruneReport(
         name,
         PruneOptions(),
@@ -497,5 +497,5 @@ def test_no_text_is_used_for_both_scoring_and_measuring() -> None:
 
     batches = make_batches([str(i) for i in range(11)], Words(), batch=4)
     scored = {int(i) for batch in batches.scoring for i in batch["input_ids"]}
-    measured = {int(i) for batch in batches.measuring for i in batch["input_ids"]}
-    assert not scored & measured and scored | measured == set(range(11))
+    measuring = {int(i) for batch in batches.measuring for i in batch["input_ids"]}
+    assert not scored & measuring and scored | measuring == set(range(11))

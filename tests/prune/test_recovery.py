@@ -58,10 +58,10 @@ def interrupted(full: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def other_weights(model: Any) -> Any:
-    made = copy.deepcopy(model)
+    result = copy.deepcopy(model)
     with torch.no_grad():
-        made.encoder.layer[2].output.dense.weight[3, 5] += 1e-3
-    return made
+        result.encoder.layer[2].output.dense.weight[3, 5] += 1e-3
+    return result
 
 
 @pytest.mark.parametrize(
@@ -193,13 +193,13 @@ def fail_with(error: BaseException) -> Any:
     return fail
 
 
-KEPT = "interrupted; the recovery is kept, and the same command takes it up"
+INTERRUPTED = "interrupted; the recovery is saved, and the same command resumes it"
 STAGES = {
     "headwise.prune.session.quality": "headwise: interrupted\n",  # before the recovery
-    "headwise.prune.session._measure_latency": KEPT,
-    "headwise.prune.session.save": KEPT,
-    "headwise.plans.Plan.save": KEPT,
-    "headwise.prune.report_html.page": KEPT,
+    "headwise.prune.session._measure_latency": INTERRUPTED,
+    "headwise.prune.session.save": INTERRUPTED,
+    "headwise.plans.Plan.save": INTERRUPTED,
+    "headwise.prune.report_html.page": INTERRUPTED,
 }
 
 
@@ -218,7 +218,7 @@ def test_ctrl_c_at_any_stage_is_one_line_and_loses_no_training(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and message in err, function
         assert saved_losses(folder) == expected, "the earlier result is unchanged"
-        assert new_names(folder) == ({"out", ".out.recovery.safetensors"} if message == KEPT else {"out"})
+        assert new_names(folder) == ({"out", ".out.recovery.safetensors"} if message == INTERRUPTED else {"out"})
     shutil.rmtree(folder / "out")
     monkeypatch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
     assert run_prune(folder) == 0
@@ -259,7 +259,7 @@ def test_a_full_disk_while_saving_loses_no_training(
         assert run_prune(folder) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "out' cannot be written: No space left on device" in err
-    assert "the recovery is kept, and the same command takes it up" in err
+    assert "the recovery is saved, and the same command resumes it" in err
     assert new_names(folder) == {".out.recovery.safetensors"}
     monkeypatch.setattr("headwise.prune.recovery._step", fail_with(AssertionError("it is trained already")))
     assert run_prune(folder) == 0 and len(saved_losses(folder)) == 5

@@ -25,7 +25,7 @@ from helpers.prunable_models import CLOSE, DECODER, build, error, even_heads, in
 
 ROOT = Path(__file__).parents[2]
 WHOLE_GROUP = {layer: [0, 1, 2] for layer in range(3)}
-AGAIN = """
+RELOAD_SCRIPT = """
 import sys, torch, headwise
 model = headwise.load(sys.argv[1])
 given = torch.load(sys.argv[2], weights_only=True)
@@ -37,7 +37,7 @@ with torch.no_grad():
 def output_in_new_process(folder: Path, batch: dict[str, torch.Tensor], scratch: Path) -> torch.Tensor:
     """The first output of a saved model, computed in a new process."""
     torch.save(batch, scratch / "given.pt")
-    command = [sys.executable, "-c", AGAIN, str(folder), str(scratch / "given.pt"), str(scratch / "out.pt")]
+    command = [sys.executable, "-c", RELOAD_SCRIPT, str(folder), str(scratch / "given.pt"), str(scratch / "out.pt")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     subprocess.run(command, check=True, env=environment, capture_output=True)
     out: torch.Tensor = torch.load(scratch / "out.pt", weights_only=True)
@@ -66,11 +66,11 @@ def test_a_saved_model_reloads_equal_in_the_expected_form(name: str, heads: Any,
     pruned = headwise.prune_heads(model, heads if isinstance(heads, dict) else heads(model))
     saved = headwise.save(pruned, tmp_path / "model")
     assert saved.form == form and saved.difference is not None and saved.difference < CLOSE[torch.float32]
-    again = headwise.load(tmp_path / "model")
+    reloaded = headwise.load(tmp_path / "model")
     with torch.no_grad():
         want = pruned(**batch)
-        assert error(again(**batch), want) < CLOSE[torch.float32]
-        assert again.headwise_heads == pruned.headwise_heads
+        assert error(reloaded(**batch), want) < CLOSE[torch.float32]
+        assert reloaded.headwise_heads == pruned.headwise_heads
         if form == "plain":
             theirs = transformers.AutoModel.from_pretrained(tmp_path / "model")
             assert error(theirs(**batch), want) < CLOSE[torch.float32]
@@ -107,9 +107,9 @@ def test_a_zeroed_directory_can_be_pruned_again(tmp_path: Path) -> None:
     """Its heads keep their original numbers, and zeroed heads are recorded."""
     model, batch = build("llama"), inputs("llama")
     headwise.save(headwise.prune_heads(model, {0: [0, 1, 2], 2: [4]}), tmp_path / "model", form="zeroed")
-    again = headwise.load(tmp_path / "model")
-    assert again.headwise_heads == {0: [None, None, None, 3, 4, 5], 2: [0, 1, 2, 3, None, 5]}
-    smaller = headwise.prune_heads(again, {0: [3]})
+    reloaded = headwise.load(tmp_path / "model")
+    assert reloaded.headwise_heads == {0: [None, None, None, 3, 4, 5], 2: [0, 1, 2, 3, None, 5]}
+    smaller = headwise.prune_heads(reloaded, {0: [3]})
     with torch.no_grad(), headwise.mask_heads(model, {0: [0, 1, 2, 3], 2: [4]}):
         assert error(smaller(**batch), model(**batch)) < CLOSE[torch.float32]
 
@@ -151,10 +151,10 @@ def test_tied_weights_and_bf16_survive_saving(tmp_path: Path) -> None:
     model = build("gpt2", transformers.AutoModelForCausalLM).to(torch.bfloat16)
     pruned = headwise.prune_heads(model, {0: [1, 2]})
     headwise.save(pruned, tmp_path / "model")
-    again = headwise.load(tmp_path / "model")
-    assert again.dtype == torch.bfloat16
-    assert again.lm_head.weight is again.transformer.wte.weight
-    assert again.headwise_heads == {0: [0, 3, 4]}
+    reloaded = headwise.load(tmp_path / "model")
+    assert reloaded.dtype == torch.bfloat16
+    assert reloaded.lm_head.weight is reloaded.transformer.wte.weight
+    assert reloaded.headwise_heads == {0: [0, 3, 4]}
 
 
 def test_other_files_are_copied_but_no_pickles(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_save_pretrained_of_a_pruned_model_can_be_loaded(name: str, heads: Any, 
     ways = {"itself": pruned, "copied": copy.deepcopy(pruned), "pickled": pickle.loads(pickle.dumps(pruned))}
     with torch.no_grad():
         want = pruned(**batch)
-        for made in ways.values():
+        for candidate in ways.values():
             for folder in (tmp_path / "new", tmp_path / "there"):
-                made.save_pretrained(folder)
+                candidate.save_pretrained(folder)
                 assert error(headwise.load(folder)(**batch), want) < CLOSE[torch.float32]
             shutil.rmtree(tmp_path / "new")
     assert (tmp_path / "there" / "optimizer.json").read_text() == "{}"
@@ -267,12 +267,12 @@ def test_save_pretrained_of_a_pruned_model_can_be_loaded(name: str, heads: Any, 
 def test_copies_and_reloaded_pruned_models_can_be_saved(tmp_path: Path) -> None:
     pruned = headwise.prune_heads(build("bert"), {0: [1]})
     headwise.save(pruned, tmp_path / "first")
-    for made in (copy.deepcopy(pruned), headwise.load(tmp_path / "first")):
+    for candidate in (copy.deepcopy(pruned), headwise.load(tmp_path / "first")):
         with torch.no_grad():
-            made.embeddings.word_embeddings.weight += 1
-        made.save_pretrained(tmp_path / "second")
-        again = headwise.load(tmp_path / "second")
-        assert torch.equal(again.embeddings.word_embeddings.weight, made.embeddings.word_embeddings.weight)
+            candidate.embeddings.word_embeddings.weight += 1
+        candidate.save_pretrained(tmp_path / "second")
+        reloaded = headwise.load(tmp_path / "second")
+        assert torch.equal(reloaded.embeddings.word_embeddings.weight, candidate.embeddings.word_embeddings.weight)
 
 
 def test_the_model_inside_a_pruned_model_is_saved_too(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_save_pretrained_takes_the_state_dict_of_a_trainer(tmp_path: Path) -> No
     pruned = headwise.prune_heads(build("bert"), {0: [1]})
     weights = {name: x + 1 if x.is_floating_point() else x for name, x in pruned.state_dict().items()}
     pruned.save_pretrained(tmp_path / "model", state_dict=weights)
-    again = headwise.load(tmp_path / "model").state_dict()
-    assert all(torch.equal(again[name], x) for name, x in weights.items())
+    reloaded = headwise.load(tmp_path / "model").state_dict()
+    assert all(torch.equal(reloaded[name], x) for name, x in weights.items())
     pruned.save_pretrained(tmp_path / "other", is_main_process=False)
     for words, batch in [
         ("state_dict does not fit this pruned model: .*Missing key", {"state_dict": {}}),
@@ -305,26 +305,33 @@ def test_zeroed_models_keep_the_save_pretrained_of_transformers(tmp_path: Path) 
     assert "save_pretrained" not in vars(zeroed)
     zeroed.save_pretrained(tmp_path / "model")
     with torch.no_grad():
-        again = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
-        assert error(again(**batch), zeroed(**batch)) < CLOSE[torch.float32]
+        reloaded = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
+        assert error(reloaded(**batch), zeroed(**batch)) < CLOSE[torch.float32]
 
 
 def test_a_pruned_directory_has_a_readme(tmp_path: Path) -> None:
     source = tmp_path / "a<b>model"
     build("bert").save_pretrained(source)
-    others = ["vocab.txt", "LICENSE", "README.md", "modules.json", "1_Pooling/config.json", "tokenizer_config.json"]
-    for name in others:
+    other_files = [
+        "vocab.txt",
+        "LICENSE",
+        "README.md",
+        "modules.json",
+        "1_Pooling/config.json",
+        "tokenizer_config.json",
+    ]
+    for name in other_files:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text("of the first model")
     model = headwise.load(source)
     headwise.save(model, tmp_path / "whole")
-    assert all((tmp_path / "whole" / name).read_text() == "of the first model" for name in others)
+    assert all((tmp_path / "whole" / name).read_text() == "of the first model" for name in other_files)
     for form in ("compact", "zeroed"):
         pruned = headwise.prune_heads(model, {0: [1, 3], 2: [0]})
         headwise.save(pruned, tmp_path / form, form=form)
         names = {str(x.relative_to(tmp_path / form)) for x in (tmp_path / form).rglob("*") if x.is_file()}
-        same = {"vocab.txt", "LICENSE", "tokenizer_config.json"}
-        assert names == same | {"README.md", "config.json", "model.safetensors", "headwise.json"}
+        copied = {"vocab.txt", "LICENSE", "tokenizer_config.json"}
+        assert names == copied | {"README.md", "config.json", "model.safetensors", "headwise.json"}
         text = (tmp_path / form / "README.md").read_text()
         assert text.startswith("# a_b_model, without some of its attention heads\n")
         assert "| self layer 0 | 1, 3 |\n| self layer 2 | 0 |\n" in text

@@ -37,7 +37,7 @@ def layer_index(run: ScoringRun) -> list[np.ndarray]:
 def test_every_module_of_the_scores_package_is_the_score_of_its_name() -> None:
     files = [path.stem for path in Path(bundled.__path__[0]).glob("*.py") if path.stem != "__init__"]
     assert sorted(registry.scores()) == sorted(name.replace("_", "-") for name in files)
-    assert all(known.name == name for name, known in registry.scores().items())
+    assert all(score.name == name for name, score in registry.scores().items())
 
 
 @pytest.mark.parametrize("fact", FACTS)

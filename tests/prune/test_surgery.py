@@ -21,11 +21,11 @@ from helpers.prunable_models import (
     DECODERS,
     FAMILIES,
     TWO_STACKS,
-    converted,
     error,
     even_heads,
     masked_output,
     parameter_count,
+    to_dtype,
     uneven_heads,
 )
 
@@ -34,7 +34,7 @@ EXACT = CLOSE[torch.float64]
 
 def build(*args: Any, **kwargs: Any) -> Any:
     """A small model in float64, in which the order of summation makes almost no difference."""
-    return converted(torch.float64, prunable_models.build(*args, **kwargs), {})[0]
+    return to_dtype(torch.float64, prunable_models.build(*args, **kwargs), {})[0]
 
 
 def inputs(name: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def inputs(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("which", [even_heads, uneven_heads])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_pruned_model_gives_the_outputs_of_the_masked_model(name: str, which: Any, dtype: torch.dtype) -> None:
-    model, batch = converted(dtype, prunable_models.build(name), prunable_models.inputs(name))
+    model, batch = to_dtype(dtype, prunable_models.build(name), prunable_models.inputs(name))
     heads = which(model)
     want = masked_output(model, heads, batch)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_a_pruned_model_generates_the_tokens_of_the_masked_model(name: str) -> N
 def test_pruning_in_bf16(name: str) -> None:
     aligned = {"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24}  # experts need that in bf16
     model = build(name, **(aligned if name in ("gpt_oss", "deepseek_v3", "deepseek_v32") else {}))
-    model, batch = converted(torch.bfloat16, model, inputs(name))
+    model, batch = to_dtype(torch.bfloat16, model, inputs(name))
     heads = uneven_heads(model)
     pruned = headwise.prune_heads(model, heads)
     with torch.no_grad():
@@ -184,13 +184,13 @@ def test_norms_over_all_heads_are_refused_but_can_be_zeroed(kind: str) -> None:
 def test_the_value_bias_moves_into_the_output_bias(name: str) -> None:
     model, batch = build(name), inputs(name)
     heads = {0: [1], 2: [0, 3]}
-    found = {site.index: headwise_projections(model, site) for site in attention_sites(model)}
+    layers = {site.index: headwise_projections(model, site) for site in attention_sites(model)}
     from headwise.models.structure.projections import value_bias
 
     value = {}
-    for layer, gone in heads.items():
-        bias = value_bias(found[layer])
-        value[layer] = bias[[h // (found[layer].query // found[layer].kv) for h in gone]]
+    for layer, removed in heads.items():
+        bias = value_bias(layers[layer])
+        value[layer] = bias[[h // (layers[layer].query // layers[layer].kv) for h in removed]]
     want = masked_output(model, heads, batch, value=value)
     with torch.no_grad():
         got = headwise.prune_heads(model, heads, compensate="bias")(**batch)
@@ -237,10 +237,12 @@ def test_unknown_layers_and_heads_are_refused() -> None:
 def test_copies_of_a_pruned_model_are_independent() -> None:
     model, batch = build("phi3"), inputs("phi3")
     pruned = headwise.prune_heads(model, {0: [0, 1, 2]})
-    again = copy.deepcopy(pruned)
-    again.set_attn_implementation("eager")
+    duplicate = copy.deepcopy(pruned)
+    duplicate.set_attn_implementation("eager")
     with torch.no_grad():
-        assert error(again(**batch), pruned(**batch)) < CLOSE[torch.float32]  # eager attention's softmax is in float32
+        assert (
+            error(duplicate(**batch), pruned(**batch)) < CLOSE[torch.float32]
+        )  # eager attention's softmax is in float32
     assert pruned.config._attn_implementation != "eager"
 
 

@@ -121,15 +121,15 @@ class Doubled(nn.Linear):
 
 
 def quantized(layer: nn.Linear) -> nn.Module:
-    made: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0]
-    return made
+    result: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0]
+    return result
 
 
 def hooked(layer: nn.Linear) -> nn.Module:
-    made: nn.Module = nn.utils.weight_norm(layer)
+    result: nn.Module = nn.utils.weight_norm(layer)
     with torch.no_grad():
-        made(torch.zeros(1, layer.in_features))  # else its weight has a gradient, and PyTorch refuses to copy it
-    return made
+        result(torch.zeros(1, layer.in_features))  # else its weight has a gradient, and PyTorch refuses to copy it
+    return result
 
 
 def packed(layer: nn.Linear) -> nn.Module:
@@ -220,9 +220,9 @@ def test_weights_tied_between_layers_are_cut_for_each_layer_alone(zero: bool, tm
     pruned = headwise.prune_heads(model, HEADS, zero=zero)
     for form in (None, "compact"):
         headwise.save(pruned, tmp_path / "saved", form=form, overwrite=True)
-        for made in (pruned, headwise.load(tmp_path / "saved")):
+        for candidate in (pruned, headwise.load(tmp_path / "saved")):
             with torch.no_grad():
-                assert error(made(**arguments), want) < CLOSE[torch.float32]
+                assert error(candidate(**arguments), want) < CLOSE[torch.float32]
 
 
 @pytest.mark.parametrize("zero", [False, True])

@@ -29,7 +29,7 @@ def register_last(**options: Any) -> None:
     role("last", **options)(last_token)
 
 
-def measured(count: int = 31) -> headwise.Atlas:
+def measure_atlas(count: int = 31) -> headwise.Atlas:
     corpus = texts(count)
     counts = np.ones(len(tokenizer()))
     return headwise.atlas(encoder(counts), corpus, tokenizer())
@@ -37,7 +37,7 @@ def measured(count: int = 31) -> headwise.Atlas:
 
 def test_a_registered_role_is_measured_and_printed() -> None:
     register_last()
-    atlas = measured()
+    atlas = measure_atlas()
     assert [head.name for head in atlas.heads_with("last")] == [f"0.{HEADS.index('delimiter')}"]  # [SEP] is last
     assert "last" in str(atlas) and all_roles()[-1].meaning == "weight on the last token"
     lengths = np.array([len(ids) for ids in tokenizer()(texts(31))["input_ids"]])
@@ -46,21 +46,21 @@ def test_a_registered_role_is_measured_and_printed() -> None:
 
 
 def test_a_registered_role_leaves_the_other_scores_as_they_are() -> None:
-    plain = measured()
+    plain = measure_atlas()
     register_last()
-    both = measured()
-    assert set(both.scores) - set(plain.scores) == {"last", "last:argmax"}
+    atlas = measure_atlas()
+    assert set(atlas.scores) - set(plain.scores) == {"last", "last:argmax"}
     for name, kinds in plain.scores.items():
-        np.testing.assert_array_equal(both.scores[name]["self"], kinds["self"], err_msg=name)
+        np.testing.assert_array_equal(atlas.scores[name]["self"], kinds["self"], err_msg=name)
 
 
 def test_a_role_by_argmax_counts_the_largest_weight() -> None:
     register_last(argmax=True)
-    atlas = measured()
+    atlas = measure_atlas()
     definition = all_roles()[-1]
     assert definition.score == "last:argmax"
     assert definition.meaning == "how often its largest weight is on the last token"
-    assert atlas.ranked("last")[0].score == pytest.approx(np.nanmax(atlas.scores["last:argmax"]["self"]))
+    assert atlas.rank_heads("last")[0].score == pytest.approx(np.nanmax(atlas.scores["last:argmax"]["self"]))
 
 
 def test_a_role_on_repeated_tokens_counts_the_key_that_it_names() -> None:
@@ -77,7 +77,7 @@ def test_an_atlas_with_a_role_of_others_opens_where_the_role_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register_last()
-    measured().save(tmp_path / "atlas.json", sums=True)
+    measure_atlas().save(tmp_path / "atlas.json", sums=True)
     for table in (registry._roles, registry._scores):
         table.pop("last")  # type: ignore[attr-defined]
     opened = headwise.Atlas.load(tmp_path / "atlas.json")
@@ -86,10 +86,10 @@ def test_an_atlas_with_a_role_of_others_opens_where_the_role_is_unknown(
 
 
 def test_atlases_with_and_without_a_role_do_not_merge() -> None:
-    plain = measured()
+    plain = measure_atlas()
     register_last()
     with pytest.raises(headwise.HeadwiseError, match="different models or of other settings"):
-        plain.merge(measured(29))
+        plain.merge(measure_atlas(29))
 
 
 def test_a_run_with_other_roles_is_not_resumed(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_run_with_other_roles_is_not_resumed(tmp_path: Path) -> None:
 
 def test_a_role_decided_by_a_score_of_ours_needs_no_function() -> None:
     add_role(RoleDefinition("mostly_special", "special", 0.7, ("both ways",), "this test"))
-    assert {head.head for head in measured().heads_with("mostly_special")} <= {HEADS.index("delimiter")}
+    assert {head.head for head in measure_atlas().heads_with("mostly_special")} <= {HEADS.index("delimiter")}
 
 
 def test_a_module_may_register_its_own_role_again() -> None:
@@ -143,7 +143,7 @@ def test_what_cannot_be_a_role_is_refused_and_leaves_nothing_behind(register: An
 def test_a_function_of_the_wrong_shape_is_named(function: Any, got: str) -> None:
     role("last", threshold=0.4, meaning="weight on it", source="this test")(function)
     with pytest.raises(headwise.HeadwiseError, match=rf"function of 'last' must give a tensor that .* got {got}"):
-        measured(7)
+        measure_atlas(7)
 
 
 def test_a_key_outside_the_text_is_named() -> None:
@@ -189,7 +189,7 @@ def test_the_example_of_the_package_is_a_role() -> None:
     source = "from headwise.roles import role\n" + "\n".join(line[4:] for line in lines)
     exec(source, {"__name__": "example"})
     assert all_roles()[-1].name == "last"
-    assert measured(7).scores["last"]["self"].shape == (1, len(HEADS))
+    assert measure_atlas(7).scores["last"]["self"].shape == (1, len(HEADS))
 
 
 def test_every_file_of_the_folder_is_imported() -> None:

@@ -23,14 +23,16 @@ def task_of(model: Any, carrying: set[tuple[int, int]], units: int = 13) -> task
     ids = torch.tensor([[2, 5, 12, 17, 3]])
 
     def score() -> np.ndarray:
-        gone = 0
+        masked_count = 0
         hooks = []
 
         def look(layer: int) -> Any:
             def hook(linear: Any, args: Any) -> None:
-                nonlocal gone
-                each = args[0].unflatten(-1, (HEADS, -1)).abs().amax((0, 1, 3))
-                gone += sum(float(each[head]) == 0 for at, head in carrying if at == layer)
+                nonlocal masked_count
+                magnitudes = args[0].unflatten(-1, (HEADS, -1)).abs().amax((0, 1, 3))
+                masked_count += sum(
+                    float(magnitudes[head]) == 0 for carrying_layer, head in carrying if carrying_layer == layer
+                )
 
             return hook
 
@@ -40,7 +42,7 @@ def task_of(model: Any, carrying: set[tuple[int, int]], units: int = 13) -> task
             model(input_ids=ids)
         for hook in hooks:
             hook.remove()
-        return gone + np.linspace(0, 1, units)
+        return masked_count + np.linspace(0, 1, units)
 
     return tasks.Task("made up", "what is gone", model, score)
 
@@ -69,8 +71,8 @@ def test_masking_heads_that_carry_a_task_damages_more_than_random_heads(model: A
 
 def test_masking_heads_without_a_part_in_a_task_is_no_different_from_random_heads(model: Any) -> None:
     assert ablate_heads(task_of(model, set()), [("self", 1, 0)]).verdict == SAME
-    others = {(layer, head) for layer in (0, 1) for head in range(HEADS)} - {(1, 0)}
-    assert ablate_heads(task_of(model, others), [("self", 1, 0)]).verdict == LESS
+    other_heads = {(layer, head) for layer in (0, 1) for head in range(HEADS)} - {(1, 0)}
+    assert ablate_heads(task_of(model, other_heads), [("self", 1, 0)]).verdict == LESS
 
 
 def test_too_few_random_draws_give_no_verdict(model: Any) -> None:
@@ -86,21 +88,21 @@ def test_ablation_restores_the_model_and_depends_on_the_seed_alone(model: Any) -
 
 def test_random_heads_are_other_heads_of_the_same_layers() -> None:
     counts = {("self", 0): 5, ("self", 1): 3, ("cross", 0): 7}
-    chosen = (("self", 0, 1), ("self", 0, 2), ("self", 1, 0), ("cross", 0, 6))
+    selected = (("self", 0, 1), ("self", 0, 2), ("self", 1, 0), ("cross", 0, 6))
     seen = set()
     for seed in range(31):
-        drawn = random_heads(counts, chosen, np.random.default_rng(seed))
-        assert len(set(drawn)) == 4 and not set(drawn) & set(chosen)
-        assert sorted(head[:2] for head in drawn) == sorted(head[:2] for head in chosen)
-        seen.update(drawn)
+        random_set = random_heads(counts, selected, np.random.default_rng(seed))
+        assert len(set(random_set)) == 4 and not set(random_set) & set(selected)
+        assert sorted(head[:2] for head in random_set) == sorted(head[:2] for head in selected)
+        seen.update(random_set)
     assert len(seen) == 3 + 2 + 6  # every other head has its turn
 
 
 def test_random_heads_come_from_other_layers_where_a_layer_has_too_few() -> None:
     counts = {("self", 0): 3, ("self", 1): 5}
-    chosen = (("self", 0, 0), ("self", 0, 1))
-    drawn = random_heads(counts, chosen, np.random.default_rng(0))
-    assert ("self", 0, 2) in drawn and len(drawn) == 2 and any(layer == 1 for _, layer, _ in drawn)
+    selected = (("self", 0, 0), ("self", 0, 1))
+    random_set = random_heads(counts, selected, np.random.default_rng(0))
+    assert ("self", 0, 2) in random_set and len(random_set) == 2 and any(layer == 1 for _, layer, _ in random_set)
     with pytest.raises(HeadwiseError, match="7 heads of 8: too few others are left"):
         random_heads(
             counts, [("self", 0, i) for i in range(3)] + [("self", 1, i) for i in range(4)], np.random.default_rng(0)
@@ -110,10 +112,10 @@ def test_random_heads_come_from_other_layers_where_a_layer_has_too_few() -> None
 def test_no_random_set_of_heads_is_drawn_twice() -> None:
     """One head of three: two others in its layer, then those of the other layer, and then there are no more."""
     counts = {("self", 0): 3, ("self", 1): 5}
-    drawn = list(ablate._distinct_sets(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
-    assert len(drawn) == len(set(drawn)) == 7 and set(drawn[:2]) == {(("self", 0, 0),), (("self", 0, 2),)}
-    many = list(ablate._distinct_sets({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
-    assert len(set(many)) == 20
+    sets = list(ablate._distinct_sets(counts, [("self", 0, 1)], np.random.default_rng(0), 20))
+    assert len(sets) == len(set(sets)) == 7 and set(sets[:2]) == {(("self", 0, 0),), (("self", 0, 2),)}
+    many_sets = list(ablate._distinct_sets({("self", 0): 31}, [("self", 0, 1)], np.random.default_rng(0), 20))
+    assert len(set(many_sets)) == 20
 
 
 def test_ablation_refuses_missing_heads_and_zero_draws(model: Any) -> None:
@@ -145,12 +147,12 @@ TEXTS = ["a0 x1 n0 x2", "x3 x4", "a1 n1 x5 x6 x7 x8"]
 def test_text_task_of_a_causal_model_is_the_loss_of_transformers() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
     got = tasks.text_task(model, tokenizer, TEXTS).score()
-    alone = []
-    for one in sorted(TEXTS, key=lambda t: len(t.split())):
-        ids = tokenizer(one, return_tensors="pt").input_ids
+    losses = []
+    for text in sorted(TEXTS, key=lambda t: len(t.split())):
+        ids = tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
-            alone.append(float(model(input_ids=ids, labels=ids).loss))
-    assert got == pytest.approx(alone, rel=1e-4)
+            losses.append(float(model(input_ids=ids, labels=ids).loss))
+    assert got == pytest.approx(losses, rel=1e-4)
 
 
 def test_text_task_of_a_whole_encoder_is_zero(model: Any) -> None:
@@ -161,29 +163,33 @@ def test_text_task_of_a_whole_encoder_is_zero(model: Any) -> None:
 
 
 def test_relation_task_measures_how_far_source_words_move(model: Any) -> None:
-    some = relation_heads.sentences(17)
-    task = tasks.relation_task(model, relation_heads.tokenizer(), some, "adjective > noun")
+    sentences = relation_heads.sentences(17)
+    task = tasks.relation_task(model, relation_heads.tokenizer(), sentences, "adjective > noun")
     assert task.score() == pytest.approx(np.zeros(34), abs=1e-6)  # two pairs a sentence
     assert ablate_heads(task, [("self", 1, 0)], draws=1).damage > 1e-6
     with pytest.raises(HeadwiseError, match="no sentence has a link 'nothing'"):
-        tasks.relation_task(model, relation_heads.tokenizer(), some, "nothing")
+        tasks.relation_task(model, relation_heads.tokenizer(), sentences, "nothing")
 
 
 def test_repetition_task_scores_the_second_half_alone() -> None:
     model, tokenizer = llama(), relation_heads.tokenizer()
     task = tasks.repetition_task(model, tokenizer)
-    assert len(task.score()) == tasks.SEQUENCES * tasks.REPEATED
+    assert len(task.score()) == tasks.SEQUENCES * tasks.HALF_LENGTH
     assert (task.score() == tasks.repetition_task(model, tokenizer).score()).all()
     assert (task.score() != tasks.repetition_task(model, tokenizer, seed=1).score()).any()
     seen: list[Any] = []
-    hook = model.register_forward_pre_hook(lambda module, args, more: seen.append(more["input_ids"]), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
+    )
     task.score()
     hook.remove()
-    half = tasks.REPEATED
+    half = tasks.HALF_LENGTH
     assert (seen[0][:, -half:] == seen[0][:, -2 * half : -half]).all()
     with torch.no_grad():
         chances = model(input_ids=seen[0]).logits.log_softmax(-1)
-    second = [-float(chances[0, at - 1, seen[0][0, at]]) for at in range(half, 2 * half)]  # nothing comes before
+    second = [
+        -float(chances[0, position - 1, seen[0][0, position]]) for position in range(half, 2 * half)
+    ]  # nothing comes before
     assert task.score()[:half] == pytest.approx(second, rel=1e-4)
 
 
@@ -234,7 +240,7 @@ def test_tasks_send_their_batches_to_the_device_of_the_model(task: str) -> None:
     model.register_forward_pre_hook(arrive, with_kwargs=True)
     sentences = relation_heads.sentences(7)
     verbs = [Sentence("the cat is", ((0, 3), (4, 7), (8, 10)), (GoldLink("verb > subject", 2, (1,)),))]
-    texts = [one.text for one in sentences]
+    texts = [sentence.text for sentence in sentences]
     scores = {
         "text": lambda: tasks.text_task(model, words, texts).score(),
         "causal text": lambda: tasks.text_task(model, words, texts).score(),
@@ -250,7 +256,7 @@ def test_tasks_send_their_batches_to_the_device_of_the_model(task: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"heads": [[1]]}, "what matters cannot be read"),
+        ({"heads": [[1]]}, "the ablation cannot be read"),
         ({"random": []}, "it names no heads, or no random draws"),
         ({"whole": "much"}, "whole must be a finite number, got 'much'"),
         ({"units": -1}, "units must be a whole number from 0 on, got -1"),

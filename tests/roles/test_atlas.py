@@ -91,17 +91,17 @@ def test_loading_refuses_a_file_that_is_no_atlas(tmp_path: Path, text: str, mess
         headwise.Atlas.load(tmp_path / "b.json")
 
 
-def changed(data: Any, path: str, value: Any) -> Any:
+def change_value(data: Any, path: str, value: Any) -> Any:
     """A copy of JSON with one value replaced, or removed where the value is Ellipsis."""
     data = copy.deepcopy(data)
     *way, last = path.split("/")
-    at = data
+    node = data
     for step in way:
-        at = at[int(step)] if isinstance(at, list) else at[step]
+        node = node[int(step)] if isinstance(node, list) else node[step]
     if value is ...:
-        del at[last]
+        del node[last]
     else:
-        at[int(last) if isinstance(at, list) else last] = value
+        node[int(last) if isinstance(node, list) else last] = value
     return data
 
 
@@ -137,7 +137,7 @@ def test_loading_refuses_a_damaged_atlas_with_its_reason(
     data = json.loads(json.dumps(atlas.to_json()))
     assert headwise.Atlas.from_json(data).to_json() == data
     with pytest.raises(headwise.HeadwiseError, match=message) as caught:
-        headwise.Atlas.from_json(changed(data, path, value))
+        headwise.Atlas.from_json(change_value(data, path, value))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
@@ -219,12 +219,12 @@ def test_diff_lists_roles_gained_and_lost(atlas: headwise.Atlas) -> None:
     changes = atlas.diff(headwise.atlas(other, corpus, tokenizer(), name="changed"))
     assert [(role.name, role.role) for role in changes.gained] == [("0.1", "previous")]
     assert [(role.name, role.role) for role in changes.lost] == [("0.1", "next")]
-    assert {one.head for one in changes.moved} == {1}
+    assert {change.head for change in changes.moved} == {1}
     assert "+ 0.1 previous" in str(changes) and "- 0.1 next" in str(changes)
     assert json.loads(json.dumps(changes.to_json()))["gained"][0]["role"] == "previous"
-    same = atlas.diff(atlas)
-    assert (same.gained, same.lost, same.moved, same.gone) == ([], [], [], [])
-    assert len(same.kept) == len(atlas.roles)
+    no_changes = atlas.diff(atlas)
+    assert (no_changes.gained, no_changes.lost, no_changes.moved, no_changes.gone) == ([], [], [], [])
+    assert len(no_changes.kept) == len(atlas.roles)
 
 
 def test_stability_of_two_corpora(atlas: headwise.Atlas) -> None:
@@ -245,7 +245,7 @@ def test_similarity_is_the_jensen_shannon_divergence_of_rows() -> None:
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight.normal_(0, 0.2)
     [text] = texts(1)
-    [one] = head_similarity(model, [text], words, queries=1000).values()
+    [similarity] = head_similarity(model, [text], words, queries=1000).values()
     ids = torch.tensor([words(text)["input_ids"]])
     with torch.no_grad(), headwise.watch(model.transformer, weights=True) as seen:
         model.transformer(ids)
@@ -256,9 +256,9 @@ def test_similarity_is_the_jensen_shannon_divergence_of_rows() -> None:
 
     for i, j in np.ndindex(4, 4):
         divergence = (entropy((rows[i] + rows[j]) / 2) - (entropy(rows[i]) + entropy(rows[j])) / 2).mean()
-        assert one.divergence[i, j] == pytest.approx(divergence, abs=1e-6)
-    assert one.queries == ids.shape[1]
-    assert one.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert similarity.divergence[i, j] == pytest.approx(divergence, abs=1e-6)
+    assert similarity.queries == ids.shape[1]
+    assert similarity.heads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_equal_heads_are_in_one_cluster() -> None:

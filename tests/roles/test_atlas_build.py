@@ -68,11 +68,11 @@ def bart() -> Any:
 
 
 def sharp(model: Any) -> Any:
-    drawn = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.5, generator=drawn)
+                parameter.normal_(0, 0.5, generator=generator)
     return model.eval()
 
 
@@ -95,14 +95,14 @@ class Eager:
             self.read(self.words(text)["input_ids"])
 
     def read(self, ids: list[int]) -> None:
-        given = {"input_ids": torch.tensor([ids])}
+        inputs = {"input_ids": torch.tensor([ids])}
         paired = self.model.config.is_encoder_decoder
         start = self.model.config.decoder_start_token_id if paired else None
         shifted = [start, *ids[:-1]]
         if paired:
-            given["decoder_input_ids"] = torch.tensor([shifted])
+            inputs["decoder_input_ids"] = torch.tensor([shifted])
         with torch.no_grad():
-            out = self.model(**given, output_attentions=True)
+            out = self.model(**inputs, output_attentions=True)
         if not paired:
             kinds = {"self": (out.attentions, ids, ids)}
         else:
@@ -182,8 +182,8 @@ def test_atlas_scores_equal_those_of_eager_attention_matrices(
         )
         if name != "t5" and dtype == torch.float64:  # the others know every place, so that nothing is equal
             np.testing.assert_array_equal(least, expected, err_msg=f"{kind} {score}")
-    measured = {name for kind, _, name in eager.top if kind == "cross" and not name.endswith(" alone")}
-    assert measured <= atlas.scores.keys()
+    score_names = {name for kind, _, name in eager.top if kind == "cross" and not name.endswith(" alone")}
+    assert score_names <= atlas.scores.keys()
     if "cross" in atlas.layers:
         assert "cross" not in atlas.scores["previous"] and "cross" not in atlas.scores["induction"]
 
@@ -207,7 +207,7 @@ def test_layers_with_different_masks_do_not_share_pair_columns() -> None:
     observer = Observer(bert(), {"self": "both ways"}, batch)
     q = torch.zeros(3, 1, size, 4)
     for index, mask in enumerate((batch.source.real[:, None, None], (near & batch.source.real[:, None])[:, None])):
-        how = {
+        mask_options = {
             "mask": mask,
             "causal": False,
             "window": None,
@@ -216,11 +216,13 @@ def test_layers_with_different_masks_do_not_share_pair_columns() -> None:
             "softcap": None,
             "sinks": None,
         }
-        observer._measure_texts(Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, how, True), None)
-    wide, narrow = (one.top[:, one.names.index("local"), 0] for one in observer.layers.values())
+        observer._measure_texts(
+            Layer("self", index, "", headwise.Heads(4, 1, 1, 4)), Reading(q, q, q, mask_options, True), None
+        )
+    wide, narrow = (sums.top[:, sums.names.index("local"), 0] for sums in observer.layers.values())
     assert (wide < narrow).all()
-    for one in observer.layers.values():  # scores of zero are equal attention
-        np.testing.assert_allclose(one.top[:, :19, 0], one.top[:, :19, 1], atol=1e-4)
+    for sums in observer.layers.values():  # scores of zero are equal attention
+        np.testing.assert_allclose(sums.top[:, :19, 0], sums.top[:, :19, 1], atol=1e-4)
 
 
 def test_spread_and_interval_match_a_plain_bootstrap_over_texts() -> None:
@@ -228,17 +230,17 @@ def test_spread_and_interval_match_a_plain_bootstrap_over_texts() -> None:
     corpus = texts(67, seed=3)
     model, words = bert(), tokenizer()
     whole = headwise.atlas(model, corpus, words, replicates=400)
-    each = np.stack([headwise.atlas(model, [text], words).scores["entropy"]["self"] for text in corpus])
-    np.testing.assert_allclose(whole.spread["entropy"]["self"], each.std(0), atol=1e-4)
+    entropies = np.stack([headwise.atlas(model, [text], words).scores["entropy"]["self"] for text in corpus])
+    np.testing.assert_allclose(whole.spread["entropy"]["self"], entropies.std(0), atol=1e-4)
     lengths = np.array([len(ids) for ids in words(corpus)["input_ids"]])
-    drawn = np.random.default_rng(0).integers(0, len(corpus), (2000, len(corpus)))
-    plain = (each * lengths[:, None, None])[drawn].sum(1) / lengths[drawn].sum(1)[:, None, None]
+    resamples = np.random.default_rng(0).integers(0, len(corpus), (2000, len(corpus)))
+    plain = (entropies * lengths[:, None, None])[resamples].sum(1) / lengths[resamples].sum(1)[:, None, None]
     low, high = np.percentile(plain, (2.5, 97.5), axis=0)
     width = (whole.high["entropy"]["self"] - whole.low["entropy"]["self"]) / (high - low)
     assert width.min() > 0.8 and width.max() < 1.25
 
 
-def same(a: headwise.Atlas, b: headwise.Atlas) -> None:
+def assert_same_atlas(a: headwise.Atlas, b: headwise.Atlas) -> None:
     assert (a.about["texts"], a.about["tokens"]) == (b.about["texts"], b.about["tokens"])
     for part in ("scores", "low", "high", "spread", "baseline"):
         for name, kinds in getattr(a, part).items():
@@ -251,31 +253,31 @@ def test_atlases_of_parts_merge_into_the_atlas_of_the_whole(tmp_path: Path) -> N
     whole = headwise.atlas(llama(), corpus, tokenizer())
     parts = [headwise.atlas(llama(), corpus, tokenizer(), part=(i, 3)) for i in range(3)]
     assert sum(part.about["texts"] for part in parts) == 31
-    same(whole, parts[0].merge(*parts[1:]))
+    assert_same_atlas(whole, parts[0].merge(*parts[1:]))
     for i, part in enumerate(parts):  # and through files, in any order
         part.save(tmp_path / f"{i}.json", sums=True)
     loaded = [headwise.Atlas.load(tmp_path / f"{i}.json") for i in (2, 0, 1)]
-    same(whole, loaded[0].merge(*loaded[1:]))
+    assert_same_atlas(whole, loaded[0].merge(*loaded[1:]))
 
 
 def test_atlases_of_other_weights_do_not_merge() -> None:
     other = bert()
     with torch.no_grad():
         other.encoder.layer[0].output.dense.bias[2] += 1e-3
-    one, two = headwise.atlas(bert(), texts(7), tokenizer()), headwise.atlas(other, texts(5, seed=9), tokenizer())
+    first, second = headwise.atlas(bert(), texts(7), tokenizer()), headwise.atlas(other, texts(5, seed=9), tokenizer())
     with pytest.raises(headwise.HeadwiseError, match=r"with other weights \(fingerprints \w{8} and \w{8}\); only"):
-        one.merge(two)
+        first.merge(second)
 
 
 def test_merging_the_same_texts_twice_is_refused() -> None:
     corpus = texts(7)
-    one = headwise.atlas(bert(), corpus, tokenizer())
+    atlas = headwise.atlas(bert(), corpus, tokenizer())
     with pytest.raises(headwise.HeadwiseError, match="both atlases are of the same 7 texts, which would count twice"):
-        one.merge(headwise.atlas(bert(), corpus[::-1], tokenizer()))
+        atlas.merge(headwise.atlas(bert(), corpus[::-1], tokenizer()))
     with pytest.raises(headwise.HeadwiseError, match="different models or of other settings"):
-        one.merge(headwise.atlas(llama(), texts(5, seed=9), tokenizer()))
+        atlas.merge(headwise.atlas(llama(), texts(5, seed=9), tokenizer()))
     other = headwise.atlas(bert(), texts(5, seed=9), tokenizer())
-    assert "rare tokens: each part against its own counts" in one.merge(other).about["notes"]
+    assert "rare tokens: each part against its own counts" in atlas.merge(other).about["notes"]
 
 
 @pytest.fixture
@@ -293,8 +295,8 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, when: int) 
     whole = headwise.atlas(bert(), corpus, tokenizer())
     calls = []
 
-    def interrupt(done: int, total: int | None) -> None:
-        calls.append(done)
+    def interrupt(finished: int, total: int | None) -> None:
+        calls.append(finished)
         if len(calls) == when:
             signal.raise_signal(signal.SIGINT)
 
@@ -302,8 +304,10 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path, when: int) 
         headwise.atlas(bert(), corpus, tokenizer(), resume=file, progress=interrupt)
     assert file.exists()
     after: list[int] = []
-    resumed = headwise.atlas(bert(), corpus, tokenizer(), resume=file, progress=lambda done, total: after.append(done))
-    same(whole, resumed)
+    resumed = headwise.atlas(
+        bert(), corpus, tokenizer(), resume=file, progress=lambda finished, total: after.append(finished)
+    )
+    assert_same_atlas(whole, resumed)
     assert whole.tally is not None and resumed.tally is not None
     assert whole.tally.facts() == resumed.tally.facts()
     for name, expected in whole.tally.arrays().items():  # to the last bit: what waits to be added is kept as well
@@ -317,19 +321,19 @@ def test_a_run_resumes_when_only_unread_texts_changed(tmp_path: Path) -> None:
     """What was measured is of the texts as they are now, so the atlas is that of the new texts."""
     corpus, file = texts(41, seed=5), tmp_path / "kept.safetensors"
 
-    def interrupt(done: int, total: int | None) -> None:
-        if 13 < done < 26:
+    def interrupt(finished: int, total: int | None) -> None:
+        if 13 < finished < 26:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         headwise.atlas(bert(), corpus, tokenizer(), resume=file, progress=interrupt)
-    changed = list(corpus)
-    changed[17] = " ".join(reversed(corpus[17].split()))  # same counts of words, same first texts
+    changed_corpus = list(corpus)
+    changed_corpus[17] = " ".join(reversed(corpus[17].split()))  # same counts of words, same first texts
     with pytest.raises(headwise.HeadwiseError, match="left by an unfinished run with other texts; finish that run"):
-        headwise.atlas(bert(), changed, tokenizer(), resume=file)
+        headwise.atlas(bert(), changed_corpus, tokenizer(), resume=file)
     corpus[-1] = " ".join(reversed(corpus[-1].split()))
     resumed = headwise.atlas(bert(), corpus, tokenizer(), resume=file)
-    same(headwise.atlas(bert(), corpus, tokenizer()), resumed)
+    assert_same_atlas(headwise.atlas(bert(), corpus, tokenizer()), resumed)
 
 
 @pytest.mark.usefixtures("small")
@@ -338,7 +342,7 @@ def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
     stop = iter([lambda: signal.raise_signal(signal.SIGINT)])
     with pytest.raises(KeyboardInterrupt):
         headwise.atlas(
-            bert(), texts(41), tokenizer(), resume=file, progress=lambda done, total: next(stop, lambda: None)()
+            bert(), texts(41), tokenizer(), resume=file, progress=lambda finished, total: next(stop, lambda: None)()
         )
     before = file.read_bytes()
     other = bert()
@@ -365,7 +369,7 @@ def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_corpus_is_streamed_and_never_in_memory_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED", 17)
+    monkeypatch.setattr("headwise.roles.atlas.corpus.COUNTED_TEXTS", 17)
     read = 0
     ahead = []
 
@@ -375,7 +379,9 @@ def test_a_corpus_is_streamed_and_never_in_memory_whole(monkeypatch: pytest.Monk
             read += 1
             yield text
 
-    atlas = headwise.atlas(bert(), endless(), tokenizer(), progress=lambda done, total: ahead.append(read - done))
+    atlas = headwise.atlas(
+        bert(), endless(), tokenizer(), progress=lambda finished, total: ahead.append(read - finished)
+    )
     assert atlas.about["texts"] == 200
     assert max(ahead) <= 17 + 13
 
@@ -401,10 +407,12 @@ def test_pairs_of_texts_go_to_encoder_and_decoder() -> None:
     corpus = texts(7)
     other = texts(7, seed=11)
     paired = headwise.atlas(t5(), list(zip(corpus, other, strict=True)), tokenizer())
-    alone = headwise.atlas(t5(), corpus, tokenizer())
-    np.testing.assert_allclose(paired.scores["entropy"]["encoder"], alone.scores["entropy"]["encoder"], atol=3e-5)
-    assert abs(paired.scores["entropy"]["decoder"] - alone.scores["entropy"]["decoder"]).max() > 1e-3
-    assert "the decoder reads the text itself, or the second of a pair" in str(alone)
+    single_texts = headwise.atlas(t5(), corpus, tokenizer())
+    np.testing.assert_allclose(
+        paired.scores["entropy"]["encoder"], single_texts.scores["entropy"]["encoder"], atol=3e-5
+    )
+    assert abs(paired.scores["entropy"]["decoder"] - single_texts.scores["entropy"]["decoder"]).max() > 1e-3
+    assert "the decoder reads the text itself, or the second of a pair" in str(single_texts)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +444,7 @@ def test_texts_are_read_from_plain_and_jsonl_files(tmp_path: Path) -> None:
     plain.write_text("\n\n".join(corpus))
     lines.write_text("".join(f'{{"said": "{text}"}}\n' for text in corpus))
     a = headwise.atlas(bert(), plain, tokenizer())
-    same(a, headwise.atlas(bert(), str(lines), tokenizer(), field="said"))
+    assert_same_atlas(a, headwise.atlas(bert(), str(lines), tokenizer(), field="said"))
     assert a.about["corpus"] == "a.txt"
     with pytest.raises(headwise.HeadwiseError, match="line 1 of .* is no JSON object with a 'text'"):
         headwise.atlas(bert(), lines, tokenizer())
@@ -462,7 +470,7 @@ def test_heads_of_a_pruned_model_keep_their_original_numbers() -> None:
     assert np.isnan(after.scores["entropy"]["self"][1, 3])
     changes = before.diff(after)
     assert changes.gone == [("self", 0, 1), ("self", 1, 0), ("self", 1, 3)]
-    assert not [one for one in changes.moved if one.layer == 0]  # the first layer's inputs are what they were
+    assert not [change for change in changes.moved if change.layer == 0]  # the first layer's inputs are what they were
 
 
 def test_two_empty_tallies_add_up_to_an_empty_one() -> None:

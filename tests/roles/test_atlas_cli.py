@@ -18,7 +18,7 @@ import torch
 
 import headwise
 from headwise.cli import main
-from headwise.files import written
+from headwise.files import write_atomically
 from headwise.roles.atlas import corpus_run, similarity
 from helpers.role_heads import circuit, texts, tokenizer
 
@@ -86,15 +86,15 @@ def test_merged_parts_equal_the_whole_corpus(
         tmp_path / "all",
     )
     _, whole, _ = run(capsys, "--model", model, "--texts", corpus, "--json")
-    merged, one = (headwise.Atlas.from_json(json.loads(text)) for text in (out, whole))
-    assert merged.about["texts"] == one.about["texts"] == 83
-    assert merged.scores["rare"]["self"] == pytest.approx(one.scores["rare"]["self"], abs=3e-5)
-    assert merged.low["previous"]["self"] == pytest.approx(one.low["previous"]["self"], abs=3e-5)
-    assert headwise.Atlas.load(tmp_path / "all" / "atlas.json").to_json() == merged.to_json()
+    merged_atlas, whole_atlas = (headwise.Atlas.from_json(json.loads(text)) for text in (out, whole))
+    assert merged_atlas.about["texts"] == whole_atlas.about["texts"] == 83
+    assert merged_atlas.scores["rare"]["self"] == pytest.approx(whole_atlas.scores["rare"]["self"], abs=3e-5)
+    assert merged_atlas.low["previous"]["self"] == pytest.approx(whole_atlas.low["previous"]["self"], abs=3e-5)
+    assert headwise.Atlas.load(tmp_path / "all" / "atlas.json").to_json() == merged_atlas.to_json()
     code, out, _ = run(capsys, "diff", tmp_path / "0" / "atlas.json", tmp_path / "all" / "atlas.json")
     assert code == 0 and " roles kept, " in out
     code, shown, _ = run(capsys, "show", tmp_path / "all" / "atlas.json", "--json")
-    assert code == 0 and json.loads(shown) == merged.to_json()
+    assert code == 0 and json.loads(shown) == merged_atlas.to_json()
 
 
 def test_atlas_shows_every_score_of_one_head(model: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,10 +107,10 @@ def test_atlas_shows_every_score_of_one_head(model: Path, corpus: Path, capsys: 
 
 def test_the_bundled_atlas_needs_no_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; from headwise.cli import main; sys.exit(main(['atlas']))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("minilm: 72 heads (6 layers, both ways); 10,000 texts")
-    assert "previous        1  0.2 0.9" in done.stdout
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.startswith("minilm: 72 heads (6 layers, both ways); 10,000 texts")
+    assert "previous        1  0.2 0.9" in process.stdout
 
 
 def test_an_interrupted_run_is_resumed(
@@ -207,14 +207,14 @@ def test_resuming_with_other_weights_under_the_same_name_is_refused(
     monkeypatch.setattr(corpus_run.Accumulator, "add", lambda *all: (plain(*all), signal.raise_signal(signal.SIGINT)))
     assert run(capsys, "--model", name, "--texts", corpus, "--out", out)[0] == 130
     monkeypatch.setattr(corpus_run.Accumulator, "add", plain)
-    kept = (out / "unfinished.safetensors").read_bytes()
+    checkpoint = (out / "unfinished.safetensors").read_bytes()
     with torch.no_grad():
         next(first.parameters()).mul_(1.5)
     first.save_pretrained(name)
     code, _, err = run(capsys, "--model", name, "--texts", corpus, "--out", out)
     assert code == 2 and "was left by an unfinished run with other weights; finish that run" in err
     assert [path.name for path in out.iterdir()] == ["unfinished.safetensors"]
-    assert (out / "unfinished.safetensors").read_bytes() == kept
+    assert (out / "unfinished.safetensors").read_bytes() == checkpoint
 
 
 def test_a_run_interrupted_after_measuring_is_not_measured_again(
@@ -240,7 +240,7 @@ def test_temporary_files_of_a_killed_run_are_removed_by_the_next(
 ) -> None:
     child = os.fork()
     if child == 0:
-        with written(tmp_path / "unfinished.safetensors"):
+        with write_atomically(tmp_path / "unfinished.safetensors"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert [path.name[:30] for path in tmp_path.iterdir()] == [".unfinished.safetensors.headwi"]

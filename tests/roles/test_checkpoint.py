@@ -25,14 +25,14 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
         with pytest.raises(KeyboardInterrupt):
-            measure(file, lambda done, total: signal.raise_signal(signal.SIGINT) if done > 23 else None)
+            measure(file, lambda finished, total: signal.raise_signal(signal.SIGINT) if finished > 23 else None)
     return file
 
 
 def small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(corpus, "WINDOW", 13)
     patch.setattr(corpus, "PAIRS", 3000)
-    patch.setattr("headwise.roles.atlas.accumulator.TOGETHER", 11)
+    patch.setattr("headwise.roles.atlas.accumulator.TEXTS_AT_ONCE", 11)
 
 
 def measure(file: Path, progress: Any = None) -> headwise.Atlas:
@@ -56,14 +56,14 @@ CHANGES = {
     f"{TOP} = {TOP}.astype(np.float32)": "top of self layer 0 is float32",
     f"{TOP}[0, 0, 0] = np.nan": "top of self layer 0 has values that are not finite",
     "del arrays['tally/self/0/bottom']": "'self/0/bottom' is missing",
-    "arrays['tally/self/0/bottom'][0, 0] = -1": "self layer 0 has counts that are negative, or next to nothing",
-    "arrays['tally/self/0/bottom'][0, 0] = 1e-320": "self layer 0 has counts that are negative, or next to nothing",
-    "arrays['extra/0/self/0/bottom'][0, 0] = -7": "a batch has counts that are negative, or next to nothing",
+    "arrays['tally/self/0/bottom'][0, 0] = -1": "self layer 0 has counts that are negative, or too close to zero",
+    "arrays['tally/self/0/bottom'][0, 0] = 1e-320": "self layer 0 has counts that are negative, or too close to zero",
+    "arrays['extra/0/self/0/bottom'][0, 0] = -7": "a batch has counts that are negative, or too close to zero",
     "arrays['tally/self/9/top'] = np.zeros(3)": "array 'self/9/top' belongs to no layer",
     "arrays['other'] = np.zeros(3)": "array 'other' belongs to no sums",
     "tally['replicates'] = 2**60": "expected float64",
     "tally['texts'] = '7'": "texts must be a whole number from 0 on, got '7'",
-    "tally['layers'].append(['self', 0])": "a layer is there twice",
+    "tally['layers'].append(['self', 0])": "a layer is listed twice",
     "tally['layers'] = 7": "layers must be a list, got 7",
     "tally['ways'] = {'self': 'sideways'}": "ways are {'self': 'sideways'} for names of self",
     "tally['seen'] = -1": "seen must be a whole number of 64 bits, got -1",

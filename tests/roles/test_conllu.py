@@ -13,16 +13,16 @@ from headwise.roles.relations.gold import GoldLink
 COLUMNS = 10
 
 
-def row(number: object, form: str, head: object = 0, relation: str = "root", **more: str) -> str:
+def row(number: object, form: str, head: object = 0, relation: str = "root", **fields: str) -> str:
     return "\t".join(
         [
-            str(number), form, "_", more.get("tag", "X"), "_", more.get("features", "_"), str(head), relation, "_",
-            more.get("misc", "_"),
+            str(number), form, "_", fields.get("tag", "X"), "_", fields.get("features", "_"), str(head), relation, "_",
+            fields.get("misc", "_"),
         ]
     )  # fmt: skip
 
 
-def written(tmp_path: Path, *lines: str) -> Path:
+def write_file(tmp_path: Path, *lines: str) -> Path:
     path = tmp_path / "some.conllu"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -44,7 +44,7 @@ DONT = (
 
 
 def test_spans_of_words_match_the_text(tmp_path: Path) -> None:
-    [tree] = conllu.read_conllu(written(tmp_path, *DONT)).trees
+    [tree] = conllu.read_conllu(write_file(tmp_path, *DONT)).trees
     assert tree.text == "We don't, ever."
     assert [tree.text[start:end] for start, end in tree.spans] == ["We", "do", "n't", ",", "ever", "."]
     assert tree.document == "one" and tree.line == 3
@@ -53,12 +53,12 @@ def test_spans_of_words_match_the_text(tmp_path: Path) -> None:
 
 def test_words_that_do_not_spell_their_token_share_its_span(tmp_path: Path) -> None:
     lines = row("1-2", "gonna", "_", "_"), row(1, "going", 0), row(2, "to", 1, "mark"), row(3, "win", 1, "xcomp")
-    [tree] = conllu.read_conllu(written(tmp_path, *lines)).trees  # no empty line at the end either
+    [tree] = conllu.read_conllu(write_file(tmp_path, *lines)).trees  # no empty line at the end either
     assert tree.text == "gonna win" and tree.spans == ((0, 5), (0, 5), (6, 9))
 
 
 def test_dependencies_give_links_in_both_directions(tmp_path: Path) -> None:
-    [sentence] = conllu.read_conllu(written(tmp_path, *DONT)).syntax()
+    [sentence] = conllu.read_conllu(write_file(tmp_path, *DONT)).syntax()
     links = set(sentence.links)
     assert GoldLink("nsubj > head", 0, (2,)) in links and GoldLink("head > nsubj", 2, (0,)) in links
     assert GoldLink("head > punct", 2, (3, 5)) in links  # any of several is right
@@ -97,7 +97,7 @@ BROKEN = {
 def test_an_error_in_a_conllu_file_names_the_line(name: str, tmp_path: Path) -> None:
     lines, words = BROKEN[name]
     with pytest.raises(HeadwiseError) as caught:
-        conllu.read_conllu(written(tmp_path, *lines))
+        conllu.read_conllu(write_file(tmp_path, *lines))
     assert words in str(caught.value) and "some.conllu" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -131,7 +131,7 @@ BOSS = (
 
 
 def test_pronouns_are_linked_to_antecedents_in_earlier_sentences(tmp_path: Path) -> None:
-    [window] = conllu.read_conllu(written(tmp_path, *BOSS)).coreference()
+    [window] = conllu.read_conllu(write_file(tmp_path, *BOSS)).coreference()
     assert window.text == "The boss of Anna called. She likes her dog."
     words = window.words
     assert [words[link.word] for link in window.links] == ["She", "She", "her", "her"]
@@ -142,7 +142,7 @@ def test_pronouns_are_linked_to_antecedents_in_earlier_sentences(tmp_path: Path)
 
 
 def test_a_coreference_window_ends_with_its_document_or_word_limit(tmp_path: Path) -> None:
-    treebank = conllu.read_conllu(written(tmp_path, *BOSS, "# newdoc id = other", *BOSS[1:]))
+    treebank = conllu.read_conllu(write_file(tmp_path, *BOSS, "# newdoc id = other", *BOSS[1:]))
     assert [len(window.links) for window in treebank.coreference()] == [4, 4]
     assert [window.document for window in treebank.coreference()] == ["calls", "other"]
     assert not any(window.links for window in treebank.coreference(words=7))  # each sentence by itself
@@ -150,8 +150,8 @@ def test_a_coreference_window_ends_with_its_document_or_word_limit(tmp_path: Pat
 
 def test_pronouns_without_antecedent_or_choice_have_no_link(tmp_path: Path) -> None:
     me = row(1, "I", 2, tag="PRON", features="Person=1|PronType=Prs", misc="Entity=(1-person)")
-    it = row(3, "it", 2, "obj", tag="PRON", features=PERSON, misc="Entity=(2-thing)")
-    [window] = conllu.read_conllu(written(tmp_path, me, row(2, "saw"), it)).coreference()
+    pronoun = row(3, "it", 2, "obj", tag="PRON", features=PERSON, misc="Entity=(2-thing)")
+    [window] = conllu.read_conllu(write_file(tmp_path, me, row(2, "saw"), pronoun)).coreference()
     assert window.links == ()
 
 
@@ -162,6 +162,6 @@ def test_discontinuous_mentions_are_left_out_and_counted(tmp_path: Path) -> None
         row(3, "I", 2, misc="Entity=(e1[2/2]-person)"),
         row(4, "left", 2),
     )
-    treebank = conllu.read_conllu(written(tmp_path, *lines))
+    treebank = conllu.read_conllu(write_file(tmp_path, *lines))
     assert treebank.notes == ("4 mentions are discontinuous or not closed in their sentence: left out",)
     assert coreference.mentions(treebank.trees[0]).found == ()

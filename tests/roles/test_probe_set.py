@@ -54,9 +54,9 @@ def test_spans_of_probe_sentences_match_their_words(sentences: list[Sentence]) -
 
 
 def test_probe_verbs_agree_with_their_subject_and_not_with_the_nearer_noun(sentences: list[Sentence]) -> None:
-    singular = {one for _, one in lexicon.IDLE} | {"is"}
-    plural = {many for many, _ in lexicon.IDLE} | {"are"}
-    nouns = {*lexicon.PEOPLE, *lexicon.THINGS}
+    singular = {form for _, form in lexicon.IDLE} | {"is"}
+    plural = {form for form, _ in lexicon.IDLE} | {"are"}
+    nouns = {*lexicon.PEOPLE, *lexicon.OBJECTS}
     for sentence, verb, subject in linked(sentences, "verb > subject (agreement)"):
         assert verb in singular | plural
         assert (subject in nouns) == (verb in singular), sentence.text
@@ -65,9 +65,9 @@ def test_probe_verbs_agree_with_their_subject_and_not_with_the_nearer_noun(sente
 
 def test_probe_adjectives_objects_and_prepositions_come_from_the_lexicon(sentences: list[Sentence]) -> None:
     for _, adjective, noun in linked(sentences, "adjective > noun"):
-        assert adjective in lexicon.SIZES and noun in lexicon.THINGS
+        assert adjective in lexicon.SIZES and noun in lexicon.OBJECTS
     for sentence, predicate, noun in linked(sentences, "predicate > noun"):
-        assert predicate in lexicon.STATES and noun in lexicon.THINGS and sentence.words[-2] == predicate
+        assert predicate in lexicon.STATES and noun in lexicon.OBJECTS and sentence.words[-2] == predicate
     for _, verb, thing in linked(sentences, "verb > object"):
         assert thing in lexicon.DEEDS[verb]
     ways = {way for _, ways, _ in lexicon.WAYS for way in ways}
@@ -104,16 +104,16 @@ def test_schema_pairs_differ_in_the_deciding_word_and_the_antecedent(sentences: 
         if sentence.document.startswith("meanings"):
             pairs.setdefault(sentence.document, []).append(sentence)
     assert len(pairs) >= 200
-    for one, other in pairs.values():
-        first, second = one.links[0], other.links[0]
+    for left_twin, right_twin in pairs.values():
+        first, second = left_twin.links[0], right_twin.links[0]
         assert first.relation == "pronoun > antecedent (meaning)"
         assert (first.word, first.among) == (second.word, second.among)
         assert first.targets != second.targets and {*first.targets, *second.targets} == set(first.among)
-        upto = one.words.index(one.words[first.word]) + 1
-        assert one.words[:upto] == other.words[:upto]  # nothing before the pronoun tells
-        decides = one.links[1].word
-        assert one.words[decides] != other.words[other.links[1].word] and decides > first.word
-    assert any("didn't cross the street because it was too tired" in one.text for one, _ in pairs.values())
+        upto = left_twin.words.index(left_twin.words[first.word]) + 1
+        assert left_twin.words[:upto] == right_twin.words[:upto]  # nothing before the pronoun tells
+        decides = left_twin.links[1].word
+        assert left_twin.words[decides] != right_twin.words[right_twin.links[1].word] and decides > first.word
+    assert any("didn't cross the street because it was too tired" in left_twin.text for left_twin, _ in pairs.values())
 
 
 def test_every_winograd_schema_is_used_with_two_endings(sentences: list[Sentence]) -> None:
@@ -146,10 +146,12 @@ EXAMPLES = [
 def test_winograd_pairs_are_read_from_the_winowhy_file(tmp_path: Path) -> None:
     """Sentences of our own in the form of the file."""
     inputs = [
-        f"{text} The '{pronoun}' refers to {name} because of {why}." for text, pronoun, name in EXAMPLES for why in "xy"
+        f"{text} The '{pronoun}' refers to {name} because of {reason}."
+        for text, pronoun, name in EXAMPLES
+        for reason in "xy"
     ]
     path = tmp_path / "task.json"
-    path.write_text(json.dumps({"examples": [{"input": given} for given in inputs]}), encoding="utf-8")
+    path.write_text(json.dumps({"examples": [{"input": line} for line in inputs]}), encoding="utf-8")
     result = winograd.read_winograd(path)
     assert [sentence.text for sentence in result.sentences] == [EXAMPLES[i][0] for i in (0, 1, 3, 4)]
     assert result.notes == ("3 of 7 Winograd sentences left out: no twin, or a word that is not found once",)

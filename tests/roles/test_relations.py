@@ -54,8 +54,8 @@ def test_shuffled_gold_links_find_no_relation(result: Relations) -> None:
 def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
     """A fixed offset is as good on it as on the gold; the links themselves are others."""
     real = relation_heads.sentences(97)
-    moved = gold.shuffled(real, seed=5)
-    assert moved == gold.shuffled(real, seed=5) != gold.shuffled(real, seed=6)
+    moved = gold.shuffle_links(real, seed=5)
+    assert moved == gold.shuffle_links(real, seed=5) != gold.shuffle_links(real, seed=6)
 
     def offsets(sentences: list[Sentence], name: str) -> list[int]:
         return [link.targets[0] - link.word for s in sentences for link in s.links if link.relation == name]
@@ -69,8 +69,8 @@ def test_shuffled_gold_links_keep_the_distribution_of_offsets_alone() -> None:
 
 def test_a_link_with_candidates_is_shuffled_among_them() -> None:
     sentence = Sentence("a b c", ((0, 1), (2, 3), (4, 5)), (GoldLink("r", 2, (0,), (0, 1)),))
-    drawn = {gold.shuffled([sentence], seed)[0].links[0].targets for seed in range(11)}
-    assert drawn == {(0,), (1,)}
+    targets = {gold.shuffle_links([sentence], seed)[0].links[0].targets for seed in range(11)}
+    assert targets == {(0,), (1,)}
 
 
 def test_heads_are_chosen_on_one_half_and_evaluated_on_the_other() -> None:
@@ -88,24 +88,24 @@ def test_heads_are_chosen_on_one_half_and_evaluated_on_the_other() -> None:
 
 def test_choosing_and_evaluating_separately_gives_the_same_relations(result: Relations) -> None:
     first, second = gold.halves(relation_heads.sentences())
-    chosen = find.choose_heads(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
-    assert chosen["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
+    choices = find.choose_heads(relation_heads.model(), first, tokenizer=relation_heads.tokenizer())
+    assert choices["noun > adjective"].head == ("self", 1, relation_heads.FOLLOWS)
     repeated = find.evaluate_heads(
-        relation_heads.model(), second, chosen, tokenizer=relation_heads.tokenizer(), least=find.FEWEST
+        relation_heads.model(), second, choices, tokenizer=relation_heads.tokenizer(), least=find.FEWEST
     )
     assert repeated.to_json() == result.to_json()
-    only = {"noun > adjective": chosen["word > before"]}  # a head that was chosen for something else
+    only = {"noun > adjective": choices["word > before"]}  # a head that was chosen for something else
     [row] = find.evaluate_heads(relation_heads.model(), second, only, tokenizer=relation_heads.tokenizer()).rows
     assert row.head == relation_heads.PREVIOUS and row.accuracy < 0.5
 
 
 def test_halves_keep_documents_together() -> None:
-    some = [Sentence("x", ((0, 1),), (), f"d{i // 3}") for i in range(37)]
-    first, second = gold.halves(some)
+    many_documents = [Sentence("x", ((0, 1),), (), f"d{i // 3}") for i in range(37)]
+    first, second = gold.halves(many_documents)
     assert {s.document for s in first}.isdisjoint(s.document for s in second)
     assert len(first) + len(second) == 37
-    few = [Sentence("x", ((0, 1),), (), "d") for _ in range(7)]
-    assert [len(half) for half in gold.halves(few)] == [4, 3]
+    one_document = [Sentence("x", ((0, 1),), (), "d") for _ in range(7)]
+    assert [len(half) for half in gold.halves(one_document)] == [4, 3]
 
 
 def test_relations_with_few_links_are_not_judged() -> None:
@@ -124,9 +124,9 @@ def test_the_level_is_divided_among_all_judged_relations(result: Relations) -> N
 # words and pieces
 
 
-def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[GoldLink, ...], tokens: int) -> alignment.Batch:
-    one = alignment.Encoded(0, list(range(tokens)), pieces, links)
-    return alignment._batch([one], "cpu", causal=False)
+def encoded(pieces: tuple[tuple[int, ...], ...], links: tuple[GoldLink, ...], tokens: int) -> alignment.LinkBatch:
+    sentence = alignment.Encoded(0, list(range(tokens)), pieces, links)
+    return alignment._batch([sentence], "cpu", causal=False)
 
 
 def test_word_weights_add_up_over_keys_and_average_over_queries() -> None:
@@ -176,12 +176,12 @@ def test_links_of_words_without_pieces_are_left_out_and_counted() -> None:
     word = Sentence(
         "a0x1 n0", ((0, 2), (2, 4), (5, 7)), (GoldLink("r", 0, (2,)), GoldLink("r", 1, (2,)), GoldLink("r", 2, (1,)))
     )
-    left_out = alignment.LeftOut()
-    [aligned] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, left_out)
+    exclusions = alignment.Exclusions()
+    [aligned] = alignment.encode([word, Sentence("x1", ((0, 2),), ())], relation_heads.tokenizer(), 31, exclusions)
     assert aligned.links == (GoldLink("r", 0, (2,)),)
-    assert (left_out.unaligned, left_out.links, left_out.long) == (1, 2, 0)
-    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, left_out)) == [] and left_out.long == 1
-    assert left_out.notes(7) == (
+    assert (exclusions.unaligned, exclusions.links, exclusions.long) == (1, 2, 0)
+    assert list(alignment.encode([word], relation_heads.tokenizer(), 3, exclusions)) == [] and exclusions.long == 1
+    assert exclusions.notes(7) == (
         "1 of 7 sentences have words that share all their pieces with another: 2 links left out",
         "1 of 7 sentences are longer than the model takes: left out",
     )
@@ -193,11 +193,11 @@ def test_link_scores_do_not_depend_on_the_batch_size(
 ) -> None:
     """With random weights: heads that attend evenly have no strongest weight but by rounding."""
     model = relation_heads.model()
-    drawn = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.5, generator=drawn)
+                parameter.normal_(0, 0.5, generator=generator)
     model = model.to(dtype)
     result = find.relations(model, relation_heads.sentences(), tokenizer=relation_heads.tokenizer())
     monkeypatch.setattr(alignment, "TOKENS", 1)
@@ -225,7 +225,17 @@ def test_fixed_answers_are_right_where_the_target_is_at_their_place() -> None:
     ]
     assert right_answers == [
         ["-3", "the second nearest candidate"],
-        ["-10", "-9", "-8", "-7", "-6", "-5", "the first word", "the first candidate", scoring.SAME],  # past the edge
+        [
+            "-10",
+            "-9",
+            "-8",
+            "-7",
+            "-6",
+            "-5",
+            "the first word",
+            "the first candidate",
+            scoring.SAME_WORD,
+        ],  # past the edge
         ["-10", "-9", "-8", "-7", "-6", "-5", "-4", "-3", "-2", "-1", "+1", "+4"],  # the first word has none before
     ]
 
@@ -254,7 +264,7 @@ def test_a_causal_model_is_scored_on_links_to_earlier_words_alone() -> None:
 
 def test_visible_links_lead_to_earlier_words() -> None:
     links = GoldLink("r", 1, (2,)), GoldLink("r", 2, (0, 3), (0, 1, 3)), GoldLink("r", 3, (1,))
-    seen = gold.visible(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
+    seen = gold.visible_links(Sentence("a b c d", ((0, 1), (2, 3), (4, 5), (6, 7)), links))
     assert seen.links == (GoldLink("r", 2, (0,), (0, 1)), GoldLink("r", 3, (1,)))
 
 
@@ -264,8 +274,8 @@ def test_a_beginning_token_is_added_where_the_tokenizer_has_none() -> None:
     )
     plain.backend_tokenizer.post_processor = __import__("tokenizers").processors.Sequence([])
     sentence = Sentence("a0 n0", ((0, 2), (3, 5)), (GoldLink("r", 0, (1,)),))
-    [one] = alignment.encode([sentence], plain, 31, alignment.LeftOut())
-    assert one.ids[0] == 0 and one.pieces == ((1,), (2,))
+    [encoded_sentence] = alignment.encode([sentence], plain, 31, alignment.Exclusions())
+    assert encoded_sentence.ids[0] == 0 and encoded_sentence.pieces == ((1,), (2,))
 
 
 # the value
@@ -325,9 +335,9 @@ def test_relation_intervals_are_those_of_a_mean_over_sentences() -> None:
         assert ends["low"] < hits.mean() < ends["high"] and ends["gain_low"] == ends["low"]
         return ends["high"] - ends["low"]
 
-    alone = width(np.arange(400), of_sentence.astype(float))
+    independent = width(np.arange(400), of_sentence.astype(float))
     grouped = width(np.repeat(np.arange(100), 4), np.repeat(of_sentence[:100], 4).astype(float))
-    assert alone == pytest.approx(2 * 1.96 * 0.5 / 400**0.5, rel=0.1)
+    assert independent == pytest.approx(2 * 1.96 * 0.5 / 400**0.5, rel=0.1)
     assert grouped == pytest.approx(2 * 1.96 * 0.5 / 100**0.5, rel=0.1)
 
 
@@ -367,8 +377,8 @@ def test_relations_of_an_encoder_decoder_are_those_of_its_encoder() -> None:
 
 
 def test_minilm_follows_relations_of_the_probe_sentences() -> None:
-    some = [s for s in probe_sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
-    relations = find.relations("minilm", some)
+    sentences = [s for s in probe_sentences() if s.document.split()[0] in ("objects", "prepositions")][::2]
+    relations = find.relations("minilm", sentences)
     assert relations.model == "minilm" and len(relations.heads) == 72
     assert relations["object > verb"].verdict == FOUND
     assert [row for row in relations.shuffled if row.verdict == FOUND] == []

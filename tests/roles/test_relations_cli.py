@@ -16,9 +16,9 @@ from helpers import relation_heads
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head 1.0 follows pairs, a treebank in its language, and the same as plain text."""
-    made = tmp_path_factory.mktemp("built")
-    relation_heads.model().save_pretrained(made / "model")
-    relation_heads.tokenizer().save_pretrained(made / "model")
+    path = tmp_path_factory.mktemp("built")
+    relation_heads.model().save_pretrained(path / "model")
+    relation_heads.tokenizer().save_pretrained(path / "model")
     trees, texts = [], []
     for sentence in relation_heads.sentences():
         heads = {link.word: link.targets[0] for link in sentence.links if link.relation == "adjective > noun"}
@@ -30,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lines.append("\t".join([str(i + 1), word, "_", "X", "_", "_", str(head + 1), relation, "_", "_"]))
         trees.append("\n".join([f"# newdoc id = {sentence.document}", *lines]) + "\n")
         texts.append(sentence.text)
-    (made / "gold.conllu").write_text("\n".join(trees) + "\n", encoding="utf-8")
-    (made / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
-    return made
+    (path / "gold.conllu").write_text("\n".join(trees) + "\n", encoding="utf-8")
+    (path / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
 
 
 def test_relations_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,10 +64,10 @@ def test_an_atlas_saves_and_loads_its_relations(folder: Path, tmp_path: Path) ->
         limit=31,
     )
     atlas.save(tmp_path / "atlas.json")
-    again = headwise.Atlas.load(tmp_path / "atlas.json")
-    assert again.relations is not None and atlas.relations is not None
-    assert again.relations.to_json() == atlas.relations.to_json()
-    assert "Relations between words" in str(again) and "amod > head" in str(again)
+    reloaded = headwise.Atlas.load(tmp_path / "atlas.json")
+    assert reloaded.relations is not None and atlas.relations is not None
+    assert reloaded.relations.to_json() == atlas.relations.to_json()
+    assert "Relations between words" in str(reloaded) and "amod > head" in str(reloaded)
     assert headwise.atlas(relation_heads.model(), ["a0 x1 n0"], relation_heads.tokenizer()).relations is None
 
 
@@ -76,9 +76,9 @@ def test_relations_are_added_to_a_saved_atlas(folder: Path, tmp_path: Path) -> N
     atlas.save(tmp_path / "atlas.json")
     command = ["atlas", "relations", "--model", f"{folder}/model", "--conllu", f"{folder}/gold.conllu"]
     assert main([*command, "--atlas", f"{tmp_path}/atlas.json"]) == 0
-    again = headwise.Atlas.load(tmp_path / "atlas.json")
-    assert again.relations is not None and again.relations["amod > head"].verdict == FOUND
-    assert again.scores.keys() == atlas.scores.keys()
+    reloaded = headwise.Atlas.load(tmp_path / "atlas.json")
+    assert reloaded.relations is not None and reloaded.relations["amod > head"].verdict == FOUND
+    assert reloaded.scores.keys() == atlas.scores.keys()
 
 
 def test_ablating_a_role_is_compared_with_random_heads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +87,8 @@ def test_ablating_a_role_is_compared_with_random_heads(folder: Path, capsys: pyt
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("without 1.1: 1 - cosine with the whole model's embedding") and "random heads" in line
     assert main(["atlas", "ablate", "previous", *options, "--json"]) == 0
-    [found] = json.loads(capsys.readouterr().out)
-    assert found["heads"] == [["self", 1, relation_heads.PREVIOUS]] and len(found["random"]) == 5  # all others
+    [ablation] = json.loads(capsys.readouterr().out)
+    assert ablation["heads"] == [["self", 1, relation_heads.PREVIOUS]] and len(ablation["random"]) == 5  # all others
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,11 @@ class Clock:
 
     def contestant(self, name: str, *durations: float) -> Contestant:
         """Takes these durations in turn, the last one ever after."""
-        left = list(durations)
+        remaining = list(durations)
 
         def run() -> torch.Tensor:
             self.calls.append(name)
-            self.now += left.pop(0) if len(left) > 1 else left[0]
+            self.now += remaining.pop(0) if len(remaining) > 1 else remaining[0]
             return torch.zeros(1)
 
         return run

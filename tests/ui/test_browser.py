@@ -164,8 +164,8 @@ def test_weights_on_hover_equal_those_of_inspect(
     browser_tab = tab()
     shown = browser_tab.open(sentence, "view=head&heads=3.1")
     browser_tab.frame()
-    it, animal = inspected.find("it"), inspected.find("animal")
-    assert hover(shown, it, animal) == f"it → animal\nhead 3.1\n{inspected.matrix('3.1')[it, animal]:.4f}"
+    pronoun, animal = inspected.find("it"), inspected.find("animal")
+    assert hover(shown, pronoun, animal) == f"it → animal\nhead 3.1\n{inspected.matrix('3.1')[pronoun, animal]:.4f}"
     assert hover(shown, 3, 0).endswith(f"{inspected.matrix('3.1')[3, 0]:.4f}")  # a word of three pieces
     shown.get_by_role("radio", name="pieces").click()
     browser_tab.frame()
@@ -310,8 +310,8 @@ def test_navigator_of_a_deep_model_scrolls_to_the_chosen_head(tab: Any, tmp_path
     box = shown.locator(".hw-nav .hw-grids").bounding_box()
     for key in ("ArrowDown", "ArrowUp", "ArrowUp"):
         shown.locator("body").press(key)
-        chosen = shown.locator(".hw-nav .cell.chosen").bounding_box()
-        assert box["y"] <= chosen["y"] <= box["y"] + box["height"]
+        cell_box = shown.locator(".hw-nav .cell.chosen").bounding_box()
+        assert box["y"] <= cell_box["y"] <= box["y"] + box["height"]
     assert shown.locator(".hw-chosen b").inner_text() == "head 46.2"
 
 
@@ -325,11 +325,11 @@ def test_compare_shows_two_texts_and_their_difference(
     browser_tab = tab()
     shown = browser_tab.open(tmp_path / "a.html")
     assert shown.get_by_role("tab", selected=True).inner_text() == "Compare"
-    both = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
+    comparison = headwise.inspect(ANIMAL, minilm[0], tokenizer=minilm[1], against=WIDE)
     grid = shown.get_by_role("grid", name="difference in entropy").locator(".cell")
     numbers = [float(text.replace("−", "-")) for text in grid.all_inner_texts()]
-    assert numbers == pytest.approx(both.difference("entropy").flatten(), abs=0.0051)
-    moved = abs(both.first.matrix("3.1") - both.second.matrix("3.1")).sum() / 2 / 14
+    assert numbers == pytest.approx(comparison.difference("entropy").flatten(), abs=0.0051)
+    moved = abs(comparison.first.matrix("3.1") - comparison.second.matrix("3.1")).sum() / 2 / 14
     assert f"{100 * moved:.1f} % of its weight moved" in shown.locator(".hw-compare-head").inner_text()
     browser_tab.frame()
     apart = shown.locator(".hw-heat").nth(2)
@@ -397,8 +397,8 @@ def test_link_window_of_a_long_text_can_be_moved(
     browser_tab = tab()
     shown = browser_tab.open(tmp_path / "a.html", "view=head&heads=3.1&token=101")
     browser_tab.frame()
-    chosen = shown.locator(".hw-tokens.from .chosen")
-    outer, inner = shown.locator(".hw-links").bounding_box(), chosen.bounding_box()
+    chosen_token = shown.locator(".hw-tokens.from .chosen")
+    outer, inner = shown.locator(".hw-links").bounding_box(), chosen_token.bounding_box()
     assert outer["y"] <= inner["y"] <= outer["y"] + outer["height"]
     count = len(run("The street was wide and the animal tired. " * 23).texts[0].pieces)
     assert f"tokens 41 to 160 of {count}" in shown.locator(".hw-pager").inner_text()

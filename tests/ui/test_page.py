@@ -33,24 +33,26 @@ def node(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_javascript_tests_pass() -> None:
-    done = node("--test", "--test-reporter=tap", *map(str, sorted(TESTS.glob("*.test.js"))))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"# pass (\d+)", done.stdout)[1]) >= 10  # type: ignore[index]
+    process = node("--test", "--test-reporter=tap", *map(str, sorted(TESTS.glob("*.test.js"))))
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert int(re.search(r"# pass (\d+)", process.stdout)[1]) >= 10  # type: ignore[index]
 
 
 def test_bundle_is_one_module_that_node_loads(tmp_path: Path) -> None:
     """A name that is not defined, or an import that stayed, is an error here."""
     (tmp_path / "view.mjs").write_text(bundle.module())
-    done = node("--input-type=module", "-e", f"import v from '{tmp_path}/view.mjs'; console.log(Object.keys(v).join())")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "render\n", "")
+    process = node(
+        "--input-type=module", "-e", f"import v from '{tmp_path}/view.mjs'; console.log(Object.keys(v).join())"
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (0, "render\n", "")
     assert not re.search(r"^(import|export (?!default))", bundle.module(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("entry", ["atlas.js", "hosts/page.js", "hosts/server.js"])
 def test_script_of_a_page_parses(entry: str, tmp_path: Path) -> None:
     (tmp_path / "page.mjs").write_text(bundle.script(entry))
-    done = node("--check", str(tmp_path / "page.mjs"))
-    assert (done.returncode, done.stderr) == (0, "")
+    process = node("--check", str(tmp_path / "page.mjs"))
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_every_javascript_file_is_part_of_a_page() -> None:

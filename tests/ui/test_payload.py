@@ -49,7 +49,7 @@ def test_statistics_and_weights_equal_those_of_inspect(
         stored = decoded(run_data["weights"][row]["data"]).reshape(weights.shape)
         assert stored == pytest.approx(weights, abs=1e-6)
     assert [(standout["kind"], *standout["head"]) for standout in run_data["standouts"]] == [
-        (kind.name, each.layer, each.head) for kind in expected.kinds for each in expected.standouts(kind)
+        (kind.name, head.layer, head.head) for kind in expected.kinds for head in expected.standouts(kind)
     ]
     assert run_data["follow"] == {"word": 8, "to": 2, "head": [3, 1], "why": "a pronoun"}
     assert run_data["texts"][0]["words"][8] == "it" and run_data["texts"][0]["words"][2] == "animal"
@@ -321,7 +321,7 @@ def test_stopped_pass_removes_its_hooks(run: Callable[..., capture.Pass], minilm
         calls.append(1)
         return len(calls) == 3
 
-    with pytest.raises(capture.Stopped):
+    with pytest.raises(capture.StoppedError):
         run(stop=stop)
     assert len(calls) == 3
     assert not any(module._forward_pre_hooks for module in minilm[0].modules())

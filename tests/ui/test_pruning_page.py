@@ -32,5 +32,5 @@ def test_pruning_page_is_styled_and_runs_nothing(tab: Callable[..., Any], tmp_pa
     assert shown.evaluate("document.images[0].naturalWidth") == 1, "the curve beside the page is drawn"
     assert shown.locator("td.gone").count() == 3
     look = "(cell) => getComputedStyle(cell).backgroundColor"
-    colours = {shown.locator(which).first.evaluate(look) for which in ("td.gone", ".heads td:not(.gone)")}
+    colours = {shown.locator(selector).first.evaluate(look) for selector in ("td.gone", ".heads td:not(.gone)")}
     assert len(colours) == 2 and all("rgba(70, 130, 180" in colour for colour in colours)

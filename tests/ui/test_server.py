@@ -190,9 +190,9 @@ def test_bodies_that_are_not_json_are_refused(service: Service) -> None:
 
 def test_run_answer_equals_the_payload(service: Service, run: Callable[..., capture.Pass]) -> None:
     [answer] = ask(server.application(service), {"ask": "run", "text": ANIMAL, "model": "minilm"})
-    received, own = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
+    received, expected = answer.json(), json.loads(json.dumps(payload.run(run(), live=True)))
     assert received.pop("effect") == {"kind": "embedding", "distance": None, "tokens": []}
-    assert received == own
+    assert received == expected
     [steps] = ask(server.application(service), {"ask": "steps", "text": ANIMAL, "model": "minilm", "head": "5.11"})
     assert steps.json()["steps"] == json.loads(json.dumps(payload.steps(run().layers[5], [11])))
 
@@ -270,7 +270,7 @@ class Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(self.format(record))
 
-    def taken(self) -> list[str]:
+    def take_lines(self) -> list[str]:
         for name in ("uvicorn.error", "asyncio"):
             logging.getLogger(name).removeHandler(self)
         return self.lines
@@ -297,7 +297,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], socket
         yield connect
         for connection in opened:
             connection.close()
-    assert log.taken() == []
+    assert log.take_lines() == []
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -344,11 +344,11 @@ def test_longest_waiting_connection_makes_room(client: Callable[[bytes], socket.
 
 
 def test_body_is_read_up_to_its_limit_only(client: Callable[[bytes], socket.socket]) -> None:
-    taken = 0
+    received = 0
 
     async def receive() -> dict[str, Any]:
-        nonlocal taken
-        taken += 1 << 16
+        nonlocal received
+        received += 1 << 16
         return {"type": "http.request", "body": b" " * (1 << 16), "more_body": True}
 
     sent: list[Any] = []
@@ -359,7 +359,7 @@ def test_body_is_read_up_to_its_limit_only(client: Callable[[bytes], socket.sock
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
     scope = {"type": "http", "method": "POST", "path": "/api", "query_string": b"", "headers": headers}
     apart(server.application(Stub())(scope, receive, send))  # type: ignore[arg-type]
-    assert taken == server.MOST_BYTES + (1 << 16)
+    assert received == server.MOST_BYTES + (1 << 16)
     assert sent[0]["status"] == 413 and (b"connection", b"close") in sent[0]["headers"]
     announced = client(JSON_POST + b"Content-Length: 99999999\r\n\r\n")
     assert rest(announced).startswith(b"HTTP/1.1 413")
@@ -416,7 +416,7 @@ def test_disconnected_client_stops_its_pass(service: Service, monkeypatch: pytes
         while not stop():
             threading.Event().wait(0.005)
         ended.set()
-        raise capture.Stopped
+        raise capture.StoppedError
 
     monkeypatch.setattr(service, "answer", endless)
     with served(service) as url:
@@ -547,9 +547,9 @@ def test_a_host_that_is_no_name_is_a_one_line_error(host: str) -> None:
 
 
 def test_address_in_use_is_a_one_line_error() -> None:
-    taken = server._listening_socket("127.0.0.1", 0)
-    port = taken.getsockname()[1]
-    taken.listen()
+    socket_in_use = server._listening_socket("127.0.0.1", 0)
+    port = socket_in_use.getsockname()[1]
+    socket_in_use.listen()
     with pytest.raises(headwise.HeadwiseError, match=f"127.0.0.1 port {port} cannot be served: Address already in use"):
         server._listening_socket("127.0.0.1", port)
-    taken.close()
+    socket_in_use.close()

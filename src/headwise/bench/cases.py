@@ -73,14 +73,14 @@ def _flex(quick: bool, *args: Any) -> dict[str, Callable[[], Contestant]]:
 def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
     flex, missing = _available(_flex(quick, q, k, v))
-    others: dict[str, Contestant] = {
+    contestants: dict[str, Contestant] = {
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
         "textbook": lambda: peers.textbook(q, k, v)[0],
         "head by head": lambda: peers.heads_in_turn(q, k, v),
     }
     return PreparedCase(
         lambda: headwise.attend(q, k, v),
-        others | flex,
+        contestants | flex,
         headwise.explain(q, k, v),
         matmul_limit(_attention_flops(q, k)),
         missing,
@@ -91,47 +91,49 @@ def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: j <= i))
-    others: dict[str, Contestant] = {
+    contestants: dict[str, Contestant] = {
         "sdpa is_causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
         "textbook": lambda: peers.textbook(q, k, v, mask)[0],
     }
     return PreparedCase(
         lambda: headwise.attend(q, k, v, causal=True),
-        others | flex,
+        contestants | flex,
         headwise.explain(q, k, v, causal=True),
         matmul_limit(_attention_flops(q, k) / 2),
         missing,
     )
 
 
-def _ours(measured: int) -> Callable[..., Tensor]:
+def _ours(with_stats: int) -> Callable[..., Tensor]:
     """attend, or the output of head_stats."""
-    return (lambda *qkv, **options: headwise.head_stats(*qkv, **options)[0]) if measured else headwise.attend
+    return (lambda *qkv, **options: headwise.head_stats(*qkv, **options)[0]) if with_stats else headwise.attend
 
 
-def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, measured: int = 0) -> PreparedCase:
+def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, with_stats: int = 0) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim, kv_heads=kv_heads, queries=1)
-    others: dict[str, Contestant] = {
+    contestants: dict[str, Contestant] = {
         "sdpa enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "sdpa, KV repeated": lambda: F.scaled_dot_product_attention(
             q, peers.repeat_kv(k, heads), peers.repeat_kv(v, heads)
         ),
     }
-    return PreparedCase(partial(_ours(measured), q, k, v), others, headwise.explain(q, k, v), read_limit(k, v))
+    return PreparedCase(partial(_ours(with_stats), q, k, v), contestants, headwise.explain(q, k, v), read_limit(k, v))
 
 
-def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, measured: int = 0) -> PreparedCase:
+def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, with_stats: int = 0) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
-    back = window - 1  # the window includes the query's own key
+    left = window - 1  # the window includes the query's own key
     visible = sum(min(i + 1, window) for i in range(tokens)) / tokens**2  # the share of all pairs
-    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-back)
-    flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= back)))
-    others: dict[str, Contestant] = {"sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)}
+    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-left)
+    flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= left)))
+    contestants: dict[str, Contestant] = {
+        "sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    }
     return PreparedCase(
-        partial(_ours(measured), q, k, v, causal=True, window=(back, 0)),
-        others | flex,
-        headwise.explain(q, k, v, causal=True, window=(back, 0)),
+        partial(_ours(with_stats), q, k, v, causal=True, window=(left, 0)),
+        contestants | flex,
+        headwise.explain(q, k, v, causal=True, window=(left, 0)),
         matmul_limit(_attention_flops(q, k) * visible),
         missing,
     )
@@ -141,15 +143,15 @@ def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, b
     """head_stats against sdpa and our own attend, neither of which computes statistics. causal: 0 or 1."""
     q, k, v = (x.to({32: torch.float32, 16: torch.float16}[bits]) for x in _qkv(heads, tokens, dim))
     options: dict[str, Any] = {"causal": True} if causal else {}
-    others: dict[str, Contestant] = {
+    contestants: dict[str, Contestant] = {
         SDPA: lambda: F.scaled_dot_product_attention(q, k, v, is_causal=bool(causal)),
         ATTEND: lambda: headwise.attend(q, k, v, **options),
     }
     if tokens <= 2048 and bits == 32 and not causal:
-        others["textbook with statistics"] = lambda: peers.textbook_stats(q, k, v)
+        contestants["textbook with statistics"] = lambda: peers.textbook_stats(q, k, v)
     return PreparedCase(
         lambda: headwise.head_stats(q, k, v, **options)[0],
-        others,
+        contestants,
         headwise.explain(q, k, v, **options),
         matmul_limit(_attention_flops(q, k) / (1 + causal)),
         atol=ATOL if bits == 32 else 2e-3,
@@ -166,10 +168,10 @@ def _backward(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase
             out = attention(*inputs)
             return out.detach(), *torch.autograd.grad(out, inputs, output_gradient)
 
-    others: dict[str, Contestant] = {"sdpa": partial(forward_backward, F.scaled_dot_product_attention)}
+    contestants: dict[str, Contestant] = {"sdpa": partial(forward_backward, F.scaled_dot_product_attention)}
     flops = 3.5 * _attention_flops(inputs[0], inputs[1])  # backward has five matrix products, forward two
     return PreparedCase(
-        partial(forward_backward, headwise.attend), others, headwise.explain(*inputs), matmul_limit(flops)
+        partial(forward_backward, headwise.attend), contestants, headwise.explain(*inputs), matmul_limit(flops)
     )
 
 
@@ -181,8 +183,8 @@ def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> 
         "head by head": peers.HeadLoop(attn),
     }
     bert, missing = _available({"transformers' BERT, sdpa": lambda: partial(peers.bert(attn), x)})
-    others: dict[str, Contestant] = {name: partial(module.eval(), x) for name, module in modules.items()}
-    return PreparedCase(partial(attn.eval(), x), others | bert, path, matmul_limit(_layer_flops(x)), missing)
+    contestants: dict[str, Contestant] = {name: partial(module.eval(), x) for name, module in modules.items()}
+    return PreparedCase(partial(attn.eval(), x), contestants | bert, path, matmul_limit(_layer_flops(x)), missing)
 
 
 def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> PreparedCase:
@@ -198,8 +200,8 @@ def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -
         return out.detach(), gradients[0]
 
     modules = {"nn.MultiheadAttention": peers.TorchModule(attn), "textbook": peers.Textbook(attn)}
-    others: dict[str, Contestant] = {name: partial(forward_backward, module) for name, module in modules.items()}
-    return PreparedCase(partial(forward_backward, attn), others, path, matmul_limit(3 * _layer_flops(x)))
+    contestants: dict[str, Contestant] = {name: partial(forward_backward, module) for name, module in modules.items()}
+    return PreparedCase(partial(forward_backward, attn), contestants, path, matmul_limit(3 * _layer_flops(x)))
 
 
 def _attention_layer(
@@ -274,16 +276,16 @@ CASES = {
             "stats-decode",
             "head_stats, decode, 32 query / 4 KV heads, 8,192 keys, D 128",
             _decode,
-            {"heads": 32, "kv_heads": 4, "tokens": 8192, "dim": 128, "measured": 1},
-            {**_TINY, "kv_heads": 1, "measured": 1},
+            {"heads": 32, "kv_heads": 4, "tokens": 8192, "dim": 128, "with_stats": 1},
+            {**_TINY, "kv_heads": 1, "with_stats": 1},
             {"sdpa enable_gqa": 3.8},
         ),
         Case(
             "stats-window",
             "head_stats, causal window 512 over 8,192 tokens, 8 heads, D 64",
             _window,
-            {"heads": 8, "tokens": 8192, "dim": 64, "window": 512, "measured": 1},
-            {**_TINY, "window": 7, "measured": 1},
+            {"heads": 8, "tokens": 8192, "dim": 64, "window": 512, "with_stats": 1},
+            {**_TINY, "window": 7, "with_stats": 1},
             {"sdpa with mask": 14.0},
         ),
         Case(

@@ -22,7 +22,7 @@ class Limit:
 
 
 def matmul_limit(flops: float) -> Limit:
-    """The time that so many floating-point operations take at the speed of a large sgemm."""
+    """The time that this many floating-point operations take at the speed of a large sgemm."""
     a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
     return Limit("sgemm", lambda: a @ b, flops / (2 * SIDE**3))
 

@@ -14,7 +14,7 @@ from ..errors import HeadwiseError
 
 GOAL = 10**9  # bytes
 TOKENS, HEADS, DIM, WINDOW = 16_384, 8, 64, 512
-MEASURED = {"head_stats": "head_stats", "attend-window": f"attend, causal window {WINDOW}"}
+MEASUREMENTS = {"head_stats": "head_stats", "attend-window": f"attend, causal window {WINDOW}"}
 
 
 @dataclass(frozen=True, slots=True)

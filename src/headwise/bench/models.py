@@ -67,7 +67,7 @@ def build_model(model_class: Any, config: Any, implementation: str) -> nn.Module
 
 
 GB = 10**9
-MEASURED = {
+MEMORY_CASES = {
     "watch-bert": MemoryCase("watched BERT-base shape, 4,096 tokens", GB // 2, bert, 4096, 67),
     "watch-llama": MemoryCase("watched Llama-like model of 4 layers, 32,768 tokens", 2 * GB, llama, 32_768, 67),
     "watch-window": MemoryCase("the same with a window of 512", 2 * GB, partial(llama, window=512), 32_768, 67),
@@ -120,7 +120,7 @@ def _watch(quick: bool, *, tokens: int, layers: int) -> PreparedCase:
     )
 
 
-def _registered(quick: bool, *, tokens: int, window: int) -> PreparedCase:
+def _register_case(quick: bool, *, tokens: int, window: int) -> PreparedCase:
     """A pass of a Llama-like model (windowed where window is not 0) with sdpa and with our attention."""
     headwise.register()
     ours, theirs = (llama(tokens, window or None, name) for name in ("headwise", "sdpa"))
@@ -180,7 +180,7 @@ CASES = {
     "registered": Case(
         "registered",
         'attn_implementation="headwise", Llama-like, 2,048 tokens',
-        _registered,
+        _register_case,
         {"tokens": 2048, "window": 0},
         {"tokens": 67, "window": 0},
         {"the same with sdpa": 0.97},
@@ -188,7 +188,7 @@ CASES = {
     "registered-window": Case(
         "registered-window",
         "the same with a window of 512 over 4,096 tokens",
-        _registered,
+        _register_case,
         {"tokens": 4096, "window": 512},
         {"tokens": 67, "window": 13},
         {"the same with sdpa": 0.97},
@@ -227,7 +227,7 @@ def peak(name: str, tiny: bool) -> int:
 
 def _measure(name: str, tiny: bool) -> int:
     """The same within this process, after a short pass that loads what stays in memory."""
-    case = MEASURED[name]
+    case = MEMORY_CASES[name]
     tokens = case.tiny if tiny else case.tokens
     model = case.model(tokens)
     with torch.no_grad():

@@ -133,7 +133,7 @@ Result: TypeAlias = CaseResult | ShapeResult | MemoryResult
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One measurement; a mismatch does not raise, the result says so instead."""
+    """One measurement; a mismatch does not raise, it is in the result instead."""
 
     title: str
     run: Callable[[], Result]
@@ -212,47 +212,45 @@ def jobs(options: Options) -> list[Job]:
     names = options.cases or NAMES
     on_cpu = options.device == "cpu"
     cases = CASES if on_cpu and importlib.util.find_spec("transformers") else attention.CASES
-    chosen = [Job(case.title, partial(_run_case, case, options)) for name, case in cases.items() if name in names]
+    selection = [Job(case.title, partial(_run_case, case, options)) for name, case in cases.items() if name in names]
     if options.sweep or (options.sweep is None and not options.cases):
         shapes = (
             sweep.shapes()[: len(sweep.KINDS)]
             if options.tiny
             else sweep.shapes()[:: QUICK_STEP if options.quick else 1]
         )
-        chosen += [Job(shape.title, partial(_run_shape, shape, options)) for shape in shapes]
+        selection += [Job(shape.title, partial(_run_shape, shape, options)) for shape in shapes]
     if "memory" in names and on_cpu:
-        chosen += [
+        selection += [
             Job(f"memory of {title}", partial(_measure_memory, name, options))
-            for name, title in memory.MEASURED.items()
+            for name, title in memory.MEASUREMENTS.items()
         ]
         if cases is CASES:
-            chosen += [
+            selection += [
                 Job(f"memory of {case.title}", partial(_measure_model_memory, name, options))
-                for name, case in models.MEASURED.items()
+                for name, case in models.MEMORY_CASES.items()
             ]
-    return chosen
+    return selection
 
 
 def _run_case(case: Case, options: Options) -> CaseResult:
     with _tensors_on(options.device):
-        prepared = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
+        contest = case.build(options.quick or options.tiny, **(case.tiny if options.tiny else case.sizes))
     try:
-        verify(prepared.ours, prepared.peers, prepared.atol)
+        verify(contest.ours, contest.peers, contest.atol)
     except Mismatch as error:
-        return CaseResult(case.name, case.title, prepared.path, error=str(error))
+        return CaseResult(case.name, case.title, contest.path, error=str(error))
     times = race(
-        {"ours": prepared.ours, **prepared.peers, LIMIT: prepared.limit.run},
+        {"ours": contest.ours, **contest.peers, LIMIT: contest.limit.run},
         rounds=options.count,
         min_seconds=options.min_seconds,
     )
     ours = times["ours"]
     goals = case.goals if options.device == "cpu" else {}
-    raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in prepared.peers]
-    missing = [Peer(name, goal=goals.get(name), missing=why) for name, why in prepared.missing.items()]
-    limit_seconds = times[LIMIT] * prepared.limit.scale
-    return CaseResult(
-        case.name, case.title, prepared.path, ours, (*raced, *missing), prepared.limit.name, limit_seconds
-    )
+    raced = [Peer(name, times[name], times[name] / ours, goals.get(name)) for name in contest.peers]
+    missing = [Peer(name, goal=goals.get(name), missing=reason) for name, reason in contest.missing.items()]
+    limit_seconds = times[LIMIT] * contest.limit.scale
+    return CaseResult(case.name, case.title, contest.path, ours, (*raced, *missing), contest.limit.name, limit_seconds)
 
 
 def _run_shape(shape: sweep.Shape, options: Options) -> ShapeResult:
@@ -276,7 +274,7 @@ def _tensors_on(device: str) -> AbstractContextManager[Any]:
 
 def _measure_memory(name: str, options: Options) -> MemoryResult:
     sizes = memory.Sizes(tokens=257, heads=2) if options.tiny else memory.Sizes()
-    title = f"{memory.MEASURED[name]}, T {sizes.tokens:,}, {sizes.heads} heads, D {sizes.dim}"
+    title = f"{memory.MEASUREMENTS[name]}, T {sizes.tokens:,}, {sizes.heads} heads, D {sizes.dim}"
     try:
         return MemoryResult(name, title, memory.peak(name, sizes))
     except HeadwiseError as error:
@@ -284,7 +282,7 @@ def _measure_memory(name: str, options: Options) -> MemoryResult:
 
 
 def _measure_model_memory(name: str, options: Options) -> MemoryResult:
-    title, goal = models.MEASURED[name].title, models.MEASURED[name].goal
+    title, goal = models.MEMORY_CASES[name].title, models.MEMORY_CASES[name].goal
     try:
         return MemoryResult(name, title, models.peak(name, options.tiny), goal)
     except HeadwiseError as error:

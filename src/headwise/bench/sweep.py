@@ -140,16 +140,16 @@ def _sdpa_calls(shape: Shape, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | No
         masks = {" bool mask": mask, " float mask": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)}
     causal = shape.kind == "causal"
 
-    def grouped(m: Tensor | None) -> Contestant:
+    def with_gqa(m: Tensor | None) -> Contestant:
         gqa = shape.heads != shape.kv_heads
         return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=m, is_causal=causal, enable_gqa=gqa)
 
-    def repeating(m: Tensor | None) -> Contestant:
+    def with_repeated_kv(m: Tensor | None) -> Contestant:
         return lambda: F.scaled_dot_product_attention(
             q, repeat_kv(k, shape.heads), repeat_kv(v, shape.heads), attn_mask=m, is_causal=causal
         )
 
-    ways: dict[str, Callable[[Tensor | None], Contestant]] = {"sdpa": grouped}
+    ways: dict[str, Callable[[Tensor | None], Contestant]] = {"sdpa": with_gqa}
     if shape.heads != shape.kv_heads:
-        ways = {"sdpa enable_gqa": grouped, "sdpa KV repeated": repeating}
+        ways = {"sdpa enable_gqa": with_gqa, "sdpa KV repeated": with_repeated_kv}
     return {way + suffix: make(m) for way, make in ways.items() for suffix, m in masks.items()}

@@ -16,7 +16,7 @@ from .parameters.totals import class_name, count
 from .types import Attention, Counts, Part, Source, Unknown
 
 if TYPE_CHECKING:
-    from .sources.pruned import Pruned
+    from .sources.pruned import PruningRecord
     from .sources.safetensors import Tensors
 
 
@@ -129,9 +129,9 @@ def from_config(
     name: str = "",
     *,
     weights: Tensors | None = None,
-    counted: Counts | None = None,
+    counts: Counts | None = None,
     key_names: dict[str, str] | None = None,
-    pruned: Pruned | None = None,
+    pruned: PruningRecord | None = None,
 ) -> Card:
     """The card of a config.
 
@@ -139,7 +139,7 @@ def from_config(
         raw: The config, as `json.load` gives it.
         name: The card's name.
         weights: Tensors beside the config, which are checked against it.
-        counted: Parameters counted in a file (GGUF), instead of those computed from the facts of the model type.
+        counts: Parameters counted in a file (GGUF), instead of those computed from the facts of the model type.
         key_names: The names of keys in the file, where they differ from those of a config.json (GGUF).
         pruned: What headwise.save wrote about a pruned model. Saved compactly it has the full model's config: its
             heads come from `pruned`, its parameters from the weights.
@@ -147,19 +147,19 @@ def from_config(
     root = Node(raw, key_names=key_names)
     towers = list(parts(root))
     model_class, class_source = class_name(root)
-    parameters, towers_counted = count(root, towers)
+    parameters, card_parts = count(root, towers)
     unmatched: list[str] = []
     if pruned is not None and pruned.compact:
-        towers_counted, unmatched = pruned.cut([part for part, _ in towers])
-        counted = _stored({name: x for name, x in (weights or {}).items() if name not in pruned.buffers})
+        card_parts, unmatched = pruned.apply([part for part, _ in towers])
+        counts = _count_weights({name: x for name, x in (weights or {}).items() if name not in pruned.buffers})
         parameters = Unknown("put the weights beside the config: headwise.json says that heads were removed from them")
-    if counted is not None:
-        own = counted if len(towers_counted) == 1 else Unknown("counted with the other towers")
-        parameters, towers_counted = counted, [replace(part, parameters=own) for part in towers_counted]
+    if counts is not None:
+        tower_counts = counts if len(card_parts) == 1 else Unknown("counted with the other towers")
+        parameters, card_parts = counts, [replace(part, parameters=tower_counts) for part in card_parts]
     ties = tied(Sizes(root, {}, None, {})) if root.value("tie_word_embeddings") is not None else None
     card = Card(
-        name, root.model_type or "unknown", model_class, class_source, tuple(towers_counted), parameters, tied=ties,
-        stored=_stored(weights),
+        name, root.model_type or "unknown", model_class, class_source, tuple(card_parts), parameters, tied=ties,
+        stored=_count_weights(weights),
     )  # fmt: skip
     if pruned is not None:
         card = replace(card, pruned=pruned.words(sum(part.attention.attentions for part in card.parts)))
@@ -169,7 +169,7 @@ def from_config(
     return replace(card, warnings=tuple(messages))
 
 
-def _stored(weights: Tensors | None) -> Counts | None:
+def _count_weights(weights: Tensors | None) -> Counts | None:
     if not weights:
         return None
     from . import weights_check

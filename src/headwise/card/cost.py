@@ -81,7 +81,7 @@ def keys(layer: Layer, context: int, source: int | None = None) -> int:
 
 
 def longest(layers: Sequence[Layer], memory: int, dtype: str, batch: int, source: int | None = None) -> int | None:
-    """The longest context whose ideal cache fits into so many bytes; None where it does not grow without end."""
+    """The longest context whose ideal cache fits into `memory` bytes; None where any context fits."""
     check_count("memory", memory, 0)
     if cache(layers, FAR, dtype, 1, source).ideal <= memory // max(batch, 1):
         return None
@@ -129,8 +129,8 @@ def pairs(layer: Layer, context: int, source: int | None = None) -> int:
         return context * (context + 1) // 2
     full = layer.window
     if layer.kind == "chunked":
-        chunks, rest = divmod(context, full)
-        return chunks * full * (full + 1) // 2 + rest * (rest + 1) // 2
+        chunks, remainder = divmod(context, full)
+        return chunks * full * (full + 1) // 2 + remainder * (remainder + 1) // 2
     return full * (full + 1) // 2 + (context - full) * full
 
 

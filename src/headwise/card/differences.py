@@ -87,13 +87,13 @@ def _sentences(a: Card, b: Card, context: int, dtype: str, batch: int) -> Iterat
     yield f"From {a.name} to {b.name}:"
     latent = "MLA" in (a.attention.kind, b.attention.kind)  # with MLA, KV heads say nothing about the cache
     keys = (("layers", "layers"), ("query_heads", "query heads"), ("kv_heads", "KV heads"))[: 2 if latent else 3]
-    changed = {
+    changes = {
         key: times(first[key] or 0, second[key] or 0, noun)
         for key, noun in keys
         if first.get(key) and second.get(key) and first[key] != second[key]
     }
     before, after = a.kv_cache(context, dtype, batch), b.kv_cache(context, dtype, batch)
-    yield _cache(changed, before, after, context, dtype)
+    yield _cache(changes, before, after, context, dtype)
     if a.attention.kind != b.attention.kind:
         yield f"Attention goes from {a.attention.kind} to {b.attention.kind}."
     for key, noun in (("head_dim", "d_k"), ("width", "The width"), ("window", "The window"), ("latent", "The latent")):
@@ -106,18 +106,18 @@ def _number(got: int | None) -> str:
     return "none" if got is None else f"{got:,}"
 
 
-def _cache(changed: dict[str, str], before: int, after: int, context: int, dtype: str) -> str:
-    what = ", ".join(changed.values())
-    what = what[:1].upper() + what[1:]
-    shown = f"{context // 1024}k" if context % 1024 == 0 else f"{context:,}"
+def _cache(changes: dict[str, str], before: int, after: int, context: int, dtype: str) -> str:
+    words = ", ".join(changes.values())
+    words = words[:1].upper() + words[1:]
+    length = f"{context // 1024}k" if context % 1024 == 0 else f"{context:,}"
     if not before and not after:
-        return f"{what + '. ' if what else ''}Neither keeps a cache."
+        return f"{words + '. ' if words else ''}Neither keeps a cache."
     if before == after:
-        return f"{what + '. ' if what else ''}The cache at {shown} stays at {format_bytes(before)} ({dtype})."
+        return f"{words + '. ' if words else ''}The cache at {length} stays at {format_bytes(before)} ({dtype})."
     falls = after < before
-    so = any(("fewer" in changed.get(key, "")) == falls for key in ("layers", "kv_heads") if key in changed)
-    start = f"{what}, so the" if so else f"{what}. The" if what else "The"
-    return f"{start} cache at {shown} {'falls' if falls else 'grows'} {change(before, after)} ({dtype})."
+    explains = any(("fewer" in changes.get(key, "")) == falls for key in ("layers", "kv_heads") if key in changes)
+    start = f"{words}, so the" if explains else f"{words}. The" if words else "The"
+    return f"{start} cache at {length} {'falls' if falls else 'grows'} {change(before, after)} ({dtype})."
 
 
 def _parameters(a: Card, b: Card) -> Iterator[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .card import Card
 
 FRACTIONS = {1: "all", 2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth"}
-SHOWN = {  # the numbers of a part in the order they are printed, with their titles
+TITLES = {  # the numbers of a part in the order they are printed, with their titles
     "layers": "layers", "blocks": "attention layers", "width": "width (d_model)", "query_heads": "query heads",
     "kv_heads": "key/value heads", "head_dim": "head width (d_k)", "value_dim": "value width (d_v)",
     "latent": "latent per token", "window": "window", "ffn": "feed-forward width", "experts": "experts",
@@ -69,8 +69,8 @@ def explain(
 
 
 def title(card: Card) -> str:
-    what = f"{card.class_name} (model type {card.model_type})" if card.class_name else f"model type {card.model_type}"
-    return f"{card.name}: {what}" if card.name else what
+    model = f"{card.class_name} (model type {card.model_type})" if card.class_name else f"model type {card.model_type}"
+    return f"{card.name}: {model}" if card.name else model
 
 
 def _kinds(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
@@ -80,14 +80,14 @@ def _kinds(layers: tuple[Layer, ...]) -> list[tuple[Layer, int]]:
         if layer.sharing != "none":
             key = (layer.query, layer.kv, layer.dim, layer.value_dim, layer.latent, layer.role)
             groups.setdefault(key, []).append(layer)
-    return [(alike[0], len(alike)) for alike in groups.values()]
+    return [(members[0], len(members)) for members in groups.values()]
 
 
 def _heads(card: Card, dtype: str) -> Iterator[str]:
     for layer, count in _kinds(card.attention.layers):
-        where = f"In {several(count, 'layer')} ({_reach(layer)}), " if len(_kinds(card.attention.layers)) > 1 else ""
+        prefix = f"In {several(count, 'layer')} ({_reach(layer)}), " if len(_kinds(card.attention.layers)) > 1 else ""
         words = sharing(layer)
-        yield where + (words if where else words[0].upper() + words[1:]) + _saving(card, layer, dtype) + "."
+        yield prefix + (words if prefix else words[0].upper() + words[1:]) + _saving(card, layer, dtype) + "."
     if card.attention.kind == "none":
         yield "It has no attention." if card.main.layers else "Nothing here says how many heads there are."
 
@@ -98,8 +98,8 @@ def sharing(layer: Layer) -> str:
     if layer.sharing == "MLA":
         return f"{heads} make their keys and values from one latent of {layer.latent} numbers per token (MLA)"
     if layer.sharing == "MHA":
-        own = "each with its own keys and values" if layer.query > 1 else "with its own keys and values"
-        return f"{heads}, {own} (MHA)"
+        keys_and_values = "each with its own keys and values" if layer.query > 1 else "with its own keys and values"
+        return f"{heads}, {keys_and_values} (MHA)"
     if layer.sharing == "MQA":
         return f"all {heads} share one key/value head (MQA)"
     groups = f"in groups of {layer.query // layer.kv}" if layer.query % layer.kv == 0 else "in uneven groups"
@@ -128,12 +128,12 @@ def _layers(layers: tuple[Layer, ...]) -> Iterator[str]:
     heads = {layer.query for layer in attending}
     total = sum(layer.query for layer in attending)
     if len(heads) == 1:
-        [each] = heads
+        [per_layer] = heads
         noun = "layer" if all(layer.role == "self" for layer in attending) else "attention layer"
-        yield f"{several(len(attending), noun)} of {several(each, 'head')} make {total:,} attentions per pass."
+        yield f"{several(len(attending), noun)} of {several(per_layer, 'head')} make {total:,} attentions per pass."
     elif attending:
-        between = f"{min(heads)} to {max(heads)} heads"
-        yield f"{several(len(attending), 'layer')} with {between} make {total:,} attentions per pass."
+        range_of_heads = f"{min(heads)} to {max(heads)} heads"
+        yield f"{several(len(attending), 'layer')} with {range_of_heads} make {total:,} attentions per pass."
     if widths := sorted({(layer.dim, layer.value_dim) for layer in attending}):
         yield (
             "A head is " + " or ".join(f"{k} wide" if k == v else f"{k} wide (its values {v})" for k, v in widths) + "."
@@ -145,20 +145,20 @@ def _layers(layers: tuple[Layer, ...]) -> Iterator[str]:
             yield f"{without}: their state does not grow with the context."
     windows = Counter(layer.window for layer in attending if layer.window and layer.role == "self")
     for window, count in windows.items():
-        which = f"{count} of {several(len(attending), 'layer')}"
-        yield f"{which} attend to {window:,} tokens at most, so their cache stops growing there."
-    if shared := sum(layer.shares for layer in layers):
-        yield f"The last {shared} layers read the keys and values of earlier layers and cache none."
+        windowed = f"{count} of {several(len(attending), 'layer')}"
+        yield f"{windowed} attend to {window:,} tokens at most, so their cache stops growing there."
+    if sharing_layers := sum(layer.shares for layer in layers):
+        yield f"The last {sharing_layers} layers read the keys and values of earlier layers and cache none."
 
 
 def _parameters(card: Card) -> Iterator[str]:
     counts = card.parameters
     if not isinstance(counts, Counts):
-        yield f"Parameters: {counts.why}. The other numbers are shown."
+        yield f"Parameters: {counts.reason}. The other numbers are shown."
         return
     shares = [(name, getattr(counts, name)) for name in ("attention", "ffn", "embeddings", "norms", "other")]
-    listed = ", ".join(f"{name} {number:,}" for name, number in shares if number)
-    yield f"{counts.total:,} parameters ({big(counts.total)}): {listed}."
+    breakdown = ", ".join(f"{name} {number:,}" for name, number in shares if number)
+    yield f"{counts.total:,} parameters ({big(counts.total)}): {breakdown}."
     if counts.idle:
         routed, experts = (card.main.numbers.get(key) for key in ("experts_per_token", "experts"))
         yield (
@@ -167,9 +167,9 @@ def _parameters(card: Card) -> Iterator[str]:
         )
     layer = next((layer for layer in card.attention.layers if layer.sharing in ("MHA", "GQA")), None)
     if layer and layer.query % 2 == layer.kv % 2 == 0:
-        grouped = f" (on {layer.kv // 2} key/value heads)" if layer.sharing == "GQA" else ""
+        kv_note = f" (on {layer.kv // 2} key/value heads)" if layer.sharing == "GQA" else ""
         yield (
-            f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{grouped} would need the same "
+            f"Heads do not add parameters: {layer.query // 2} heads of {2 * layer.dim}{kv_note} would need the same "
             f"matrices as {layer.query} of {layer.dim}. Layers are not heads: each layer has its own."
         )
     elif layer:
@@ -184,8 +184,8 @@ def _cache(card: Card, context: int, dtype: str, batch: int, source: int | None)
         if card.attention.kind != "none":
             yield "It reads a whole text at once and needs no cache."
         return
-    many = f", batch {batch}" if batch > 1 else ""
-    yield f"At {context:,} tokens the cache of keys and values takes {format_bytes(cache.ideal)} in {dtype}{many}."
+    batches = f", batch {batch}" if batch > 1 else ""
+    yield f"At {context:,} tokens the cache of keys and values takes {format_bytes(cache.ideal)} in {dtype}{batches}."
     if cache.reserved != cache.ideal:
         yield f"An engine that reserves the whole context for every layer needs {format_bytes(cache.reserved)}."
     if cache.expanded != cache.reserved:
@@ -239,7 +239,7 @@ def _sources(card: Card) -> Iterator[str]:
         yield f"  class {card.class_name}: {card.class_source}"
     for part in card.parts:
         prefix = f"{part.name}: " if len(card.parts) > 1 else ""
-        for name, title in SHOWN.items():
+        for name, title in TITLES.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
                 yield f"  {prefix}{title} {number:,}: {source}"

@@ -11,7 +11,7 @@ from .card import Card, from_config, from_tensors
 from .sources.json_file import load_json
 
 if TYPE_CHECKING:
-    from .sources.pruned import Pruned
+    from .sources.pruned import PruningRecord
     from .sources.safetensors import Tensors
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
@@ -76,8 +76,8 @@ def _file(path: Path) -> Card:
 
         header, tensors = gguf.read(path)
         config = gguf.config(header, tensors, path.name)
-        counted, names = weights_check.counts(tensors), gguf.key_names(header)
-        return from_config(config, path.name, counted=counted, key_names=names)
+        counts, names = weights_check.counts(tensors), gguf.key_names(header)
+        return from_config(config, path.name, counts=counts, key_names=names)
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return _weights(path)
     if path.name == "config.json" and (path.parent / "headwise.json").is_file():
@@ -85,7 +85,7 @@ def _file(path: Path) -> Card:
     return from_config(load_json(path), path.name)
 
 
-def _pruned(file: Path) -> Pruned | None:
+def _pruning_record(file: Path) -> PruningRecord | None:
     """What headwise.save wrote beside a file. Most models are not pruned: the file is looked for before the import."""
     if not file.with_name("headwise.json").is_file():
         return None
@@ -106,7 +106,9 @@ def _weights(path: Path) -> Card:
     tensors: Tensors = safetensors.header(path) if path.suffix == ".safetensors" else safetensors.sharded(path)
     config = path.with_name("config.json")
     if config.is_file():
-        return from_config(load_json(config), path.parent.name or path.name, weights=tensors, pruned=_pruned(path))
+        return from_config(
+            load_json(config), path.parent.name or path.name, weights=tensors, pruned=_pruning_record(path)
+        )
     return from_tensors(tensors, path.name)
 
 
@@ -116,7 +118,7 @@ def _folder(path: Path) -> Card:
     name = path.resolve().name
     config, tensors = path / "config.json", safetensors.of_folder(path)
     if config.is_file():
-        return from_config(load_json(config), name, weights=tensors, pruned=_pruned(config))
+        return from_config(load_json(config), name, weights=tensors, pruned=_pruning_record(config))
     if tensors is not None:
         return from_tensors(tensors, name)
     files = sorted(path.glob("*.gguf"))

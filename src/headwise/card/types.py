@@ -106,8 +106,8 @@ class Counts:
         return self.total - self.idle
 
     def __add__(self, other: Counts) -> Counts:
-        mine, theirs = asdict(self), asdict(other)
-        return Counts(**{name: mine[name] + theirs[name] for name in mine})
+        first, second = asdict(self), asdict(other)
+        return Counts(**{name: first[name] + second[name] for name in first})
 
     def to_json(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("total", "active", *GROUPS)}
@@ -116,7 +116,7 @@ class Counts:
 class Unknown(NamedTuple):
     """In place of a count that would be a guess: the reason, with None for every number."""
 
-    why: str
+    reason: str
     attention: None = None
     ffn: None = None
     embeddings: None = None
@@ -126,10 +126,10 @@ class Unknown(NamedTuple):
     active: None = None
 
     def __str__(self) -> str:
-        return self.why
+        return self.reason
 
     def to_json(self) -> dict[str, Any]:
-        return {"unknown": self.why}
+        return {"unknown": self.reason}
 
 
 NO_LAYERS, NOT_COUNTED = Attention(()), Unknown("not counted")

@@ -120,10 +120,10 @@ def _projections(layer: Layer, tensors: Tensors) -> Iterator[str]:
     sizes = {"query": (layer.query, layer.dim), "key": (layer.kv, layer.dim), "value": (layer.kv, layer.value_dim)}
     fused = _first(tensors, PROJECTIONS["fused"])
     if fused:
-        rows, want = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
-        if rows != want:
+        rows, expected = fused[1].shape[0], sum(heads * dim for heads, dim in sizes.values())
+        if rows != expected:
             sizes_in_words = f"{layer.query} query and {layer.kv} key/value heads of {layer.dim}"
-            yield f"{fused[0]} has {rows} rows; {sizes_in_words} make {want}"
+            yield f"{fused[0]} has {rows} rows; {sizes_in_words} make {expected}"
         return
     for name, (heads, dim) in sizes.items():
         projection = _first(tensors, PROJECTIONS[name])

@@ -30,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _run(list(sys.argv[1:] if args is None else args))
+            code = _invoke(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()
     except HeadwiseError as error:
         from .wording import name_options
@@ -46,7 +46,7 @@ def main(args: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(args: list[str]) -> int:
+def _invoke(args: list[str]) -> int:
     import click
 
     from .app import app

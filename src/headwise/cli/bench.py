@@ -92,8 +92,8 @@ def _warn_if_busy() -> None:
 
 def _progress(jobs: list[Job]) -> Iterator[Job]:
     with progress_bars() as progress:
-        for done, job in enumerate(jobs):
-            progress("cases", done, len(jobs))
+        for index, job in enumerate(jobs):
+            progress("cases", index, len(jobs))
             yield job
 
 

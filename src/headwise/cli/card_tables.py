@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ..card import Card, Diff, Option
     from ..card.types import Layer
 
-LEFT = ("", "tower", "number", "source", "attention")  # columns of words; the others hold numbers
-DRAWN = 48  # heads drawn in a row
+LEFT_ALIGNED = ("", "tower", "number", "source", "attention")  # columns of words; the others hold numbers
+MAX_HEADS = 48  # heads drawn in a row
 
 
 def show_card(
@@ -90,7 +90,7 @@ def _table(*columns: str) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(columns))
     for column in columns:
-        table.add_column(column.strip(), justify="left" if column in LEFT else "right")
+        table.add_column(column.strip(), justify="left" if column in LEFT_ALIGNED else "right")
     return table
 
 
@@ -116,39 +116,39 @@ def heads_drawing(layer: Layer) -> Text:
     from rich.text import Text
 
     if layer.sharing == "MLA":
-        shown = min(layer.query, DRAWN)
-        rest = f" … {layer.query} in all" if shown < layer.query else ""
+        size = min(layer.query, MAX_HEADS)
+        query_note = f" … {layer.query} in all" if size < layer.query else ""
         return Text(
-            f"queries  {'●' * shown}{rest}\nlatent   └{'─' * max(shown - 2, 0)}┘ {layer.latent} numbers per token"
+            f"queries  {'●' * size}{query_note}\nlatent   └{'─' * max(size - 2, 0)}┘ {layer.latent} numbers per token"
         )
     group = max(layer.query // layer.kv, 1)
-    groups = max(min(layer.kv, DRAWN // (group + 1)), 1)
-    shown = min(group, DRAWN)
-    bar = "│" if shown == 1 else "└" + "┬".join("─" * part for part in _halves(shown - 2)) + "┘" if shown > 2 else "└┘"
-    heads = " ".join(["●" * shown] * groups)
+    groups = max(min(layer.kv, MAX_HEADS // (group + 1)), 1)
+    size = min(group, MAX_HEADS)
+    bar = "│" if size == 1 else "└" + "┬".join("─" * part for part in _halves(size - 2)) + "┘" if size > 2 else "└┘"
+    heads = " ".join(["●" * size] * groups)
     bars = " ".join([bar] * groups)
-    keys = " ".join(["■".center(shown)] * groups)
-    rest = f" … {layer.query} in all" if groups < layer.kv or shown < group else ""
-    rest_of_keys = f" … {layer.kv} in all" if rest else ""
+    keys = " ".join(["■".center(size)] * groups)
+    query_note = f" … {layer.query} in all" if groups < layer.kv or size < group else ""
+    key_note = f" … {layer.kv} in all" if query_note else ""
     return Text.assemble(
-        ("queries  ", "dim"), (heads, "cyan"), rest, "\n", ("         ", "dim"), (bars, "dim"), "\n",
-        ("keys     ", "dim"), (keys.rstrip() if not rest_of_keys else keys, "green"), rest_of_keys,
+        ("queries  ", "dim"), (heads, "cyan"), query_note, "\n", ("         ", "dim"), (bars, "dim"), "\n",
+        ("keys     ", "dim"), (keys.rstrip() if not key_note else keys, "green"), key_note,
     )  # fmt: skip
 
 
 def _halves(width: int) -> tuple[int, int]:
     """A bar of dashes with one sign in its middle."""
-    left = max(width - 1, 0) // 2
-    return left, max(width - 1 - left, 0)
+    first = max(width - 1, 0) // 2
+    return first, max(width - 1 - first, 0)
 
 
 def _numbers(card: Card) -> Table:
-    from ..card.explain import SHOWN
+    from ..card.explain import TITLES
 
     several = len(card.parts) > 1
     table = _table(*(("tower",) if several else ()), "number", " ", "source")
     for part in card.parts:
-        for name, title in SHOWN.items():
+        for name, title in TITLES.items():
             number, source = part.numbers.get(name), part.sources.get(name)
             if number is not None and source is not None:
                 table.add_row(*((part.name,) if several else ()), title, f"{number:,}", one_line(str(source)))
@@ -163,11 +163,11 @@ def _every_layer(card: Card) -> Table:
     for part in card.parts:
         for layer in part.layers:
             numbers = [layer.query, layer.kv, layer.dim, layer.value_dim]
-            shown = [f"{number:,}" if number else "" for number in numbers]
+            cells = [f"{number:,}" if number else "" for number in numbers]
             role = "cross" if layer.role == "cross" else layer.kind
             kind = f"{role} {layer.sharing if layer.sharing != 'none' else layer.mixer}"
             table.add_row(
-                part.name, str(layer.index), *shown, f"{layer.window:,}" if layer.window else "", one_line(kind.strip())
+                part.name, str(layer.index), *cells, f"{layer.window:,}" if layer.window else "", one_line(kind.strip())
             )
     return table
 
@@ -177,15 +177,15 @@ def _sides(difference: Diff) -> RenderableType:
     from rich.text import Text
 
     table = _table("", *map(one_line, difference.names), "")
-    for what, first, second in difference.rows:
-        shown = [
-            _shown(value, format_bytes) if what.startswith("cache") else _shown(value) for value in (first, second)
+    for name, first, second in difference.rows:
+        cells = [
+            _format(value, format_bytes) if name.startswith("cache") else _format(value) for value in (first, second)
         ]
-        table.add_row(what, *shown, "")
+        table.add_row(name, *cells, "")
     return Group(table, Text(), Text(str(difference))) if difference.rows else Text(str(difference))
 
 
-def _shown(value: Any, form: Any = None) -> str:
+def _format(value: Any, form: Any = None) -> str:
     if value is None:
         return "–"
     return form(value) if form else f"{value:,}" if isinstance(value, int) else one_line(str(value))

@@ -10,22 +10,22 @@ from ..errors import HeadwiseError
 
 def check_output_folder(path: Path) -> None:
     """Refuse a path that cannot become a directory to write to; nothing is made."""
-    shown = repr(str(path)) if len(str(path)) <= 200 else f"{str(path)[:60]!r}..."
+    name = repr(str(path)) if len(str(path)) <= 200 else f"{str(path)[:60]!r}..."
     try:
         above = path.absolute()
         while not _exists(above):
             above = above.parent
         if not above.is_dir():
-            whose = "" if above == path.absolute() else f" cannot be made: {str(above)!r}"
-            raise HeadwiseError(f"{shown}{whose} is not a directory; give one to write to")
+            obstacle = "" if above == path.absolute() else f" cannot be made: {str(above)!r}"
+            raise HeadwiseError(f"{name}{obstacle} is not a directory; give one to write to")
         if not os.access(above, os.W_OK | os.X_OK):
-            raise HeadwiseError(f"{shown} cannot be written: there is no permission to write in {str(above)!r}")
+            raise HeadwiseError(f"{name} cannot be written: there is no permission to write in {str(above)!r}")
     except OSError as error:  # such as a name that is too long
-        raise HeadwiseError(f"{shown} cannot be written: {error.strerror or error}") from error
+        raise HeadwiseError(f"{name} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
         if isinstance(error, HeadwiseError):
             raise
-        raise HeadwiseError(f"{shown} cannot be written: {error}") from None  # a NUL in the path
+        raise HeadwiseError(f"{name} cannot be written: {error}") from None  # a NUL in the path
 
 
 def _exists(path: Path) -> bool:

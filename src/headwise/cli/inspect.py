@@ -100,9 +100,9 @@ def command(
         if picture:
             _picture(result, picture, ".png" if picture is png else ".svg", head, stat)
     if as_json:
-        echo(json.dumps({**result.to_json(head), **_known(result)}, indent=2, ensure_ascii=False))
+        echo(json.dumps({**result.to_json(head), **_corpus_roles(result)}, indent=2, ensure_ascii=False))
     elif not (png or svg or html):
-        _print(result, stat=stat, head=head, ranked=bool(tokens))
+        _print(result, stat=stat, head=head, with_ranking=bool(tokens))
     return None
 
 
@@ -113,11 +113,11 @@ def _write_page(path: Path, text: str, model: str, off: str | None, files: list[
     from ..ui.widget import run_passes, save_passes
 
     scores = read_overlays(files)
-    name, loaded, tokenizer = resolve(model)
-    without = parse_heads_off(loaded, off, with_decoder=bool(options["target"])) if off else None
+    name, full_model, tokenizer = resolve(model)
+    heads_off = parse_heads_off(full_model, off, with_decoder=bool(options["target"])) if off else None
     heads = options.pop("heads")
-    seen = run_passes(text, loaded, tokenizer=tokenizer, name=name, off=without, **options)
-    save_passes(seen, path, heads=heads, scores=scores)
+    passes = run_passes(text, full_model, tokenizer=tokenizer, name=name, off=heads_off, **options)
+    save_passes(passes, path, heads=heads, scores=scores)
     echo(f"wrote {path} ({path.stat().st_size / 2**20:.1f} MiB); open it in a browser", err=True)
 
 
@@ -173,7 +173,7 @@ def _print(result: Any, **options: Any) -> None:
 
 
 def _drawing(
-    result: Inspection | Comparison, width: int, *, colour: bool, stat: str, head: str | None, ranked: bool
+    result: Inspection | Comparison, width: int, *, colour: bool, stat: str, head: str | None, with_ranking: bool
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -188,7 +188,7 @@ def _drawing(
     parts: list[RenderableType] = []
     if head is not None:
         parts.append(terminal.draw_matrix(result, head, width, colour=colour))
-    if ranked:
+    if with_ranking:
         parts += [Text()] * bool(parts) + [terminal.draw_ranking(result)]
     if not parts:
         parts.append(terminal.draw_overview(result, width, colour=colour, statistic=stat))
@@ -202,27 +202,29 @@ def _roles(result: Inspection, head: str | None) -> list[RenderableType]:
     from ..inspection import terminal
     from ..roles.atlas.bundled import known_roles
 
-    known = known_roles(result.model)
-    if known is None:
+    corpus_roles = known_roles(result.model)
+    if corpus_roles is None:
         return []
-    texts, roles = known
-    named: dict[str, list[str]] = {}
-    for at in [result.at(head)] if head is not None else terminal.named_heads(result):
-        named.setdefault(", ".join(roles.get(at, ())) or NO_ROLE, []).append(f"{at[0]}.{at[1]}")
+    texts, roles = corpus_roles
+    heads_by_role: dict[str, list[str]] = {}
+    for head_key in [result.head_key(head)] if head is not None else terminal.named_heads(result):
+        heads_by_role.setdefault(", ".join(roles.get(head_key, ())) or NO_ROLE, []).append(
+            f"{head_key[0]}.{head_key[1]}"
+        )
     text = Text(f"\nWhat these heads do over {texts:,} texts (headwise atlas --model {result.model})")
-    for role, heads in sorted(named.items(), key=lambda one: one[0] == NO_ROLE):
+    for role, heads in sorted(heads_by_role.items(), key=lambda item: item[0] == NO_ROLE):
         text.append("\n  ").append(", ".join(heads), "bold cyan").append(f" {role}")
     return [text]
 
 
-def _known(result: Any) -> dict[str, Any]:
+def _corpus_roles(result: Any) -> dict[str, Any]:
     """The same for JSON: every head that has a role."""
     from ..roles.atlas.bundled import known_roles
 
-    known = known_roles(getattr(result, "first", result).model)
-    if known is None:
+    corpus_roles = known_roles(getattr(result, "first", result).model)
+    if corpus_roles is None:
         return {}
-    return {"roles": {f"{layer}.{head}": roles for (layer, head), roles in sorted(known[1].items())}}
+    return {"roles": {f"{layer}.{head}": roles for (layer, head), roles in sorted(corpus_roles[1].items())}}
 
 
 def _list() -> None:

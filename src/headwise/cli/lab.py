@@ -13,7 +13,7 @@ from ..terminal import console, echo
 from .checks import check_output_folder
 from .options import PATH, json_option, seed_option, training_option
 from .progress import progress_bars
-from .ranks import Alone, joined_ranks
+from .ranks import SingleProcess, joined_ranks
 
 ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
 
@@ -65,11 +65,11 @@ def command(
     for folder in (out, work):
         check_output_folder(folder)
     with joined_ranks() as ranks, progress_bars(ranks.first) as progress:
-        shared = None if isinstance(ranks, Alone) else ranks
-        desk = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=shared, over=over)
-        for done, number in enumerate(numbers):
-            progress(f"claim {number}", done, len(numbers))
-            records.append(measure(number, desk))
+        rank_group = None if isinstance(ranks, SingleProcess) else ranks
+        lab = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=rank_group, over=over)
+        for index, number in enumerate(numbers):
+            progress(f"claim {number}", index, len(numbers))
+            records.append(measure(number, lab))
             if ranks.first:
                 write_result(records[-1], out)
     if not ranks.first:
@@ -84,9 +84,9 @@ def _list(as_json: bool) -> None:
     from ..lab.claims import claim_numbers, load_claim
     from ..lab.session import read_results
 
-    measured = read_results()
+    records = read_results()
     if as_json:
-        short = [{key: x for key, x in record.items() if key != "figures"} for record in measured.values()]
+        short = [{key: x for key, x in record.items() if key != "figures"} for record in records.values()]
         echo(json.dumps(short, indent=2))
         return
     from rich.text import Text
@@ -95,7 +95,7 @@ def _list(as_json: bool) -> None:
 
     screen = console()
     for number in claim_numbers():
-        record = measured.get(number)
+        record = records.get(number)
         title = record["title"] if record else load_claim(number).title
         screen.print(Text(f"{number}. {title}", style="bold"))
         for verdict in read_verdicts(record) if record else []:
@@ -111,8 +111,8 @@ def _show(records: list[dict[str, Any]], out: Path) -> None:
 
     screen = console()
     for record in records:
-        chosen, figures = load_claim(record["claim"]), record["figures"]
-        screen.print(draw_result(record, chosen.charts(figures), chosen.tables(figures)))
+        claim, figures = load_claim(record["claim"]), record["figures"]
+        screen.print(draw_result(record, claim.charts(figures), claim.tables(figures)))
         screen.print()
     echo(f"written to {out}/", err=True)
 

@@ -38,13 +38,13 @@ class Whole(click.ParamType):
 
     name = "number"
 
-    def __init__(self, least: int, most: int = 2**63) -> None:
-        self.least, self.most = least, most
+    def __init__(self, least: int, largest: int = 2**63) -> None:
+        self.least, self.largest = least, largest
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
         number: int = click.INT.convert(value, param, context)
-        if not self.least <= number <= self.most:
-            self.fail(f"{number} is not in the range {self.least:,} to {self.most:,}", param, context)
+        if not self.least <= number <= self.largest:
+            self.fail(f"{number} is not in the range {self.least:,} to {self.largest:,}", param, context)
         return number
 
 
@@ -109,12 +109,12 @@ def texts_option(*, required: bool = True, help: str = "A text file with one tex
 
 
 def context_option(
-    default: int | None, help: str, *, least: int = 1, most: int = 2**40, show_default: str | bool = True
+    default: int | None, help: str, *, least: int = 1, largest: int = 2**40, show_default: str | bool = True
 ) -> Any:
     """`--context`: a number of tokens, in every command that takes one."""
     return click.option(
         "--context",
-        type=Whole(least, most),
+        type=Whole(least, largest),
         default=default,
         metavar="TOKENS",
         help=help,

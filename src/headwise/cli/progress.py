@@ -11,19 +11,19 @@ Progress = Callable[[str, int, int | None], None]  # the kind of work, steps don
 
 
 @contextmanager
-def progress_bars(shown: bool = True) -> Iterator[Progress]:
+def progress_bars(visible: bool = True) -> Iterator[Progress]:
     """One bar per kind of work on stderr, with the time left, removed at the end; none where stderr is a file."""
     from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=screen, transient=True, disable=not (shown and screen.is_terminal)) as bars:
+    with Bars(*columns, console=screen, transient=True, disable=not (visible and screen.is_terminal)) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def update(work: str, done: int, total: int | None) -> None:
+        def update(work: str, step: int, total: int | None) -> None:
             if work not in tasks:
                 tasks[work] = bars.add_task(work, total=total)
-            bars.update(tasks[work], completed=done, total=total, visible=total is None or done < total)
+            bars.update(tasks[work], completed=step, total=total, visible=total is None or step < total)
 
         yield update

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..terminal import echo
 from .options import (
     PATH,
@@ -28,7 +28,7 @@ from .options import (
     training_option,
 )
 from .progress import progress_bars
-from .ranks import Alone, joined_ranks
+from .ranks import SingleProcess, joined_ranks
 
 if TYPE_CHECKING:
     from ..prune.batches import TextBatches
@@ -94,7 +94,7 @@ def _scores() -> Iterable[str]:
 @click.option("--compare-scores", is_flag=True, help="Also rank-correlate every score with ablation; slow.")
 @training_option
 @click.option("--batch", type=Whole(1, 1 << 16), default=16, help="Texts at once, in scoring and timing.")
-@context_option(128, "Tokens per text at most, also in timing.", most=1 << 20)
+@context_option(128, "Tokens per text at most, also in timing.", largest=1 << 20)
 @seed_option("Seed of the scores that draw random numbers.")
 @click.option("--overwrite", is_flag=True, help="Replace the output directory.")
 @json_option
@@ -123,7 +123,9 @@ def command(
         compare_scores,
     )  # fmt: skip
     with joined_ranks() as ranks:
-        report = _run(model, texts, labels, field, options, out, plan, curve, overwrite, _shared(ranks, out, over))
+        report = _prune(
+            model, texts, labels, field, options, out, plan, curve, overwrite, _rank_options(ranks, out, over)
+        )
     if ranks.first:
         if not recover and recovery_file(out).exists():
             echo(
@@ -134,7 +136,7 @@ def command(
         echo(json.dumps(report.to_json(), indent=2) if as_json else _words(report))
 
 
-def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
+def _rank_options(ranks: SingleProcess | Ranks, out: Path, over: str) -> dict[str, Any]:
     """How scoring and recovery are shared under torchrun."""
     if ranks.count == 1:
         return {}
@@ -143,9 +145,9 @@ def _shared(ranks: Alone | Ranks, out: Path, over: str) -> dict[str, Any]:
     from ..scale.data_parallel import importance
     from ..scale.train import recover
 
-    kept = out.parent / f".{out.name}.scores"
+    checkpoint = out.parent / f".{out.name}.scores"
     return {
-        "compute_scores": partial(importance, resume=kept),
+        "compute_scores": partial(importance, resume=checkpoint),
         "train": partial(recover, over=over),
         "first": ranks.first,
     }
@@ -180,9 +182,9 @@ def _check_replaced(out: Path, inputs: dict[str, Path | None]) -> None:
             )
 
 
-def _run(
+def _prune(
     name: str, texts: Path, labels: Path | None, field: str, options: PruneOptions, out: Path, plan: Path | None,
-    curve: bool, overwrite: bool, shared: dict[str, Any],
+    curve: bool, overwrite: bool, rank_options: dict[str, Any],
 ) -> PruneReport:  # fmt: skip
     from ..models.loading.loader import load, tokenizer
     from ..plans import Plan
@@ -190,16 +192,16 @@ def _run(
     from ..prune.session import prune_and_measure, save_result
 
     lines = read_texts(texts, field)
-    given = Plan.load(plan) if plan else None
+    saved_plan = Plan.load(plan) if plan else None
     model = load(name)
     marks = read_labels(labels, len(lines), model.config, field) if labels else None
     batches = make_batches(
         lines, tokenizer(name), labels=marks, config=model.config, batch=options.batch, length=options.length
     )
-    first = shared.get("first", True)
+    first = rank_options.get("first", True)
     with progress_bars(first) as progress, _recovery_named(out):
         smaller, report = prune_and_measure(
-            model, name, batches, options, out, saved_plan=given, progress=progress, **shared
+            model, name, batches, options, out, saved_plan=saved_plan, progress=progress, **rank_options
         )
         if not first:
             return report
@@ -210,19 +212,19 @@ def _run(
 
 def _curve(model: Any, texts: TextBatches, options: PruneOptions, progress: Progress) -> Callable[[Path], None]:
     """Measure the curve; the function returned draws it into a directory."""
-    from ..prune.curve import curve as drawn
+    from ..prune.curve import curve as measure_curve
     from ..ui.curves import save_curve
 
-    found = drawn(
+    result = measure_curve(
         model, texts.scoring, texts.measuring, unit=options.unit, per=options.per,
-        progress=lambda done, total: progress("curve", done, total),
+        progress=lambda step, total: progress("curve", step, total),
     )  # fmt: skip
 
     def draw(folder: Path) -> None:
-        with written(folder / "curve.json", CheckpointError) as file:
-            file.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+        with write_atomically(folder / "curve.json", CheckpointError) as file:
+            file.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
         for ending in ("png", "svg"):
-            save_curve(found, folder / f"curve.{ending}")
+            save_curve(result, folder / f"curve.{ending}")
 
     return draw
 
@@ -232,7 +234,7 @@ def _recovery_named(out: Path) -> Iterator[None]:
     """Whatever stops a run, its last line says that the recovery was saved."""
     from ..prune.output_directory import recovery_file
 
-    words = "; the recovery is kept, and the same command takes it up"
+    words = "; the recovery is saved, and the same command resumes it"
     try:
         yield
     except KeyboardInterrupt as stop:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleProcess:
     """A process without torchrun: the first rank of one."""
 
     rank: int = 0
@@ -33,10 +33,10 @@ def world_size() -> int:
 
 
 @contextmanager
-def joined_ranks() -> Iterator[Alone | Ranks]:
-    """The ranks that torchrun started, joined into one group; `Alone`, without importing torch, where it did not."""
+def joined_ranks() -> Iterator[SingleProcess | Ranks]:
+    """The ranks that torchrun started, as one group; without torchrun a `SingleProcess`, and torch is not imported."""
     if world_size() < 2:
-        yield Alone()
+        yield SingleProcess()
         return
     from ..scale.data_parallel import CORPUS_TIMEOUT
     from ..scale.process_group import init_ranks

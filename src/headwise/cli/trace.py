@@ -23,7 +23,7 @@ WIDE = 100  # columns; a narrower terminal has no room for the names of the axes
 @click.command
 @click.option("--d-model", type=Whole(1, LARGEST), default=512, help="Width of a token.")
 @click.option("--heads", type=Whole(1, LARGEST), default=8, help="Query heads.")
-@context_option(10, "Tokens in the sequence.", most=2**63)
+@context_option(10, "Tokens in the sequence.", largest=2**63)
 @click.option("--kv-heads", type=Whole(1), show_default="as many as query heads", help="Key/value heads.")
 @click.option("--head-dim", type=Whole(1, LARGEST), show_default="d_model / heads", help="Width of one head.")
 @click.option("--batch", type=Whole(1), default=1, help="Sequences at once.")
@@ -81,11 +81,11 @@ def _drawing(result: Trace, *, wide: bool) -> RenderableType:
     table.add_column("parameters", justify="right")
     for number, step in enumerate(result.steps, start=1):
         axes = [", ".join(step.axes)] if wide else []
-        table.add_row(str(number), _what(step), _value(step), *axes, _parameters(step))
+        table.add_row(str(number), _description(step), _value(step), *axes, _parameters(step))
     return Group(_title(result), Text(), table, Text(), _totals(result))
 
 
-def _what(step: Step) -> Text:
+def _description(step: Step) -> Text:
     from rich.text import Text
 
     return Text.assemble((step.formula, "bold"), "\n", (step.meaning, "dim"))
@@ -95,8 +95,8 @@ def _value(step: Step) -> Text:
     from rich.text import Text
 
     numbers = " ".join(f"{number:5.2f}" for number in step.sample)
-    rest = " …" if step.shape[-1] > len(step.sample) else ""
-    return Text.assemble((str(step.shape), "green"), "\n", (numbers + rest, "cyan"))
+    ellipsis = " …" if step.shape[-1] > len(step.sample) else ""
+    return Text.assemble((str(step.shape), "green"), "\n", (numbers + ellipsis, "cyan"))
 
 
 def _parameters(step: Step) -> str:

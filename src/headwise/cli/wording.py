@@ -32,20 +32,20 @@ def name_options_in(drawing: RenderableType) -> RenderableType:
 
     if isinstance(drawing, Group):
         return Group(*map(name_options_in, drawing.renderables))
-    return _reworded(drawing) if isinstance(drawing, Text) else drawing
+    return _reword(drawing) if isinstance(drawing, Text) else drawing
 
 
-def _reworded(text: Text) -> Text:
+def _reword(text: Text) -> Text:
     from rich.text import Span, Text
 
-    made, end = text.blank_copy(), 0
+    result, end = text.blank_copy(), 0
     for match in ARGUMENT.finditer(text.plain):
         option = _option(match)
         styles = [span.style for span in text.spans if span.start <= match.start() < span.end]
-        made.append_text(text[end : match.start()])
-        made.append_text(Text(option, spans=[Span(0, len(option), style) for style in styles]))
+        result.append_text(text[end : match.start()])
+        result.append_text(Text(option, spans=[Span(0, len(option), style) for style in styles]))
         end = match.end()
-    return made.append_text(text[end:]) if end else text
+    return result.append_text(text[end:]) if end else text
 
 
 def _option(match: re.Match[str]) -> str:

@@ -127,11 +127,11 @@ class Inspection:
 
     def matrix(self, head: str | tuple[int, int]) -> np.ndarray:
         """The weights of one head, "3.1" or (3, 1), between words: (W, W), one row per word that attends."""
-        layer, number = self.at(head)
+        layer, number = self.head_key(head)
         weights: np.ndarray = self.weights[self.layers.index(layer)][number]
         return weights
 
-    def at(self, head: str | tuple[int, int]) -> tuple[int, int]:
+    def head_key(self, head: str | tuple[int, int]) -> tuple[int, int]:
         """(layer, head) of a head in either spelling; an error where there is none."""
         if isinstance(head, str):
             parts = re.fullmatch(r"\s*(\d{1,6})\.(\d{1,6})\s*", head)
@@ -298,7 +298,7 @@ class Inspection:
             "equal": {name: _plain(row) for name, row in self.equal.items()},
         }
         if head is not None:
-            layer, number = self.at(head)
+            layer, number = self.head_key(head)
             data["head"] = {"name": f"{layer}.{number}", "weights": _plain(self.matrix(head))}
         return data
 

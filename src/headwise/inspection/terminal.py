@@ -185,7 +185,7 @@ def _draw_ranking_of_word(result: Inspection, place: int, reason: str) -> Text:
         text.append(f" delimiters {delimiter_weight:.2f}\n", "dim")
     count = len(list(result.heads))
     return text.append(
-        f"{len(links)} of {count} heads look at another word, {_left_out(result)} aside; to_json() lists all",
+        f"{len(links)} of {count} heads look at another word, {_excluded_words(result)} aside; to_json() lists all",
         "dim",
     )
 
@@ -219,7 +219,7 @@ def _equal_note(equal: float) -> str:
     return f"equal attention: {equal:.2f}"
 
 
-def _left_out(result: Inspection) -> str:
+def _excluded_words(result: Inspection) -> str:
     """The words that links leave out."""
     return "itself, delimiters and the first word" if result.causal else "itself and delimiters"
 
@@ -233,7 +233,7 @@ def _draw_table(result: Inspection, statistic: str, width: int, colour: bool) ->
 
 def draw_matrix(result: Inspection, head: str, width: int, *, colour: bool) -> RenderableType:
     """One head's weights: each row a word, each column a word it looks at."""
-    layer, number = result.at(head)
+    layer, number = result.head_key(head)
     weights = result.matrix(head)
     row = result.layers.index(layer)
     facts = ", ".join(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .store import TINY as TINY
     from .store import Budget as Budget
     from .store import Lab as Lab
-    from .train import Trained as Trained
+    from .train import TrainedModel as TrainedModel
 
 _MODULES = {
     "CANNOT_TELL": "claim",
@@ -48,7 +48,7 @@ _MODULES = {
     "Lab": "store",
     "Recipe": "model",
     "Table": "claim",
-    "Trained": "train",
+    "TrainedModel": "train",
     "Verdict": "claim",
     "claim_numbers": "claims",
     "load_claim": "claims",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from .claim import Chart
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def save_charts(charts: list[Chart], path: Path) -> None:
         _draw(chart, ax)
     for ax in axes[len(charts) :]:
         ax.axis("off")
-    with written(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
 
 
@@ -63,10 +63,10 @@ def _bars(chart: Chart, ax: Axes) -> None:
     names = list(dict.fromkeys(str(point[0]) for points in chart.series.values() for point in points))
     width = GROUP_WIDTH / len(chart.series)
     for i, (name, points) in enumerate(chart.series.items()):
-        at = [names.index(str(point[0])) + (i - (len(chart.series) - 1) / 2) * width for point in points]
+        positions = [names.index(str(point[0])) + (i - (len(chart.series) - 1) / 2) * width for point in points]
         y = [point[1] for point in points]
         errors = [[point[1] - point[2] for point in points], [point[3] - point[1] for point in points]]
-        ax.bar(at, y, width * 0.95, yerr=errors, capsize=2, label=name, error_kw={"linewidth": 0.8})
+        ax.bar(positions, y, width * 0.95, yerr=errors, capsize=2, label=name, error_kw={"linewidth": 0.8})
     tilted = sum(map(len, names)) > 50
     ax.set_xticks(
         range(len(names)), names, rotation=30 if tilted else 0, ha="right" if tilted else "center", fontsize=8

@@ -72,16 +72,16 @@ class Claim:
     tables: Callable[[Figures], list[Table]]
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
+def mean_and_range(values: list[float]) -> tuple[float, float, float]:
     """Mean, minimum and maximum over random starts."""
     return sum(values) / len(values), min(values), max(values)
 
 
 def point(x: float | str, values: list[float]) -> Point:
     """A point of a chart from the values of all random starts at x."""
-    return (x, *spread(values))
+    return (x, *mean_and_range(values))
 
 
-def starts_seen(values: list[float], unit: str = "", of: str = "random starts") -> str:
+def range_over_starts(values: list[float], unit: str = "", noun: str = "random starts") -> str:
     """The range behind a mean over random starts: "5 random starts, 0.912 to 0.934"."""
-    return f"{len(values)} {of}, {min(values):.3g} to {max(values):.3g}{unit}"
+    return f"{len(values)} {noun}, {min(values):.3g} to {max(values):.3g}{unit}"

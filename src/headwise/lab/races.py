@@ -11,7 +11,7 @@ from .store import Lab
 
 
 def seconds(
-    lab: Lab, name: str, made_of: dict[str, Any], contestants: Callable[[], Mapping[str, Callable[[], Any]]]
+    lab: Lab, name: str, key: dict[str, Any], contestants: Callable[[], Mapping[str, Callable[[], Any]]]
 ) -> list[Any]:
     """[{contestant: seconds per call}], one entry per race; as many races as the budget has random starts."""
     rounds, min_turn = lab.budget.pick((1, 0.0), (2, MIN_TURN), (5, MIN_TURN))
@@ -21,10 +21,10 @@ def seconds(
             contestants(), races=len(lab.starts), rounds=rounds, min_turn=min_turn, device=lab.device
         )
 
-    return lab.piece(name, {**made_of, "rounds": rounds, "races": len(lab.starts)}, run)
+    return lab.piece(name, {**key, "rounds": rounds, "races": len(lab.starts)}, run)
 
 
-def where(device: str) -> str:
+def device_name(device: str) -> str:
     """What the races ran on, in words."""
     return "one thread of the CPU" if not device.startswith("cuda") else device
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..json_documents import parse_json
 from .claim import Claim, Verdict
 from .claims import claim_numbers, load_claim
@@ -108,7 +108,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(text, encoding="utf-8")
 
 

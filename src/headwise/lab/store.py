@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..json_documents import parse_json
 
 if TYPE_CHECKING:
     from ..scale.ranks import Ranks
     from .model import Recipe
-    from .train import Trained
+    from .train import TrainedModel
 
 VERSION = 1  # increased when training changes, so that old pieces are not reused
 Progress = Callable[[str, int, int], None]  # description, steps done, total steps
@@ -55,8 +55,8 @@ class Lab:
     seed: int = 0
     device: str = "cpu"
     work: Path | None = None
-    progress: Progress = lambda what, done, total: None
-    made: list[str] = field(default_factory=list)  # the pieces that were not in the store
+    progress: Progress = lambda description, step, total: None
+    new_pieces: list[str] = field(default_factory=list)  # the pieces that were not in the store
     ranks: Ranks | None = None  # the ranks that torchrun started
     over: str = "ddp"  # how the ranks train: ddp or fsdp
 
@@ -69,95 +69,95 @@ class Lab:
         """A recipe with its training steps scaled to the budget."""
         from .model import Recipe
 
-        made = Recipe(**options)
-        share = self.budget.steps * (self.budget.text if made.task == "text" else 1)
-        return replace(made, steps=max(2, round(made.steps * share)))
+        recipe = Recipe(**options)
+        share = self.budget.steps * (self.budget.text if recipe.task == "text" else 1)
+        return replace(recipe, steps=max(2, round(recipe.steps * share)))
 
-    def trained(self, **options: Any) -> Trained:
-        """The model of this recipe, from the store or trained now."""
+    def model(self, **options: Any) -> TrainedModel:
+        """The trained model of this recipe, from the store or trained now."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
         from ..scale.train import training_group
         from .model import build, task_of
-        from .train import Trained, train
+        from .train import TrainedModel, train
 
         recipe = self.recipe(**options)
-        weights = self._place("model", self.made_of(recipe), ".safetensors")
+        weights = self._place("model", self.model_key(recipe), ".safetensors")
         words = f"{recipe.task}, {recipe.heads} heads, start {recipe.seed}"
-        found: list[Trained] = []
+        new_models: list[TrainedModel] = []
 
         def run() -> list[tuple[int, float, float]]:
-            those = training_group(self.over, self.ranks) if self.ranks else None
-            trained = train(recipe, self.device, partial(self.progress, words), those)
-            found.append(trained)
+            group = training_group(self.over, self.ranks) if self.ranks else None
+            model = train(recipe, self.device, partial(self.progress, words), group)
+            new_models.append(model)
             if weights and self._first:
-                with written(weights) as path:
-                    save_file({name: x.contiguous() for name, x in trained.model.state_dict().items()}, path)
-            return trained.curve
+                with write_atomically(weights) as path:
+                    save_file({name: x.contiguous() for name, x in model.decoder.state_dict().items()}, path)
+            return model.curve
 
-        place = self._place("model", self.made_of(recipe), ".json")
+        place = self._place("model", self.model_key(recipe), ".json")
         if self.ranks:
             self.ranks.agree("what to train", f"{words}, {'' if place and place.exists() else 'not '}in the store")
-        curve = self._piece("model", self.made_of(recipe), run)
+        curve = self._piece("model", self.model_key(recipe), run)
         if self.ranks:
             self.ranks.barrier("the end of a training")
-        if found:
-            return found[0]
+        if new_models:
+            return new_models[0]
         assert weights is not None
-        model = build(recipe)
+        decoder = build(recipe)
         try:
-            model.load_state_dict(load_file(weights))
+            decoder.load_state_dict(load_file(weights))
         except (OSError, SafetensorError, RuntimeError) as error:
             words = " ".join(str(error).split())
             raise HeadwiseError(
                 f"{str(weights)!r} cannot be read ({words}); remove it and {str(place)!r}, they are made again"
             ) from error
         rows = [(step, loss, right) for step, loss, right in curve]
-        return Trained(recipe, model.to(self.device).eval(), rows, task_of(recipe).chance())
+        return TrainedModel(recipe, decoder.to(self.device).eval(), rows, task_of(recipe).chance())
 
-    def piece(self, name: str, made_of: dict[str, Any], compute: Callable[[], T]) -> T:
+    def piece(self, name: str, key: dict[str, Any], compute: Callable[[], T]) -> T:
         """The result of compute() as JSON values, computed once per name and inputs."""
 
         def first() -> str:
             if self._first:
-                self._piece(name, made_of, compute)
+                self._piece(name, key, compute)
             return "there"
 
         if self.ranks:
             self.ranks.agree(f"a piece of the lab ({name})", first)
-        return self._piece(name, made_of, compute)
+        return self._piece(name, key, compute)
 
     @property
     def _first(self) -> bool:
         return self.ranks is None or self.ranks.first
 
-    def _piece(self, name: str, made_of: dict[str, Any], compute: Callable[[], T]) -> T:
-        place = self._place(name, made_of, ".json")
+    def _piece(self, name: str, key: dict[str, Any], compute: Callable[[], T]) -> T:
+        place = self._place(name, key, ".json")
         if place and place.exists():
             try:
                 return parse_json(place.read_text(encoding="utf-8"))["value"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise HeadwiseError(f"{str(place)!r} cannot be read ({error}); remove it, it is made again") from error
         value = compute()
-        self.made.append(f"{name} {json.dumps(made_of, sort_keys=True)}")
+        self.new_pieces.append(f"{name} {json.dumps(key, sort_keys=True)}")
         if place and self._first:
-            with written(place) as path:
-                path.write_text(json.dumps({"made_of": made_of, "value": value}) + "\n", encoding="utf-8")
+            with write_atomically(place) as path:
+                path.write_text(json.dumps({"made_of": key, "value": value}) + "\n", encoding="utf-8")
         return value
 
-    def made_of(self, recipe: Recipe) -> dict[str, Any]:
+    def model_key(self, recipe: Recipe) -> dict[str, Any]:
         """Everything that determines a trained model: the key of the pieces computed from it."""
         from .tasks import fingerprint
 
         return asdict(recipe) | {"text": fingerprint() if recipe.task == "text" else ""}
 
-    def _place(self, name: str, made_of: dict[str, Any], suffix: str) -> Path | None:
+    def _place(self, name: str, key: dict[str, Any], suffix: str) -> Path | None:
         if self.work is None:
             return None
         try:
             self.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HeadwiseError(f"{str(self.work)!r} cannot be made: {error.strerror or error}") from error
-        text = json.dumps([VERSION, self.device, name, made_of], sort_keys=True)
+        text = json.dumps([VERSION, self.device, name, key], sort_keys=True)
         return self.work / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{suffix}"

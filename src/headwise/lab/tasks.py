@@ -62,8 +62,8 @@ class Text:
     def __init__(self, length: int = 64) -> None:
         self.length = length
         self.letters, ids = _text()
-        cut = int(len(ids) * (1 - HELD_OUT))
-        self.train, self.test = ids[:cut], ids[cut:]
+        end = int(len(ids) * (1 - HELD_OUT))
+        self.train, self.test = ids[:end], ids[end:]
 
     @property
     def vocab(self) -> int:
@@ -71,8 +71,8 @@ class Text:
 
     def batch(self, size: int, random: torch.Generator, held_out: bool = False) -> Batch:
         ids = self.test if held_out else self.train
-        at = torch.randint(len(ids) - self.length, (size,), generator=random)
-        rows = ids[at[:, None] + torch.arange(self.length + 1)]  # (B, T + 1)
+        starts = torch.randint(len(ids) - self.length, (size,), generator=random)
+        rows = ids[starts[:, None] + torch.arange(self.length + 1)]  # (B, T + 1)
         return Batch(rows[:, :-1], rows[:, 1:, None])
 
     def chance(self) -> float:

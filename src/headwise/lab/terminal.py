@@ -50,19 +50,19 @@ def verdict_line(verdict: Verdict) -> Text:
 def _bars(chart: Chart) -> list[RenderableType]:
     from rich.text import Text
 
-    shown = {name: _thin_out(points) for name, points in chart.series.items()}
-    values = [point[1] for points in shown.values() for point in points if math.isfinite(point[1])]
+    series = {name: _thin_out(points) for name, points in chart.series.items()}
+    values = [point[1] for points in series.values() for point in points if math.isfinite(point[1])]
     scale = _log if chart.log_y else float
-    least, most = (min(map(scale, values)), max(map(scale, values))) if values else (0.0, 1.0)
-    floor = least - 0.1 * (most - least or 1) if chart.log_y else min(0.0, least)
-    labels = {name: [str(x) if isinstance(x, str) else f"{x:g}" for x, *_ in points] for name, points in shown.items()}
+    smallest, largest = (min(map(scale, values)), max(map(scale, values))) if values else (0.0, 1.0)
+    floor = smallest - 0.1 * (largest - smallest or 1) if chart.log_y else min(0.0, smallest)
+    labels = {name: [str(x) if isinstance(x, str) else f"{x:g}" for x, *_ in points] for name, points in series.items()}
     label_width = max((len(label) for group in labels.values() for label in group), default=0)
     lines: list[RenderableType] = []
-    for name, points in shown.items():
-        if len(shown) > 1:
+    for name, points in series.items():
+        if len(series) > 1:
             lines.append(Text(f"  {name}", style="cyan"))
         for label, (_, y, low, high) in zip(labels[name], points, strict=True):
-            share = (scale(y) - floor) / ((most - floor) or 1) if math.isfinite(y) else 0.0
+            share = (scale(y) - floor) / ((largest - floor) or 1) if math.isfinite(y) else 0.0
             spread = "" if low == high else f"  ({low:.3g} to {high:.3g})"
             lines.append(Text(f"  {label:>{label_width}} {_bar(share)} {y:.3g}{spread}"))
     return lines

@@ -22,11 +22,11 @@ LEARNED = 0.9  # a model has learned if its loss is below this share of chance
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained model with its training curve."""
+class TrainedModel:
+    """A trained decoder with its training curve."""
 
     recipe: Recipe
-    model: Decoder
+    decoder: Decoder
     curve: list[tuple[int, float, float]]  # step, held-out loss, held-out accuracy
     chance: float  # the loss of a model that learned nothing
 
@@ -48,8 +48,8 @@ def train(
     device: str = "cpu",
     progress: Callable[[int, int], None] | None = None,
     group: TrainingGroup | None = None,
-) -> Trained:
-    """A model by its recipe. The order of the data hangs on the seed too.
+) -> TrainedModel:
+    """A model trained by its recipe. The order of the data depends on the seed too.
 
     group: the ranks that share every batch, headwise.scale.train.training_group("ddp") or ("fsdp") under torchrun.
     """
@@ -57,7 +57,7 @@ def train(
     random = torch.Generator().manual_seed(recipe.seed)
     steps, batch, rate = recipe.steps, recipe.batch, recipe.rate
     curve = fit(model, task, model.parameters(), random, steps, batch, rate, progress, recipe.seed, group)
-    return Trained(recipe, model.eval(), curve, task.chance())
+    return TrainedModel(recipe, model.eval(), curve, task.chance())
 
 
 def fit(
@@ -75,22 +75,22 @@ def fit(
     """Train these parameters of the model on the task; returns the held-out curve."""
     device = next(model.parameters()).device
     group = group or TrainingGroup()
-    chosen, before = {id(x) for x in parameters}, list(model.parameters())
+    trainable_ids, originals = {id(x) for x in parameters}, list(model.parameters())
     learner = group.wrap(model)
     whole = getattr(learner, "module", learner)
-    learning = [x for x, was in zip(whole.parameters(), before, strict=True) if id(was) in chosen]
-    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.01)
+    trainable = [x for x, original in zip(whole.parameters(), originals, strict=True) if id(original) in trainable_ids]
+    optimizer = torch.optim.AdamW(trainable, lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     curve = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed + group.rank)  # for dropout
         for step in range(steps):
-            drawn = task.batch(batch, random)
-            (inputs, weight), (targets, _) = group.local_batch(drawn.inputs), group.local_batch(drawn.targets)
+            examples = task.batch(batch, random)
+            (inputs, weight), (targets, _) = group.local_batch(examples.inputs), group.local_batch(examples.targets)
             loss = loss_of(learner(inputs.to(device)), targets.to(device), weight, group.all_sum)
             learner.zero_grad()
             (loss * group.count).backward()  # ranks average their gradients
-            nn.utils.clip_grad_norm_(learning, CLIP)
+            nn.utils.clip_grad_norm_(trainable, CLIP)
             optimizer.step()
             schedule.step()
             if (step + 1) % max(1, steps // EVALUATIONS) == 0 or step + 1 == steps:
@@ -111,7 +111,7 @@ def loss_of(
 ) -> Tensor:
     """logits (B, T, answers * symbols), targets (B, T, answers) -> the mean loss over all targets except IGNORED.
 
-    With total, which sums over those who share a batch: this one's part of that mean.
+    total: the sum over the ranks that share a batch; the result is then this rank's part of that mean.
     """
     answers = logits.unflatten(-1, (targets.shape[-1], -1))  # (B, T, answers, symbols)
     mean = F.cross_entropy(answers.flatten(0, 2), targets.flatten(), ignore_index=IGNORED)
@@ -128,8 +128,8 @@ def quality(model: Decoder, task: Relations | Text, batches: int = TEST_BATCHES)
     model.eval()
     device = next(model.parameters()).device
     loss = right = count = 0.0
-    for drawn in held_out(task, batches):
-        logits, targets = model(drawn.inputs.to(device)), drawn.targets.to(device)
+    for batch in held_out(task, batches):
+        logits, targets = model(batch.inputs.to(device)), batch.targets.to(device)
         best = logits.unflatten(-1, (targets.shape[-1], -1)).argmax(-1)  # (B, T, answers)
         real = targets != IGNORED
         loss += float(loss_of(logits, targets)) * int(real.sum())

@@ -62,19 +62,19 @@ class Hooks:
     ) -> None:
         """modules: the attention modules that are hooked; undo: what else to do when the hooks are removed."""
         self.model, self.doing = model, doing  # doing: "watch", "mask" or "score"
-        self.claimed = set(modules)  # by these, hooks on a model and on a part of it meet
+        self.attention_modules = set(modules)  # by these, hooks on a model and on a part of it meet
         self.undo = undo
         self.on = False
-        self._touched: list[nn.Module] = []  # modules that were ever given a hook
+        self._hooked_modules: list[nn.Module] = []  # modules that were ever given a hook
 
     def before(self, module: nn.Module, function: Callable[..., Any], kwargs: bool = False) -> None:
         """Call function(module, args) before a module's calls; with kwargs: function(module, args, kwargs)."""
-        self._touched.append(module)
+        self._hooked_modules.append(module)
         module.register_forward_pre_hook(Hook(self, module, function), with_kwargs=kwargs)
 
     def after(self, module: nn.Module, function: Callable[..., Any], always: bool = False) -> None:
         """Call function(module, args, output) after a module's calls; always: also after calls that raise."""
-        self._touched.append(module)
+        self._hooked_modules.append(module)
         module.register_forward_hook(Hook(self, module, function), always_call=always)
 
     def set(self, context: Context, *steps: Callable[[], None]) -> Context:
@@ -111,7 +111,7 @@ class Hooks:
 
     def _unhook(self) -> None:
         # searched in the modules' own tables: an interrupt may have come before a handle was stored
-        for module in self._touched:
+        for module in self._hooked_modules:
             numbers = [
                 number
                 for name in ("_forward_pre_hooks", "_forward_hooks")
@@ -136,16 +136,16 @@ _claims: dict[int, tuple[Hooks, threading.Thread]] = {}  # by id of the hooks
 
 def _claim(hooks: Hooks) -> None:
     """From now on no other thread may set hooks on these modules."""
-    here = threading.current_thread()
+    current_thread = threading.current_thread()
     with _lock:
         for other, thread in _claims.values():
-            if thread is not here and thread.is_alive() and other.claimed & hooks.claimed:
+            if thread is not current_thread and thread.is_alive() and other.attention_modules & hooks.attention_modules:
                 raise HeadwiseError(
                     f"cannot {hooks.doing} {type(hooks.model).__name__} here: thread {thread.name!r} has a "
                     f"headwise.{FUNCTIONS[other.doing]} on the same layers, and each would see the other's; take "
                     "turns, or give each thread a copy.deepcopy of the model"
                 )
-        _claims[id(hooks)] = hooks, here
+        _claims[id(hooks)] = hooks, current_thread
 
 
 def _release(hooks: Hooks) -> None:
@@ -200,15 +200,15 @@ def compiled_as_before() -> Iterator[None]:
 
 def check_values(x: Tensor, module: nn.Module, doing: str) -> None:
     """Refuse a call whose tensors have no values, or values that do not outlive the call."""
-    why = _why_no_values(x)
-    if why is not None:
+    reason = _no_values_reason(x)
+    if reason is not None:
         raise UnsupportedError(
-            f"cannot {doing} {type(module).__name__} {why}; {doing} it while it runs on values, and trace, export or "
-            "transform it outside of the `with`"
+            f"cannot {doing} {type(module).__name__} {reason}; {doing} it while it runs on values, and trace, export "
+            "or transform it outside of the `with`"
         )
 
 
-def _why_no_values(x: Tensor) -> str | None:
+def _no_values_reason(x: Tensor) -> str | None:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

@@ -60,7 +60,7 @@ class PassTracker:
         self._sites_of: dict[nn.Module, list[Site]] = {}
         for site in sites:
             self._sites_of.setdefault(site.module, []).append(site)
-        self.started = False  # whether the model, or a part of it, was called
+        self.was_called = False  # whether the model, or a part of it, was called
         self.completed = False  # whether a pass gave an output
         self._hooks, self._awaits, self._consequence = hooks, awaits, consequence
         self._state = _PassState()
@@ -78,11 +78,11 @@ class PassTracker:
         module, linear = site.module, w_o(self.model, site)[1]
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            self.started = True
+            self.was_called = True
             if self._awaits == "W_O":
                 self.arrive(module)
-            changed = change(args[0])
-            return None if changed is None else (changed, *args[1:])
+            replacement = change(args[0])
+            return None if replacement is None else (replacement, *args[1:])
 
         self._hooks.before(linear, hook)
 
@@ -93,10 +93,10 @@ class PassTracker:
     def missed_error(self, site: Site) -> UnsupportedError:
         """The error for a layer whose module was called without calling what the tracker awaits."""
         if self._awaits == "W_O":
-            what = "does not call its W_O"
+            failure = "does not call its W_O"
         else:
-            what = "did not ask transformers' registry for an attention function when it was called"
-        return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {what}; {self._consequence}")
+            failure = "did not ask transformers' registry for an attention function when it was called"
+        return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {failure}; {self._consequence}")
 
     def turn(self, module: nn.Module) -> int:
         """Which of its calls in this pass a module is in; 0 for the first."""
@@ -115,13 +115,13 @@ class PassTracker:
         A mask may be longer than the queries, which are then its last positions; keys: the only other length it may
         have. Where the innermost model was given no mask, that of the outermost serves if it has the queries' shape.
         """
-        own = self._state.padding.get(self.owners[module])
-        if own is not None:
-            fits = own.shape[1] >= queries if keys is None else own.shape[1] in (queries, keys)
-            return own[:, -queries:] if own.shape[0] == batch and fits else None
+        padding = self._state.padding.get(self.owners[module])
+        if padding is not None:
+            fits = padding.shape[1] >= queries if keys is None else padding.shape[1] in (queries, keys)
+            return padding[:, -queries:] if padding.shape[0] == batch and fits else None
         encoder_decoder = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        outer = None if encoder_decoder else self._state.padding.get(self.model)
-        return outer if outer is not None and tuple(outer.shape) == (batch, queries) else None
+        outer_padding = None if encoder_decoder else self._state.padding.get(self.model)
+        return outer_padding if outer_padding is not None and tuple(outer_padding.shape) == (batch, queries) else None
 
     def real_inputs(self, site: Site, x: Tensor) -> Tensor | None:
         """(B, T) bool: which positions of W_O's input (B, T, heads * width) are tokens; None where not known."""
@@ -135,7 +135,7 @@ class PassTracker:
 
     def _begin_pass(self, begin: Begin | None) -> Callable[..., None]:
         def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.started = True
+            self.was_called = True
             if begin is not None:
                 begin(owner)
             self._state.padding[owner] = _padding(owner, args, kwargs)

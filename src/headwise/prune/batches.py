@@ -60,10 +60,10 @@ def read_labels(path: Path, count: int, config: Any, field: str = "text") -> lis
         labels.append(names[line] if line in names else int(line))
     if len(labels) != count:
         raise HeadwiseError(f"{len(labels)} labels for {count} texts; one per line is expected")
-    known = getattr(config, "num_labels", 0)
-    wrong = [label for label in labels if not 0 <= label < known]
-    if wrong and known > 1:
-        raise HeadwiseError(f"label {wrong[0]} is not one of the model's {known} classes, 0 to {known - 1}")
+    classes = getattr(config, "num_labels", 0)
+    wrong = [label for label in labels if not 0 <= label < classes]
+    if wrong and classes > 1:
+        raise HeadwiseError(f"label {wrong[0]} is not one of the model's {classes} classes, 0 to {classes - 1}")
     return labels
 
 
@@ -93,8 +93,8 @@ def make_batches(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
 
-    def tokenize(some: list[str]) -> dict[str, torch.Tensor]:
-        encoded = tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt")
+    def tokenize(lines: list[str]) -> dict[str, torch.Tensor]:
+        encoded = tokenizer(lines, padding=True, truncation=True, max_length=length, return_tensors="pt")
         return {key: x for key, x in encoded.items() if isinstance(x, torch.Tensor)}
 
     def make_batch(rows: list[int]) -> dict[str, torch.Tensor]:

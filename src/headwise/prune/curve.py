@@ -67,7 +67,7 @@ def curve(
         raise HeadwiseError(f"seeds must be at least 1, got {seeds}")
     full = copy_model(model)  # the masks are on the model itself
     values: dict[str, np.ndarray] = {}
-    total, done = len(scores) * seeds * len(shares), 0
+    total, step = len(scores) * seeds * len(shares), 0
     for score in scores:
         table = np.zeros((seeds, len(shares)))
         for seed in range(seeds):
@@ -77,9 +77,9 @@ def curve(
             for column, share in enumerate(shares):
                 with mask_heads(model, plan(head_scores, share, unit=unit, per=per).heads):
                     table[seed, column] = quality(model, full, measuring).value
-                done += 1
+                step += 1
                 if progress:
-                    progress(done, total)
+                    progress(step, total)
         values[score] = table
     return Curve(tuple(shares), values, quality(model, model, measuring))
 

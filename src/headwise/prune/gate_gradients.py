@@ -41,8 +41,8 @@ def _batch_gradients(scoring: ScoringRun, step: int, batch: Any, per_token: bool
     def tap(site: Site, heads: Tensor, real: Tensor | None) -> Tensor:  # heads (..., H, head_dim)
         row = scoring.row(site)
         gate = gates[row] = torch.ones(size, heads.shape[-2], device=heads.device, requires_grad=True)
-        spread = gate.repeat_interleave(heads.shape[0] // size, 0).to(heads.dtype)
-        out = heads * spread.view(-1, *[1] * (heads.dim() - 3), heads.shape[-2], 1)
+        expanded = gate.repeat_interleave(heads.shape[0] // size, 0).to(heads.dtype)
+        out = heads * expanded.view(-1, *[1] * (heads.dim() - 3), heads.shape[-2], 1)
         if per_token:
             out.register_hook(lambda grad: token_sums.__setitem__(row, _sum_tokens(out.detach() * grad, size)))
         return out

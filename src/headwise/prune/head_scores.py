@@ -58,7 +58,7 @@ class HeadScores(dict[str, np.ndarray]):
         super().__init__(_by_kind(layers, final))
         self.low, self.high = _by_kind(layers, low), _by_kind(layers, high)
 
-    def of(self, key: tuple[str, int]) -> np.ndarray:
+    def layer_scores(self, key: tuple[str, int]) -> np.ndarray:
         """The scores of one layer, by (kind, layer)."""
         members = self._members(key[0])
         row = next(i for i, layer in enumerate(members) if layer.index == key[1])
@@ -82,9 +82,9 @@ class HeadScores(dict[str, np.ndarray]):
             if kind not in other or other[kind].shape != table.shape:
                 raise HeadwiseError(f"these scores are of other heads: {kind} {table.shape} is not in both")
             pairs.append(np.stack([table.ravel(), np.asarray(other[kind]).ravel()]))
-        both = np.concatenate(pairs, 1)
-        both = both[:, ~np.isnan(both).any(0)]
-        return spearman(both[0], both[1])
+        columns = np.concatenate(pairs, 1)
+        columns = columns[:, ~np.isnan(columns).any(0)]
+        return spearman(columns[0], columns[1])
 
     def significant(self) -> int:
         """The number of heads whose interval excludes zero: for `ablation`, those whose removal changes the loss."""
@@ -115,11 +115,11 @@ def _normalise(row: np.ndarray, normalised: bool) -> np.ndarray:
     return row / np.where(norm > 0, norm, 1) if normalised else row
 
 
-def _bootstrap(each: list[np.ndarray], normalised: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _bootstrap(magnitudes: list[np.ndarray], normalised: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each layer the ends of the interval of every unit, over resampled examples."""
-    count = each[0].shape[0]
+    count = magnitudes[0].shape[0]
     shares = bootstrap_counts(count, RESAMPLES) / count  # (R, N)
-    ends = [interval(_normalise(shares @ rows, normalised)) for rows in each]
+    ends = [interval(_normalise(shares @ rows, normalised)) for rows in magnitudes]
     return [end[0] for end in ends], [end[1] for end in ends]
 
 

@@ -64,11 +64,11 @@ def importance(
         (6, 12)
         >>> plan = headwise.plan(scores, keep=0.6)
     """
-    chosen = find_score(score)
-    _check_arguments(chosen, unit, options)
-    random = torch.Generator().manual_seed(_checked_seed(seed))
+    definition = find_score(score)
+    _check_arguments(definition, unit, options)
+    random = torch.Generator().manual_seed(_check_seed(seed))
     batches = list(batches)
-    if not batches and chosen.runs_model:
+    if not batches and definition.runs_model:
         raise HeadwiseError(f"{score} needs batches of model inputs, and there are none")
     sites = attention_sites(model)
     if not sites:
@@ -86,12 +86,12 @@ def importance(
         batch_numbers=range(len(batches)) if batch_numbers is None else batch_numbers,
     )
     with ExitStack() as stack:
-        if masked and chosen.runs_model:
+        if masked and definition.runs_model:
             stack.enter_context(mask_heads(model, masked))
         stack.enter_context(_evaluating(model))
-        examples = chosen.function(scoring)
-    _check_examples(chosen, scoring, examples)
-    return _head_scores(chosen, scoring.layers, unit, scoring.objective, examples)
+        examples = definition.function(scoring)
+    _check_examples(definition, scoring, examples)
+    return _head_scores(definition, scoring.layers, unit, scoring.objective, examples)
 
 
 def merge_examples(
@@ -101,48 +101,50 @@ def merge_examples(
 
     examples: per attention layer (examples, units), in the order of the batches.
     """
-    chosen = find_score(score)
-    if not chosen.additive:
+    definition = find_score(score)
+    if not definition.additive:
         raise HeadwiseError(f"score {score!r} is not additive over batches; compute it from all of them at once")
-    return _head_scores(chosen, attention_layers(model), unit, choose_objective(model, batches[0], loss), examples)
+    return _head_scores(definition, attention_layers(model), unit, choose_objective(model, batches[0], loss), examples)
 
 
 def _head_scores(
-    chosen: Score, layers: list[AttentionLayer], unit: str, objective: Objective, examples: list[np.ndarray]
+    score: Score, layers: list[AttentionLayer], unit: str, objective: Objective, examples: list[np.ndarray]
 ) -> HeadScores:
-    measured = {"gradient": objective.gradient_of, "damage": objective.description, "none": "no loss"}[chosen.loss]
+    objective_words = {"gradient": objective.gradient_of, "damage": objective.description, "none": "no loss"}[
+        score.loss
+    ]
     return HeadScores(
-        layers, chosen.name, unit, measured, examples, chosen.signed, chosen.normalised, objective.relative
+        layers, score.name, unit, objective_words, examples, score.signed, score.normalised, objective.relative
     )
 
 
-def _check_arguments(chosen: Score, unit: str, options: Mapping[str, Any]) -> None:
+def _check_arguments(score: Score, unit: str, options: Mapping[str, Any]) -> None:
     if unit not in UNITS:
         raise HeadwiseError(f"unit must be one of {', '.join(UNITS)}, got {unit!r}")
-    unknown = sorted(set(options) - set(chosen.options))
+    unknown = sorted(set(options) - set(score.options))
     if unknown:
-        raise HeadwiseError(f"{chosen.name} has no option {unknown[0]!r}; it has {', '.join(chosen.options) or 'none'}")
+        raise HeadwiseError(f"{score.name} has no option {unknown[0]!r}; it has {', '.join(score.options) or 'none'}")
 
 
-def _checked_seed(seed: Any) -> int:
+def _check_seed(seed: Any) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST_SEED:
         raise HeadwiseError(f"seed must be a whole number from 0 to {LARGEST_SEED}, got {str(seed)[:40]}")
     return seed
 
 
-def _check_examples(chosen: Score, scoring: ScoringRun, examples: list[np.ndarray]) -> None:
+def _check_examples(score: Score, scoring: ScoringRun, examples: list[np.ndarray]) -> None:
     """All numbers are finite, and an additive score has one row per example: ranks join their batches by rows."""
     count = sum(batch_size(batch) for batch in scoring.batches)
-    wrong = next((len(rows) for rows in examples if chosen.additive and len(rows) != count), None)
-    if wrong is not None:
+    row_count = next((len(rows) for rows in examples if score.additive and len(rows) != count), None)
+    if row_count is not None:
         raise HeadwiseError(
-            f"score {chosen.name!r} gave {wrong} rows for {count} examples; a score with additive=True gives one per "
-            "example, say additive=False"
+            f"score {score.name!r} gave {row_count} rows for {count} examples; a score with additive=True gives one "
+            "per example, say additive=False"
         )
     for layer, rows in zip(scoring.layers, examples, strict=True):
         if not np.isfinite(rows).all():  # sorted among numbers, a NaN would make its head the first to go
             raise HeadwiseError(
-                f"{chosen.name} of {layer.kind} layer {layer.index} is not a finite number; check the model's outputs "
+                f"{score.name} of {layer.kind} layer {layer.index} is not a finite number; check the model's outputs "
                 "for NaN and inf on these batches, or score it in float32"
             )
 

@@ -17,7 +17,7 @@ from .importance import importance
 from .objective import Loss
 
 SCOPES = ("model", "layer")  # where heads compete: over the whole model, or within each layer
-Removed = dict[tuple[str, int], set[int]]  # heads to remove, by (kind, layer)
+RemovedHeads = dict[tuple[str, int], set[int]]  # heads to remove, by (kind, layer)
 
 
 class PlanOptions(TypedDict, total=False):
@@ -72,7 +72,7 @@ def plan(
         return plan_for_latency(scores, keep, model, inputs, per=per, unit=unit, allow_empty=allow_empty)
     scores = scores if isinstance(scores, HeadScores) else _from_arrays(scores)
     unit = scores.unit if scores.unit != "head" else "kv" if budget == "cache" else unit
-    removed: Removed = {layer.key: set() for layer in scores.layers}
+    removed: RemovedHeads = {layer.key: set() for layer in scores.layers}
     for key, heads in (base or {}).items():
         removed[key if isinstance(key, tuple) else (scores.layers[0].kind, key)] |= set(heads)
     _check_budget_applies(scores.layers, keep, budget)
@@ -90,17 +90,17 @@ def check_options(keep: Any, budget: str, per: str, unit: str) -> None:
     for share in keep.values() if isinstance(keep, Mapping) else [keep]:
         if not is_share(share):
             raise HeadwiseError(f"keep is a share from 0 to 1, such as 0.6, got {brief(share)}")
-    for name, value, known in (("budget", budget, BUDGETS), ("per", per, SCOPES), ("unit", unit, UNITS)):
-        if value not in known:
-            raise HeadwiseError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    for name, value, allowed in (("budget", budget, BUDGETS), ("per", per, SCOPES), ("unit", unit, UNITS)):
+        if value not in allowed:
+            raise HeadwiseError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def _check_budget_applies(layers: list[AttentionLayer], keep: float | Mapping[str, float], budget: str) -> None:
     """Every kind that is to keep a share has something that the budget counts."""
     countable = {layer.kind for layer in layers if cost(layer, set(), budget)}
-    without = [kind for kind in keep if kind not in countable] if isinstance(keep, Mapping) else []
-    if not countable or any(kind in {layer.kind for layer in layers} for kind in without):
-        owner = f"{without[0]} attention" if without else "this model"
+    uncounted = [kind for kind in keep if kind not in countable] if isinstance(keep, Mapping) else []
+    if not countable or any(kind in {layer.kind for layer in layers} for kind in uncounted):
+        owner = f"{uncounted[0]} attention" if uncounted else "this model"
         missing = "KV cache" if budget == "cache" else "parameters"
         raise HeadwiseError(
             f'budget="{budget}": {owner} has no {missing} that removing heads would save; use budget="heads"'
@@ -145,21 +145,21 @@ def _by_module(layers: list[AttentionLayer]) -> list[list[AttentionLayer]]:
     return list(modules.values())
 
 
-def _heads_left(layer: AttentionLayer, removed: set[int]) -> list[int]:
+def _group_sizes(layer: AttentionLayer, removed: set[int]) -> list[int]:
     """How many query heads each KV group keeps."""
     return [sum(head not in removed for head in group) for group in layer.units("kv")]
 
 
 def cost(layer: AttentionLayer, removed: set[int], budget: str) -> float:
     """What a layer without the removed heads counts in a budget, its groups padded as surgery will pad them."""
-    left = _heads_left(layer, removed)
-    groups = [count for count in left if count]
+    sizes = _group_sizes(layer, removed)
+    groups = [count for count in sizes if count]
     if budget == "heads":
-        return sum(left)
-    padded = -(-len(groups) // layer.multiple) * layer.multiple
+        return sum(sizes)
+    padded_groups = -(-len(groups) // layer.multiple) * layer.multiple
     if budget == "cache":
-        return padded * layer.cache
-    return padded * (max(groups, default=0) * layer.head_parameters + layer.kv_parameters)
+        return padded_groups * layer.cache
+    return padded_groups * (max(groups, default=0) * layer.head_parameters + layer.kv_parameters)
 
 
 def _remove_least_important(
@@ -169,23 +169,23 @@ def _remove_least_important(
     budget: str,
     unit: str,
     allow_empty: bool,
-    removed: Removed,
+    removed: RemovedHeads,
 ) -> None:
     """Add units to `removed`, the least important first, until no more than the share of the budget is left."""
     layers = [layer for layer in layers if cost(layer, set(), budget)]  # an encoder has no KV cache
     if not layers:
         return
-    counted = layers if budget == "heads" else [members[-1] for members in _by_module(layers)]
-    full = sum(cost(layer, set(), budget) for layer in counted)
+    counted_layers = layers if budget == "heads" else [members[-1] for members in _by_module(layers)]
+    full = sum(cost(layer, set(), budget) for layer in counted_layers)
     target = round(share * full) if budget == "heads" else share * full
 
-    def left() -> float:
-        return sum(cost(layer, removed[layer.key], budget) for layer in counted)
+    def remaining_cost() -> float:
+        return sum(cost(layer, removed[layer.key], budget) for layer in counted_layers)
 
     candidates = _candidates(scores, layers, unit)
     largest_step = max(len(heads) * len(members) for _, members, heads in candidates)
     for _, members, heads in sorted(candidates, key=lambda candidate: candidate[0]):
-        excess = left() - target
+        excess = remaining_cost() - target
         if excess <= 0:
             return
         step = sum(len(set(heads) - removed[layer.key]) for layer in members)
@@ -194,11 +194,11 @@ def _remove_least_important(
         if allow_empty or all(layer.query > len(removed[layer.key] | set(heads)) for layer in members):
             for layer in members:
                 removed[layer.key] |= set(heads)
-    excess = left() - target
-    if excess > 0 and not (budget == "heads" and excess < largest_step) and not math.isclose(left(), target):
+    excess = remaining_cost() - target
+    if excess > 0 and not (budget == "heads" and excess < largest_step) and not math.isclose(remaining_cost(), target):
         raise HeadwiseError(
             f"{budget}: keep={share:g} cannot be met with at least one head per layer; "
-            f"the nearest is keep={left() / full:.4f}, or say allow_empty=True"
+            f"the nearest is keep={remaining_cost() / full:.4f}, or say allow_empty=True"
         )
 
 
@@ -209,18 +209,18 @@ def _candidates(
     candidates = []
     for members in _by_module(layers):
         first = members[0]
-        module_scores = np.asarray(sum(scores.of(layer.key) for layer in members))
+        module_scores = np.asarray(sum(scores.layer_scores(layer.key) for layer in members))
         for heads in first.units(unit):
-            columns = [i for i, scored in enumerate(first.units(scores.unit)) if set(scored) & set(heads)]
+            columns = [i for i, scored_heads in enumerate(first.units(scores.unit)) if set(scored_heads) & set(heads)]
             candidates.append((float(np.nansum(module_scores[columns])), members, heads))
     return candidates
 
 
-def _padding_notes(layers: list[AttentionLayer], removed: Removed) -> tuple[str, ...]:
+def _padding_notes(layers: list[AttentionLayer], removed: RemovedHeads) -> tuple[str, ...]:
     """Says how many zeroed heads surgery has to add, if any."""
     padding = []
     for layer in layers:
-        groups = [count for count in _heads_left(layer, removed[layer.key]) if count]
+        groups = [count for count in _group_sizes(layer, removed[layer.key]) if count]
         uneven = sum(max(groups) - count for count in groups) if groups else 0
         padding.append(uneven + -len(groups) % layer.multiple)
     if not sum(padding):

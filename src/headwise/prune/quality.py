@@ -104,6 +104,6 @@ def size(model: Any) -> Size:
     layers = {layer.module: layer for layer in attention_layers(model)}.values()
     of_heads = sum(layer.query * layer.head_parameters + layer.kv * layer.kv_parameters for layer in layers)
     generates = getattr(model, "can_generate", lambda: False)()
-    cached = sum(layer.kv * layer.cache for layer in layers) if generates else 0
+    cache_width = sum(layer.kv * layer.cache for layer in layers) if generates else 0
     number_bytes = next(model.parameters()).element_size()
-    return Size(sum(p.numel() for p in model.parameters()), of_heads, number_bytes * cached)
+    return Size(sum(p.numel() for p in model.parameters()), of_heads, number_bytes * cache_width)

@@ -47,7 +47,7 @@ def recover(
         full: the model it was pruned from; it is not changed.
         batches: model inputs, taken in turn.
         steps: the number of training steps, one batch each.
-        checkpoint: a file that keeps the state now and then. Where it exists, the run goes on from it; a checkpoint
+        checkpoint: a file that saves the state now and then. Where it exists, the run resumes from it; a checkpoint
             of other weights, texts or options is refused. It is removed when the recovery is done.
         keep: leave the finished checkpoint there, until the caller has saved the model and removes it.
         note: words of the caller's for the checkpoint; `recovery_checkpoint.read_note` reads them.
@@ -68,19 +68,19 @@ def recover(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise HeadwiseError(f"steps of recovery must be a whole number of at least 1, got {steps!r}")
     group = group or TrainingGroup()
-    required = {p: p.requires_grad for p in pruned.parameters() if p.is_floating_point()}
-    for parameter in required:
+    gradient_flags = {p: p.requires_grad for p in pruned.parameters() if p.is_floating_point()}
+    for parameter in gradient_flags:
         parameter.requires_grad_(True)
     identity = run_identity(pruned, full, batches, steps, rate, note) if checkpoint else {}
     model = group.wrap(pruned)
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    zeroed = _zeroed_columns(getattr(model, "module", model))
+    zeroed_columns = _zeroed_columns(getattr(model, "module", model))
     step = saved_step = 0
 
-    def save(done: int) -> None:
+    def save(step: int) -> None:
         assert checkpoint is not None
-        save_checkpoint(checkpoint, identity, done, losses, parameters, optimizer, group)
+        save_checkpoint(checkpoint, identity, step, losses, parameters, optimizer, group)
 
     try:
         start, losses = load_checkpoint(checkpoint, identity, steps, parameters, optimizer, group)
@@ -88,7 +88,7 @@ def recover(
         for step in range(start, steps):
             batch = batches[step % len(batches)]
             losses.append(_step(model, full, batch, optimizer, rate * (1 - step / steps), group))
-            for weight, alive in zeroed:
+            for weight, alive in zeroed_columns:
                 weight.data.mul_(group.shard_like(weight, alive))
             if progress:
                 progress(step + 1, steps)
@@ -102,13 +102,13 @@ def recover(
                 saved_step = steps
         group.finish(pruned)
     except KeyboardInterrupt:
-        if saved_step:  # the current step may be half done: a new run goes on from the last saved one
+        if saved_step:  # the current step may be half done: a new run resumes from the last saved one
             raise KeyboardInterrupt(
-                f"recovery was interrupted at step {step} of {steps}; the same command goes on from step {saved_step}"
+                f"recovery was interrupted at step {step} of {steps}; the same command resumes from step {saved_step}"
             ) from None
         raise
     finally:
-        for parameter, requires_grad in required.items():
+        for parameter, requires_grad in gradient_flags.items():
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
     if checkpoint and group.first and not keep:
@@ -160,7 +160,7 @@ def distillation_loss(
 
 def _zeroed_columns(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """W_O of layers with padded heads, which must stay zero: (weight, 1 or 0 for each of its entries)."""
-    zeroed: list[tuple[Tensor, Tensor]] = []
+    masks: list[tuple[Tensor, Tensor]] = []
     for site in attention_sites(model):
         retained = kept_heads(site.module)
         if retained is None or None not in retained.query:
@@ -169,5 +169,5 @@ def _zeroed_columns(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         weight, dim = out.get_parameter("weight"), 1 - row_dim(out)
         alive = torch.tensor([float(number is not None) for number in retained.query], device=weight.device)
         columns = alive.repeat_interleave(weight.shape[dim] // query_heads(model, site))
-        zeroed.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype).expand(weight.shape)))
-    return zeroed
+        masks.append((weight, (columns[None] if dim else columns[:, None]).to(weight.dtype).expand(weight.shape)))
+    return masks

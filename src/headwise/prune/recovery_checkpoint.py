@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..json_documents import parse_json
 from ..models.fingerprint import batches_fingerprint, fingerprint
 from .training_group import TrainingGroup
@@ -67,13 +67,13 @@ def save_checkpoint(
     if not group.first:
         return
     header = {"headwise-recovery": FORMAT, **identity, "step": str(step), "losses": json.dumps(losses)}
-    with written(path, CheckpointError) as made:
+    with write_atomically(path, CheckpointError) as file:
         try:
-            save_file(tensors, made, header)
+            save_file(tensors, file, header)
         except (OSError, SafetensorError) as error:  # a full disk is either
             raise CheckpointError(
                 f"recovery stopped at step {step}: {str(path)!r} cannot be written ({error}); with more room, the same "
-                "command goes on from what was kept before"
+                "command resumes from the last checkpoint"
             ) from error
 
 
@@ -94,19 +94,19 @@ def load_checkpoint(
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt") as opened:
-            header = opened.metadata() or {}
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
             _check_identity(path, header, identity)
             step, losses = _read_progress(header, steps)
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             moments = [_saved_moments(i, parameter, shapes) for i, parameter in enumerate(parameters)]
             for name in shapes:
-                if not torch.isfinite(opened.get_tensor(name)).all():
+                if not torch.isfinite(file.get_tensor(name)).all():
                     raise ValueError(f"{name[:40]} is not finite")
             for i, (parameter, names) in enumerate(zip(parameters, moments, strict=True)):
-                parameter.data.copy_(group.shard_like(parameter, opened.get_tensor(f"{i}.weight")))
+                parameter.data.copy_(group.shard_like(parameter, file.get_tensor(f"{i}.weight")))
                 if names:
-                    state = {name: group.shard_like(parameter, opened.get_tensor(f"{i}.{name}")) for name in names}
+                    state = {name: group.shard_like(parameter, file.get_tensor(f"{i}.{name}")) for name in names}
                     optimizer.state[parameter] = {"step": torch.tensor(float(step)), **state}
             return step, losses
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -134,8 +134,8 @@ def _read_header(path: Path) -> dict[str, str] | None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt") as opened:
-            header: dict[str, str] = opened.metadata() or {}
+        with safe_open(path, "pt") as file:
+            header: dict[str, str] = file.metadata() or {}
     except (OSError, SafetensorError):
         return None
     return header if header.get("headwise-recovery") == FORMAT else None
@@ -169,10 +169,10 @@ def _read_progress(header: Mapping[str, str], steps: int) -> tuple[int, list[flo
 
 def _saved_moments(i: int, parameter: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """The averages that are saved for a parameter: both or none; the shapes of all its tensors are checked."""
-    saved = tuple(name for name in MOMENTS if f"{i}.{name}" in shapes)  # a pooler that the loss does not see has none
-    if saved not in ((), MOMENTS):
-        raise ValueError(f"it has {saved[0]} without the other average of parameter {i}")
-    for name in ("weight", *saved):
+    moments = tuple(name for name in MOMENTS if f"{i}.{name}" in shapes)  # a pooler that the loss does not see has none
+    if moments not in ((), MOMENTS):
+        raise ValueError(f"it has {moments[0]} without the other average of parameter {i}")
+    for name in ("weight", *moments):
         if shapes[f"{i}.{name}"] != tuple(parameter.shape):
             raise ValueError(f"{i}.{name} has shape {shapes[f'{i}.{name}']}, {tuple(parameter.shape)} is expected")
-    return saved
+    return moments

@@ -126,10 +126,10 @@ def scores() -> Mapping[str, Score]:
 
 def find_score(name: str) -> Score:
     """The score of that name; a HeadwiseError that lists all names where there is none."""
-    known = scores()
-    if name not in known:
-        raise HeadwiseError(f"there is no score {str(name)[:60]!r}; there are {', '.join(known)}")
-    return known[name]
+    registered = scores()
+    if name not in registered:
+        raise HeadwiseError(f"there is no score {str(name)[:60]!r}; there are {', '.join(registered)}")
+    return registered[name]
 
 
 @functools.cache

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
-from ..files import written
+from ..files import write_atomically
 from ..plans import Plan
 from .output_directory import REPORT
 from .quality import Quality, Size
 
 if TYPE_CHECKING:
-    from ..models.surgery.saving import Saved
+    from ..models.surgery.saving import SaveResult
     from .head_scores import HeadScores
     from .rank_scores import ScoreComparison
 
@@ -70,7 +70,7 @@ class PruneReport:
     attention_share: float  # of the full model's time, at the user's batch and length: the most that heads can save
     scored: int  # texts that heads were scored on
     measured: int  # texts that quality was measured on
-    saved: Saved | None = None
+    saved: SaveResult | None = None
     losses: list[float] = field(default_factory=list)  # of the recovery, step by step
     scores: HeadScores | None = None  # by which the heads were chosen
     comparison: ScoreComparison | None = None
@@ -79,13 +79,13 @@ class PruneReport:
     def verdict(self) -> list[str]:
         """Whether the pruned model is faster, one line per measured batch."""
         lines = []
-        for measured in self.latency:
-            where = f"batch {measured.batch} x {measured.length} tokens"
-            times = f"{measured.full:.1f} ms before, {measured.pruned:.1f} ms after"
-            if measured.ratio > NOTICEABLE:
-                lines.append(f"not faster at {where}: {times}")
+        for latency in self.latency:
+            size = f"batch {latency.batch} x {latency.length} tokens"
+            times = f"{latency.full:.1f} ms before, {latency.pruned:.1f} ms after"
+            if latency.ratio > NOTICEABLE:
+                lines.append(f"not faster at {size}: {times}")
             else:
-                lines.append(f"faster at {where}: {times} ({measured.ratio:.2f} of the time)")
+                lines.append(f"faster at {size}: {times} ({latency.ratio:.2f} of the time)")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -100,8 +100,8 @@ class PruneReport:
             },
             "before": self.before.to_json(),
             "after": self.after.to_json(),
-            "quality": {name: measured.to_json() for name, measured in self.quality.items()},
-            "latency_ms": [asdict(measured) | {"ratio": measured.ratio} for measured in self.latency],
+            "quality": {name: measurement.to_json() for name, measurement in self.quality.items()},
+            "latency_ms": [asdict(measurement) | {"ratio": measurement.ratio} for measurement in self.latency],
             "verdict": self.verdict(),
             "texts": {"scored": self.scored, "measured": self.measured},
             "recovery_losses": self.losses,
@@ -114,11 +114,11 @@ class PruneReport:
 
 def savings_limit(report: PruneReport) -> str:
     """The most that removing heads can save at all, in words."""
-    before, measured = report.before, report.latency[0]
+    before, latency = report.before, report.latency[0]
     words = (
         f"all heads together are {before.of_heads:,} of {before.parameters:,} parameters "
         f"({before.of_heads / before.parameters:.0%}); the attention layers take {report.attention_share:.0%} "
-        f"of the time at batch {measured.batch} x {measured.length} tokens: no plan can save more than that"
+        f"of the time at batch {latency.batch} x {latency.length} tokens: no plan can save more than that"
     )
     return words + (f"; the KV cache is {before.cache:,} bytes per token" if before.cache else "")
 
@@ -135,9 +135,9 @@ def comparison_rows(report: PruneReport) -> Rows:
     for name, label in (("pruned", full.name), ("recovered", f"{full.name}, after recovery")):
         if name in report.quality:
             rows.append((label, _with_interval(full), _with_interval(report.quality[name])))
-    for measured in report.latency:
-        label = f"ms per pass, batch {measured.batch} x {measured.length}"
-        rows.append((label, f"{measured.full:.1f}", f"{measured.pruned:.1f} ({measured.ratio:.2f})"))
+    for latency in report.latency:
+        label = f"ms per pass, batch {latency.batch} x {latency.length}"
+        rows.append((label, f"{latency.full:.1f}", f"{latency.pruned:.1f} ({latency.ratio:.2f})"))
     return rows
 
 
@@ -168,13 +168,13 @@ def write_report(report: PruneReport, folder: Path, picture: bool = False) -> No
         ("pruning.html", page(report, picture)),
         (REPORT, json.dumps(report.to_json(), indent=2) + "\n"),
     ):
-        with written(folder / name, CheckpointError) as made:
-            made.write_text(content, encoding="utf-8")
+        with write_atomically(folder / name, CheckpointError) as file:
+            file.write_text(content, encoding="utf-8")
 
 
 def _with_share(after: int, before: int) -> str:
     return f"{after:,} ({after / before:.1%})"
 
 
-def _with_interval(measured: Quality) -> str:
-    return f"{measured.value:.4g} ({measured.low:.4g} to {measured.high:.4g})"
+def _with_interval(quality: Quality) -> str:
+    return f"{quality.value:.4g} ({quality.low:.4g} to {quality.high:.4g})"

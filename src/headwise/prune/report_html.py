@@ -80,11 +80,11 @@ def _head_map(report: PruneReport) -> str:
     removed = {(key if isinstance(key, tuple) else (plan.layers[0][0], key)): set(h) for key, h in plan.heads.items()}
     lines = []
     for kind, index, query, _ in plan.layers:
-        gone = removed.get((kind, index), set())
+        removed_heads = removed.get((kind, index), set())
         keys = [(kind, index, head) for head in range(query)]
-        cells = "".join(_head_cell(key[2], key[2] in gone, tips.get(key), ranks.get(key)) for key in keys)
+        cells = "".join(_head_cell(key[2], key[2] in removed_heads, tips.get(key), ranks.get(key)) for key in keys)
         name = escape(f"{kind} {index}")
-        lines.append(f"<tr><th>{name}</th>{cells}<th>{query - len(gone)} of {query}</th></tr>")
+        lines.append(f"<tr><th>{name}</th>{cells}<th>{query - len(removed_heads)} of {query}</th></tr>")
     legend = f"{plan.removed} of {plan.total} heads go (score: {plan.score}, budget: {plan.budget}), marked ×."
     shades = " The darker a head, the higher it ranks in the model." if ranks else ""
     return f'<p>{escape(legend + shades)}</p><table class="heads"><tbody>{"".join(lines)}</tbody></table>'

@@ -31,8 +31,8 @@ def markdown(report: PruneReport) -> str:
     if report.losses:
         parts.append(f"## Recovery\n{escape(recovery_summary(report))}")
     if report.saved:
-        saved = report.saved
-        parts.append(f"## Saved\nForm: {saved.form} ({escape(saved.why)}). Load it with {code_span(saved.load)}.")
+        result = report.saved
+        parts.append(f"## Saved\nForm: {result.form} ({escape(result.why)}). Load it with {code_span(result.load)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -56,5 +56,5 @@ def code_span(text: str) -> str:
 
 
 def _backticks(text: str, least: int) -> str:
-    """More backticks than the text has in a row, and at least so many."""
+    """More backticks than the text has in a row, at least `least`."""
     return "`" * max([least, *(1 + len(run) for run in re.findall("`+", text))])

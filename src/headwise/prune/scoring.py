@@ -54,11 +54,11 @@ class ScoringRun:
 
     def sum_units(self, parts: list[list[np.ndarray]]) -> list[np.ndarray]:
         """Per layer its parts (examples, heads), joined, and summed over the heads of each unit."""
-        summed = []
+        sums = []
         for layer, layer_parts in zip(self.layers, parts, strict=True):
             rows = np.concatenate(layer_parts) if layer_parts else np.zeros((1, layer.query))
-            summed.append(np.stack([rows[:, heads].sum(1) for heads in self.units(layer)], 1))
-        return summed
+            sums.append(np.stack([rows[:, heads].sum(1) for heads in self.units(layer)], 1))
+        return sums
 
 
 def refuse_quantized(model: nn.Module) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import folder_written
+from ..files import write_folder_atomically
 from ..json_documents import parse_json
 from ..models.surgery.removal import check_plan, prune_heads
-from ..models.surgery.saving import Saved, save
+from ..models.surgery.saving import SaveResult, save
 from ..plans import Plan
 from .batches import TextBatches
 from .head_scores import HeadScores
@@ -60,26 +60,26 @@ def prune_and_measure(
     """
     head_scores = None
     if saved_plan is not None:
-        chosen = saved_plan
+        head_plan = saved_plan
     else:
-        chosen, head_scores = _choose_heads(model, texts, options, out, progress, compute_scores)
-    check_plan(chosen, model)
+        head_plan, head_scores = _choose_heads(model, texts, options, out, progress, compute_scores)
+    check_plan(head_plan, model)
     comparison = _compare_scores(model, texts, options, progress) if options.compare and first else None
-    smaller = _cut(model, chosen, texts, options)
+    smaller = _prune(model, head_plan, texts, options)
     qualities: dict[str, Quality] = {}
     if first:
         qualities["full"] = quality(model, model, texts.measuring)
         qualities["pruned"] = quality(smaller, model, texts.measuring)
     losses: list[float] = []
     if options.recover:
-        losses = _recover(smaller, model, chosen, texts, options, out, progress, train)
+        losses = _recover(smaller, model, head_plan, texts, options, out, progress, train)
         if first:
             qualities["recovered"] = quality(smaller, model, texts.measuring)
     latency, attention_share = _measure_latency(model, smaller, options, progress) if first else ([], 0.0)
     report = PruneReport(
         model=name,
         options=options,
-        plan=chosen,
+        plan=head_plan,
         before=size(model),
         after=size(smaller),
         quality=qualities,
@@ -122,7 +122,7 @@ def _choose_heads(
             options.score,
             options.steps,
             seed=options.seed,
-            progress=lambda done, total: progress("scoring in steps", done, total),
+            progress=lambda step, total: progress("scoring in steps", step, total),
             compute_scores=compute_scores,
             **plan_options,
         )
@@ -132,7 +132,7 @@ def _choose_heads(
         texts.scoring,
         options.score,
         seed=options.seed,
-        progress=lambda done, total: progress(f"scoring by {options.score}", done, total),
+        progress=lambda step, total: progress(f"scoring by {options.score}", step, total),
     )
     if options.budget != "latency":
         return plan(scores, options.keep, **plan_options), scores
@@ -145,14 +145,14 @@ def _choose_heads(
 
 def _compare_scores(model: Any, texts: TextBatches, options: PruneOptions, progress: Progress) -> ScoreComparison:
     return compare_with_ablation(
-        model, texts.scoring, seed=options.seed, progress=lambda done, total: progress("ablation", done, total)
+        model, texts.scoring, seed=options.seed, progress=lambda step, total: progress("ablation", step, total)
     )
 
 
-def _cut(model: Any, chosen: Plan, texts: TextBatches, options: PruneOptions) -> Any:
+def _prune(model: Any, head_plan: Plan, texts: TextBatches, options: PruneOptions) -> Any:
     return prune_heads(
         model,
-        chosen,
+        head_plan,
         zero=options.zero,
         compensate=options.compensate,  # type: ignore[arg-type]  # prune_heads checks it
         batches=texts.scoring if options.compensate == "mean" else None,
@@ -163,7 +163,7 @@ def _cut(model: Any, chosen: Plan, texts: TextBatches, options: PruneOptions) ->
 def _recover(
     smaller: Any,
     model: Any,
-    chosen: Plan,
+    head_plan: Plan,
     texts: TextBatches,
     options: PruneOptions,
     out: Path,
@@ -178,23 +178,23 @@ def _recover(
         texts.scoring,
         options.recover,
         checkpoint=recovery_file(out),
-        note=_checkpoint_note(options, chosen),
+        note=_checkpoint_note(options, head_plan),
         keep=True,  # a failure after this must not cost the training
-        progress=lambda done, total: progress("recovery", done, total),
+        progress=lambda step, total: progress("recovery", step, total),
     )
 
 
-def _checkpoint_note(options: PruneOptions, chosen: Plan) -> str:
+def _checkpoint_note(options: PruneOptions, head_plan: Plan) -> str:
     """What a checkpoint says about its run, beside what identifies it."""
-    return json.dumps({"asked": asdict(options), "plan": chosen.to_json()})
+    return json.dumps({"asked": asdict(options), "plan": head_plan.to_json()})
 
 
 def _interrupted_plan(options: PruneOptions, out: Path) -> Plan | None:
     """The plan of an interrupted recovery with the same options."""
     try:
         note = parse_json(read_note(recovery_file(out)))
-        same = isinstance(note, dict) and note.get("asked") == parse_json(json.dumps(asdict(options)))
-        return Plan.from_json(note.get("plan")) if same else None
+        same_options = isinstance(note, dict) and note.get("asked") == parse_json(json.dumps(asdict(options)))
+        return Plan.from_json(note.get("plan")) if same_options else None
     except ValueError:
         return None
 
@@ -218,14 +218,14 @@ def _measure_latency(
     latency = []
     attention_share = 0.0
     batch_sizes = list(dict.fromkeys([options.batch, 1]))
-    for done, batch in enumerate(batch_sizes):
+    for index, batch in enumerate(batch_sizes):
         inputs = timing_inputs(model, batch, options.length)
         seconds = pass_times({"full": model, "pruned": smaller}, inputs)
         length = inputs["input_ids"].shape[1]
         latency.append(Latency(batch, length, 1000 * seconds["full"], 1000 * seconds["pruned"]))
         if batch == options.batch:
             attention_share = attention_time(model, inputs, ATTENTION_ROUNDS) / seconds["full"]
-        progress("timing", done + 1, len(batch_sizes))
+        progress("timing", index + 1, len(batch_sizes))
     return latency, min(attention_share, 1.0)
 
 
@@ -248,19 +248,19 @@ def save_result(
         The report, with `saved` filled in.
     """
     check_output(out, overwrite)
-    finished = copy.copy(report)
+    final = copy.copy(report)
     make_parent(out)
-    with folder_written(out, CheckpointError) as folder:
-        finished.saved = _at_destination(save(smaller, folder), folder, out)
-        finished.plan.save(folder / "plan.json")
+    with write_folder_atomically(out, CheckpointError) as folder:
+        final.saved = _at_destination(save(smaller, folder), folder, out)
+        final.plan.save(folder / "plan.json")
         if write_extra is not None:
             write_extra(folder)
-        write_report(finished, folder, picture=write_extra is not None)
-    if finished.recovery_run is not None:  # else the checkpoint is another run's
+        write_report(final, folder, picture=write_extra is not None)
+    if final.recovery_run is not None:  # else the checkpoint is another run's
         recovery_file(out).unlink(missing_ok=True)
-    return finished
+    return final
 
 
-def _at_destination(saved: Saved, folder: Path, out: Path) -> Saved:
+def _at_destination(saved: SaveResult, folder: Path, out: Path) -> SaveResult:
     """What was saved in a temporary folder, described as it will be after the folder is renamed."""
     return replace(saved, path=str(out), load=saved.load.replace(repr(str(folder)), repr(str(out))))

@@ -51,7 +51,7 @@ def local(pairs: Pairs) -> Tensor:
     return (distance > 0) & (distance <= NEAR)
 
 
-@role_score("distance", "how far it looks, in tokens", positional=True)
+@role_score("distance", "mean distance of its weight, in tokens", positional=True)
 def _distance(pairs: Pairs) -> Tensor:
     assert pairs.offset is not None
     return pairs.offset.abs()

@@ -49,8 +49,8 @@ class RoleDefinition:
     ways: tuple[str, ...]  # of attention for which it makes sense
     source: str  # where the threshold comes from
     relative: bool = False  # the threshold is a share of the baseline, which cannot be beaten but only reached
-    unless: tuple[str, ...] = ()  # roles that say the same more exactly
-    sink: bool = False  # where heads attend that have nothing to look for
+    unless: tuple[str, ...] = ()  # more specific roles; a head with one of them does not have this role
+    sink: bool = False  # an attention sink: heads attend there when no other token is relevant
 
     @property
     def meaning(self) -> str:
@@ -102,7 +102,7 @@ def role(
         positional: it compares positions of query and key, so it is not measured in cross-attention.
         where_present: the mean is over the queries that have a key to find, instead of over all.
         unless: names of roles that say the same more exactly; a head that has one of them does not have this.
-        sink: heads attend there that have nothing to look for.
+        sink: an attention sink, where heads attend when no other token is relevant.
 
     Returns:
         a decorator that gives the function back unchanged.
@@ -169,10 +169,11 @@ def _check(definition: RoleDefinition) -> None:
         raise HeadwiseError(f"ways of attention are {', '.join(map(repr, ANY))}, got {definition.ways!r}")
 
 
-def _check_free(what: str, name: str, known: Iterable[str], module: str) -> None:
+def _check_free(category: str, name: str, registered: Iterable[str], module: str) -> None:
     """A module may replace what it registered itself, as a notebook does whose cell runs twice."""
-    if name in known and _owners[what, name] != module:
-        raise HeadwiseError(f"there is a {what} {name!r} already, from {_owners[what, name]}; choose another name")
+    if name in registered and _owners[category, name] != module:
+        owner = _owners[category, name]
+        raise HeadwiseError(f"there is a {category} {name!r} already, from {owner}; choose another name")
 
 
 def _load_plugins() -> None:
@@ -210,7 +211,7 @@ def definition(name: str) -> RoleDefinition:
 
 
 def sink_roles() -> tuple[str, ...]:
-    """Names of the roles of heads that have nothing to look for (Clark et al. 2019, Gu et al. 2024)."""
+    """Names of the roles whose heads attend to attention sinks (Clark et al. 2019, Gu et al. 2024)."""
     return tuple(role.name for role in all_roles() if role.sink)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @role_score(
     "induction",
-    "weight on the token after the same token's place before, in random tokens repeated once",
+    "weight on the token after the previous occurrence of the same token, in random tokens repeated once",
     measured_on=REPETITION,
 )
 def induction(earlier: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def induction(earlier: Tensor) -> Tensor:
 
 @role_score(
     "duplicate",
-    "weight on the same token's place before, in random tokens repeated once",
+    "weight on the previous occurrence of the same token, in random tokens repeated once",
     measured_on=REPETITION,
 )
 def duplicate(earlier: Tensor) -> Tensor:

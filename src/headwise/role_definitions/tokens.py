@@ -37,7 +37,7 @@ def delimiter(pairs: Pairs) -> Tensor:
     return (pairs.key.special | pairs.key.punctuation)[:, None]
 
 
-@role_score("rare", "weight on the rarest other token it can see, by the corpus's own counts", where_present=True)
+@role_score("rare", "weight on the rarest other visible token, by the corpus's own counts", where_present=True)
 def rare(pairs: Pairs) -> Tensor:
     counts = pairs.key.count.masked_fill(pairs.key.special, NEVER)
     counts = counts[:, None].expand_as(pairs.visible).masked_fill(~pairs.visible, NEVER)
@@ -48,13 +48,13 @@ def rare(pairs: Pairs) -> Tensor:
     return rarest & ~itself
 
 
-@role_score("same_word", "weight on other places of the same word, where there are any", where_present=True)
+@role_score("same_word", "weight on other occurrences of the same word, where there are any", where_present=True)
 def same_word(pairs: Pairs) -> Tensor:
     word = pairs.query.word[..., None]
-    same = (word == pairs.key.word[:, None]) & (word >= 0)
+    matches = (word == pairs.key.word[:, None]) & (word >= 0)
     if pairs.offset is None:
-        return same
-    return same & (pairs.query.word_index[..., None] != pairs.key.word_index[:, None])
+        return matches
+    return matches & (pairs.query.word_index[..., None] != pairs.key.word_index[:, None])
 
 
 # in encoders the first token is a special token: a delimiter

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from .process_group import ORPHAN_GRACE, ORPHAN_POLL
 from .ranks import Ranks
 
@@ -94,7 +94,7 @@ def _begin(folder: Path, lock: Lock, content: Mapping[str, str], token: str, wai
         _check_content(folder, content)
     for path in folder.glob(".*"):  # half-written files of killed ranks; the lock is exclusive
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    with written(folder / RUN_FILE, CheckpointError) as file:
+    with write_atomically(folder / RUN_FILE, CheckpointError) as file:
         file.write_text(json.dumps({"content": dict(content), "token": token}, indent=1) + "\n", encoding="utf-8")
     lock.share()  # now the other ranks can
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import CheckpointError, HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..prune import HeadScores
 from .ranks import Ranks
 
@@ -63,7 +63,7 @@ class ScoreCheckpoint:
             for layer, x in enumerate(layers)
         }
         metadata = {"asked": self.run_id, "objective": self.objective, "batches": json.dumps(sorted(self.rows))}
-        with written(self.file, CheckpointError) as file:
+        with write_atomically(self.file, CheckpointError) as file:
             save_file(arrays, file, metadata)
         self.saved_at = time.monotonic()
 

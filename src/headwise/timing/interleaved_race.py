@@ -57,9 +57,9 @@ def race(
     repeats = {name: _repeats(run, min_turn, clock) for name, run in contestants.items()}
     best = dict.fromkeys(contestants, math.inf)
     order = random.Random(0)
-    done, start = 0, clock()
-    while done < rounds or clock() - start < min_seconds:
-        done += 1
+    round_count, start = 0, clock()
+    while round_count < rounds or clock() - start < min_seconds:
+        round_count += 1
         for name in order.sample(list(contestants), len(contestants)):
             best[name] = min(best[name], _time(contestants[name], repeats[name], clock))
     return best

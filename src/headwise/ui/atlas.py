@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import html
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..role_definitions import all_roles, meanings
 from ..roles.atlas import Atlas
 from . import bundle
@@ -28,28 +28,28 @@ def save_page(atlas: Atlas, path: str | Path) -> None:
         title, BODY, bundle.read("atlas.css"), script=bundle.script("atlas.js"),
         data=("atlas-data", _data(atlas, title)),
     )  # fmt: skip
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
 def _data(atlas: Atlas, title: str) -> dict[str, Any]:
-    saved = atlas.to_json()
+    document = atlas.to_json()
     ways = set(atlas.ways.values())
     summary = (
         f"{len(atlas)} heads, {atlas.unnamed:.0%} of them without a clean role, {atlas.sink_only:.0%} that attend only "
         f"to sinks (the first token, special tokens or punctuation); {atlas.about['texts']:,} texts, "
         f"{atlas.about['tokens']:,} tokens. Score and, in brackets, what equal attention has."
     )
-    defined = [role for role in all_roles() if ways & set(role.ways) and role.score in saved["scores"]]
+    roles = [role for role in all_roles() if ways & set(role.ways) and role.score in document["scores"]]
     return {
         "title": title,
         "summary": summary,
         "layers": atlas.layers,
-        "roles": saved["roles"],
-        "scores": saved["scores"],
+        "roles": document["roles"],
+        "scores": document["scores"],
         "meanings": meanings(),
         "maps": {kind: entry["map"] for kind, entry in atlas.about.get("likeness", {}).items()},
-        "definitions": {role.name: {"score": role.score, "words": role.meaning} for role in defined},
+        "definitions": {role.name: {"score": role.score, "words": role.meaning} for role in roles},
     }
 
 
@@ -89,5 +89,5 @@ def save_picture(atlas: Atlas, path: str | Path) -> None:
         ax.tick_params(labelsize=6, length=0)
     bar = figure.colorbar(image, ax=list(axes), aspect=40, pad=0.01, shrink=0.8)
     bar.set_label(f"score; ringed: has the role ({atlas.model})", fontsize=8)
-    with written(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format="png")

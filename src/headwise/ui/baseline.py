@@ -30,13 +30,13 @@ class EqualAttention:
     def _add(self, first: int, visible: np.ndarray) -> None:
         """(rows, Tk) bool."""
         count = visible.sum(1)
-        counted = count > 0
-        share = np.divide(1.0, count, out=np.zeros(len(count)), where=counted)
+        has_keys = count > 0
+        share = np.divide(1.0, count, out=np.zeros(len(count)), where=has_keys)
         rows, width = visible.shape
         queries, keys = np.arange(first, first + rows, dtype=np.int32), np.arange(width, dtype=np.int32)
         distances = abs(queries[:, None] - keys)
         distances *= visible
-        self.rows += int(counted.sum())
+        self.rows += int(has_keys.sum())
         for name, values in (
             ("entropy", np.log(np.maximum(count, 1))),
             ("confidence", share),

@@ -21,14 +21,14 @@ DEFAULT = re.compile(r"^export default (.*);\n", re.MULTILINE)
 @functools.cache
 def module() -> str:
     """The view as one ES module with `export default { render }`, the contract of anywidget."""
-    return f"{_joined((*views(), APP))}export default {_variable(APP)}.default;\n"
+    return f"{_join_modules((*views(), APP))}export default {_variable(APP)}.default;\n"
 
 
 @functools.cache
 def script(entry: str) -> str:
     """A file and everything that it imports, for a page of its own; with the view, also every file of js/views/."""
     order = _in_order((entry,))
-    return _joined((*views(), entry)) if APP in order else _joined((entry,))
+    return _join_modules((*views(), entry)) if APP in order else _join_modules((entry,))
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def _in_order(entries: tuple[str, ...]) -> list[str]:
     return order
 
 
-def _joined(entries: tuple[str, ...]) -> str:
+def _join_modules(entries: tuple[str, ...]) -> str:
     return "".join(map(_scoped, _in_order(entries)))
 
 

@@ -22,7 +22,7 @@ from ..models.structure.text_model import text_model
 from ..models.watching import EagerReading, Layer, Reading, Watch, watch
 
 BLOCK = 1 << 20  # weights in memory at once, of all heads of a layer together: about the cache of a core
-Off = Mapping[tuple[str, int], Sequence[int]]
+HeadsOff = Mapping[tuple[str, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def run(
         truncate: cut a text that is too long for the model.
         name: of the model, as shown.
         max_tokens: a longer text is refused.
-        stop: called before every attention layer; True ends the pass by raising `Stopped`.
+        stop: called before every attention layer; True ends the pass by raising `StoppedError`.
     """
     texts = [clean_text(raw) for raw in ((text,) if target is None else (text, target))]
     default_name, model, tokenizer = resolve(model, tokenizer)
@@ -177,13 +177,13 @@ def run(
         inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=body.device)
     masks = _head_masks(body, off)
     readings: Readings = {}
-    watched = _watch(body, _classes(body, read_texts, with_decoder), readings)
+    watcher = _watch(body, _classes(body, read_texts, with_decoder), readings)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_stop_hooks(body, stop))
         unmasked = body(**inputs) if masks else None
         for change in masks:
             stack.enter_context(change)
-        stack.enter_context(watched)
+        stack.enter_context(watcher)
         output = body(**inputs)
     masked_heads = masks[0].heads if masks else {}
     sites = {site.name: site for site in attention_sites(body)}
@@ -191,7 +191,7 @@ def run(
         _layer_record(
             readings[layer.key], layer, masked_heads.get(layer.key, []), with_decoder, _w_o(body, sites[layer.name])
         )
-        for layer in watched.layers
+        for layer in watcher.layers
     ]
     text_notes = [note for _, each_notes in encoded for note in each_notes]
     return Pass(
@@ -218,7 +218,7 @@ def _decoder_inputs(encoded: Any, config: Any) -> Any:
     return {name: [value, *encoded[name][:last]] for name, value in first.items() if name in encoded}
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The pass was ended, because nobody waits for it any more."""
 
 
@@ -228,7 +228,7 @@ def _stop_hooks(model: Any, stop: Callable[[], bool] | None) -> Iterator[None]:
 
     def check(module: Any, args: Any) -> None:
         if stop is not None and stop():
-            raise Stopped
+            raise StoppedError
 
     modules = {id(site.module): site.module for site in attention_sites(model)}
     hooks = [module.register_forward_pre_hook(check) for module in modules.values()] if stop is not None else []

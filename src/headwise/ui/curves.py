@@ -28,12 +28,12 @@ def save_curve(curve: Curve, path: Path) -> None:
 
 
 def _draw_curve(axes: Axes, curve: Curve) -> None:
-    removed = [100 * (1 - share) for share in curve.shares]
+    removed_percent = [100 * (1 - share) for share in curve.shares]
     for n, (name, table) in enumerate(curve.values.items()):
         colour, mark = LINES[n % len(LINES)]
         style: dict[str, Any] = {"color": colour, "marker": mark, "markersize": 4.5, "linewidth": 1.6}
-        axes.plot(removed, table.mean(0), label=name, zorder=3, **style)
-        axes.fill_between(removed, table.min(0), table.max(0), alpha=0.15, color=colour, linewidth=0)
+        axes.plot(removed_percent, table.mean(0), label=name, zorder=3, **style)
+        axes.fill_between(removed_percent, table.min(0), table.max(0), alpha=0.15, color=colour, linewidth=0)
     axes.axhline(curve.full.value, color="0.45", linestyle=(0, (4, 3)), linewidth=1, label="all heads", zorder=2)
     if curve.full.name == "perplexity":
         axes.set_yscale("log")

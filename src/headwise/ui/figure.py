@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import HeadwiseError
-from ..files import written
+from ..files import write_atomically
 from ..inspection import STATISTICS, Comparison, Inspection
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def matplotlib_style(rc: dict[Any, Any]) -> Iterator[None]:
 def _fonts() -> list[str]:
     from matplotlib.font_manager import fontManager
 
-    installed = set(fontManager.get_font_names())
-    return [font for font in FONTS if font in installed] or ["sans-serif"]
+    available = set(fontManager.get_font_names())
+    return [font for font in FONTS if font in available] or ["sans-serif"]
 
 
 def _figure(result: Inspection | Comparison, head: str | None, statistic: str) -> Figure:
@@ -84,7 +84,7 @@ def _figure(result: Inspection | Comparison, head: str | None, statistic: str) -
     axes = figure.subplots(1, len(inspections), squeeze=False)[0]
     for inspection, x, ax in zip(inspections, values, axes, strict=True):
         image = _head_matrix(ax, inspection, x, scale) if head is not None else _all_heads(ax, inspection, x, scale)
-        ax.set_title(_wrapped(inspection.text, width / len(inspections)), fontsize=10, loc="left", pad=10)
+        ax.set_title(_wrap(inspection.text, width / len(inspections)), fontsize=10, loc="left", pad=10)
     colourbar = figure.colorbar(image, ax=list(axes), aspect=30, pad=0.02, shrink=0.85)
     colourbar.outline.set_visible(False)
     name = f"weight, head {head}" if head is not None else f"{statistic}: {STATISTICS[statistic]}"
@@ -148,7 +148,7 @@ def _cells(ax: Axes, values: np.ndarray, scale: tuple[float, float]) -> Any:
     return image
 
 
-def _wrapped(text: str, inches: float) -> str:
+def _wrap(text: str, inches: float) -> str:
     import textwrap
 
     return "\n".join(textwrap.wrap(text.replace("$", r"\$"), max(int(inches * 10), 20))[:3])
@@ -160,5 +160,5 @@ def write(figure: Figure, path: Path) -> None:
     file_type = path.suffix[1:].lower() or "png"
     if file_type not in file_types:
         raise HeadwiseError(f"a picture cannot be {path.suffix!r}; name it .png, .svg or .pdf")
-    with written(path) as file:
+    with write_atomically(path) as file:
         figure.savefig(file, format=file_type, bbox_inches="tight", pad_inches=0.12)

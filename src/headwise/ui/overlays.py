@@ -16,7 +16,7 @@ from ..role_definitions import meaning
 from .capture import LayerRecord, Pass
 
 MOST_HEADS = 10_000  # of a layer; a table is as wide as the highest number
-EXPECTED = "{name: {kind: [[a number for each head] for each layer]}}, an atlas, or what headwise.importance gave"
+EXPECTED_FORM = "{name: {kind: [[a number for each head] for each layer]}}, an atlas, or what headwise.importance gave"
 
 
 @dataclass
@@ -38,7 +38,7 @@ def to_overlays(scores: Any) -> Overlays:
     if not isinstance(scores, Mapping) and hasattr(scores, "to_json"):  # an Atlas
         scores = scores.to_json()
     if not isinstance(scores, Mapping):
-        raise HeadwiseError(f"scores must be {EXPECTED}; got {type(scores).__name__}")
+        raise HeadwiseError(f"scores must be {EXPECTED_FORM}; got {type(scores).__name__}")
     if scores.get("headwise") == "atlas":
         return _from_atlas(scores)
     if isinstance(scores.get("heads"), list) and isinstance(scores.get("score"), str):
@@ -67,7 +67,7 @@ def _unique_name(name: str, source: str = "given") -> str:
 
 def _tables_by_kind(name: Any, kinds: Any) -> dict[str, Any]:
     if not isinstance(kinds, Mapping):
-        raise HeadwiseError(f"scores must be {EXPECTED}; got {type(kinds).__name__} for {name!r}")
+        raise HeadwiseError(f"scores must be {EXPECTED_FORM}; got {type(kinds).__name__} for {name!r}")
     return dict(kinds)
 
 

@@ -72,7 +72,7 @@ class Size:
     @property
     def cell(self) -> int:
         """Tokens per side of one cell of the reduced matrix."""
-        side = next((most for tokens, most in SIDES if self.longest <= tokens), LARGEST_SIDE)
+        side = next((largest_side for tokens, largest_side in SIDES if self.longest <= tokens), LARGEST_SIDE)
         return -(-self.longest // side)
 
 
@@ -136,8 +136,8 @@ class Reduced:
 
     def _wide(self, row: Tensor) -> Tensor:
         """(H, Tk) -> (H, columns, cell). Weights are never negative, so that padding with zeros changes nothing."""
-        rest = self.columns * self.cell - self.shape[2]
-        return torch.nn.functional.pad(row, (0, rest)).unflatten(-1, (self.columns, self.cell))
+        padding = self.columns * self.cell - self.shape[2]
+        return torch.nn.functional.pad(row, (0, padding)).unflatten(-1, (self.columns, self.cell))
 
     @property
     def mean(self) -> np.ndarray:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import html
-from ..files import written
+from ..files import write_atomically
 from . import bundle
 
 FULL_HEIGHT = "\nbody { margin: 0; }\n#headwise > .headwise { min-height: 100vh; }\n"
@@ -35,5 +35,5 @@ def page(
 
 def save(data: Any, path: str | Path, *, title: str = "headwise") -> None:
     """Write the page; it appears whole or not at all."""
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(page(data, title=title)[0], encoding="utf-8")

@@ -71,11 +71,11 @@ def run(
     equal = [baseline.statistics() for baseline in equals]
     overlays = to_overlays(scores)
     stats = [capture.statistics(record) for record in pass_.layers]
-    chosen = [parse_head(pass_, head) for head in heads]
+    requested = [parse_head(pass_, head) for head in heads]
     standouts = _standouts(pass_, stats, equal)
     follow = _follow(pass_, matrices)
     followed = [tuple(follow["head"])] if follow else []
-    order = list(dict.fromkeys([*chosen, *followed, *_first_of_each_kind(standouts), (0, 0)]))
+    order = list(dict.fromkeys([*requested, *followed, *_first_of_each_kind(standouts), (0, 0)]))
     return {
         "name": pass_.name,
         "text": pass_.text,
@@ -100,7 +100,7 @@ def run(
         "standouts": standouts,
         "roles": role_entries(pass_, overlays),
         "follow": follow,
-        "chosen": [list(at) for at in chosen],
+        "chosen": [list(key) for key in requested],
         "weights": weights,
         "steps": _steps(pass_, order[:1] if live else order, STEPS[size.form], all_heads=not live),
         "output": _outputs(pass_, order[:1] if live else order, PARTS[size.form]),
@@ -151,14 +151,14 @@ def parse_head(pass_: Pass, head: str) -> tuple[int, int]:
 
 
 def _text(text: Text) -> dict[str, Any]:
-    of = [0] * len(text.pieces)
+    word_of = [0] * len(text.pieces)
     for word, group in enumerate(text.words.pieces):
         for piece in group:
-            of[piece] = word
+            word_of[piece] = word
     return {
         "pieces": list(text.pieces),
         "words": list(text.words.names),
-        "of": of,
+        "of": word_of,
         "delimiter": [word for word, mark in enumerate(text.words.delimiter) if mark],
     }
 
@@ -209,13 +209,13 @@ def _inspections(pass_: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> lis
     inspections = []
     for rows in kinds.values():
         text = pass_.texts[pass_.layers[rows[0]].source]
-        most = max(len(stats[row]["entropy"]) for row in rows)
+        largest = max(len(stats[row]["entropy"]) for row in rows)
         inspection = Inspection(
             text=pass_.text,
             model=pass_.name,
             words=text.words,
             layers=tuple(rows),
-            stats={name: np.array([_padded(stats[row][name], most) for row in rows]) for name in STATISTICS},
+            stats={name: np.array([_pad(stats[row][name], largest) for row in rows]) for name in STATISTICS},
             weights=tuple(np.empty((len(stats[row]["entropy"]), 0, 0)) for row in rows),  # only their shapes are read
             equal={name: np.array([equal[row][name] for row in rows]) for name in STATISTICS},
             causal=_causal(pass_.layers[rows[0]]),
@@ -225,7 +225,7 @@ def _inspections(pass_: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> lis
     return inspections
 
 
-def _padded(values: np.ndarray, length: int) -> np.ndarray:
+def _pad(values: np.ndarray, length: int) -> np.ndarray:
     return np.pad(values, (0, length - len(values)), constant_values=np.nan)
 
 
@@ -252,12 +252,12 @@ def _standouts(pass_: Pass, stats: Sequence[Any], equal: Sequence[Any]) -> list[
 def _first_of_each_kind(standouts: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
     """The heads that stand out, the first of each kind before the second of any."""
     counts: dict[str, int] = {}
-    ranked = []
+    order = []
     for place, standout in enumerate(standouts):
         kind = standout["kind"]
         counts[kind] = counts.get(kind, 0) + 1
-        ranked.append((counts[kind], place, tuple(standout["head"])))
-    return [head for _, _, head in sorted(ranked)]
+        order.append((counts[kind], place, tuple(standout["head"])))
+    return [head for _, _, head in sorted(order)]
 
 
 def _follow(pass_: Pass, matrices: Sequence[np.ndarray]) -> dict[str, Any] | None:
@@ -347,8 +347,8 @@ def _bias(reading: Reading) -> tuple[dict[str, Any] | None, bool]:
     if mask is None:
         return None, True
     mask = mask[0].detach().cpu()
-    added = np.where(mask.numpy(), 0.0, -np.inf) if mask.dtype.is_floating_point is False else mask.float().numpy()
-    return {"shape": list(added.shape), "data": pack.f32(added)}, True
+    bias = np.where(mask.numpy(), 0.0, -np.inf) if mask.dtype.is_floating_point is False else mask.float().numpy()
+    return {"shape": list(bias.shape), "data": pack.f32(bias)}, True
 
 
 def _outputs(pass_: Pass, order: Sequence[tuple[int, int]], limit: int) -> list[dict[str, Any] | None]:
@@ -379,7 +379,7 @@ def output(record: LayerRecord, heads: Sequence[int], *, along: bool = True) -> 
         norms = (outputs @ per_head).norm(dim=-1)
     else:  # the same from the Gram matrix of W_O's rows, which is smaller
         norms = ((outputs @ (per_head @ per_head.transpose(1, 2))) * outputs).sum(-1).clamp(min=0).sqrt()
-    stored: dict[str, Any] = {
+    result: dict[str, Any] = {
         "norms": pack.f32(norms.numpy()) if along else pack.share_words(norms.numpy()),  # long texts: half the bytes
         "total": pack.f32(size.numpy()),
         "bias": None if bias is None else _number(float(bias.norm())),
@@ -388,5 +388,5 @@ def output(record: LayerRecord, heads: Sequence[int], *, along: bool = True) -> 
     }
     if along:
         dots = (outputs * (total @ per_head.transpose(1, 2))).sum(-1)
-        stored["along"] = pack.f32((dots / size.clamp(min=1e-30)).numpy())
-    return stored
+        result["along"] = pack.f32((dots / size.clamp(min=1e-30)).numpy())
+    return result

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HeadwiseError
-from .capture import Stopped
+from .capture import StoppedError
 from .page import page
 from .service import Service
 
@@ -72,7 +72,7 @@ class RequestQueue:
         try:
             async with self.turn:
                 if disconnected.is_set():
-                    raise Stopped
+                    raise StoppedError
                 return await asyncio.to_thread(self._answer, query, disconnected.is_set)
         finally:
             self.waiting -= 1
@@ -126,7 +126,7 @@ def application(service: Service, *, token: str | None = None) -> Starlette:
             return JSONResponse({"error": f"{MOST_WAITING} requests wait already; try again"}, 503)
         except TimeoutError:
             return JSONResponse({"error": f"a request must be whole within {BODY_SECONDS:g} seconds"}, 408)
-        except (Stopped, ClientDisconnect):  # nobody reads the answer
+        except (StoppedError, ClientDisconnect):  # nobody reads the answer
             return JSONResponse({"error": "stopped"}, 499)
         except HeadwiseError as error:
             return JSONResponse({"error": " ".join(str(error).split())}, 422)

@@ -15,7 +15,7 @@ from ..models.structure import attention_sites
 from ..models.structure.text_model import text_model
 from . import capture, payload
 from .ablation_effect import measure_effect
-from .capture import Pass, Stopped
+from .capture import Pass, StoppedError
 from .overlays import to_overlays
 
 MOST_PASSES = 8  # that are cached: two to compare, and some earlier ones
@@ -52,7 +52,7 @@ class Service:
         """
         self.names = list(models)
         self.target, self.scores = target, to_overlays(scores)
-        self._loaded = dict(models) if isinstance(models, Mapping) else {}
+        self._models = dict(models) if isinstance(models, Mapping) else {}
         self._passes: OrderedDict[tuple[str, ...], Pass] = OrderedDict()
         self.text, self.longest, self.tokens, self.seconds = text, longest, tokens, seconds
 
@@ -64,13 +64,13 @@ class Service:
     def load(self, name: str) -> tuple[Any, Any]:
         if name not in self.names:
             raise HeadwiseError(f"there is no model of that name here; there are {', '.join(self.names)}")
-        if name not in self._loaded:
+        if name not in self._models:
             _, model, tokenizer = resolve(name)
-            self._loaded[name] = model, tokenizer
-        return self._loaded[name]
+            self._models[name] = model, tokenizer
+        return self._models[name]
 
     def answer(self, request: Any, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """The answer to a request: a run, or the steps of one head. stop: checked often; True raises `Stopped`."""
+        """The answer to a request: a run, or the steps of one head. stop: checked often; True raises `StoppedError`."""
         if not isinstance(request, dict):
             raise HeadwiseError("a request is an object")
         fields = {name: request.get(name) or "" for name in ("ask", "text", "target", "model", "off", "head")}
@@ -85,16 +85,16 @@ class Service:
         name = fields["model"] or self.names[0]
         pass_ = self._pass(name, fields["text"], fields["target"], fields["off"][:10_000], stop)
         if fields["ask"] == "run":
-            return self._run(pass_, stop)
+            return self._run_payload(pass_, stop)
         if fields["ask"] == "steps":
             row, head = payload.parse_head(pass_, fields["head"])
             return {"steps": payload.steps(pass_.layers[row], [head])}
         raise HeadwiseError("ask for run or steps")
 
-    def _run(self, pass_: Pass, stop: Callable[[], bool]) -> dict[str, Any]:
+    def _run_payload(self, pass_: Pass, stop: Callable[[], bool]) -> dict[str, Any]:
         model, tokenizer = self.load(pass_.name)
         if stop():
-            raise Stopped
+            raise StoppedError
         scores = self.scores if pass_.name == self.names[0] else None
         return {**payload.run(pass_, live=True, scores=scores), "effect": measure_effect(pass_, model, tokenizer)}
 

@@ -13,7 +13,7 @@ from ..errors import HeadwiseError
 from ..inspection import SENTENCE
 from ..models.loading.resolve import resolve
 from . import bundle, capture, page
-from .capture import Pass, RunOptions, Stopped
+from .capture import Pass, RunOptions, StoppedError
 from .payload import data
 from .service import Service
 
@@ -173,7 +173,7 @@ def _widget_class() -> Any:
                 return
             try:
                 answer = self._service.answer(message.get("request"))
-            except (HeadwiseError, Stopped) as error:
+            except (HeadwiseError, StoppedError) as error:
                 answer = {"error": " ".join(str(error).split())}
             self.send({"number": message.get("number"), "answer": answer})
 

@@ -82,7 +82,7 @@ def lab_training_over_ranks_is_that_of_one_process(ranks: Ranks, folder: Path) -
         got = train(recipe, group=training_group(over))
         # Adam makes steps of one size out of gradients that are nothing but rounding, so weights need not be alike
         np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3, atol=5e-3)
-        assert same_weights(got.model, ranks)
+        assert same_weights(got.decoder, ranks)
 
 
 @check
@@ -90,12 +90,12 @@ def a_model_that_ranks_trained_is_found_in_the_lab_store(ranks: Ranks, folder: P
     from headwise.lab.store import TINY, Lab
 
     recipe: dict[str, Any] = {"task": "relations", "heads": 2, "seed": 1, "width": 12, "layers": 1, "batch": 7}
-    want = Lab(TINY).trained(**recipe)
+    want = Lab(TINY).model(**recipe)
     for over in ("ddp", "fsdp"):
         lab, later = (Lab(TINY, work=folder / "lab" / over, ranks=ranks, over=over) for _ in range(2))
-        got, resumed = lab.trained(**recipe), later.trained(**recipe)
+        got, resumed = lab.model(**recipe), later.model(**recipe)
         np.testing.assert_allclose(got.curve, want.curve, rtol=1e-3, atol=5e-3)
-        assert len(lab.made) == 1 and not later.made and same_weights(resumed.model, ranks)
+        assert len(lab.new_pieces) == 1 and not later.new_pieces and same_weights(resumed.decoder, ranks)
         np.testing.assert_array_equal(resumed.curve[-1], got.curve[-1])
 
 

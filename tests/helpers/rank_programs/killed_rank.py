@@ -26,18 +26,18 @@ ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 calls = {"measured": 0, "scored": 0}
 
 
-def count_calls(what: str, call: Any, kill: bool) -> Any:
+def count_calls(name: str, call: Any, kill: bool) -> Any:
     """The same function, which writes down its calls, and kills this process at the third."""
 
-    def counted(*args: Any, **options: Any) -> Any:
-        if kill and calls[what] == 2:
+    def counting_call(*args: Any, **options: Any) -> Any:
+        if kill and calls[name] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         result = call(*args, **options)
-        calls[what] += 1
+        calls[name] += 1
         (FOLDER / f"attempt-{ATTEMPT}-rank-{os.environ['RANK']}.json").write_text(json.dumps(calls))
         return result
 
-    return counted
+    return counting_call
 
 
 # small batches, and a checkpoint after each

@@ -35,7 +35,7 @@ END_LIMIT = 45.0  # seconds in which every orphan must have ended
 OUTPUT = ["atlas.json", "atlas.json.sums.safetensors"]
 
 # small batches, and a checkpoint after each
-corpus.PAIRS, corpus_run.EVERY = 1 << 10, -1.0
+corpus.PAIRS, corpus_run.SAVE_EVERY = 1 << 10, -1.0
 
 
 @functools.cache

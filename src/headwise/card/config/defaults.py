@@ -16,7 +16,7 @@ from . import keys
 PATH = Path(__file__).with_name("defaults.tsv")
 
 # The Transformer of 2017 has no config in transformers; sources/presets.py writes one.
-OWN: dict[str, dict[str, Any]] = {
+OWN_TYPES: dict[str, dict[str, Any]] = {
     "transformer-2017": {"_base": "TransformerModel", "_generates": "TransformerForConditionalGeneration"}
 }
 
@@ -45,8 +45,8 @@ def is_known(model_type: str) -> bool:
 @cache
 def defaults(model_type: str) -> dict[str, Any]:
     """The default config of a model type; empty for a type that transformers does not know."""
-    if model_type in OWN:
-        return OWN[model_type]
+    if model_type in OWN_TYPES:
+        return OWN_TYPES[model_type]
     row = _row(model_type)
     return json.loads(row) if row else {}
 

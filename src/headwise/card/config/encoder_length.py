@@ -55,8 +55,8 @@ def _stages(side: int, patch: int, halvings: int) -> int:
 def _sides(vision: Node) -> Iterator[int]:
     """Height and width in pixels: a config has one number for both, or two."""
     size = vision.value("image_size")
-    both = size if isinstance(size, list) and len(size) == 2 else [vision.amount("image_size")] * 2
-    return (side if isinstance(side, int) and 0 < side < 10**6 else 0 for side in both)
+    sides = size if isinstance(size, list) and len(size) == 2 else [vision.amount("image_size")] * 2
+    return (side if isinstance(side, int) and 0 < side < 10**6 else 0 for side in sides)
 
 
 FIXED: dict[str, Callable[[Node], int | None]] = {

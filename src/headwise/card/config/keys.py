@@ -104,5 +104,5 @@ ATTENTIONS_PER_LAYER = {"longcat_flash": 2}
 # Where a usual name means something else: there hidden_size is the width that leaves the tower.
 OWN_WIDTH = {"qwen2_vl_vision": ("embed_dim",)}
 
-# Attention over a concatenation: heads divide so many times the width.
+# Attention over a concatenation: heads divide this multiple of the width.
 TIMES_WIDTH = {"zamba": 2, "zamba2": 2}

@@ -15,19 +15,19 @@ def layer_words(node: Node, depth: int) -> list[str] | None:
     A list in the file comes first, then the shorthands of raw files, then the list that the type assumes.
     """
     for key in keys.LAYER_LISTS:
-        if node.has(key) and (listed := _words(node.raw[key])):
-            return stretched(listed, depth)
-    if made := _blocks(node, depth):
-        return made
+        if node.has(key) and (words := _words(node.raw[key])):
+            return stretch(words, depth)
+    if words := _blocks(node, depth):
+        return words
     for key, rule in SHORTHANDS:
-        if node.has(key) and (made := rule(node, depth)):
-            return made
+        if node.has(key) and (words := rule(node, depth)):
+            return words
     for key in keys.LAYER_LISTS:
         if assumed := _words(node.assumed.get(key)):
-            return stretched(assumed, depth)
+            return stretch(assumed, depth)
     for key, rule in SHORTHANDS:
-        if node.value(key) is not None and (made := rule(node, depth)):
-            return made
+        if node.value(key) is not None and (words := rule(node, depth)):
+            return words
     return None
 
 
@@ -38,16 +38,16 @@ def _blocks(node: Node, depth: int) -> list[str]:
         return []
     entries = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
     plain = [attention if isinstance(attention, dict) else {} for attention in entries]
-    gone = ("no_op", "replace_with_linear")
-    return [next((word for word in gone if attention.get(word)), "full_attention") for attention in plain]
+    without_attention = ("no_op", "replace_with_linear")
+    return [next((word for word in without_attention if attention.get(word)), "full_attention") for attention in plain]
 
 
-def numbered(got: Any) -> set[int]:
+def layer_numbers(got: Any) -> set[int]:
     """The numbers of layers that a list names; a file may name millions."""
     return {i for i in got if isinstance(i, int)} if isinstance(got, list) else set()
 
 
-def stretched(values: list[Any], depth: int) -> list[Any]:
+def stretch(values: list[Any], depth: int) -> list[Any]:
     """A list repeated or cut to the number of layers."""
     return [values[i % len(values)] for i in range(depth)]
 
@@ -56,23 +56,23 @@ def _words(got: Any) -> list[str]:
     return got if isinstance(got, list) and got and all(isinstance(word, str) for word in got) else []
 
 
-def _every(node: Node, depth: int, key: str, hit: str, miss: str, at: int = -1) -> list[str]:
+def _periodic(node: Node, depth: int, key: str, hit: str, miss: str, offset: int = -1) -> list[str]:
     """One layer in `key` is a hit: the last of each run, or the one at an offset."""
-    step = node.amount(key, most=depth + 10_000) or 0
-    return [hit if step and i % step == at % step else miss for i in range(depth)] if step else []
+    step = node.amount(key, largest=depth + 10_000) or 0
+    return [hit if step and i % step == offset % step else miss for i in range(depth)] if step else []
 
 
 def _pattern(node: Node, depth: int) -> list[str]:
     pattern = node.value("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:  # EXAONE: "LLLG"
         return ["full_attention" if pattern[i % len(pattern)] == "G" else "sliding_attention" for i in range(depth)]
-    return _every(node, depth, "sliding_window_pattern", "full_attention", "sliding_attention")
+    return _periodic(node, depth, "sliding_window_pattern", "full_attention", "sliding_attention")
 
 
 def _global_every(node: Node, depth: int) -> list[str]:
     """ModernBERT counts from the first layer, others from the last of each run."""
-    at = 0 if node.model_type.startswith("modernbert") else -1
-    return _every(node, depth, "global_attn_every_n_layers", "global", "local", at=at)
+    offset = 0 if node.model_type.startswith("modernbert") else -1
+    return _periodic(node, depth, "global_attn_every_n_layers", "global", "local", offset=offset)
 
 
 def _neo(node: Node, depth: int) -> list[str]:
@@ -82,14 +82,14 @@ def _neo(node: Node, depth: int) -> list[str]:
         words = [word for kinds, times in got for _ in range(min(int(times), depth)) for word in kinds]
     except (TypeError, ValueError):
         return []
-    return stretched(words, depth) if words else []
+    return stretch(words, depth) if words else []
 
 
 def _indices(key: str, hit: str, miss: str) -> Callable[[Node, int], list[str]]:
     def rule(node: Node, depth: int) -> list[str]:
         got = node.value(key)
-        chosen = numbered(got)
-        return [hit if i in chosen else miss for i in range(depth)] if isinstance(got, list) else []
+        numbers = layer_numbers(got)
+        return [hit if i in numbers else miss for i in range(depth)] if isinstance(got, list) else []
 
     return rule
 
@@ -105,14 +105,14 @@ def _no_rope(node: Node, depth: int) -> list[str]:
     got = node.value("no_rope_layers")
     if "attention_chunk_size" not in node.assumed or not isinstance(got, list) or not got:
         return []
-    return ["chunked_attention" if rope else "full_attention" for rope in stretched(got, depth)]
+    return ["chunked_attention" if rope else "full_attention" for rope in stretch(got, depth)]
 
 
 def _latest(node: Node, depth: int) -> list[str]:
     """Qwen 2: with use_sliding_window, layers from max_window_layers on slide."""
     if not node.flag("use_sliding_window") or "layer_types" not in node.assumed:
         return []
-    first = node.amount("max_window_layers", most=10**9) or 0
+    first = node.amount("max_window_layers", largest=10**9) or 0
     return ["sliding_attention" if i >= first else "full_attention" for i in range(depth)]
 
 
@@ -120,16 +120,18 @@ SHORTHANDS: tuple[tuple[str, Callable[[Node, int], list[str]]], ...] = (
     ("sliding_window_pattern", _pattern),
     (
         "_sliding_window_pattern",
-        lambda n, d: _every(n, d, "_sliding_window_pattern", "full_attention", "sliding_attention"),
+        lambda n, d: _periodic(n, d, "_sliding_window_pattern", "full_attention", "sliding_attention"),
     ),
     ("global_attn_every_n_layers", _global_every),
     (
         "full_attention_interval",
-        lambda n, d: _every(n, d, "full_attention_interval", "full_attention", "linear_attention"),
+        lambda n, d: _periodic(n, d, "full_attention_interval", "full_attention", "linear_attention"),
     ),
     (
         "attn_layer_period",
-        lambda n, d: _every(n, d, "attn_layer_period", "attention", "mamba", at=n.amount("attn_layer_offset") or 0),
+        lambda n, d: _periodic(
+            n, d, "attn_layer_period", "attention", "mamba", offset=n.amount("attn_layer_offset") or 0
+        ),
     ),
     ("attn_layer_indices", _indices("attn_layer_indices", "attention", "mamba")),
     ("full_attn_idxs", _indices("full_attn_idxs", "full_attention", "conv")),
@@ -146,39 +148,39 @@ def sparse_layers(node: Node, depth: int) -> list[bool]:
     """Which layers send tokens to experts, by the first of these that the config has."""
     words = _words(node.value("mlp_layer_types"))
     if node.has("mlp_layer_types") and words:
-        return [word not in ("dense", "mlp") for word in stretched(words, depth)]
-    listed = node.value("moe_layers")
-    if isinstance(listed, list):
-        chosen = numbered(listed)
-        return [i in chosen for i in range(depth)]
-    made = [True] * depth
-    for rule in (_first_dense, _sparse_step, _interval, _period, _listed_dense):
-        made = [a and b for a, b in zip(made, rule(node, depth), strict=True)]
-    if words and made == [True] * depth:  # the list that the type assumes, stretched at its end
+        return [word not in ("dense", "mlp") for word in stretch(words, depth)]
+    moe_layers = node.value("moe_layers")
+    if isinstance(moe_layers, list):
+        numbers = layer_numbers(moe_layers)
+        return [i in numbers for i in range(depth)]
+    sparse = [True] * depth
+    for rule in (_first_dense, _sparse_step, _interval, _period, _dense_list):
+        sparse = [a and b for a, b in zip(sparse, rule(node, depth), strict=True)]
+    if words and sparse == [True] * depth:  # the list that the type assumes, stretched at its end
         return [(words[i] if i < len(words) else words[-1]) not in ("dense", "mlp") for i in range(depth)]
-    return made
+    return sparse
 
 
 def _first_dense(node: Node, depth: int) -> list[bool]:
     """DeepSeek: the first k layers are dense, then every moe_layer_freq-th is sparse (a list: one entry per layer)."""
-    first = node.amount("first_k_dense_replace", "num_dense_layers", most=10**9) or 0
+    first = node.amount("first_k_dense_replace", "num_dense_layers", largest=10**9) or 0
     freq = node.value("moe_layer_freq")
     if isinstance(freq, list):
         return [bool(freq[i]) if i < len(freq) else True for i in range(depth)]
-    every = freq if isinstance(freq, int) and freq > 0 else 1
-    return [i >= first and i % every == 0 for i in range(depth)]
+    step = freq if isinstance(freq, int) and freq > 0 else 1
+    return [i >= first and i % step == 0 for i in range(depth)]
 
 
 def _sparse_step(node: Node, depth: int) -> list[bool]:
-    step = node.amount("decoder_sparse_step", "interleave_moe_layer_step", most=10**9)
+    step = node.amount("decoder_sparse_step", "interleave_moe_layer_step", largest=10**9)
     if step is None:
         return [True] * depth
     return [step > 0 and (i + 1) % step == 0 for i in range(depth)]
 
 
 def _interval(node: Node, depth: int) -> list[bool]:
-    """ERNIE 4.5: from a first layer to a last, every so many."""
-    start, end = node.amount("moe_layer_start_index", most=10**9), node.value("moe_layer_end_index")
+    """ERNIE 4.5: from a first layer to a last, one in every interval."""
+    start, end = node.amount("moe_layer_start_index", largest=10**9), node.value("moe_layer_end_index")
     if start is None:
         return [True] * depth
     last = end if isinstance(end, int) and end >= 0 else depth - 1
@@ -188,10 +190,10 @@ def _interval(node: Node, depth: int) -> list[bool]:
 
 def _period(node: Node, depth: int) -> list[bool]:
     """Jamba: one layer in a period, at an offset."""
-    step, at = node.amount("expert_layer_period"), node.amount("expert_layer_offset") or 0
-    return [i % step == at for i in range(depth)] if step else [True] * depth
+    step, offset = node.amount("expert_layer_period"), node.amount("expert_layer_offset") or 0
+    return [i % step == offset for i in range(depth)] if step else [True] * depth
 
 
-def _listed_dense(node: Node, depth: int) -> list[bool]:
-    dense = numbered(node.value("mlp_only_layers"))
+def _dense_list(node: Node, depth: int) -> list[bool]:
+    dense = layer_numbers(node.value("mlp_only_layers"))
     return [i not in dense for i in range(depth)]

@@ -29,8 +29,8 @@ class Stack:
     def depth(self) -> int:
         return self.numbers.get("blocks") or self.numbers["layers"] or 0
 
-    def read(self, name: str, keys: Keys, *, least: int = 0, most: int = LARGEST) -> int | None:
-        number, source = self.node.number(*keys, least=least, most=most)
+    def read(self, name: str, keys: Keys, *, least: int = 0, largest: int = LARGEST) -> int | None:
+        number, source = self.node.number(*keys, least=least, largest=largest)
         return self.note(name, number, source)
 
     def note(self, name: str, number: int | None, source: Source | None) -> int | None:
@@ -39,153 +39,155 @@ class Stack:
             self.sources[name] = source
         return number
 
-    def derive(self, name: str, number: int | None, how: str) -> int | None:
-        return self.note(name, number, Source("derived", how))
+    def derive(self, name: str, number: int | None, rule: str) -> int | None:
+        return self.note(name, number, Source("derived", rule))
 
 
-def stack(node: Node, side: str = "", *, causal: bool = False, cross: bool = False) -> tuple[Stack, Attention]:
+def read_stack(node: Node, side: str = "", *, causal: bool = False, cross: bool = False) -> tuple[Stack, Attention]:
     """The numbers of a config's stack and each of its layers."""
-    own = Stack(node, side, causal, cross)
+    stack = Stack(node, side, causal, cross)
     layers, heads, ffn = names.SIDES.get(side, (names.LAYERS, (), ()))
-    own.read("width", names.OWN_WIDTH.get(node.model_type, names.WIDTH), least=1)
-    own.read("layers", layers, most=MOST_LAYERS)
-    own.read("query_heads", heads + names.HEADS, least=1)
-    _depth(own)
-    _kv_heads(own)
-    _head_dim(own)
-    own.read("ffn", ffn + names.FFN)
-    _ffn(own)
-    own.read("vocab", names.VOCAB)
-    own.read("context", names.CONTEXT)
-    if own.read("experts", names.EXPERTS):
-        own.read("experts_per_token", names.EXPERTS_PER_TOKEN)
-        own.read("expert_ffn", names.EXPERT_FFN)
-        own.read("shared_experts", names.SHARED_EXPERTS)
-    return own, Attention(tuple(_layers(own)))
+    stack.read("width", names.OWN_WIDTH.get(node.model_type, names.WIDTH), least=1)
+    stack.read("layers", layers, largest=MOST_LAYERS)
+    stack.read("query_heads", heads + names.HEADS, least=1)
+    _depth(stack)
+    _kv_heads(stack)
+    _head_dim(stack)
+    stack.read("ffn", ffn + names.FFN)
+    _ffn(stack)
+    stack.read("vocab", names.VOCAB)
+    stack.read("context", names.CONTEXT)
+    if stack.read("experts", names.EXPERTS):
+        stack.read("experts_per_token", names.EXPERTS_PER_TOKEN)
+        stack.read("expert_ffn", names.EXPERT_FFN)
+        stack.read("shared_experts", names.SHARED_EXPERTS)
+    return stack, Attention(tuple(_layers(stack)))
 
 
-def _depth(own: Stack) -> None:
+def _depth(stack: Stack) -> None:
     """The number of blocks: the stages of a pyramid add up, LongCat has two attentions per layer."""
-    node, numbers = own.node, own.numbers
-    listed = node.sequence("depths") or node.sequence("block_sizes")
+    node, numbers = stack.node, stack.numbers
+    stages = node.sequence("depths") or node.sequence("block_sizes")
     if times := names.ATTENTIONS_PER_LAYER.get(node.model_type):
-        own.derive(
+        stack.derive(
             "layers", min(times * (numbers["layers"] or 0), MOST_LAYERS), f"{times} attentions for each of num_layers"
         )
     elif numbers["layers"] is None and (words := node.sequence("layers_block_type") or node.sequence("layer_types")):
-        own.derive("layers", min(len(words), MOST_LAYERS), "the number of entries of the list of layer types")
-    if listed and all(isinstance(n, int) and 0 <= n <= MOST_LAYERS for n in listed) and len(listed) < 100:
-        total = min(sum(listed), MOST_LAYERS)
+        stack.derive("layers", min(len(words), MOST_LAYERS), "the number of entries of the list of layer types")
+    if stages and all(isinstance(n, int) and 0 <= n <= MOST_LAYERS for n in stages) and len(stages) < 100:
+        total = min(sum(stages), MOST_LAYERS)
         if numbers["layers"] is None or node.sequence("block_sizes"):
-            own.derive("layers", total, "the sum over the stages")
-        own.derive("blocks", total, "the sum over the stages")
+            stack.derive("layers", total, "the sum over the stages")
+        stack.derive("blocks", total, "the sum over the stages")
 
 
-def _kv_heads(own: Stack) -> None:
-    node, query = own.node, own.numbers["query_heads"]
+def _kv_heads(stack: Stack) -> None:
+    node, query = stack.node, stack.numbers["query_heads"]
     if query is None:
         return
     nested = node.value("attn_config")
     if isinstance(nested, dict) and isinstance(nested.get("kv_n_heads"), int):
-        own.note("kv_heads", nested["kv_n_heads"], Source("read", node.place("attn_config.kv_n_heads")))
+        stack.note("kv_heads", nested["kv_n_heads"], Source("read", node.place("attn_config.kv_n_heads")))
     elif node.model_type in ("falcon", "RefinedWeb", "RefinedWebModel"):
-        _falcon(own, query)
+        _falcon(stack, query)
     elif node.has("multi_query_group_num"):  # ChatGLM
-        grouped = node.flag("multi_query_attention")
-        own.read("kv_heads", ("multi_query_group_num",), least=1) if grouped else _same(own, query)
+        multi_query = node.flag("multi_query_attention")
+        stack.read("kv_heads", ("multi_query_group_num",), least=1) if multi_query else _as_many_as_query(stack, query)
     elif node.flag("multi_query"):
-        own.note("kv_heads", 1, Source("derived", "multi_query: one key/value head for all"))
+        stack.note("kv_heads", 1, Source("derived", "multi_query: one key/value head for all"))
     elif node.model_type == "gpt_bigcode":  # its number of KV heads is used only with multi_query
-        _same(own, query)
-    elif own.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
-        own.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
+        _as_many_as_query(stack, query)
+    elif stack.side == "decoder" and node.value("decoder_num_key_value_heads") is not None:
+        stack.read("kv_heads", ("decoder_num_key_value_heads",), least=1)
     elif (
-        own.read("kv_heads", ("encoder_num_key_value_heads",) * (own.side == "encoder") + names.KV_HEADS, least=1)
+        stack.read("kv_heads", ("encoder_num_key_value_heads",) * (stack.side == "encoder") + names.KV_HEADS, least=1)
         is None
     ):
-        _same(own, query)
+        _as_many_as_query(stack, query)
     if node.map.get("num_key_value_heads") in ("encoder_attention_heads", "num_attention_heads"):
-        _same(own, query)
+        _as_many_as_query(stack, query)
 
 
-def _same(own: Stack, query: int) -> None:
-    own.derive("kv_heads", query, "as many as query heads, since the config has no other number")
+def _as_many_as_query(stack: Stack, query: int) -> None:
+    stack.derive("kv_heads", query, "as many as query heads, since the config has no other number")
 
 
-def _falcon(own: Stack, query: int) -> None:
+def _falcon(stack: Stack, query: int) -> None:
     """num_kv_heads is used only in the new architecture; multi_query means one KV head."""
-    if own.node.flag("new_decoder_architecture"):
-        if own.read("kv_heads", ("num_kv_heads", "n_head_kv"), least=1) is None:
-            _same(own, query)
-    elif own.node.flag("multi_query"):
-        own.derive("kv_heads", 1, "multi_query without new_decoder_architecture: one key/value head for all")
+    if stack.node.flag("new_decoder_architecture"):
+        if stack.read("kv_heads", ("num_kv_heads", "n_head_kv"), least=1) is None:
+            _as_many_as_query(stack, query)
+    elif stack.node.flag("multi_query"):
+        stack.derive("kv_heads", 1, "multi_query without new_decoder_architecture: one key/value head for all")
     else:
-        _same(own, query)
+        _as_many_as_query(stack, query)
 
 
-def _head_dim(own: Stack) -> None:
-    node, query, width = own.node, own.numbers["query_heads"], own.numbers["width"]
+def _head_dim(stack: Stack) -> None:
+    node, query, width = stack.node, stack.numbers["query_heads"], stack.numbers["width"]
     rope, nope = node.amount("qk_rope_head_dim"), node.amount("qk_nope_head_dim")
-    own.read("latent", ("kv_lora_rank",))
-    if own.numbers["latent"] and rope is not None and nope is not None:
-        own.derive("head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim (head_dim in the file is RoPE's)")
-        own.read("value_dim", ("v_head_dim",), least=1)
-        own.derive("kv_heads", query, "MLA: every head has its own keys and values, computed from one latent")
-        own.derive(
-            "latent", own.numbers["latent"] + rope, "kv_lora_rank + qk_rope_head_dim, cached per token and layer"
+    stack.read("latent", ("kv_lora_rank",))
+    if stack.numbers["latent"] and rope is not None and nope is not None:
+        stack.derive("head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim (head_dim in the file is RoPE's)")
+        stack.read("value_dim", ("v_head_dim",), least=1)
+        stack.derive("kv_heads", query, "MLA: every head has its own keys and values, computed from one latent")
+        stack.derive(
+            "latent", stack.numbers["latent"] + rope, "kv_lora_rank + qk_rope_head_dim, cached per token and layer"
         )
         return
-    own.numbers["latent"] = None
-    own.sources.pop("latent", None)
-    if own.read("head_dim", names.HEAD_DIM, least=1) is None and query and width:
+    stack.numbers["latent"] = None
+    stack.sources.pop("latent", None)
+    if stack.read("head_dim", names.HEAD_DIM, least=1) is None and query and width:
         wide = width * names.TIMES_WIDTH.get(node.model_type, 1)
-        own.derive("head_dim", max(wide // query, 1), f"width / query heads: {wide} / {query}")
-    own.read("value_dim", ("v_head_dim",), least=1)
+        stack.derive("head_dim", max(wide // query, 1), f"width / query heads: {wide} / {query}")
+    stack.read("value_dim", ("v_head_dim",), least=1)
 
 
-def _ffn(own: Stack) -> None:
-    node, width = own.node, own.numbers["width"]
-    if own.numbers["ffn"] is None and width:
+def _ffn(stack: Stack) -> None:
+    node, width = stack.node, stack.numbers["width"]
+    if stack.numbers["ffn"] is None and width:
         ratio = node.value("mlp_ratio", "expansion_ratio")
         if isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 < ratio < 1e6:
-            own.derive("ffn", int(width * ratio), f"mlp_ratio x width: {ratio} x {width}")
+            stack.derive("ffn", int(width * ratio), f"mlp_ratio x width: {ratio} x {width}")
         elif "n_inner" in node.assumed or "ffn_hidden_size" in node.assumed or node.model_type in FOURFOLD:
-            own.derive("ffn", 4 * width, "4 x width, since the config has no other number")
+            stack.derive("ffn", 4 * width, "4 x width, since the config has no other number")
 
 
 FOURFOLD = ("falcon", "bloom", "gpt2", "gptj", "gpt_neo", "codegen", "gpt_bigcode", "RefinedWeb", "RefinedWebModel")
 
 
-def _layers(own: Stack) -> list[Layer]:
-    depth, node = own.depth, own.node
+def _layers(stack: Stack) -> list[Layer]:
+    depth, node = stack.depth, stack.node
     words = layer_types.layer_words(node, depth)
-    window = _window(own)
-    if own.numbers["query_heads"] is None or node.model_type in names.NO_ATTENTION:
+    window = _window(stack)
+    if stack.numbers["query_heads"] is None or node.model_type in names.NO_ATTENTION:
         mixers = words or [node.model_type or "no attention"] * depth
-        return [Layer(i, own.numbers["width"] or 0, kind="none", mixer=word) for i, word in enumerate(mixers)]
-    stages = _stages(own, depth)
+        return [Layer(i, stack.numbers["width"] or 0, kind="none", mixer=word) for i, word in enumerate(mixers)]
+    stages = _stages(stack, depth)
     first_shared = depth - (node.amount("num_kv_shared_layers") or 0)
-    cross = _cross(own, depth)
-    made = []
+    cross = _cross(stack, depth)
+    layers = []
     for i in range(depth):
-        base = _plain(own, i, words[i] if words else None, window) | stages[i] | {"causal": own.causal}
+        base = _plain(stack, i, words[i] if words else None, window) | stages[i] | {"causal": stack.causal}
         layer = Layer(index=i, **base, shares=i >= first_shared > 0)
         if cross[i] != "instead":
-            made.append(layer)
+            layers.append(layer)
         if cross[i]:
-            wide = {k: v for k, v in base.items() if k not in ("kind", "window", "causal")} | _cross_heads(node)
-            made.append(Layer(index=i, **wide, role="cross"))
-    return made
+            cross_numbers = {k: v for k, v in base.items() if k not in ("kind", "window", "causal")} | _cross_heads(
+                node
+            )
+            layers.append(Layer(index=i, **cross_numbers, role="cross"))
+    return layers
 
 
-def _plain(own: Stack, i: int, word: str | None, window: int | None) -> dict[str, Any]:
+def _plain(stack: Stack, i: int, word: str | None, window: int | None) -> dict[str, Any]:
     """The numbers of one layer: its own before those of its kind before those of the stack."""
-    node, numbers = own.node, own.numbers
+    node, numbers = stack.node, stack.numbers
     kind = _kind(word, window, node)
     heads = {"query": numbers["query_heads"], "kv": numbers.get("kv_heads"), "dim": numbers.get("head_dim")}
     if kind == "linear":
         heads = _linear(node, heads)
-    heads |= _by_kind(node, kind) | _by_layer(own, i)
+    heads |= _by_kind(node, kind) | _by_layer(stack, i)
     dim = heads["dim"] or 1
     value_dim = numbers.get("value_dim") if kind != "linear" else heads.get("value_dim")
     if kind == "sliding" and (swa := node.amount("swa_v_head_dim")):
@@ -260,31 +262,31 @@ def _by_kind(node: Node, kind: str) -> dict[str, int | None]:
 GLOBAL_512 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text", "embedding_gemma2_text")
 
 
-def _by_layer(own: Stack, i: int) -> dict[str, int | None]:
+def _by_layer(stack: Stack, i: int) -> dict[str, int | None]:
     """Lists with one entry per layer (OpenELM, Laguna), and Gemma 4's per_layer_config."""
-    node, depth = own.node, own.depth
+    node, depth = stack.node, stack.depth
     numbers: dict[str, int | None] = {}
     for name, keys in PER_LAYER.items():
         for key in keys:
-            listed = node.raw.get(key)
-            if isinstance(listed, list) and len(listed) == depth:
+            values = node.raw.get(key)
+            if isinstance(values, list) and len(values) == depth:
                 source = Source("read", f"{node.place(key)}[{i}]")
-                numbers[name] = node._whole(source, listed[i], 1, LARGEST)
+                numbers[name] = node._whole(source, values[i], 1, LARGEST)
                 break
-    numbers |= _block(own, i)
+    numbers |= _block(stack, i)
     table = node.raw.get("per_layer_config")
-    own_row = next((table[k] for k in (f"{i:02d}", str(i)) if k in table), None) if isinstance(table, dict) else None
-    if isinstance(own_row, dict):
+    row = next((table[k] for k in (f"{i:02d}", str(i)) if k in table), None) if isinstance(table, dict) else None
+    if isinstance(row, dict):
         for name, key in (("query", "num_attention_heads"), ("kv", "num_key_value_heads"), ("dim", "head_dim")):
-            if own_row.get(key) is not None:
+            if row.get(key) is not None:
                 source = Source("read", f"{node.place('per_layer_config')}.{i}.{key}")
-                numbers[name] = node._whole(source, own_row[key], 1, LARGEST)
+                numbers[name] = node._whole(source, row[key], 1, LARGEST)
     return numbers
 
 
-def _block(own: Stack, i: int) -> dict[str, int | None]:
+def _block(stack: Stack, i: int) -> dict[str, int | None]:
     """Nemotron-NAS gives the size of a layer's groups instead of its KV heads."""
-    blocks, query = own.node.raw.get("block_configs"), own.numbers["query_heads"]
+    blocks, query = stack.node.raw.get("block_configs"), stack.numbers["query_heads"]
     attention = blocks[i].get("attention") if isinstance(blocks, list) and _is_dict(blocks, i) else None
     group = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
     if not isinstance(group, int) or isinstance(group, bool) or group < 1 or not query:
@@ -296,43 +298,43 @@ def _is_dict(blocks: list[Any], i: int) -> bool:
     return i < len(blocks) and isinstance(blocks[i], dict)
 
 
-def _stages(own: Stack, depth: int) -> list[dict[str, Any]]:
+def _stages(stack: Stack, depth: int) -> list[dict[str, Any]]:
     """A pyramid's stages (Swin, SegFormer): heads and width change with the stage."""
-    node, plain = own.node, [dict[str, Any]() for _ in range(depth)]
+    node, plain = stack.node, [dict[str, Any]() for _ in range(depth)]
     depths = node.sequence("depths")
     heads = next((got for key in ("num_heads", "num_attention_heads") if (got := node.sequence(key))), None)
     if not depths or not heads or len(heads) != len(depths):
         return plain
     widths = node.sequence("hidden_sizes") or node.sequence("embed_dims") or node.sequence("embed_dim")
-    first = node.amount("embed_dim") or own.numbers["width"] or 1
-    at = 0
+    first = node.amount("embed_dim") or stack.numbers["width"] or 1
+    first_layer = 0
     for stage, (count, number) in enumerate(zip(depths, heads, strict=True)):
         width = widths[stage] if widths and len(widths) == len(depths) else first * 2**stage
         if not (
             isinstance(width, int) and isinstance(number, int) and isinstance(count, int) and number > 0 and width > 0
         ):
             raise CheckpointError(f"{node.place('depths')} and its heads must be whole numbers, got stage {stage}")
-        for i in range(at, min(at + count, depth)):
+        for i in range(first_layer, min(first_layer + count, depth)):
             dim = max(width // number, 1)
             plain[i] = {"width": width, "query": number, "kv": number, "dim": dim, "value_dim": dim}
-        at += count
+        first_layer += count
     return plain
 
 
-def _window(own: Stack) -> int | None:
+def _window(stack: Stack) -> int | None:
     """How many keys a query of a windowed layer may attend to, its own included."""
-    node = own.node
+    node = stack.node
     if node.model_type.startswith("llama4") or node.has("attention_chunk_size"):
-        return own.read("window", ("attention_chunk_size",), least=1)
+        return stack.read("window", ("attention_chunk_size",), least=1)
     if (patches := _image_window(node)) is not None:
-        return own.derive("window", patches, "a square window of the image, in patches")
+        return stack.derive("window", patches, "a square window of the image, in patches")
     keys = [key for key in names.WINDOW if not (key == "window_size" and node.model_type not in TOKEN_WINDOWS)]
     got, source = node.find(*keys)
     if isinstance(got, bool) or got is None or isinstance(got, list) or got == 0 or got == -1:
         return None
     if node.value("use_sliding_window") is False and source is not None and source.detail.endswith("sliding_window"):
         return None
-    return own.note("window", node._whole(source, got, 1, LARGEST), source)
+    return stack.note("window", node._whole(source, got, 1, LARGEST), source)
 
 
 def _image_window(node: Node) -> int | None:
@@ -350,13 +352,15 @@ def _image_window(node: Node) -> int | None:
 TOKEN_WINDOWS = ("gpt_neo",)  # elsewhere window_size is patches of an image, or pixels
 
 
-def _cross(own: Stack, depth: int) -> list[str]:
+def _cross(stack: Stack, depth: int) -> list[str]:
     """Cross-attention per layer: "" (self-attention alone), "also" or "instead"."""
-    listed = own.node.value("cross_attention_layers")
-    if isinstance(listed, list):
-        chosen = layer_types.numbered(listed)
-        return ["instead" if i in chosen else "" for i in range(depth)]
-    also = own.cross or own.side == "decoder" or (own.side != "encoder" and own.node.flag("add_cross_attention"))
+    layers = stack.node.value("cross_attention_layers")
+    if isinstance(layers, list):
+        numbers = layer_types.layer_numbers(layers)
+        return ["instead" if i in numbers else "" for i in range(depth)]
+    also = (
+        stack.cross or stack.side == "decoder" or (stack.side != "encoder" and stack.node.flag("add_cross_attention"))
+    )
     return ["also" if also else ""] * depth
 
 

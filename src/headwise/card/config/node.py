@@ -29,10 +29,10 @@ class Node:
     ) -> None:
         self.raw, self.path = raw, path
         self.key_names = key_names or {}  # names of keys in the file, where they differ (GGUF)
-        own = raw.get("model_type", (assumed or {}).get("model_type"))
-        if own is not None and not isinstance(own, str):
-            raise CheckpointError(f"{self.place('model_type')} must be a name, got {brief(own)}")
-        self.model_type: str = own or ""
+        model_type = raw.get("model_type", (assumed or {}).get("model_type"))
+        if model_type is not None and not isinstance(model_type, str):
+            raise CheckpointError(f"{self.place('model_type')} must be a name, got {brief(model_type)}")
+        self.model_type: str = model_type or ""
         self.assumed = defaults(self.model_type) | (assumed or {})
         self.map: dict[str, str] = self.assumed.get("_map", {})
 
@@ -45,11 +45,11 @@ class Node:
 
     def find(self, *keys: str) -> tuple[Any, Source | None]:
         """The value of the first of these keys in the file, else in the defaults of the type."""
-        wanted = [name for key in keys for name in (self.map.get(key), key) if name]
-        for key in wanted:
+        names = [name for key in keys for name in (self.map.get(key), key) if name]
+        for key in names:
             if self.raw.get(key) is not None:
                 return self.raw[key], Source("read", self.place(key))
-        for key in wanted:
+        for key in names:
             # a null in the file overrides the default of the type
             if self.assumed.get(key) is not None and not (key in self.raw and self.raw[key] is None):
                 return self.assumed[key], Source("defaulted", f"{key} of {self.model_type} in {version()}")
@@ -64,26 +64,26 @@ class Node:
             raise CheckpointError(f"{self.place(key)} must be true or false, got {brief(got)}")
         return bool(got)
 
-    def number(self, *keys: str, least: int = 0, most: int = LARGEST) -> tuple[int | None, Source | None]:
+    def number(self, *keys: str, least: int = 0, largest: int = LARGEST) -> tuple[int | None, Source | None]:
         """A whole number; a list gives its largest (stages of a pyramid), a dict its sum."""
         got, source = self.find(*keys)
         if got is None:
             return None, None
         if isinstance(got, dict) and source and got:  # LXMERT: layers by kind
-            return sum(self._whole(source, item, least, most // len(got)) for item in got.values()), source
+            return sum(self._whole(source, item, least, largest // len(got)) for item in got.values()), source
         if isinstance(got, list) and got:
-            return max(self._whole(source, item, least, most) for item in got), source
-        return self._whole(source, got, least, most), source
+            return max(self._whole(source, item, least, largest) for item in got), source
+        return self._whole(source, got, least, largest), source
 
-    def amount(self, *keys: str, least: int = 0, most: int = LARGEST) -> int | None:
-        return self.number(*keys, least=least, most=most)[0]
+    def amount(self, *keys: str, least: int = 0, largest: int = LARGEST) -> int | None:
+        return self.number(*keys, least=least, largest=largest)[0]
 
-    def _whole(self, source: Source | None, got: Any, least: int, most: int) -> int:
+    def _whole(self, source: Source | None, got: Any, least: int, largest: int) -> int:
         if isinstance(got, float) and math.isfinite(got) and got == int(got):
             got = int(got)
-        if isinstance(got, bool) or not isinstance(got, int) or not least <= got <= most:
-            what = source.detail if source else "a number"
-            raise CheckpointError(f"{what} must be a whole number from {least} to {most:,}, got {brief(got)}")
+        if isinstance(got, bool) or not isinstance(got, int) or not least <= got <= largest:
+            name = source.detail if source else "a number"
+            raise CheckpointError(f"{name} must be a whole number from {least} to {largest:,}, got {brief(got)}")
         return got
 
     def sequence(self, key: str) -> Sequence[Any] | None:

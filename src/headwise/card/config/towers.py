@@ -9,7 +9,7 @@ from typing import Any
 from ..types import Attention, Part
 from . import keys
 from .encoder_length import encoder_length
-from .layers import stack
+from .layers import read_stack
 from .node import Node
 
 ENCODERS, DECODERS = ("encoder", "encoder_config"), ("decoder", "decoder_config")
@@ -45,13 +45,15 @@ def _walk(node: Node, name: str, generating: bool, cross: bool = False) -> Itera
     nested = any(child.value(*keys.HEADS) is not None for _, child in children)
     if node.value(*keys.HEADS) is not None and not _is_text(node, children):
         own_cross = cross or (node.flag("is_encoder_decoder") and any(key in ENCODERS for key, _ in children))
-        yield from _own(node, name or ("main" if nested else "model"), generating, own_cross)
+        yield from _own_towers(node, name or ("main" if nested else "model"), generating, own_cross)
     elif not children:
-        yield from _own(node, name or "model", generating, cross)
+        yield from _own_towers(node, name or "model", generating, cross)
     for key, child in children:
-        own = key.removesuffix("_config")
+        name_part = key.removesuffix("_config")
         reads = _reads_encoder(node, key, child)
-        yield from _walk(child, f"{name}.{own}" if name else own, generating and _may_generate(own, child), reads)
+        yield from _walk(
+            child, f"{name}.{name_part}" if name else name_part, generating and _may_generate(name_part, child), reads
+        )
 
 
 def _reads_encoder(node: Node, key: str, child: Node) -> bool:
@@ -87,19 +89,19 @@ def _any_heads(raw: dict[str, Any], depth: int = 4) -> bool:
     return depth > 0 and any(_any_heads(value, depth - 1) for value in raw.values() if isinstance(value, dict))
 
 
-def _own(node: Node, name: str, generating: bool, cross: bool) -> Iterator[tuple[Part, Node]]:
+def _own_towers(node: Node, name: str, generating: bool, cross: bool) -> Iterator[tuple[Part, Node]]:
     for side in _sides(node):
         causal = side != "encoder" and (generating or node.flag("is_decoder"))
-        own, attention = stack(node, side, causal=causal, cross=cross)
+        tower, attention = read_stack(node, side, causal=causal, cross=cross)
         title = side if name == "model" and side else f"{name}.{side}" if side else name
-        yield Part(title, node.path, node.model_type or "unknown", own.numbers, attention, own.sources), node
+        yield Part(title, node.path, node.model_type or "unknown", tower.numbers, attention, tower.sources), node
 
 
 def _sides(node: Node) -> tuple[str, ...]:
     def has_layers(side: str) -> bool:
         return any(node.value(key) is not None for key in keys.SIDES[side][0][:3])
 
-    both = (has_layers("encoder") and has_layers("decoder")) or (
+    two_sides = (has_layers("encoder") and has_layers("decoder")) or (
         node.flag("is_encoder_decoder") and has_layers("decoder")
     )
-    return ("encoder", "decoder") if both and node.value(*keys.HEADS) is not None else ("",)
+    return ("encoder", "decoder") if two_sides and node.value(*keys.HEADS) is not None else ("",)

@@ -45,7 +45,7 @@ def count_stack(facts: Facts, part: Part, node: Node, below: Mapping[str, Sizes]
     inner = facts.embedding_width(s)
     tally.add("embeddings", s.V * inner + facts.positions(s) * inner)
     tally.add("norms", NORM[facts.norm] * (s.w * s.is_on(facts.final_norm) + inner * s.is_on(facts.embedding_norm)))
-    _more(tally, facts.once, s)
+    _add_terms(tally, facts.once, s)
     return tally.counts()
 
 
@@ -66,8 +66,8 @@ def _projections(facts: Facts, s: Sizes) -> int:
     if facts.square:
         return 3 * lin(s.w, s.w, bias) + lin(s.w, s.w, s.is_on(facts.out_bias))
     key_bias = bias if facts.key_bias is None else s.is_on(facts.key_bias)
-    into = lin(s.w, s.q, bias) + lin(s.w, s.k, key_bias) + lin(s.w, s.v, bias)
-    return into + lin(s.o, s.w, s.is_on(facts.out_bias))
+    qkv = lin(s.w, s.q, bias) + lin(s.w, s.k, key_bias) + lin(s.w, s.v, bias)
+    return qkv + lin(s.o, s.w, s.is_on(facts.out_bias))
 
 
 def _feed_forward(tally: Tally, facts: Facts, s: Sizes, sparse: Sequence[bool]) -> None:
@@ -80,15 +80,15 @@ def _feed_forward(tally: Tally, facts: Facts, s: Sizes, sparse: Sequence[bool]) 
         tally.add("ffn", facts.ffn(s))
     else:
         tally.add("ffn", one_ffn(s, facts.ffn_width(s), s.is_on(facts.gated), s.is_on(facts.ffn_bias)))
-    _more(tally, facts.layer, s)
+    _add_terms(tally, facts.layer, s)
 
 
 def _routed(tally: Tally, facts: Facts, routed: Experts, s: Sizes) -> None:
     gated = s.is_on(facts.gated)
     expert = one_ffn(s, routed.width(s), gated, s.is_on(routed.bias))
-    shared = routed.shared(s)
-    if shared:
-        tally.add("ffn", one_ffn(s, shared, gated, s.is_on(facts.ffn_bias)) + (s.w if routed.shared_gate else 0))
+    shared_width = routed.shared(s)
+    if shared_width:
+        tally.add("ffn", one_ffn(s, shared_width, gated, s.is_on(facts.ffn_bias)) + (s.w if routed.shared_gate else 0))
     tally.add("ffn", s.e * expert + lin(s.w, s.e, s.is_on(routed.router_bias)) + routed.extra(s))
     tally.add("idle", max(s.e - s.t, 0) * expert if s.t else 0)
 
@@ -98,7 +98,7 @@ def one_ffn(s: Sizes, inner: int, gated: int, bias: int) -> int:
     return (1 + gated) * lin(s.w, inner, bias) + lin(inner, s.w, bias)
 
 
-def _more(tally: Tally, terms: Mapping[str, Term], s: Sizes) -> None:
+def _add_terms(tally: Tally, terms: Mapping[str, Term], s: Sizes) -> None:
     for group, term in terms.items():
         tally.add(group, term(s))
 

@@ -131,8 +131,8 @@ def shared_once(s: Sizes) -> int:
 
 def bart(*, offset: int, embedding_norm: bool, final_norm: bool) -> tuple[Facts, Facts]:
     """A BART-like pair; the decoder's words are the encoder's. Untied, the class makes a third table of words."""
-    both = BART.but(embedding_norm=embedding_norm, final_norm=final_norm, positions=lambda s: shared_once(s) + offset)
-    return both, both.but(once={"embeddings": lambda s: (-1 if tied(s) else 1) * s.V * s.w})
+    side = BART.but(embedding_norm=embedding_norm, final_norm=final_norm, positions=lambda s: shared_once(s) + offset)
+    return side, side.but(once={"embeddings": lambda s: (-1 if tied(s) else 1) * s.V * s.w})
 
 
 def marian_words(s: Sizes) -> int:
@@ -161,7 +161,7 @@ WHISPER_ENCODER = WHISPER.but(
 )
 
 
-def _both(pair: tuple[Facts, Facts], **changes: Any) -> tuple[Facts, Facts]:
+def _change_pair(pair: tuple[Facts, Facts], **changes: Any) -> tuple[Facts, Facts]:
     return pair[0].but(**changes), pair[1].but(**changes)
 
 
@@ -188,9 +188,9 @@ def _pairs() -> dict[str, Facts]:
         "whisper": (WHISPER_ENCODER, WHISPER.but(positions=lambda s: s("max_target_positions"))),
     }
     kinds["mt5"] = kinds["t5"]
-    kinds["m2m_100"] = _both(bart(offset=0, embedding_norm=False, final_norm=True), positions=lambda s: 0)
+    kinds["m2m_100"] = _change_pair(bart(offset=0, embedding_norm=False, final_norm=True), positions=lambda s: 0)
     post_norm = bart(offset=0, embedding_norm=False, final_norm=False)
-    kinds["transformer-2017"] = _both(post_norm, positions=lambda s: 0, qkv_bias=False, out_bias=False)
+    kinds["transformer-2017"] = _change_pair(post_norm, positions=lambda s: 0, qkv_bias=False, out_bias=False)
     marian = kinds["marian"]
     kinds["marian"] = marian[0], marian[1].but(once={"embeddings": marian_words})
     return {name: encoder.but(decoder=decoder) for name, (encoder, decoder) in kinds.items()}

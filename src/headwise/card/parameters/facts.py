@@ -52,9 +52,9 @@ class Sizes:
 Term = Callable[[Sizes], int]
 
 
-def lin(into: int, out: int, bias: bool | int = True) -> int:
+def lin(inputs: int, outputs: int, bias: bool | int = True) -> int:
     """A linear layer."""
-    return into * out + (out if bias else 0)
+    return inputs * outputs + (outputs if bias else 0)
 
 
 def ln(width: int) -> int:

@@ -21,14 +21,14 @@ def gemma4_attention(s: Sizes) -> int:
 
 def shared_attention(s: Sizes) -> int:
     bias = s(BIAS)
-    own = lin(s.w, s.k, bias) + lin(s.w, s.v, bias) + s.d
-    return lin(s.w, s.q, bias) + lin(s.o, s.w, bias) + s.d + kept_kv(s) * own
+    kv_parameters = lin(s.w, s.k, bias) + lin(s.w, s.v, bias) + s.d
+    return lin(s.w, s.q, bias) + lin(s.o, s.w, bias) + s.d + kept_kv(s) * kv_parameters
 
 
 def own_ffn(s: Sizes) -> int:
     """Gemma 3n may name a width for each layer."""
-    listed = s.node.value("intermediate_size")
-    inner = listed[s.index] if isinstance(listed, list) and s.index < len(listed) else s.f
+    widths = s.node.value("intermediate_size")
+    inner = widths[s.index] if isinstance(widths, list) and s.index < len(widths) else s.f
     return 3 * s.w * inner
 
 

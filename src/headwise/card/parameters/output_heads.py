@@ -20,8 +20,8 @@ SUFFIXES = (
 
 def labels(s: Sizes) -> int:
     """num_labels in the file, else the entries of id2label, else two, as in transformers."""
-    named = s.node.raw.get("id2label")
-    return s("num_labels") or (len(named) if isinstance(named, dict) and named else 2)
+    names = s.node.raw.get("id2label")
+    return s("num_labels") or (len(names) if isinstance(names, dict) and names else 2)
 
 
 def tied(s: Sizes) -> bool:
@@ -31,8 +31,8 @@ def tied(s: Sizes) -> bool:
 
 def lm(s: Sizes, facts: Facts) -> int:
     """The output layer over the vocabulary; only its bias where it is tied to the embeddings."""
-    own = 0 if tied(s) and facts.ties else s.V * facts.embedding_width(s)
-    return own + s.V * s.is_on(facts.head_bias)
+    table = 0 if tied(s) and facts.ties else s.V * facts.embedding_width(s)
+    return table + s.V * s.is_on(facts.head_bias)
 
 
 def pooler(s: Sizes) -> int:

@@ -48,62 +48,64 @@ def _fits(root: Node, name: str) -> bool:
 
     The hub's MPTForCausalLM is the library's MptForCausalLM.
     """
-    own = [root.assumed.get(key) for key in ("_base", "_generates")]
-    starts = {known.removesuffix(ending(known)).lower() for known in own if known}
+    class_names = [root.assumed.get(key) for key in ("_base", "_generates")]
+    starts = {known.removesuffix(ending(known)).lower() for known in class_names if known}
     starts |= {start.removesuffix("text") for start in starts} | {start + "text" for start in starts}
     return ending(name) != "" and name.removesuffix(ending(name)).lower() in starts
 
 
 def _single(facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown, list[Part]]:
-    counted, total = [], Counts()
-    alone = ENCODER_ALONE.get(suffix) if facts.decoder else None
-    if alone:
+    counted_parts, total = [], Counts()
+    encoder_head = ENCODER_ALONE.get(suffix) if facts.decoder else None
+    if encoder_head:
         part, node = towers[0]
         counts = count_stack(facts, part, node)
-        return counts + Counts(other=alone(Sizes(node, part.numbers, None, {}), facts)), [
+        return counts + Counts(other=encoder_head(Sizes(node, part.numbers, None, {}), facts)), [
             replace(part, parameters=counts)
         ]
     sides = [facts, facts.decoder] if facts.decoder else [facts]
-    for (part, node), own in zip(towers, sides, strict=False):
-        counts = count_stack(own, part, node)
-        counted.append(replace(part, parameters=counts))
+    for (part, node), side_facts in zip(towers, sides, strict=False):
+        counts = count_stack(side_facts, part, node)
+        counted_parts.append(replace(part, parameters=counts))
         total += counts
     part, node = towers[-1] if facts.decoder else towers[0]
     head = count_head(facts, part, node, suffix)
     if head is None:
-        return Unknown(f"not known for classes that end in {suffix} of model type {part.model_type}"), counted
-    return total + head, counted
+        return Unknown(f"not known for classes that end in {suffix} of model type {part.model_type}"), counted_parts
+    return total + head, counted_parts
 
 
 def _composite(root: Node, facts: Facts, towers: Towers, suffix: str) -> tuple[Counts | Unknown, list[Part]]:
     """Each tower by its own type's facts, then what joins them and the head over the text."""
     by_key = {node.path.split(".")[-1] or "text_config": (part, node) for part, node in towers}
-    total, counted, sizes = Counts(), {part.name: part for part, _ in towers}, dict[str, Sizes]()
+    total, counted_parts, sizes = Counts(), {part.name: part for part, _ in towers}, dict[str, Sizes]()
     for key, role in facts.towers.items():
         if key not in by_key:
             if role.endswith("?"):
                 continue
-            return Unknown(f"not known without the {key} that model type {root.model_type} has"), [*counted.values()]
+            return Unknown(f"not known without the {key} that model type {root.model_type} has"), [
+                *counted_parts.values()
+            ]
         part, node = by_key[key]
-        own = facts_of(node.model_type)
-        if own is None:
-            return Unknown(f"not known for model type {node.model_type} ({node.path})"), [*counted.values()]
-        counts = count_stack(own, part, node)
-        head = count_head(own, part, node, role.rstrip("?"))
+        tower_facts = facts_of(node.model_type)
+        if tower_facts is None:
+            return Unknown(f"not known for model type {node.model_type} ({node.path})"), [*counted_parts.values()]
+        counts = count_stack(tower_facts, part, node)
+        head = count_head(tower_facts, part, node, role.rstrip("?"))
         if head is None:
-            return Unknown(f"not known for {node.model_type} as a tower"), [*counted.values()]
-        counted[part.name] = replace(part, parameters=counts + head)
+            return Unknown(f"not known for {node.model_type} as a tower"), [*counted_parts.values()]
+        counted_parts[part.name] = replace(part, parameters=counts + head)
         total += counts + head
         sizes[key.removesuffix("_config")] = Sizes(node, part.numbers, None, {})
-    joined = _joined(root, facts, sizes)
+    joint = _joint_parameters(root, facts, sizes)
     head = count_head(facts, Part("", "", ""), root, suffix, sizes)
     if head is None:
         return Unknown(f"not known for classes that end in {suffix} of model type {root.model_type}"), [
-            *counted.values()
+            *counted_parts.values()
         ]
-    return total + joined + head, [*counted.values()]
+    return total + joint + head, [*counted_parts.values()]
 
 
-def _joined(root: Node, facts: Facts, below: Mapping[str, Sizes]) -> Counts:
+def _joint_parameters(root: Node, facts: Facts, below: Mapping[str, Sizes]) -> Counts:
     s = Sizes(root, {}, None, below)
     return Counts(**{group: term(s) for group, term in facts.once.items()})

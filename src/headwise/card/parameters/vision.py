@@ -78,8 +78,8 @@ def film(s: Sizes) -> int:
 def qwen3_mergers(s: Sizes) -> int:
     """The last merger norms before it joins patches, those of deepstack after."""
     wide, out = s.w * s("spatial_merge_size") ** 2, s("out_hidden_size")
-    listed = s.node.value("deepstack_visual_indexes")
-    deep = len(listed) if isinstance(listed, list) else 0
+    indexes = s.node.value("deepstack_visual_indexes")
+    deep = len(indexes) if isinstance(indexes, list) else 0
     return ln(s.w) + lin(wide, wide) + lin(wide, out) + deep * (ln(wide) + lin(wide, wide) + lin(wide, out))
 
 
@@ -165,18 +165,18 @@ def two_layers(s: Sizes) -> int:
 
 def pixtral_merge(s: Sizes) -> int:
     seen_w, bias = s.below["vision"].w, s("multimodal_projector_bias")
-    merged = seen_w * (s("spatial_merge_size") or 2) ** 2 * seen_w
-    return seen_w + merged + lin(seen_w * layers_seen(s), text_w(s), bias) + lin(text_w(s), text_w(s), bias)
+    merge_weights = seen_w * (s("spatial_merge_size") or 2) ** 2 * seen_w
+    return seen_w + merge_weights + lin(seen_w * layers_seen(s), text_w(s), bias) + lin(text_w(s), text_w(s), bias)
 
 
 def connector(s: Sizes) -> int:
     return s.below["vision"].w * (s("scale_factor") or 2) ** 2 * text_w(s)
 
 
-BOTH = {"vision_config": "Model", "text_config": "Model"}
-LLAVA = Facts(towers=BOTH, heads="joint", once={"other": two_layers})
-QWEN_VL = Facts(towers=BOTH, heads="joint")
-DUAL = Facts(towers=BOTH, heads="dual")
+VISION_AND_TEXT = {"vision_config": "Model", "text_config": "Model"}
+LLAVA = Facts(towers=VISION_AND_TEXT, heads="joint", once={"other": two_layers})
+QWEN_VL = Facts(towers=VISION_AND_TEXT, heads="joint")
+DUAL = Facts(towers=VISION_AND_TEXT, heads="dual")
 
 JOINT: dict[str, Facts] = {
     "llava": LLAVA,
@@ -203,7 +203,8 @@ JOINT: dict[str, Facts] = {
     "qwen3_5": QWEN_VL,
     "qwen3_5_moe": QWEN_VL,
     "clip": DUAL.but(
-        once={"other": lambda s: 1 + s("projection_dim") * (s.below["vision"].w + s.below["text"].w)}, towers=BOTH
+        once={"other": lambda s: 1 + s("projection_dim") * (s.below["vision"].w + s.below["text"].w)},
+        towers=VISION_AND_TEXT,
     ),
     "siglip": DUAL.but(once={"other": lambda s: 2}),
     "siglip2": DUAL.but(once={"other": lambda s: 2}),

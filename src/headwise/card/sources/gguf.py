@@ -63,21 +63,21 @@ class Reader:
     """Reads numbers and strings, and refuses to read past the end of the file."""
 
     def __init__(self, file: BinaryIO, name: str, size: int) -> None:
-        self.file, self.name, self.left = file, name, size
+        self.file, self.name, self.remaining = file, name, size
 
     def take(self, count: int) -> bytes:
-        if count > self.left:
+        if count > self.remaining:
             raise CheckpointError(f"{self.name} ends in the middle of its header; it is cut short or damaged")
-        self.left -= count
+        self.remaining -= count
         return self.file.read(count)
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
-    def count(self, what: str, most: int, form: str = "<Q") -> int:
+    def count(self, noun: str, limit: int, form: str = "<Q") -> int:
         got = self.number(form)
-        if got > most:
-            raise CheckpointError(f"{self.name} claims {got:,} {what}; at most {most:,} are plausible: it is damaged")
+        if got > limit:
+            raise CheckpointError(f"{self.name} claims {got:,} {noun}; at most {limit:,} are plausible: it is damaged")
         return got
 
     def text(self) -> str:
@@ -149,9 +149,9 @@ def config(header: dict[str, Any], tensors: Tensors, name: str) -> dict[str, Any
     if words is not None and len(words.shape) == 2:
         plain["vocab_size"] = words.shape[0]
     if "num_attention_heads" not in plain or "num_hidden_layers" not in plain:
-        shown = one_line(arch[:60])
+        name_shown = one_line(arch[:60])
         raise CheckpointError(
-            f"{name} names no {shown}.attention.head_count and {shown}.block_count; is it a whole model?"
+            f"{name} names no {name_shown}.attention.head_count and {name_shown}.block_count; is it a whole model?"
         )
     if arch in LAYER_TYPES_OF and "sliding_window" in plain and "sliding_window_pattern" not in plain:
         plain["layer_types"] = defaults(LAYER_TYPES_OF[arch])["layer_types"]

@@ -17,7 +17,7 @@ def _llama(
     } | changes  # fmt: skip
 
 
-def _as(model_type: str, name: str, base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def _variant(model_type: str, name: str, base: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return base | {"model_type": model_type, "architectures": [name]} | changes
 
 
@@ -55,10 +55,12 @@ def _llama2(shape: Shape) -> dict[str, Any]:
 
 _MAKERS = {"transformer": _transformer, "bert": _bert, "gpt2": _gpt2, "gpt3": _gpt2, "llama2": _llama2}
 
-_MISTRAL = _as("mistral", "MistralForCausalLM", _llama(4096, 32, 32, 8, 14_336, 32_000, 32_768, sliding_window=4096))
-_QWEN2 = _as("qwen2", "Qwen2ForCausalLM", _llama(3584, 28, 28, 4, 18_944, 152_064, 131_072))
-_QWEN3 = _as("qwen3", "Qwen3ForCausalLM", _llama(4096, 36, 32, 8, 12_288, 151_936, 40_960, head_dim=128))
-_DEEPSEEK_V3 = _as(
+_MISTRAL = _variant(
+    "mistral", "MistralForCausalLM", _llama(4096, 32, 32, 8, 14_336, 32_000, 32_768, sliding_window=4096)
+)
+_QWEN2 = _variant("qwen2", "Qwen2ForCausalLM", _llama(3584, 28, 28, 4, 18_944, 152_064, 131_072))
+_QWEN3 = _variant("qwen3", "Qwen3ForCausalLM", _llama(4096, 36, 32, 8, 12_288, 151_936, 40_960, head_dim=128))
+_DEEPSEEK_V3 = _variant(
     "deepseek_v3", "DeepseekV3ForCausalLM", _llama(7168, 61, 128, 128, 18_432, 129_280, 163_840),
     q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=256,
     num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=3,
@@ -75,7 +77,7 @@ FAMOUS: dict[str, dict[str, Any]] = {
     "llama3.2-3b": _llama(3072, 28, 24, 8, 8192, 128_256, 131_072, head_dim=128, tie_word_embeddings=True),
     "smollm2-135m": _llama(576, 30, 9, 3, 1536, 49_152, 8192, tie_word_embeddings=True),
     "mistral-7b": _MISTRAL,
-    "mixtral-8x7b": _as(
+    "mixtral-8x7b": _variant(
         "mixtral", "MixtralForCausalLM", _MISTRAL, sliding_window=None, num_local_experts=8, num_experts_per_tok=2
     ),
     "qwen2.5-0.5b": _QWEN2 | {
@@ -85,35 +87,35 @@ FAMOUS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _QWEN2,
     "qwen3-4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "qwen3-8b": _QWEN3,
-    "qwen3-30b-a3b": _as(
+    "qwen3-30b-a3b": _variant(
         "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN3, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=4,
         intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
         decoder_sparse_step=1,
     ),
-    "gemma-7b": _as(
+    "gemma-7b": _variant(
         "gemma", "GemmaForCausalLM", _llama(3072, 28, 16, 16, 24_576, 256_000, 8192), head_dim=256,
         tie_word_embeddings=True
     ),
-    "gemma2-9b": _as(
+    "gemma2-9b": _variant(
         "gemma2", "Gemma2ForCausalLM", _llama(3584, 42, 16, 8, 14_336, 256_000, 8192), head_dim=256,
         tie_word_embeddings=True, sliding_window=4096,
     ),
-    "gemma3-1b": _as(
+    "gemma3-1b": _variant(
         "gemma3_text", "Gemma3ForCausalLM", _llama(1152, 26, 4, 1, 6912, 262_144, 32_768), head_dim=256,
         tie_word_embeddings=True, sliding_window=512,
     ),
-    "phi3-mini": _as("phi3", "Phi3ForCausalLM", _llama(3072, 32, 32, 32, 8192, 32_064, 4096), sliding_window=2047),
-    "gpt-oss-20b": _as(
+    "phi3-mini": _variant("phi3", "Phi3ForCausalLM", _llama(3072, 32, 32, 32, 8192, 32_064, 4096), sliding_window=2047),
+    "gpt-oss-20b": _variant(
         "gpt_oss", "GptOssForCausalLM", _llama(2880, 24, 64, 8, 2880, 201_088, 131_072), head_dim=64,
         num_local_experts=32,
         num_experts_per_tok=4, sliding_window=128, attention_bias=True,
     ),
-    "gpt-oss-120b": _as(
+    "gpt-oss-120b": _variant(
         "gpt_oss", "GptOssForCausalLM", _llama(2880, 36, 64, 8, 2880, 201_088, 131_072), head_dim=64,
         num_local_experts=128,
         num_experts_per_tok=4, sliding_window=128, attention_bias=True,
     ),
-    "deepseek-v2-lite": _as(
+    "deepseek-v2-lite": _variant(
         "deepseek_v2", "DeepseekV2ForCausalLM", _DEEPSEEK_V3, hidden_size=2048, num_hidden_layers=27,
         num_attention_heads=16,
         num_key_value_heads=16, intermediate_size=10_944, vocab_size=102_400, q_lora_rank=None, n_routed_experts=64,

@@ -23,9 +23,9 @@ class AtlasGroup(LazyGroup):
     def _default(self, context: click.Context, args: list[str]) -> str:
         show = self.get_command(context, "show")
         assert show is not None
-        known = {name for param in show.get_params(context) for name in param.opts}
+        show_options = {name for param in show.get_params(context) for name in param.opts}
         options = {arg.partition("=")[0] for arg in args if arg.startswith("--")}
-        return "show" if options <= known else "measure"
+        return "show" if options <= show_options else "measure"
 
 
 @click.group(cls=AtlasGroup, package=__package__, modules=COMMANDS)

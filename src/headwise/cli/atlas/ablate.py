@@ -64,27 +64,27 @@ def command(
     from ...roles.atlas.corpus import check_file, read
 
     check_file(texts, field)  # before a model is loaded
-    measured = None if atlas is None else load_atlas(atlas)
-    words, loaded = tokenizer(model), load(model)
+    result = None if atlas is None else load_atlas(atlas)
+    model_tokenizer, full_model = tokenizer(model), load(model)
     with progress_bars() as progress:
-        if measured is None:
-            measured = measure(
-                loaded, texts, words, name=model, limit=limit, length=context, field=field, seed=seed,
-                progress=lambda done, total: progress("texts", done, total),
+        if result is None:
+            result = measure(
+                full_model, texts, model_tokenizer, name=model, limit=limit, length=context, field=field, seed=seed,
+                progress=lambda step, total: progress("texts", step, total),
             )  # fmt: skip
-        heads = _heads(measured, role, model)
-        some = [text for text in read(texts, field, TEXTS)[0] if isinstance(text, str)]
-        chosen = [tasks.text_task(loaded, words, some)]
-        if tasks.predicts_next_token(loaded):
-            chosen.append(tasks.repetition_task(loaded, words))
-        done = 0
+        heads = _heads(result, role, model)
+        lines = [text for text in read(texts, field, TEXTS)[0] if isinstance(text, str)]
+        task_list = [tasks.text_task(full_model, model_tokenizer, lines)]
+        if tasks.predicts_next_token(full_model):
+            task_list.append(tasks.repetition_task(full_model, model_tokenizer))
+        step = 0
 
         def count_passes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress("masked passes", done, DRAWS * len(chosen))
+            nonlocal step
+            step += count
+            progress("masked passes", step, DRAWS * len(task_list))
 
-        losses = [ablate_heads(task, heads, progress=count_passes) for task in chosen]
+        losses = [ablate_heads(task, heads, progress=count_passes) for task in task_list]
     echo(json.dumps([loss.to_json() for loss in losses], indent=2) if as_json else "\n".join(map(str, losses)))
 
 

@@ -67,7 +67,7 @@ def print_atlas(atlas: Atlas, head: str | None, best: int, as_json: bool) -> Non
 
 
 def _head(atlas: Atlas, head: str, as_json: bool) -> str:
-    kind, layer, number = atlas.at(head)
+    kind, layer, number = atlas.head_key(head)
     rows = [row for row in atlas.rows() if (row["kind"], row["layer"], row["head"]) == (kind, layer, number)]
     roles = [role.role for role in atlas.roles_of(head)]
     if as_json:

@@ -12,7 +12,7 @@ from ...terminal import echo
 from ..checks import check_output_folder, make_folder
 from ..options import Whole, context_option, field_option, json_option, model_option, seed_option, texts_option
 from ..progress import progress_bars
-from ..ranks import Alone, joined_ranks
+from ..ranks import SingleProcess, joined_ranks
 from .files import out_option, print_atlas, table_options, write_atlas
 
 if TYPE_CHECKING:
@@ -70,7 +70,12 @@ def parse_part(text: str | None) -> tuple[int, int]:
 
 
 def _measure(
-    texts: Path, model: str, out: Path | None, part: tuple[int, int], ranks: Alone | Ranks, options: dict[str, Any]
+    texts: Path,
+    model: str,
+    out: Path | None,
+    part: tuple[int, int],
+    ranks: SingleProcess | Ranks,
+    options: dict[str, Any],
 ) -> Atlas:
     from ...models.loading.loader import load, tokenizer
     from ...roles.atlas.corpus import check_file
@@ -79,29 +84,29 @@ def _measure(
     resume = None if out is None else out / (UNFINISHED if ranks.count == 1 else "unfinished")
     if resume is not None and resume.exists() and ranks.first:
         echo(f"resuming from {resume}; remove it to begin again", err=True)
-    words = tokenizer(model)  # before the weights: it finds a wrong name soonest
-    loaded = load(model)
+    model_tokenizer = tokenizer(model)  # before the weights: it finds a wrong name soonest
+    full_model = load(model)
     with progress_bars(ranks.first) as progress:
 
-        def count_texts(done: int, total: int | None) -> None:
-            progress("texts", done, total)
+        def count_texts(step: int, total: int | None) -> None:
+            progress("texts", step, total)
 
-        shared: dict[str, Any] = {"name": model, "resume": resume, "progress": count_texts, **options}
+        run_options: dict[str, Any] = {"name": model, "resume": resume, "progress": count_texts, **options}
         if ranks.count > 1:
             from ...scale.data_parallel import atlas as measure_on_ranks
 
-            measured = measure_on_ranks(loaded, texts, words, out=out and out / "atlas.json", **shared)
+            result = measure_on_ranks(full_model, texts, model_tokenizer, out=out and out / "atlas.json", **run_options)
         else:
             from ...roles.atlas.build import atlas as measure
 
-            measured = measure(loaded, texts, words, part=part, keep_checkpoint=True, **shared)
+            result = measure(full_model, texts, model_tokenizer, part=part, keep_checkpoint=True, **run_options)
     if out is not None and ranks.first:
         from ...roles.atlas.similarity import head_similarity
 
         make_folder(out)
-        measured.save(out / "atlas.json", sums=True)  # what took long is on disk before the rest begins
-        alike = head_similarity(
-            loaded, texts, words, field=options["field"], length=options["length"], seed=options["seed"]
+        result.save(out / "atlas.json", sums=True)  # what took long is on disk before the rest begins
+        similarity = head_similarity(
+            full_model, texts, model_tokenizer, field=options["field"], length=options["length"], seed=options["seed"]
         )
-        measured.about["likeness"] = {kind: table.to_json() for kind, table in alike.items()}
-    return measured
+        result.about["likeness"] = {kind: table.to_json() for kind, table in similarity.items()}
+    return result

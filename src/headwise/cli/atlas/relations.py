@@ -53,14 +53,14 @@ def command(
     for folder in (out, atlas and atlas.parent):
         if folder is not None:
             check_output_folder(folder)
-    measured = None if atlas is None else load_atlas(atlas)
+    existing = None if atlas is None else load_atlas(atlas)
     result = _measure(conllu, report, model, seed)
     if out is not None:
         make_folder(out)
         result.save(out / "relations.json")
         echo(f"wrote relations.json to {out}", err=True)
-    if atlas is not None and measured is not None:
-        write_atlas(replace(measured, relations=result), atlas.parent)
+    if atlas is not None and existing is not None:
+        write_atlas(replace(existing, relations=result), atlas.parent)
     echo(json.dumps(result.to_json(), ensure_ascii=False) if as_json else str(result))
 
 
@@ -71,12 +71,12 @@ def _measure(conllu: tuple[Path, ...], report: tuple[Path, ...], model: str, see
 
     choosing = sentences_of(files.read_conllu(*conllu) if conllu else probe_sentences())[0]  # before a model is loaded
     reporting = sentences_of(files.read_conllu(*report))[0] if report else None
-    total, done = len(choosing) + len(reporting or ()), 0
+    total, step = len(choosing) + len(reporting or ()), 0
     with progress_bars() as progress:
 
         def count_sentences(count: int) -> None:
-            nonlocal done
-            done += count
-            progress("sentences", done, total)
+            nonlocal step
+            step += count
+            progress("sentences", step, total)
 
         return relations(model, choosing, report=reporting, seed=seed, progress=count_sentences)

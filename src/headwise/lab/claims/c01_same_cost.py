@@ -14,7 +14,7 @@ from ...attention.nn.module import MultiHeadAttention
 from ...attention.nn.stack import Encoder
 from ...card import read
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
-from ..races import ratios, seconds, where
+from ..races import device_name, ratios, seconds
 from ..store import Lab
 
 # the thresholds, written before the full run
@@ -23,10 +23,10 @@ USUAL = (32, 128)  # the d_k that published models have
 LITTLE = 0.1  # the share of a layer's multiply-adds up to which a term may be left out
 
 SENTENCES = (
-    "Splitting into h heads leaves the parameters the same: 4 d_model^2 a layer, 2,359,296 for BERT-base.",
+    "Splitting into h heads leaves the parameters the same: 4 d_model^2 per layer, 2,359,296 for BERT-base.",
     "Splitting into h heads leaves the compute the same.",
     "Splitting into h heads leaves the time the same.",
-    "Attention takes d^2 operations a token.",
+    "Attention takes d^2 operations per token.",
     "In BERT-base, attention is 28 of 110 million parameters.",
 )
 WIDTH = 768
@@ -37,21 +37,24 @@ WEIGHTS = 28_311_552  # 12 x 4 x 768^2
 
 
 def run(lab: Lab) -> Figures:
-    counted = lab.budget.pick((1, 12, 768), HEADS, HEADS)
-    timed = lab.budget.pick((1, 12), (1, 3, 12, 48, 192, 768), (1, 2, 3, 6, 12, 24, 48, 96, 192, 384, 768))
+    head_counts = lab.budget.pick((1, 12, 768), HEADS, HEADS)
+    timed_counts = lab.budget.pick((1, 12), (1, 3, 12, 48, 192, 768), (1, 2, 3, 6, 12, 24, 48, 96, 192, 384, 768))
     tokens = lab.budget.pick((16,), (128,), (128, 512))
     return {
-        "parameters": {h: _parameters(h) for h in counted},
-        "flops": {h: _flops(h, CONTEXT) for h in counted},
+        "parameters": {h: _parameters(h) for h in head_counts},
+        "flops": {h: _flops(h, CONTEXT) for h in head_counts},
         "terms": {t: _flops(USUAL_HEADS, t) for t in (16, 128, 512, 1536, 4096, 16384)},
         "seconds": {
             f"{way}, {t} tokens": seconds(
-                lab, "heads-time", {"way": way, "tokens": t, "heads": timed}, _contestants(way, t, timed, lab.device)
+                lab,
+                "heads-time",
+                {"way": way, "tokens": t, "heads": timed_counts},
+                _contestants(way, t, timed_counts, lab.device),
             )
             for way, sizes in (("headwise", tokens), ("textbook", tokens[:1]))
             for t in sizes
         },
-        "where": where(lab.device),
+        "where": device_name(lab.device),
         "bert": _bert(),
     }
 
@@ -88,8 +91,8 @@ def _contestants(way: str, tokens: int, heads: tuple[int, ...], device: str) -> 
     def make() -> dict[str, Any]:
         x = torch.randn(1, tokens, WIDTH, device=device, generator=torch.Generator(device).manual_seed(0))
         layers = {h: MultiHeadAttention(WIDTH, h, device=device) for h in heads}
-        run = textbook if way == "textbook" else MultiHeadAttention.__call__
-        return {str(h): lambda layer=layer: run(layer, x) for h, layer in layers.items()}
+        forward = textbook if way == "textbook" else MultiHeadAttention.__call__
+        return {str(h): lambda layer=layer: forward(layer, x) for h, layer in layers.items()}
 
     return make
 
@@ -97,14 +100,14 @@ def _contestants(way: str, tokens: int, heads: tuple[int, ...], device: str) -> 
 def _bert() -> Figures:
     """BERT-base's parameters by part: from its card, and counted in the model built on the meta device."""
     names = {"attention": ".attention.", "ffn": ".ffn.", "embeddings": "embed."}
-    built = dict.fromkeys((*names, "rest"), 0)
+    counts = dict.fromkeys((*names, "rest"), 0)
     weights = 0
     for name, p in Encoder.from_shape("bert-base", device="meta").named_parameters():
         part = next((part for part, key in names.items() if key in name and "norm" not in name), "rest")
-        built[part] += p.numel()
+        counts[part] += p.numel()
         weights += p.numel() if part == "attention" and name.endswith("weight") else 0
     card = read("bert-base").parameters
-    return {"card": card.to_json(), "built": built, "weights": weights}
+    return {"card": card.to_json(), "built": counts, "weights": weights}
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
@@ -118,7 +121,7 @@ def _same_parameters(figures: Figures) -> Verdict:
     because = (
         f"All {len(counts)} numbers of heads that divide {WIDTH} give {4 * WIDTH**2:,} weights, and with biases "
         f"{4 * WIDTH:,} more. It follows from h · d_k = d_model, which is a habit and not a law: models that set d_k "
-        "apart (Qwen 3, Gemma) have more or fewer."
+        "separately (Qwen 3, Gemma) have more or fewer."
     )
     return Verdict(SENTENCES[0], HOLDS if same else NOT, because, "exact")
 
@@ -126,11 +129,11 @@ def _same_parameters(figures: Figures) -> Verdict:
 def _same_compute(figures: Figures) -> Verdict:
     flops = figures["flops"]
     same = len({(count["projections"], count["attention"]) for count in flops.values()}) == 1
-    most, least = (flops[str(h)]["exponentials"] for h in (WIDTH, 1))
+    most_exponentials, fewest_exponentials = (flops[str(h)]["exponentials"] for h in (WIDTH, 1))
     because = (
         f"At {CONTEXT} tokens every number of heads takes {flops['12']['projections']:,} multiply-adds in the "
         f"projections and {flops['12']['attention']:,} in scores and weighted values. But each head has its "
-        f"own softmax: {least:,} exponentials with one head, {most:,} with {WIDTH}."
+        f"own softmax: {fewest_exponentials:,} exponentials with one head, {most_exponentials:,} with {WIDTH}."
     )
     if not same:
         return Verdict(SENTENCES[1], NOT, because, "exact")
@@ -156,14 +159,14 @@ def _same_time(figures: Figures) -> Verdict:
     sure = f"{races} races of all against all on {figures['where']}, interleaved"
     low, high = USUAL
     usual = [slowdown for times in slowdowns.values() for h, slowdown in times.items() if low <= WIDTH // h <= high]
-    others = [
+    unusual = [
         slowdown for times in slowdowns.values() for h, slowdown in times.items() if not low <= WIDTH // h <= high
     ]
-    if all(max(slowdown) <= SAME_TIME for slowdown in usual + others):
+    if all(max(slowdown) <= SAME_TIME for slowdown in usual + unusual):
         return Verdict(SENTENCES[2], HOLDS, because, sure)
     if any(min(slowdown) > SAME_TIME for slowdown in usual):
         return Verdict(SENTENCES[2], NOT, because, sure)
-    if all(max(slowdown) <= SAME_TIME for slowdown in usual) and any(min(slowdown) > SAME_TIME for slowdown in others):
+    if all(max(slowdown) <= SAME_TIME for slowdown in usual) and any(min(slowdown) > SAME_TIME for slowdown in unusual):
         return Verdict(SENTENCES[2], ONLY_IF, because, sure, _widths(slowdowns))
     return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
 
@@ -203,7 +206,10 @@ def _of_bert(figures: Figures) -> Verdict:
 
 
 def charts(figures: Figures) -> list[Chart]:
-    times = {case: [point(h, each) for h, each in sorted(slower(figures, case).items())] for case in figures["seconds"]}
+    times = {
+        case: [point(h, slowdowns) for h, slowdowns in sorted(slower(figures, case).items())]
+        for case in figures["seconds"]
+    }
     terms = {
         term: [point(int(t), [count[term]]) for t, count in figures["terms"].items()]
         for term in ("projections", "attention")
@@ -223,7 +229,7 @@ def tables(figures: Figures) -> list[Table]:
     cases = list(figures["seconds"])
     heads = figures["seconds"][cases[0]][0]
     times = {h: [1000 * np.mean([race[h] for race in figures["seconds"][case]]) for case in cases] for h in heads}
-    rows = [(h, str(WIDTH // int(h)), *(f"{ms:.2f}" for ms in each)) for h, each in times.items()]
+    rows = [(h, str(WIDTH // int(h)), *(f"{ms:.2f}" for ms in milliseconds)) for h, milliseconds in times.items()]
     terms = [
         (f"{int(t):,}", f"{c['projections']:.3g}", f"{c['attention']:.3g}", f"{c['attention'] / c['projections']:.2f}")
         for t, c in figures["terms"].items()

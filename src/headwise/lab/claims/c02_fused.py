@@ -15,7 +15,7 @@ from torch import Tensor
 from ...attention.functional import attend
 from ...timing.interleaved_race import verify
 from ..claim import HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
-from ..races import ratios, seconds, where
+from ..races import device_name, ratios, seconds
 from ..store import Lab
 
 # the thresholds, written before the full run
@@ -38,12 +38,12 @@ def run(lab: Lab) -> Figures:
     batches = lab.budget.pick((1,), (1, 8), (1, 8))
     cases = [(h, t, b) for h in heads for t in tokens for b in batches]
     results = []
-    for done, case in enumerate(cases):
-        lab.progress("fused against naive", done, len(cases))
+    for index, case in enumerate(cases):
+        lab.progress("fused against naive", index, len(cases))
         key = {"heads": case[0], "tokens": case[1], "batch": case[2], "width": WIDTH}
         races = seconds(lab, "fused", key, partial(contestants, case, lab.device))
         results.append({**key, "races": races})
-    return {"where": where(lab.device), "cases": results}
+    return {"where": device_name(lab.device), "cases": results}
 
 
 def contestants(case: Case, device: str) -> dict[str, Callable[[], Any]]:
@@ -105,28 +105,28 @@ def _ratio(case: Figures, slow: str, fast: str) -> Figures:
     return {**case, "ratio": ratios(case["races"], slow, fast), "way": slow}
 
 
-def _judge(says: str, cases: list[Figures], threshold: float, what: str, work: Callable[[Figures], int]) -> Verdict:
-    """Holds if true in every case and race, not if in no case; otherwise only up to some size of the parts."""
-    passed = [case for case in cases if min(case["ratio"]) >= threshold]
+def _judge(sentence: str, cases: list[Figures], threshold: float, part: str, work: Callable[[Figures], int]) -> Verdict:
+    """Holds if true in every case and race, does not if in none; otherwise only up to some size of the parts."""
+    faster_cases = [case for case in cases if min(case["ratio"]) >= threshold]
     best, worst = (pick(cases, key=lambda case: float(np.mean(case["ratio"]))) for pick in (max, min))
     because = (
         f"From {np.mean(worst['ratio']):.2f} times as fast ({_words(worst)}) to {np.mean(best['ratio']):.2f} times "
-        f"({_words(best)}); at least {threshold:g} times in {len(passed)} of {len(cases)} cases."
+        f"({_words(best)}); at least {threshold:g} times in {len(faster_cases)} of {len(cases)} cases."
     )
     races = len(cases[0]["races"])
-    sure = f"{races} races a case on {cases[0]['where']}, interleaved; a case counts where every race agrees"
-    if len(passed) == len(cases):
-        return Verdict(says, HOLDS, because, sure)
-    if not passed:
-        return Verdict(says, NOT, because, sure)
-    failed = min(work(case) for case in cases if case not in passed)
-    below = [work(case) for case in passed if work(case) < failed]
+    sure = f"{races} races per case on {cases[0]['where']}, interleaved; a case counts where every race agrees"
+    if len(faster_cases) == len(cases):
+        return Verdict(sentence, HOLDS, because, sure)
+    if not faster_cases:
+        return Verdict(sentence, NOT, because, sure)
+    smallest_failure = min(work(case) for case in cases if case not in faster_cases)
+    below = [work(case) for case in faster_cases if work(case) < smallest_failure]
     rule = (
-        f"the parts are small: up to {max(below):.1e} multiply-adds in {what}"
+        f"the parts are small: up to {max(below):.1e} multiply-adds in {part}"
         if below
-        else f"the sizes suit it: {', '.join(_words(case) for case in passed[:3])}"
+        else f"the sizes suit it: {', '.join(_words(case) for case in faster_cases[:3])}"
     )
-    return Verdict(says, ONLY_IF, because, sure, rule)
+    return Verdict(sentence, ONLY_IF, because, sure, rule)
 
 
 def _words(case: Figures) -> str:
@@ -143,7 +143,9 @@ def charts(figures: Figures) -> list[Chart]:
                 points_by_heads.setdefault(name, []).append(
                     (case["batch"] * case["tokens"], ratios(case["races"], slow, fast))
                 )
-        return {name: [point(x, each) for x, each in _by_tokens(points)] for name, points in points_by_heads.items()}
+        return {
+            name: [point(x, values) for x, values in _by_tokens(points)] for name, points in points_by_heads.items()
+        }
 
     return [
         Chart(title, "tokens in the batch", "times as fast", lines(slow, fast), log_x=True, log_y=True)
@@ -158,21 +160,26 @@ def charts(figures: Figures) -> list[Chart]:
 
 
 def _by_tokens(points: list[tuple[int, list[float]]]) -> list[tuple[int, list[float]]]:
-    """Cases with as many tokens in all, however they are dealt out, as one point."""
-    return [(x, [r for y, each in points if y == x for r in each]) for x in sorted({x for x, _ in points})]
+    """Cases with equally many tokens in all, whatever the batch size, as one point."""
+    return [(x, [r for y, values in points if y == x for r in values]) for x in sorted({x for x, _ in points})]
 
 
 def tables(figures: Figures) -> list[Table]:
     pairs = (("small", "one"), ("three", "one"), ("loop", "call"), ("textbook loop", "textbook call"))
     rows = [
-        (str(case["heads"]), str(case["tokens"]), str(case["batch"]), *(_shown(case["races"], *pair) for pair in pairs))
+        (
+            str(case["heads"]),
+            str(case["tokens"]),
+            str(case["batch"]),
+            *(_mean_ratio(case["races"], *pair) for pair in pairs),
+        )
         for case in figures["cases"]
     ]
-    head = ("heads", "tokens", "batch", "1 projection for 3 h", "1 for 3", "1 call for h", "1 call for h, textbook")
-    return [Table("Times as fast, mean over the races", head, rows)]
+    columns = ("heads", "tokens", "batch", "1 projection for 3 h", "1 for 3", "1 call for h", "1 call for h, textbook")
+    return [Table("Times as fast, mean over the races", columns, rows)]
 
 
-def _shown(races: list[Any], slow: str, fast: str) -> str:
+def _mean_ratio(races: list[Any], slow: str, fast: str) -> str:
     return f"{np.mean(ratios(races, slow, fast)):.2f}" if slow in races[0] else "–"
 
 

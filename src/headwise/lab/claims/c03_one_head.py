@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..head_patterns import patterns
 from ..model import RELATIONS_RECIPE, task_of
 from ..store import Lab
 from ..tasks import Relations
-from ..train import Trained, held_out
+from ..train import TrainedModel, held_out
 
 # the thresholds, written before the full run
 SUCCEEDS = 0.95  # share of right answers
@@ -37,17 +37,19 @@ TOKENS = 32  # of the exact part
 
 
 def run(lab: Lab) -> Figures:
-    models = {h: [lab.trained(heads=h, seed=seed, **RELATIONS_RECIPE) for seed in lab.starts] for h in HEADS}
-    longer = [lab.trained(heads=1, seed=seed, **LONGER) for seed in lab.starts]
-    single = [lab.trained(heads=1, seed=seed, relations=1, **RELATIONS_RECIPE) for seed in lab.starts]
+    models = {h: [lab.model(heads=h, seed=seed, **RELATIONS_RECIPE) for seed in lab.starts] for h in HEADS}
+    longer = [lab.model(heads=1, seed=seed, **LONGER) for seed in lab.starts]
+    single = [lab.model(heads=1, seed=seed, relations=1, **RELATIONS_RECIPE) for seed in lab.starts]
     return {
         "relations": RELATIONS,
-        "parameters": {h: sum(p.numel() for p in same_count[0].model.parameters()) for h, same_count in models.items()},
-        "accuracy": {h: [trained.accuracy for trained in same_count] for h, same_count in models.items()},
+        "parameters": {
+            h: sum(p.numel() for p in same_count[0].decoder.parameters()) for h, same_count in models.items()
+        },
+        "accuracy": {h: [model.accuracy for model in same_count] for h, same_count in models.items()},
         "averaging": averaging(),
-        "weights_of_one_head": [places(trained) for trained in models[1]],
-        "accuracy_one_head_longer": [trained.accuracy for trained in longer],
-        "accuracy_one_relation": [trained.accuracy for trained in single],
+        "weights_of_one_head": [places(model) for model in models[1]],
+        "accuracy_one_head_longer": [model.accuracy for model in longer],
+        "accuracy_one_relation": [model.accuracy for model in single],
         "curves": {
             h: [[(step, right) for step, _, right in t.curve] for t in same_count] for h, same_count in models.items()
         },
@@ -57,12 +59,12 @@ def run(lab: Lab) -> Figures:
     }
 
 
-def places(trained: Trained) -> list[float]:
+def places(model: TrainedModel) -> list[float]:
     """The weight that a model's only head gives to each needed position, largest first."""
-    task = task_of(trained.recipe)
+    task = task_of(model.recipe)
     assert isinstance(task, Relations)
-    ids = held_out(task, 1, 16)[0].inputs.to(next(trained.model.parameters()).device)
-    weights = patterns(trained.model, ids)[0, 0]  # (B, T, T)
+    ids = held_out(task, 1, 16)[0].inputs.to(next(model.decoder.parameters()).device)
+    weights = patterns(model.decoder, ids)[0, 0]  # (B, T, T)
     first_complete = max(task.offsets)  # from here on all needed positions exist
     shares = [float(weights.diagonal(-offset, 1, 2)[:, first_complete - offset :].mean()) for offset in task.offsets]
     return sorted(shares, reverse=True)
@@ -138,42 +140,44 @@ def verdicts(figures: Figures) -> list[Verdict]:
     return [_averages(figures), _fails(figures), _strictly(figures), _rank(figures)]
 
 
-def _learned(figures: Figures) -> bool:
-    """Whether the models that should succeed did; otherwise the failure of one head means nothing."""
+def _controls_learned(figures: Figures) -> bool:
+    """Whether the models that should succeed did; without that, the failure of one head means nothing."""
     return min(figures["accuracy"][str(RELATIONS)] + figures["accuracy_one_relation"]) >= SUCCEEDS
 
 
 def _averages(figures: Figures) -> Verdict:
-    one, limit = figures["accuracy"]["1"], figures["averaging"]
+    accuracies, limit = figures["accuracy"]["1"], figures["averaging"]
     weights = np.mean(figures["weights_of_one_head"], 0)
     because = (
-        f"Equal weights on the four places would allow {limit:.1%} right answers; one head reaches {np.mean(one):.1%}. "
-        f"It gives them unequal weights ({', '.join(f'{x:.2f}' for x in weights)} on average, the largest first), so "
-        "that the sum tells which symbol stands where."
+        f"Equal weights on the four places would allow {limit:.1%} right answers; one head reaches "
+        f"{np.mean(accuracies):.1%}. It gives them unequal weights ({', '.join(f'{x:.2f}' for x in weights)} on "
+        "average, the largest first), so that the sum tells which symbol stands where."
     )
-    if not _learned(figures):
-        return Verdict(SENTENCES[0], CANNOT_TELL, "The models that should succeed did not.", starts_seen(one))
-    if min(one) > limit + NEAR:
-        return Verdict(SENTENCES[0], NOT, because, starts_seen(one))
-    if max(one) <= limit + NEAR:
-        return Verdict(SENTENCES[0], HOLDS, because.split(" It gives")[0], starts_seen(one))
-    return Verdict(SENTENCES[0], CANNOT_TELL, because, starts_seen(one))
+    if not _controls_learned(figures):
+        return Verdict(
+            SENTENCES[0], CANNOT_TELL, "The models that should succeed did not.", range_over_starts(accuracies)
+        )
+    if min(accuracies) > limit + NEAR:
+        return Verdict(SENTENCES[0], NOT, because, range_over_starts(accuracies))
+    if max(accuracies) <= limit + NEAR:
+        return Verdict(SENTENCES[0], HOLDS, because.split(" It gives")[0], range_over_starts(accuracies))
+    return Verdict(SENTENCES[0], CANNOT_TELL, because, range_over_starts(accuracies))
 
 
 def _fails(figures: Figures) -> Verdict:
-    one, enough = figures["accuracy"]["1"], figures["accuracy"][str(RELATIONS)]
+    single, enough = figures["accuracy"]["1"], figures["accuracy"][str(RELATIONS)]
     longer = figures["accuracy_one_head_longer"]
     because = (
         f"With {RELATIONS} relations, {RELATIONS} heads answer {np.mean(enough):.1%} right and one head of the same "
-        f"parameter count {np.mean(one):.1%}, or {np.mean(longer):.1%} when trained four times as long; with a single "
-        f"relation one head reaches {np.mean(figures['accuracy_one_relation']):.1%}."
+        f"parameter count {np.mean(single):.1%}, or {np.mean(longer):.1%} when trained four times as long; with a "
+        f"single relation one head reaches {np.mean(figures['accuracy_one_relation']):.1%}."
     )
-    sure = f"one head: {starts_seen(one)}; {RELATIONS} heads: {starts_seen(enough)}"
-    if not _learned(figures):
+    sure = f"one head: {range_over_starts(single)}; {RELATIONS} heads: {range_over_starts(enough)}"
+    if not _controls_learned(figures):
         return Verdict(SENTENCES[1], CANNOT_TELL, because + " The models that should succeed did not.", sure)
-    if max(one) <= FAILS and max(longer) < SUCCEEDS:
+    if max(single) <= FAILS and max(longer) < SUCCEEDS:
         return Verdict(SENTENCES[1], HOLDS, because, sure)
-    if min(one) >= SUCCEEDS:
+    if min(single) >= SUCCEEDS:
         return Verdict(SENTENCES[1], NOT, because, sure)
     if min(longer) >= SUCCEEDS:
         return Verdict(SENTENCES[1], ONLY_IF, because, sure, "training is short: given time, one head gets there too")
@@ -182,9 +186,9 @@ def _fails(figures: Figures) -> Verdict:
 
 def _strictly(figures: Figures) -> Verdict:
     """Strictly more means: several heads can do all that one can, and more. Both halves are computed."""
-    several_do_more = all(share > EXACT for k, share in figures["left_by_one_head"].items() if k != "1")
+    several_gain = all(share > EXACT for k, share in figures["left_by_one_head"].items() if k != "1")
     small, whole = figures["off_by"]["8"], figures["off_by"][str(TOKENS - 1)]
-    one_does_more = small > EXACT and whole < EXACT
+    single_gains = small > EXACT and whole < EXACT
     because = (
         f"One head leaves {figures['left_by_one_head']['4']:.0%} of a four-relation map undone (exactly (k - 1) / k "
         f"for k relations), so several can do what one cannot. But at the same width their d_k is smaller: a pattern "
@@ -192,9 +196,9 @@ def _strictly(figures: Figures) -> Verdict:
         "distance) at d_k 8. Neither contains the other; only at the same d_k, with more parameters, do more heads "
         "contain fewer."
     )
-    if several_do_more and one_does_more:
+    if several_gain and single_gains:
         return Verdict(SENTENCES[2], NOT, because, "exact, by singular values")
-    return Verdict(SENTENCES[2], HOLDS if several_do_more else CANNOT_TELL, because, "exact, by singular values")
+    return Verdict(SENTENCES[2], HOLDS if several_gain else CANNOT_TELL, because, "exact, by singular values")
 
 
 def _rank(figures: Figures) -> Verdict:
@@ -214,35 +218,35 @@ def charts(figures: Figures) -> list[Chart]:
         steps = [step for step, _ in starts[0]]
         name = f"{heads} head{'s' * (heads != '1')}"
         curves[name] = [point(step, [start[i][1] for start in starts]) for i, step in enumerate(steps)]
-    far = [point(int(d), [off]) for d, off in figures["off_by"].items() if int(d) < TOKENS]
+    distances = [point(int(d), [distance]) for d, distance in figures["off_by"].items() if int(d) < TOKENS]
     return [
         Chart(f"{RELATIONS} relations at once, equal parameters", "training step", "share of right answers", curves),
         Chart(
             "A pattern of 32 tokens under the rank limit",
             "d_k",
             "distance to the pattern",
-            {"nearest": far},
+            {"nearest": distances},
             log_x=True,
         ),
     ]
 
 
 def tables(figures: Figures) -> list[Table]:
-    trained = [
-        (h, str(64 // int(h)), f"{figures['parameters'][h]:,}", f"{np.mean(each):.1%}", _range(each))
-        for h, each in figures["accuracy"].items()
+    rows = [
+        (h, str(64 // int(h)), f"{figures['parameters'][h]:,}", f"{np.mean(accuracies):.1%}", _range(accuracies))
+        for h, accuracies in figures["accuracy"].items()
     ]
     longer = figures["accuracy_one_head_longer"]
-    trained.append(("1, 4 x steps", "64", *trained[0][2:3], f"{np.mean(longer):.1%}", _range(longer)))
-    left = [(k, f"{share:.1%}", f"{1 - 1 / int(k):.1%}") for k, share in figures["left_by_one_head"].items()]
+    rows.append(("1, 4 x steps", "64", *rows[0][2:3], f"{np.mean(longer):.1%}", _range(longer)))
+    shares = [(k, f"{share:.1%}", f"{1 - 1 / int(k):.1%}") for k, share in figures["left_by_one_head"].items()]
     return [
-        Table("Trained on four relations", ("heads", "d_k", "parameters", "right", "over the starts"), trained),
-        Table("What the best single head leaves undone", ("relations", "computed", "(k - 1) / k"), left),
+        Table("Trained on four relations", ("heads", "d_k", "parameters", "right", "over the starts"), rows),
+        Table("What the best single head leaves undone", ("relations", "computed", "(k - 1) / k"), shares),
     ]
 
 
-def _range(each: list[float]) -> str:
-    return f"{min(each):.1%} to {max(each):.1%}"
+def _range(accuracies: list[float]) -> str:
+    return f"{min(accuracies):.1%} to {max(accuracies):.1%}"
 
 
 CLAIM = Claim(

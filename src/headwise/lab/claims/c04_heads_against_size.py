@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import RELATIONS_RECIPE, TEXT_RECIPE
 from ..store import Lab
 
 # the thresholds, written before the full run
 USELESS = 0.1  # of attention's gain; at or below this in every start: useless
 USEFUL = 0.5  # at or above this in every start: not useless
-CLEAR = 1.0  # a head count is better than another if it is so in this share of the starts, each against its twin
+CLEAR = 1.0  # a head count is better than another if it wins in this share of the starts, each against its twin
 
 SENTENCES = (
     "Heads of one dimension each (512 heads at width 512) are useless.",
@@ -34,13 +34,13 @@ def run(lab: Lab) -> Figures:
 
 def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
     """Loss of every start at every head count, and of models whose heads attend uniformly."""
-    models = {h: [lab.trained(heads=h, seed=seed, **recipe) for seed in lab.starts] for h in heads}
-    blind = [lab.trained(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    models = {h: [lab.model(heads=h, seed=seed, **recipe) for seed in lab.starts] for h in heads}
+    blind = [lab.model(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
     return {
-        "loss": {h: [trained.loss for trained in same_count] for h, same_count in models.items()},
-        "accuracy": {h: [trained.accuracy for trained in same_count] for h, same_count in models.items()},
-        "blind": [trained.loss for trained in blind],
-        "learned": all(trained.learned for same_count in models.values() for trained in same_count),
+        "loss": {h: [model.loss for model in same_count] for h, same_count in models.items()},
+        "accuracy": {h: [model.accuracy for model in same_count] for h, same_count in models.items()},
+        "blind": [model.loss for model in blind],
+        "learned": all(model.learned for same_count in models.values() for model in same_count),
     }
 
 
@@ -77,13 +77,13 @@ def share_of_gain(task: Figures, heads: str) -> list[float]:
 
 def _one_dimension(figures: Figures) -> Verdict:
     shares = {name: share_of_gain(task, str(WIDTH)) for name, task in figures["tasks"].items()}
-    words = " and ".join(f"{np.mean(each):.0%} of it on {name}" for name, each in shares.items())
-    because = f"If the best head count has all that choosing where to look brings, {WIDTH} heads of one have {words}."
-    sure = "; ".join(f"{name}: {starts_seen(each)}" for name, each in shares.items())
+    words = " and ".join(f"{np.mean(values):.0%} on {name}" for name, values in shares.items())
+    because = f"Of the best head count's gain over uniform attention, {WIDTH} heads of one dimension reach {words}."
+    sure = "; ".join(f"{name}: {range_over_starts(values)}" for name, values in shares.items())
     return _by_task(
         SENTENCES[0], figures, because, sure,
-        yes=[name for name, each in shares.items() if max(each) <= USELESS],
-        no=[name for name, each in shares.items() if min(each) >= USEFUL],
+        yes=[name for name, values in shares.items() if max(values) <= USELESS],
+        no=[name for name, values in shares.items() if min(values) >= USEFUL],
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _middle(figures: Figures) -> Verdict:
             yes.append(name)
         elif best in ends or any(all(better(task, end, h) for h in task["loss"] if h not in ends) for end in ends):
             no.append(name)
-    because = f"Loss with one head, the best number, and one dimension a head. {'; '.join(words)}."
+    because = f"Loss with one head, the best number, and one dimension per head. {'; '.join(words)}."
     sure = f"{len(next(iter(figures['tasks'].values()))['blind'])} random starts, each against its twin"
     return _by_task(SENTENCES[1], figures, because, sure, yes, no)
 
@@ -137,18 +137,20 @@ def _all_learned(figures: Figures) -> bool:
     return all(task["learned"] for task in figures["tasks"].values())
 
 
-def _by_task(says: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str]) -> Verdict:
+def _by_task(sentence: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str]) -> Verdict:
     """Holds on both tasks, on neither, or on one of them."""
     names = list(figures["tasks"])
     if not _all_learned(figures):
-        return Verdict(says, CANNOT_TELL, because + " Some of the models learned nothing.", sure)
+        return Verdict(sentence, CANNOT_TELL, because + " Some of the models learned nothing.", sure)
     if yes == names:
-        return Verdict(says, HOLDS, because, sure)
+        return Verdict(sentence, HOLDS, because, sure)
     if no == names:
-        return Verdict(says, NOT, because, sure)
+        return Verdict(sentence, NOT, because, sure)
     if yes and len(yes) + len(no) == len(names):
-        return Verdict(says, ONLY_IF, because, sure, f"the task is like {' or '.join(yes)}; not on {' or '.join(no)}")
-    return Verdict(says, CANNOT_TELL, because, sure)
+        return Verdict(
+            sentence, ONLY_IF, because, sure, f"the task is like {' or '.join(yes)}; not on {' or '.join(no)}"
+        )
+    return Verdict(sentence, CANNOT_TELL, because, sure)
 
 
 def charts(figures: Figures) -> list[Chart]:
@@ -158,8 +160,8 @@ def charts(figures: Figures) -> list[Chart]:
         series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
         sheet.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
     sizes = sorted((int(dim), count) for dim, count in figures["survey"]["sizes"].items())
-    shown = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
-    sheet.append(Chart("Head sizes of published model types", "d_k", "model types", shown))
+    survey = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
+    sheet.append(Chart("Head sizes of published model types", "d_k", "model types", survey))
     return sheet
 
 

@@ -43,13 +43,13 @@ def slice_gradients(attention: MultiHeadAttention, x: Tensor, head: int, random:
     mix = torch.randn(out.shape, generator=random)
     into_x, *into_projected = torch.autograd.grad((out * mix).sum(), [x, *whole])
     energy = into_x[0].square().sum(0)  # (d_model,)
-    own = slice(head * d, (head + 1) * d)
-    outside = [torch.cat((g[..., : own.start], g[..., own.stop :]), -1).abs().max() for g in into_projected]
+    columns = slice(head * d, (head + 1) * d)
+    outside = [torch.cat((g[..., : columns.start], g[..., columns.stop :]), -1).abs().max() for g in into_projected]
     return {
         "reached": (energy > 0).float().mean().item(),
-        "own_share": (energy[own].sum() / energy.sum()).item(),
+        "own_share": (energy[columns].sum() / energy.sum()).item(),
         "outside": max(float(x) for x in outside),
-        "inside": min(float(g[..., own].abs().max()) for g in into_projected),
+        "inside": min(float(g[..., columns].abs().max()) for g in into_projected),
     }
 
 
@@ -78,12 +78,11 @@ def _minilm(seed: int) -> list[list[dict[str, float]]]:
 
 def verdicts(figures: Figures) -> list[Verdict]:
     fresh = [head for start in figures["untrained"] for head in start]
-    trained = [head for layer in figures["minilm"] for head in layer]
-    heads = fresh + trained
-    sure = (
-        f"exact: gradients of {len(trained)} trained heads, and of {HEADS} heads in {len(figures['untrained'])} starts"
-    )
-    shares = [head["own_share"] for head in trained]
+    pretrained = [head for layer in figures["minilm"] for head in layer]
+    heads = fresh + pretrained
+    starts = len(figures["untrained"])
+    sure = f"exact: gradients of {len(pretrained)} trained heads, and of {HEADS} heads in {starts} starts"
+    shares = [head["own_share"] for head in pretrained]
     reached = min(head["reached"] for head in heads)
     sees = (
         f"The gradient of one head's output reaches {reached:.0%} of the embedding's numbers, in every head. Of its "
@@ -108,7 +107,7 @@ def charts(figures: Figures) -> list[Chart]:
     series = {
         "MiniLM, over its layers": by_head(figures["minilm"]),
         "untrained, over the starts": by_head(figures["untrained"]),
-        "as the sentence has it": [point(head, [1.0]) for head in range(HEADS)],
+        "as the sentence claims": [point(head, [1.0]) for head in range(HEADS)],
     }
     return [Chart("Gradient in the slice a head is said to see", "head", "share of the gradient's energy", series)]
 
@@ -117,12 +116,12 @@ def tables(figures: Figures) -> list[Table]:
     rows = [
         (name, f"{min(h['reached'] for h in heads):.0%}", _range([h["own_share"] for h in heads]))
         for name, heads in {
-            "untrained": [head for start in figures["untrained"] for head in start],
+            "untrained": [columns for start in figures["untrained"] for columns in start],
             **{f"MiniLM, layer {i}": layer for i, layer in enumerate(figures["minilm"])},
         }.items()
     ]
-    head = ("heads of", "numbers of the embedding reached", "gradient in the head's “own” slice")
-    return [Table("What a head's output hangs on", head, rows)]
+    header = ("heads of", "numbers of the embedding reached", "gradient in the head's “own” slice")
+    return [Table("What a head's output depends on", header, rows)]
 
 
 def _range(shares: list[float]) -> str:
@@ -136,7 +135,7 @@ CLAIM = Claim(
     f"""
 Take the output of one head, before W_O, mix its numbers at random, and ask for the gradient with respect to the
 embedding and to the projected queries, keys and values. What has a gradient is seen. Done for an untrained layer of
-BERT-base's size on random tokens, and for every head of all-MiniLM-L6-v2 on “{TEXT}”, with what really reaches each
+BERT-base's size on random tokens, and for every head of all-MiniLM-L6-v2 on “{TEXT}”, with the real inputs of each
 layer. The first sentence **does not hold** if every number of the embedding has a gradient in every head, and
 **holds** if none outside the slice has. The second **holds** if the gradient outside the head's slice of Q, K and V
 is exactly zero and inside it is not.

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...attention.nn.stack import Decoder
 from ...roles.atlas.build import atlas
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..head_patterns import head_divergences, patterns
 from ..model import TEXT_HEADS, TEXT_RECIPE, Recipe, as_gpt2, attentions, build, task_of
 from ..store import Lab
 from ..tasks import Text
-from ..train import Trained, fit, held_out
+from ..train import TrainedModel, fit, held_out
 
 # the thresholds, written before the full run
 APART = 0.1  # mean nats between the heads of a layer from which they count as different (ln 2 is the maximum)
@@ -42,17 +42,17 @@ STARTS = {  # how two equal heads start, and with how much dropout
 
 
 def run(lab: Lab) -> Figures:
-    models = [lab.trained(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
+    models = [lab.model(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
     ids = held_out(task_of(models[0].recipe), 1, LOOKED_AT)[0].inputs.to(lab.device)
-    before = [patterns(build(trained.recipe).to(lab.device), ids) for trained in models]
-    after = [patterns(trained.model, ids) for trained in models]
+    before = [patterns(build(model.recipe).to(lab.device), ids) for model in models]
+    after = [patterns(model.decoder, ids) for model in models]
     return {
-        "learned": all(trained.learned for trained in models),
+        "learned": all(model.learned for model in models),
         "before": [within(weights) for weights in before],
         "after": [within(weights) for weights in after],
         "between": between(after),
-        "heads": [described(trained, ids) for trained in models],
-        "atlas": [_atlas(lab, trained) for trained in models],
+        "heads": [head_rows(model, ids) for model in models],
+        "atlas": [_atlas(lab, model) for model in models],
         "twins": {name: [_twins(lab, name, seed) for seed in lab.starts] for name in STARTS},
     }
 
@@ -69,45 +69,45 @@ def between(starts: list[Tensor]) -> Figures:
     distances: dict[str, list[float]] = {"any": [], "same number": [], "matched": []}
     for first, second in itertools.combinations(starts, 2):
         tables = [head_divergences(a, b).cpu().numpy() for a, b in zip(first, second, strict=True)]
-        others = ~np.eye(len(tables[0]), dtype=bool)
-        distances["any"].append(float(np.mean([table[others].mean() for table in tables])))
+        off_diagonal = ~np.eye(len(tables[0]), dtype=bool)
+        distances["any"].append(float(np.mean([table[off_diagonal].mean() for table in tables])))
         distances["same number"].append(float(np.mean([table.diagonal().mean() for table in tables])))
-        distances["matched"].append(float(np.mean([matched(table) for table in tables])))
+        distances["matched"].append(float(np.mean([matched_distance(table) for table in tables])))
     return distances
 
 
-def matched(table: np.ndarray) -> float:
+def matched_distance(table: np.ndarray) -> float:
     """The smallest mean distance over all matchings of the heads. table (heads, heads), at most 8 heads."""
     count = len(table)
     ways = np.array(list(itertools.permutations(range(count))))
     return float(table[np.arange(count), ways].mean(1).min())
 
 
-def described(trained: Trained, ids: Tensor) -> list[Figures]:
+def head_rows(model: TrainedModel, ids: Tensor) -> list[Figures]:
     """Per head: weight on the previous token, on itself and on the first; entropy and distance."""
     rows = []
-    for layer, stats in enumerate(trained.model.stats(ids)):
+    for layer, stats in enumerate(model.decoder.stats(ids)):
         columns = {name: stats[name].tolist() for name in ("previous", "self", "first", "entropy", "distance")}
         rows += [
             {"head": f"{layer}.{head}", **{name: column[head] for name, column in columns.items()}}
-            for head in range(trained.recipe.heads)
+            for head in range(model.recipe.heads)
         ]
     return rows
 
 
-def _atlas(lab: Lab, trained: Trained) -> list[tuple[str, str, float]]:
+def _atlas(lab: Lab, model: TrainedModel) -> list[tuple[str, str, float]]:
     """The roles of a start's heads by headwise.atlas: head, role, score."""
     texts_read = lab.budget.pick(8, ATLAS_TEXTS, ATLAS_TEXTS)
 
     def compute() -> list[tuple[str, str, float]]:
-        task = task_of(trained.recipe)
+        task = task_of(model.recipe)
         assert isinstance(task, Text)
         rows = held_out(task, 1, texts_read)[0].inputs.tolist()
         texts = ["".join(task.letters[i] for i in row) for row in rows]
-        measured = atlas(as_gpt2(trained.model.cpu()), texts, task.tokenizer(), name=f"start {trained.recipe.seed}")
-        return [(role.name, role.role, float(role.score)) for role in measured.roles]
+        result = atlas(as_gpt2(model.decoder.cpu()), texts, task.tokenizer(), name=f"start {model.recipe.seed}")
+        return [(role.name, role.role, float(role.score)) for role in result.roles]
 
-    return lab.piece("atlas", {"model": lab.made_of(trained.recipe), "texts": texts_read}, compute)
+    return lab.piece("atlas", {"model": lab.model_key(model.recipe), "texts": texts_read}, compute)
 
 
 def make_twins(model: Decoder, with_output: bool) -> None:
@@ -123,7 +123,7 @@ def make_twins(model: Decoder, with_output: bool) -> None:
 
 
 @torch.no_grad()
-def apart(model: Decoder) -> float:
+def twin_distance(model: Decoder) -> float:
     """The largest distance between the twins' projections, as a share of their norm."""
     dim = model.shape.heads.dim
     shares = []
@@ -145,8 +145,8 @@ def _twins(lab: Lab, name: str, seed: int) -> float:
         random = torch.Generator().manual_seed(seed)
         words = f"twins, {name}, start {seed}"
         fit(model.to(lab.device).train(), task, model.parameters(), random, recipe.steps, recipe.batch, recipe.rate,
-            lambda done, total: lab.progress(words, done, total), seed)  # fmt: skip
-        return apart(model)
+            lambda step, total: lab.progress(words, step, total), seed)  # fmt: skip
+        return twin_distance(model)
 
     return lab.piece("twins", {"name": name, "seed": seed, **TWINS, "steps": steps}, train)
 
@@ -160,9 +160,9 @@ def _specialise(figures: Figures) -> Verdict:
     grew = min(b / max(a, 1e-9) for a, b in zip(before, after, strict=True))
     because = (
         f"Two heads of a layer are {np.mean(after):.2f} nats apart after training (Jensen-Shannon; "
-        f"{math.log(2):.2f} is the most) and {np.mean(before):.3f} before."
+        f"{math.log(2):.2f} is the maximum) and {np.mean(before):.3f} before."
     )
-    sure = starts_seen(after, " nats")
+    sure = range_over_starts(after, " nats")
     if not figures["learned"]:
         return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
     if min(after) >= APART and grew >= GREW:
@@ -177,7 +177,7 @@ def _differs(figures: Figures) -> Verdict:
         f"Heads of the same number in two runs are {np.mean(between['same number']):.2f} nats apart, heads of "
         f"different numbers {np.mean(between['any']):.2f}."
     )
-    sure = starts_seen(between["same number"], " nats", "pairs of runs")
+    sure = range_over_starts(between["same number"], " nats", "pairs of runs")
     if not figures["learned"]:
         return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
     return Verdict(SENTENCES[1], HOLDS if ratio >= SAME_NUMBER else NOT, because, sure)
@@ -187,7 +187,7 @@ def _kinds(figures: Figures) -> Verdict:
     between = figures["between"]
     ratios = [a / b for a, b in zip(between["matched"], between["any"], strict=True)]
     because = (
-        f"With the heads of two runs matched as well as can be, partners are {np.mean(between['matched']):.2f} nats "
+        f"With the heads of two runs matched as well as possible, partners are {np.mean(between['matched']):.2f} nats "
         f"apart, {np.mean(ratios):.0%} of what any two heads are. {_in_all(figures)}"
     )
     sure = f"{len(ratios)} pairs of runs, {min(ratios):.0%} to {max(ratios):.0%}"
@@ -209,17 +209,17 @@ def _in_all(figures: Figures) -> str:
 
 def _start(figures: Figures) -> Verdict:
     twins = figures["twins"]
-    words = "; ".join(f"{name}: {np.mean(each):.2g}" for name, each in twins.items())
+    words = "; ".join(f"{name}: {np.mean(distances):.2g}" for name, distances in twins.items())
     because = (
         f"How far apart two heads are that started as copies, after {TWINS['steps']} steps, as a share of their "
         f"weights: {words}. Equal heads have equal gradients, so nothing but a difference elsewhere can part them."
     )
     sure = f"{len(twins['all equal'])} random starts; equal gradients follow from the symmetry"
     stay = max(twins["all equal"]) <= IDENTICAL
-    others = [name for name, each in twins.items() if name != "all equal" and min(each) > IDENTICAL]
+    separated = [name for name, distances in twins.items() if name != "all equal" and min(distances) > IDENTICAL]
     if not stay:
         return Verdict(SENTENCES[3], NOT, because, sure)
-    if others:
+    if separated:
         only_if = "their parts of W_O are equal too and there is no dropout; either of these parts them"
         return Verdict(SENTENCES[3], ONLY_IF, because, sure, only_if)
     return Verdict(SENTENCES[3], HOLDS, because, sure)
@@ -230,10 +230,10 @@ def charts(figures: Figures) -> list[Chart]:
         "nats": [
             point("in a layer, before", figures["before"]),
             point("in a layer, trained", figures["after"]),
-            *(point(f"two runs, {name}", each) for name, each in figures["between"].items()),
+            *(point(f"two runs, {name}", distances) for name, distances in figures["between"].items()),
         ]
     }
-    twins = {"weights": [point(name, each) for name, each in figures["twins"].items()]}
+    twins = {"weights": [point(name, distances) for name, distances in figures["twins"].items()]}
     first = {
         f"start {i}": [point(head["head"], [head["previous"]]) for head in heads]
         for i, heads in enumerate(figures["heads"])
@@ -251,7 +251,7 @@ def tables(figures: Figures) -> list[Table]:
         for name in ("previous", "self", "first"):
             best = max(heads, key=lambda head: head[name])
             rows.append((str(i), name, best["head"], f"{best[name]:.2f}"))
-    twins = [(name, *(f"{x:.2g}" for x in spread_of(each))) for name, each in figures["twins"].items()]
+    twins = [(name, *(f"{x:.2g}" for x in summary(distances))) for name, distances in figures["twins"].items()]
     kinds = sorted({role for start in figures["atlas"] for _, role, _ in start})
     roles = [
         (kind, *(", ".join(head for head, role, _ in start if role == kind) or "—" for start in figures["atlas"]))
@@ -265,8 +265,8 @@ def tables(figures: Figures) -> list[Table]:
     ]
 
 
-def spread_of(each: list[float]) -> tuple[float, float, float]:
-    return float(np.mean(each)), min(each), max(each)
+def summary(values: list[float]) -> tuple[float, float, float]:
+    return float(np.mean(values)), min(values), max(values)
 
 
 CLAIM = Claim(

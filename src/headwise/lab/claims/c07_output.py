@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ...attention.nn.blocks import TransformerBlock
 from ...attention.nn.stack import Decoder
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import TEXT_HEADS, TEXT_RECIPE, attentions, task_of
 from ..store import Lab
-from ..train import Trained, fit, quality
+from ..train import TrainedModel, fit, quality
 
 # the thresholds, written before the full run
 WORSE = 0.01  # of the loss; more without W_O, in every start, is worse
-MUCH = 0.5  # of the damage; at least this much returned, in every start, is making up for it
+MUCH = 0.5  # of the damage; at least this much recovered, in every start, is making up for it
 LITTLE = 0.2  # at most this much, in every start, is not
 NOTHING = 1e-12  # of a gradient in float64
 
@@ -33,16 +33,16 @@ WIDTH, HEADS, TOKENS = 24, 4, 7  # of the exact part
 
 
 def run(lab: Lab) -> Figures:
-    models = [lab.trained(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
-    without = [lab.trained(heads=TEXT_HEADS, seed=seed, mix=False, **TEXT_RECIPE) for seed in lab.starts]
+    models = [lab.model(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
+    without = [lab.model(heads=TEXT_HEADS, seed=seed, mix=False, **TEXT_RECIPE) for seed in lab.starts]
     return {
         "gradients": gradients(lab.seed),
         "scalars": scalars(lab.seed),
-        "ranks": [ranks(trained.model) for trained in models],
-        "loss": [trained.loss for trained in models],
-        "loss_without": [trained.loss for trained in without],
-        "learned": all(trained.learned for trained in models),
-        "collapsed": [_collapsed(lab, trained) for trained in models],
+        "ranks": [ranks(model.decoder) for model in models],
+        "loss": [model.loss for model in models],
+        "loss_without": [model.loss for model in without],
+        "learned": all(model.learned for model in models),
+        "collapsed": [_collapse_record(lab, model) for model in models],
     }
 
 
@@ -64,23 +64,23 @@ def gradients(seed: int) -> Figures:
         for mix in (True, False):
             block = _block(seed, mix)
             x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
-            recorded: dict[str, Tensor] = {}
+            activations: dict[str, Tensor] = {}
             block.attention.W_O.register_forward_hook(
-                lambda _, inputs, output, recorded=recorded: recorded.update(before=inputs[0], after=output)
+                lambda _, inputs, output, activations=activations: activations.update(before=inputs[0], after=output)
             )
-            recorded["end"] = block(x)
+            activations["end"] = block(x)
             slopes["with W_O" if mix else "without"] = {
-                place: _largest(recorded[place][..., : WIDTH // HEADS], block.attention.W_V.weight, WIDTH // HEADS)
+                place: _largest(activations[place][..., : WIDTH // HEADS], block.attention.W_V.weight, WIDTH // HEADS)
                 for place in ("before", "after", "end")
             }
     return slopes
 
 
-def _largest(place: Tensor, weight: Tensor, dim: int) -> float:
-    """The largest derivative of these numbers by the second head's rows of a weight."""
+def _largest(activations: Tensor, weight: Tensor, dim: int) -> float:
+    """The largest derivative of these activations by the second head's rows of a weight."""
     slopes = [
         torch.autograd.grad(number, weight, retain_graph=True)[0][dim : 2 * dim].abs().max()
-        for number in place.flatten()
+        for number in activations.flatten()
     ]
     return float(torch.stack(slopes).max())
 
@@ -122,43 +122,43 @@ def collapse(model: Decoder, layer: int, head: int) -> Decoder:
     return collapsed_model
 
 
-def _collapsed(lab: Lab, trained: Trained) -> Figures:
+def _collapse_record(lab: Lab, model: TrainedModel) -> Figures:
     retrain = RETRAIN | {"steps": lab.budget.pick(2, RETRAIN["steps"], RETRAIN["steps"])}
     return lab.piece(
-        "collapsed", {"model": lab.made_of(trained.recipe), **retrain}, lambda: collapsed(trained, lab, retrain)
+        "collapsed", {"model": lab.model_key(model.recipe), **retrain}, lambda: measure_collapse(model, lab, retrain)
     )
 
 
-def collapsed(trained: Trained, lab: Lab, retrain: dict[str, Any]) -> Figures:
+def measure_collapse(model: TrainedModel, lab: Lab, retrain: dict[str, Any]) -> Figures:
     """The head whose collapse costs most, chosen on one batch; then only W_O of its layer is trained."""
-    task, model = task_of(trained.recipe), trained.model
-    places = [(layer, head) for layer in range(len(model.blocks)) for head in range(trained.recipe.heads)]
+    task, decoder = task_of(model.recipe), model.decoder
+    places = [(layer, head) for layer in range(len(decoder.blocks)) for head in range(model.recipe.heads)]
     damage = {}
-    for done, place in enumerate(places):
-        damage[place] = quality(collapse(model, *place), task, 1)[0]
-        lab.progress(f"collapsing heads, start {trained.recipe.seed}", done + 1, len(places))
+    for index, place in enumerate(places):
+        damage[place] = quality(collapse(decoder, *place), task, 1)[0]
+        lab.progress(f"collapsing heads, start {model.recipe.seed}", index + 1, len(places))
     layer, head = max(damage, key=damage.__getitem__)
 
-    def retrained(start: Decoder) -> float:
+    def retrained_loss(start: Decoder) -> float:
         model_copy = copy.deepcopy(start).train()
-        random = torch.Generator().manual_seed(trained.recipe.seed + 1)
+        random = torch.Generator().manual_seed(model.recipe.seed + 1)
         return fit(model_copy, task, attentions(model_copy)[layer].W_O.parameters(), random, **retrain)[-1][1]
 
-    without = collapse(model, layer, head)
+    collapsed_decoder = collapse(decoder, layer, head)
     return {
         "layer": layer,
         "head": head,
-        "intact": trained.loss,
-        "collapsed": quality(without, task)[0],
-        "retrained": retrained(without),
-        "intact_retrained": retrained(model),  # what more training of W_O brings anyway
+        "intact": model.loss,
+        "collapsed": quality(collapsed_decoder, task)[0],
+        "retrained": retrained_loss(collapsed_decoder),
+        "intact_retrained": retrained_loss(decoder),  # the gain by more training of W_O in any case
     }
 
 
-def returned(one: Figures) -> float:
-    """The share of the damage that is gone; what the intact model gains by the same training is not counted."""
-    damage = one["collapsed"] - one["intact"]
-    return 1 - (one["retrained"] - one["intact_retrained"]) / damage if damage else 0.0
+def recovered_share(row: Figures) -> float:
+    """The share of the damage that is gone; the intact model's gain by the same training is not counted."""
+    damage = row["collapsed"] - row["intact"]
+    return 1 - (row["retrained"] - row["intact_retrained"]) / damage if damage else 0.0
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
@@ -166,50 +166,53 @@ def verdicts(figures: Figures) -> list[Verdict]:
 
 
 def _meet(figures: Figures) -> Verdict:
-    ours, bare = figures["gradients"]["with W_O"], figures["gradients"]["without"]
+    with_output, without_output = figures["gradients"]["with W_O"], figures["gradients"]["without"]
     because = (
-        f"The largest slope of head 0's place by head 1's W_V is {ours['before']:.1g} before W_O and "
-        f"{ours['after']:.2g} after it. But with W_O taken out it is {bare['after']:.1g} behind the "
-        f"attention and {bare['end']:.2g} at the end of the block: the norm and the feed-forward layer mix all too."
+        f"The largest derivative of head 0's dimensions by head 1's W_V is {with_output['before']:.1g} before W_O and "
+        f"{with_output['after']:.2g} after it. But without W_O it is {without_output['after']:.1g} after the "
+        f"attention and {without_output['end']:.2g} at the end of the block: the norm and the feed-forward layer mix "
+        "all heads too."
     )
-    only = ours["before"] <= NOTHING < ours["after"] and bare["after"] <= NOTHING
-    if not only:
+    only_there = with_output["before"] <= NOTHING < with_output["after"] and without_output["after"] <= NOTHING
+    if not only_there:
         return Verdict(SENTENCES[0], NOT, because, "exact, by gradients in float64")
-    if bare["end"] > NOTHING:
-        only_if = "one looks at the attention layer alone; the feed-forward layer behind it mixes heads as well"
+    if without_output["end"] > NOTHING:
+        only_if = "one looks at the attention layer alone; the feed-forward layer after it mixes heads as well"
         return Verdict(SENTENCES[0], ONLY_IF, because, "exact, by gradients in float64", only_if)
     return Verdict(SENTENCES[0], HOLDS, because, "exact, by gradients in float64")
 
 
 def _without(figures: Figures) -> Verdict:
-    each = [b / a - 1 for a, b in zip(figures["loss"], figures["loss_without"], strict=True)]
-    because = f"Trained without W_O, the loss is {np.mean(each):+.2%} against the twin with it."
-    sure = starts_seen([100 * x for x in each], " %")
+    increases = [b / a - 1 for a, b in zip(figures["loss"], figures["loss_without"], strict=True)]
+    because = f"Trained without W_O, the loss is {np.mean(increases):+.2%} against the twin with it."
+    sure = range_over_starts([100 * x for x in increases], " %")
     if not figures["learned"]:
         return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
-    if min(each) > WORSE:
+    if min(increases) > WORSE:
         return Verdict(SENTENCES[1], HOLDS, because, sure)
-    return Verdict(SENTENCES[1], NOT if max(each) <= WORSE else CANNOT_TELL, because, sure)
+    return Verdict(SENTENCES[1], NOT if max(increases) <= WORSE else CANNOT_TELL, because, sure)
 
 
 def _weighs(figures: Figures) -> Verdict:
     because = (
-        f"W_O has a matrix for every head. A number a head in its place could be moved into W_V (difference "
+        f"W_O has a matrix for every head. One number per head in its place could be moved into W_V (difference "
         f"{figures['scalars']:.1g}), so it would add nothing. In the trained models a head's part of W_O uses "
         f"{np.mean(figures['ranks']):.1f} directions of its {64 // TEXT_HEADS}."
     )
-    told = figures["scalars"] <= NOTHING and min(figures["ranks"]) > 1.5
-    return Verdict(SENTENCES[2], NOT if told else CANNOT_TELL, because, f"exact; {starts_seen(figures['ranks'])}")
+    refuted = figures["scalars"] <= NOTHING and min(figures["ranks"]) > 1.5
+    return Verdict(
+        SENTENCES[2], NOT if refuted else CANNOT_TELL, because, f"exact; {range_over_starts(figures['ranks'])}"
+    )
 
 
 def _makes_up(figures: Figures) -> Verdict:
-    shares = [returned(one) for one in figures["collapsed"]]
-    damage = [one["collapsed"] / one["intact"] - 1 for one in figures["collapsed"]]
+    shares = [recovered_share(row) for row in figures["collapsed"]]
+    damage = [row["collapsed"] / row["intact"] - 1 for row in figures["collapsed"]]
     because = (
         f"The head that hurts most when it collapses costs {np.mean(damage):.1%} of the loss; after training W_O of "
         f"its layer alone, {np.mean(shares):.0%} of that is gone (against the intact model with the same training)."
     )
-    sure = starts_seen([100 * x for x in shares], " %")
+    sure = range_over_starts([100 * x for x in shares], " %")
     if not figures["learned"] or min(damage) <= 0:
         return Verdict(SENTENCES[3], CANNOT_TELL, because, sure)
     if min(shares) >= MUCH:
@@ -225,29 +228,33 @@ def charts(figures: Figures) -> list[Chart]:
     loss = {"text": [point("with W_O", figures["loss"]), point("without", figures["loss_without"])]}
     names = {"intact": "intact", "collapsed": "one head collapsed", "retrained": "W_O retrained"}
     names["intact_retrained"] = "intact, W_O retrained"
-    back = {"loss": [point(words, [one[key] for one in figures["collapsed"]]) for key, words in names.items()]}
+    stages = {"loss": [point(words, [row[key] for row in figures["collapsed"]]) for key, words in names.items()]}
     return [
         Chart("Trained with W_O and without", "", "loss on held-out data (nats)", loss),
-        Chart("A collapsed head, and W_O trained again", "", "loss on held-out data (nats)", back),
+        Chart("A collapsed head, and W_O trained again", "", "loss on held-out data (nats)", stages),
     ]
 
 
 def tables(figures: Figures) -> list[Table]:
     gradient = [
-        (name, *(f"{one[place]:.2g}" for place in ("before", "after", "end")))
-        for name, one in figures["gradients"].items()
+        (name, *(f"{row[place]:.2g}" for place in ("before", "after", "end")))
+        for name, row in figures["gradients"].items()
     ]
     starts = [
-        (str(i), f"{a:.4f}", f"{b:.4f}", f"{one['layer']}.{one['head']}", f"{one['collapsed']:.4f}",
-         f"{one['retrained']:.4f}", f"{one['intact_retrained']:.4f}", f"{returned(one):.0%}")
-        for i, (a, b, one) in enumerate(
+        (str(i), f"{a:.4f}", f"{b:.4f}", f"{row['layer']}.{row['head']}", f"{row['collapsed']:.4f}",
+         f"{row['retrained']:.4f}", f"{row['intact_retrained']:.4f}", f"{recovered_share(row):.0%}")
+        for i, (a, b, row) in enumerate(
             zip(figures["loss"], figures["loss_without"], figures["collapsed"], strict=True)
         )
     ]  # fmt: skip
-    head = ("start", "with W_O", "without", "head", "collapsed", "retrained", "intact, retrained", "returned")
+    columns = ("start", "with W_O", "without", "head", "collapsed", "retrained", "intact, retrained", "recovered")
     return [
-        Table("Slope of head 0's place by head 1", ("", "before W_O", "after W_O", "after the block"), gradient),
-        Table("Loss, start by start", head, starts),
+        Table(
+            "Derivative of head 0's dimensions by head 1's W_V",
+            ("", "before W_O", "after W_O", "after the block"),
+            gradient,
+        ),
+        Table("Loss, start by start", columns, starts),
     ]
 
 

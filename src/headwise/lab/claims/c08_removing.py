@@ -15,11 +15,11 @@ from ...models.loading.loader import load, tokenizer
 from ...prune.curve import curve
 from ...prune.importance import importance
 from ...prune.plan import plan
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import TEXT_HEADS, TEXT_RECIPE, as_gpt2, attentions, task_of
 from ..store import Lab
 from ..tasks import HELD_OUT, TEXT
-from ..train import Trained, fit, held_out
+from ..train import TrainedModel, fit, held_out
 
 # the thresholds, written before the full run
 DAMAGE = 0.01  # of the loss, or of the cosine with the full model's embedding
@@ -38,7 +38,7 @@ PASSAGE = 240  # characters of a text for the real models
 
 
 def run(lab: Lab) -> Figures:
-    models = [lab.trained(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
+    models = [lab.model(heads=TEXT_HEADS, seed=seed, **TEXT_RECIPE) for seed in lab.starts]
     real = {}
     for name in lab.budget.pick(("minilm",), tuple(REAL), tuple(REAL)):
         try:
@@ -46,31 +46,29 @@ def run(lab: Lab) -> Figures:
         except CheckpointError as missing:  # the rest of the claim does not need it
             lab.progress(f"{name} left out: {missing}", 0, 1)
     return {
-        "learned": all(trained.learned for trained in models),
-        "small": [_small(lab, trained) for trained in models],
-        "retrained": [_retrained(lab, trained) for trained in models],
+        "learned": all(model.learned for model in models),
+        "small": [_small(lab, model) for model in models],
+        "retrained": [_retrained(lab, model) for model in models],
         "real": real,
     }
 
 
-def _small(lab: Lab, trained: Trained) -> Figures:
+def _small(lab: Lab, model: TrainedModel) -> Figures:
     """{score: damage at every share} of one lab model; ranked on its training text, measured on held-out text."""
-    key = {**lab.made_of(trained.recipe), "shares": SHARES, "scores": SCORES}
+    key = {**lab.model_key(model.recipe), "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
-        measuring = [
-            {"input_ids": batch.inputs} for batch in held_out(task_of(trained.recipe), lab.budget.pick(1, 4, 4))
-        ]
+        measuring = [{"input_ids": batch.inputs} for batch in held_out(task_of(model.recipe), lab.budget.pick(1, 4, 4))]
         return damages(
-            lab, as_gpt2(trained.model.cpu()), [_known(trained)], measuring, 1, f"start {trained.recipe.seed}"
+            lab, as_gpt2(model.decoder.cpu()), [_training_batch(model)], measuring, 1, f"start {model.recipe.seed}"
         )
 
     return lab.piece("removing", key, compute)
 
 
-def _known(trained: Trained, size: int = 128) -> dict[str, Any]:
+def _training_batch(model: TrainedModel, size: int = 128) -> dict[str, Any]:
     """A batch of the model's training text, to rank its heads with."""
-    return {"input_ids": task_of(trained.recipe).batch(size, torch.Generator().manual_seed(0)).inputs}
+    return {"input_ids": task_of(model.recipe).batch(size, torch.Generator().manual_seed(0)).inputs}
 
 
 def _real(lab: Lab, name: str) -> Figures:
@@ -79,9 +77,9 @@ def _real(lab: Lab, name: str) -> Figures:
     key = {"name": name, "count": count, "seeds": seeds, "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
-        model, words = load(name), tokenizer(name)
-        words.pad_token = words.pad_token or words.eos_token
-        batches = [dict(words(some, return_tensors="pt", padding=True)) for some in passages(count)]
+        model, tokenize = load(name), tokenizer(name)
+        tokenize.pad_token = tokenize.pad_token or tokenize.eos_token
+        batches = [dict(tokenize(texts, return_tensors="pt", padding=True)) for texts in passages(count)]
         return damages(lab, model, batches[::2], batches[1::2], seeds, name)
 
     return lab.piece("removing", key, compute)
@@ -98,30 +96,30 @@ def passages(count: int, batch: int = 2) -> list[list[str]]:
 
 def damages(lab: Lab, model: Any, scoring: list[Any], measuring: list[Any], seeds: int, words: str) -> Figures:
     """{score: (seeds, shares)}: increase of the loss as a share of the full model's, or 1 - cosine of the embedding."""
-    measured = curve(
+    result = curve(
         model, scoring, measuring, scores=SCORES, shares=SHARES, seeds=seeds,
-        progress=lambda done, total: lab.progress(f"removing heads, {words}", done, total),
+        progress=lambda step, total: lab.progress(f"removing heads, {words}", step, total),
     )  # fmt: skip
-    if measured.full.name != "perplexity":
-        return {score: table.tolist() for score, table in measured.values.items()}
-    full = math.log(measured.full.value)
-    return {score: (np.log(table) / full - 1).tolist() for score, table in measured.values.items()}
+    if result.full.name != "perplexity":
+        return {score: table.tolist() for score, table in result.values.items()}
+    full = math.log(result.full.value)
+    return {score: (np.log(table) / full - 1).tolist() for score, table in result.values.items()}
 
 
-def _retrained(lab: Lab, trained: Trained) -> Figures:
+def _retrained(lab: Lab, model: TrainedModel) -> Figures:
     retrain = RETRAIN | {"steps": lab.budget.pick(2, RETRAIN["steps"], RETRAIN["steps"])}
-    key = {"model": lab.made_of(trained.recipe), **retrain}
+    key = {"model": lab.model_key(model.recipe), **retrain}
 
     def compute() -> Figures:
-        task = task_of(trained.recipe)
-        chosen = plan(importance(as_gpt2(trained.model.cpu()), [_known(trained)]), HALF).heads
+        task = task_of(model.recipe)
+        removed_heads = plan(importance(as_gpt2(model.decoder.cpu()), [_training_batch(model)]), HALF).heads
 
-        def further(model: Decoder) -> float:
-            random = torch.Generator().manual_seed(trained.recipe.seed + 1)
-            return fit(model.to(lab.device).train(), task, model.parameters(), random, **retrain)[-1][1]
+        def loss_after_training(decoder: Decoder) -> float:
+            random = torch.Generator().manual_seed(model.recipe.seed + 1)
+            return fit(decoder.to(lab.device).train(), task, decoder.parameters(), random, **retrain)[-1][1]
 
-        intact, half = copy.deepcopy(trained.model), without(trained.model, chosen)
-        return {"intact": further(intact), "half": further(half)}
+        intact, half = copy.deepcopy(model.decoder), without(model.decoder, removed_heads)
+        return {"intact": loss_after_training(intact), "half": loss_after_training(half)}
 
     return lab.piece("retrained", key, compute)
 
@@ -137,62 +135,62 @@ def without(model: Decoder, heads: dict[Any, Any]) -> Decoder:
 
 def removable(table: list[list[float]]) -> float:
     """The largest share of heads that can be removed before the mean damage exceeds 1 %."""
-    removed = 0.0
+    largest = 0.0
     for share, damage in zip(SHARES, np.mean(table, 0), strict=True):
         if damage > DAMAGE:
             break
-        removed = 1 - share
-    return removed
+        largest = 1 - share
+    return largest
 
 
 def verdicts(figures: Figures) -> list[Verdict]:
-    return [_half(figures), _back(figures), _which(figures)]
+    return [_half(figures), _recovers(figures), _choice_matters(figures)]
 
 
 def _groups(figures: Figures) -> dict[str, list[float]]:
     """Removable shares: of the lab's models start by start, of the real ones once."""
-    groups = {"the lab's models": [removable(one["michel"]) for one in figures["small"]]}
-    return groups | {name: [removable(one["michel"])] for name, one in figures["real"].items()}
+    groups = {"the lab's models": [removable(damage["michel"]) for damage in figures["small"]]}
+    return groups | {name: [removable(damage["michel"])] for name, damage in figures["real"].items()}
 
 
 def _half(figures: Figures) -> Verdict:
     groups = _groups(figures)
-    words = ", ".join(f"{name} {np.mean(each):.0%}" for name, each in groups.items())
-    because = f"Heads that can go, by michel's score in one step, before damage passes 1 %: {words}."
-    sure = f"lab: {starts_seen(groups['the lab' + chr(39) + 's models'])}; real models: one each, exact"
-    yes = [name for name, each in groups.items() if min(each) > HALF]
-    no = [name for name, each in groups.items() if max(each) <= HALF]
-    if not figures["learned"] or len(yes) + len(no) < len(groups):
+    words = ", ".join(f"{name} {np.mean(shares):.0%}" for name, shares in groups.items())
+    because = f"Heads that can go, by michel's score in one step, before damage exceeds 1 %: {words}."
+    sure = f"lab: {range_over_starts(groups['the lab' + chr(39) + 's models'])}; real models: one each, exact"
+    above = [name for name, shares in groups.items() if min(shares) > HALF]
+    below = [name for name, shares in groups.items() if max(shares) <= HALF]
+    if not figures["learned"] or len(above) + len(below) < len(groups):
         return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
-    if not no:
+    if not below:
         return Verdict(SENTENCES[0], HOLDS, because, sure)
-    if not yes:
+    if not above:
         return Verdict(SENTENCES[0], NOT, because, sure)
-    return Verdict(SENTENCES[0], ONLY_IF, because, sure, f"the model has heads to spare, as {' and '.join(yes)} do")
+    return Verdict(SENTENCES[0], ONLY_IF, because, sure, f"the model has heads to spare, as {' and '.join(above)} do")
 
 
-def _back(figures: Figures) -> Verdict:
-    each = [one["half"] / one["intact"] - 1 for one in figures["retrained"]]
+def _recovers(figures: Figures) -> Verdict:
+    increases = [losses["half"] / losses["intact"] - 1 for losses in figures["retrained"]]
     because = (
-        f"Half of the heads cut out, then {RETRAIN['steps']} steps: the loss is {np.mean(each):+.2%} against the "
+        f"Half of the heads cut out, then {RETRAIN['steps']} steps: the loss is {np.mean(increases):+.2%} against the "
         "intact model with the same training."
     )
-    sure = starts_seen([100 * x for x in each], " %")
+    sure = range_over_starts([100 * x for x in increases], " %")
     if not figures["learned"]:
         return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
-    if max(each) <= DAMAGE:
+    if max(increases) <= DAMAGE:
         return Verdict(SENTENCES[1], HOLDS, because, sure)
-    return Verdict(SENTENCES[1], NOT if min(each) > DAMAGE else CANNOT_TELL, because, sure)
+    return Verdict(SENTENCES[1], NOT if min(increases) > DAMAGE else CANNOT_TELL, because, sure)
 
 
-def _which(figures: Figures) -> Verdict:
+def _choice_matters(figures: Figures) -> Verdict:
     """Damage with half of the heads gone, by score and at random; the lab's starts and every real model must agree."""
-    at = SHARES.index(HALF)
-    kinds = {f"start {i}": one for i, one in enumerate(figures["small"])} | figures["real"]
-    pairs = {name: tuple(float(np.mean(one[s], 0)[at]) for s in SCORES) for name, one in kinds.items()}
+    index = SHARES.index(HALF)
+    kinds = {f"start {i}": damage for i, damage in enumerate(figures["small"])} | figures["real"]
+    pairs = {name: tuple(float(np.mean(damage[s], 0)[index]) for s in SCORES) for name, damage in kinds.items()}
     small = np.mean([pair for name, pair in pairs.items() if name.startswith("start")], 0)
-    shown = {"the lab's models": tuple(small)} | {name: pairs[name] for name in figures["real"]}
-    words = "; ".join(f"{name}: {a:.1%} against {b:.1%}" for name, (a, b) in shown.items())
+    summary = {"the lab's models": tuple(small)} | {name: pairs[name] for name in figures["real"]}
+    words = "; ".join(f"{name}: {a:.1%} against {b:.1%}" for name, (a, b) in summary.items())
     because = f"Damage with half of the heads gone, by michel's score and at random. {words}."
     better = [name for name, (score, chance) in pairs.items() if score < chance]
     sure = f"better in {len(better)} of {len(pairs)} models"
@@ -206,36 +204,38 @@ def _which(figures: Figures) -> Verdict:
 def charts(figures: Figures) -> list[Chart]:
     small: dict[str, list[Any]] = {
         score: [
-            point(100 * (1 - share), [100 * float(np.mean(one[score], 0)[i]) for one in figures["small"]])
+            point(100 * (1 - share), [100 * float(np.mean(damage[score], 0)[i]) for damage in figures["small"]])
             for i, share in enumerate(SHARES)
         ]
         for score in SCORES
     }
-    sheet = [Chart("The lab's text models, 16 heads", "heads removed, %", "loss more, %", small)]
-    for name, one in figures["real"].items():
+    sheet = [Chart("The lab's text models, 16 heads", "heads removed, %", "increase of the loss, %", small)]
+    for name, damage in figures["real"].items():
         series: dict[str, list[Any]] = {
             score: [point(100 * (1 - share), [100 * row[i] for row in table]) for i, share in enumerate(SHARES)]
-            for score, table in one.items()
+            for score, table in damage.items()
         }
-        sheet.append(Chart(name, "heads removed, %", f"{REAL[name]} more, %", series))
+        sheet.append(Chart(name, "heads removed, %", f"increase of {REAL[name]}, %", series))
     return sheet
 
 
 def tables(figures: Figures) -> list[Table]:
-    small = {score: [np.mean(one[score], 0).tolist() for one in figures["small"]] for score in SCORES}
+    small = {score: [np.mean(damage[score], 0).tolist() for damage in figures["small"]] for score in SCORES}
     rows = [
-        (name, score, *(f"{x:.1%}" for x in np.mean(one[score], 0)))
-        for name, one in {"the lab's models": small, **figures["real"]}.items()
+        (name, score, *(f"{x:.1%}" for x in np.mean(damage[score], 0)))
+        for name, damage in {"the lab's models": small, **figures["real"]}.items()
         for score in SCORES
     ]
-    head = ("model", "score", *(f"{1 - share:.1%} gone" for share in SHARES))
-    back = [
-        (str(i), f"{one['intact']:.4f}", f"{one['half']:.4f}", f"{one['half'] / one['intact'] - 1:+.2%}")
-        for i, one in enumerate(figures["retrained"])
+    columns = ("model", "score", *(f"{1 - share:.1%} removed" for share in SHARES))
+    retrained = [
+        (str(i), f"{damage['intact']:.4f}", f"{damage['half']:.4f}", f"{damage['half'] / damage['intact'] - 1:+.2%}")
+        for i, damage in enumerate(figures["retrained"])
     ]
     return [
-        Table("Damage", head, rows),
-        Table("Half of the heads cut out, trained further", ("start", "intact", "half", "loss more"), back),
+        Table("Damage", columns, rows),
+        Table(
+            "Half of the heads cut out, trained further", ("start", "intact", "half", "increase of the loss"), retrained
+        ),
     ]
 
 
@@ -246,7 +246,7 @@ CLAIM = Claim(
     f"""
 Heads are ranked by `headwise.importance` (michel: the derivative of the loss by a gate on each head) and removed in one
 step to each share, without training; random removal is the baseline. The lab's models are claim 4's text models, 2
-layers of {TEXT_HEADS} heads, from several starts; the real ones are the embedded `minilm` (72 heads) and `smollm2` (270
+layers of {TEXT_HEADS} heads, from several starts; the real ones are the bundled `minilm` (72 heads) and `smollm2` (270
 heads), on passages of the novel that the lab's models were not trained on. Heads are never evaluated on the texts that
 ranked them. Damage is the increase of the loss, as a share of the loss; for minilm, which has no loss of its own, 1 -
 cosine with the full model's embedding. The first sentence holds where more than {HALF:.0%} of the heads can be removed,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...attention.functional import weights
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import TEXT_HEADS, TEXT_RECIPE, task_of
 from ..store import Lab
-from ..train import Trained, held_out
+from ..train import TrainedModel, held_out
 
 # the thresholds, written before the full run
 SATURATED = 0.5  # of the gradient that passes equal weights; less counts as saturated
@@ -27,7 +27,7 @@ SENTENCES = (
 )
 TOKENS, ROWS = 64, 4096
 SIZES = (1, 4, 16, 64, 256)
-AT = 64  # the head size that the first verdict is about
+HEAD_DIM = 64  # the head size that the first verdict is about
 SMALL_STD, WIDTH = 0.02, 768  # how GPT-2 and BERT start, at their width
 
 
@@ -37,11 +37,11 @@ def run(lab: Lab) -> Figures:
         for scaled in (True, False):
             words = f"{name}, {'with' if scaled else 'without'} 1/√d_k"
             starts[words] = {str(d): at_start(d, size, scaled, lab.seed) for d in SIZES}
-    trained = {}
+    groups = {}
     for heads in (TEXT_HEADS, 1):
         for scaled in (True, False):
-            models = [lab.trained(heads=heads, seed=s, scale=scaled, **TEXT_RECIPE) for s in lab.starts]
-            trained[f"{heads} {scaled}"] = {
+            models = [lab.model(heads=heads, seed=s, scale=scaled, **TEXT_RECIPE) for s in lab.starts]
+            groups[f"{heads} {scaled}"] = {
                 "heads": heads,
                 "d_k": models[0].recipe.head_dim,
                 "scaled": scaled,
@@ -50,7 +50,7 @@ def run(lab: Lab) -> Figures:
                 "learned": all(model.learned for model in models),
                 "entropy": [entropy(model) for model in models],
             }
-    return {"at_start": starts, "trained": trained}
+    return {"at_start": starts, "trained": groups}
 
 
 def at_start(dim: int, size: float, scaled: bool, seed: int) -> Figures:
@@ -64,21 +64,21 @@ def at_start(dim: int, size: float, scaled: bool, seed: int) -> Figures:
         "score_std": float((q @ k.transpose(2, 3) * scale).std()),
         "entropy": float((-(p * p.clamp(min=1e-300).log()).sum(-1)).mean()) / math.log(TOKENS),
         "largest": float(p.max(-1).values.mean()),
-        "gradient": let_through(p) / (1 - 1 / TOKENS),
+        "gradient": jacobian_trace(p) / (1 - 1 / TOKENS),
     }
 
 
-def let_through(p: Tensor) -> float:
+def jacobian_trace(p: Tensor) -> float:
     """The trace of softmax's Jacobian, diag(p) - p p^T, which is sum p (1 - p): 0 for a row with one weight of 1."""
     return float((p * (1 - p)).sum(-1).mean())
 
 
 @torch.no_grad()
-def entropy(trained: Trained) -> float:
+def entropy(model: TrainedModel) -> float:
     """Mean entropy over heads and queries, as a share of the maximum for causal rows."""
-    inputs = held_out(task_of(trained.recipe), 1)[0].inputs
-    device = next(trained.model.parameters()).device
-    means = [stats.entropy.mean() for stats in trained.model.stats(inputs.to(device))]
+    inputs = held_out(task_of(model.recipe), 1)[0].inputs
+    device = next(model.decoder.parameters()).device
+    means = [stats.entropy.mean() for stats in model.decoder.stats(inputs.to(device))]
     largest = np.log(np.arange(1, inputs.shape[1] + 1)).mean()
     return float(torch.stack([torch.as_tensor(x) for x in means]).mean()) / float(largest)
 
@@ -88,12 +88,13 @@ def verdicts(figures: Figures) -> list[Verdict]:
 
 
 def _saturates(figures: Figures) -> Verdict:
-    gradient = {name: sizes[str(AT)]["gradient"] for name, sizes in figures["at_start"].items()}
+    gradient = {name: sizes[str(HEAD_DIM)]["gradient"] for name, sizes in figures["at_start"].items()}
     unit, small = "unit variance, without 1/√d_k", "weights of std 0.02, without 1/√d_k"
     because = (
-        f"Of the gradient that equal weights let through, d_k {AT} without the division leaves {gradient[unit]:.0%} "
-        f"when queries and keys have unit variance ({gradient[unit.replace('without', 'with')]:.0%} with it), and "
-        f"{gradient[small]:.0%} with weights of standard deviation 0.02 at width 768, as GPT-2 and BERT start. "
+        f"Of the gradient that equal weights let through, d_k {HEAD_DIM} without the division leaves "
+        f"{gradient[unit]:.0%} when queries and keys have unit variance "
+        f"({gradient[unit.replace('without', 'with')]:.0%} with it), and {gradient[small]:.0%} with weights of "
+        "standard deviation 0.02 at width 768, as GPT-2 and BERT start. "
         "The spread of the scores grows as √d_k in both."
     )
     sure = f"{ROWS:,} rows of {TOKENS} keys"
@@ -110,21 +111,21 @@ def _saturates(figures: Figures) -> Verdict:
 def _pairs(figures: Figures, key: str) -> dict[int, tuple[list[float], list[float]]]:
     """{d_k: (with, without)} over the starts."""
     groups: dict[int, dict[bool, list[float]]] = {}
-    for one in figures["trained"].values():
-        groups.setdefault(one["d_k"], {})[one["scaled"]] = one[key]
+    for group in figures["trained"].values():
+        groups.setdefault(group["d_k"], {})[group["scaled"]] = group[key]
     return {d: (pair[True], pair[False]) for d, pair in groups.items()}
 
 
 def _trains(figures: Figures) -> Verdict:
     pairs = _pairs(figures, "loss")
     ratios = {d: [b / a - 1 for a, b in zip(*pair, strict=True)] for d, pair in pairs.items()}
-    words = "; ".join(f"d_k {d}: {np.mean(each):+.1%}" for d, each in ratios.items())
+    words = "; ".join(f"d_k {d}: {np.mean(values):+.1%}" for d, values in ratios.items())
     because = f"The loss without the division, against the twin with it: {words}."
-    sure = "; ".join(f"d_k {d}: {starts_seen([100 * x for x in each], ' %')}" for d, each in ratios.items())
-    if not all(one["learned"] for one in figures["trained"].values() if one["scaled"]):
+    sure = "; ".join(f"d_k {d}: {range_over_starts([100 * x for x in values], ' %')}" for d, values in ratios.items())
+    if not all(group["learned"] for group in figures["trained"].values() if group["scaled"]):
         return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
-    worse = [d for d, each in ratios.items() if min(each) > WORSE]
-    fine = [d for d, each in ratios.items() if max(each) <= WORSE]
+    worse = [d for d, values in ratios.items() if min(values) > WORSE]
+    fine = [d for d, values in ratios.items() if max(values) <= WORSE]
     return _by_size(SENTENCES[1], because, sure, worse, fine, len(ratios))
 
 
@@ -133,33 +134,33 @@ def _after(figures: Figures) -> Verdict:
     ratios = {d: [b / a for a, b in zip(*pair, strict=True)] for d, pair in pairs.items()}
     words = "; ".join(f"d_k {d}: {np.mean(b):.2f} against {np.mean(a):.2f}" for d, (a, b) in pairs.items())
     because = f"Entropy after training, as a share of what equal weights have, without and with the division: {words}."
-    sure = "; ".join(f"d_k {d}: ratio in {starts_seen(each)}" for d, each in ratios.items())
-    still = [d for d, each in ratios.items() if max(each) < STILL]
-    fine = [d for d, each in ratios.items() if min(each) >= STILL]
+    sure = "; ".join(f"d_k {d}: ratio in {range_over_starts(values)}" for d, values in ratios.items())
+    still = [d for d, values in ratios.items() if max(values) < STILL]
+    fine = [d for d, values in ratios.items() if min(values) >= STILL]
     return _by_size(SENTENCES[2], because, sure, still, fine, len(ratios))
 
 
-def _by_size(says: str, because: str, sure: str, yes: list[int], no: list[int], count: int) -> Verdict:
+def _by_size(sentence: str, because: str, sure: str, yes: list[int], no: list[int], count: int) -> Verdict:
     if len(yes) == count:
-        return Verdict(says, HOLDS, because, sure)
+        return Verdict(sentence, HOLDS, because, sure)
     if len(no) == count:
-        return Verdict(says, NOT, because, sure)
+        return Verdict(sentence, NOT, because, sure)
     if yes and len(yes) + len(no) == count:
         sizes = " or ".join(map(str, yes))
-        return Verdict(says, ONLY_IF, because, sure, f"d_k is {sizes} (not at {' or '.join(map(str, no))})")
-    return Verdict(says, CANNOT_TELL, because, sure)
+        return Verdict(sentence, ONLY_IF, because, sure, f"d_k is {sizes} (not at {' or '.join(map(str, no))})")
+    return Verdict(sentence, CANNOT_TELL, because, sure)
 
 
 def charts(figures: Figures) -> list[Chart]:
     gradient: dict[str, list[Any]] = {
-        name: [point(int(d), [one["gradient"]]) for d, one in sizes.items()]
+        name: [point(int(d), [row["gradient"]]) for d, row in sizes.items()]
         for name, sizes in figures["at_start"].items()
     }
     curves: dict[str, list[Any]] = {}
-    for one in figures["trained"].values():
-        name = f"d_k {one['d_k']}, {'with' if one['scaled'] else 'without'}"
-        steps = [step for step, _ in one["curves"][0]]
-        curves[name] = [point(step, [start[i][1] for start in one["curves"]]) for i, step in enumerate(steps)]
+    for row in figures["trained"].values():
+        name = f"d_k {row['d_k']}, {'with' if row['scaled'] else 'without'}"
+        steps = [step for step, _ in row["curves"][0]]
+        curves[name] = [point(step, [start[i][1] for start in row["curves"]]) for i, step in enumerate(steps)]
     return [
         Chart("At the start", "d_k", "gradient let through (1: equal weights)", gradient, log_x=True),
         Chart("Training on text", "training step", "loss on held-out data (nats)", curves),
@@ -168,14 +169,14 @@ def charts(figures: Figures) -> list[Chart]:
 
 def tables(figures: Figures) -> list[Table]:
     rows = [
-        (name, d, f"{one['score_std']:.2f}", f"{one['entropy']:.2f}", f"{one['largest']:.2f}", f"{one['gradient']:.2f}")
+        (name, d, f"{row['score_std']:.2f}", f"{row['entropy']:.2f}", f"{row['largest']:.2f}", f"{row['gradient']:.2f}")
         for name, sizes in figures["at_start"].items()
-        for d, one in sizes.items()
+        for d, row in sizes.items()
     ]
     trained = [
-        (str(one["d_k"]), "yes" if one["scaled"] else "no", f"{np.mean(one['loss']):.4f}",
-         f"{min(one['loss']):.4f} to {max(one['loss']):.4f}", f"{np.mean(one['entropy']):.2f}")
-        for one in figures["trained"].values()
+        (str(row["d_k"]), "yes" if row["scaled"] else "no", f"{np.mean(row['loss']):.4f}",
+         f"{min(row['loss']):.4f} to {max(row['loss']):.4f}", f"{np.mean(row['entropy']):.2f}")
+        for row in figures["trained"].values()
     ]  # fmt: skip
     return [
         Table("At the start", ("queries and keys", "d_k", "std of scores", "entropy", "largest", "gradient"), rows),
@@ -191,9 +192,9 @@ CLAIM = Claim(
 At the start: random queries and keys, {TOKENS} keys per row; once with components of unit variance, the assumption of
 the 2017 paper, once with those that weights of standard deviation 0.02 give at width {WIDTH}. Entropy is a share of
 that of equal weights; the gradient is the trace of softmax's Jacobian, a share of the same. Below {SATURATED:.0%} of
-it, at d_k {AT}, counts as saturated. In training: claim 4's text models with heads of 8 and of 64, and their twins
-whose queries are √d_k larger, which undoes the division and nothing else. Worse is more than {WORSE:.0%} of the loss in
-every start; still saturated is less than {STILL:.0%} of the twin's entropy in every start.
+it, at d_k {HEAD_DIM}, counts as saturated. In training: claim 4's text models with heads of 8 and of 64, and their
+twins whose queries are √d_k larger, which undoes the division and nothing else. Worse is more than {WORSE:.0%} of the
+loss in every start; still saturated is less than {STILL:.0%} of the twin's entropy in every start.
 """,
     run,
     verdicts,

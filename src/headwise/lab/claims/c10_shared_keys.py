@@ -11,12 +11,12 @@ import torch
 from ...attention.nn.stack import Decoder
 from ...heads import Heads
 from ...shapes import Shape
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, starts_seen
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import TEXT_HEADS, TEXT_RECIPE, attentions
 from ..store import Lab
 
 # the thresholds, written before the full run
-SAME = 0.01  # of the loss: at or below this in every start, quality is kept; above it in every start, it is not
+TOLERANCE = 0.01  # of the loss: at or below this in every start, quality is kept; above it in every start, it is not
 FASTER = 1.1  # times the speed
 
 SENTENCES = (
@@ -26,7 +26,7 @@ SENTENCES = (
     "They decode faster.",
 )
 KV_HEADS = (8, 4, 2, 1)
-GROUPED = (4, 2)
+GROUPED_KV_HEADS = (4, 2)
 # decoding is timed on a larger model with random weights: its speed does not depend on its weights
 TIMED = {"layers": 4, "width": 512, "heads": 8, "batch": 8}
 ROUNDS, STEPS = 5, 8
@@ -35,13 +35,13 @@ ROUNDS, STEPS = 5, 8
 def run(lab: Lab) -> Figures:
     quality = {}
     for kv in KV_HEADS:
-        grouped = {} if kv == TEXT_HEADS else {"kv_heads": kv}
-        models = [lab.trained(heads=TEXT_HEADS, seed=seed, **grouped, **TEXT_RECIPE) for seed in lab.starts]
+        options = {} if kv == TEXT_HEADS else {"kv_heads": kv}
+        models = [lab.model(heads=TEXT_HEADS, seed=seed, **options, **TEXT_RECIPE) for seed in lab.starts]
         quality[kv] = {
             "loss": [model.loss for model in models],
             "learned": all(model.learned for model in models),
-            "parameters": sum(p.numel() for p in models[0].model.parameters()),
-            "cache": cache_bytes(models[0].model),
+            "parameters": sum(p.numel() for p in models[0].decoder.parameters()),
+            "cache": cache_bytes(models[0].decoder),
         }
     contexts = lab.budget.pick((16,), (128, 1024), (128, 1024, 4096))
     key = {"contexts": contexts, "device": lab.device, **TIMED}
@@ -59,12 +59,12 @@ def decoding(contexts: tuple[int, ...], lab: Lab) -> Figures:
     milliseconds: Figures = {}
     for context in contexts:
         models = {kv: _timed_model(kv, context + ROUNDS * STEPS + 1, lab.device) for kv in KV_HEADS}
-        filled = {kv: _filled(model, context) for kv, model in models.items()}
+        caches = {kv: _fill_caches(model, context) for kv, model in models.items()}
         best = dict.fromkeys(KV_HEADS, float("inf"))
         rounds = lab.budget.pick(1, ROUNDS, ROUNDS)
         for turn in range(rounds):
             for kv in KV_HEADS:
-                best[kv] = min(best[kv], _milliseconds(models[kv], filled[kv], lab.device))
+                best[kv] = min(best[kv], _milliseconds(models[kv], caches[kv], lab.device))
             lab.progress(f"decoding at {context}", turn + 1, rounds)
         milliseconds[str(context)] = {str(kv): ms for kv, ms in best.items()}
     return milliseconds
@@ -79,7 +79,7 @@ def _timed_model(kv: int, length: int, device: str) -> Decoder:
 
 
 @torch.no_grad()
-def _filled(model: Decoder, context: int) -> Any:
+def _fill_caches(model: Decoder, context: int) -> Any:
     caches = model.cache(context + ROUNDS * STEPS + 1)
     ids = torch.zeros(TIMED["batch"], context, dtype=torch.long, device=next(model.parameters()).device)
     model.hidden(ids, cache=caches)
@@ -113,16 +113,18 @@ def loss_increase(figures: Figures, kv: int) -> list[float]:
 
 
 def _all_learned(figures: Figures) -> bool:
-    return all(one["learned"] for one in figures["quality"].values())
+    return all(row["learned"] for row in figures["quality"].values())
 
 
 def _grouped(figures: Figures) -> Verdict:
-    losses = {kv: loss_increase(figures, kv) for kv in GROUPED}
-    words = " and ".join(f"{np.mean(each):+.2%} with {kv} key/value heads" for kv, each in losses.items())
+    losses = {kv: loss_increase(figures, kv) for kv in GROUPED_KV_HEADS}
+    words = " and ".join(f"{np.mean(increases):+.2%} with {kv} key/value heads" for kv, increases in losses.items())
     because = f"The loss against {TEXT_HEADS} of them: {words}."
-    sure = "; ".join(f"{kv}: {starts_seen([100 * x for x in each], ' %')}" for kv, each in losses.items())
-    same = [kv for kv, each in losses.items() if max(each) <= SAME]
-    worse = [kv for kv, each in losses.items() if min(each) > SAME]
+    sure = "; ".join(
+        f"{kv}: {range_over_starts([100 * x for x in increases], ' %')}" for kv, increases in losses.items()
+    )
+    same = [kv for kv, increases in losses.items() if max(increases) <= TOLERANCE]
+    worse = [kv for kv, increases in losses.items() if min(increases) > TOLERANCE]
     if not _all_learned(figures) or len(same) + len(worse) < len(losses):
         return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
     if not worse:
@@ -133,20 +135,20 @@ def _grouped(figures: Figures) -> Verdict:
 
 
 def _multi(figures: Figures) -> Verdict:
-    each = loss_increase(figures, 1)
-    because = f"With one key/value head the loss is {np.mean(each):+.2%} against {TEXT_HEADS} of them."
-    sure = starts_seen([100 * x for x in each], " %")
+    increases = loss_increase(figures, 1)
+    because = f"With one key/value head the loss is {np.mean(increases):+.2%} against {TEXT_HEADS} of them."
+    sure = range_over_starts([100 * x for x in increases], " %")
     if not _all_learned(figures):
         return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
-    if min(each) > SAME:
+    if min(increases) > TOLERANCE:
         return Verdict(SENTENCES[1], HOLDS, because, sure)
-    return Verdict(SENTENCES[1], NOT if max(each) <= SAME else CANNOT_TELL, because, sure)
+    return Verdict(SENTENCES[1], NOT if max(increases) <= TOLERANCE else CANNOT_TELL, because, sure)
 
 
 def _cache(figures: Figures) -> Verdict:
-    sizes = {int(kv): one["cache"] for kv, one in figures["quality"].items()}
+    sizes = {int(kv): row["cache"] for kv, row in figures["quality"].items()}
     exact = all(sizes[TEXT_HEADS] * kv == size * TEXT_HEADS for kv, size in sizes.items())
-    because = "Bytes a token: " + ", ".join(f"{size:,} with {kv}" for kv, size in sizes.items()) + " key/value heads."
+    because = "Bytes per token: " + ", ".join(f"{size:,} with {kv}" for kv, size in sizes.items()) + " key/value heads."
     return Verdict(SENTENCES[2], HOLDS if exact else NOT, because, "exact, counted in the model")
 
 
@@ -170,7 +172,7 @@ def _speed(figures: Figures) -> Verdict:
 
 def charts(figures: Figures) -> list[Chart]:
     quality = figures["quality"]
-    loss = {"loss": [point(f"{kv} KV, {one['cache']:,} B", one["loss"]) for kv, one in quality.items()]}
+    loss = {"loss": [point(f"{kv} KV, {row['cache']:,} B", row["loss"]) for kv, row in quality.items()]}
     relative: dict[str, list[Any]] = {
         f"{kv} KV": [point(int(c), [times[str(TIMED["heads"])] / times[kv]]) for c, times in figures["speed"].items()]
         for kv in map(str, KV_HEADS)
@@ -179,17 +181,17 @@ def charts(figures: Figures) -> list[Chart]:
         "loss": [point(f"{kv} KV", [100 * x for x in loss_increase(figures, int(kv))]) for kv in quality if kv != "8"]
     }
     return [
-        Chart("Quality against cache, equal training", "KV heads, cache a token", "loss (nats)", loss),
-        Chart("The same, against the twin with 8", "KV heads", "loss more, %", change),
+        Chart("Quality against cache, equal training", "KV heads, cache per token", "loss (nats)", loss),
+        Chart("The same, against the twin with 8", "KV heads", "increase of the loss, %", change),
         Chart("Decoding speed against 8 KV heads", "context", "times as fast", relative, log_x=True),
     ]
 
 
 def tables(figures: Figures) -> list[Table]:
     rows = [
-        (kv, f"{one['cache']:,}", f"{one['parameters']:,}", f"{np.mean(one['loss']):.4f}",
-         f"{min(one['loss']):.4f} to {max(one['loss']):.4f}")
-        for kv, one in figures["quality"].items()
+        (kv, f"{row['cache']:,}", f"{row['parameters']:,}", f"{np.mean(row['loss']):.4f}",
+         f"{min(row['loss']):.4f} to {max(row['loss']):.4f}")
+        for kv, row in figures["quality"].items()
     ]  # fmt: skip
     speed = [(f"{int(c):,}", *(f"{times[str(kv)]:.2f}" for kv in KV_HEADS)) for c, times in figures["speed"].items()]
     return [
@@ -205,7 +207,7 @@ CLAIM = Claim(
     f"""
 Claim 4's text model with {TEXT_HEADS} query heads and 8, 4, 2 or 1 key/value heads, trained on the same data for the
 same steps; nothing makes up for the parameters that W_K and W_V lose. Quality is kept if the loss is at most
-{SAME:.0%} above the twin's in every start, and lost if it is more than that in every start. Decoding is timed on a
+{TOLERANCE:.0%} above the twin's in every start, and lost if it is more than that in every start. Decoding is timed on a
 decoder of {TIMED["layers"]} layers, width {TIMED["width"]} and {TIMED["heads"]} query heads with random weights, batch
 {TIMED["batch"]}, a filled cache and one new token at a time; from {FASTER} times the speed on it counts as faster.
 """,

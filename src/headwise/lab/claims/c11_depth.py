@@ -17,7 +17,7 @@ from ..store import Lab
 
 # the thresholds, written before the full run (of the second and third sentence with MiniLM's relations already seen)
 NEARER = 1.5  # times the local weight of the last third of the layers that the first third must have
-MOST, FEW = 2 / 3, 1 / 3  # of the syntactic relations: heads in the first half, for “early” to hold, and not to
+EARLY, NOT_EARLY = 2 / 3, 1 / 3  # of the syntactic relations: heads in the first half, for “early” to hold, and not to
 DEEPER = 0.2  # of the model's depth: how much deeper abstract relations must sit than syntactic ones
 CHANCE = 0.05  # the largest share of random labellings that do as well
 FEWEST = 3  # relations of a kind that must have been found
@@ -41,11 +41,11 @@ KINDS = {"syntactic": SYNTACTIC, "abstract": ABSTRACT}
 
 def run(lab: Lab) -> Figures:
     models = lab.budget.pick(("minilm",), ("minilm",), ("minilm", "smollm2"))
-    every = lab.budget.pick(60, 1, 1)  # stride over the probe sentences
+    stride = lab.budget.pick(60, 1, 1)  # stride over the probe sentences
     figures: Figures = {}
     for model in models:
-        asked = {"model": model, "probe": SHA256, "every": every}
-        figures[model] = {"local": _local(model), **lab.piece("depth", asked, partial(_depth, model, every))}
+        key = {"model": model, "probe": SHA256, "every": stride}
+        figures[model] = {"local": _local(model), **lab.piece("depth", key, partial(_depth, model, stride))}
     return figures
 
 
@@ -65,10 +65,10 @@ def _local(model: str) -> Figures | None:
     return {"local": by_layer("local"), "distance": by_layer("distance"), **equal, **about}
 
 
-def _depth(model: str, every: int) -> Figures:
+def _depth(model: str, stride: int) -> Figures:
     """For each relation of the probe sentences: the head that was chosen, and the best accuracy of every layer."""
-    found = relations(model, probe_sentences()[::every])
-    layer_of = np.array([layer for _, layer, _ in found.heads])
+    result = relations(model, probe_sentences()[::stride])
+    layer_of = np.array([layer for _, layer, _ in result.heads])
     layers = int(layer_of.max()) + 1
     rows = {
         row.name: {
@@ -78,30 +78,32 @@ def _depth(model: str, every: int) -> Figures:
             "depth": row.layer / (layers - 1),
             "accuracy": row.accuracy,
             "fixed": row.fixed_accuracy,
-            "by_layer": [float(found.scores[row.name][layer_of == layer].max()) for layer in range(layers)],
+            "by_layer": [float(result.scores[row.name][layer_of == layer].max()) for layer in range(layers)],
         }
-        for row in found.rows
-        if row.name in found.scores
+        for row in result.rows
+        if row.name in result.scores
     }
     return {"layers": layers, "relations": rows}
 
 
-def depths(of: Figures, kind: str) -> list[float]:
+def depths(results: Figures, kind: str) -> list[float]:
     """Depths of the heads of the relations found of one kind: 0 for the first layer, 1 for the last."""
-    return [of["relations"][name]["depth"] for name in KINDS[kind] if of["relations"].get(name, {}).get("found")]
+    return [
+        results["relations"][name]["depth"] for name in KINDS[kind] if results["relations"].get(name, {}).get("found")
+    ]
 
 
-def nearer(of: Figures) -> float:
+def nearer(results: Figures) -> float:
     """The local weight of the first third of the layers, as a multiple of the last third's."""
-    local = of["local"]["local"]
+    local = results["local"]["local"]
     third = max(1, len(local) // 3)
     return float(np.mean(local[:third]) / np.mean(local[-third:]))
 
 
 def by_chance(abstract: list[float], syntactic: list[float]) -> float:
     """The share of all labellings with as many abstract heads that put them at least as deep."""
-    both, count = abstract + syntactic, len(abstract)
-    means = [np.mean(picked) for picked in itertools.combinations(both, count)]
+    depths, count = abstract + syntactic, len(abstract)
+    means = [np.mean(labelled) for labelled in itertools.combinations(depths, count)]
     return float(np.mean([mean >= np.mean(abstract) - 1e-9 for mean in means]))
 
 
@@ -109,71 +111,81 @@ def verdicts(figures: Figures) -> list[Verdict]:
     return [_near(figures), _syntactic(figures), _abstract(figures)]
 
 
-def _together(says: str, each: dict[str, str], because: str, sure: str) -> Verdict:
+def _combine(sentence: str, verdicts: dict[str, str], because: str, sure: str) -> Verdict:
     """One verdict where the models agree; where one holds and another does not, it holds only in that one."""
-    words = set(each.values())
+    words = set(verdicts.values())
     if len(words) == 1:
-        return Verdict(says, words.pop(), because, sure)
+        return Verdict(sentence, words.pop(), because, sure)
     if words == {HOLDS, NOT}:
-        return Verdict(says, ONLY_IF, because, sure, "the model is " + " or ".join(m for m in each if each[m] == HOLDS))
-    return Verdict(says, CANNOT_TELL, because, sure)
+        return Verdict(
+            sentence, ONLY_IF, because, sure, "the model is " + " or ".join(m for m in verdicts if verdicts[m] == HOLDS)
+        )
+    return Verdict(sentence, CANNOT_TELL, because, sure)
 
 
 def _near(figures: Figures) -> Verdict:
-    without = [model for model, of in figures.items() if of["local"] is None]
-    figures = {model: of for model, of in figures.items() if model not in without}
-    ratio = {model: nearer(of) for model, of in figures.items()}
-    each = {m: HOLDS if r >= NEARER else NOT if r <= 1 else CANNOT_TELL for m, r in ratio.items()}
+    without = [model for model, results in figures.items() if results["local"] is None]
+    figures = {model: results for model, results in figures.items() if model not in without}
+    ratio = {model: nearer(results) for model, results in figures.items()}
+    words = {m: HOLDS if r >= NEARER else NOT if r <= 1 else CANNOT_TELL for m, r in ratio.items()}
     because = "The first third of the layers puts " + "; ".join(
         f"{ratio[m]:.2f} times as much weight on the three tokens on either side as the last third in {m} "
-        f"({_thirds(of)}; equal attention has {np.mean(of['local']['equal_local']):.2f})"
-        for m, of in figures.items()
-    ) + "." + "".join(f" No atlas of {model} comes along." for model in without)  # fmt: skip
-    sure = "; ".join(f"{m}: {of['local']['tokens']:,} tokens of {of['local']['corpus']}" for m, of in figures.items())
-    return _together(SENTENCES[0], each, because, sure)
+        f"({_thirds(results)}; equal attention has {np.mean(results['local']['equal_local']):.2f})"
+        for m, results in figures.items()
+    ) + "." + "".join(f" No atlas of {model} is bundled." for model in without)  # fmt: skip
+    sure = "; ".join(
+        f"{m}: {results['local']['tokens']:,} tokens of {results['local']['corpus']}" for m, results in figures.items()
+    )
+    return _combine(SENTENCES[0], words, because, sure)
 
 
-def _thirds(of: Figures) -> str:
-    local = of["local"]["local"]
+def _thirds(results: Figures) -> str:
+    local = results["local"]["local"]
     third = max(1, len(local) // 3)
     return f"{np.mean(local[:third]):.2f} against {np.mean(local[-third:]):.2f}"
 
 
 def _syntactic(figures: Figures) -> Verdict:
-    each, parts = {}, []
-    for model, of in figures.items():
-        where = depths(of, "syntactic")
-        early = sum(depth < 0.5 for depth in where)
-        if len(where) < FEWEST:
-            each[model] = CANNOT_TELL
+    words, parts = {}, []
+    for model, results in figures.items():
+        found_depths = depths(results, "syntactic")
+        early = sum(depth < 0.5 for depth in found_depths)
+        if len(found_depths) < FEWEST:
+            words[model] = CANNOT_TELL
             parts.append(f"in {model} too few relations were found")
             continue
-        each[model] = HOLDS if early >= MOST * len(where) else NOT if early <= FEW * len(where) else CANNOT_TELL
+        words[model] = (
+            HOLDS
+            if early >= EARLY * len(found_depths)
+            else NOT
+            if early <= NOT_EARLY * len(found_depths)
+            else CANNOT_TELL
+        )
         parts.append(
-            f"of the {len(where)} syntactic relations that were found in {model}, {early} have their head in the first "
-            f"half of its layers; the mean depth is {np.mean(where):.2f}"
+            f"of the {len(found_depths)} syntactic relations that were found in {model}, {early} have their head in "
+            f"the first half of its layers; the mean depth is {np.mean(found_depths):.2f}"
         )
     because = "; ".join(parts) + " (0 is the first layer, 1 the last)."
-    return _together(SENTENCES[1], each, because[0].upper() + because[1:], _sure(figures))
+    return _combine(SENTENCES[1], words, because[0].upper() + because[1:], _sure(figures))
 
 
 def _abstract(figures: Figures) -> Verdict:
-    each, parts = {}, []
-    for model, of in figures.items():
-        abstract, syntactic = depths(of, "abstract"), depths(of, "syntactic")
+    words, parts = {}, []
+    for model, results in figures.items():
+        abstract, syntactic = depths(results, "abstract"), depths(results, "syntactic")
         if min(len(abstract), len(syntactic)) < FEWEST:
-            each[model] = CANNOT_TELL
+            words[model] = CANNOT_TELL
             parts.append(f"in {model} too few relations were found")
             continue
         deeper, chance = float(np.mean(abstract) - np.mean(syntactic)), by_chance(abstract, syntactic)
-        each[model] = HOLDS if deeper >= DEEPER and chance <= CHANCE else NOT if deeper <= 0 else CANNOT_TELL
+        words[model] = HOLDS if deeper >= DEEPER and chance <= CHANCE else NOT if deeper <= 0 else CANNOT_TELL
         parts.append(
             f"in {model} the heads of {len(abstract)} abstract relations sit at a mean depth of "
             f"{np.mean(abstract):.2f}, those of {len(syntactic)} syntactic ones at {np.mean(syntactic):.2f}; "
-            f"{chance:.0%} of all ways to deal out these labels give as much"
+            f"{chance:.0%} of all ways to assign these labels give as much"
         )
     because = "; ".join(parts) + ". What attention weights show is where a word looks, not what a layer makes of it."
-    return _together(SENTENCES[2], each, because[0].upper() + because[1:], _sure(figures))
+    return _combine(SENTENCES[2], words, because[0].upper() + because[1:], _sure(figures))
 
 
 def _sure(figures: Figures) -> str:
@@ -181,20 +193,22 @@ def _sure(figures: Figures) -> str:
 
 
 def charts(figures: Figures) -> list[Chart]:
-    def at(of: Figures, values: list[float]) -> list[Any]:
+    def points(results: Figures, values: list[float]) -> list[Any]:
         return [point(layer / (len(values) - 1), [y]) for layer, y in enumerate(values)]
 
-    known = {model: of for model, of in figures.items() if of["local"] is not None}
-    near = {m: at(of, of["local"]["local"]) for m, of in known.items()}
-    near |= {f"{m}, equal attention": at(of, of["local"]["equal_local"]) for m, of in known.items()}
+    with_atlas = {model: results for model, results in figures.items() if results["local"] is not None}
+    near = {m: points(results, results["local"]["local"]) for m, results in with_atlas.items()}
+    near |= {
+        f"{m}, equal attention": points(results, results["local"]["equal_local"]) for m, results in with_atlas.items()
+    }
     gains = {
         f"{model}, {kind}": [
-            point(layer / (of["layers"] - 1), [row["by_layer"][layer] - row["fixed"] for row in rows])
-            for layer in range(of["layers"])
+            point(layer / (results["layers"] - 1), [row["by_layer"][layer] - row["fixed"] for row in rows])
+            for layer in range(results["layers"])
         ]
-        for model, of in figures.items()
+        for model, results in figures.items()
         for kind, names in KINDS.items()
-        if (rows := [of["relations"][name] for name in names if name in of["relations"]])
+        if (rows := [results["relations"][name] for name in names if name in results["relations"]])
     }
     depth = "depth (0: first layer, 1: last)"
     sheet = [
@@ -207,10 +221,10 @@ def charts(figures: Figures) -> list[Chart]:
 def tables(figures: Figures) -> list[Table]:
     rows = [
         (model, kind, name, row["head"], f"{row['accuracy']:.0%}", f"{row['fixed']:.0%}", _word(row))
-        for model, of in figures.items()
+        for model, results in figures.items()
         for kind, names in KINDS.items()
         for name in names
-        if (row := of["relations"].get(name))
+        if (row := results["relations"].get(name))
     ]
     return [Table("Relations", ("model", "kind", "relation", "head", "accuracy", "best fixed answer", ""), rows)]
 
@@ -229,11 +243,11 @@ all heads of a layer, on a large corpus. The first sentence **holds** in a model
 least {NEARER:g} times the local weight of the last third, and **does not hold** if it has no more. Which heads follow a
 relation is measured on headwise's probe sentences ([docs/relations.md](../relations.md) has more): the head is chosen
 on one half of them and judged on the other, and a relation is found if it beats the best fixed answer by ten points.
-“Early” **holds** if at least {MOST:.0%} of the syntactic relations found have their head in the first half of the
-layers, and **does not hold** if at most {FEW:.0%} do. “Late” **holds** if the heads of abstract relations sit at least
-{DEEPER:g} of the model's depth deeper than those of syntactic ones and at most {CHANCE:.0%} of all labellings give as
-much, and **does not hold** if they sit no deeper. Models that disagree are named. The thresholds of the second and
-third sentence were written down when MiniLM's relations, but not SmolLM2's, had been seen.
+“Early” **holds** if at least {EARLY:.0%} of the syntactic relations found have their head in the first half of the
+layers, and **does not hold** if at most {NOT_EARLY:.0%} do. “Late” **holds** if the heads of abstract relations sit at
+least {DEEPER:g} of the model's depth deeper than those of syntactic ones and at most {CHANCE:.0%} of all labellings
+give as much, and **does not hold** if they sit no deeper. Models that disagree are named. The thresholds of the second
+and third sentence were written down when MiniLM's relations, but not SmolLM2's, had been seen.
 """,
     run,
     verdicts,

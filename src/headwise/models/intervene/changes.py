@@ -138,8 +138,8 @@ def _value_for(value: Any, key: Any, site: Site) -> Value:
     if isinstance(value, Mapping):
         for name in (key, site.key, site.index, site.name):
             if name in value:
-                chosen: Value = value[name]
-                return chosen
+                layer_value: Value = value[name]
+                return layer_value
         raise HeadwiseError(f"no value for {site}; values were given for {', '.join(map(str, value))}")
     if not isinstance(value, Tensor) and value not in VALUES:
         raise HeadwiseError(f'value must be "zero", "mean", a tensor or {{layer: tensor}}, got {value!r}')

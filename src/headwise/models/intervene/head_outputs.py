@@ -43,8 +43,8 @@ def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
         if site is None:
             return None
         heads = x.unflatten(-1, (counts[module], -1))
-        changed = function(site, heads, tracker.real_inputs(site, x))
-        return None if changed is None else changed.flatten(-2)
+        replacement = function(site, heads, tracker.real_inputs(site, x))
+        return None if replacement is None else replacement.flatten(-2)
 
     def set_hooks() -> None:
         tracker.follow([site.module for site in first_sites])

@@ -16,7 +16,7 @@ from .changes import HeadChange, Heads, Value, head_changes
 
 
 def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "zero") -> MaskedHeads:
-    """Inside `with`, put something else in the place of some heads' outputs before W_O.
+    """Inside `with`, put something else in place of some heads' outputs before W_O.
 
     Code that torch.compile made of the model runs uncompiled meanwhile, since compiled code calls no new hooks.
 
@@ -66,11 +66,11 @@ class MaskedHeads:
         return self._hooks.set(self, self._set_hooks)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._hooks.remove()
         self._tracker.reset()
-        if error is None and self._changes and not self._tracker.started:
+        if error is None and self._changes and not self._tracker.was_called:
             warnings.warn(
                 f"{type(self.model).__name__} was not called while its heads were masked, so nothing was; a traced, "
                 "scripted or exported copy of a model does not know its mask",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...files import folder_written
+from ...files import write_folder_atomically
 from ...terminal import echo
 from .locate import cache, missing, sha256
 
@@ -29,7 +29,7 @@ def is_gguf(path: Path) -> bool:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}") from error
 
 
-def converted(path: Path, check: Callable[[Path], None] | None = None, *, weights: bool = True) -> Path:
+def converted_directory(path: Path, check: Callable[[Path], None] | None = None, *, weights: bool = True) -> Path:
     """The directory that a GGUF file was converted into, now or before: fp32 safetensors, config and tokenizer.
 
     A cached directory is used only if this user wrote it and its files are unchanged.
@@ -46,7 +46,7 @@ def converted(path: Path, check: Callable[[Path], None] | None = None, *, weight
     if check:
         check(path)
     try:
-        with folder_written(folder, CheckpointError, private=True) as scratch:
+        with write_folder_atomically(folder, CheckpointError, private=True) as scratch:
             _convert(path, scratch)
             _write_manifest(scratch, source)
             if _is_valid(folder, source, weights):  # converted by another process meanwhile, which may be reading it
@@ -111,11 +111,11 @@ def _is_valid(folder: Path, source: str, weights: bool) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         expected = manifest["files"]
-        same = (manifest["format"], manifest["source"], set(expected)) == (FORMAT, source, files)
+        same_source = (manifest["format"], manifest["source"], set(expected)) == (FORMAT, source, files)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # from an older version, or damaged
         return False
-    checked = [name for name in files if weights or not name.endswith(".safetensors")]
-    return same and all(_file_hash(folder / name) == expected[name] for name in checked)
+    names_to_check = [name for name in files if weights or not name.endswith(".safetensors")]
+    return same_source and all(_file_hash(folder / name) == expected[name] for name in names_to_check)
 
 
 def _write_manifest(folder: Path, source: str) -> None:

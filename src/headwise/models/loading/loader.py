@@ -70,12 +70,12 @@ def load(
         if not (folder / "config.json").exists():
             raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
         config = read_json(folder / "config.json")
-        opened = [open_safetensors(folder / file, "cpu") for file in weight_files(folder)]
-        _check_counts(config, sum(len(file.keys()) for file in opened))
+        files = [open_safetensors(folder / file, "cpu") for file in weight_files(folder)]
+        _check_counts(config, sum(len(file.keys()) for file in files))
         if trust_remote_code:
             options["trust_remote_code"] = True
         else:
-            _check_size(_class(config, False), folder, opened)
+            _check_size(_class(config, False), folder, files)
         from ..surgery.pruned_directory import read_record, rebuild, restore_records
 
         pruned = read_record(folder)
@@ -155,13 +155,13 @@ def _check_counts(config: Any, tensors: int, depth: int = 0) -> None:
             raise CheckpointError(f"config.json says {name} {shown_value}, but the file has {tensors} tensors in all")
 
 
-def _check_size(cls: Any, folder: Path, opened: list[Any]) -> None:
+def _check_size(cls: Any, folder: Path, files: list[Any]) -> None:
     """Refuse a config of far more weights than the file has: they would be allocated, and might take all memory."""
     import torch
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
-    stored = sum(math.prod(file.get_slice(name).get_shape()) for file in opened for name in file.keys())  # noqa: SIM118
+    stored_numbers = sum(math.prod(file.get_slice(name).get_shape()) for file in files for name in file.keys())  # noqa: SIM118
     config = AutoConfig.from_pretrained(folder)
     build = getattr(cls, "_from_config", None) or cls.from_config
     with torch.device("meta"), no_init_weights():
@@ -169,9 +169,11 @@ def _check_size(cls: Any, folder: Path, opened: list[Any]) -> None:
             model = build(config)
         except Exception:  # loading it gives a better message
             return
-    described = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
-    if described > PACKED * stored + MISSING_WEIGHTS:
-        raise CheckpointError(f"config.json describes a model of {described:,} numbers, but the file has {stored:,}")
+    described_numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
+    if described_numbers > PACKED * stored_numbers + MISSING_WEIGHTS:
+        raise CheckpointError(
+            f"config.json describes a model of {described_numbers:,} numbers, but the file has {stored_numbers:,}"
+        )
 
 
 def _class(config: dict[str, Any], trust: bool) -> Any:
@@ -226,8 +228,8 @@ def _read(cls: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, list[st
     mismatched = sorted(info["mismatched_keys"])
     if mismatched:
         name, shape, expected = mismatched[0]
-        others = f", and {len(mismatched) - 1} more tensors" if len(mismatched) > 1 else ""
-        raise CheckpointError(f"tensor {name!r} is {shown(shape)}, config.json says {shown(expected)}{others}")
+        note = f", and {len(mismatched) - 1} more tensors" if len(mismatched) > 1 else ""
+        raise CheckpointError(f"tensor {name!r} is {shown(shape)}, config.json says {shown(expected)}{note}")
     patterns = {NUMBER.sub("{}", key) for key in model.state_dict()}
     extra = [key for key in info["unexpected_keys"] if NUMBER.search(key) and NUMBER.sub("{}", key) in patterns]
     if extra:

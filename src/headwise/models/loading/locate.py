@@ -56,8 +56,8 @@ class BundledModel:
             if not (folder / name).is_file():
                 raise CheckpointError(f"{name} is missing from {str(folder)!r}; {self._reinstall()}")
             self._check_file(folder / name, expected)
-        known = {Path(self.file).name, *self.other_files, *self.unread_files}
-        for extra in sorted(path.name for path in folder.iterdir() if path.name not in known):
+        published = {Path(self.file).name, *self.other_files, *self.unread_files}
+        for extra in sorted(path.name for path in folder.iterdir() if path.name not in published):
             unknown = str(folder / extra)
             raise CheckpointError(f"{unknown!r} is not a file of this model; remove it, or {self._reinstall()}")
 
@@ -149,9 +149,9 @@ _KINDS = f"a directory with config.json and safetensors, a GGUF file, a hub id, 
 def _bundled(model: BundledModel, weights: bool) -> Path:
     file = model.path()
     if file.suffix == ".gguf":
-        from .gguf import converted
+        from .gguf import converted_directory
 
-        return converted(file, model.check_weights, weights=weights)
+        return converted_directory(file, model.check_weights, weights=weights)
     model.check_other_files(file.parent)
     if weights:
         model.check_weights(file)
@@ -159,10 +159,10 @@ def _bundled(model: BundledModel, weights: bool) -> Path:
 
 
 def _file(path: Path, weights: bool) -> Path:
-    from .gguf import converted, is_gguf
+    from .gguf import converted_directory, is_gguf
 
     if is_gguf(path):
-        return converted(path, weights=weights)
+        return converted_directory(path, weights=weights)
     if path.name == "config.json" or path.suffix == ".safetensors":
         raise CheckpointError(f"{str(path)!r} is one file of a model; give the directory it is in")
     raise CheckpointError(f"{str(path)!r} is not a model; give {_KINDS}")
@@ -210,7 +210,7 @@ def _hub(name: str, weights: bool, code: bool) -> Path:
                 local_files_only=offline,
             )
         except errors.GatedRepoError as error:
-            raise CheckpointError(f"hub model {name!r} asks for an agreement; accept it on its page, log in") from error
+            raise CheckpointError(f"hub model {name!r} is gated; accept its terms on its page and log in") from error
         except errors.RepositoryNotFoundError as error:
             raise CheckpointError(f"there is no {name!r}, neither here nor on the hub; give {_KINDS}") from error
         except Exception as error:  # from the hub, its HTTP library or the system: all mean that it cannot be reached

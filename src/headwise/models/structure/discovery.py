@@ -98,13 +98,13 @@ def tower_names(stacks: list[str]) -> dict[str, str]:
     if len(distinct) == 1:
         return {distinct[0]: "self"}
     paths = [stack.split(".") for stack in distinct]
-    shared = 0
-    while all(len(path) > shared + 1 for path in paths) and len({path[shared] for path in paths}) == 1:
-        shared += 1
+    common = 0
+    while all(len(path) > common + 1 for path in paths) and len({path[common] for path in paths}) == 1:
+        common += 1
     names = {}
     for stack, path in zip(distinct, paths, strict=True):
-        tail, length = path[shared:], 1
-        while length < len(tail) and sum(other[shared : shared + length] == tail[:length] for other in paths) > 1:
+        tail, length = path[common:], 1
+        while length < len(tail) and sum(other[common : common + length] == tail[:length] for other in paths) > 1:
             length += 1
         names[stack] = ".".join(tail[:length]) or stack or "self"
     return names

@@ -8,7 +8,7 @@ Block = tuple[str, int]  # the rows of one head: its role ("q", "k", "v") and it
 Layout = Callable[[int, int], list[Block]]  # (query heads, KV heads) -> the order of a linear layer's rows
 
 
-def _grouped(query: int, kv: int) -> list[Block]:
+def _grouped_blocks(query: int, kv: int) -> list[Block]:
     """Each group's queries, then its key and its value: NeoX and BLOOM with one head per group, Falcon with more."""
     size = query // kv
     return [
@@ -21,7 +21,7 @@ def _grouped(query: int, kv: int) -> list[Block]:
 SLICES = 4  # CodeGen's rows are in four slices, once for four devices
 
 
-def _sliced(query: int, kv: int) -> list[Block]:
+def _sliced_blocks(query: int, kv: int) -> list[Block]:
     """Each slice's queries, then its values, then its keys: CodeGen's order."""
     size = query // SLICES
     return [(role, first + i) for first in range(0, query, size) for role in "qvk" for i in range(size)]
@@ -33,8 +33,8 @@ LAYOUTS: dict[str, Layout] = {
     "v": lambda query, kv: [("v", i) for i in range(kv)],
     "kv": lambda query, kv: [(role, i) for role in "kv" for i in range(kv)],
     "qkv": lambda query, kv: [("q", i) for i in range(query)] + [(role, i) for role in "kv" for i in range(kv)],
-    "grouped": _grouped,
-    "sliced": _sliced,
+    "grouped": _grouped_blocks,
+    "sliced": _sliced_blocks,
 }
 # Names of linear layers, inside the attention module, by the layout of their rows.
 LAYER_NAMES = {

@@ -48,13 +48,13 @@ def projections(model: nn.Module, site: Site) -> Projections:
     check_zeroable(site, out)
     query = query_heads(model, site)
     value_dim = (input_width(out) or 0) // query
-    named = list(_named_layers(site))
-    if not named:
+    named_layers = list(_named_layers(site))
+    if not named_layers:
         raise refusal(site, "no layer of a known name makes its queries, keys and values")
-    kv = _kv_heads(site, named, query, value_dim)
+    kv = _kv_heads(site, named_layers, query, value_dim)
     parts = [
         Projection(f"{site.name}.{name}", linear, LAYOUTS["q" if layout == "mla" else layout])
-        for name, linear, layout in named
+        for name, linear, layout in named_layers
     ]
     for part in parts:
         _check_linear(site, part.linear)
@@ -62,7 +62,7 @@ def projections(model: nn.Module, site: Site) -> Projections:
         if rows % blocks:
             raise refusal(site, f"{part.path} has {rows} rows for {blocks} blocks of heads")
     _check_linear(site, out)
-    multiple = SLICES if any(layout == "sliced" for _, _, layout in named) else 1
+    multiple = SLICES if any(layout == "sliced" for _, _, layout in named_layers) else 1
     layer = Projections(site, query, kv, value_dim, out, out_path, parts, dict(_per_head(site, query, kv)), multiple)
     _check_other_parameters(layer)
     return layer
@@ -84,21 +84,21 @@ def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
     return tuple(shapes)
 
 
-def refusal(site: Site, why: str, instead: str = "") -> UnsupportedError:
+def refusal(site: Site, reason: str, alternative: str = "") -> UnsupportedError:
     """The error for heads that cannot be cut out; for sites whose W_O can be zeroed, since it advises that."""
     return UnsupportedError(
-        f"heads of {type(site.module).__name__} (at {site.name}) cannot be cut out: {why}; "
-        f"{instead}zero=True zeroes them instead"
+        f"heads of {type(site.module).__name__} (at {site.name}) cannot be cut out: {reason}; "
+        f"{alternative}zero=True zeroes them instead"
     )
 
 
 def check_zeroable(site: Site, out: nn.Module) -> None:
     """Refuse a W_O without a matrix of its own, whose columns could be set to zero."""
     if problem := weight_problem(out):
-        why, remedy = problem
+        reason, remedy = problem
         raise UnsupportedError(
             f"heads of {type(site.module).__name__} (at {site.name}) can neither be cut out nor zeroed: its W_O, "
-            f"{type(out).__name__}, is not a plain linear layer ({why}); {remedy}"
+            f"{type(out).__name__}, is not a plain linear layer ({reason}); {remedy}"
         )
 
 
@@ -132,9 +132,9 @@ def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, child, layout
 
 
-def _kv_heads(site: Site, named: list[tuple[str, nn.Module, str]], query: int, value_dim: int) -> int:
+def _kv_heads(site: Site, named_layers: list[tuple[str, nn.Module, str]], query: int, value_dim: int) -> int:
     """The number of KV heads, by how many blocks of a head's value width the rows divide into."""
-    for _, linear, layout in named:
+    for _, linear, layout in named_layers:
         rows = output_width(linear)
         count = {
             "v": rows / value_dim,
@@ -157,18 +157,20 @@ def _per_head(site: Site, query: int, kv: int) -> Iterator[tuple[str, tuple[int,
         dim, role = PER_HEAD.get(name, (0, ""))
         if not role or (name.endswith("norm.weight") and parameter.dim() < 2):  # a norm over one head serves all heads
             continue
-        shared = name.startswith(TABLE) and has_shared_table(site.module)  # it may have heads of other layers too
-        if not shared and parameter.shape[dim] % (query if role == "q" else kv):
+        is_shared = name.startswith(TABLE) and has_shared_table(site.module)  # it may have heads of other layers too
+        if not is_shared and parameter.shape[dim] % (query if role == "q" else kv):
             raise refusal(site, f"{name} has {parameter.shape[dim]} entries for {query} heads")
         yield name, (dim, role)
 
 
 def _check_linear(site: Site, linear: nn.Module) -> None:
     if problem := weight_problem(linear):
-        why, remedy = problem
-        raise refusal(site, f"{type(linear).__name__} is not a plain linear layer ({why}); {remedy}", "or ")
-    known = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith("transformers.models.")
-    if type(linear).__name__ != "Conv1D" and not (isinstance(linear, nn.Linear) and known):
+        reason, remedy = problem
+        raise refusal(site, f"{type(linear).__name__} is not a plain linear layer ({reason}); {remedy}", "or ")
+    plain_forward = type(linear).forward is nn.Linear.forward or type(linear).__module__.startswith(
+        "transformers.models."
+    )
+    if type(linear).__name__ != "Conv1D" and not (isinstance(linear, nn.Linear) and plain_forward):
         raise refusal(site, f"{type(linear).__name__} is not a plain linear layer (its code is its own)")
 
 
@@ -177,10 +179,10 @@ def _check_other_parameters(layer: Projections) -> None:
     site = layer.site
     blocks = [(part, len(part.layout(layer.query, layer.kv))) for part in layer.parts]
     head_widths = {layer.value_dim, *(output_width(part.linear) // count for part, count in blocks)}
-    known = {parameter for part in layer.parts for parameter in part.linear.parameters()}
-    known |= set(layer.out.parameters())
+    accounted = {parameter for part in layer.parts for parameter in part.linear.parameters()}
+    accounted |= set(layer.out.parameters())
     for name, parameter in site.module.named_parameters():
-        if parameter in known or name in layer.per_head or name.startswith(SAME_FOR_ALL_HEADS):
+        if parameter in accounted or name in layer.per_head or name.startswith(SAME_FOR_ALL_HEADS):
             continue
         if "norm" in name.lower() and parameter.dim() == 1:
             if parameter.numel() in head_widths:

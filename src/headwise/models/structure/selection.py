@@ -51,8 +51,8 @@ def select_heads(model: nn.Module, sites: list[Site], choice: LayerChoice) -> He
         pairs = [(find_site(model, sites, key), True) for key in keys]
     by_module: dict[nn.Module, dict[int | None, HeadChoice]] = {}
     for site, heads in pairs:
-        chosen: HeadChoice = True if heads is True else head_numbers(site, heads, _head_count(model, site))
-        by_module.setdefault(site.module, {})[site.turn] = chosen
+        head_choice: HeadChoice = True if heads is True else head_numbers(site, heads, _head_count(model, site))
+        by_module.setdefault(site.module, {})[site.turn] = head_choice
     return HeadSelection(by_module)
 
 

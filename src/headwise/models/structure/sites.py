@@ -69,11 +69,11 @@ def first_per_module(sites: Iterable[Site]) -> list[Site]:
 
 def _numbered_sites(kind: str, members: list[AttentionModule]) -> Iterator[Site]:
     """Sites with layer numbers: the model's own, or counted where a layer holds several or a module serves many."""
-    ordered = call_order(members)
-    own_numbers = [member.number for member in ordered]
+    calls_in_order = call_order(members)
+    own_numbers = [member.number for member in calls_in_order]
     count_layers = len(set(own_numbers)) < len(own_numbers)
     calls: dict[nn.Module, int] = {}
-    for position, member in enumerate(ordered):
+    for position, member in enumerate(calls_in_order):
         turn = calls.get(member.module, 0)
         calls[member.module] = turn + 1
         index = position if count_layers else member.number
@@ -164,8 +164,8 @@ def owners(model: nn.Module, sites: list[Site]) -> dict[nn.Module, nn.Module]:
     models.setdefault("", model)
     owner_of: dict[nn.Module, nn.Module] = {}
     for site in sites:
-        around = [name for name in models if name == "" or site.name.startswith(name + ".")]
-        owner_of.setdefault(site.module, models[max(around, key=len)])
+        enclosing = [name for name in models if name == "" or site.name.startswith(name + ".")]
+        owner_of.setdefault(site.module, models[max(enclosing, key=len)])
     return owner_of
 
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .kept_heads import pruned_layers as pruned_layers
     from .removal import check_plan as check_plan
     from .removal import prune_heads as prune_heads
-    from .saving import Saved as Saved
+    from .saving import SaveResult as SaveResult
     from .saving import save as save
 
 _MODULES = {
-    "Saved": "saving",
+    "SaveResult": "saving",
     "check_plan": "removal",
     "output_tensors": "dummy_inputs",
     "prune_heads": "removal",

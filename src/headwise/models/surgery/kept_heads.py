@@ -13,7 +13,7 @@ from torch import nn
 
 from ..structure.sites import Key, attention_sites
 
-_KEPT = "headwise_kept"  # on an attention module
+_RECORD = "headwise_kept"  # on an attention module
 _COLUMNS = "headwise_columns"  # on a table of position biases
 
 
@@ -40,13 +40,13 @@ class KeptHeads:
 
 def kept_heads(module: nn.Module) -> KeptHeads | None:
     """The record of an attention module; None where no head was removed."""
-    record: KeptHeads | None = getattr(module, _KEPT, None)
+    record: KeptHeads | None = getattr(module, _RECORD, None)
     return record
 
 
 def set_kept_heads(module: nn.Module, record: KeptHeads) -> None:
     """Write the record of an attention module."""
-    setattr(module, _KEPT, record)
+    setattr(module, _RECORD, record)
 
 
 def is_cut(module: nn.Module) -> bool:

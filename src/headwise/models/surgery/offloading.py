@@ -28,18 +28,18 @@ def in_memory(model: nn.Module) -> Any:
     check_present(model, weights)
     hooks = [vars(module).get("_hf_hook") for module in model.modules()]
     # the weights are fetched from the hooks, which are left out of the copy
-    copied = copy_model(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
+    duplicate = copy_model(model, {id(hook): None for hook in hooks if hook is not None} if offloaded else {})
     if not offloaded:
-        return copied
-    for module in copied.modules():
+        return duplicate
+    for module in duplicate.modules():
         _unhook(module)
     for path, tensor in weights.items():
         owner, _, name = path.rpartition(".")
-        _set_tensor(copied.get_submodule(owner), name, tensor)
-    tie: Any = getattr(copied, "tie_weights", None)
+        _set_tensor(duplicate.get_submodule(owner), name, tensor)
+    tie: Any = getattr(duplicate, "tie_weights", None)
     if tie is not None:
         tie()
-    return copied.to("cpu")
+    return duplicate.to("cpu")
 
 
 def _hooks(hook: Any) -> Iterator[Any]:

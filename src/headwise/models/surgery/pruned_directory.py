@@ -70,13 +70,13 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         )
     try:
         for name, entry in layers.items():
-            layers[name] = _read_kept(entry)
+            layers[name] = _parse_kept_heads(entry)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{FILE} does not say what the heads of {name!r} are: {error}") from None
     return content
 
 
-def _read_kept(entry: dict[str, Any]) -> KeptHeads:
+def _parse_kept_heads(entry: dict[str, Any]) -> KeptHeads:
     query, kv = (tuple(entry[key]) for key in ("query", "kv"))
     return KeptHeads(query, kv, int(entry["query_of"]), int(entry["kv_of"]), bool(entry["zeroed"]))
 
@@ -103,13 +103,13 @@ def rebuild(cls: Any, folder: Path, content: dict[str, Any], options: dict[str, 
         model = cls._from_config(AutoConfig.from_pretrained(folder), **content["arguments"], **options)
     model.name_or_path = str(folder)
     model.config._name_or_path = str(folder)
-    _cut(model, content["layers"])
+    _prune_to_record(model, content["layers"])
     _load_weights(model, folder)
     _load_generation_config(model, folder)
     return model if dtype is None else model.to(dtype)
 
 
-def _cut(model: Any, layers: dict[str, KeptHeads]) -> None:
+def _prune_to_record(model: Any, layers: dict[str, KeptHeads]) -> None:
     """Cut a whole model to the recorded heads."""
     sites = {site.name: site for site in attention_sites(model)}
     for name, record in layers.items():
@@ -130,8 +130,8 @@ def _cut(model: Any, layers: dict[str, KeptHeads]) -> None:
 
 
 def _load_weights(model: Any, folder: Path) -> None:
-    opened = open_safetensors(folder / "model.safetensors", "cpu")
-    weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # this is no dict
+    file = open_safetensors(folder / "model.safetensors", "cpu")
+    weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # this is no dict
     for name in set(weights) - set(model.state_dict()):
         owner, _, leaf = name.rpartition(".")
         linear = model.get_submodule(owner) if leaf == "bias" else None
@@ -146,16 +146,16 @@ def _load_weights(model: Any, folder: Path) -> None:
     model.tie_weights()
     missing = sorted(set(missing) - set(tied_names(model)))
     if missing:
-        others = f" and {len(missing) - 1} more" * (len(missing) > 1)
-        raise CheckpointError(f"the checkpoint lacks {missing[0]!r}{others}")
+        note = f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise CheckpointError(f"the checkpoint lacks {missing[0]!r}{note}")
 
 
 def tied_names(model: Any) -> dict[str, str]:
     """For each name in a model's state dict whose tensor has several names, the first of these names."""
-    seen: dict[int, str] = {}
-    names = {name: seen.setdefault(id(x), name) for name, x in model.state_dict(keep_vars=True).items()}
-    shared = {first for name, first in names.items() if first != name}
-    return {name: first for name, first in names.items() if first in shared}
+    first_names: dict[int, str] = {}
+    names = {name: first_names.setdefault(id(x), name) for name, x in model.state_dict(keep_vars=True).items()}
+    repeated_names = {first for name, first in names.items() if first != name}
+    return {name: first for name, first in names.items() if first in repeated_names}
 
 
 def _load_generation_config(model: Any, folder: Path) -> None:

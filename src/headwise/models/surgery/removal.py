@@ -116,9 +116,9 @@ def heads_by_module(model: nn.Module, heads: ByLayer[Any], allow_empty: bool = T
 def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str, Tensor], zero: bool) -> Site | None:
     """Cut or zero heads in place; the first layer, if any, whose code is not transformers'."""
     sites = attention_sites(model)
-    touched = first_per_module(site for site in sites if site.name in removed)
+    pruned_sites = first_per_module(site for site in sites if site.name in removed)
     cuts = []
-    for site in touched:
+    for site in pruned_sites:
         path, out = w_o(model, site)
         linears = {path: out}
         check_zeroable(site, out)
@@ -127,7 +127,7 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
             linears |= {part.path: part.linear for part in layer.parts}
             cuts.append(layer)
         _check_not_shared(model, site, linears, sites)
-    for site in touched:
+    for site in pruned_sites:
         if site.name in constants:
             add_to_output_bias(w_o(model, site)[1], constants[site.name], removed[site.name])
         if zero:
@@ -135,12 +135,12 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
     for layer in cuts:
         # padding of an earlier removal goes too: it is made anew where it is still needed
         record = kept_heads(layer.site.module)
-        gone = {*removed[layer.site.name], *(record.padding if record is not None else ())}
-        reshape_heads(layer, *head_slots(layer, gone))
+        removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
+        reshape_heads(layer, *head_slots(layer, removed_slots))
     share_biases(sites)
     set_head_numbers(model)
     attach(model)
-    return next((site for site in touched if _is_foreign(site)), None)
+    return next((site for site in pruned_sites if _is_foreign(site)), None)
 
 
 def _is_foreign(site: Site) -> bool:
@@ -157,16 +157,16 @@ def _check_result(
     if foreign is not None:
         if inputs is None:
             raise refusal(foreign, "its code is not transformers', and no inputs to try the result on are known")
-        zeroed = _copy(model)
-        _remove_heads(zeroed, removed, constants, zero=True)
+        zeroed_model = _copy(model)
+        _remove_heads(zeroed_model, removed, constants, zero=True)
         try:
-            distance = difference(zeroed, pruned, inputs)
+            distance = difference(zeroed_model, pruned, inputs)
         except Exception as error:  # a model's code fails in any way on sizes that it does not expect
             raise refusal(foreign, f"without them its code fails ({first_line(error)})") from error
         if not distance <= close(pruned):
             raise refusal(foreign, f"without them its code computes something else (off by {distance:.2g})")
-    elif inputs is not None and (why := failure(pruned, inputs)) and not failure(model, inputs):
-        raise refusal(attention_sites(pruned)[0], f"without them its code fails ({why})")
+    elif inputs is not None and (reason := failure(pruned, inputs)) and not failure(model, inputs):
+        raise refusal(attention_sites(pruned)[0], f"without them its code fails ({reason})")
 
 
 def _check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:
@@ -177,11 +177,11 @@ def _check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module
             continue
         with suppress(UnsupportedError):
             inside.add(w_o(model, other)[1])
-        shared = next((path for path, linear in linears.items() if linear in inside), None)
-        if shared is not None:
+        shared_path = next((path for path, linear in linears.items() if linear in inside), None)
+        if shared_path is not None:
             raise UnsupportedError(
-                f"{site} and {other} use one module together, {shared}, so that a head of one of them alone cannot go; "
-                "give each a copy of its own first"
+                f"{site} and {other} use one module together, {shared_path}, so that a head of one of them alone "
+                "cannot go; give each a copy of its own first"
             )
 
 
@@ -200,9 +200,9 @@ def _copy(model: Model) -> Model:
     if has_hooks(model):
         raise HeadwiseError("the model is being watched or masked; prune it outside of that `with`")
     try:
-        copied: Model = in_memory(model)
+        duplicate: Model = in_memory(model)
     except (TypeError, NotImplementedError, RuntimeError) as error:  # process groups, handles and the like
         raise UnsupportedError(
             f"{type(model).__name__} cannot be copied ({first_line(error)}); give the plain model inside of it"
         ) from error
-    return copied
+    return duplicate

@@ -29,16 +29,19 @@ KV_WIDTHS = ("kv_dim",)
 
 def head_slots(layer: Projections, removed: Iterable[int]) -> tuple[Slots, Slots]:
     """Query and KV heads after a removal: groups without heads are left out, the others padded to the largest."""
-    size, gone = layer.query // layer.kv, set(removed)
-    groups = {group: [i for i in range(group * size, (group + 1) * size) if i not in gone] for group in range(layer.kv)}
-    left = {group: heads for group, heads in groups.items() if heads} or {0: []}
-    largest = max(1, *map(len, left.values()))
+    size, removed_heads = layer.query // layer.kv, set(removed)
+    groups = {
+        group: [i for i in range(group * size, (group + 1) * size) if i not in removed_heads]
+        for group in range(layer.kv)
+    }
+    remaining = {group: heads for group, heads in groups.items() if heads} or {0: []}
+    largest = max(1, *map(len, remaining.values()))
     query: Slots = []
-    for heads in left.values():
+    for heads in remaining.values():
         query += [*heads, *[None] * (largest - len(heads))]
     # needed only where every head has keys and values of its own
     extra: Slots = [None] * (-len(query) % layer.multiple)
-    return query + extra, [*left, *extra]
+    return query + extra, [*remaining, *extra]
 
 
 def reshape_heads(layer: Projections, query: Slots, kv: Slots) -> None:
@@ -159,10 +162,10 @@ def _reads_config(cls: ModuleClass) -> bool:
 class LayerConfig:
     """A model's config as one layer sees it: its own numbers of heads; anything else is the model's."""
 
-    def __init__(self, config: Any, **own: Any) -> None:
+    def __init__(self, config: Any, **overrides: Any) -> None:
         while isinstance(config, LayerConfig):
             config = config.__dict__["whole"]
-        self.__dict__.update(own, whole=config)
+        self.__dict__.update(overrides, whole=config)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "whole" not in self.__dict__:

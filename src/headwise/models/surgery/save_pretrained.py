@@ -63,13 +63,13 @@ def save_pretrained(
 
 def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
     """A copy with the weights that a trainer gathered."""
-    copied = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     try:
-        copied.load_state_dict(weights)
+        duplicate.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         words = " ".join(str(error).split())[:160]
         raise HeadwiseError(f"state_dict does not fit this pruned model: {words}") from error
-    return copied
+    return duplicate
 
 
 def _move_files(source: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
-from ...files import folder_written, remove_leftovers, umask
+from ...files import remove_leftovers, umask, write_folder_atomically
 from ..loading.quiet import quiet_transformers
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
@@ -32,7 +32,7 @@ FORMS: tuple[Form, ...] = ("plain", "zeroed", "compact")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """What headwise.save did."""
 
     path: str
@@ -42,10 +42,8 @@ class Saved:
     difference: float | None  # of the reloaded model's outputs, relative to the largest; None: only weights compared
 
     def __str__(self) -> str:
-        checked = (
-            "weights compared" if self.difference is None else f"reloaded, outputs differ by {self.difference:.1e}"
-        )
-        return f"{self.path}: {self.form} ({self.why}); {checked}; load it with {self.load}"
+        check = "weights compared" if self.difference is None else f"reloaded, outputs differ by {self.difference:.1e}"
+        return f"{self.path}: {self.form} ({self.why}); {check}; load it with {self.load}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,7 +58,9 @@ class Target(NamedTuple):
     config: Any
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], *, form: Form | None = None, overwrite: bool = False) -> Saved:
+def save(
+    model: nn.Module, path: str | os.PathLike[str], *, form: Form | None = None, overwrite: bool = False
+) -> SaveResult:
     """Write a model, pruned or not, with its tokenizer and other files, into a directory.
 
     Only safetensors are written, to a temporary directory that is moved into place after it was read again and
@@ -94,14 +94,14 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, form: Form | None = 
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
     target = _choose_form(model, form)
-    with folder_written(folder, CheckpointError) as scratch, quiet_transformers():
+    with write_folder_atomically(folder, CheckpointError) as scratch, quiet_transformers():
         _write(model, scratch, target)
         write_record(scratch, model, target.form)
         copy_other_files(model, scratch)
         distance = _compare(model, scratch, target.form)
         _make_readable(scratch)
     loader = "headwise.load" if target.form == "compact" else f"{target.cls.__name__}.from_pretrained"
-    return Saved(str(path), target.form, target.why, f"{loader}({str(path)!r})", distance)
+    return SaveResult(str(path), target.form, target.why, f"{loader}({str(path)!r})", distance)
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
@@ -116,10 +116,10 @@ def _check_weights(model: Any) -> None:
     """Refuse a model whose state dict, under the names of its class, is not all that it computes with."""
     for path, module in model.named_modules():
         if problem := wrapping_problem(module):
-            why, remedy = problem
+            reason, remedy = problem
             raise UnsupportedError(
                 f"{type(model).__name__} cannot be saved: {path or 'it'} ({type(module).__name__}) is not plain "
-                f"({why}); {remedy}"
+                f"({reason}); {remedy}"
             )
     if not hasattr(model, "_from_config") or getattr(model.config, "quantization_config", None) is not None:
         raise UnsupportedError(
@@ -131,14 +131,14 @@ def _check_weights(model: Any) -> None:
 
 def _choose_form(model: Any, form: Form | None) -> Target:
     """The requested form, or the first that loses nothing."""
-    pruned = pruned_layers(model).values()
-    cut = any(not record.zeroed for record in pruned)
-    added = _added_biases(model) if pruned else []
-    if not cut and not added:
+    records = pruned_layers(model).values()
+    is_cut = any(not record.zeroed for record in records)
+    added_biases = _added_biases(model) if records else []
+    if not is_cut and not added_biases:
         if form == "compact":
             return Target("compact", "as asked", type(model), model.config)
-        why = "its heads were zeroed, every shape is as before" if pruned else "nothing was removed"
-        return Target("plain", why, type(model), model.config)
+        reason = "its heads were zeroed, every shape is as before" if records else "nothing was removed"
+        return Target("plain", reason, type(model), model.config)
     plain, reason = (None, "as asked") if form in ("zeroed", "compact") else plain_config(model)
     if plain is not None:
         cls, config = plain
@@ -147,8 +147,10 @@ def _choose_form(model: Any, form: Form | None) -> Target:
     if form == "plain":
         raise HeadwiseError(f"this model has no plain form: {reason}; use form='compact' or 'zeroed'")
     if form == "zeroed":
-        if added:
-            raise HeadwiseError(f"this model has no zeroed form: {added[0]} was added to hold what removed heads gave")
+        if added_biases:
+            raise HeadwiseError(
+                f"this model has no zeroed form: {added_biases[0]} was added to hold the outputs of removed heads"
+            )
         return Target("zeroed", "as asked: zeros where heads were, so it is not smaller", type(model), model.config)
     return Target("compact", reason, type(model), model.config)
 
@@ -202,18 +204,18 @@ def _weights(model: Any) -> dict[str, Tensor]:
         names = tied_names(empty_model(type(model), model.config))
     except Exception:  # a class that cannot be built from its config alone
         names = tied_names(model)
-    tied = {name for name, first in names.items() if name != first}
+    tied_later_names = {name for name, first in names.items() if name != first}
     weights = model.state_dict()
-    return {name: x.detach().cpu().contiguous().clone() for name, x in weights.items() if name not in tied}
+    return {name: x.detach().cpu().contiguous().clone() for name, x in weights.items() if name not in tied_later_names}
 
 
 def _without_ties(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same values; where several names share one memory, a copy for every name after the first."""
-    seen: set[int] = set()
+    addresses: set[int] = set()
     separate = {}
     for name, tensor in weights.items():
-        separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
+        separate[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
+        addresses.add(tensor.data_ptr())
     return separate
 
 

@@ -25,7 +25,7 @@ class BiasShare:
 
     positions: list[int] | None  # of its heads in the bias; None: the layer makes its own bias, of zeros
     full: int  # how many heads the bias is made for
-    computed: tuple[Tensor, Tensor] | None = None  # by the layer itself in this call: its heads' bias, and the whole
+    own_and_whole: tuple[Tensor, Tensor] | None = None  # computed by the layer in this call: its heads' bias, and all
 
 
 def share_biases(sites: list[Site], *, restored: bool = False) -> None:
@@ -105,13 +105,13 @@ def _forward_with_share(module: nn.Module, share: BiasShare, *args: Any, **kwarg
     for name in (*BIAS_ARGUMENTS, *MASK_ARGUMENTS):
         whole = bound.arguments.get(name)
         if isinstance(whole, Tensor):
-            own = _own_part(whole, share, is_mask=name in MASK_ARGUMENTS)
-            bound.arguments[name] = own
-            pairs.append((own, whole))
+            own_bias = _own_part(whole, share, is_mask=name in MASK_ARGUMENTS)
+            bound.arguments[name] = own_bias
+            pairs.append((own_bias, whole))
     output = cls.forward(*bound.args, **bound.kwargs)
-    if share.computed is not None:
-        pairs.append(share.computed)
-        share.computed = None
+    if share.own_and_whole is not None:
+        pairs.append(share.own_and_whole)
+        share.own_and_whole = None
     return _with_whole_biases(output, [pair for pair in pairs if pair[0] is not None])
 
 
@@ -123,9 +123,9 @@ def _forward_signature(cls: ModuleClass) -> inspect.Signature:
 def _compute_own_bias(module: nn.Module, share: BiasShare, *args: Any, **kwargs: Any) -> Tensor:
     cls: Any = type(module)
     whole = cls.compute_bias(module, *args, **kwargs)
-    own: Tensor = _own_part(whole, share)
-    share.computed = own, whole
-    return own
+    own_bias: Tensor = _own_part(whole, share)
+    share.own_and_whole = own_bias, whole
+    return own_bias
 
 
 def _own_part(bias: Tensor, share: BiasShare, is_mask: bool = False) -> Any:
@@ -143,4 +143,4 @@ def _with_whole_biases(output: Any, pairs: list[tuple[Any, Any]]) -> Any:
     """A layer's output, with the whole bias wherever it returns that of its own heads."""
     if not isinstance(output, tuple):
         return output
-    return tuple(next((whole for own, whole in pairs if x is own), x) for x in output)
+    return tuple(next((whole for own_bias, whole in pairs if x is own_bias), x) for x in output)

@@ -106,12 +106,12 @@ class Reading:
             return functional.weights(self.q, self.k, rows=rows, heads=heads, **self.options)
         by_row: dict[int, Tensor] = {}
         for block in self.blocks():
-            chosen = [i for i in range(block.rows.start, block.rows.stop) if rows is None or i in rows]
-            if chosen:
-                in_block = [i - block.rows.start for i in chosen]
+            block_rows = [i for i in range(block.rows.start, block.rows.stop) if rows is None or i in rows]
+            if block_rows:
+                in_block = [i - block.rows.start for i in block_rows]
                 q = self.q[:, :, block.rows]
                 weights = functional.weights(q, self.k, rows=in_block, heads=heads, **block.options)
-                by_row.update(zip(chosen, weights.unbind(2), strict=True))
+                by_row.update(zip(block_rows, weights.unbind(2), strict=True))
         return torch.stack([by_row[i] for i in (sorted(by_row) if rows is None else rows)], 2)
 
     def in_one_pass(self) -> bool:
@@ -178,8 +178,8 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
         recipe = similar
     if recipe is not None and recipe.keys >= keys and recipe.band() is not None:
         band = recipe.band() or band
-        shown = recipe.keys_shown
-        mask = None if shown is None or bool(shown.all()) else shown[:, None, None, :keys]
+        visible_keys = recipe.keys_shown
+        mask = None if visible_keys is None or bool(visible_keys.all()) else visible_keys[:, None, None, :keys]
     elif call.mask is None:
         if call.implementation != "eager" and call.causal:
             # sdpa counts from the first key; a static cache has room for keys that do not exist yet

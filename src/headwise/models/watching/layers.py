@@ -93,10 +93,10 @@ class Layer:
     @property
     def stats(self) -> HeadStats:
         """Statistics of all queries."""
-        joined = _join([run.all for run in self.runs])
-        if joined is None:
+        stats = _join([run.all for run in self.runs])
+        if stats is None:
             raise HeadwiseError("no statistics were kept; watch with stats=True")
-        return joined
+        return stats
 
     @property
     def prefill(self) -> HeadStats | None:
@@ -139,8 +139,10 @@ class Layer:
 
     def add_packed(self, stats: HeadStats, decoding: list[bool]) -> None:
         """Add the statistics of one call on packed sequences: a row for each, and whether it follows cached keys."""
-        chosen = torch.tensor(decoding)
-        prefill, decode = (_sequences(stats, mask) if bool(mask.any()) else None for mask in (~chosen, chosen))
+        is_decoding = torch.tensor(decoding)
+        prefill, decode = (
+            _sequences(stats, mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
+        )
         self.runs.append(Run(stats, prefill, decode, packed=True))
 
     def __repr__(self) -> str:
@@ -148,9 +150,9 @@ class Layer:
 
     def to_json(self) -> dict[str, Any]:
         """The layer and its statistics as plain JSON values."""
-        where = {"kind": self.kind, "index": self.index, "name": self.name, "heads": self.heads.to_json()}
+        layer = {"kind": self.kind, "index": self.index, "name": self.name, "heads": self.heads.to_json()}
         parts = {"stats": self.stats, "prefill": self.prefill, "decode": self.decode}
-        return {**where, **{name: None if stats is None else stats.to_json() for name, stats in parts.items()}}
+        return {**layer, **{name: None if stats is None else stats.to_json() for name, stats in parts.items()}}
 
 
 def _join(parts: list[HeadStats | None]) -> HeadStats | None:
@@ -180,7 +182,7 @@ def _continue(old: HeadStats, new: HeadStats) -> HeadStats:
     return HeadStats(sums, old.count + new.count)
 
 
-def _last(values: list[T], what: str, option: str) -> T:
+def _last(values: list[T], name: str, option: str) -> T:
     if not values:
-        raise HeadwiseError(f"no {what} were kept; watch with {option}")
+        raise HeadwiseError(f"no {name} were kept; watch with {option}")
     return values[-1]

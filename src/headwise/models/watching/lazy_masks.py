@@ -71,8 +71,8 @@ class MaskRecipe:
         """(B, Tk) bool: which of these keys are tokens."""
         if self.padding is None:
             return None
-        shown = self.padding[:, self.first_key : self.first_key + self.keys]
-        return torch.nn.functional.pad(shown, (0, self.keys - shown.shape[1]))
+        key_padding = self.padding[:, self.first_key : self.first_key + self.keys]
+        return torch.nn.functional.pad(key_padding, (0, self.keys - key_padding.shape[1]))
 
     def first_token(self, keys: int) -> Tensor:
         """(B or 1, Tk) bool: a sequence's first token, also where a window, a chunk or a cache hides it."""

@@ -94,7 +94,9 @@ def split_packed(reading: Reading, call: ModelCall, recipe: MaskRecipe | None) -
     if not sequences:
         return reading
     if call.mask is None:
-        reading = replace(reading, k=call.key, v=call.value, options=_separated(call, reading, sequences, recipe))
+        reading = replace(
+            reading, k=call.key, v=call.value, options=_separate_sequences(call, reading, sequences, recipe)
+        )
     return PackedReading(**{**vars(reading), "comparable": True}, sequences=tuple(sequences))
 
 
@@ -113,8 +115,8 @@ def _from_lengths(call: ModelCall) -> list[PackedSequence]:
     sequences = []
     for a, b, c, d in zip(q, q[1:], k, k[1:], strict=False):
         if b > a:
-            known = isinstance(positions, Tensor) and positions.dim() == 2
-            past = int(positions[0, a]) if known and isinstance(positions, Tensor) else d - c - (b - a)
+            has_positions = isinstance(positions, Tensor) and positions.dim() == 2
+            past = int(positions[0, a]) if has_positions and isinstance(positions, Tensor) else d - c - (b - a)
             sequences.append(PackedSequence(0, slice(a, b), slice(c, d), whole=d - c >= past + b - a))
     return sequences
 
@@ -127,9 +129,9 @@ def _from_numbers(call: ModelCall, reading: Reading, recipe: MaskRecipe | None) 
     if numbers is None or numbers.shape[1] != call.query.shape[2] or numbers.shape[1] != call.key.shape[2]:
         return []
     sequences = []
-    for row, own in enumerate(numbers.expand(call.query.shape[0], -1).tolist()):
-        starts = [i for i in range(len(own)) if i == 0 or own[i] != own[i - 1]]
-        for a, b in zip(starts, [*starts[1:], len(own)], strict=True):
+    for row, row_numbers in enumerate(numbers.expand(call.query.shape[0], -1).tolist()):
+        starts = [i for i in range(len(row_numbers)) if i == 0 or row_numbers[i] != row_numbers[i - 1]]
+        for a, b in zip(starts, [*starts[1:], len(row_numbers)], strict=True):
             sequences.append(PackedSequence(row, slice(a, b), slice(a, b), whole=True))
     return sequences if len(sequences) > call.query.shape[0] else []
 
@@ -147,12 +149,12 @@ def _numbers_from_positions(call: ModelCall, reading: Reading) -> Tensor | None:
     if mask is None or reading.recipe is not None:
         # sdpa and eager hide only what a mask hides; flash attention reads the positions itself
         return None if call.implementation in ("sdpa", "eager", "headwise") else numbers
-    shown = mask if mask.dtype == torch.bool else mask > -torch.inf
-    same = numbers[:, None, :, None] == numbers[:, None, None, :]
-    return None if shown.shape[-2:] != same.shape[-2:] or bool((shown & ~same).any()) else numbers
+    visible = mask if mask.dtype == torch.bool else mask > -torch.inf
+    same_sequence = numbers[:, None, :, None] == numbers[:, None, None, :]
+    return None if visible.shape[-2:] != same_sequence.shape[-2:] or bool((visible & ~same_sequence).any()) else numbers
 
 
-def _separated(
+def _separate_sequences(
     call: ModelCall, reading: Reading, sequences: list[PackedSequence], recipe: MaskRecipe | None
 ) -> dict[str, Any]:
     """Options with a mask of what the attention function itself hides: other sequences, and later keys if causal."""

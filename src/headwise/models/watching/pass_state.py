@@ -100,10 +100,10 @@ class PassState:
             self._newest[owner] = real, decoding
         return CallContext(site, recipe, similar, real, cross, decoding)
 
-    def _real_queries(self, call: ModelCall, known: Tensor | None, positions: MaskRecipe | None) -> Tensor | None:
+    def _real_queries(self, call: ModelCall, previous: Tensor | None, positions: MaskRecipe | None) -> Tensor | None:
         """(B, Tq): which queries are tokens; None for all."""
         batch, queries, keys = call.query.shape[0], call.query.shape[2], call.key.shape[2]
-        real = known if positions is None else positions.queries_real(queries)
+        real = previous if positions is None else positions.queries_real(queries)
         if real is None:
             real = self._tracker.real_tokens(call.module, batch, queries, keys)
         if real is None or tuple(real.shape) != (batch, queries) or bool(real.all()):

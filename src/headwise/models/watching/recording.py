@@ -73,9 +73,9 @@ class Recording:
         positions: MaskRecipe | None = context.positions
         first_key = 0 if positions is None else positions.first_key
         classes = {}
-        for name, marked in self.request.classes.get(context.site.kind, {}).items():
+        for name, members in self.request.classes.get(context.site.kind, {}).items():
             # a cache may have dropped the first keys, and hold some that the user's class does not know yet
-            part = torch.as_tensor(marked, device=reading.q.device)[:, first_key : first_key + reading.keys]
+            part = torch.as_tensor(members, device=reading.q.device)[:, first_key : first_key + reading.keys]
             classes[name] = torch.nn.functional.pad(part, (0, reading.keys - part.shape[1]))
         if isinstance(reading, PackedReading):
             classes[FIRST] = reading.first_keys()

@@ -40,7 +40,7 @@ _watchers: dict[nn.Module, list[Watcher]] = {}  # by attention module
 _uninstall: list[Callable[[], None]] = []  # what removes the wrappers
 
 
-class MadeMask(NamedTuple):
+class MaskEntry(NamedTuple):
     """A mask that transformers made."""
 
     mask: Any  # a weak reference, or None where transformers found that no mask is needed
@@ -52,7 +52,7 @@ class PassMasks(threading.local):
     """The masks that were made for this thread's current passes."""
 
     def __init__(self) -> None:
-        self.entries: list[MadeMask] = []
+        self.entries: list[MaskEntry] = []
         self.depth = 0  # of watched models that are running, one inside the other
 
     def begin(self) -> None:
@@ -85,9 +85,9 @@ def remove(modules: list[nn.Module], watcher: Watcher) -> None:
     """The watcher no longer sees the calls of these modules."""
     with _lock:
         for module in modules:
-            others = [other for other in _watchers.get(module, []) if other is not watcher]
-            if others:
-                _watchers[module] = others
+            remaining = [other for other in _watchers.get(module, []) if other is not watcher]
+            if remaining:
+                _watchers[module] = remaining
             else:
                 _watchers.pop(module, None)
         if not _watchers:
@@ -195,7 +195,7 @@ def _make_mask(make: Callable[..., Tensor | None], *args: Any, **arguments: Any)
     recipe = MaskRecipe.of(make, arguments)
     large = recipe.batch * recipe.queries * recipe.keys > lazy_masks.LARGE
     mask = _make_large_mask(make, recipe) if large and pass_masks.depth else make(**arguments)
-    pass_masks.entries.append(MadeMask(None if mask is None else weakref.ref(mask), recipe, pass_masks.depth))
+    pass_masks.entries.append(MaskEntry(None if mask is None else weakref.ref(mask), recipe, pass_masks.depth))
     if not pass_masks.depth:
         pass_masks.entries = pass_masks.entries[-MASKS_BEFORE_PASS:]
     return mask

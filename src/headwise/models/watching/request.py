@@ -69,13 +69,13 @@ class Request:
         each: CallObserver | None = None,
     ) -> Request:
         """The options of `watch`, checked against the layers of a model."""
-        chosen_weights, chosen_outputs = (select_heads(model, sites, choice) for choice in (weights, outputs))
-        chosen_rows = select_rows(rows)
-        if chosen_rows is not None and not chosen_weights:
+        weight_heads, output_heads = (select_heads(model, sites, choice) for choice in (weights, outputs))
+        weight_rows = select_rows(rows)
+        if weight_rows is not None and not weight_heads:
             raise HeadwiseError("rows says which rows of weights to keep, and no weights are; watch with weights=True")
         kinds = {site.kind for site in sites}
         return cls(
-            chosen_weights, chosen_outputs, chosen_rows, check_links(links), classes_by_kind(classes, kinds), exact,
+            weight_heads, output_heads, weight_rows, check_links(links), classes_by_kind(classes, kinds), exact,
             stats, each,
         )  # fmt: skip
 

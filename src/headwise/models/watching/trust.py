@@ -33,7 +33,7 @@ class TrustCheck:
         return self._trusted.get((_form(call), False), False)
 
     def choose(
-        self, reading: Reading, eager: EagerReading, output: Tensor | None, real: Tensor | None, where: str
+        self, reading: Reading, eager: EagerReading, output: Tensor | None, real: Tensor | None, path: str
     ) -> Reading | EagerReading:
         """The reading that agrees with the model's output: ours, or the one by the model's eager function.
 
@@ -57,13 +57,13 @@ class TrustCheck:
         if self._trusted[form]:
             return reading
         if isinstance(reading, PackedReading) or isinstance(call.mask, LazyMask):
-            raise _not_softmax(call, where)
+            raise _not_softmax(call, path)
         if call.dropout:
             eager_is_right = call.implementation == "eager"
         else:
             eager_is_right = output is None or agrees(eager, output, real)
         if not eager_is_right:
-            raise _not_softmax(call, where)
+            raise _not_softmax(call, path)
         return eager
 
     def _rows(self, form: Any, queries: int) -> list[int]:
@@ -124,13 +124,13 @@ def _form(call: ModelCall) -> Any:
     names = tuple(sorted(name for name, x in call.options.items() if x is not None))
     mask, queries = call.mask, call.query.shape[2]
     mask_form = (mask.dtype, *(size > 1 for size in mask.shape)) if isinstance(mask, Tensor) else None
-    known = recipe_of(mask) is not None
+    has_recipe = recipe_of(mask) is not None
     lengths = (queries > 1, queries == call.key.shape[2])
-    return call.module, call.implementation, type(mask), mask_form, known, names, lengths
+    return call.module, call.implementation, type(mask), mask_form, has_recipe, names, lengths
 
 
-def _not_softmax(call: ModelCall, where: str) -> UnsupportedError:
+def _not_softmax(call: ModelCall, path: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(call.module).__name__} (at {where}) does not compute plain softmax attention from what it hands to "
+        f"{type(call.module).__name__} (at {path}) does not compute plain softmax attention from what it hands to "
         "its attention function; its statistics would be wrong"
     )

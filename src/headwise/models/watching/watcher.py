@@ -107,8 +107,8 @@ class Watch:
     @property
     def unseen(self) -> list[str]:
         """Paths of attention modules that were never called."""
-        called = {site.module for site in self.recording.layers}
-        return list(dict.fromkeys(site.name for site in self._pass.sites if site.module not in called))
+        called_modules = {site.module for site in self.recording.layers}
+        return list(dict.fromkeys(site.name for site in self._pass.sites if site.module not in called_modules))
 
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
@@ -129,7 +129,7 @@ class Watch:
                 self._tracker.before_w_o(site, functools.partial(self._record_outputs, site.module))
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._hooks.remove()
         self._pass.reset()
@@ -171,27 +171,27 @@ class Watch:
         check_values(call.query, call.module, "watch")
         if is_paged(call):
             with record_pages(call) as calls:
-                output, rest = function(call)
+                output, extra = function(call)
             self._record_answered(calls[-1], eager, output)
-            return output, rest
+            return output, extra
         context = self._pass.context(call)
         call = _with_needed_mask(call)
         reading, eager_reading = _readings(call, context, eager)
         new = self._pass.is_new(call)
         if innermost and new and self._in_one_pass(call, reading):
-            chosen = self._trust.choose(reading, eager_reading, None, context.real, context.site.name)
-            if chosen is reading:
+            trusted = self._trust.choose(reading, eager_reading, None, context.real, context.site.name)
+            if trusted is reading:
                 dropout = call.dropout if call.module.training else 0.0
                 classes = self.recording.key_classes(context, reading)
                 out, stats = reading.observe(context.real, classes, dropout)
                 with torch.no_grad():
                     self.recording.add_call(context, call, reading, stats)
                 return out.transpose(1, 2).contiguous(), None
-        output, rest = function(call)
+        output, extra = function(call)
         if new:
             with torch.no_grad():
                 self._record(context, call, reading, eager_reading, output)
-        return output, rest
+        return output, extra
 
     def _record_answered(self, call: ModelCall, eager: registry.Function, output: Tensor) -> None:
         """Record a call that has been answered."""
@@ -199,8 +199,8 @@ class Watch:
             context = self._pass.context(call)
             with torch.no_grad():
                 reading, eager_reading = _readings(call, context, eager)
-                chosen = self._trust.choose(reading, eager_reading, output, context.real, context.site.name)
-                self.recording.add_call(context, call, chosen)
+                trusted = self._trust.choose(reading, eager_reading, output, context.real, context.site.name)
+                self.recording.add_call(context, call, trusted)
 
     def _record(
         self, context: CallContext, call: ModelCall, reading: Reading, eager: EagerReading, output: Tensor
@@ -209,8 +209,8 @@ class Watch:
         if stats is not None:
             self.recording.add_call(context, call, reading, stats)
         else:
-            chosen = self._trust.choose(reading, eager, output, context.real, context.site.name)
-            self.recording.add_call(context, call, chosen)
+            trusted = self._trust.choose(reading, eager, output, context.real, context.site.name)
+            self.recording.add_call(context, call, trusted)
 
     def _step_stats(
         self, context: CallContext, reading: Reading, eager: EagerReading, output: Tensor
@@ -227,8 +227,8 @@ class Watch:
         if isinstance(call.mask, LazyMask):
             return True
         plain = call.implementation in ("sdpa", NAME) and not call.options.get("output_attentions")
-        allowed = plain and not self._request.exact and self._request.stats and not call.dropout
-        return allowed and reading.in_one_pass()
+        permitted = plain and not self._request.exact and self._request.stats and not call.dropout
+        return permitted and reading.in_one_pass()
 
 
 def _readings(call: ModelCall, context: CallContext, eager: registry.Function) -> tuple[Reading, EagerReading]:

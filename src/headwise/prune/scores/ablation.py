@@ -18,7 +18,7 @@ def ablation(scoring: ScoringRun) -> list[np.ndarray]:
     """The damage without each unit, minus that of the model with all of them."""
     parts: list[list[np.ndarray]] = [[] for _ in scoring.layers]
     total = sum(len(scoring.units(layer)) for layer in scoring.layers) * len(scoring.batches)
-    done = 0
+    step = 0
     with torch.no_grad():
         for batch in scoring.batches:
             full = run(scoring.model, batch)
@@ -30,7 +30,7 @@ def ablation(scoring: ScoringRun) -> list[np.ndarray]:
                     with mask_heads(scoring.model, removed):
                         output = run(scoring.model, batch)
                     columns.append((scoring.objective.damage(output, batch, full) - base).double().cpu().numpy())
-                    done += 1
-                    scoring.progress(done, total)
+                    step += 1
+                    scoring.progress(step, total)
                 layer_parts.append(np.stack(columns, 1))
     return [np.concatenate(layer_parts) for layer_parts in parts]

@@ -81,7 +81,7 @@ class Ablation:
             task, units = string(data["task"], "task"), count(data["units"], "units")
             return cls(task, heads, whole, damage, low, high, random, units)
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"what matters cannot be read: {in_words(error)}") from error
+            raise CheckpointError(f"the ablation cannot be read: {in_words(error)}") from error
 
 
 def ablate_heads(
@@ -112,27 +112,27 @@ def ablate_heads(
         >>> print(ablate_heads(task, [("self", 3, 1)]).verdict)
         no different from random heads
     """
-    chosen = tuple(dict.fromkeys((kind, int(layer), int(head)) for kind, layer, head in heads))
-    if not chosen:
+    selected = tuple(dict.fromkeys((kind, int(layer), int(head)) for kind, layer, head in heads))
+    if not selected:
         raise HeadwiseError("there are no heads to mask; a role that no head has cannot matter")
     if draws < 1:
         raise HeadwiseError(f"at least 1 random draw is needed to compare with, got {draws}")
     counts = head_counts(task.model)
-    for kind, layer, head in chosen:
+    for kind, layer, head in selected:
         if head >= counts.get((kind, layer), 0):
             raise HeadwiseError(f"there is no {kind} head {layer}.{head} in {type(task.model).__name__}")
     whole = task.score()
-    damage = _without(task, chosen, value) - whole
+    damage = _score_without(task, selected, value) - whole
     generator = np.random.default_rng(seed)
     random = []
-    for others in _distinct_sets(counts, chosen, generator, draws):
-        random.append(float((_without(task, others, value) - whole).mean()))
+    for random_set in _distinct_sets(counts, selected, generator, draws):
+        random.append(float((_score_without(task, random_set, value) - whole).mean()))
         if progress:
             progress(1)
     low, high = interval(bootstrap_counts(len(damage), RESAMPLES, generator) / len(damage) @ damage)
     return Ablation(
         task.words,
-        chosen,
+        selected,
         float(whole.mean()),
         float(damage.mean()),
         float(low),
@@ -143,13 +143,13 @@ def ablate_heads(
 
 
 def _distinct_sets(
-    counts: Mapping[tuple[str, int], int], chosen: Sequence[Head], generator: np.random.Generator, draws: int
+    counts: Mapping[tuple[str, int], int], selected: Sequence[Head], generator: np.random.Generator, draws: int
 ) -> Iterator[tuple[Head, ...]]:
     """Random sets of heads, no two the same: a set that counts twice would distort the rank."""
     sets: set[frozenset[Head]] = set()
     misses = 0
     while len(sets) < draws and misses < 2 * TRIES:
-        heads = random_heads(counts, chosen, generator, anywhere=misses >= TRIES)
+        heads = random_heads(counts, selected, generator, anywhere=misses >= TRIES)
         if frozenset(heads) in sets:
             misses += 1
             continue
@@ -160,27 +160,27 @@ def _distinct_sets(
 
 def random_heads(
     counts: Mapping[tuple[str, int], int],
-    chosen: Sequence[Head],
+    selected: Sequence[Head],
     generator: np.random.Generator,
     *,
     anywhere: bool = False,
 ) -> tuple[Head, ...]:
     """As many other heads of the same layers, or of any layer of the kind where it has too few or anywhere=True."""
-    excluded = set(chosen)
+    excluded = set(selected)
     heads: list[Head] = []
-    for key in dict.fromkeys((kind, layer) for kind, layer, _ in chosen if not anywhere):
-        needed = sum(head[:2] == key for head in chosen)
+    for key in dict.fromkeys((kind, layer) for kind, layer, _ in selected if not anywhere):
+        size = sum(head[:2] == key for head in selected)
         free = [(*key, i) for i in range(counts[key]) if (*key, i) not in excluded]
-        heads += [free[i] for i in generator.permutation(len(free))[:needed]]
-    for kind in dict.fromkeys(kind for kind, _, _ in chosen):
-        missing = sum(head[0] == kind for head in chosen) - sum(head[0] == kind for head in heads)
-        rest = [(*key, i) for key, count in counts.items() if key[0] == kind for i in range(count)]
-        rest = [head for head in rest if head not in excluded and head not in heads]
-        if missing > len(rest):
+        heads += [free[i] for i in generator.permutation(len(free))[:size]]
+    for kind in dict.fromkeys(kind for kind, _, _ in selected):
+        missing = sum(head[0] == kind for head in selected) - sum(head[0] == kind for head in heads)
+        candidates = [(*key, i) for key, count in counts.items() if key[0] == kind for i in range(count)]
+        candidates = [head for head in candidates if head not in excluded and head not in heads]
+        if missing > len(candidates):
             raise HeadwiseError(
-                f"{len(chosen)} heads of {sum(counts.values())}: too few others are left to compare with"
+                f"{len(selected)} heads of {sum(counts.values())}: too few others are left to compare with"
             )
-        heads += [rest[i] for i in generator.permutation(len(rest))[:missing]]
+        heads += [candidates[i] for i in generator.permutation(len(candidates))[:missing]]
     return tuple(heads)
 
 
@@ -189,7 +189,7 @@ def head_counts(model: Any) -> dict[tuple[str, int], int]:
     return {site.key: query_heads(model, site) for site in attention_sites(model)}
 
 
-def _without(task: Task, heads: Sequence[Head], value: Any) -> np.ndarray:
+def _score_without(task: Task, heads: Sequence[Head], value: Any) -> np.ndarray:
     """The scores of a task with some heads masked."""
     by_layer: dict[Any, list[int]] = {}
     for kind, layer, head in heads:

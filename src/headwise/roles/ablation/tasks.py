@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import HeadwiseError, UnsupportedError
-from ..relations.alignment import LeftOut, LinkBatch, batches, encode
+from ..relations.alignment import Exclusions, LinkBatch, batches, encode
 from ..relations.gold import Sentence
 from ..relations.probe_set import lexicon
 from ..relations.scoring import body, longest
 
 LENGTH = 64  # tokens per text at most
-REPEATED, SEQUENCES = 50, 8  # random tokens per sequence, before it is repeated; sequences
+HALF_LENGTH, SEQUENCES = 50, 8  # random tokens per sequence, before it is repeated; sequences
 TOKENS = 2048  # in a batch
 
 
@@ -36,16 +36,14 @@ def text_task(model: Any, tokenizer: Any, texts: Sequence[str]) -> Task:
     """The language-model loss of a causal model, otherwise how far the embedding moves; one unit per text."""
     groups = _groups([_ids(tokenizer, text) for text in texts], model.device)
     if predicts_next_token(model):
-        return Task(
-            "text", "language-model loss", model, lambda: _concatenated(_loss(model, group) for group in groups)
-        )
+        return Task("text", "language-model loss", model, lambda: _concatenate(_loss(model, group) for group in groups))
     inner, _ = body(model)
     before = [_embedding(inner, group) for group in groups]
     return Task(
         "text",
         "1 - cosine with the whole model's embedding",
         inner,
-        lambda: _concatenated(
+        lambda: _concatenate(
             _cosine_distance(_embedding(inner, group), x) for group, x in zip(groups, before, strict=True)
         ),
     )
@@ -57,13 +55,13 @@ def repetition_task(model: Any, tokenizer: Any, seed: int = 0) -> Task:
         raise UnsupportedError(f"{type(model).__name__} does not predict the next token; it repeats nothing")
     special = set(tokenizer.all_special_ids)
     size = min(len(tokenizer), int(model.get_input_embeddings().weight.shape[0]))
-    allowed = np.array([token for token in range(size) if token not in special])
-    halves = np.random.default_rng(seed).choice(allowed, (SEQUENCES, REPEATED))
+    vocabulary = np.array([token for token in range(size) if token not in special])
+    halves = np.random.default_rng(seed).choice(vocabulary, (SEQUENCES, HALF_LENGTH))
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    group = _padded([[*start, *half, *half] for half in halves.tolist()], model.device)
+    group = _pad([[*start, *half, *half] for half in halves.tolist()], model.device)
 
     def score() -> np.ndarray:
-        return _token_losses(model, group)[:, -REPEATED:].flatten().cpu().numpy()
+        return _token_losses(model, group)[:, -HALF_LENGTH:].flatten().cpu().numpy()
 
     return Task("repeat", "loss on repeated random tokens", model, score)
 
@@ -71,17 +69,17 @@ def repetition_task(model: Any, tokenizer: Any, seed: int = 0) -> Task:
 def relation_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], relation: str, limit: int = 200) -> Task:
     """How far the last hidden states of a relation's source words move, such as pronouns; one unit per link."""
     inner, _ = body(model)
-    chosen = [x for x in sentences if any(link.relation == relation for link in x.links)][:limit]
-    if not chosen:
+    matching = [x for x in sentences if any(link.relation == relation for link in x.links)][:limit]
+    if not matching:
         raise HeadwiseError(f"no sentence has a link {relation!r}")
-    only = [replace(x, links=tuple(link for link in x.links if link.relation == relation)) for x in chosen]
-    link_batches = list(batches(encode(only, tokenizer, longest(inner), LeftOut()), inner.device, causal=False))
+    reduced = [replace(x, links=tuple(link for link in x.links if link.relation == relation)) for x in matching]
+    link_batches = list(batches(encode(reduced, tokenizer, longest(inner), Exclusions()), inner.device, causal=False))
     before = [_source_words(inner, batch) for batch in link_batches]
     return Task(
         relation,
-        f"1 - cosine of the words that ask ({relation.split(' > ')[0]})",
+        f"1 - cosine of the source words ({relation.split(' > ')[0]})",
         inner,
-        lambda: _concatenated(
+        lambda: _concatenate(
             _cosine_distance(_source_words(inner, batch), x) for batch, x in zip(link_batches, before, strict=True)
         ),
     )
@@ -101,13 +99,13 @@ def agreement_task(model: Any, tokenizer: Any, sentences: Sequence[Sentence], li
                 verb = sentence.words[link.word]
                 rows.append(_ids(tokenizer, sentence.text[: sentence.spans[link.word][0]].rstrip()))
                 ends.append([_first(tokenizer, form) for form in (verb, other_number[verb])])
-    group, right = _padded(rows, model.device), torch.tensor(ends, device=model.device)
+    group, verb_ids = _pad(rows, model.device), torch.tensor(ends, device=model.device)
 
     def score() -> np.ndarray:
         with torch.no_grad():
             logits = model(**group).logits.float()
         last = group["attention_mask"].sum(1) - 1
-        chances = logits[torch.arange(len(rows), device=last.device), last].log_softmax(-1).gather(1, right)
+        chances = logits[torch.arange(len(rows), device=last.device), last].log_softmax(-1).gather(1, verb_ids)
         return (chances[:, 1] - chances[:, 0]).cpu().numpy()
 
     return Task("agreement", "log-odds of the verb of the wrong number", model, score)
@@ -140,10 +138,10 @@ def _groups(rows: list[list[int]], device: Any) -> list[dict[str, Tensor]]:
         groups[-1].append(row)
     if not groups:
         raise HeadwiseError("there is no text of two tokens or more")
-    return [_padded(group, device) for group in groups]
+    return [_pad(group, device) for group in groups]
 
 
-def _padded(rows: list[list[int]], device: Any) -> dict[str, Tensor]:
+def _pad(rows: list[list[int]], device: Any) -> dict[str, Tensor]:
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for i, row in enumerate(rows):
@@ -175,13 +173,15 @@ def _source_words(inner: Any, batch: LinkBatch) -> Tensor:
     """(N, width): the mean hidden state of each link's source word."""
     with torch.no_grad():
         states = inner(**batch.inputs).last_hidden_state.float()
-    each = (batch.to / batch.to.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2) @ states  # (B, W, width)
-    return each[batch.sentence, batch.word]
+    words = (batch.piece_to_word / batch.piece_to_word.sum(1, keepdim=True).clamp(min=1)).transpose(
+        1, 2
+    ) @ states  # (B, W, width)
+    return words[batch.sentence, batch.word]
 
 
 def _cosine_distance(a: Tensor, b: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(a, b, dim=-1)
 
 
-def _concatenated(parts: Any) -> np.ndarray:
+def _concatenate(parts: Any) -> np.ndarray:
     return torch.cat(list(parts)).cpu().double().numpy()  # not every device has float64

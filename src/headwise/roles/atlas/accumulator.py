@@ -16,7 +16,7 @@ from .corpus import Batch
 from .observer import BatchSums
 from .sums import LARGEST_SUM, Key, Tally, are_counts
 
-TOGETHER = 512  # texts that are added at once
+TEXTS_AT_ONCE = 512  # texts that are added at once
 
 
 class PendingBatch(NamedTuple):
@@ -38,7 +38,7 @@ class Accumulator:
     def add(self, layers: dict[Key, BatchSums], batch: Batch) -> None:
         """Take the sums of one batch; the tally changes when TOGETHER texts are pending, or with `flush`."""
         self.pending.append(PendingBatch(layers, batch.identities, batch.tokens, batch.cut))
-        if sum(len(batch.identities) for batch in self.pending) >= TOGETHER:
+        if sum(len(batch.identities) for batch in self.pending) >= TEXTS_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
@@ -79,22 +79,22 @@ class Accumulator:
 
     def restore(self, facts: Any, arrays: dict[str, np.ndarray]) -> None:
         """Make pending again what `facts` and `arrays` gave; a ValueError where they do not fit each other."""
-        rest = dict(arrays)
-        for number, batch in enumerate(items(facts, "waiting", lambda x, what: mapping(x, what, anything))):
-            identities = rest.pop(f"{number}/identities")
+        remaining = dict(arrays)
+        for number, batch in enumerate(items(facts, "waiting", lambda x, path: mapping(x, path, anything))):
+            identities = remaining.pop(f"{number}/identities")
             if identities.dtype != np.uint64 or identities.ndim != 1:
                 raise ValueError(f"identities of batch {number} are {identities.dtype} {identities.shape}")
             layers: dict[Key, BatchSums] = {}
             for kind, layer, way, names in items(batch["layers"], "layers", anything):
-                top, bottom = (rest.pop(f"{number}/{kind}/{layer}/{part}") for part in ("top", "bottom"))
+                top, bottom = (remaining.pop(f"{number}/{kind}/{layer}/{part}") for part in ("top", "bottom"))
                 sums = BatchSums(tuple(items(names, "names", string)), string(way, "way"), top, bottom)
                 heads = [x.top.shape[1] - 1 for key, x in self.tally.sums.items() if key == (kind, layer)]
                 _check_pending(sums, len(identities), heads)
                 layers[string(kind, "kind"), count(layer, "layer")] = sums
             tokens, cut = count(batch["tokens"], "tokens"), count(batch["cut"], "cut")
             self.pending.append(PendingBatch(layers, identities, tokens, cut))
-        if rest:
-            raise ValueError(f"array {min(rest)!r} belongs to no batch")
+        if remaining:
+            raise ValueError(f"array {min(remaining)!r} belongs to no batch")
 
 
 def _check_pending(sums: BatchSums, texts: int, heads: list[int]) -> None:
@@ -107,4 +107,4 @@ def _check_pending(sums: BatchSums, texts: int, heads: list[int]) -> None:
     if not all((np.abs(x) <= LARGEST_SUM).all() for x in (top, bottom)):
         raise ValueError("a batch has values that are not finite, or too large")
     if not are_counts(bottom):
-        raise ValueError("a batch has counts that are negative, or next to nothing")
+        raise ValueError("a batch has counts that are negative, or too close to zero")

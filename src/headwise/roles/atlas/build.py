@@ -55,11 +55,11 @@ def atlas(
         conllu: CoNLL-U files with gold links, to see which heads follow which relation between words;
             `headwise.relations` does that alone.
         name: of the model, in the result.
-        limit: take so many texts at most.
+        limit: texts at most.
         length: tokens per text at most; longer texts are cut.
         field: where the text is in a line of .jsonl.
         part: (i, n) takes every n-th text from the i-th on; the atlases of all parts merge into that of the whole.
-        resume: a checkpoint file. An interrupted run goes on from it if weights, tokenizer, texts and settings are the
+        resume: a checkpoint file. An interrupted run resumes from it if weights, tokenizer, texts and settings are the
             same; the file is removed at the end.
         keep_checkpoint: leave that file, for a caller who removes it once the atlas is saved.
         replicates: resampled corpora of the bootstrap.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import CheckpointError
-from ...files import written
+from ...files import write_atomically
 from ...json_documents import anything, in_words, mapping, parse_json
 from .sums import Tally
 
@@ -35,12 +35,12 @@ def save_tallies(
     from safetensors.numpy import save_file
 
     present = {name: tally for name, tally in tallies.items() if tally is not None}
-    every = {f"{name}/{key}": x for name, tally in present.items() for key, x in tally.arrays().items()}
-    every |= {EXTRA + key: x for key, x in (arrays or {}).items()}
+    all_arrays = {f"{name}/{key}": x for name, tally in present.items() for key, x in tally.arrays().items()}
+    all_arrays |= {EXTRA + key: x for key, x in (arrays or {}).items()}
     about = {"tallies": {name: tally.facts() for name, tally in present.items()}, "more": facts}
-    with written(path, CheckpointError) as file:
+    with write_atomically(path, CheckpointError) as file:
         save_file(
-            {key: np.ascontiguousarray(x) for key, x in every.items()},
+            {key: np.ascontiguousarray(x) for key, x in all_arrays.items()},
             file,
             {"headwise-sums": FORMAT, "facts": json.dumps(about)},
         )
@@ -62,8 +62,10 @@ def load_tallies(path: str | os.PathLike[str]) -> SavedSums:
         extra = {key.removeprefix(EXTRA): arrays.pop(key) for key in list(arrays) if key.startswith(EXTRA)}
         tallies = {}
         for name, tally_facts in mapping(facts["tallies"], "tallies", anything).items():
-            own = {key.removeprefix(name + "/"): arrays.pop(key) for key in list(arrays) if key.startswith(name + "/")}
-            tallies[name] = Tally.of(tally_facts, own)
+            tally_arrays = {
+                key.removeprefix(name + "/"): arrays.pop(key) for key in list(arrays) if key.startswith(name + "/")
+            }
+            tallies[name] = Tally.of(tally_facts, tally_arrays)
         if arrays:
             raise ValueError(f"array {next(iter(arrays))!r} belongs to no sums")
         return SavedSums(tallies, mapping(facts["more"], "more", anything), extra)

@@ -26,7 +26,7 @@ from ...role_definitions import Tokens
 from .sums import identity
 
 WINDOW = 2048  # texts that are sorted together
-COUNTED = 20_000  # texts at most from which token frequencies are counted
+COUNTED_TEXTS = 20_000  # texts at most from which token frequencies are counted
 TOKENS = 1024  # per batch at most; more would leave a core's cache and gain nothing
 PAIRS = 1 << 17  # of a query and a key per batch: more of them leave a core's cache, see pair_columns.py
 Text = str | tuple[str, str]
@@ -146,7 +146,7 @@ def read(texts: Any, field: str = "text", limit: int | None = None) -> tuple[Ite
     else:
         if not isinstance(texts, Iterable):
             raise HeadwiseError(f"texts are a file or several texts, got {type(texts).__name__}")
-        total, stream = (len(texts) if isinstance(texts, Sized) else None), _checked_texts(texts)
+        total, stream = (len(texts) if isinstance(texts, Sized) else None), _check_texts(texts)
     if limit is not None:
         return itertools.islice(stream, min(limit, sys.maxsize)), limit if total is None else min(limit, total)
     return stream, total
@@ -194,23 +194,23 @@ def _field(path: Path, number: int, line: str, field: str) -> str:
         raise HeadwiseError(f"line {number} of {str(path)!r} is no JSON object with a {field!r}") from None
     if not isinstance(text, str):
         raise HeadwiseError(f"{field!r} in line {number} of {str(path)!r} is no text")
-    return _checked(text, f"{field!r} in line {number} of {str(path)!r}")
+    return _check_text(text, f"{field!r} in line {number} of {str(path)!r}")
 
 
-def _checked(text: str, what: str) -> str:
+def _check_text(text: str, name: str) -> str:
     """JSON and Python strings can contain half of a surrogate pair, which no tokenizer can read."""
     if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise HeadwiseError(f"{what} has half of a surrogate pair, which is no character; remove it")
+        raise HeadwiseError(f"{name} has half of a surrogate pair, which is no character; remove it")
     return text
 
 
-def _checked_texts(texts: Iterable[Any]) -> Iterator[Text]:
+def _check_texts(texts: Iterable[Any]) -> Iterator[Text]:
     for number, text in enumerate(texts):
         pair = isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
         if not (isinstance(text, str) or pair):
             raise HeadwiseError(f"text {number} is neither a text nor a pair of texts but {type(text).__name__}")
         for side in text if pair else (text,):
-            _checked(side, f"text {number}")
+            _check_text(side, f"text {number}")
         if pair or text.strip():
             yield tuple(text) if pair else text
 
@@ -233,7 +233,7 @@ class Corpus:
     @classmethod
     def of(cls, texts: Iterator[Text], encoder: TextEncoder) -> Corpus:
         """Count tokens in the first COUNTED texts; all texts are still to come."""
-        first = list(itertools.islice(texts, COUNTED))
+        first = list(itertools.islice(texts, COUNTED_TEXTS))
         if not first:
             raise HeadwiseError("there is not one text; give at least one that is not empty")
         counts = np.zeros(len(encoder.tokenizer), np.int64)
@@ -248,15 +248,15 @@ class Corpus:
 
     def windows(self, skip: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[tuple[int, int, list[Batch]]]:
         """Window after window from text number `skip` on: where it begins, where it ends, and its batches."""
-        rest = map(self._read, self.texts)
-        at = sum(1 for _ in itertools.islice(rest, skip))
-        while window := list(itertools.islice(rest, WINDOW)):
-            mine = [text for number, text in enumerate(window, at) if number % part[1] == part[0]]
-            yield at, at + len(window), list(self._batches(mine)) if mine else []
-            at += len(window)
+        stream = map(self._read, self.texts)
+        start = sum(1 for _ in itertools.islice(stream, skip))
+        while window := list(itertools.islice(stream, WINDOW)):
+            part_texts = [text for number, text in enumerate(window, start) if number % part[1] == part[0]]
+            yield start, start + len(window), list(self._batches(part_texts)) if part_texts else []
+            start += len(window)
 
     def _read(self, text: Text) -> Text:
-        for side in _both(text):
+        for side in _as_tuple(text):
             data = side.encode("utf-8", "surrogatepass")
             self.seen.update(b"%d %d:" % (isinstance(text, tuple), len(data)) + data)
         return text
@@ -274,7 +274,7 @@ class Corpus:
         for chunk in chunks(order, [max(len(a.ids), len(b.ids)) for a, b in zip(first, second, strict=True)]):
             source = self.encoder.tokens([first[i] for i in chunk], self.counts)
             target = self.encoder.tokens([second[i] for i in chunk], self.counts, shift=True) if paired else None
-            names = np.array([identity("\n".join(_both(texts[i]))) for i in chunk], np.uint64)
+            names = np.array([identity("\n".join(_as_tuple(texts[i]))) for i in chunk], np.uint64)
             yield Batch(source, target, names, sum(first[i].cut or second[i].cut for i in chunk))
 
 
@@ -288,7 +288,7 @@ def _sides(texts: Sequence[Text]) -> list[list[str]]:
     ]
 
 
-def _both(text: Text) -> tuple[str, ...]:
+def _as_tuple(text: Text) -> tuple[str, ...]:
     return text if isinstance(text, tuple) else (text,)
 
 

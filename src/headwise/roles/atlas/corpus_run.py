@@ -23,7 +23,7 @@ from .induction import measure_repetition
 from .observer import Observer
 from .sums import Tally
 
-EVERY = 30.0  # seconds between checkpoints
+SAVE_EVERY = 30.0  # seconds between checkpoints
 TRIM_EVERY = 64  # batches after which freed memory goes back to the system
 Progress = Callable[[int, int | None], None]  # texts done, texts in all where that is known
 
@@ -37,7 +37,7 @@ class CorpusRun:
     ) -> None:  # fmt: skip
         """file: the checkpoint. settings: what a resumed run must have in common with this one."""
         self.observer, self.corpus, self.file, self.settings, self.part = observer, corpus, file, settings, part
-        self.progress, self.total = progress or (lambda done, total: None), total
+        self.progress, self.total = progress or (lambda texts, total: None), total
         self.tally = Tally()
         self.window, self.batches = 0, 0  # the first text of the current window, and the batches done in it
         self.resumed_texts: str | None = None  # fingerprint of the texts read before the checkpoint, until checked
@@ -50,15 +50,15 @@ class CorpusRun:
             remove_leftovers(self.file.parent)
             if os.path.lexists(self.file):
                 self._resume()
-        with self.observer.watching(), interruptible() as stopped:
+        with self.observer.watching(), interruptible() as is_stopped:
             # also in a resumed run: it shows which way each layer attends
             repetition = measure_repetition(self.observer, self.corpus.encoder, vocabulary, seed, replicates)
-            saved = time.monotonic()
+            last_save = time.monotonic()
             for _ in self._steps():
-                if stopped() or (self.file and time.monotonic() - saved > EVERY):
+                if is_stopped() or (self.file and time.monotonic() - last_save > SAVE_EVERY):
                     self._save_checkpoint()
-                    saved = time.monotonic()
-                if stopped():
+                    last_save = time.monotonic()
+                if is_stopped():
                     raise KeyboardInterrupt
         if not (self.tally.texts or self.accumulator.pending):
             raise HeadwiseError("not one text has a token; nothing was measured")
@@ -84,7 +84,7 @@ class CorpusRun:
                 yield
             skip = 0
         if self.resumed_texts is not None:
-            raise HeadwiseError(_left_by(self.file, ["other texts"]))
+            raise HeadwiseError(_conflict_message(self.file, ["other texts"]))
         self.progress(ends, self.total or ends)
 
     def _save_checkpoint(self) -> None:
@@ -105,7 +105,7 @@ class CorpusRun:
         tallies, facts, arrays = load_tallies(self.file)
         settings = facts.get("asked")
         if differences := _differences(settings if isinstance(settings, dict) else {}, self.settings):
-            raise HeadwiseError(_left_by(self.file, differences))
+            raise HeadwiseError(_conflict_message(self.file, differences))
         try:
             self.tally = self.accumulator.tally = tallies["tally"]
             self.window, self.batches = count(facts["window"], "window"), count(facts["batches"], "batches")
@@ -134,14 +134,16 @@ DIFFERENCES = {
 }
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(earlier: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """In words, the settings of an earlier run that are not those of this one."""
-    wrong = [key for key, value in now.items() if before.get(key) != value]
-    words = [DIFFERENCES.get(key, f"another {key} ({brief(before.get(key))}, now {brief(now[key])})") for key in wrong]
+    wrong = [key for key, value in current.items() if earlier.get(key) != value]
+    words = [
+        DIFFERENCES.get(key, f"another {key} ({brief(earlier.get(key))}, now {brief(current[key])})") for key in wrong
+    ]
     return list(dict.fromkeys(words))
 
 
-def _left_by(file: Path | None, differences: list[str]) -> str:
+def _conflict_message(file: Path | None, differences: list[str]) -> str:
     return (
         f"{str(file)!r} was left by an unfinished run with {', '.join(differences)}; "
         "finish that run, give another place, or remove the file to begin again"

@@ -11,7 +11,7 @@ from ...errors import HeadwiseError
 from ...role_definitions import all_roles
 from .result import Atlas, HeadRole
 
-SHOWN = 8
+MAX_LINES = 8
 
 
 class ScoreChange(NamedTuple):
@@ -55,18 +55,18 @@ class Changes:
             f"{len(self.lost)} lost"
         ]
         if self.gone:
-            names = [f"{layer}.{head}" for _, layer, head in self.gone[:SHOWN]]
+            names = [f"{layer}.{head}" for _, layer, head in self.gone[:MAX_LINES]]
             lines.append(
-                f"heads gone: {len(self.gone)} ({', '.join(names)}{', ...' if len(self.gone) > SHOWN else ''})"
+                f"heads gone: {len(self.gone)} ({', '.join(names)}{', ...' if len(self.gone) > MAX_LINES else ''})"
             )
         for sign, roles in (("+", self.gained), ("-", self.lost)):
-            lines += [f"  {sign} {role.name} {role.role} {role.score:.2f}" for role in roles[:SHOWN]]
-            lines += ["    ..."] * (len(roles) > SHOWN)
+            lines += [f"  {sign} {role.name} {role.role} {role.score:.2f}" for role in roles[:MAX_LINES]]
+            lines += ["    ..."] * (len(roles) > MAX_LINES)
         if self.moved:
             lines.append("largest changes of a score")
             lines += [
                 f"    {change.name} {change.score} {change.before:.2f} -> {change.after:.2f}"
-                for change in self.moved[:SHOWN]
+                for change in self.moved[:MAX_LINES]
             ]
         return "\n".join(lines)
 
@@ -77,21 +77,24 @@ def changes(first: Atlas, second: Atlas) -> Changes:
     """Compare two atlases; heads are matched by their numbers before any pruning."""
     if first.ways != second.ways or first.layers.keys() != second.layers.keys():
         raise HeadwiseError(f"these are atlases of different kinds of models: {first.model} and {second.model}")
-    here, there = _numbers(first), _numbers(second)
-    shared = {at: there[before] for before, at in here.items() if before in there}  # in the first -> in the second
-    back = {at: before for before, at in shared.items()}
-    old = {(*shared[role[:3]], role.role): role for role in first.roles if role[:3] in shared}
-    new = {(*role[:3], role.role): role for role in second.roles if role[:3] in back}
-    named = {key: HeadRole._make((*back[key[:3]], *role[3:])) for key, role in new.items()}
-    gone = [at for before, at in here.items() if before not in there]
+    first_numbers, second_numbers = _numbers(first), _numbers(second)
+    matches = {  # head of the first atlas -> head of the second
+        head: second_numbers[original] for original, head in first_numbers.items() if original in second_numbers
+    }
+    first_heads = {target: source for source, target in matches.items()}
+    old = {(*matches[role[:3]], role.role): role for role in first.roles if role[:3] in matches}
+    new = {(*role[:3], role.role): role for role in second.roles if role[:3] in first_heads}
+    renamed = {key: HeadRole._make((*first_heads[key[:3]], *role[3:])) for key, role in new.items()}
+    removed = [head for original, head in first_numbers.items() if original not in second_numbers]
     return Changes(
         first.model,
         second.model,
-        [named[key] for key in new if key not in old],
-        [role for key, role in old.items() if key not in new] + [role for role in first.roles if role[:3] in set(gone)],
-        [named[key] for key in new if key in old],
-        gone,
-        sorted(_moved(first, second, shared), key=lambda change: -abs(change.after - change.before)),
+        [renamed[key] for key in new if key not in old],
+        [role for key, role in old.items() if key not in new]
+        + [role for role in first.roles if role[:3] in set(removed)],
+        [renamed[key] for key in new if key in old],
+        removed,
+        sorted(_changed_scores(first, second, matches), key=lambda change: -abs(change.after - change.before)),
     )
 
 
@@ -105,17 +108,17 @@ def _numbers(atlas: Atlas) -> dict[tuple[str, int, int], tuple[str, int, int]]:
     return numbers
 
 
-def _moved(first: Atlas, second: Atlas, shared: dict[Any, Any]) -> list[ScoreChange]:
+def _changed_scores(first: Atlas, second: Atlas, matches: dict[Any, Any]) -> list[ScoreChange]:
     changes = []
     for name in dict.fromkeys(role.score for role in all_roles()):
-        for (kind, layer, head), (_, layer2, head2) in shared.items():
+        for (kind, layer, head), (_, layer2, head2) in matches.items():
             if kind not in first.scores.get(name, {}) or kind not in second.scores.get(name, {}):
                 continue
-            at, to = (first.layers[kind].index(layer), head), (second.layers[kind].index(layer2), head2)
-            before, after = first.scores[name][kind][at], second.scores[name][kind][to]
+            old_index, new_index = (first.layers[kind].index(layer), head), (second.layers[kind].index(layer2), head2)
+            before, after = first.scores[name][kind][old_index], second.scores[name][kind][new_index]
             disjoint = (
-                first.high[name][kind][at] < second.low[name][kind][to]
-                or second.high[name][kind][to] < first.low[name][kind][at]
+                first.high[name][kind][old_index] < second.low[name][kind][new_index]
+                or second.high[name][kind][new_index] < first.low[name][kind][old_index]
             )
             if disjoint and not np.isnan(before + after):
                 changes.append(ScoreChange(kind, layer, head, name, float(before), float(after)))

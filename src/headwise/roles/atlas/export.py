@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import HeadwiseError
-from ...files import written
+from ...files import write_atomically
 from ...role_definitions import RoleDefinition, all_roles
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ def text(atlas: Atlas, best: int = BEST) -> str:
     """One line per role with its best heads, and the share of heads without a role."""
     lines = [_title(atlas), ""]
     width = max(len(role.name) for role in all_roles())
-    many = len(atlas.layers) > 1
+    with_kind = len(atlas.layers) > 1
     for role in all_roles():
         if not any(way in role.ways for way in atlas.ways.values()) or role.score not in atlas.scores:
             continue
         heads = atlas.heads_with(role)
         if not heads and role.name.startswith("offset"):
             continue  # ten lines of nothing would hide the rest
-        shown = ", ".join(_head(head, many) for head in heads[:best]) + (", ..." if len(heads) > best else "")
-        lines.append(f"{role.name:<{width}}  {len(heads):>4}  {shown or _nearest(atlas, role, many)}")
+        names = ", ".join(_head(head, with_kind) for head in heads[:best]) + (", ..." if len(heads) > best else "")
+        lines.append(f"{role.name:<{width}}  {len(heads):>4}  {names or _nearest(atlas, role, with_kind)}")
     lines += [
         "",
         f"{atlas.unnamed:.0%} of the {len(atlas)} heads have no clean role.",
@@ -49,33 +49,35 @@ def _title(atlas: Atlas) -> str:
         f"{'' if len(atlas.layers) == 1 else kind + ' '}{len(layers)} layers, {atlas.ways[kind]}"
         for kind, layers in atlas.layers.items()
     )
-    cut = f", {about['cut']:,} of them cut" if about.get("cut") else ""
-    return f"{atlas.model}: {len(atlas)} heads ({sizes}); {about['texts']:,} texts, {about['tokens']:,} tokens{cut}"
+    truncated = f", {about['cut']:,} of them cut" if about.get("cut") else ""
+    return (
+        f"{atlas.model}: {len(atlas)} heads ({sizes}); {about['texts']:,} texts, {about['tokens']:,} tokens{truncated}"
+    )
 
 
-def _head(role: HeadRole, many: bool) -> str:
-    kind = f"{role.kind} " if many else ""
+def _head(role: HeadRole, with_kind: bool) -> str:
+    kind = f"{role.kind} " if with_kind else ""
     return f"{kind}{role.name} {role.score:.2f} [{role.low:.2f}–{role.high:.2f}] ({role.baseline:.2f})"
 
 
-def _nearest(atlas: Atlas, one: RoleDefinition, many: bool) -> str:
-    ranked = [role for role in atlas.ranked(one) if not one.is_met(role.score, role.baseline, role.low)]
-    if not ranked:
+def _nearest(atlas: Atlas, role: RoleDefinition, with_kind: bool) -> str:
+    candidates = [head for head in atlas.rank_heads(role) if not role.is_met(head.score, head.baseline, head.low)]
+    if not candidates:
         return "cannot tell: nothing in these texts shows it"
-    return f"none; nearest is {_head(ranked[0], many)}, {one.level(ranked[0].baseline):.2f} needed"
+    return f"none; nearest is {_head(candidates[0], with_kind)}, {role.level(candidates[0].baseline):.2f} needed"
 
 
 def to_csv(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    every = list(rows)
-    with written(path) as target, open(target, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, every[0].keys(), lineterminator="\n")
+    all_rows = list(rows)
+    with write_atomically(path) as target, open(target, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, all_rows[0].keys(), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(every)
+        writer.writerows(all_rows)
 
 
 def to_parquet(rows: Iterable[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     table = pandas().DataFrame(list(rows))
-    with written(path) as target:
+    with write_atomically(path) as target:
         try:
             table.to_parquet(target, index=False)
         except ImportError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import HeadwiseError
-from ...files import written
+from ...files import write_atomically
 from ...json_documents import (
     anything,
     brief,
@@ -27,7 +27,7 @@ from ...json_documents import (
 from ...role_definitions import ANY
 from ...terminal import escape_controls
 from .from_sums import is_from_sums
-from .result import DIGITS, Atlas, HeadRole, rounded
+from .result import DIGITS, Atlas, HeadRole, round_digits
 
 if TYPE_CHECKING:
     from ..relations.result import Relations
@@ -46,7 +46,9 @@ def to_json(atlas: Atlas) -> dict[str, Any]:
         }
         for name, kinds in atlas.scores.items()
     }
-    roles = [dict(zip(HeadRole._fields, (*role[:4], *map(rounded, role[4:])), strict=True)) for role in atlas.roles]
+    roles = [
+        dict(zip(HeadRole._fields, (*role[:4], *map(round_digits, role[4:])), strict=True)) for role in atlas.roles
+    ]
     return {
         "headwise": "atlas", "format": FORMAT, "model": atlas.model, "about": atlas.about, "ways": atlas.ways,
         "layers": atlas.layers, "heads": atlas.heads, "unnamed": round(atlas.unnamed, DIGITS),
@@ -56,7 +58,7 @@ def to_json(atlas: Atlas) -> dict[str, Any]:
 
 
 def _plain(table: np.ndarray) -> Any:
-    return [_plain(row) for row in table] if table.ndim > 1 else [rounded(x) for x in table]
+    return [_plain(row) for row in table] if table.ndim > 1 else [round_digits(x) for x in table]
 
 
 def save(atlas: Atlas, path: str | os.PathLike[str], *, sums: bool = False) -> None:
@@ -65,7 +67,7 @@ def save(atlas: Atlas, path: str | os.PathLike[str], *, sums: bool = False) -> N
         raise HeadwiseError("this atlas was opened without its sums; they cannot be saved")
     text = json.dumps(to_json(atlas), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     sums_file = Path(os.fspath(path) + SUMS)
-    with written(path) as file:
+    with write_atomically(path) as file:
         file.write_text(escape_controls(text) + "\n", encoding="utf-8")  # names may hold what UTF-8 cannot encode
         # those of an earlier atlas at this path; first, so that a run that is killed now leaves no mixture
         sums_file.unlink(missing_ok=True)
@@ -103,15 +105,15 @@ def from_json(data: Any) -> Atlas:
     if data.get("format") != FORMAT:
         raise HeadwiseError(f"this atlas has format {brief(data.get('format'))}; this version reads {FORMAT}")
     try:
-        return _checked(data)
+        return _parse_atlas(data)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise HeadwiseError(f"this atlas is damaged: {in_words(error)}") from error
 
 
-def _checked(data: dict[str, Any]) -> Atlas:
+def _parse_atlas(data: dict[str, Any]) -> Atlas:
     """An atlas of what a JSON file holds; an error where its parts do not fit each other."""
-    layers = mapping(data["layers"], "layers", lambda x, what: items(x, what, count))
-    heads = mapping(data["heads"], "heads", lambda x, what: items(x, what, _original_heads))
+    layers = mapping(data["layers"], "layers", lambda x, path: items(x, path, count))
+    heads = mapping(data["heads"], "heads", lambda x, path: items(x, path, _original_heads))
     ways = mapping(data["ways"], "ways", string)
     if not layers or not layers.keys() == heads.keys() == ways.keys():
         raise ValueError(f"layers, heads and ways must be of the same kinds of attention, got {brief([*layers])}")
@@ -122,34 +124,34 @@ def _checked(data: dict[str, Any]) -> Atlas:
             raise ValueError(f"{kind!r} must attend one of {', '.join(ANY)}, got {brief(ways[kind])}")
     shapes = {kind: (len(rows), max(map(len, rows))) for kind, rows in heads.items()}
     tables: dict[str, Any] = {field: {} for field in TABLES}
-    for name, kinds in mapping(data["scores"], "scores", lambda x, what: mapping(x, what, anything)).items():
+    for name, kinds in mapping(data["scores"], "scores", lambda x, path: mapping(x, path, anything)).items():
         for kind, parts in kinds.items():
             for field, key in TABLES.items():
                 shape = shapes[kind][:1] if field == "baseline" else shapes[kind]
                 tables[field].setdefault(name, {})[kind] = _table(parts[key], f"{name} {kind} {key}", shape)
-    about = _checked_about(data["about"], layers, heads)
+    about = _parse_about(data["about"], layers, heads)
     relations = _relations(data["relations"]) if "relations" in data else None
     return Atlas(string(data["model"], "model"), layers, heads, ways, **tables, about=about, relations=relations)
 
 
-def _original_heads(value: Any, what: str) -> list[int | None]:
-    numbers = items(value, what, lambda x, at: None if x is None else count(x, at))
+def _original_heads(value: Any, path: str) -> list[int | None]:
+    numbers = items(value, path, lambda x, item_path: None if x is None else count(x, item_path))
     if not numbers:
-        raise ValueError(f"{what} has no heads")
+        raise ValueError(f"{path} has no heads")
     return numbers
 
 
-def _checked_about(
-    value: Any, layers: dict[str, list[int]], heads: dict[str, list[list[int | None]]]
-) -> dict[str, Any]:
+def _parse_about(value: Any, layers: dict[str, list[int]], heads: dict[str, list[list[int | None]]]) -> dict[str, Any]:
     about = mapping(value, "about", anything)
     for key in ("texts", "tokens"):
         count(about[key], key)
     count(about.get("cut", 0), "cut")
     items(about.get("notes", []), "notes", string)
     mapping(about.get("fingerprint", {}), "fingerprint", string)
-    for kind, one in mapping(about.get("likeness", {}), "likeness", lambda x, what: mapping(x, what, anything)).items():
-        for point in items(one["map"], f"map of {kind}", lambda x, what: mapping(x, what, anything)):
+    for kind, similarity in mapping(
+        about.get("likeness", {}), "likeness", lambda x, path: mapping(x, path, anything)
+    ).items():
+        for point in items(similarity["map"], f"map of {kind}", lambda x, path: mapping(x, path, anything)):
             for axis in "xy":
                 finite(point[axis], axis)
             row = layers[string(point["kind"], "kind")].index(count(point["layer"], "layer"))
@@ -158,12 +160,12 @@ def _checked_about(
     return about
 
 
-def _table(rows: Any, what: str, shape: tuple[int, ...]) -> np.ndarray:
+def _table(rows: Any, path: str, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers of this shape, None where nothing was measured."""
-    nested = [rows] if len(shape) == 1 else items(rows, what, anything)
-    table = [items(row, what, finite_or_none) for row in nested]
+    nested = [rows] if len(shape) == 1 else items(rows, path, anything)
+    table = [items(row, path, finite_or_none) for row in nested]
     if len(nested) != (1 if len(shape) == 1 else shape[0]) or any(len(row) != shape[-1] for row in table):
-        raise ValueError(f"{what} must have the shape {shape}")
+        raise ValueError(f"{path} must have the shape {shape}")
     return np.array(table[0] if len(shape) == 1 else table, dtype=float)
 
 

@@ -115,8 +115,8 @@ def merge(first: Atlas, *others: Atlas) -> Atlas:
     heads = {
         (kind, i): row for kind in first.layers for i, row in zip(first.layers[kind], first.heads[kind], strict=True)
     }
-    dropped = ("texts", "tokens", "cut", "replicates", "part", "likeness")
-    about = {key: x for key, x in first.about.items() if key not in dropped}
+    omitted = ("texts", "tokens", "cut", "replicates", "part", "likeness")
+    about = {key: x for key, x in first.about.items() if key not in omitted}
     if any(other.about.get("fingerprint") != first.about.get("fingerprint") for other in others):
         about["fingerprint"] = {key: x for key, x in about.get("fingerprint", {}).items() if key != "texts"}
     about["notes"] = list(dict.fromkeys(notes))

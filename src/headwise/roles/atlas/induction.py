@@ -27,7 +27,7 @@ from .sums import Tally, identity
 SEQUENCES, LENGTH = 4, 50  # random tokens in each sequence, before it is repeated
 
 
-class Repeated(NamedTuple):
+class RepeatedTokens(NamedTuple):
     """Sequences of random tokens, each repeated once."""
 
     lines: list[EncodedText]
@@ -35,26 +35,26 @@ class Repeated(NamedTuple):
     length: int  # of each half
 
 
-def repeated_tokens(encoder: TextEncoder, vocabulary: int, seed: int) -> Repeated:
+def repeated_tokens(encoder: TextEncoder, vocabulary: int, seed: int) -> RepeatedTokens:
     """The sequences, with the special tokens that the tokenizer puts around a text."""
-    [around] = encoder.lines(["a"])
-    begin = next((i for i, special in enumerate(around.special) if not special), 0)
-    end = next((i for i, special in enumerate(reversed(around.special)) if not special), 0)
+    [template] = encoder.lines(["a"])
+    begin = next((i for i, special in enumerate(template.special) if not special), 0)
+    end = next((i for i, special in enumerate(reversed(template.special)) if not special), 0)
     length = min(LENGTH, (encoder.length - begin - end) // 2)
     if length < 2:
         raise HeadwiseError(
-            f"there is room for {encoder.length} tokens; repeating random ones takes at least 4 and what goes around"
+            f"there is room for {encoder.length} tokens; repeated random tokens need at least 4 and the special tokens"
         )
     special = set(getattr(encoder.tokenizer, "all_special_ids", ()))
-    allowed = np.array([token for token in range(vocabulary) if token not in special])
+    choices = np.array([token for token in range(vocabulary) if token not in special])
     random = np.random.default_rng(seed)
     lines = []
     for _ in range(SEQUENCES):
-        half = random.choice(allowed, length, replace=len(allowed) < length).tolist()
-        ids = around.ids[:begin] + half + half + (around.ids[-end:] if end else [])
+        half = random.choice(choices, length, replace=len(choices) < length).tolist()
+        ids = template.ids[:begin] + half + half + (template.ids[-end:] if end else [])
         is_special = [True] * begin + [False] * 2 * length + [True] * end
         lines.append(EncodedText(ids, is_special, list(range(len(ids))), list(range(len(ids))), False))
-    return Repeated(lines, begin, length)
+    return RepeatedTokens(lines, begin, length)
 
 
 def measure_repetition(observer: Observer, encoder: TextEncoder, vocabulary: int, seed: int, replicates: int) -> Tally:
@@ -76,7 +76,7 @@ def measure_repetition(observer: Observer, encoder: TextEncoder, vocabulary: int
 
 
 @contextmanager
-def _observing_repetition(observer: Observer, repeated: Repeated) -> Iterator[None]:
+def _observing_repetition(observer: Observer, repeated: RepeatedTokens) -> Iterator[None]:
     """Meanwhile the observer measures from each attention call what the repetition shows."""
 
     def measure(layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
@@ -97,16 +97,16 @@ def _repetition_sums(reading: Reading | EagerReading, begin: int, length: int, w
     """Each second occurrence of a token is a unit of its own: (B * occurrences, S, H + 1)."""
     rows = range(begin + length, min(begin + 2 * length, reading.q.shape[2]))
     weights = reading.weights(list(rows), None)
-    seen = visible(reading, rows, weights).sum(-1).cpu()  # (B, rows)
+    visible_counts = visible(reading, rows, weights).sum(-1).cpu()  # (B, rows)
     a = weights.cpu().double()  # (B, H, rows, Tk); not every device has float64
     scores = repetition_scores()
     first_occurrences = torch.arange(begin, begin + len(rows))
     targets = [_targets(score, first_occurrences, a.shape[-1]) for score in scores]
     strongest = a.argmax(-1)
-    parts = [a.gather(-1, at[None, None, :, None].expand(*a.shape[:2], -1, 1))[..., 0] for at in targets]
-    parts += [(strongest == at).double() for at in targets]
+    parts = [a.gather(-1, target[None, None, :, None].expand(*a.shape[:2], -1, 1))[..., 0] for target in targets]
+    parts += [(strongest == target).double() for target in targets]
     top = torch.stack(parts, -1).permute(0, 2, 3, 1).flatten(0, 1)  # (B * rows, S, H)
-    equal = (1.0 / seen.clamp(min=1).double()).flatten()[:, None, None].expand(-1, len(parts), 1)
+    equal = (1.0 / visible_counts.clamp(min=1).double()).flatten()[:, None, None].expand(-1, len(parts), 1)
     sums = torch.cat([top, equal], -1).numpy()
     names = [score.name for score in scores]
     return BatchSums((*names, *(name + ARGMAX for name in names)), way, sums, np.ones(sums.shape[:2]))

@@ -44,10 +44,12 @@ def text_body(model: Any) -> Any:
     if body is model:
         return model
     try:
-        same = [site.key for site in sites.attention_sites(body)] == [site.key for site in sites.attention_sites(model)]
+        same_sites = [site.key for site in sites.attention_sites(body)] == [
+            site.key for site in sites.attention_sites(model)
+        ]
     except UnsupportedError:
         return model
-    return body if same else model
+    return body if same_sites else model
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Observer:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with torch.inference_mode(), watch(self.model, stats=False, each=self._seen):
+            with torch.inference_mode(), watch(self.model, stats=False, each=self._on_call):
                 yield self
         finally:
             for module, training in modes:
@@ -100,7 +102,7 @@ class Observer:
     def target(self) -> Tokens | None:
         return None if self.batch is None else self.batch.target
 
-    def _seen(self, layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
+    def _on_call(self, layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
         (self.measure or self._measure_texts)(layer, reading, real)
 
     def _measure_texts(self, layer: Layer, reading: Reading | EagerReading, real: Tensor | None) -> None:
@@ -145,14 +147,14 @@ class Observer:
     ) -> PairColumns:
         """Layers with the same visible keys share their columns, as long as all of them can be held."""
         mask = reading.options["mask"] if isinstance(reading, Reading) else reading.call.mask
-        how = ("eager", None)
+        mask_options = ("eager", None)
         if isinstance(reading, Reading):
-            how = (reading.options["causal"], reading.options["window"])
-        key_of_columns = (id(query), id(key), how, way, rows)
+            mask_options = (reading.options["causal"], reading.options["window"])
+        key_of_columns = (id(query), id(key), mask_options, way, rows)
         for known_key, known_mask, cached in self._columns:
-            if known_key == key_of_columns and _same(mask, known_mask):
+            if known_key == key_of_columns and _equal_masks(mask, known_mask):
                 return cached
-        if sum(kept.pairs.numel() for _, _, kept in self._columns) > CELLS:
+        if sum(cached.pairs.numel() for _, _, cached in self._columns) > CELLS:
             self._columns.clear()
         new = pair_columns(
             query, key, visible(reading, rows, a), query.real[:, rows.start : rows.stop], rows.start, way
@@ -161,7 +163,7 @@ class Observer:
         return new
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal_masks(a: Any, b: Any) -> bool:
     """Whether two masks are equal; layers often get a new one that is equal to the last."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
@@ -184,10 +186,10 @@ def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> T
     mask = reading.options["mask"]
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1, keepdim=True)
-    how = dict(reading.options, mask=mask, softcap=None, sinks=None)
+    options = dict(reading.options, mask=mask, softcap=None, sinks=None)
     # scores of zero: equal weights on all visible keys
     q, k = (x.new_zeros(len(x), 1, x.shape[2], 1, dtype=torch.float32) for x in (reading.q, reading.k))
-    return replace(reading, q=q, k=k, v=k, options=how).weights(selected, None)[:, 0] > 0
+    return replace(reading, q=q, k=k, v=k, options=options).weights(selected, None)[:, 0] > 0
 
 
 def sums(a: Tensor, columns: PairColumns) -> tuple[Tensor, Tensor]:
@@ -195,14 +197,14 @@ def sums(a: Tensor, columns: PairColumns) -> tuple[Tensor, Tensor]:
     batch, heads, rows, keys = a.shape
     pairs = columns.pairs.flatten(2)  # (B, R, rows * Tk)
     shares = torch.bmm(a.reshape(batch, heads, rows * keys), pairs.transpose(1, 2))  # (B, H, R)
-    most, at = a.max(-1)  # (B, H, rows)
-    place = (torch.arange(rows, device=a.device) * keys + at).view(batch, 1, -1).expand(-1, pairs.shape[1], -1)
+    largest, positions = a.max(-1)  # (B, H, rows)
+    place = (torch.arange(rows, device=a.device) * keys + positions).view(batch, 1, -1).expand(-1, pairs.shape[1], -1)
     strongest = pairs.gather(2, place).view(batch, -1, heads, rows).sum(-1).transpose(1, 2)
-    counted = columns.queries[:, None].to(a.dtype)
-    entropy = -(a.clamp(min=TINY).log_().mul_(a).sum(-1) * counted).sum(-1)  # (B, H)
-    confidence = (most * counted).sum(-1)
-    own = torch.cat([shares, strongest, torch.stack([entropy, confidence, entropy], -1)], -1)  # (B, H, S)
+    query_mask = columns.queries[:, None].to(a.dtype)
+    entropy = -(a.clamp(min=TINY).log_().mul_(a).sum(-1) * query_mask).sum(-1)  # (B, H)
+    confidence = (largest * query_mask).sum(-1)
+    head_sums = torch.cat([shares, strongest, torch.stack([entropy, confidence, entropy], -1)], -1)  # (B, H, S)
     spread, peak, count = columns.equal_rows.unbind(-1)
     equal = torch.cat([columns.equal, columns.equal, torch.stack([spread, peak, spread], -1)], -1)  # (B, S)
     bottom = torch.cat([columns.counts, columns.counts, torch.stack([count, count, spread], -1)], -1)
-    return torch.cat([own, equal[:, None]], 1).transpose(1, 2), bottom
+    return torch.cat([head_sums, equal[:, None]], 1).transpose(1, 2), bottom

@@ -47,7 +47,7 @@ def pair_columns(query: Tokens, key: Tokens, visible: Tensor, real: Tensor, firs
     query_count = queries.sum(-1)
     argument = Pairs(query.rows(first, first + rows), key, visible, _offsets(first, rows, visible, way))
     for column, score in enumerate(scores):
-        torch.mul(_selected(score, argument), visible, out=pairs[:, column])
+        torch.mul(_select_pairs(score, argument), visible, out=pairs[:, column])
         counts[:, column] = pairs[:, column].any(-1).sum(-1) if score.where_present else query_count
     visible_count = visible.sum(-1).clamp(min=1)
     equal = visible / visible_count[..., None]
@@ -64,7 +64,7 @@ def _offsets(first: int, rows: int, visible: Tensor, way: str) -> Tensor | None:
     return torch.arange(visible.shape[-1], device=visible.device) - queries[:, None]
 
 
-def _selected(score: RoleScore, pairs: Pairs) -> Tensor:
+def _select_pairs(score: RoleScore, pairs: Pairs) -> Tensor:
     assert score.function is not None
     selected = score.function(pairs)
     try:

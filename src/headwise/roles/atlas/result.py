@@ -118,34 +118,36 @@ class Atlas:
 
     def heads_with(self, role: str | RoleDefinition) -> list[HeadRole]:
         """The heads that have a role, the best first."""
-        wanted = definition(role) if isinstance(role, str) else role
-        heads = [head for head in self.ranked(wanted) if wanted.is_met(head.score, head.baseline, head.low)]
-        if not wanted.unless:
+        wanted_role = definition(role) if isinstance(role, str) else role
+        heads = [
+            head for head in self.rank_heads(wanted_role) if wanted_role.is_met(head.score, head.baseline, head.low)
+        ]
+        if not wanted_role.unless:
             return heads
-        excluded = {head[:3] for name in wanted.unless for head in self.heads_with(name)}
+        excluded = {head[:3] for name in wanted_role.unless for head in self.heads_with(name)}
         return [head for head in heads if head[:3] not in excluded]
 
-    def ranked(self, role: str | RoleDefinition) -> list[HeadRole]:
+    def rank_heads(self, role: str | RoleDefinition) -> list[HeadRole]:
         """Every head of the ways of attention that a role is for, by its score, whether it has the role or not."""
-        wanted = definition(role) if isinstance(role, str) else role
+        wanted_role = definition(role) if isinstance(role, str) else role
         heads = []
-        for kind, table in self.scores.get(wanted.score, {}).items():
-            if self.ways[kind] not in wanted.ways:
+        for kind, table in self.scores.get(wanted_role.score, {}).items():
+            if self.ways[kind] not in wanted_role.ways:
                 continue
-            low, high, baseline = (tables[wanted.score][kind] for tables in (self.low, self.high, self.baseline))
+            low, high, baseline = (tables[wanted_role.score][kind] for tables in (self.low, self.high, self.baseline))
             for row, layer in enumerate(self.layers[kind]):
                 for head, _ in enumerate(self.heads[kind][row]):
                     numbers = (table[row, head], baseline[row], low[row, head], high[row, head])
                     if not np.isnan(numbers[0]):
-                        heads.append(HeadRole(kind, layer, head, wanted.name, *map(float, numbers)))
+                        heads.append(HeadRole(kind, layer, head, wanted_role.name, *map(float, numbers)))
         return sorted(heads, key=lambda head: -head.score)
 
     def roles_of(self, head: str | tuple[Any, ...]) -> list[HeadRole]:
         """The roles of one head: "3.1", "cross 3.1", (3, 1) or ("cross", 3, 1)."""
-        key = self.at(head)
+        key = self.head_key(head)
         return [role for role in self.roles if role[:3] == key]
 
-    def at(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
+    def head_key(self, head: str | tuple[Any, ...]) -> tuple[str, int, int]:
         """(kind, layer, head) of a head in any of its spellings; an error where there is none."""
         if isinstance(head, str):
             kind, _, name = head.strip().rpartition(" ")
@@ -171,8 +173,8 @@ class Atlas:
     def sink_only(self) -> float:
         """The share of heads whose only roles are those of attention sinks: first token, delimiters, punctuation."""
         roles, sinks = self.roles, sink_roles()
-        others = {role[:3] for role in roles if role.role not in sinks}
-        return len({role[:3] for role in roles} - others) / max(len(self), 1)
+        heads_with_other_roles = {role[:3] for role in roles if role.role not in sinks}
+        return len({role[:3] for role in roles} - heads_with_other_roles) / max(len(self), 1)
 
     # --- other atlases ---
 
@@ -227,10 +229,11 @@ class Atlas:
                         if original is not None:
                             yield {
                                 "kind": kind, "layer": layer, "head": head, "original": original, "score": name,
-                                "value": rounded(table[row, head]), "low": rounded(self.low[name][kind][row, head]),
-                                "high": rounded(self.high[name][kind][row, head]),
-                                "spread": rounded(self.spread[name][kind][row, head]),
-                                "baseline": rounded(self.baseline[name][kind][row]),
+                                "value": round_digits(table[row, head]),
+                                "low": round_digits(self.low[name][kind][row, head]),
+                                "high": round_digits(self.high[name][kind][row, head]),
+                                "spread": round_digits(self.spread[name][kind][row, head]),
+                                "baseline": round_digits(self.baseline[name][kind][row]),
                             }  # fmt: skip
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -265,6 +268,6 @@ class Atlas:
     __repr__ = __str__
 
 
-def rounded(x: float) -> float | None:
+def round_digits(x: float) -> float | None:
     """A number with DIGITS after the point; None for NaN, which JSON does not have."""
     return None if np.isnan(x) else round(float(x), DIGITS)

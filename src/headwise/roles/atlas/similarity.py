@@ -24,7 +24,7 @@ from .observer import Observer
 
 CELLS = 1 << 23  # numbers that are in memory at once
 TEXTS, QUERIES = 256, 2  # the sample: texts, and queries per text
-SAME = 0.1  # nats, below which two heads are called similar; the maximum is ln 2 = 0.69
+SIMILAR = 0.1  # nats, below which two heads are called similar; the maximum is ln 2 = 0.69
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +36,7 @@ class HeadSimilarity:
     divergence: np.ndarray  # (N, N) in nats: the mean over queries
     queries: int
 
-    def clusters(self, below: float = SAME) -> list[list[tuple[int, int]]]:
+    def clusters(self, below: float = SIMILAR) -> list[list[tuple[int, int]]]:
         """Groups of similar heads: average-linkage clustering up to a divergence of `below`."""
         groups = [[i] for i in range(len(self.heads))]
         distance = self.divergence.copy()
@@ -146,14 +146,14 @@ class DivergenceSums:
 def _divergences(p: Tensor) -> Tensor:
     """Rows (Q, N, T) -> (N, N) in float64: the sum over queries, computed by blocks of heads."""
     queries, heads, keys = p.shape
-    own = -torch.xlogy(p, p).sum(-1).cpu().double()  # (Q, N); not every device has float64
+    entropy = -torch.xlogy(p, p).sum(-1).cpu().double()  # (Q, N); not every device has float64
     total = torch.zeros(heads, heads, dtype=torch.float64)
     step = max(1, CELLS // (queries * heads * keys))
     for first in range(0, heads, step):
         last = min(first + step, heads)
-        half = (p[:, first:last, None] + p[:, None, first:]) / 2  # (Q, b, N - first, T)
-        mixed = -torch.xlogy(half, half).sum(-1).cpu().double()
-        block = (mixed - (own[:, first:last, None] + own[:, None, first:]) / 2).sum(0)
+        mixture = (p[:, first:last, None] + p[:, None, first:]) / 2  # (Q, b, N - first, T)
+        mixture_entropy = -torch.xlogy(mixture, mixture).sum(-1).cpu().double()
+        block = (mixture_entropy - (entropy[:, first:last, None] + entropy[:, None, first:]) / 2).sum(0)
         total[first:last, first:] = block
         total[first:, first:last] = block.T
     return total.clamp_(min=0).fill_diagonal_(0)

@@ -33,8 +33,8 @@ def measure_stability(first: Atlas, second: Atlas) -> Stability:
     """The agreement of two atlases of the same heads."""
     if list(first) != list(second):
         raise HeadwiseError(f"these atlases are not of the same heads: {first.model} and {second.model}")
-    here, there = ({(*role[:3], role.role) for role in one.roles} for one in (first, second))
-    differing = {role[:3] for role in here ^ there}
+    first_roles, second_roles = ({(*role[:3], role.role) for role in atlas.roles} for atlas in (first, second))
+    differing = {role[:3] for role in first_roles ^ second_roles}
     return Stability(
         {
             role.name: _correlation(first, second, role.score)
@@ -42,12 +42,14 @@ def measure_stability(first: Atlas, second: Atlas) -> Stability:
             if role.score in first.scores and role.score in second.scores
         },
         1 - len(differing) / len(first),
-        len(here & there) / max(len(here | there), 1),
+        len(first_roles & second_roles) / max(len(first_roles | second_roles), 1),
     )
 
 
 def _correlation(first: Atlas, second: Atlas, score: str) -> float:
     kinds = first.scores[score].keys() & second.scores[score].keys()
-    both = np.concatenate([[first.scores[score][k].ravel(), second.scores[score][k].ravel()] for k in sorted(kinds)], 1)
-    both = both[:, ~np.isnan(both).any(0)]
-    return spearman(both[0], both[1])
+    scores = np.concatenate(
+        [[first.scores[score][k].ravel(), second.scores[score][k].ravel()] for k in sorted(kinds)], 1
+    )
+    scores = scores[:, ~np.isnan(scores).any(0)]
+    return spearman(scores[0], scores[1])

@@ -58,7 +58,7 @@ class Sums:
             if not (np.abs(x) <= LARGEST_SUM).all():
                 raise ValueError(f"{part} of {kind} layer {layer} has values that are not finite, or too large")
         if not (are_counts(layer_arrays["bottom"]) and are_counts(layer_arrays["texts"])):
-            raise ValueError(f"{kind} layer {layer} has counts that are negative, or next to nothing")
+            raise ValueError(f"{kind} layer {layer} has counts that are negative, or too close to zero")
         return cls(**layer_arrays)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -76,7 +76,7 @@ class Sums:
         self.texts += (bottom > 0).sum(0)
 
     def plus(self, other: Sums) -> Sums:
-        return Sums(**{name: mine + other.arrays()[name] for name, mine in self.arrays().items()})
+        return Sums(**{name: array + other.arrays()[name] for name, array in self.arrays().items()})
 
     def means(self) -> np.ndarray:
         """The means over tokens, (S, H + 1)."""
@@ -184,8 +184,8 @@ class Tally:
     def of(cls, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> Tally:
         """The tally that gave these facts and arrays; a ValueError where they do not fit each other."""
         names = {
-            kind: tuple(found)
-            for kind, found in mapping(facts["names"], "names", lambda x, what: items(x, what, string)).items()
+            kind: tuple(score_names)
+            for kind, score_names in mapping(facts["names"], "names", lambda x, path: items(x, path, string)).items()
         }
         ways = mapping(facts["ways"], "ways", string)
         texts, tokens, cut, replicates = (count(facts[x], x) for x in ("texts", "tokens", "cut", "replicates"))
@@ -195,7 +195,7 @@ class Tally:
             raise ValueError(f"seen must be a whole number of 64 bits, got {brief(facts['seen'])}")
         keys = [_key(key) for key in items(facts["layers"], "layers", anything)]
         if len(set(keys)) < len(keys):
-            raise ValueError("a layer is there twice")
+            raise ValueError("a layer is listed twice")
         sums = {key: Sums.of(*key, arrays, names[key[0]], replicates) for key in keys}
         if wrong := arrays.keys() - {f"{kind}/{layer}/{part}" for kind, layer in keys for part in ARRAYS}:
             raise ValueError(f"array {min(wrong)!r} belongs to no layer")

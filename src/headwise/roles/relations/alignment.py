@@ -27,7 +27,7 @@ class Encoded:
 
 
 @dataclass
-class LeftOut:
+class Exclusions:
     """Counts of sentences and links that cannot be scored, and why."""
 
     unaligned: int = 0  # sentences with a word that has no piece of its own
@@ -51,16 +51,16 @@ class LinkBatch:
     """Padded sentences, and all their links: B sentences, T tokens, W words, N links."""
 
     inputs: dict[str, Tensor]
-    to: Tensor  # (B, T, W): 1 where a piece belongs to a word
+    piece_to_word: Tensor  # (B, T, W): 1 where a piece belongs to a word
     numbers: Tensor  # (B,) of the sentences
     links: list[GoldLink]
     sentence: Tensor  # (N,): the row of each link in the batch
     word: Tensor  # (N,): the word that attends
     targets: Tensor  # (N, W) bool
-    allowed: Tensor  # (N, W) bool: the words among which the largest weight is looked for; never the word itself
+    allowed: Tensor  # (N, W) bool: the candidates for the largest weight; never the word itself
 
 
-def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, left_out: LeftOut) -> Iterator[Encoded]:
+def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, exclusions: Exclusions) -> Iterator[Encoded]:
     """Each sentence that has links and fits the model, beginning with a special token, which serves as attention sink.
 
     Many heads put their weight on the first token when they have nothing to look for. Weight on special tokens is
@@ -82,12 +82,12 @@ def encode(sentences: Sequence[Sentence], tokenizer: Any, limit: int, left_out: 
         if ids and not special[0] and tokenizer.bos_token_id is not None:
             ids, offsets = [tokenizer.bos_token_id, *ids], [(0, 0), *offsets]
         if len(ids) > limit:
-            left_out.long += 1
+            exclusions.long += 1
             continue
         pieces = align(sentence.spans, offsets)
-        links = tuple(kept for link in sentence.links if (kept := _with_pieces(link, pieces)) is not None)
-        left_out.unaligned += not all(pieces)
-        left_out.links += len(sentence.links) - len(links)
+        links = tuple(remaining for link in sentence.links if (remaining := _with_pieces(link, pieces)) is not None)
+        exclusions.unaligned += not all(pieces)
+        exclusions.links += len(sentence.links) - len(links)
         yield Encoded(number, ids, pieces, links)
 
 
@@ -98,13 +98,13 @@ def align(words: Sequence[tuple[int, int]], pieces: Sequence[tuple[int, int]]) -
     for piece, (start, end) in enumerate(pieces):
         while first < len(words) and words[first][1] <= start:
             first += 1
-        best, most = -1, 0
+        best, largest_overlap = -1, 0
         for word in range(first, len(words)):
             if words[word][0] >= end:
                 break
-            shared = min(end, words[word][1]) - max(start, words[word][0])
-            if shared > most:
-                best, most = word, shared
+            overlap = min(end, words[word][1]) - max(start, words[word][0])
+            if overlap > largest_overlap:
+                best, largest_overlap = word, overlap
         if best >= 0 and start < end:
             pieces_of_words[best].append(piece)
     return tuple(map(tuple, pieces_of_words))
@@ -122,12 +122,12 @@ def batches(encoded: Iterator[Encoded], device: Any, *, causal: bool) -> Iterato
     for sentence in encoded:
         waiting.append(sentence)
         if len(waiting) == AHEAD:
-            yield from _sorted(waiting, device, causal)
+            yield from _batches_by_length(waiting, device, causal)
             waiting = []
-    yield from _sorted(waiting, device, causal)
+    yield from _batches_by_length(waiting, device, causal)
 
 
-def _sorted(waiting: list[Encoded], device: Any, causal: bool) -> Iterator[LinkBatch]:
+def _batches_by_length(waiting: list[Encoded], device: Any, causal: bool) -> Iterator[LinkBatch]:
     group: list[Encoded] = []
     for sentence in sorted(waiting, key=lambda e: len(e.ids)):
         if group and (len(group) + 1) * len(sentence.ids) > TOKENS:
@@ -142,14 +142,14 @@ def _batch(group: list[Encoded], device: Any, causal: bool) -> LinkBatch:
     tokens, width = max(len(e.ids) for e in group), max(len(e.pieces) for e in group)
     ids = torch.zeros(len(group), tokens, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    to = torch.zeros(len(group), tokens, width)
+    piece_to_word = torch.zeros(len(group), tokens, width)
     for row, sentence in enumerate(group):
         ids[row, : len(sentence.ids)] = torch.tensor(sentence.ids)
         mask[row, : len(sentence.ids)] = 1
         for word, pieces in enumerate(sentence.pieces):
-            to[row, list(pieces), word] = 1
+            piece_to_word[row, list(pieces), word] = 1
     pairs = [(row, link) for row, sentence in enumerate(group) for link in sentence.links]
-    exists = to.any(1)  # (B, W)
+    exists = piece_to_word.any(1)  # (B, W)
     targets = torch.zeros(len(pairs), width, dtype=torch.bool)
     allowed = exists[[row for row, _ in pairs]].clone()
     for n, (_, link) in enumerate(pairs):
@@ -162,7 +162,7 @@ def _batch(group: list[Encoded], device: Any, causal: bool) -> LinkBatch:
         allowed[n, link.word] = False
     return LinkBatch(
         {"input_ids": ids.to(device), "attention_mask": mask.to(device)},
-        to.to(device),
+        piece_to_word.to(device),
         torch.tensor([sentence.number for sentence in group]),
         [link for _, link in pairs],
         torch.tensor([row for row, _ in pairs], device=device),

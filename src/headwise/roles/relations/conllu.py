@@ -61,7 +61,7 @@ class Treebank:
         return [Sentence(tree.text, tree.spans, tuple(dependencies(tree)), tree.document) for tree in self.trees]
 
     def coreference(self, words: int = 100) -> list[Sentence]:
-        """Consecutive sentences of one document, up to so many words, with links from pronouns to antecedents."""
+        """Consecutive sentences of one document, up to `words` words, with links from pronouns to antecedents."""
         return coreference.windows(self.trees, words)
 
 
@@ -100,7 +100,7 @@ def _lines(path: Path) -> list[str]:
 
 
 @dataclass
-class _Open:
+class _SentenceLines:
     """A sentence while its lines are read."""
 
     line: int
@@ -109,7 +109,7 @@ class _Open:
 
 
 def _trees(name: str, lines: list[str]) -> Iterator[Tree]:
-    document, current, empty = name, _Open(1), True
+    document, current, empty = name, _SentenceLines(1), True
     for number, raw in enumerate([*lines, ""], 1):
         line = raw.rstrip("\r")
         if line.startswith("#"):
@@ -122,64 +122,64 @@ def _trees(name: str, lines: list[str]) -> Iterator[Tree]:
             _add(current, line, f"{name} line {number}")
         elif current.rows:
             yield _tree(current, document, name)
-            current, empty = _Open(number + 1), False
+            current, empty = _SentenceLines(number + 1), False
     if empty:
         raise HeadwiseError(f"{name} holds no sentence; CoNLL-U with one word per line is expected")
 
 
-def _add(sentence: _Open, line: str, where: str) -> None:
+def _add(sentence: _SentenceLines, line: str, location: str) -> None:
     row = line.split("\t")
     if len(row) != COLUMNS:
-        raise HeadwiseError(f"{where} has {len(row)} columns; CoNLL-U has {COLUMNS}, divided by tabs")
+        raise HeadwiseError(f"{location} has {len(row)} columns; CoNLL-U has {COLUMNS}, divided by tabs")
     if EMPTY.fullmatch(row[0]):
         return  # a node that is not in the text
     expected = len(sentence.rows) + 1
     if token_range := RANGE.fullmatch(row[0]):
         first, last = whole_number(token_range[1]), whole_number(token_range[2])
         if first != expected or last is None or last < first:
-            raise HeadwiseError(f"{where}: the range {row[0][:60]} does not begin at the next word, {expected}")
+            raise HeadwiseError(f"{location}: the range {row[0][:60]} does not begin at the next word, {expected}")
         sentence.ranges[first - 1] = last - 1, row[1], row[9]
     elif row[0] != str(expected):
-        raise HeadwiseError(f"{where}: word {row[0][:60]!r} follows word {expected - 1}; {expected} is expected")
+        raise HeadwiseError(f"{location}: word {row[0][:60]!r} follows word {expected - 1}; {expected} is expected")
     elif not row[1].strip():
-        raise HeadwiseError(f"{where}: word {expected} has no form")
+        raise HeadwiseError(f"{location}: word {expected} has no form")
     else:
-        sentence.rows.append([*row, where])
+        sentence.rows.append([*row, location])
 
 
-def _tree(sentence: _Open, document: str, name: str) -> Tree:
+def _tree(sentence: _SentenceLines, document: str, name: str) -> Tree:
     count = len(sentence.rows)
     spans, text = _text_and_spans(sentence, name)
     words = []
     for number, (row, (start, end)) in enumerate(zip(sentence.rows, spans, strict=True)):
-        where, head = row[COLUMNS], whole_number(row[6])
+        location, head = row[COLUMNS], whole_number(row[6])
         if head is None or head > count:
-            raise HeadwiseError(f"{where}: head {row[6][:60]!r} is not a number from 0 to {count}")
+            raise HeadwiseError(f"{location}: head {row[6][:60]!r} is not a number from 0 to {count}")
         if head == number + 1:
-            raise HeadwiseError(f"{where}: word {number + 1} is its own head")
+            raise HeadwiseError(f"{location}: word {number + 1} is its own head")
         words.append(Word(row[1], row[3], row[5], head - 1, row[7], _pairs(row[9]), start, end))
-    at = _in_cycle([word.head for word in words])
-    if at is not None:
-        raise HeadwiseError(f"{sentence.rows[at][COLUMNS]}: word {at + 1} depends on itself through its heads")
+    cyclic = _in_cycle([word.head for word in words])
+    if cyclic is not None:
+        raise HeadwiseError(f"{sentence.rows[cyclic][COLUMNS]}: word {cyclic + 1} depends on itself through its heads")
     return Tree(text, tuple(words), document, sentence.line)
 
 
 def _in_cycle(heads: list[int]) -> int | None:
     """A word whose chain of heads never ends; None in a tree. heads: -1 for the root."""
-    ended = {-1}  # words whose chain reaches the root
+    rooted = {-1}  # words whose chain reaches the root
     for start in range(len(heads)):
         path: list[int] = []
-        at = start
-        while at not in ended:
+        word = start
+        while word not in rooted:
             if len(path) > len(heads):
-                return at
-            path.append(at)
-            at = heads[at]
-        ended.update(path)
+                return word
+            path.append(word)
+            word = heads[word]
+        rooted.update(path)
     return None
 
 
-def _text_and_spans(sentence: _Open, name: str) -> tuple[list[tuple[int, int]], str]:
+def _text_and_spans(sentence: _SentenceLines, name: str) -> tuple[list[tuple[int, int]], str]:
     """The span of each word, and the text: forms with a space after each, unless the file says otherwise."""
     spans: list[tuple[int, int]] = []
     text = ""
@@ -193,14 +193,14 @@ def _text_and_spans(sentence: _Open, name: str) -> tuple[list[tuple[int, int]], 
     return spans, text.rstrip()
 
 
-def _inside(forms: list[str], whole: str, at: int) -> list[tuple[int, int]]:
+def _inside(forms: list[str], whole: str, start: int) -> list[tuple[int, int]]:
     """Words of one token: "do" and "n't" divide "don't"; where they do not spell it, each stands for the whole."""
     if "".join(forms) != whole:
-        return [(at, at + len(whole))] * len(forms)
+        return [(start, start + len(whole))] * len(forms)
     spans = []
     for form in forms:
-        spans.append((at, at + len(form)))
-        at += len(form)
+        spans.append((start, start + len(form)))
+        start += len(form)
     return spans
 
 

@@ -1,4 +1,4 @@
-"""Coreference from `Entity=` in CoNLL-U (as GUM and CorefUD write it): pronouns and what they stand for."""
+"""Coreference from `Entity=` in CoNLL-U (as GUM and CorefUD write it): pronouns and their antecedents."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Mentions:
 
 def mentions(tree: Tree) -> Mentions:
     """The mentions of one sentence; they may lie in each other."""
-    opened: dict[str, list[int]] = {}
-    closed: list[Mention] = []
+    open_starts: dict[str, list[int]] = {}
+    complete: list[Mention] = []
     skipped = 0
     for number, word in enumerate(tree.words):
         for opens, body, closes in BRACKET.findall(word.misc.get("Entity", "")):
@@ -45,14 +45,14 @@ def mentions(tree: Tree) -> Mentions:
                 skipped += bool(opens)
                 continue
             if opens:
-                opened.setdefault(name, []).append(number)
-            if closes and opened.get(name):
-                first = opened[name].pop()
-                closed.append(Mention(name, first, number, _head(tree, first, number)))
+                open_starts.setdefault(name, []).append(number)
+            if closes and open_starts.get(name):
+                first = open_starts[name].pop()
+                complete.append(Mention(name, first, number, _head(tree, first, number)))
             elif closes:
                 skipped += 1
-    skipped += sum(map(len, opened.values()))
-    return Mentions(tuple(sorted(closed, key=lambda m: (m.first, -m.last))), skipped)
+    skipped += sum(map(len, open_starts.values()))
+    return Mentions(tuple(sorted(complete, key=lambda m: (m.first, -m.last))), skipped)
 
 
 def _head(tree: Tree, first: int, last: int) -> int:
@@ -61,20 +61,20 @@ def _head(tree: Tree, first: int, last: int) -> int:
 
 
 def windows(trees: Sequence[Tree], words: int) -> list[Sentence]:
-    """Runs of sentences of one document as one text each, up to so many words, with the links of their pronouns."""
+    """Runs of sentences of one document as one text each, up to `words` words, with the links of their pronouns."""
     sentences = []
     for run in _runs(trees, words):
         text, pronouns = "", set()
         spans: list[tuple[int, int]] = []
-        everything: list[tuple[int, Mention]] = []
+        all_mentions: list[tuple[int, Mention]] = []
         for tree in run:
-            at, before = len(text), len(spans)
-            spans += [(start + at, end + at) for start, end in tree.spans]
+            offset, first_word = len(text), len(spans)
+            spans += [(start + offset, end + offset) for start, end in tree.spans]
             text += tree.text + " "
-            pronouns |= {before + i for i, word in enumerate(tree.words) if _third_person(word.tag, word.features)}
-            everything += [(before, mention) for mention in mentions(tree).found]
-        nouns = {b + m.head for b, m in everything if _tag(run, b + m.head) != "PRON"}
-        links = tuple(_links([(b + m.head, m.entity) for b, m in everything], pronouns, nouns))
+            pronouns |= {first_word + i for i, word in enumerate(tree.words) if _third_person(word.tag, word.features)}
+            all_mentions += [(first_word, mention) for mention in mentions(tree).found]
+        nouns = {b + m.head for b, m in all_mentions if _tag(run, b + m.head) != "PRON"}
+        links = tuple(_links([(b + m.head, m.entity) for b, m in all_mentions], pronouns, nouns))
         sentences.append(Sentence(text.rstrip(), tuple(spans), links, run[0].document))
     return sentences
 
@@ -91,7 +91,7 @@ def _tag(run: Sequence[Tree], number: int) -> str:
 def _runs(trees: Sequence[Tree], words: int) -> Iterator[list[Tree]]:
     run: list[Tree] = []
     for tree in trees:
-        size = sum(len(one.words) for one in run)
+        size = sum(len(member.words) for member in run)
         if run and (tree.document != run[0].document or size + len(tree.words) > words):
             yield run
             run = []
@@ -108,15 +108,15 @@ def _third_person(tag: str, features: str) -> bool:
 def _links(heads: list[tuple[int, str]], pronouns: set[int], nouns: set[int]) -> Iterator[GoldLink]:
     """From each pronoun to any earlier mention of its entity, and to any that is a noun or name."""
     for word in sorted(pronouns):
-        own = {entity for head, entity in heads if head == word}
-        for relation, allowed in ((ANTECEDENT, None), (NOUN_ANTECEDENT, nouns)):
-            earlier = [(h, e) for h, e in heads if h < word and (allowed is None or h in allowed)]
-            link = _link(relation, word, own, earlier)
+        entities = {entity for head, entity in heads if head == word}
+        for relation, candidates in ((ANTECEDENT, None), (NOUN_ANTECEDENT, nouns)):
+            earlier = [(h, e) for h, e in heads if h < word and (candidates is None or h in candidates)]
+            link = _link(relation, word, entities, earlier)
             if link is not None:
                 yield link
 
 
-def _link(relation: str, word: int, own: set[str], earlier: list[tuple[int, str]]) -> GoldLink | None:
-    right = sorted({head for head, entity in earlier if entity in own})
+def _link(relation: str, word: int, entities: set[str], earlier: list[tuple[int, str]]) -> GoldLink | None:
+    targets = sorted({head for head, entity in earlier if entity in entities})
     among = sorted({head for head, _ in earlier})
-    return GoldLink(relation, word, tuple(right), tuple(among)) if right and len(among) > len(right) else None
+    return GoldLink(relation, word, tuple(targets), tuple(among)) if targets and len(among) > len(targets) else None

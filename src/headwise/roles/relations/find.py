@@ -13,7 +13,7 @@ from ...errors import HeadwiseError
 from ...models.loading.resolve import resolve
 from ...resampling import bootstrap_counts
 from . import conllu, gold, scoring
-from .alignment import LeftOut
+from .alignment import Exclusions
 from .gold import SHUFFLED, Sentence
 from .result import Head, Relation, Relations
 from .scoring import FIXED_ANSWERS
@@ -24,8 +24,8 @@ Progress = Callable[[int], None]  # called with the number of texts that were re
 FEWEST = 50  # links of a relation in each half; with fewer it is not judged
 LEVEL = 0.05  # chance of being wrong about one relation or more, of all that are judged
 RESAMPLES = 10_000
-AT_ONCE = 200  # resamples that are drawn together, for memory
-UNITS = 5_000  # more sentences than this are resampled in so many groups
+CHUNK = 200  # resamples that are drawn together, for memory
+UNITS = 5_000  # more sentences than this are resampled in this many groups
 
 
 class ChosenHead(NamedTuple):
@@ -45,7 +45,7 @@ class RelationSums:
     hits: dict[str, np.ndarray] = field(default_factory=dict)  # (H,)
     weights: dict[str, np.ndarray] = field(default_factory=dict)  # (H,)
     fixed: dict[str, np.ndarray] = field(default_factory=dict)  # (F,)
-    left_out: LeftOut = field(default_factory=LeftOut)
+    exclusions: Exclusions = field(default_factory=Exclusions)
 
     def add(self, names: np.ndarray, hits: np.ndarray, weights: np.ndarray, fixed: np.ndarray) -> None:
         """Add the links of a batch: names (N,), hits and weights (N, H), fixed (N, F)."""
@@ -114,18 +114,18 @@ def relations(
         second, second_notes = sentences_of(report)
         notes = (*notes, *second_notes)
     text_model = _text_model(model, tokenizer)
-    sums = _scored(text_model, first, seed, progress=progress)[0]
-    result = _evaluated(text_model, second, sums.choices(), seed + 1, progress, least=FEWEST)
+    sums = _score(text_model, first, seed, progress=progress)[0]
+    result = _evaluate(text_model, second, sums.choices(), seed + 1, progress, least=FEWEST)
     return replace(result, notes=(*notes, *result.notes))
 
 
 def choose_heads(model: Any, links: Gold, *, tokenizer: Any = None, seed: int = 0) -> dict[str, ChosenHead]:
     """The best head and the best fixed answer per relation on these links, to be evaluated on others."""
-    return _scored(_text_model(model, tokenizer), sentences_of(links)[0], seed)[0].choices()
+    return _score(_text_model(model, tokenizer), sentences_of(links)[0], seed)[0].choices()
 
 
 def evaluate_heads(
-    model: Any, links: Gold, chosen: Mapping[str, ChosenHead], *, tokenizer: Any = None, seed: int = 1, least: int = 0
+    model: Any, links: Gold, choices: Mapping[str, ChosenHead], *, tokenizer: Any = None, seed: int = 1, least: int = 0
 ) -> Relations:
     """Evaluate chosen heads on other links; relations without a chosen head are left out.
 
@@ -140,7 +140,7 @@ def evaluate_heads(
         least: links that a head must have been chosen on for its relation to be judged.
     """
     sentences, notes = sentences_of(links)
-    result = _evaluated(_text_model(model, tokenizer), sentences, chosen, seed, None, least)
+    result = _evaluate(_text_model(model, tokenizer), sentences, choices, seed, None, least)
     return replace(result, notes=(*notes, *result.notes))
 
 
@@ -173,28 +173,31 @@ def _text_model(model: Any, tokenizer: Any) -> TextModel:
     return TextModel(name, body, tokenizer, scoring.is_causal(body), notes)
 
 
-def _scored(
+def _score(
     model: TextModel,
     sentences: list[Sentence],
     seed: int,
-    chosen: Mapping[str, ChosenHead] | None = None,
+    choices: Mapping[str, ChosenHead] | None = None,
     progress: Progress | None = None,
 ) -> tuple[RelationSums, LinkRecord]:
     """The sums of every head, and link by link the results of the chosen heads."""
-    visible = [gold.visible(sentence) for sentence in sentences] if model.causal else sentences
-    shuffled = gold.shuffled(visible, seed, causal=model.causal)
-    both = [
-        replace(sentence, links=sentence.links + other.links) for sentence, other in zip(visible, shuffled, strict=True)
+    visible = [gold.visible_links(sentence) for sentence in sentences] if model.causal else sentences
+    shuffled_sentences = gold.shuffle_links(visible, seed, causal=model.causal)
+    with_shuffled = [
+        replace(sentence, links=sentence.links + other.links)
+        for sentence, other in zip(visible, shuffled_sentences, strict=True)
     ]
     sums, parts = RelationSums(), []
-    for scores in scoring.score_batches(model.body, model.tokenizer, both, causal=model.causal, left_out=sums.left_out):
+    for scores in scoring.score_batches(
+        model.body, model.tokenizer, with_shuffled, causal=model.causal, exclusions=sums.exclusions
+    ):
         batch = scores.batch
         sums.heads = scores.heads
         names = np.array([link.relation for link in batch.links])
         hits, weights = scores.hits.numpy(), scores.weights.numpy()
-        fixed = scoring.score_fixed_answers(batch, both).numpy()
+        fixed = scoring.score_fixed_answers(batch, with_shuffled).numpy()
         sums.add(names, hits, weights, fixed)
-        parts.append(_recorded(names, batch.numbers[batch.sentence.cpu()].numpy(), hits, weights, fixed, sums, chosen))
+        parts.append(_record(names, batch.numbers[batch.sentence.cpu()].numpy(), hits, weights, fixed, sums, choices))
         if progress:
             progress(len(batch.numbers))
     if not parts:
@@ -202,37 +205,37 @@ def _scored(
     return sums, LinkRecord(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _recorded(
+def _record(
     names: np.ndarray,
     numbers: np.ndarray,
     hits: np.ndarray,
     weights: np.ndarray,
     fixed: np.ndarray,
     sums: RelationSums,
-    chosen: Mapping[str, ChosenHead] | None,
+    choices: Mapping[str, ChosenHead] | None,
 ) -> LinkRecord:
     """The results of the chosen heads in a batch; links of relations without a chosen head are left out."""
-    chosen = chosen or {}
+    choices = choices or {}
     column = {head: i for i, head in enumerate(sums.heads)}
-    rows = np.array([i for i, name in enumerate(names) if name in chosen], dtype=int)
-    heads = np.array([column[chosen[name].head] for name in names[rows]], dtype=int)
-    answers = np.array([FIXED_ANSWERS.index(chosen[name].fixed) for name in names[rows]], dtype=int)
+    rows = np.array([i for i, name in enumerate(names) if name in choices], dtype=int)
+    heads = np.array([column[choices[name].head] for name in names[rows]], dtype=int)
+    answers = np.array([FIXED_ANSWERS.index(choices[name].fixed) for name in names[rows]], dtype=int)
     return LinkRecord(names[rows], numbers[rows], hits[rows, heads], weights[rows, heads], fixed[rows, answers])
 
 
-def _evaluated(
+def _evaluate(
     model: TextModel,
     sentences: list[Sentence],
-    chosen: Mapping[str, ChosenHead],
+    choices: Mapping[str, ChosenHead],
     seed: int,
     progress: Progress | None,
     least: int,
 ) -> Relations:
     """See evaluate_heads."""
-    sums, record = _scored(model, sentences, seed, chosen, progress)
+    sums, record = _score(model, sentences, seed, choices, progress)
     visible = _visible_shares(sentences) if model.causal else {}
-    rows = [_row(name, chosen[name], sums, record, visible) for name in sorted(sums.links) if name in chosen]
-    judged = [row.name for row in rows if row.links >= FEWEST and chosen[row.name].links >= least]
+    rows = [_row(name, choices[name], sums, record, visible) for name in sorted(sums.links) if name in choices]
+    judged = [row.name for row in rows if row.links >= FEWEST and choices[row.name].links >= least]
     level = LEVEL / max(1, sum(not name.startswith(SHUFFLED) for name in judged))
     ranges = _intervals(record, judged, level, seed)
     rows = [replace(row, **ranges.get(row.name, {})) for row in rows]
@@ -245,7 +248,7 @@ def _evaluated(
         shuffled=tuple(row for row in rows if row.name.startswith(SHUFFLED)),
         heads=tuple(sums.heads),
         scores={name: sums.hits[name] / sums.links[name] for name in judged if not name.startswith(SHUFFLED)},
-        notes=(*model.notes, *sums.left_out.notes(len(sentences))),
+        notes=(*model.notes, *sums.exclusions.notes(len(sentences))),
         record=record,
     )
 
@@ -287,13 +290,15 @@ def _intervals(record: LinkRecord, names: Sequence[str], level: float, seed: int
     if not names:
         return {}
     column = {name: i for i, name in enumerate(names)}
-    used = np.array([name in column for name in record.names])
-    _, units = np.unique(record.sentences[used] % UNITS, return_inverse=True)
-    cells = (units, np.array([column[name] for name in record.names[used]]))
+    judged = np.array([name in column for name in record.names])
+    _, units = np.unique(record.sentences[judged] % UNITS, return_inverse=True)
+    cells = (units, np.array([column[name] for name in record.names[judged]]))
     sums = np.zeros((units.max() + 1, len(names), 4))  # links, hits, weight, hits of the fixed answer
-    for part, values in enumerate((np.ones(used.sum()), record.hits[used], record.weights[used], record.fixed[used])):
+    for part, values in enumerate(
+        (np.ones(judged.sum()), record.hits[judged], record.weights[judged], record.fixed[judged])
+    ):
         np.add.at(sums[..., part], cells, values)
-    resampled = _resampled(sums, np.random.default_rng(seed))  # (resamples, names, 4)
+    resampled = _resample(sums, np.random.default_rng(seed))  # (resamples, names, 4)
     with np.errstate(invalid="ignore"):
         hits, weights, fixed = (resampled[..., part] / resampled[..., 0] for part in (1, 2, 3))
     edges = 100 * level / 2, 100 * (1 - level / 2)
@@ -309,8 +314,8 @@ def _intervals(record: LinkRecord, names: Sequence[str], level: float, seed: int
     }
 
 
-def _resampled(sums: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def _resample(sums: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """(units, names, 4) -> (RESAMPLES, names, 4)."""
     flat = sums.reshape(len(sums), -1)
-    drawn = [bootstrap_counts(len(sums), AT_ONCE, random) @ flat for _ in range(RESAMPLES // AT_ONCE)]
-    return np.concatenate(drawn).reshape(RESAMPLES, *sums.shape[1:])
+    parts = [bootstrap_counts(len(sums), CHUNK, random) @ flat for _ in range(RESAMPLES // CHUNK)]
+    return np.concatenate(parts).reshape(RESAMPLES, *sums.shape[1:])

@@ -33,7 +33,7 @@ class Sentence:
         return tuple(self.text[start:end] for start, end in self.spans)
 
 
-def visible(sentence: Sentence) -> Sentence:
+def visible_links(sentence: Sentence) -> Sentence:
     """The links that a causal model can follow: those to earlier words."""
     links = []
     for link in sentence.links:
@@ -46,7 +46,7 @@ def visible(sentence: Sentence) -> Sentence:
 def halves(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence]]:
     """One half to choose heads on, the other for evaluation: every other document, or sentence if there are few."""
     documents = list(dict.fromkeys(sentence.document for sentence in sentences))
-    by_document = len(documents) >= MANY
+    by_document = len(documents) >= MANY_DOCUMENTS
     rank = {name: i for i, name in enumerate(documents)}
     parts: tuple[list[Sentence], list[Sentence]] = ([], [])
     for i, sentence in enumerate(sentences):
@@ -54,10 +54,10 @@ def halves(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence
     return parts
 
 
-MANY = 10  # documents; from so many on, halves are made of whole documents
+MANY_DOCUMENTS = 10  # with at least this many, halves consist of whole documents
 
 
-def shuffled(sentences: Iterable[Sentence], seed: int, *, causal: bool = False) -> list[Sentence]:
+def shuffle_links(sentences: Iterable[Sentence], seed: int, *, causal: bool = False) -> list[Sentence]:
     """The same sentences, with each link's targets at the offsets of another link of its relation.
 
     Distances and directions keep their distribution. So a fixed offset is as good as before, and a head that follows
@@ -71,7 +71,7 @@ def shuffled(sentences: Iterable[Sentence], seed: int, *, causal: bool = False) 
     result = []
     for sentence in sentences:
         links = [
-            _shuffled_link(link, len(sentence.spans), offsets[link.relation], chance, causal) for link in sentence.links
+            _shuffle_link(link, len(sentence.spans), offsets[link.relation], chance, causal) for link in sentence.links
         ]
         result.append(replace(sentence, links=tuple(link for link in links if link is not None)))
     return result
@@ -80,16 +80,16 @@ def shuffled(sentences: Iterable[Sentence], seed: int, *, causal: bool = False) 
 TRIES = 20  # random offsets per link
 
 
-def _shuffled_link(
+def _shuffle_link(
     link: GoldLink, words: int, offsets: list[tuple[int, ...]], chance: random.Random, causal: bool
 ) -> GoldLink | None:
     name = SHUFFLED + link.relation
     if link.among:  # any of the candidates, as many as are right
-        drawn = chance.sample(link.among, min(len(set(link.targets)), len(link.among)))
-        return replace(link, relation=name, targets=tuple(sorted(drawn)))
+        sample = chance.sample(link.among, min(len(set(link.targets)), len(link.among)))
+        return replace(link, relation=name, targets=tuple(sorted(sample)))
     for _ in range(TRIES):
         targets = tuple(link.word + offset for offset in chance.choice(offsets))
         if all(0 <= target < words for target in targets):
             return replace(link, relation=name, targets=targets)
-    others = [i for i in range(link.word if causal else words) if i != link.word]
-    return replace(link, relation=name, targets=(chance.choice(others),)) if others else None
+    words_in_reach = [i for i in range(link.word if causal else words) if i != link.word]
+    return replace(link, relation=name, targets=(chance.choice(words_in_reach),)) if words_in_reach else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import CheckpointError
-from ...files import written
+from ...files import write_atomically
 from ...json_documents import (
     anything,
     brief,
@@ -146,14 +146,24 @@ class Relations:
         from rich.table import Table
 
         table = Table(box=None, header_style="bold", pad_edge=False)
-        for title in ("relation", "head", "accuracy", "interval", "fixed", "its", "random head", "weight", "links"):
+        for title in (
+            "relation",
+            "head",
+            "accuracy",
+            "interval",
+            "fixed",
+            "its accuracy",
+            "random head",
+            "weight",
+            "links",
+        ):
             table.add_column(title, justify="left" if title in ("relation", "fixed") else "right")
         table.add_column("")
-        for row in self.ordered() if rows is None else rows:
+        for row in self.rows_by_verdict() if rows is None else rows:
             table.add_row(*_cells(row), style=None if row.verdict == FOUND else "dim")
         return table
 
-    def ordered(self) -> list[Relation]:
+    def rows_by_verdict(self) -> list[Relation]:
         """By verdict and gain, without those that have too few links."""
         rank = {FOUND: 0, BETTER: 1, NOT_FOUND: 2}
         return sorted((row for row in self.rows if row.enough), key=lambda row: (rank[row.verdict], -row.gain))
@@ -170,11 +180,26 @@ class Relations:
 
     def markdown(self, rows: Iterable[Relation] | None = None) -> str:
         """The table in Markdown."""
-        head = "| relation | head | accuracy | interval | best fixed | its | median head | weight | links | visible | |"
-        lines = [head, "|" + "---|" * (head.count("|") - 1)]
-        for row in self.ordered() if rows is None else rows:
-            name, label, accuracy, interval, fixed, its, median, weight, links, verdict = _cells(row)
-            cells = (name, label, accuracy, interval, fixed, its, median, weight, links, f"{row.visible:.0%}", verdict)
+        header = (
+            "| relation | head | accuracy | interval | best fixed | its accuracy | median head | weight | links "
+            "| visible | |"
+        )
+        lines = [header, "|" + "---|" * (header.count("|") - 1)]
+        for row in self.rows_by_verdict() if rows is None else rows:
+            name, label, accuracy, interval, fixed, fixed_accuracy, median, weight, links, verdict = _cells(row)
+            cells = (
+                name,
+                label,
+                accuracy,
+                interval,
+                fixed,
+                fixed_accuracy,
+                median,
+                weight,
+                links,
+                f"{row.visible:.0%}",
+                verdict,
+            )
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines)
 
@@ -195,7 +220,7 @@ class Relations:
             "heads": [list(head) for head in self.heads],
             "rows": [_plain(row) for row in self.rows],
             "shuffled": [_plain(row) for row in self.shuffled],
-            "scores": {name: [_rounded(float(x)) for x in scores] for name, scores in self.scores.items()},
+            "scores": {name: [_round(float(x)) for x in scores] for name, scores in self.scores.items()},
         }
 
     @classmethod
@@ -205,8 +230,8 @@ class Relations:
             raise CheckpointError(f"these are no relations: their format is {got}, not {FORMAT!r}")
         try:
             heads = tuple(items(data["heads"], "heads", read_head))
-            scores = mapping(data["scores"], "scores", lambda x, what: np.array(items(x, what, finite_or_none)))
-            if wrong := [name for name, found in scores.items() if len(found) != len(heads)]:
+            scores = mapping(data["scores"], "scores", lambda x, name: np.array(items(x, name, finite_or_none)))
+            if wrong := [name for name, accuracies in scores.items() if len(accuracies) != len(heads)]:
                 raise ValueError(f"scores of {brief(wrong[0])} must be {len(heads)}, one for each head")
             return cls(
                 model=string(data["model"], "model"),
@@ -223,7 +248,7 @@ class Relations:
             raise CheckpointError(f"these relations are damaged: {in_words(error)}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        with written(path) as file:
+        with write_atomically(path) as file:
             file.write_text(json.dumps(self.to_json(), ensure_ascii=False, allow_nan=False), encoding="utf-8")
 
     @classmethod
@@ -235,34 +260,34 @@ class Relations:
         return cls.from_json(data)
 
 
-def _rounded(x: float) -> float | None:
+def _round(x: float) -> float | None:
     """None for NaN, which JSON does not have."""
     return None if np.isnan(x) else round(x, DIGITS)
 
 
 def _plain(row: Relation) -> dict[str, Any]:
     """Plain values, with gain and verdict from the rounded numbers, as they are when read again."""
-    values: dict[str, Any] = {name: _rounded(x) if isinstance(x, float) else x for name, x in asdict(row).items()}
-    own, fixed = values["accuracy"], values["fixed_accuracy"]
-    gain = None if own is None or fixed is None else _rounded(own - fixed)
+    values: dict[str, Any] = {name: _round(x) if isinstance(x, float) else x for name, x in asdict(row).items()}
+    accuracy, fixed_accuracy = values["accuracy"], values["fixed_accuracy"]
+    gain = None if accuracy is None or fixed_accuracy is None else _round(accuracy - fixed_accuracy)
     return values | {"gain": gain, "verdict": row.verdict}
 
 
-def _row(value: Any, what: str) -> Relation:
-    values = mapping(value, what, anything)
+def _row(value: Any, path: str) -> Relation:
+    values = mapping(value, path, anything)
     fields_read: dict[str, Any] = {}
     for column in fields(Relation):
         if column.default is MISSING or column.name in values:
-            fields_read[column.name] = READ[str(column.type)](values[column.name], f"{what}.{column.name}")
+            fields_read[column.name] = READERS[str(column.type)](values[column.name], f"{path}.{column.name}")
     return Relation(**fields_read)
 
 
-READ = {"str": string, "int": count, "float": finite_or_none}  # how a field is read, by its type
+READERS = {"str": string, "int": count, "float": finite_or_none}  # field type -> its reader
 
 
-def read_head(value: Any, what: str) -> Head:
-    kind, layer, head = items(value, what, anything)
-    return string(kind, what), count(layer, what), count(head, what)
+def read_head(value: Any, path: str) -> Head:
+    kind, layer, head = items(value, path, anything)
+    return string(kind, path), count(layer, path), count(head, path)
 
 
 def _cells(row: Relation) -> tuple[str, ...]:

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ...models.structure.text_model import text_model
 from ...models.watching.watcher import watch
-from .alignment import LeftOut, LinkBatch, batches, encode
+from .alignment import Exclusions, LinkBatch, batches, encode
 from .gold import Sentence
 from .result import Head
 
 REACH = 10  # words on either side, for fixed offsets
 OFFSETS = [*range(-REACH, 0), *range(1, REACH + 1)]
 RANKS = ("the nearest candidate", "the second nearest candidate", "the first candidate")  # where there are candidates
-SAME = "the nearest same word, else candidate"
+SAME_WORD = "the nearest same word, else candidate"
 EDGES = ("the first word", "the last word")
-FIXED_ANSWERS = [*(f"{offset:+d}" for offset in OFFSETS), *EDGES, *RANKS, SAME]
+FIXED_ANSWERS = [*(f"{offset:+d}" for offset in OFFSETS), *EDGES, *RANKS, SAME_WORD]
 
 
 class LinkScores(NamedTuple):
@@ -42,14 +42,14 @@ def body(model: Any) -> tuple[Any, tuple[str, ...]]:
 def is_causal(model: Any) -> bool:
     """Whether no head of a model attends to later tokens, tried on a few tokens."""
     ids = torch.arange(1, 8, device=model.device)[None]
-    ahead: list[bool] = []
+    looks_ahead: list[bool] = []
 
-    def each(layer: Any, reading: Any, real: Any) -> None:
-        ahead.append(bool(reading.weights(None, None).triu(1).any()))
+    def record(layer: Any, reading: Any, real: Any) -> None:
+        looks_ahead.append(bool(reading.weights(None, None).triu(1).any()))
 
-    with torch.no_grad(), watch(model, each=each):
+    with torch.no_grad(), watch(model, each=record):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    return not any(ahead)
+    return not any(looks_ahead)
 
 
 def longest(model: Any) -> int:
@@ -58,10 +58,10 @@ def longest(model: Any) -> int:
 
 
 def score_batches(
-    model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, left_out: LeftOut
+    model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, exclusions: Exclusions
 ) -> Iterator[LinkScores]:
-    """The results of every head, batch by batch; left_out counts what cannot be scored."""
-    for batch in batches(encode(sentences, tokenizer, longest(model), left_out), model.device, causal=causal):
+    """The results of every head, batch by batch; exclusions counts what cannot be scored."""
+    for batch in batches(encode(sentences, tokenizer, longest(model), exclusions), model.device, causal=causal):
         if batch.links:
             yield score_batch(model, batch)
 
@@ -71,13 +71,13 @@ def score_batch(model: Any, batch: LinkBatch) -> LinkScores:
     heads: list[Head] = []
     hits, shares = [], []
 
-    def each(layer: Any, reading: Any, real: Any) -> None:
+    def record(layer: Any, reading: Any, real: Any) -> None:
         hit, share = score_links(reading.weights(None, None).float(), batch)
         heads.extend((layer.kind, layer.index, head) for head in range(hit.shape[1]))
         hits.append(hit)
         shares.append(share)
 
-    with torch.no_grad(), watch(model, each=each):
+    with torch.no_grad(), watch(model, each=record):
         model(**batch.inputs)
     return LinkScores(heads, batch, torch.cat(hits, 1).cpu(), torch.cat(shares, 1).cpu())
 
@@ -87,9 +87,11 @@ def score_links(weights: Tensor, batch: LinkBatch) -> tuple[Tensor, Tensor]:
 
     Between words: weights to the pieces of a word are added, weights from them are averaged.
     """
-    to = batch.to[:, None]  # (B, 1, T, W)
-    mean = (batch.to / batch.to.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2)[:, None]  # (B, 1, W, T)
-    words = mean @ (weights @ to)  # (B, H, W, W)
+    piece_to_word = batch.piece_to_word[:, None]  # (B, 1, T, W)
+    mean = (batch.piece_to_word / batch.piece_to_word.sum(1, keepdim=True).clamp(min=1)).transpose(1, 2)[
+        :, None
+    ]  # (B, 1, W, T)
+    words = mean @ (weights @ piece_to_word)  # (B, H, W, W)
     rows = words[batch.sentence, :, batch.word]  # (N, H, W)
     best = rows.masked_fill(~batch.allowed[:, None], -1.0).argmax(-1)  # (N, H)
     return batch.targets.gather(1, best), (rows * batch.targets[:, None]).sum(-1)
@@ -113,7 +115,7 @@ def score_fixed_answers(batch: LinkBatch, sentences: Sequence[Sentence]) -> Tens
         if link.among:
             near = sorted(link.among, key=lambda i: abs(i - link.word))
             words = sentences[numbers[n]].words
-            same = [i for i in near if words[i].lower() == words[link.word].lower()]
-            picks = (near[0], near[min(1, len(near) - 1)], min(link.among), (same or near)[0])
+            repetitions = [i for i in near if words[i].lower() == words[link.word].lower()]
+            picks = (near[0], near[min(1, len(near) - 1)], min(link.among), (repetitions or near)[0])
             right[n, places.shape[1] :] = targets[n, list(picks)]
     return right

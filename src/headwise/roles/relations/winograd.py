@@ -34,14 +34,14 @@ def read_winograd(path: str | os.PathLike[str]) -> Winograd:
         raise HeadwiseError(f"{str(path)!r} is not the WinoWhy file of BIG-bench: {in_words(error)}") from error
     items = list(dict.fromkeys((m["text"].strip(), m["pronoun"], m["referent"]) for m in matches if m))
     sentences: list[Sentence] = []
-    at = 0
-    while at + 1 < len(items):
-        pair = _pair(items[at], items[at + 1], f"pair {at}")
+    index = 0
+    while index + 1 < len(items):
+        pair = _pair(items[index], items[index + 1], f"pair {index}")
         sentences += pair
-        at += 2 if pair or _alike(items[at][0], items[at + 1][0]) else 1
-    left = len(items) - len(sentences)
-    note = f"{left} of {len(items)} Winograd sentences left out: no twin, or a word that is not found once"
-    return Winograd(sentences, (note,) if left else ())
+        index += 2 if pair or _alike(items[index][0], items[index + 1][0]) else 1
+    unpaired = len(items) - len(sentences)
+    note = f"{unpaired} of {len(items)} Winograd sentences left out: no twin, or a word that is not found once"
+    return Winograd(sentences, (note,) if unpaired else ())
 
 
 def _alike(first: str, second: str) -> bool:
@@ -58,8 +58,8 @@ def _pair(first: tuple[str, str, str], second: tuple[str, str, str], document: s
     return [sentence for sentence in pair if sentence] if all(pair) else []
 
 
-def _sentence(own: tuple[str, str, str], twin: tuple[str, str, str], document: str) -> Sentence | None:
-    text, pronoun, referent = own
+def _sentence(item: tuple[str, str, str], twin: tuple[str, str, str], document: str) -> Sentence | None:
+    text, pronoun, referent = item
     spans = [match.span() for match in WORD.finditer(text)]
     words = [text[start:end].lower() for start, end in spans]
     places = [i for i, word in enumerate(words) if word == pronoun.lower()]

@@ -27,14 +27,14 @@ class Chance:
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
 
-    def one(self, of: Sequence[T]) -> T:
-        return of[int(self._chance.random() * len(of))]
+    def choose(self, options: Sequence[T]) -> T:
+        return options[int(self._chance.random() * len(options))]
 
-    def two(self, of: Sequence[T]) -> tuple[T, T]:
+    def choose_two(self, options: Sequence[T]) -> tuple[T, T]:
         """Two different elements."""
-        first = int(self._chance.random() * len(of))
-        second = int(self._chance.random() * (len(of) - 1))
-        return of[first], of[second + (second >= first)]
+        first = int(self._chance.random() * len(options))
+        second = int(self._chance.random() * (len(options) - 1))
+        return options[first], options[second + (second >= first)]
 
     def maybe(self, text: str) -> str:
         return text if self._chance.random() < 0.5 else ""
@@ -60,8 +60,8 @@ def sentence(marked: str, links: Sequence[Marked], document: str, among: str = "
         spans.append((len(text), len(text) + len(word)))
         text += word
     candidates = tuple(sorted(marks[mark] for mark in among))
-    made = tuple(GoldLink(name, marks[source], (marks[target],), candidates) for name, source, target in links)
-    return Sentence(text, tuple(spans), made, document)
+    gold_links = tuple(GoldLink(name, marks[source], (marks[target],), candidates) for name, source, target in links)
+    return Sentence(text, tuple(spans), gold_links, document)
 
 
 def _vowel(word: str) -> bool:
@@ -76,75 +76,80 @@ def plural(noun: str) -> str:
 
 def agreement(chance: Chance, document: str) -> list[Sentence]:
     """The verb agrees with its subject, not with a nearer noun of the other grammatical number."""
-    many = chance.one((False, True))
-    people = chance.one((False, True))
-    subject, other = chance.two(lex.PEOPLE if people else lex.THINGS)
-    subject, other = (plural(subject), other) if many else (subject, plural(other))
-    between = chance.one(
+    is_plural = chance.choose((False, True))
+    people = chance.choose((False, True))
+    subject, other = chance.choose_two(lex.PEOPLE if people else lex.OBJECTS)
+    subject, other = (plural(subject), other) if is_plural else (subject, plural(other))
+    between = chance.choose(
         (
-            f"{chance.one(lex.NEAR)} the {other}",
-            f"{chance.one(lex.NEAR)} the {chance.one(lex.CHARACTERS if people else lex.STATES)} {other}",
-            f"that the {plural(chance.one(lex.PEOPLE))} {chance.one(lex.LIKES)[0]}",
-            f"that the {chance.one(lex.PEOPLE)} {chance.one(lex.NEAR)} the {chance.one(lex.PLACES)} "
-            f"{chance.one(lex.LIKES)[1]}",
-            f"{chance.one(lex.NEAR)} the {other} in the {chance.one(lex.PLACES)}",
+            f"{chance.choose(lex.NEAR)} the {other}",
+            f"{chance.choose(lex.NEAR)} the {chance.choose(lex.CHARACTERS if people else lex.STATES)} {other}",
+            f"that the {plural(chance.choose(lex.PEOPLE))} {chance.choose(lex.LIKES)[0]}",
+            f"that the {chance.choose(lex.PEOPLE)} {chance.choose(lex.NEAR)} the {chance.choose(lex.PLACES)} "
+            f"{chance.choose(lex.LIKES)[1]}",
+            f"{chance.choose(lex.NEAR)} the {other} in the {chance.choose(lex.PLACES)}",
         )
     )
-    often = chance.maybe(chance.one(lex.OFTEN) + " ")
+    often = chance.maybe(chance.choose(lex.OFTEN) + " ")
     if people:
-        verb = f"{often}{chance.one(lex.IDLE)[0 if many else 1]}^v in the {chance.one(lex.PLACES)}"
+        verb = f"{often}{chance.choose(lex.IDLE)[0 if is_plural else 1]}^v in the {chance.choose(lex.PLACES)}"
     else:
-        verb = f"{'are' if many else 'is'}^v {often}{chance.one(lex.STATES)}"
+        verb = f"{'are' if is_plural else 'is'}^v {often}{chance.choose(lex.STATES)}"
     links = [("verb > subject (agreement)", "v", "s"), ("subject > verb (agreement)", "s", "v")]
     return [sentence(f"The {subject}^s {between} {verb} .", links, document)]
 
 
 def adjectives(chance: Chance, document: str) -> list[Sentence]:
     """An adjective and its noun, with others about; or at the other end of the sentence."""
-    person, thing = chance.one(lex.PEOPLE), chance.one(lex.THINGS)
+    person, noun = chance.choose(lex.PEOPLE), chance.choose(lex.OBJECTS)
     links = [("adjective > noun", "j", "n"), ("noun > adjective", "n", "j")]
-    if chance.one((True, False)):
-        more = chance.maybe(chance.one(lex.COLOURS) + " ")
-        deed = chance.one(("bought", "found", "sold", "lost", "borrowed"))
+    if chance.choose((True, False)):
+        colour = chance.maybe(chance.choose(lex.COLOURS) + " ")
+        deed = chance.choose(("bought", "found", "sold", "lost", "borrowed"))
         text = (
-            f"{chance.one(lex.WHEN)}the {chance.maybe(chance.one(lex.CHARACTERS) + ' ')}{person} {deed} a "
-            f"{chance.one(lex.SIZES)}^j {more}{thing}^n {chance.one(lex.NEAR)} the {chance.one(lex.PLACES)} ."
+            f"{chance.choose(lex.TIMES)}the {chance.maybe(chance.choose(lex.CHARACTERS) + ' ')}{person} {deed} a "
+            f"{chance.choose(lex.SIZES)}^j {colour}{noun}^n {chance.choose(lex.NEAR)} the {chance.choose(lex.PLACES)} ."
         )
     else:
-        much = chance.maybe(chance.one(("very ", "rather ", "quite ")))
-        where = chance.maybe(f" {chance.one(lex.NEAR)} the {chance.one(lex.PLACES)}")
-        text = f"The {thing}^n that the {person}{where} bought was {much}{chance.one(lex.STATES)}^j ."
+        degree = chance.maybe(chance.choose(("very ", "rather ", "quite ")))
+        place = chance.maybe(f" {chance.choose(lex.NEAR)} the {chance.choose(lex.PLACES)}")
+        text = f"The {noun}^n that the {person}{place} bought was {degree}{chance.choose(lex.STATES)}^j ."
         links = [("predicate > noun", "j", "n")]
     return [sentence(text, links, document)]
 
 
 def objects(chance: Chance, document: str) -> list[Sentence]:
     """A verb and its object."""
-    verb = chance.one(list(lex.DEEDS))
-    thing = chance.one(lex.DEEDS[verb])
-    person = f"{chance.maybe(chance.one(lex.CHARACTERS) + ' ')}{chance.one(lex.PEOPLE)}"
-    where = chance.maybe(f"{chance.one(lex.NEAR)} the {chance.one(lex.PLACES)} ")
+    verb = chance.choose(list(lex.DEEDS))
+    noun = chance.choose(lex.DEEDS[verb])
+    person = f"{chance.maybe(chance.choose(lex.CHARACTERS) + ' ')}{chance.choose(lex.PEOPLE)}"
+    place = chance.maybe(f"{chance.choose(lex.NEAR)} the {chance.choose(lex.PLACES)} ")
     links = [("verb > object", "v", "o"), ("object > verb", "o", "v")]
-    if chance.one((True, True, False)):
-        more = chance.maybe(chance.one(("old ", "new "))) + chance.maybe(chance.one(lex.PLAIN_COLOURS) + " ")
-        owner = chance.one(("the", "a", f"the {chance.one(lex.PEOPLE)} 's"))
-        text = f"{chance.one(lex.WHEN)}the {person} {where}{chance.one(lex.HOW)} {verb}^v {owner} {more}{thing}^o ."
+    if chance.choose((True, True, False)):
+        adjective = chance.maybe(chance.choose(("old ", "new "))) + chance.maybe(chance.choose(lex.PLAIN_COLOURS) + " ")
+        owner = chance.choose(("the", "a", f"the {chance.choose(lex.PEOPLE)} 's"))
+        text = (
+            f"{chance.choose(lex.TIMES)}the {person} {place}{chance.choose(lex.MANNERS)} {verb}^v {owner} "
+            f"{adjective}{noun}^o ."
+        )
     else:
-        rest = f"{'is' if verb == 'watched' else 'was'} in the {chance.one(lex.PLACES)}"
-        text = f"The {thing}^o that the {person} {where}{verb}^v {rest} ."
+        ending = f"{'is' if verb == 'watched' else 'was'} in the {chance.choose(lex.PLACES)}"
+        text = f"The {noun}^o that the {person} {place}{verb}^v {ending} ."
     return [sentence(text, links, document)]
 
 
 def prepositions(chance: Chance, document: str) -> list[Sentence]:
     """A preposition and the noun after it."""
-    verb, ways, places = chance.one(lex.WAYS)
-    more = chance.maybe(chance.one(("small ", "large "))) + chance.maybe(chance.one(("old ", "grey ", "dark ")))
+    verb, ways, places = chance.choose(lex.WAYS)
+    adjective = chance.maybe(chance.choose(("small ", "large "))) + chance.maybe(
+        chance.choose(("old ", "grey ", "dark "))
+    )
     if verb == "talked":
-        more = chance.maybe(chance.one(("new ", "strange ", "terrible ")))
-    who = chance.one(lex.PEOPLE if verb in ("talked", "looked", "waited") else lex.ANIMALS)
+        adjective = chance.maybe(chance.choose(("new ", "strange ", "terrible ")))
+    subject = chance.choose(lex.PEOPLE if verb in ("talked", "looked", "waited") else lex.ANIMALS)
     text = (
-        f"{chance.one(lex.WHEN)}the {chance.maybe('young ')}{who} {verb} {chance.maybe('quietly ')}"
-        f"{chance.one(ways)}^p the {more}{chance.one(places)}^o "
+        f"{chance.choose(lex.TIMES)}the {chance.maybe('young ')}{subject} {verb} {chance.maybe('quietly ')}"
+        f"{chance.choose(ways)}^p the {adjective}{chance.choose(places)}^o "
         f"{chance.maybe('for hours ') if verb in lex.LASTING else ''}."
     )
     return [sentence(text, [("preposition > object", "p", "o"), ("object > preposition", "o", "p")], document)]
@@ -153,53 +158,55 @@ def prepositions(chance: Chance, document: str) -> list[Sentence]:
 def possessives(chance: Chance, document: str) -> list[Sentence]:
     """Possessor and possessed: the doctor's car, the roof of the house."""
     links = [("possessor > possessed", "a", "b"), ("possessed > possessor", "b", "a")]
-    more = chance.maybe(chance.one(("old", "new")) + " ") + chance.maybe(chance.one(lex.PLAIN_COLOURS) + " ")
-    if chance.one((True, False)):
-        owner, other = chance.two(lex.PEOPLE)
-        did = chance.one(("liked", "bought", "noticed", "praised", "hated"))
-        text = f"{chance.one(lex.WHEN)}the {other} {did} the {owner}^a 's {more}{chance.one(lex.OWNED)}^b ."
+    adjective = chance.maybe(chance.choose(("old", "new")) + " ") + chance.maybe(chance.choose(lex.PLAIN_COLOURS) + " ")
+    if chance.choose((True, False)):
+        owner, other = chance.choose_two(lex.PEOPLE)
+        verb = chance.choose(("liked", "bought", "noticed", "praised", "hated"))
+        text = (
+            f"{chance.choose(lex.TIMES)}the {other} {verb} the {owner}^a 's {adjective}{chance.choose(lex.OWNED)}^b ."
+        )
     else:
-        part = chance.one(list(lex.PARTS))
-        tail = chance.one(("surprised", "pleased", "annoyed", "interested"))
-        state = chance.maybe(chance.one(("old", "new", "famous")) + " ")
-        text = f"The {part}^b of the {state}{chance.one(lex.PARTS[part])}^a {tail} the {chance.one(lex.PEOPLE)} ."
+        part = chance.choose(list(lex.PARTS))
+        tail = chance.choose(("surprised", "pleased", "annoyed", "interested"))
+        state = chance.maybe(chance.choose(("old", "new", "famous")) + " ")
+        text = f"The {part}^b of the {state}{chance.choose(lex.PARTS[part])}^a {tail} the {chance.choose(lex.PEOPLE)} ."
     return [sentence(text, links, document)]
 
 
 def meanings(chance: Chance, document: str) -> list[Sentence]:
     """Two sentences that differ in one deciding word: the pronoun stands for another noun in each."""
-    schema = chance.one(SCHEMAS)
-    a, b, endings = chance.one(schema.a), chance.one(schema.b), chance.one(schema.endings)
+    schema = chance.choose(SCHEMAS)
+    a, b, endings = chance.choose(schema.a), chance.choose(schema.b), chance.choose(schema.endings)
     if a == b:
         return []
-    made = []
+    sentences = []
     for right, ending in zip(CANDIDATES, endings, strict=True):
         links = [("pronoun > antecedent (meaning)", "p", right), ("deciding word > antecedent", "d", right)]
-        made.append(sentence(schema.text.format(a=a, b=b, end=ending), links, document, CANDIDATES))
-    return made
+        sentences.append(sentence(schema.text.format(a=a, b=b, end=ending), links, document, CANDIDATES))
+    return sentences
 
 
 def genders(chance: Chance, document: str) -> list[Sentence]:
     """The pronoun's gender tells whom it stands for."""
-    woman, man, told = chance.one(lex.WOMEN), chance.one(lex.MEN), chance.one(lex.TELLING)
-    first, second = (woman, man) if chance.one((True, False)) else (man, woman)
-    pronoun, right = ("she", woman) if chance.one((True, False)) else ("he", man)
-    text = f"{chance.one(lex.WHEN)}{first}^a {told} {second}^b {chance.maybe('again ')}that {pronoun}^p "
+    woman, man, verb = chance.choose(lex.WOMEN), chance.choose(lex.MEN), chance.choose(lex.TELLING)
+    first, second = (woman, man) if chance.choose((True, False)) else (man, woman)
+    pronoun, right = ("she", woman) if chance.choose((True, False)) else ("he", man)
+    text = f"{chance.choose(lex.TIMES)}{first}^a {verb} {second}^b {chance.maybe('again ')}that {pronoun}^p "
     link = ("pronoun > antecedent (gender)", "p", "a" if right == first else "b")
-    return [sentence(f"{text}{chance.one(lex.SECRETS)} .", [link], document, CANDIDATES)]
+    return [sentence(f"{text}{chance.choose(lex.SECRETS)} .", [link], document, CANDIDATES)]
 
 
 def related(chance: Chance, document: str) -> list[Sentence]:
     """A word and, later, its hypernym."""
-    a, b = chance.one(lex.KINDS)
-    place, person, state = chance.one(lex.PLACES), chance.one(lex.PEOPLE), chance.one(lex.KNOWN)
-    when, near = chance.one(lex.WHEN), chance.one(lex.NEAR)
-    text = chance.one(
+    a, b = chance.choose(lex.KINDS)
+    place, person, state = chance.choose(lex.PLACES), chance.choose(lex.PEOPLE), chance.choose(lex.QUALITIES)
+    time, near = chance.choose(lex.TIMES), chance.choose(lex.NEAR)
+    text = chance.choose(
         (
             f"The {a}^a was {state} , but the {person} did not want to draw the {b}^b again .",
-            f"{when}the {person} saw a {a}^a {near} the {place} and {chance.one(lex.OFTEN)} spoke of that {b}^b .",
+            f"{time}the {person} saw a {a}^a {near} the {place} and {chance.choose(lex.OFTEN)} spoke of that {b}^b .",
             f"Everyone in the {place} knew the {a}^a , because no other {b}^b was so {state} .",
-            f"{when}the {person} drew a {state} {a}^a first , and then another {b}^b .",
+            f"{time}the {person} drew a {state} {a}^a first , and then another {b}^b .",
             f"There was a {a}^a {near} the {place} , and the {person} had never seen such a {state} {b}^b .",
             f"The {person} wrote about a {a}^a , which is a {state} {b}^b .",
         )
@@ -209,15 +216,15 @@ def related(chance: Chance, document: str) -> list[Sentence]:
 
 def causes(chance: Chance, document: str) -> list[Sentence]:
     """An effect and its cause, in either order."""
-    effect, cause = chance.one(lex.CAUSES)
-    said = chance.maybe(f" , the {chance.one(lex.PEOPLE)} said ,")
-    text = chance.one(
+    effect, cause = chance.choose(lex.CAUSES)
+    aside = chance.maybe(f" , the {chance.choose(lex.PEOPLE)} said ,")
+    text = chance.choose(
         (
-            f"{chance.one(lex.WHEN)}{effect}{said} because {cause} .",
-            f"Because {cause} ,{said.removesuffix(' ,').removeprefix(' ,')}{' ,' if said else ''} {effect} .",
-            f"{chance.one(lex.WHEN)}{cause}{said or ' ,'} so {effect} .",
+            f"{chance.choose(lex.TIMES)}{effect}{aside} because {cause} .",
+            f"Because {cause} ,{aside.removesuffix(' ,').removeprefix(' ,')}{' ,' if aside else ''} {effect} .",
+            f"{chance.choose(lex.TIMES)}{cause}{aside or ' ,'} so {effect} .",
             f"{cause} , and for this reason {effect} .",
-            f"{effect} , since {cause}{said.removesuffix(' ,')} .",
+            f"{effect} , since {cause}{aside.removesuffix(' ,')} .",
         )
     )
     return [sentence(text, [("effect > cause", "e", "c"), ("cause > effect", "c", "e")], document)]

@@ -6,7 +6,7 @@ PEOPLE = (
     "teacher doctor farmer painter soldier nurse lawyer singer baker sailor pilot writer judge tailor gardener "
     "dentist hunter waiter driver student manager guard actor dancer plumber reporter librarian builder"
 ).split()
-THINGS = (
+OBJECTS = (
     "key lamp book chair picture bottle clock basket blanket radio mirror hammer ladder suitcase umbrella bucket "
     "plate drum bell pillow bicycle camera candle carpet kettle map guitar helmet painting statue"
 ).split()
@@ -23,9 +23,9 @@ CHARACTERS = "young old tall clever honest lazy polite nervous famous tired rich
 IDLE = (("wait", "waits"), ("sleep", "sleeps"), ("work", "works"), ("sing", "sings"), ("laugh", "laughs"),
         ("complain", "complains"), ("rest", "rests"), ("argue", "argues"))  # fmt: skip
 OFTEN = "often always never rarely usually sometimes".split()
-HOW = "quickly slowly carefully quietly finally secretly".split()
+MANNERS = "quickly slowly carefully quietly finally secretly".split()
 LIKES = (("like", "likes"), ("know", "knows"), ("admire", "admires"), ("avoid", "avoids"), ("remember", "remembers"))
-WHEN = (
+TIMES = (
     "", "Last week ", "After lunch ", "In the end ", "On Monday ", "As always ", "Before the storm ", "In those days ",
 )  # fmt: skip
 # verb in the past, and things that this is done to
@@ -86,7 +86,7 @@ KINDS = (
     ("ship", "vessel"), ("house", "building"), ("tower", "building"), ("novel", "book"), ("beetle", "insect"),
     ("wasp", "insect"), ("lawyer", "attorney"), ("thief", "criminal"), ("cottage", "dwelling"),
 )  # fmt: skip
-KNOWN = "big strange famous beautiful old rare splendid".split()  # of living beings and of things
+QUALITIES = "big strange famous beautiful old rare splendid".split()  # of living beings and of things
 # an effect (^e) and what brought it about (^c)
 CAUSES = (
     ("the street was wet^e", "it had rained^c all night"),

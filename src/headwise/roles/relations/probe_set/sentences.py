@@ -19,11 +19,11 @@ def probe_sentences() -> list[Sentence]:
     """Every probe sentence with its gold links; no two are the same. The sentences of a pair share a document."""
     by_text: dict[str, Sentence] = {}
     for number, (family, count) in enumerate(FAMILIES.items()):
-        chance, wanted = Chance(SEED + number), len(by_text) + count
-        while len(by_text) < wanted:
-            some = family(chance, f"{family.__name__} {len(by_text)}")
-            if not any(sentence.text in by_text for sentence in some):
-                by_text.update((sentence.text, sentence) for sentence in some)
+        chance, target = Chance(SEED + number), len(by_text) + count
+        while len(by_text) < target:
+            new_sentences = family(chance, f"{family.__name__} {len(by_text)}")
+            if not any(sentence.text in by_text for sentence in new_sentences):
+                by_text.update((sentence.text, sentence) for sentence in new_sentences)
     return list(by_text.values())
 
 
