@@ -76,7 +76,7 @@ static int prepare_plan(const Path *path, const Call *call, Plan *plan) {
     plan->item_sums = calloc(1, call->sums ? plan->items * group * MAX_STATS * sizeof(double) + 1 : 1);
     plan->partial = malloc(plan->parts > 1 ? plan->items * plan->partial_floats * sizeof(float) : 1);
     if (!plan->item_sums || !plan->partial) return 1;
-    if (call->sums && call->mask) {
+    if (call->sums && (call->mask || call->starts || call->start > 0)) {
         plan->first_key = malloc((call->batch + 1) * sizeof(int64_t));
         if (!plan->first_key) return 1;
         for (int64_t b = 0; b < call->batch; b++) plan->first_key[b] = path->first_visible_key(call, b);

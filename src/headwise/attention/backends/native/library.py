@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats, name_columns
+from ...validation import HeadWindow
+from ...visibility import FAR
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs, StrongestKeys
 
 NAME = "native"
@@ -31,9 +33,8 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
-FORM, POINTERS = struct.Struct("=36q2d"), struct.Struct("=17q")  # the two halves of Call in call.h
+FORM, POINTERS = struct.Struct("=40q2d"), struct.Struct("=20q")  # the two halves of Call in call.h
 MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
-FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
 
 
 class Library(NamedTuple):
@@ -133,7 +134,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "the native kernel computes in float32"
     if visibility.mask is not None and visibility.mask.dtype not in MASK_KINDS:
         return "the native kernel takes no float64 mask"
-    if isinstance(visibility.offset, Tensor) and visibility.offset.device.type != "cpu":
+    numbers = visibility.offset, visibility.start, visibility.keep_start
+    if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in numbers):
         return "the native kernel takes CPU tensors"
     if extra.stats is not None and len(extra.stats.classes) > MAX_CLASSES:
         return f"the native kernel takes up to {MAX_CLASSES} classes of keys"
@@ -155,6 +157,7 @@ class Template(NamedTuple):
     sums_buffer: type[ctypes.Array[ctypes.c_double]]  # for them: created in a fifth of the time of a tensor
     shape: tuple[int, ...]  # of the output, (B, H, Tq, Dv)
     stride: tuple[int, ...]  # laid out so that concatenating the heads needs no copy
+    windows: ctypes.Array[ctypes.c_int64] | None  # left, right and keep_first of each query head, where they differ
 
 
 def make_template(
@@ -162,8 +165,7 @@ def make_template(
 ) -> Template:
     """The template of a validated call."""
     visibility, size = call.visibility, call.size
-    mask, offset, end = visibility.mask, visibility.offset, visibility.end
-    left, right = visibility.left, visibility.right
+    mask, windows = visibility.mask, visibility.windows
     row = size.heads * size.value_dim
     shape = (size.batch, size.heads, size.queries, size.value_dim)
     stride = (max(1, size.queries) * row, size.value_dim, row, 1)
@@ -173,14 +175,30 @@ def make_template(
     fields = FORM.pack(
         size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
         *q.stride(), *k.stride(), *v.stride(), *stride,
-        -1 if left is None else min(left, FAR), -1 if right is None else min(right, FAR),
-        0 if isinstance(offset, Tensor) else max(-FAR, min(offset, FAR)), 0 if isinstance(end, Tensor) else end,
+        *_window_fields(HeadWindow(visibility.left, visibility.right, visibility.keep_first)), visibility.causal,
+        *(_shared(x) for x in (visibility.offset, visibility.start, visibility.keep_start, visibility.end)),
         0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         call.gates_stride, class_count, strongest,
         call.scale, call.softcap or 0.0,
     )  # fmt: skip
     sums = (len(COLUMNS), size.batch, size.heads)
-    return Template(fields, sums, ctypes.c_double * math.prod(sums), shape, stride)
+    table = None
+    if windows is not None:
+        numbers = [n for window in windows for n in _window_fields(window)]
+        table = (ctypes.c_int64 * len(numbers))(*numbers)
+    return Template(fields, sums, ctypes.c_double * math.prod(sums), shape, stride, table)
+
+
+def _window_fields(window: HeadWindow) -> tuple[int, int, int]:
+    """left, right and keep_first as the kernel takes them; -1: open."""
+    left, right, keep_first = window
+    sides = -1 if left is None else min(left, FAR), -1 if right is None else min(right, FAR)
+    return *sides, min(keep_first, FAR)
+
+
+def _shared(x: int | Tensor) -> int:
+    """The number that all sequences share; 0 where they differ."""
+    return 0 if isinstance(x, Tensor) else max(-FAR, min(x, FAR))
 
 
 def side_by_side(template: Template) -> Template:
@@ -233,13 +251,15 @@ def run_into(
         0 if strongest is None else strongest.keys.shape[3],
     )
     template = make_template(q, k, v, call, class_count, strongest_count)
-    offsets, ends = _per_sequence(visibility.offset), _per_sequence(visibility.end)
+    offsets, starts, keep_starts, ends = (
+        _per_sequence(x) for x in (visibility.offset, visibility.start, visibility.keep_start, visibility.end)
+    )
     sinks, slopes, gates = _as_floats(call.sinks), _as_floats(visibility.slopes), _as_floats(call.gates)
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        _address(offsets), _address(ends), _address(visibility.mask),
-        _address(sinks), _address(slopes), _address(gates),
+        _address(offsets), _address(starts), _address(keep_starts), _address(ends), _table_address(template),
+        _address(visibility.mask), _address(sinks), _address(slopes), _address(gates),
         _address(sums), _address(queries), _address(classes), _address(lse),
         0 if strongest is None else strongest.weights.data_ptr(), 0 if strongest is None else strongest.keys.data_ptr(),
         torch.get_num_threads(),
@@ -262,7 +282,8 @@ def run_template(
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        0, 0, 0 if mask is None else mask.data_ptr(), 0, 0, 0,
+        0, 0, 0, 0, 0 if template.windows is None else _table_address(template),
+        0 if mask is None else mask.data_ptr(), 0, 0, 0,
         sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -294,6 +315,10 @@ def _read_buffer(
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def _table_address(template: Template) -> int:
+    return 0 if template.windows is None else ctypes.addressof(template.windows)
 
 
 def _as_floats(x: Tensor | None) -> Tensor | None:

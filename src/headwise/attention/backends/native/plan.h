@@ -5,7 +5,8 @@
 #include "call.h"
 
 /* A work item is a block of query rows of one KV head, on all keys or on one part of them. The rows of a KV head are
-   those of all query heads of its group: row = query * group + head within the group. Items are numbered
+   those of all query heads of its group, query by query, so that neighbours see the same keys; head by head where the
+   windows of a group differ (place_row in item.h). Items are numbered
    ((sequence * kv_heads + KV head) * row_blocks + row block) * parts + part. */
 typedef struct {
     int64_t rows;           /* per KV head */
@@ -19,6 +20,7 @@ typedef struct {
     int64_t value_width;    /* value_dim, rounded up to whole vectors */
     int64_t partial_floats; /* of a partial result: (block_rows) RowResult, (block_rows, value_width) output */
     int64_t scratch_bytes;  /* per thread */
+    int head_by_head;       /* the order of a KV head's rows */
     int decoding;           /* so few rows that keys are read in place (dot.h); they are one strip */
     int values_in_place;    /* values are not packed */
     int has_dot_bound;      /* overflow of the scores is excluded by the largest |q| and |k| */

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats
 from ...torch_modes import PLAIN_TENSORS, is_observed
-from ..blockwise_stats import first_key
+from ...visibility import first_key
 from ..native.library import FORCE, MAX_CLASSES, choice
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs
 
