@@ -126,6 +126,8 @@ static double mask_bias(const Call *c, int64_t b, int64_t h, int64_t i, int64_t 
     return load_element(at, c->mask_dtype);
 }
 
+static int64_t start_of(const Call *c, int64_t b) { return c->starts ? c->starts[b] : c->start; }
+static int64_t keep_start_of(const Call *c, int64_t b) { return c->keep_starts ? c->keep_starts[b] : c->keep_start; }
 static int64_t end_of(const Call *c, int64_t b) { return c->ends ? c->ends[b] : c->end; }
 static int64_t position_of(const Call *c, int64_t b, int64_t i) {
     return i + (c->offsets ? c->offsets[b] : c->offset);
@@ -133,9 +135,13 @@ static int64_t position_of(const Call *c, int64_t b, int64_t i) {
 static int is_counted(const Call *c, int64_t b, int64_t i) { return !c->counted || c->counted[b * c->queries + i]; }
 
 static int is_visible(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
-    int64_t position = position_of(c, b, i);
-    if (j >= end_of(c, b)) return 0;
-    if ((c->left >= 0 && j < position - c->left) || (c->right >= 0 && j > position + c->right)) return 0;
+    int64_t position = position_of(c, b, i), first = keep_start_of(c, b);
+    int64_t left = c->windows ? c->windows[3 * h] : c->left, right = c->windows ? c->windows[3 * h + 1] : c->right;
+    int64_t keep_first = c->windows ? c->windows[3 * h + 2] : c->keep_first;
+    if (j < start_of(c, b) || j >= end_of(c, b)) return 0;
+    int in_band = (left < 0 || j >= position - left) && (right < 0 || j <= position + right);
+    int is_kept = j >= first && j < first + keep_first && (!c->causal || j <= position);
+    if (!in_band && !is_kept) return 0;
     return mask_bias(c, b, h, i, j) != -INFINITY;
 }
 
@@ -145,11 +151,11 @@ static float element(const Call *c, const char *x, const int64_t *s, int64_t b, 
 
 /* The first key that the mask shows to some counted query, whatever the window. -1: none. */
 static int64_t first_key(const Call *c, int64_t b) {
-    for (int64_t j = 0; c->mask && j < end_of(c, b); j++)
+    for (int64_t j = start_of(c, b); c->mask && j < end_of(c, b); j++)
         for (int64_t h = 0; h < c->heads; h++)
             for (int64_t i = 0; i < c->queries; i++)
                 if (is_counted(c, b, i) && mask_bias(c, b, h, i, j) != -INFINITY) return j;
-    return c->mask ? -1 : 0;
+    return c->mask ? -1 : start_of(c, b);
 }
 
 /* One row, computed by plain loops. */
@@ -309,11 +315,13 @@ static void report(const Call *c, int path, const int64_t wrong[CHECKS]) {
     for (int x = 0; x < CHECKS; x++)
         if (wrong[x]) printf(" %s %ld", check_name(x), (long)wrong[x]);
     printf(": B %ld H %ld/%ld T %ld/%ld D %ld/%ld dtype %ld mask %ld scale %g softcap %g left %ld right %ld"
-           "%s%s%s%s%s%s\n",
+           "%s%s%s%s%s%s%s%s%s%s\n",
            (long)c->batch, (long)c->heads, (long)c->kv_heads, (long)c->queries, (long)c->keys, (long)c->dim,
            (long)c->value_dim, (long)c->dtype, c->mask ? (long)c->mask_dtype : -1L, c->scale, c->softcap, (long)c->left,
            (long)c->right, c->gates ? " gates" : "", c->slopes ? " slopes" : "", c->sinks ? " sinks" : "",
-           c->counted ? " counted" : "", c->ends ? " ends" : "", c->offsets ? " offsets" : "");
+           c->counted ? " counted" : "", c->ends ? " ends" : "", c->offsets ? " offsets" : "",
+           c->starts ? " starts" : "", c->keep_first ? " keep_first" : "", c->keep_starts ? " keep_starts" : "",
+           c->windows ? " windows" : "");
 }
 
 static Buffer random_floats(int64_t count, double low, double high) {
@@ -346,7 +354,7 @@ static Buffer random_mask(Call *c) {
 /* A random call and the memory that it points to. */
 typedef struct {
     Call call;
-    int64_t offsets[MAX_BATCH], ends[MAX_BATCH];
+    int64_t offsets[MAX_BATCH], starts[MAX_BATCH], keep_starts[MAX_BATCH], ends[MAX_BATCH];
     Buffer buffers[16];
     int count;
 } Case;
@@ -411,7 +419,20 @@ static void choose_options(Case *x) {
     c->left = chance(0.3) ? random_int(0, 30) : -1;
     c->offset = c->keys - c->queries;
     c->end = c->keys;
-    for (int b = 0; b < MAX_BATCH; b++) x->ends[b] = random_int(0, c->keys), x->offsets[b] = random_int(-5, c->keys);
+    for (int b = 0; b < MAX_BATCH; b++) {
+        x->ends[b] = random_int(0, c->keys), x->offsets[b] = random_int(-5, c->keys);
+        x->starts[b] = random_int(0, 9), x->keep_starts[b] = random_int(0, c->keys);
+    }
+    if (chance(0.3)) c->start = random_int(0, 5);
+    if (chance(0.2)) c->starts = x->starts;
+    if (chance(0.3)) c->keep_first = random_int(0, 20), c->causal = chance(0.5);
+    c->keep_start = chance(0.5) ? random_int(0, 20) : 0;
+    if (chance(0.2)) c->keep_starts = x->keep_starts;
+    if (chance(0.3)) {
+        int64_t *windows = own(x, allocate(3 * c->heads * sizeof(int64_t)));
+        for (int64_t h = 0; h < 3 * c->heads; h++) windows[h] = random_int(h % 3 == 2 ? 0 : -1, 30);
+        c->windows = windows;
+    }
     if (chance(0.3)) c->ends = x->ends;
     if (chance(0.3)) c->offsets = x->offsets;
     if (chance(0.3)) c->softcap = 1 + uniform();
