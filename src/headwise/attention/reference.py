@@ -66,7 +66,8 @@ def visible(
     i = np.arange(size.queries)[:, None] + offsets  # (B or 1, Tq, 1): key positions of the queries
     j = np.arange(size.keys)  # (Tk,)
     existing = existing_keys(size, mask, starts, lengths)  # (B, Hq, Tq, Tk)
-    first = existing.any((1, 2)).argmax(-1) if starts is None else np.asarray(starts)  # (B,)
+    before = existing.any((1, 2)).cumsum(-1) == 0  # (B, Tk): the keys before the first
+    first = before.sum(-1) if starts is None else np.asarray(starts)  # (B,)
     windows = validation.head_windows(causal, window, keep_first, size.heads)
     allowed = np.empty_like(existing)
     for head in range(size.heads):
