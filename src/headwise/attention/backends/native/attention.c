@@ -442,8 +442,8 @@ static int visible_span(const Call *call, int64_t batch, int64_t *low, int64_t *
     return j == *high;
 }
 
-#define JOIN(a, b) a##b
-#define PATH(isa) JOIN(headwise_, isa)
 #define TEXT(x) #x
 #define QUOTE(x) TEXT(x)
-const Path PATH(ISA) = {QUOTE(ISA), make_plan, run_item, merge_parts, first_visible_key, visible_span};
+const Path NAME_FOR(ISA, headwise_) = {QUOTE(ISA),        make_plan,    run_item,
+                                       merge_parts,       first_visible_key, visible_span,
+                                       &NAME_FOR(ISA, headwise_backward_)};
