@@ -121,8 +121,10 @@ class OnePass(torch.autograd.Function):
             native = library.backward(grad_out, q, k, v, out, lse, call)
             if native is not None:
                 return *native, None
-        with without_autocast(q):
+            large = True
+        else:
             large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
+        with without_autocast(q):
             if not large and _has_flash_backward(q, call):
                 return *sdpa.backward(grad_out, q, k, v, out, lse, call), None, None
         of = composite.gradients(grad_out, q, k, v, call, large)
@@ -133,7 +135,9 @@ def _has_native_backward(grad_out: Tensor, q: Tensor, call: AttentionCall) -> bo
     """Whether the native kernel computes this call's gradients. It has no second derivatives."""
     if torch.is_grad_enabled() or is_observed() or one_pass_backend(call) is not library:
         return False
-    return is_readable(grad_out, q) and grad_out.dtype == q.dtype and library.why_not(q, call) is None
+    if not (is_readable(grad_out, q) and torch._C._has_storage(grad_out)):  # a batch of gradients has none
+        return False
+    return grad_out.dtype == q.dtype and library.why_not(q, call) is None
 
 
 def _has_flash_backward(q: Tensor, call: AttentionCall) -> bool:
