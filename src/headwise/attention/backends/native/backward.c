@@ -35,7 +35,7 @@ enum {
     MAX_KEYS = 192, /* keys of a block at most: whole panels and whole tiles */
     FEW_ITEMS = 16, /* fewer KV heads than this are divided further */
 };
-_Static_assert(ROW_BLOCK % TILE_ROWS == 0 && MAX_KEYS % PANEL == 0 && MAX_KEYS <= KEY_BLOCK, "whole tiles");
+_Static_assert((int)ROW_BLOCK % (int)TILE_ROWS == 0 && (int)MAX_KEYS % (int)PANEL == 0, "whole tiles and panels");
 
 static const float LARGE_LSE = 1e4f;   /* single precision leaves a weight an error of |lse| * 6e-8; as in blockwise.py */
 static const float LARGE_NUMBER = 1e15f; /* products of two, summed, stay far from overflow */
@@ -365,6 +365,12 @@ static void run_strip(Backward *x, Strip *strip, int64_t first_row) {
 }
 
 /* ---- a block of rows on a block of keys ---- */
+
+/* c (rows x vectors * LANES) += a^T b for 1 to TILE_ROWS rows, the columns of a (n x rows). */
+static void multiply_add_transposed(int rows, int64_t vectors, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                    float *c, int64_t ldc, int64_t n) {
+    multiply_with(rows, vectors, a, 1, lda, b, ldb, PANEL, c, ldc, n, 1, 0, 0);
+}
 
 /* dV += P^T G and dK += dS^T Q, each tile of keys with the rows from the first strip to the last one that sees any. */
 static void accumulate_keys(Backward *x, const Strip *strip, int strips, int64_t first_row) {

@@ -75,13 +75,7 @@ static void multiply_add(int rows, int64_t vectors, const float *a, int64_t lda,
     multiply_with(rows, vectors, a, lda, 1, b, ldb, PANEL, c, ldc, n, 1, 0, 0);
 }
 
-/* c (rows x vectors * LANES) += a^T b for 1 to TILE_ROWS rows, the columns of a (n x rows). */
-static void multiply_add_transposed(int rows, int64_t vectors, const float *a, int64_t lda, const float *b, int64_t ldb,
-                                    float *c, int64_t ldc, int64_t n) {
-    multiply_with(rows, vectors, a, 1, lda, b, ldb, PANEL, c, ldc, n, 1, 0, 0);
-}
-
-/* multiply_add, while the floats `ahead` of b are prefetched. */
+/* The same, while the floats `ahead` of b are prefetched. */
 static void multiply_add_prefetching(int rows, int64_t vectors, const float *a, int64_t lda, const float *b,
                                      int64_t ldb, float *c, int64_t ldc, int64_t n, int64_t ahead) {
     multiply_with(rows, vectors, a, lda, 1, b, ldb, PANEL, c, ldc, n, 1, 1, ahead);
