@@ -1,5 +1,5 @@
 /* Compares random calls of the kernel with plain loops in double precision, in every instruction set that this machine
-   can run: outputs, strongest keys, log-sum-exp and every statistic. `driver CALLS SEED`.
+   can run: outputs, strongest keys, log-sum-exp, every statistic, and gradients. `driver CALLS SEED`.
 
    Every tensor ends at an inaccessible page, and keys and values that no row may see are NaN. At the end, several
    threads call at once. `make sanitize` runs it under ASan, UBSan and TSan, `make neon` under an emulator. */
@@ -14,8 +14,10 @@
 
 #include "call.h"
 #include "cpu.h"
+#include "gradients.h"
 
 int headwise_run(const Call *, int);
+int headwise_backward(const Call *, const Gradients *, int);
 const char *headwise_path(int);
 
 enum { MAX_DIM = 64, MAX_BATCH = 2 };
@@ -88,6 +90,7 @@ static float load_element(const char *at, int64_t dtype) {
     uint32_t sign = (uint32_t)(small & 0x8000) << 16, size = small & 0x7fff;
     if (dtype == BF16) bits = (uint32_t)small << 16;
     else bits = sign | (size ? (size << 13) + (112u << 23) : 0);
+    if (dtype == F16 && size < 0x400) return (sign ? -1 : 1) * (float)size * 0x1p-24f; /* subnormal */
     if (dtype == F16 && size >= 0x7c00) return size > 0x7c00 ? NAN : sign ? -INFINITY : INFINITY;
     memcpy(&x, &bits, 4);
     return x;
@@ -266,11 +269,12 @@ static int check_strongest(const Call *c, int64_t row, const Reference *want, do
     return wrong;
 }
 
-enum { OUTPUT, LSE, STRONGEST, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
+enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DELTA, STATUS, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
 
 static const char *check_name(int check) {
 #define NAME(id, name) name,
-    static const char *names[] = {"output", "lse", "strongest", STATISTICS(NAME)};
+    static const char *names[] = {"output", "lse",   "strongest", "dq",
+                                  "dk",     "dv",    "delta",     "status", STATISTICS(NAME)};
 #undef NAME
     return check < FIRST_STATISTIC + STAT_CLASS ? names[check] : "class";
 }
@@ -355,7 +359,7 @@ static Buffer random_mask(Call *c) {
 typedef struct {
     Call call;
     int64_t offsets[MAX_BATCH], starts[MAX_BATCH], keep_starts[MAX_BATCH], ends[MAX_BATCH];
-    Buffer buffers[16];
+    Buffer buffers[24];
     int count;
 } Case;
 
@@ -445,6 +449,103 @@ static void choose_options(Case *x) {
     if (chance(0.4)) own(x, random_mask(c));
 }
 
+/* ---- gradients ---- */
+
+/* A sum of products, and of their magnitudes, with which its error grows. */
+typedef struct {
+    double value, size;
+} Sum;
+
+static void add(Sum *sum, double x, double size) { sum->value += x, sum->size += size; }
+
+/* Add what row i contributes to the gradients; delta is grad_out . out. Returns the relative error of its weights. */
+static double add_row_gradients(const Call *c, const Gradients *g, int64_t b, int64_t h, int64_t i, Sum *dq, Sum *dk,
+                                Sum *dv, double *delta) {
+    Reference row = {.weights = malloc((c->keys + 1) * sizeof(double))};
+    int64_t kv = h / (c->heads / c->kv_heads);
+    double size_of_delta = 0;
+    reference_row(c, b, h, i, 0, &row);
+    for (int64_t x = 0; x < c->value_dim; x++) {
+        double product = element(c, g->grad_out, g->grad_out_stride, b, h, i, x) * row.out[x];
+        *delta += product, size_of_delta += fabs(product);
+    }
+    for (int64_t j = 0; j < c->keys && row.visible; j++) {
+        double a = row.weights[j], dp = 0, size = size_of_delta, dot = 0;
+        if (a == 0) continue;
+        for (int64_t x = 0; x < c->value_dim; x++) {
+            double grad = element(c, g->grad_out, g->grad_out_stride, b, h, i, x);
+            double product = grad * element(c, c->v, c->v_stride, b, kv, j, x);
+            dp += product, size += fabs(product);
+            add(dv + j * c->value_dim + x, a * grad, fabs(a * grad));
+        }
+        for (int64_t x = 0; x < c->dim; x++)
+            dot += (double)element(c, c->q, c->q_stride, b, h, i, x) * element(c, c->k, c->k_stride, b, kv, j, x);
+        double cap = c->softcap > 0 ? tanh(dot * c->scale / c->softcap) : 0, factor = a * c->scale * (1 - cap * cap);
+        for (int64_t x = 0; x < c->dim; x++) {
+            double q = element(c, c->q, c->q_stride, b, h, i, x), k = element(c, c->k, c->k_stride, b, kv, j, x);
+            add(dq + x, factor * (dp - *delta) * k, fabs(a * c->scale * size * k));
+            add(dk + j * c->dim + x, factor * (dp - *delta) * q, fabs(a * c->scale * size * q));
+        }
+    }
+    free(row.weights);
+    return row.error;
+}
+
+static int64_t count_wrong(const Call *c, const char *got, const Sum *want, int64_t n, double relative) {
+    int64_t wrong = 0, size = dtype_size(c->dtype);
+    for (int64_t x = 0; x < n; x++)
+        wrong += differs(load_element(got + x * size, c->dtype), want[x].value, relative * want[x].size + 1e-6);
+    return wrong;
+}
+
+static void check_kv_head(const Call *c, const Gradients *g, int64_t b, int64_t kv, int64_t wrong[CHECKS]) {
+    int64_t size = dtype_size(c->dtype), group = c->heads / c->kv_heads;
+    Sum *dq = calloc(c->queries * group * c->dim + 1, sizeof(Sum)), *dk = calloc(c->keys * c->dim + 1, sizeof(Sum));
+    Sum *dv = calloc(c->keys * c->value_dim + 1, sizeof(Sum));
+    double error = 0;
+    for (int64_t row = 0; row < c->queries * group; row++) {
+        int64_t i = row / group, h = kv * group + row % group;
+        double delta = 0;
+        error = fmax(error, add_row_gradients(c, g, b, h, i, dq + row * c->dim, dk, dv, &delta));
+        if (g->delta)
+            wrong[DELTA] += differs(g->delta[(b * c->heads + h) * c->queries + i], delta, c->dtype == F32 ? 1e-3 : 1);
+    }
+    double relative = 2e-5 + 8 * error + (c->dtype == F32 ? 0 : 2e-2);
+    for (int64_t row = 0; row < c->queries * group; row++) {
+        int64_t index = (b * c->queries + row / group) * c->heads + kv * group + row % group;
+        wrong[DQ] += count_wrong(c, g->dq + index * c->dim * size, dq + row * c->dim, c->dim, relative);
+    }
+    for (int64_t j = 0; j < c->keys; j++) {
+        int64_t index = (b * c->keys + j) * c->kv_heads + kv;
+        wrong[DK] += count_wrong(c, g->dk + index * c->dim * size, dk + j * c->dim, c->dim, relative);
+        wrong[DV] += count_wrong(c, g->dv + index * c->value_dim * size, dv + j * c->value_dim, c->value_dim, relative);
+    }
+    free(dq), free(dk), free(dv);
+}
+
+/* The gradients of a random call, without gates and statistics. */
+static void test_gradients(Case *x, int path, int64_t wrong[CHECKS]) {
+    enum { DECLINED = 3 }; /* in kernel.c */
+    Call *c = &x->call;
+    int64_t size = dtype_size(c->dtype), rows = c->batch * c->heads * c->queries;
+    int64_t keys = c->batch * c->kv_heads * c->keys;
+    Gradients g = {.out = c->out};
+    c->gates = NULL, c->sums = NULL, c->counted = NULL, c->classes = NULL, c->class_count = c->strongest_count = 0;
+    if (!c->lse) c->lse = own(x, allocate(rows * sizeof(float)));
+    wrong[STATUS] += headwise_run(c, path) != 0;
+    memcpy(g.out_stride, c->out_stride, sizeof g.out_stride);
+    g.grad_out = own(x, random_tensor(c->dtype, c->batch, c->heads, c->queries, c->value_dim, g.grad_out_stride));
+    g.lse = c->lse;
+    g.dq = own(x, allocate(rows * c->dim * size));
+    g.dk = own(x, allocate(keys * c->dim * size));
+    g.dv = own(x, allocate(keys * c->value_dim * size));
+    g.delta = chance(0.5) ? own(x, allocate(rows * sizeof(float))) : NULL;
+    wrong[STATUS] += headwise_backward(c, &g, path) != (c->scale > 1 ? DECLINED : 0);
+    if (c->scale > 1) return;
+    for (int64_t b = 0; b < c->batch; b++)
+        for (int64_t kv = 0; kv < c->kv_heads; kv++) check_kv_head(c, &g, b, kv, wrong);
+}
+
 /* Returns whether anything was wrong with a random call. */
 static int test_random_call(int path, int64_t max_keys) {
     int64_t wrong[CHECKS] = {0}, total = 0;
@@ -456,6 +557,7 @@ static int test_random_call(int path, int64_t max_keys) {
     poison_hidden(&x.call);
     if (headwise_run(&x.call, path)) printf("%s: headwise_run failed\n", headwise_path(path)), total++;
     else check(&x.call, wrong);
+    if (chance(0.5)) test_gradients(&x, path, wrong);
     for (int i = 0; i < CHECKS; i++) total += wrong[i];
     if (total) report(&x.call, path, wrong);
     while (x.count) release(x.buffers[--x.count]);

@@ -44,14 +44,6 @@
 
 /* ---- planning ---- */
 
-/* Whether query heads of one group have different windows. */
-static int windows_differ_in_groups(const Call *call) {
-    int64_t group = call->heads / call->kv_heads;
-    for (int64_t h = 0; call->windows && h < call->heads; h++)
-        if (memcmp(call->windows + 3 * h, call->windows + h / group * group * 3, 3 * sizeof(int64_t))) return 1;
-    return 0;
-}
-
 /* Rows per strip: as many as make all strips of a block alike. */
 static int64_t strip_height(const Plan *plan, int64_t rows) {
     int64_t strips = plan->decoding ? 1 : div_up(rows, TILE_ROWS);
@@ -453,8 +445,8 @@ static int visible_span(const Call *call, int64_t batch, int64_t *low, int64_t *
     return j == *high;
 }
 
-#define JOIN(a, b) a##b
-#define PATH(isa) JOIN(headwise_, isa)
 #define TEXT(x) #x
 #define QUOTE(x) TEXT(x)
-const Path PATH(ISA) = {QUOTE(ISA), make_plan, run_item, merge_parts, first_visible_key, visible_span};
+const Path NAME_FOR(ISA, headwise_) = {QUOTE(ISA),        make_plan,    run_item,
+                                       merge_parts,       first_visible_key, visible_span,
+                                       &NAME_FOR(ISA, headwise_backward_)};

@@ -133,6 +133,14 @@ static int64_t sequence_end(const Call *call, int64_t batch) {
     return max(0, min(call->ends ? call->ends[batch] : call->end, call->keys));
 }
 
+/* Whether query heads of one group have different windows. */
+static int windows_differ_in_groups(const Call *call) {
+    int64_t group = call->heads / call->kv_heads;
+    for (int64_t h = 0; call->windows && h < call->heads; h++)
+        if (memcmp(call->windows + 3 * h, call->windows + h / group * group * 3, 3 * sizeof(int64_t))) return 1;
+    return 0;
+}
+
 /* The head and the query of row `index` of a KV head. */
 static void place_row(const Call *call, const Plan *plan, int64_t kv_head, int64_t index, int64_t *head,
                       int64_t *query) {

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats, name_columns
 from ...validation import HeadWindow
-from ...visibility import FAR
+from ...visibility import FAR, Visibility
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs, StrongestKeys
 
 NAME = "native"
@@ -34,6 +34,8 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
 FORM, POINTERS = struct.Struct("=40q2d"), struct.Struct("=20q")  # the two halves of Call in call.h
+GRADIENTS = struct.Struct("=15q")  # Gradients in gradients.h
+DECLINED = 3  # returned by headwise_backward, see kernel.c
 MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
 
 
@@ -56,11 +58,12 @@ def library() -> Library | str:
         return f"the native kernel cannot be loaded ({error})"
     code.headwise_source.restype = code.headwise_path.restype = ctypes.c_char_p
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    code.headwise_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     if code.headwise_source().decode() != _source_hash():
         return f"the native kernel is stale, its source has changed: {REBUILD}"
     code.headwise_statistics.restype = ctypes.c_char_p
-    layout = (ctypes.c_int64 * 4).in_dll(code, "headwise_layout")
-    assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MAX_CLASSES, MAX_STRONGEST)
+    layout = (ctypes.c_int64 * 5).in_dll(code, "headwise_layout")
+    assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MAX_CLASSES, MAX_STRONGEST, GRADIENTS.size)
     assert tuple(code.headwise_statistics().decode().split()) == COLUMNS
     borrow_threads(code)
     paths: list[str] = []
@@ -100,6 +103,7 @@ class Choice:
     why_not: str | None = None
     name: str = ""
     run: Callable[[bytes, int], int] = lambda call, index: 1  # headwise_run
+    backward: Callable[[bytes, bytes, int], int] = lambda call, gradients, index: 1  # headwise_backward
 
     @classmethod
     def of(cls, name: str | None) -> Choice:
@@ -112,7 +116,7 @@ class Choice:
         if name and name not in loaded.paths:
             return cls(why_not=f"{FORCE}={name} is none of {', '.join(loaded.paths)}")
         name = name or loaded.paths[0]
-        return cls(loaded.paths.index(name), None, WORDS[name], loaded.code.headwise_run)
+        return cls(loaded.paths.index(name), None, WORDS[name], loaded.code.headwise_run, loaded.code.headwise_backward)
 
 
 _choice = Choice.of(os.environ.get(FORCE) or None)  # now, since a compiler could not trace it later
@@ -176,7 +180,7 @@ def make_template(
         size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
         *q.stride(), *k.stride(), *v.stride(), *stride,
         *_window_fields(HeadWindow(visibility.left, visibility.right, visibility.keep_first)), visibility.causal,
-        *(_shared(x) for x in (visibility.offset, visibility.start, visibility.keep_start, visibility.end)),
+        *map(_shared, _positions(visibility)),
         0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         call.gates_stride, class_count, strongest,
         call.scale, call.softcap or 0.0,
@@ -194,6 +198,11 @@ def _window_fields(window: HeadWindow) -> tuple[int, int, int]:
     left, right, keep_first = window
     sides = -1 if left is None else min(left, FAR), -1 if right is None else min(right, FAR)
     return *sides, min(keep_first, FAR)
+
+
+def _positions(visibility: Visibility) -> tuple[int | Tensor, ...]:
+    """What the kernel takes as one number for all sequences, or as one per sequence; in its order."""
+    return visibility.offset, visibility.start, visibility.keep_start, visibility.end
 
 
 def _shared(x: int | Tensor) -> int:
@@ -251,14 +260,12 @@ def run_into(
         0 if strongest is None else strongest.keys.shape[3],
     )
     template = make_template(q, k, v, call, class_count, strongest_count)
-    offsets, starts, keep_starts, ends = (
-        _per_sequence(x) for x in (visibility.offset, visibility.start, visibility.keep_start, visibility.end)
-    )
+    numbers = [_per_sequence(x) for x in _positions(visibility)]
     sinks, slopes, gates = _as_floats(call.sinks), _as_floats(visibility.slopes), _as_floats(call.gates)
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        _address(offsets), _address(starts), _address(keep_starts), _address(ends), _table_address(template),
+        *map(_address, numbers), _table_address(template),
         _address(visibility.mask), _address(sinks), _address(slopes), _address(gates),
         _address(sums), _address(queries), _address(classes), _address(lse),
         0 if strongest is None else strongest.weights.data_ptr(), 0 if strongest is None else strongest.keys.data_ptr(),
@@ -311,6 +318,52 @@ def _read_buffer(
     else:
         sums = torch.frombuffer(buffer, dtype=torch.float64).view(shape)
     return name_columns(sums, (), cross=cross, sinks=False)
+
+
+class Gradients(NamedTuple):
+    """The gradients of q, k, v and sinks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Gradients | None:
+    """The gradients of a call without gates, from its output and each row's log-sum-exp (B, H, Tq).
+
+    None where a number is not finite, or so large that single precision may fail.
+    """
+    grad_out, q, k, v, out = (x.resolve_neg() if x.is_neg() else x for x in (grad_out, q, k, v, out))
+    visibility, size, lse = call.visibility, call.size, lse.contiguous()
+    mask = None if visibility.mask is None else visibility.mask.resolve_neg()
+    template = make_template(q, k, v, call)
+    numbers = [_per_sequence(x) for x in _positions(visibility)]
+    sinks, slopes = _as_floats(call.sinks), _as_floats(visibility.slopes)
+    pointers = POINTERS.pack(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, *map(_address, numbers), _table_address(template),
+        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, torch.get_num_threads(),
+    )  # fmt: skip
+    of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
+    of_k = k.new_empty(size.batch, size.keys, size.kv_heads, size.dim)
+    of_v = v.new_empty(size.batch, size.keys, size.kv_heads, size.value_dim)
+    delta = None if sinks is None else torch.empty_like(lse)
+    gradients = GRADIENTS.pack(
+        *out.stride(), *grad_out.stride(), out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(),
+        of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(), _address(delta),
+    )  # fmt: skip
+    status = _choice.backward(template.fields + pointers, gradients, _choice.index)
+    if status == DECLINED:
+        return None
+    if status:
+        raise MemoryError(NO_MEMORY)
+    of_sinks = None
+    if call.sinks is not None and sinks is not None and delta is not None:
+        share = torch.exp(sinks.view(-1, 1) - lse)  # the weight of a row's sink
+        of_sinks = -(share * delta).sum((0, 2), dtype=torch.float64).to(call.sinks.dtype)
+    return Gradients(of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_sinks)
 
 
 def _address(x: Tensor | None) -> int:
