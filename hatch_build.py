@@ -28,7 +28,7 @@ BINARY = "kernel.so"
 # no -ffast-math: when linking it changes how the whole process treats subnormals
 # no -march=native: a wheel runs on other machines
 FLAGS = "-O3 -std=gnu11 -fPIC -fvisibility=hidden -ffp-contract=fast -fno-math-errno -fno-trapping-math".split()
-PATHS = {  # attention.c is compiled once per instruction set; cpu.h checks for exactly these
+PATHS = {  # attention.c and backward.c are compiled once per instruction set; cpu.h checks for exactly these
     "x86_64": {
         "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c",
         "avx2": "-mavx2 -mfma -mf16c",
@@ -78,6 +78,7 @@ def build(cc: list[str], target: Path, extra_flags: Sequence[str] = (), driver: 
     ]
     for name, flags in PATHS.get(machine_of(cc), OTHER_MACHINES).items():
         sources.append((KERNEL / "attention.c", name, flags.split()))
+        sources.append((KERNEL / "backward.c", f"backward_{name}", flags.split()))
     if driver is not None:
         sources.append((driver, "driver", [f"-I{KERNEL}"]))
     with tempfile.TemporaryDirectory() as folder:

@@ -98,6 +98,11 @@ LARGE = {
     "dense": ((1, 1, 1, 150, 170), {}),
     "causal": ((1, 4, 2, 90, 90), {"causal": True}),
     "a window": ((1, 1, 1, 200, 200), {"window": (40, 7)}),
+    "windows per head": (
+        (1, 4, 2, 70, 100),
+        {"window": [(40, 0), (None, 0), (9, 0), (30, 5)], "keep_first": [4, 0, 1, 60]},
+    ),
+    "starts": ((2, 2, 2, 70, 100), {"starts": np.array([30, 3]), "window": (9, 0), "keep_first": 4, "causal": True}),
     "a chunk": ((1, 2, 2, 70, 200), {"causal": True, "offset": 100}),
     "lengths": ((3, 2, 2, 70, 100), {"lengths": np.array([100, 0, 77])}),
     "decoding": ((2, 8, 2, 1, 300), {"lengths": np.array([299, 150]), "offset": np.array([298, 149])}),

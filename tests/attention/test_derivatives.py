@@ -18,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window": (2, 1)},
+    "starts": {"starts": torch.tensor([1, 3])},
     "bool mask": {"mask": torch.rand(2, 1, 3, 5, generator=MADE) > 0.4},
     "float mask": {"mask": torch.randn(3, 5, generator=MADE, dtype=torch.float64)},
     "lengths": {"lengths": torch.tensor([0, 4])},

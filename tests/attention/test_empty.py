@@ -18,6 +18,7 @@ def options_of(batch: int, queries: int, keys: int, dtype: torch.dtype) -> dict[
         "plain": {},
         "causal": {"causal": True},
         "window": {"window": (2, 1)},
+        "first keys": {"window": (2, 1), "keep_first": 3, "starts": torch.zeros(batch, dtype=torch.long)},
         "softcap": {"softcap": 1.5},
         "sinks": {"sinks": torch.randn(6, dtype=dtype)},
         "lengths": {"lengths": torch.zeros(batch, dtype=torch.long)},

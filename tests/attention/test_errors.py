@@ -92,8 +92,27 @@ SIGHTS = [
     ({"window": (None, -3)}, "window's right side must be None or a whole number of at least 0, got -3"),
     ({"window": (2.5, 0)}, "window's left side must be None or a whole number of at least 0, got 2.5"),
     ({"window": (2, True)}, "window's right side must be None or a whole number of at least 0, got True"),
-    ({"window": 512}, "window must be a pair (left, right), None for open, got 512; (511, 0) is 512 keys"),
-    ({"window": (1, 2, 3)}, "window must be a pair (left, right), None for open, got (1, 2, 3)"),
+    ({"window": 512}, "window must be a pair (left, right), None for open, or one pair per query head, got 512;"),
+    (
+        {"window": (1, 2, 3)},
+        "window must be a pair (left, right), None for open, or one pair per query head, got",
+    ),
+    ({"window": [(1, 0), (2, 0)]}, "window has 2 pairs (left, right) and there are 6 query heads; give one per head"),
+    (
+        {"window": [(1, 0)] * 5 + [7]},
+        "window must be a pair (left, right), None for open, or one pair per",
+    ),
+    ({"window": [(1, 0)] * 5 + [(1, -2)]}, "window's right side must be None or a whole number of at least 0, got -2"),
+    ({"keep_first": -1}, "keep_first must be a whole number of at least 0, or one per query head, got -1"),
+    ({"keep_first": 1.5}, "keep_first must be a whole number of at least 0, or one per query head, got 1.5"),
+    ({"keep_first": [1, 2]}, "keep_first has 2 numbers and there are 6 query heads; give one per head"),
+    (
+        {"keep_first": [1, 2, True, 3, 4, 5]},
+        "keep_first must be a whole number of at least 0, or one per query head",
+    ),
+    ({"starts": torch.tensor([3, 8])}, "starts must lie between 0 and the 7 keys there are, got 8"),
+    ({"starts": x(B)}, f"starts must be {NOT_WHOLE}"),
+    ({"starts": [3, 7]}, "starts must be a tensor of shape (2,), got [3, 7]; use torch.tensor(starts)"),
     ({"lengths": torch.tensor([3, 8])}, "lengths must lie between 0 and the 7 keys there are, got 8"),
     ({"lengths": torch.tensor([-1, 7])}, "lengths must lie between 0 and the 7 keys there are, got -1"),
     ({"lengths": x(B)}, f"lengths must be {NOT_WHOLE}"),
@@ -379,7 +398,7 @@ def test_a_misspelt_option_is_named_with_the_closest_match():
     for call in calls:
         with pytest.raises(UnsupportedError, match="no option 'casual' here; did you mean 'causal'"):
             call(casual=True)
-        with pytest.raises(UnsupportedError, match="no option 'zzz' here; there are mask, causal, window, lengths"):
+        with pytest.raises(UnsupportedError, match="no option 'zzz' here; there are mask, causal, window, keep_first"):
             call(zzz=1)
 
 

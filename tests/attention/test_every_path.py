@@ -317,6 +317,8 @@ GRAPHS = {
     "plain": {},
     "causal": {"causal": True},
     "a window": {"window": (2, 1), "offset": 1},
+    "windows per head": {"window": [(2, 1), (0, 0), (None, 0)] * 2, "keep_first": [1, 2, 0, 0, 1, 1]},
+    "first keys": {"window": (1, 0), "causal": True, "keep_first": 2, "starts": torch.tensor([1, 0])},
     "offsets": {"causal": True, "offset": torch.tensor([-1, 2])},
     "lengths": {"lengths": torch.tensor([3, 6])},
     "a bool mask": {"mask": causal_mask(5, 7)},

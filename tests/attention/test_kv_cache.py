@@ -91,6 +91,14 @@ def test_a_sliding_cache_implies_its_window():
     close(decode(module, x, SlidingCache(1), [2, 9]), module(x, causal=True, window=(0, 0)))
 
 
+@either("new_cache", [KVCache, lambda: StaticCache(TOKENS)], ids=["growing", "static"])
+@every_chunking
+def test_cached_decoding_with_windows_per_head_equals_one_call(new_cache, chunks):
+    module, x = made(position=Rotary()), tokens()
+    call_options = {"window": [(1, 0), (2, 0), (None, 0)] * 2, "keep_first": [2, 0, 0, 1, 3, 0]}
+    close(decode(module, x, new_cache(), chunks, **call_options), module(x, causal=True, **call_options))
+
+
 @either("new_cache", [KVCache, lambda: StaticCache(200)], ids=["growing", "static"])
 @either("chunks", [[1] * 200, [63, 1, 1, 64, 71], [200]], ids=["token by token", "in chunks", "at once"])
 def test_long_decoding_equals_one_call(new_cache, chunks):
@@ -439,6 +447,14 @@ REFUSED = [
     ("sliding", (X,), {"lengths": torch.tensor([7, 6, 6])}, CacheError, r"one length for all .*; use KVCache\(\)"),
     ("sliding", (X,), {"window": (4, 0)}, CacheError, r"window of \(4, 0\) reaches further back than the 4 keys"),
     ("sliding", (X,), {"window": (None, 0)}, CacheError, "reaches further back than the 4 keys"),
+    ("sliding", (X,), {"window": [(1, 0)] * 5 + [(4, 0)]}, CacheError, "reaches further back than the 4 keys"),
+    (
+        "sliding",
+        (X,),
+        {"keep_first": 1},
+        CacheError,
+        r"drops the first keys, which keep_first would need; use a KVCache",
+    ),
     ("sliding", (X,), {"window": 3}, MaskError, r"window must be a pair \(left, right\)"),
     ("growing", (X, X.clone()), {}, CacheError, r"one fixed memory: give it a MemoryCache\(\), not a KVCache"),
     ("static", (X, X.clone()), {}, CacheError, "MemoryCache.*not a StaticCache"),

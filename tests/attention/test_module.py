@@ -128,7 +128,9 @@ def calls(draw):
             call_options["mask"] = torch.where(randn(*shape) > -1, randn(*shape), -torch.inf)
     if draw(st.booleans()):
         side = st.none() | st.integers(0, 4)
-        call_options["window"] = (draw(side), draw(side))
+        pair = st.tuples(side, side)
+        call_options["window"] = draw(pair | st.lists(pair, min_size=kv * group, max_size=kv * group))
+        call_options["keep_first"] = draw(st.integers(0, 3))
     if draw(st.booleans()):
         call_options["lengths"] = torch.randint(0, keys + 1, (batch,), generator=gen)
     if draw(st.booleans()):
@@ -147,6 +149,33 @@ def test_module_equals_the_reference(call):
     close(a, want_a)
     close(module(*inputs, **call_options), want)
     close(out, spec(module)(*map(plain, inputs), **{name: plain(x) for name, x in call_options.items()}))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7)], ids=["one query", "a batch of one query", "seven queries"])
+def test_repeated_calls_of_a_module_equal_the_reference(shape):
+    """From the third call on, the native kernel reads the projections as the linear layers wrote them."""
+    options = {"d_model": 24, "num_heads": 6, "num_kv_heads": 2, "bias": True}
+    module = made(**options).float()
+    want = made(**options)
+    want.load_state_dict(module.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(*shape, 24, generator=generator)
+            for call_options in ({}, {"causal": True, "window": (2, 0)}, {"window": [(1, 0)] * 5 + [(3, 1)]}):
+                close(module(x, **call_options).double(), want(x.double(), **call_options), 1e-5)
+
+
+def test_a_subclass_that_projects_otherwise_is_called():
+    class Doubled(MultiHeadAttention):
+        def project(self, *inputs, **options):
+            projected = super().project(*inputs, **options)
+            return projected._replace(v=2 * projected.v)
+
+    plain, doubled = MultiHeadAttention(8, 2, bias=False), Doubled(8, 2, bias=False)
+    doubled.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 8)
+    close(doubled(x), 2 * plain(x), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -105,10 +105,13 @@ def cases(draw: st.DrawFn) -> AttentionCase:
     dim, value_dim = draw(st.sampled_from([(3, 5), (5, 2), (8, 8), (1, 4), (16, 7)]))
     heads = kv * group
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    band = st.tuples(*[st.none() | st.integers(0, 7)] * 2)
     strategies = {
         "mask": _mask(rng, draw, (batch, heads, queries, keys)),
         "causal": st.just(True),
-        "window": st.tuples(*[st.none() | st.integers(0, 7)] * 2),
+        "window": band | st.lists(band, min_size=heads, max_size=heads),
+        "keep_first": st.integers(0, 9) | st.lists(st.integers(0, 4), min_size=heads, max_size=heads),
+        "starts": st.builds(lambda: rng.integers(0, keys + 1, size=batch)),
         "lengths": st.builds(lambda: rng.integers(0, keys + 1, size=batch)),
         "offset": st.integers(-5, 9) | st.builds(lambda: rng.integers(-5, 9, size=batch)),
         "scale": st.sampled_from([0.125, 1.0, -0.5]),

@@ -95,6 +95,16 @@ LARGE_CALLS = {
     "lengths one by one": ((3, 2, 2, 300, 1000), {"lengths": np.array([1000, 0, 613])}, "one per sequence"),
     "offsets one by one": ((2, 2, 1, 300, 900), {"causal": True, "offset": np.array([650, 3])}, "one per sequence"),
     "softcap in blocks": ((1, 4, 2, 600, 1000), {"causal": True, "softcap": 3.0}, "blockwise: softcap"),
+    "windows per head": (
+        (1, 4, 2, 1000, 1000),
+        {"window": [(40, 0), (None, 0), (9, 0), (300, 5)], "keep_first": [4, 0, 1, 600]},
+        "blockwise: the window differs between heads",
+    ),
+    "a window and the first keys": (
+        (2, 4, 2, 700, 900),
+        {"causal": True, "window": (64, 0), "keep_first": 4, "starts": np.array([3, 700])},
+        "blockwise: the window differs between heads, or keeps the first keys",
+    ),
     "sinks in a window": ((1, 4, 2, 1000, 1000), {"window": (50, 9), "sinks": np.arange(4.0)}, "blockwise: sinks"),
 }
 # Sizes are batch, heads, KV heads, queries, keys.
@@ -104,6 +114,11 @@ LARGE_CALLS_WITH_STATS = {
     "a window": ((1, 2, 2, 1000, 1000), {"window": (40, 7)}),
     "a chunk": ((1, 2, 2, 300, 1000), {"causal": True, "offset": 500}),
     "lengths": ((3, 2, 2, 300, 500), {"lengths": np.array([500, 0, 77])}),
+    "starts": ((3, 2, 2, 300, 500), {"starts": np.array([500, 0, 77]), "causal": True}),
+    "windows per head": (
+        (1, 4, 2, 300, 500),
+        {"window": [(40, 0), (None, 0), (9, 0), (300, 5)], "keep_first": [4, 0, 1, 200]},
+    ),
     "decoding": ((2, 8, 2, 1, 1000), {}),
     "a padding mask": ((2, 2, 1, 600, 600), {"causal": True, "mask": np.arange(600) > np.array([[[[9]]], [[[0]]]])}),
 }
@@ -118,6 +133,7 @@ EMPTY_ROWS = {
     "past the last key": ({"window": (1, 1), "offset": 4}, [[0, 0, 0, 0, 1]]),
     "offsets": ({"causal": True, "offset": torch.tensor([-3, 0])}, [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]),
     "lengths": ({"lengths": torch.tensor([4, 0])}, [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]),
+    "starts": ({"starts": torch.tensor([4, 7]), "causal": True}, [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]),
     "no row has keys": ({"lengths": torch.tensor([0, 0])}, [[1, 1, 1, 1, 1]]),
 }
 OTHER_OPTIONS = {
@@ -133,6 +149,9 @@ HIDDEN_KEYS = {  # options for 5 queries on 7 keys, some of which no query sees
     "a bool mask per head": {"mask": (torch.arange(42).view(6, 1, 7) % 7 < 4).roll(1, 0)},
     "a float mask": {"mask": torch.tensor([0.0, 1.0, -torch.inf, 0.5, 0.0, -torch.inf, 0.0])},
     "one length": {"lengths": torch.tensor([4, 4])},
+    "starts": {"starts": torch.tensor([3, 1])},
+    "one start": {"starts": torch.tensor([2, 2]), "causal": True},
+    "first keys and a window": {"window": (0, 0), "keep_first": 2, "offset": 2, "causal": True},
     "lengths": {"lengths": torch.tensor([3, 6])},
     "causal from the start": {"causal": True, "offset": 0},
     "a window": {"window": (1, 0), "offset": 1},

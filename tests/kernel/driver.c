@@ -1,5 +1,5 @@
 /* Compares random calls of the kernel with plain loops in double precision, in every instruction set that this machine
-   can run: outputs, strongest keys, log-sum-exp and every statistic. `driver CALLS SEED`.
+   can run: outputs, strongest keys, log-sum-exp, every statistic, and gradients. `driver CALLS SEED`.
 
    Every tensor ends at an inaccessible page, and keys and values that no row may see are NaN. At the end, several
    threads call at once. `make sanitize` runs it under ASan, UBSan and TSan, `make neon` under an emulator. */
@@ -14,8 +14,10 @@
 
 #include "call.h"
 #include "cpu.h"
+#include "gradients.h"
 
 int headwise_run(const Call *, int);
+int headwise_backward(const Call *, const Gradients *, int);
 const char *headwise_path(int);
 
 enum { MAX_DIM = 64, MAX_BATCH = 2 };
@@ -88,6 +90,7 @@ static float load_element(const char *at, int64_t dtype) {
     uint32_t sign = (uint32_t)(small & 0x8000) << 16, size = small & 0x7fff;
     if (dtype == BF16) bits = (uint32_t)small << 16;
     else bits = sign | (size ? (size << 13) + (112u << 23) : 0);
+    if (dtype == F16 && size < 0x400) return (sign ? -1 : 1) * (float)size * 0x1p-24f; /* subnormal */
     if (dtype == F16 && size >= 0x7c00) return size > 0x7c00 ? NAN : sign ? -INFINITY : INFINITY;
     memcpy(&x, &bits, 4);
     return x;
@@ -126,6 +129,8 @@ static double mask_bias(const Call *c, int64_t b, int64_t h, int64_t i, int64_t 
     return load_element(at, c->mask_dtype);
 }
 
+static int64_t start_of(const Call *c, int64_t b) { return c->starts ? c->starts[b] : c->start; }
+static int64_t keep_start_of(const Call *c, int64_t b) { return c->keep_starts ? c->keep_starts[b] : c->keep_start; }
 static int64_t end_of(const Call *c, int64_t b) { return c->ends ? c->ends[b] : c->end; }
 static int64_t position_of(const Call *c, int64_t b, int64_t i) {
     return i + (c->offsets ? c->offsets[b] : c->offset);
@@ -133,9 +138,13 @@ static int64_t position_of(const Call *c, int64_t b, int64_t i) {
 static int is_counted(const Call *c, int64_t b, int64_t i) { return !c->counted || c->counted[b * c->queries + i]; }
 
 static int is_visible(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
-    int64_t position = position_of(c, b, i);
-    if (j >= end_of(c, b)) return 0;
-    if ((c->left >= 0 && j < position - c->left) || (c->right >= 0 && j > position + c->right)) return 0;
+    int64_t position = position_of(c, b, i), first = keep_start_of(c, b);
+    int64_t left = c->windows ? c->windows[3 * h] : c->left, right = c->windows ? c->windows[3 * h + 1] : c->right;
+    int64_t keep_first = c->windows ? c->windows[3 * h + 2] : c->keep_first;
+    if (j < start_of(c, b) || j >= end_of(c, b)) return 0;
+    int in_band = (left < 0 || j >= position - left) && (right < 0 || j <= position + right);
+    int is_kept = j >= first && j < first + keep_first && (!c->causal || j <= position);
+    if (!in_band && !is_kept) return 0;
     return mask_bias(c, b, h, i, j) != -INFINITY;
 }
 
@@ -145,11 +154,11 @@ static float element(const Call *c, const char *x, const int64_t *s, int64_t b, 
 
 /* The first key that the mask shows to some counted query, whatever the window. -1: none. */
 static int64_t first_key(const Call *c, int64_t b) {
-    for (int64_t j = 0; c->mask && j < end_of(c, b); j++)
+    for (int64_t j = start_of(c, b); c->mask && j < end_of(c, b); j++)
         for (int64_t h = 0; h < c->heads; h++)
             for (int64_t i = 0; i < c->queries; i++)
                 if (is_counted(c, b, i) && mask_bias(c, b, h, i, j) != -INFINITY) return j;
-    return c->mask ? -1 : 0;
+    return c->mask ? -1 : start_of(c, b);
 }
 
 /* One row, computed by plain loops. */
@@ -260,11 +269,12 @@ static int check_strongest(const Call *c, int64_t row, const Reference *want, do
     return wrong;
 }
 
-enum { OUTPUT, LSE, STRONGEST, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
+enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DELTA, STATUS, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
 
 static const char *check_name(int check) {
 #define NAME(id, name) name,
-    static const char *names[] = {"output", "lse", "strongest", STATISTICS(NAME)};
+    static const char *names[] = {"output", "lse",   "strongest", "dq",
+                                  "dk",     "dv",    "delta",     "status", STATISTICS(NAME)};
 #undef NAME
     return check < FIRST_STATISTIC + STAT_CLASS ? names[check] : "class";
 }
@@ -309,11 +319,13 @@ static void report(const Call *c, int path, const int64_t wrong[CHECKS]) {
     for (int x = 0; x < CHECKS; x++)
         if (wrong[x]) printf(" %s %ld", check_name(x), (long)wrong[x]);
     printf(": B %ld H %ld/%ld T %ld/%ld D %ld/%ld dtype %ld mask %ld scale %g softcap %g left %ld right %ld"
-           "%s%s%s%s%s%s\n",
+           "%s%s%s%s%s%s%s%s%s%s\n",
            (long)c->batch, (long)c->heads, (long)c->kv_heads, (long)c->queries, (long)c->keys, (long)c->dim,
            (long)c->value_dim, (long)c->dtype, c->mask ? (long)c->mask_dtype : -1L, c->scale, c->softcap, (long)c->left,
            (long)c->right, c->gates ? " gates" : "", c->slopes ? " slopes" : "", c->sinks ? " sinks" : "",
-           c->counted ? " counted" : "", c->ends ? " ends" : "", c->offsets ? " offsets" : "");
+           c->counted ? " counted" : "", c->ends ? " ends" : "", c->offsets ? " offsets" : "",
+           c->starts ? " starts" : "", c->keep_first ? " keep_first" : "", c->keep_starts ? " keep_starts" : "",
+           c->windows ? " windows" : "");
 }
 
 static Buffer random_floats(int64_t count, double low, double high) {
@@ -346,8 +358,8 @@ static Buffer random_mask(Call *c) {
 /* A random call and the memory that it points to. */
 typedef struct {
     Call call;
-    int64_t offsets[MAX_BATCH], ends[MAX_BATCH];
-    Buffer buffers[16];
+    int64_t offsets[MAX_BATCH], starts[MAX_BATCH], keep_starts[MAX_BATCH], ends[MAX_BATCH];
+    Buffer buffers[24];
     int count;
 } Case;
 
@@ -411,7 +423,20 @@ static void choose_options(Case *x) {
     c->left = chance(0.3) ? random_int(0, 30) : -1;
     c->offset = c->keys - c->queries;
     c->end = c->keys;
-    for (int b = 0; b < MAX_BATCH; b++) x->ends[b] = random_int(0, c->keys), x->offsets[b] = random_int(-5, c->keys);
+    for (int b = 0; b < MAX_BATCH; b++) {
+        x->ends[b] = random_int(0, c->keys), x->offsets[b] = random_int(-5, c->keys);
+        x->starts[b] = random_int(0, 9), x->keep_starts[b] = random_int(0, c->keys);
+    }
+    if (chance(0.3)) c->start = random_int(0, 5);
+    if (chance(0.2)) c->starts = x->starts;
+    if (chance(0.3)) c->keep_first = random_int(0, 20), c->causal = chance(0.5);
+    c->keep_start = chance(0.5) ? random_int(0, 20) : 0;
+    if (chance(0.2)) c->keep_starts = x->keep_starts;
+    if (chance(0.3)) {
+        int64_t *windows = own(x, allocate(3 * c->heads * sizeof(int64_t)));
+        for (int64_t h = 0; h < 3 * c->heads; h++) windows[h] = random_int(h % 3 == 2 ? 0 : -1, 30);
+        c->windows = windows;
+    }
     if (chance(0.3)) c->ends = x->ends;
     if (chance(0.3)) c->offsets = x->offsets;
     if (chance(0.3)) c->softcap = 1 + uniform();
@@ -422,6 +447,103 @@ static void choose_options(Case *x) {
         c->gates = own(x, random_floats(c->gates_stride ? c->batch * c->heads : c->heads, -1, 1));
     }
     if (chance(0.4)) own(x, random_mask(c));
+}
+
+/* ---- gradients ---- */
+
+/* A sum of products, and of their magnitudes, with which its error grows. */
+typedef struct {
+    double value, size;
+} Sum;
+
+static void add(Sum *sum, double x, double size) { sum->value += x, sum->size += size; }
+
+/* Add what row i contributes to the gradients; delta is grad_out . out. Returns the relative error of its weights. */
+static double add_row_gradients(const Call *c, const Gradients *g, int64_t b, int64_t h, int64_t i, Sum *dq, Sum *dk,
+                                Sum *dv, double *delta) {
+    Reference row = {.weights = malloc((c->keys + 1) * sizeof(double))};
+    int64_t kv = h / (c->heads / c->kv_heads);
+    double size_of_delta = 0;
+    reference_row(c, b, h, i, 0, &row);
+    for (int64_t x = 0; x < c->value_dim; x++) {
+        double product = element(c, g->grad_out, g->grad_out_stride, b, h, i, x) * row.out[x];
+        *delta += product, size_of_delta += fabs(product);
+    }
+    for (int64_t j = 0; j < c->keys && row.visible; j++) {
+        double a = row.weights[j], dp = 0, size = size_of_delta, dot = 0;
+        if (a == 0) continue;
+        for (int64_t x = 0; x < c->value_dim; x++) {
+            double grad = element(c, g->grad_out, g->grad_out_stride, b, h, i, x);
+            double product = grad * element(c, c->v, c->v_stride, b, kv, j, x);
+            dp += product, size += fabs(product);
+            add(dv + j * c->value_dim + x, a * grad, fabs(a * grad));
+        }
+        for (int64_t x = 0; x < c->dim; x++)
+            dot += (double)element(c, c->q, c->q_stride, b, h, i, x) * element(c, c->k, c->k_stride, b, kv, j, x);
+        double cap = c->softcap > 0 ? tanh(dot * c->scale / c->softcap) : 0, factor = a * c->scale * (1 - cap * cap);
+        for (int64_t x = 0; x < c->dim; x++) {
+            double q = element(c, c->q, c->q_stride, b, h, i, x), k = element(c, c->k, c->k_stride, b, kv, j, x);
+            add(dq + x, factor * (dp - *delta) * k, fabs(a * c->scale * size * k));
+            add(dk + j * c->dim + x, factor * (dp - *delta) * q, fabs(a * c->scale * size * q));
+        }
+    }
+    free(row.weights);
+    return row.error;
+}
+
+static int64_t count_wrong(const Call *c, const char *got, const Sum *want, int64_t n, double relative) {
+    int64_t wrong = 0, size = dtype_size(c->dtype);
+    for (int64_t x = 0; x < n; x++)
+        wrong += differs(load_element(got + x * size, c->dtype), want[x].value, relative * want[x].size + 1e-6);
+    return wrong;
+}
+
+static void check_kv_head(const Call *c, const Gradients *g, int64_t b, int64_t kv, int64_t wrong[CHECKS]) {
+    int64_t size = dtype_size(c->dtype), group = c->heads / c->kv_heads;
+    Sum *dq = calloc(c->queries * group * c->dim + 1, sizeof(Sum)), *dk = calloc(c->keys * c->dim + 1, sizeof(Sum));
+    Sum *dv = calloc(c->keys * c->value_dim + 1, sizeof(Sum));
+    double error = 0;
+    for (int64_t row = 0; row < c->queries * group; row++) {
+        int64_t i = row / group, h = kv * group + row % group;
+        double delta = 0;
+        error = fmax(error, add_row_gradients(c, g, b, h, i, dq + row * c->dim, dk, dv, &delta));
+        if (g->delta)
+            wrong[DELTA] += differs(g->delta[(b * c->heads + h) * c->queries + i], delta, c->dtype == F32 ? 1e-3 : 1);
+    }
+    double relative = 2e-5 + 8 * error + (c->dtype == F32 ? 0 : 2e-2);
+    for (int64_t row = 0; row < c->queries * group; row++) {
+        int64_t index = (b * c->queries + row / group) * c->heads + kv * group + row % group;
+        wrong[DQ] += count_wrong(c, g->dq + index * c->dim * size, dq + row * c->dim, c->dim, relative);
+    }
+    for (int64_t j = 0; j < c->keys; j++) {
+        int64_t index = (b * c->keys + j) * c->kv_heads + kv;
+        wrong[DK] += count_wrong(c, g->dk + index * c->dim * size, dk + j * c->dim, c->dim, relative);
+        wrong[DV] += count_wrong(c, g->dv + index * c->value_dim * size, dv + j * c->value_dim, c->value_dim, relative);
+    }
+    free(dq), free(dk), free(dv);
+}
+
+/* The gradients of a random call, without gates and statistics. */
+static void test_gradients(Case *x, int path, int64_t wrong[CHECKS]) {
+    enum { DECLINED = 3 }; /* in kernel.c */
+    Call *c = &x->call;
+    int64_t size = dtype_size(c->dtype), rows = c->batch * c->heads * c->queries;
+    int64_t keys = c->batch * c->kv_heads * c->keys;
+    Gradients g = {.out = c->out};
+    c->gates = NULL, c->sums = NULL, c->counted = NULL, c->classes = NULL, c->class_count = c->strongest_count = 0;
+    if (!c->lse) c->lse = own(x, allocate(rows * sizeof(float)));
+    wrong[STATUS] += headwise_run(c, path) != 0;
+    memcpy(g.out_stride, c->out_stride, sizeof g.out_stride);
+    g.grad_out = own(x, random_tensor(c->dtype, c->batch, c->heads, c->queries, c->value_dim, g.grad_out_stride));
+    g.lse = c->lse;
+    g.dq = own(x, allocate(rows * c->dim * size));
+    g.dk = own(x, allocate(keys * c->dim * size));
+    g.dv = own(x, allocate(keys * c->value_dim * size));
+    g.delta = chance(0.5) ? own(x, allocate(rows * sizeof(float))) : NULL;
+    wrong[STATUS] += headwise_backward(c, &g, path) != (c->scale > 1 ? DECLINED : 0);
+    if (c->scale > 1) return;
+    for (int64_t b = 0; b < c->batch; b++)
+        for (int64_t kv = 0; kv < c->kv_heads; kv++) check_kv_head(c, &g, b, kv, wrong);
 }
 
 /* Returns whether anything was wrong with a random call. */
@@ -435,6 +557,7 @@ static int test_random_call(int path, int64_t max_keys) {
     poison_hidden(&x.call);
     if (headwise_run(&x.call, path)) printf("%s: headwise_run failed\n", headwise_path(path)), total++;
     else check(&x.call, wrong);
+    if (chance(0.5)) test_gradients(&x, path, wrong);
     for (int i = 0; i < CHECKS; i++) total += wrong[i];
     if (total) report(&x.call, path, wrong);
     while (x.count) release(x.buffers[--x.count]);

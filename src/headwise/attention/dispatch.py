@@ -23,6 +23,7 @@ from .torch_modes import (
     in_forward_mode,
     in_transform,
     is_observed,
+    is_readable,
     is_recording,
     needs_gradient,
     without_autocast,
@@ -116,12 +117,27 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         call: AttentionCall = replace(ctx.call, sinks=sinks)
-        with without_autocast(q):
+        if _has_native_backward(grad_out, q, call):
+            native = library.backward(grad_out, q, k, v, out, lse, call)
+            if native is not None:
+                return *native, None
+            large = True
+        else:
             large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
+        with without_autocast(q):
             if not large and _has_flash_backward(q, call):
                 return *sdpa.backward(grad_out, q, k, v, out, lse, call), None, None
         of = composite.gradients(grad_out, q, k, v, call, large)
         return of.q, of.k, of.v, of.sinks, None
+
+
+def _has_native_backward(grad_out: Tensor, q: Tensor, call: AttentionCall) -> bool:
+    """Whether the native kernel computes this call's gradients. It has no second derivatives."""
+    if torch.is_grad_enabled() or is_observed() or one_pass_backend(call) is not library:
+        return False
+    if not (is_readable(grad_out, q) and torch._C._has_storage(grad_out)):  # a batch of gradients has none
+        return False
+    return grad_out.dtype == q.dtype and library.why_not(q, call) is None
 
 
 def _has_flash_backward(q: Tensor, call: AttentionCall) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
@@ -13,7 +13,7 @@ from .backends.native import library
 from .backends.protocol import ExtraOutputs, StrongestKeys
 from .call import StatsRequest, build_call, build_request
 from .head_layout import join_heads, split_heads
-from .options import ATTEND, CALL, AttendOptions, CallOptions, Window, check_options
+from .options import ATTEND, CALL, AttendOptions, CallOptions, KeepFirst, Window, check_options
 from .stats import HeadStats
 from .torch_modes import cast_inputs, needs_gradient
 from .visibility import check_values
@@ -35,6 +35,8 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    keep_first: KeepFirst = 0,
+    starts: Tensor | None = None,
     lengths: Tensor | None = None,
     offset: int | Tensor | None = None,
     scale: float | None = None,
@@ -53,7 +55,11 @@ def attend(
         v: values (B, Hkv, Tk, Dv). Dv may differ from D.
         mask: broadcastable to (B, Hq, Tq, Tk). bool: True means "may attend"; float: added to the scores.
         causal: hide the keys after a query's own position.
-        window: (left, right), the keys before and after a query's own position that it sees; None is open.
+        window: (left, right), the keys before and after a query's own position that it sees; None is open. Or one such
+            pair per query head.
+        keep_first: so many first keys of the sequence stay visible whatever the window says; or one number per query
+            head. The first key is the one at `starts`, or else the first that lengths and mask show to any query.
+        starts: (B,) whole numbers; keys before it do not exist.
         lengths: (B,) whole numbers; keys at or past it do not exist.
         offset: an int, or (B,) whole numbers; Tk - Tq by default, so that cached decoding needs none.
         scale: multiplies q.k; 1 / sqrt(D) by default.
@@ -67,22 +73,22 @@ def attend(
 
     Raises:
         ShapeError: sizes, dtypes or devices do not fit.
-        MaskError: mask, window, lengths or offset are not as described.
+        MaskError: mask, window, keep_first, starts, lengths or offset are not as described.
 
     Example:
         >>> q, k, v = torch.randn(2, 8, 5, 64), torch.randn(2, 2, 9, 64), torch.randn(2, 2, 9, 64)
         >>> headwise.attend(q, k, v, causal=True, window=(3, 0)).shape
         torch.Size([2, 8, 5, 64])
     """
-    if lengths is offset is sinks is gates is None and not dropout:
-        template = repeated_calls.find_template(q, k, v, mask, causal, window, scale, softcap)
+    if starts is lengths is offset is sinks is gates is None and not dropout:
+        template = repeated_calls.find_template(q, k, v, mask, causal, window, keep_first, scale, softcap)
         if template is not None:
             return library.run_template(template, q, k, v, mask)
     check_values(v)
     q, k, v = cast_inputs(q, k, v)
     call = build_call(
-        q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
-        scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
+        q, k, v, mask=mask, causal=causal, window=window, keep_first=keep_first, starts=starts, lengths=lengths,
+        offset=offset, scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
     )  # fmt: skip
     return dispatch.attend(q, k, v, call)
 
@@ -96,6 +102,8 @@ def weights(
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    keep_first: KeepFirst = 0,
+    starts: Tensor | None = None,
     lengths: Tensor | None = None,
     offset: int | Tensor | None = None,
     scale: float | None = None,
@@ -117,8 +125,8 @@ def weights(
     """
     q, k = cast_inputs(q, k)
     call = build_call(
-        q, k, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
-        scale=scale, softcap=softcap, sinks=sinks,
+        q, k, mask=mask, causal=causal, window=window, keep_first=keep_first, starts=starts, lengths=lengths,
+        offset=offset, scale=scale, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     return dispatch.weights(q, k, call, rows, heads)
 
@@ -134,6 +142,8 @@ def head_stats(
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    keep_first: KeepFirst = 0,
+    starts: Tensor | None = None,
     lengths: Tensor | None = None,
     offset: int | Tensor | None = None,
     scale: float | None = None,
@@ -160,8 +170,8 @@ def head_stats(
         >>> out, stats = headwise.head_stats(q, k, v, causal=True, classes={"delimiter": is_delimiter})
         >>> stats.entropy, stats.share("delimiter")  # (Hq,) each, the mean over all queries
     """
-    if lengths is offset is sinks is gates is None and not dropout and not classes:
-        template = repeated_calls.find_template(q, k, v, mask, causal, window, scale, softcap)
+    if starts is lengths is offset is sinks is gates is None and not dropout and not classes:
+        template = repeated_calls.find_template(q, k, v, mask, causal, window, keep_first, scale, softcap)
         if template is not None:
             if queries is not None:
                 build_request(q, validation.sizes(q, k, v), queries)
@@ -169,8 +179,8 @@ def head_stats(
     check_values(v)
     q, k, v = cast_inputs(q, k, v)
     call = build_call(
-        q, k, v, mask=mask, causal=causal, window=window, lengths=lengths, offset=offset,
-        scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
+        q, k, v, mask=mask, causal=causal, window=window, keep_first=keep_first, starts=starts, lengths=lengths,
+        offset=offset, scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
     )  # fmt: skip
     return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))
 
@@ -201,6 +211,7 @@ def attend_side_by_side(
     *,
     causal: bool = False,
     window: Window | None = None,
+    keep_first: KeepFirst = 0,
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -209,11 +220,12 @@ def attend_side_by_side(
     The output is (B, Tq, Hq * D). In a call of the native kernel nothing is split and joined.
     """
     if not dropout:
-        template = repeated_calls.find_template(q, k, v, None, causal, window, None, softcap, head_dim)
+        template = repeated_calls.find_template(q, k, v, None, causal, window, keep_first, None, softcap, head_dim)
         if template is not None:
             return library.run_template(template, q, k, v, None)
     q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
-    return join_heads(attend(q, k, v, causal=causal, window=window, softcap=softcap, dropout=dropout))
+    visible: Any = {"causal": causal, "window": window, "keep_first": keep_first}
+    return join_heads(attend(q, k, v, softcap=softcap, dropout=dropout, **visible))
 
 
 def head_stats_without_values(

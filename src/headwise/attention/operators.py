@@ -2,7 +2,7 @@
 
 Where nothing records, backends are called directly, which has several times less overhead. The operator dispatches
 like any call and has gradients, so that a recorded call serves every input. Operators take flat arguments and no
-`int | Tensor`, so offset and end are passed twice: as a number, and as a tensor that replaces it where it is given.
+`int | Tensor`, so offset, start and end are passed twice: as a number, and as a tensor that replaces it where given.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from . import dispatch
 from .backends.composite import gradients
 from .backends.native import library
 from .call import AttentionCall, StatsRequest, build_call, build_request
+from .options import Band, KeepFirst, Window
 from .stats import COLUMNS, SHARE, HeadStats
+from .visibility import FAR
 
 SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? ends, Tensor? slopes, Tensor? sinks, "
-    "Tensor? gates, Tensor? queries, Tensor? classes, SymInt left, SymInt right, SymInt offset, SymInt end, "
-    "float scale, float softcap, bool stats) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? starts, Tensor? ends, Tensor? slopes, "
+    "Tensor? sinks, Tensor? gates, Tensor? queries, Tensor? classes, SymInt left, SymInt right, int keep_first, "
+    "int[] windows, bool causal, SymInt offset, SymInt start, SymInt end, float scale, float softcap, bool stats) "
+    "-> (Tensor, Tensor)"
 )
 ALIGNED = -(1 << 62)  # as offset: Tk - Tq, whatever they are
 ALL = -1  # as end: all keys, however many
+ABSENT = -1  # as start: none
 
 
 class Arguments(NamedTuple):
@@ -37,6 +41,7 @@ class Arguments(NamedTuple):
     v: Tensor
     mask: Tensor | None
     offsets: Tensor | None
+    starts: Tensor | None
     ends: Tensor | None
     slopes: Tensor | None
     sinks: Tensor | None
@@ -45,7 +50,11 @@ class Arguments(NamedTuple):
     classes: Tensor | None  # (B, classes, Tk) of zeros and ones
     left: int  # -1: open
     right: int
+    keep_first: int
+    windows: list[int]  # left, right and keep_first of each query head, where they differ
+    causal: bool
     offset: int
+    start: int
     end: int
     scale: float
     softcap: float  # 0: none
@@ -53,16 +62,22 @@ class Arguments(NamedTuple):
 
     def call(self) -> AttentionCall:
         """The call, validated again: a recorded graph may run on other sizes than it was recorded with."""
-        ends = self.ends
+        starts, ends = self.starts, self.ends
+        if starts is None and self.start != ABSENT:
+            starts = torch.full(self.q.shape[:1], self.start, device=self.q.device)
         if ends is None and self.end != ALL:
             ends = torch.full(self.q.shape[:1], self.end, device=self.q.device)
         offset = None if self.offset == ALIGNED else self.offset
+        window, keep_first = self._windows()
         return build_call(
             self.q,
             self.k,
             self.v,
             mask=self.mask,
-            window=(None if self.left < 0 else self.left, None if self.right < 0 else self.right),
+            causal=self.causal,
+            window=window,
+            keep_first=keep_first,
+            starts=starts,
             lengths=ends,
             offset=offset if self.offsets is None else self.offsets,
             slopes=self.slopes,
@@ -72,10 +87,22 @@ class Arguments(NamedTuple):
             gates=self.gates,
         )
 
+    def _windows(self) -> tuple[Window, KeepFirst]:
+        """window and keep_first, of all heads or of each."""
+        if not self.windows:
+            return _open_sides(self.left, self.right), self.keep_first
+        left, right, keep_first = self.windows[::3], self.windows[1::3], self.windows[2::3]
+        return [_open_sides(*sides) for sides in zip(left, right, strict=True)], keep_first
+
     def request(self, call: AttentionCall) -> StatsRequest:
         """The statistics that are wanted; classes are named by their number."""
         marks = () if self.classes is None else self.classes.bool().unbind(1)
         return build_request(self.q, call.size, self.queries, {str(i): keys for i, keys in enumerate(marks)})
+
+
+def _open_sides(left: int, right: int) -> Band:
+    """A band whose negative sides are open."""
+    return None if left < 0 else left, None if right < 0 else right
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -124,7 +151,7 @@ _operator = torch.library.custom_op("headwise::attend", _attend, mutates_args=()
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **keywords: bool) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
     stats = keywords["stats"] if keywords else bool(others[-1])
-    classes = others[7]
+    classes = others[Arguments._fields.index("classes") - 3]
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
     return out, q.new_empty(_column_count(classes, stats), batch, heads, dtype=torch.float64)
 
@@ -140,7 +167,7 @@ def _backward(ctx: Any, grad_out: Tensor, grad_sums: Tensor | None) -> tuple[Ten
     saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
     x = Arguments(*(tensor if number is None else number for tensor, number in saved))
     of = gradients(grad_out, x.q, x.k, x.v, x.call())
-    tensors = of.q, of.k, of.v, of.mask, None, None, of.slopes, of.sinks, of.gates
+    tensors = of.q, of.k, of.v, of.mask, None, None, None, of.slopes, of.sinks, of.gates
     return *tensors, *(None for _ in x[len(tensors) :])
 
 
@@ -185,6 +212,9 @@ def _call_operator(
         count_operations()
     visibility = call.visibility
     offset = ALIGNED if visibility.aligned else visibility.offset
+    start: int | Tensor = visibility.start
+    # keys are kept from `start` on, or from the first one that the mask shows: the operator finds that one itself
+    has_starts = isinstance(start, Tensor) or start != 0 or (visibility.keep_first and visibility.keep_start is start)
     end: int | Tensor = visibility.end
     if end is call.size.keys or (not isinstance(end, Tensor) and end == call.size.keys):
         end = ALL
@@ -194,6 +224,7 @@ def _call_operator(
         v,
         mask=visibility.mask,
         offsets=offset if isinstance(offset, Tensor) else None,
+        starts=start if isinstance(start, Tensor) else None,
         ends=end if isinstance(end, Tensor) else None,
         slopes=visibility.slopes,
         sinks=call.sinks,
@@ -202,7 +233,11 @@ def _call_operator(
         classes=None if request is None else request.stacked_classes(),
         left=-1 if visibility.left is None else visibility.left,
         right=-1 if visibility.right is None else visibility.right,
+        keep_first=visibility.keep_first,
+        windows=[-1 if n is None else min(n, FAR) for window in visibility.windows or () for n in window],
+        causal=visibility.causal,
         offset=0 if isinstance(offset, Tensor) else offset,
+        start=ABSENT if isinstance(start, Tensor) or not has_starts else start,
         end=0 if isinstance(end, Tensor) else end,
         scale=call.scale,
         softcap=call.softcap or 0.0,

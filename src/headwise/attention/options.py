@@ -12,7 +12,9 @@ from typing import Generic, TypedDict, TypeVar
 from ..errors import UnsupportedError
 
 A = TypeVar("A")
-Window = tuple[int | None, int | None]  # (left, right): keys before and after a query's own position, None for open
+Band = tuple[int | None, int | None]  # (left, right): keys before and after a query's own position, None for open
+Window = Band | Sequence[Band]  # for all heads, or one per query head
+KeepFirst = int | Sequence[int]  # for all heads, or one per query head
 
 
 class VisibilityOptions(TypedDict, Generic[A], total=False):
@@ -21,6 +23,8 @@ class VisibilityOptions(TypedDict, Generic[A], total=False):
     mask: A | None
     causal: bool
     window: Window | None
+    keep_first: KeepFirst
+    starts: A | None
     lengths: A | None
     offset: int | A | None
 

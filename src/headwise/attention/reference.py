@@ -25,7 +25,17 @@ import numpy as np
 from ..errors import MaskError
 from ..heads import Heads
 from . import validation
-from .options import ATTEND, VISIBILITY, WEIGHTS, AttendOptions, VisibilityOptions, WeightOptions, Window, check_options
+from .options import (
+    ATTEND,
+    VISIBILITY,
+    WEIGHTS,
+    AttendOptions,
+    KeepFirst,
+    VisibilityOptions,
+    WeightOptions,
+    Window,
+    check_options,
+)
 from .stats import HeadStats, stats_from_weights
 
 LIMIT = 1e307  # the largest magnitude of a score
@@ -45,27 +55,43 @@ def visible(
     mask: Any = None,
     causal: bool = False,
     window: Window | None = None,
+    keep_first: KeepFirst = 0,
+    starts: Any = None,
     lengths: Any = None,
     offset: Any = None,
 ) -> Array:
     """Which keys each query may attend to: (B, Hq, Tq, Tk), True where it may."""
     size = validation.sizes(q, k)
-    left, right = validation.band(causal, window)
-    start = np.asarray(size.keys - size.queries if offset is None else offset)
-    i = np.arange(size.queries)[:, None] + start.reshape(
-        -1, 1, 1, 1
-    )  # (B or 1, 1, Tq, 1): key positions of the queries
+    offsets = np.asarray(size.keys - size.queries if offset is None else offset).reshape(-1, 1, 1)
+    i = np.arange(size.queries)[:, None] + offsets  # (B or 1, Tq, 1): key positions of the queries
     j = np.arange(size.keys)  # (Tk,)
-    allowed = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
-    if left is not None:
-        allowed &= j >= i - left
-    if right is not None:
-        allowed &= j <= i + right
+    existing = existing_keys(size, mask, starts, lengths)  # (B, Hq, Tq, Tk)
+    before = existing.any((1, 2)).cumsum(-1) == 0  # (B, Tk): the keys before the first
+    first = before.sum(-1) if starts is None else np.asarray(starts)  # (B,)
+    windows = validation.head_windows(causal, window, keep_first, size.heads)
+    allowed = np.empty_like(existing)
+    for head in range(size.heads):
+        left, right, count = windows[head] if isinstance(windows[0], tuple) else windows
+        inside = np.ones((size.batch, size.queries, size.keys), bool)
+        if left is not None:
+            inside &= j >= i - left
+        if right is not None:
+            inside &= j <= i + right
+        kept = (j >= first.reshape(-1, 1, 1)) & (j < first.reshape(-1, 1, 1) + count)
+        allowed[:, head] = inside | (kept & (j <= i) if causal else kept)
+    return allowed & existing
+
+
+def existing_keys(size: validation.Sizes, mask: Any = None, starts: Any = None, lengths: Any = None) -> Array:
+    """True where a key exists for a query, (B, Hq, Tq, Tk): from starts on, below lengths, and shown by the mask."""
+    existing = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
+    if starts is not None:
+        existing &= np.arange(size.keys) >= np.asarray(starts).reshape(-1, 1, 1, 1)
     if lengths is not None:
-        allowed &= j < np.asarray(lengths).reshape(-1, 1, 1, 1)
+        existing &= np.arange(size.keys) < np.asarray(lengths).reshape(-1, 1, 1, 1)
     if mask is not None:
-        allowed &= shown_by(mask, size)
-    return allowed
+        existing &= shown_by(mask, size)
+    return existing
 
 
 def shown_by(mask: Any, size: validation.Sizes) -> Array:
@@ -194,15 +220,11 @@ def _visibility_options(options: Any) -> dict[str, Any]:
 
 
 def _first_key(size: validation.Sizes, options: Any, counted: Array) -> Array:
-    """(B, Tk), True at the first existing key of a sequence: one within its length that the mask shows to some query.
+    """(B, Tk), True at the first existing key of a sequence: one that the mask shows to some query.
 
-    A window does not make a key cease to exist, so only mask and lengths matter.
+    A window does not make a key cease to exist, so only mask, starts and lengths matter.
     """
-    shown = np.ones((size.batch, size.heads, size.queries, size.keys), bool)
-    if options.get("mask") is not None:
-        shown &= shown_by(options["mask"], size)
-    if options.get("lengths") is not None:
-        shown &= np.arange(size.keys) < np.asarray(options["lengths"]).reshape(-1, 1, 1, 1)
+    shown = existing_keys(size, options.get("mask"), options.get("starts"), options.get("lengths"))
     exists = (shown & counted[:, None, :, None]).any((1, 2))  # (B, Tk)
     return exists & (np.cumsum(exists, -1) == 1)
 

@@ -20,7 +20,7 @@ from .backends.native.library import Template
 from .backends.triton import launch
 from .call import build_call
 from .head_layout import split_heads
-from .options import Window
+from .options import KeepFirst, Window
 from .torch_modes import PLAIN_TENSORS, in_forward_mode, in_transform, is_observed
 
 MAX_TEMPLATES = 1024
@@ -44,6 +44,7 @@ def find_template(
     mask: Tensor | None,
     causal: bool,
     window: Window | None,
+    keep_first: KeepFirst,
     scale: float | None,
     softcap: float | None,
     head_dim: int = 0,
@@ -59,14 +60,19 @@ def find_template(
         return None
     if type(scale) not in NUMBERS or type(softcap) not in NUMBERS or type(causal) is not bool:
         return None
-    band = None if window is None else validation.band(causal, window)
-    options = not causal, band, scale, softcap, mask is None, head_dim
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     # written out for q, k and v: loops and generators would cost a microsecond
     if type(q) not in PLAIN_TENSORS or type(k) not in PLAIN_TENSORS or type(v) not in PLAIN_TENSORS:
         return None
     if q.is_nested or k.is_nested or v.is_nested:  # the guards abort the process on these
         return None
+    windows = None
+    if window is not None or keep_first != 0:
+        if (keep_first != 0 and mask is not None) or q.dim() != (3 if head_dim else 4):
+            return None  # the values of the mask decide which keys are the first
+        heads = q.shape[2] // head_dim if head_dim else q.shape[1]
+        windows = validation.head_windows(causal, window, keep_first, heads)
+    options = not causal, windows, scale, softcap, mask is None, head_dim
     latest = _latest.get(options)
     if latest is not None and latest[0].check(*tensors):
         return latest[1]
@@ -93,7 +99,9 @@ def find_template(
     if template is None:
         if head_dim:
             q, k, v = split_heads(q, head_dim), split_heads(k, head_dim), split_heads(v, head_dim)
-        call = build_call(q, k, v, mask=mask, causal=causal, window=window, scale=scale, softcap=softcap)
+        call = build_call(
+            q, k, v, mask=mask, causal=causal, window=window, keep_first=keep_first, scale=scale, softcap=softcap
+        )
         if dispatch.why_not_one_pass(q, call) is not None:
             return None
         template = library.make_template(q, k, v, call)

@@ -6,10 +6,10 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import MaskError, ShapeError
-from .options import Window
+from .options import Band, KeepFirst, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,59 @@ def shown(shape: Sequence[int]) -> str:
     return "(" + ", ".join(str(n) for n in shape) + ("," if len(shape) == 1 else "") + ")"
 
 
-def band(causal: bool, window: Window | None) -> Window:
+class HeadWindow(NamedTuple):
+    """The keys that one query head sees: a band around the query's own position, and the first keys of the sequence."""
+
+    left: int | None = None  # keys before the query's position; None: open
+    right: int | None = None
+    keep_first: int = 0
+
+
+def head_windows(
+    causal: bool, window: Window | None, keep_first: KeepFirst, heads: int
+) -> HeadWindow | tuple[HeadWindow, ...]:
+    """The window that all heads share, or one per query head where they differ. Causal is a right edge of 0."""
+    if window is None and type(keep_first) is int and keep_first == 0:  # most calls
+        return HeadWindow(*band(causal, None))
+    bands: list[Band] = []
+    if is_per_head(window):
+        _check_one_per_head("window", window, heads, "pairs (left, right)")
+        bands = [band(causal, pair) for pair in window]  # type: ignore[union-attr, arg-type]
+    else:
+        bands = [band(causal, window)] * heads
+    windows = []
+    for (left, right), count in zip(bands, _keep_first(keep_first, heads), strict=True):
+        hides = left is not None or (right is not None and not causal)  # else there is nothing to keep
+        windows.append(HeadWindow(left, right, count if hides else 0))
+    return windows[0] if len(set(windows)) == 1 else tuple(windows)
+
+
+def is_per_head(window: Any) -> bool:
+    """Whether this is a sequence of pairs, and not one pair of numbers."""
+    return isinstance(window, (tuple, list)) and any(isinstance(pair, (tuple, list)) for pair in window)
+
+
+def _check_one_per_head(name: str, values: Any, heads: int, kind: str) -> None:
+    if len(values) != heads:
+        raise MaskError(f"{name} has {len(values)} {kind} and there are {heads} query heads; give one per head")
+
+
+def _keep_first(keep_first: Any, heads: int) -> list[int]:
+    """One number per query head."""
+    if isinstance(keep_first, (tuple, list)):
+        _check_one_per_head("keep_first", keep_first, heads, "numbers")
+        counts = list(keep_first)
+    else:
+        counts = [keep_first] * heads
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise MaskError(
+                f"keep_first must be a whole number of at least 0, or one per query head, got {keep_first!r}"
+            )
+    return counts
+
+
+def band(causal: bool, window: Window | None) -> Band:
     """How many keys left and right of its own position a query sees; None is open. Causal is a right edge of 0."""
     left, right = (None, None) if window is None else _window(window)
     if type(causal).__name__.rstrip("_") != "bool":  # Python's, or NumPy's bool_
@@ -84,9 +136,14 @@ def band(causal: bool, window: Window | None) -> Window:
     return left, right
 
 
-def _window(window: Any) -> Window:
+def _window(window: Any) -> Band:
+    if is_per_head(window) and all(isinstance(pair, (tuple, list)) for pair in window):
+        raise MaskError(f"one window for all heads is needed here, a pair (left, right), got {len(window)} of them")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise MaskError(f"window must be a pair (left, right), None for open, got {window!r}; (511, 0) is 512 keys")
+        raise MaskError(
+            f"window must be a pair (left, right), None for open, or one pair per query head, got {window!r}; "
+            "(511, 0) is 512 keys"
+        )
     for side, reach in zip(("left", "right"), window, strict=True):
         if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int) or reach < 0):
             raise MaskError(f"window's {side} side must be None or a whole number of at least 0, got {reach!r}")
@@ -106,7 +163,7 @@ def check_mask(shape: Sequence[int], size: Sizes) -> None:
 
 
 def check_per_sequence(name: str, shape: Sequence[int], integral: bool, size: Sizes) -> None:
-    """Require whole numbers, one per sequence, of lengths and offset."""
+    """Require whole numbers, one per sequence, of starts, lengths and offset."""
     if tuple(shape) != (size.batch,) or not integral:
         kind = "whole numbers" if integral else "numbers that are not whole"
         raise MaskError(
@@ -114,11 +171,11 @@ def check_per_sequence(name: str, shape: Sequence[int], integral: bool, size: Si
         )
 
 
-def check_lengths(low: int, high: int, size: Sizes) -> None:
-    """Require lengths between 0 and the number of keys, given their minimum and maximum."""
+def check_key_counts(name: str, low: int, high: int, size: Sizes) -> None:
+    """Require lengths or starts between 0 and the number of keys, given their minimum and maximum."""
     if low < 0 or high > size.keys:
         wrong = low if low < 0 else high
-        raise MaskError(f"lengths must lie between 0 and the {size.keys} keys there are, got {wrong}")
+        raise MaskError(f"{name} must lie between 0 and the {size.keys} keys there are, got {wrong}")
 
 
 def check_classes(classes: Mapping[str, Any], size: Sizes, is_bool: Any) -> None:

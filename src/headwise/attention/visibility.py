@@ -1,4 +1,4 @@
-"""Visibility: which queries may attend to which keys, from mask, causal, window, lengths and offset."""
+"""Visibility: which queries may attend to which keys, from mask, causal, window, starts, lengths and offset."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..errors import MaskError, ShapeError
 from . import validation
-from .options import Window
+from .options import KeepFirst, Window
 from .torch_modes import has_symbolic_sizes, is_readable
-from .validation import Sizes
+from .validation import HeadWindow, Sizes
 
 ROWS_PER_STEP = 256  # rows of a mask that are evaluated together
+FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -25,9 +26,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Visibility:
     """Who may attend to whom in one call.
 
-    Query i is at key position i + offset. It may attend to key j if i + offset - left <= j <= i + offset + right,
-    j < end and the mask allows it. offset and end are ints where all sequences share them and their values can be
-    read, else (B,) tensors.
+    Query i is at key position i + offset. It may attend to key j if start <= j < end, the mask allows it, and either
+    i + offset - left <= j <= i + offset + right or j is one of the keep_first keys from keep_start on (with causal:
+    that are not past the query). offset, start, keep_start and end are ints where all sequences share them and their
+    values can be read, else (B,) tensors.
+
+    Where query heads differ, `windows` has the window of each, and left, right and keep_first are the widest.
     """
 
     size: Sizes
@@ -35,7 +39,12 @@ class Visibility:
     mask: Tensor | None  # 4-D, bool (True: may attend) or float (added to the scores, -inf hides)
     left: int | None  # None: open
     right: int | None
+    keep_first: int
+    windows: tuple[HeadWindow, ...] | None
+    causal: bool
     offset: int | Tensor
+    start: int | Tensor
+    keep_start: int | Tensor
     end: int | Tensor
     slopes: Tensor | None  # (Hq,) ALiBi: a bias of -slope * distance on the scores
     readable: bool  # whether values of the tensors may be read at no cost
@@ -43,13 +52,18 @@ class Visibility:
 
     @property
     def uniform(self) -> bool:
-        """Whether offset and end are plain numbers, shared by all sequences: blocks of keys can then be skipped."""
-        return not (isinstance(self.offset, Tensor) or isinstance(self.end, Tensor))
+        """Whether offset, start and end are plain numbers, shared by all sequences: blocks of keys can be skipped."""
+        return not any(isinstance(x, Tensor) for x in (self.offset, self.start, self.end))
 
     @property
     def banded(self) -> bool:
         """Whether there is a window or a causal edge."""
-        return self.left is not None or self.right is not None
+        return self.left is not None or self.right is not None or self.windows is not None
+
+    @property
+    def is_one_band(self) -> bool:
+        """Whether each query of each head sees the same band of keys around its position, and no others."""
+        return self.windows is None and not self.keep_first
 
     @property
     def hides(self) -> bool:
@@ -58,11 +72,20 @@ class Visibility:
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """The range of keys (start, stop) outside of which queries first to last - 1 see nothing."""
-        if isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
+        if isinstance(self.offset, Tensor) or isinstance(self.start, Tensor) or isinstance(self.end, Tensor):
             return 0, self.size.keys
-        low = 0 if self.left is None else max(0, first + self.offset - self.left)
+        low = self.start if self.left is None else max(self.start, first + self.offset - self.left)
         high = self.end if self.right is None else min(self.end, last + self.offset + self.right)
-        return (low, high) if low < high else (0, 0)
+        ranges = [(low, high)]
+        if self.keep_first:
+            kept_end = min(self.end, last + self.offset) if self.causal else self.end
+            if isinstance(self.keep_start, Tensor):
+                ranges.append((self.start, kept_end))
+            else:
+                kept_end = min(kept_end, self.keep_start + self.keep_first)
+                ranges.append((max(self.start, self.keep_start), kept_end))
+        ranges = [(a, b) for a, b in ranges if a < b]
+        return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else (0, 0)
 
     def positions(self, rows: slice | Tensor) -> Tensor:
         """The key positions of these queries: (1 or B, 1, rows, 1)."""
@@ -78,14 +101,13 @@ class Visibility:
         """
         parts = []
         if self.banded and not self._inside_band(rows, low, high):
-            i, j = self.positions(rows), torch.arange(low, high, device=self.device)
-            if self.left is not None:
-                parts.append(j >= i - self.left)
-            if self.right is not None:
-                parts.append(j <= i + self.right)
+            parts.append(self._in_window(self.positions(rows), torch.arange(low, high, device=self.device)))
+        if isinstance(self.start, Tensor) or self.start > low:
+            parts.append(
+                torch.arange(low, high, device=self.device)[None, None, None] >= self._per_sequence(self.start)
+            )
         if isinstance(self.end, Tensor) or self.end < high:
-            end = self.end.to(self.device).view(-1, 1, 1, 1) if isinstance(self.end, Tensor) else self.end
-            parts.append(torch.arange(low, high, device=self.device)[None, None, None] < end)
+            parts.append(torch.arange(low, high, device=self.device)[None, None, None] < self._per_sequence(self.end))
         if self.mask is not None:
             mask = self._mask_block(self.mask, rows, low, high)
             parts.append(mask if mask.dtype == torch.bool else mask != -torch.inf)
@@ -96,21 +118,58 @@ class Visibility:
             visible = visible & part
         return visible
 
+    def _in_window(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether keys j (keys,) are in the windows of queries at positions i (B or 1, 1, rows, 1); by head."""
+        left, right = self._left_and_right()
+        inside = torch.ones_like(j, dtype=torch.bool)[None, None, None]
+        if left is not None:
+            inside = inside & (j >= i - left)
+        if right is not None:
+            inside = inside & (j <= i + right)
+        return inside | self._in_kept(i, j) if self.keep_first else inside
+
+    def _in_kept(self, i: int | Tensor, j: Tensor) -> Tensor:
+        """Whether keys j are among the first ones that queries at positions i see whatever their window."""
+        first = self._per_sequence(self.keep_start)
+        kept = (j >= first) & (j < first + self._kept_count())
+        return kept & (j <= i) if self.causal else kept
+
+    def _left_and_right(self) -> tuple[int | Tensor | None, int | Tensor | None]:
+        """left and right: a number for all heads, None for open, or (1, H, 1, 1)."""
+        if self.windows is None:
+            return self.left, self.right
+        return self._per_head([w.left for w in self.windows]), self._per_head([w.right for w in self.windows])
+
+    def _kept_count(self) -> int | Tensor:
+        """keep_first: a number for all heads, or (1, H, 1, 1)."""
+        return self.keep_first if self.windows is None else self._per_head([w.keep_first for w in self.windows])
+
+    def _per_head(self, numbers: list[int] | list[int | None]) -> Tensor:
+        """(1, H, 1, 1); None for open becomes a number larger than any distance."""
+        return torch.tensor([FAR if n is None else min(n, FAR) for n in numbers], device=self.device).view(1, -1, 1, 1)
+
+    def _per_sequence(self, x: int | Tensor) -> int | Tensor:
+        """A number for all sequences, or (B, 1, 1, 1)."""
+        return x.to(self.device).view(-1, 1, 1, 1) if isinstance(x, Tensor) else x
+
     def edges(self, rows: slice | Tensor, low: int, high: int) -> list[tuple[int, int]]:
         """Ranges (start, stop) within keys low to high - 1 where anything is hidden from any of these queries.
 
         Of a band these are its two edges only: most of a block of rows needs no mask.
         """
-        plain = self.mask is None and not has_symbolic_sizes()
-        if not plain or isinstance(rows, Tensor) or isinstance(self.offset, Tensor) or isinstance(self.end, Tensor):
-            short = isinstance(self.end, Tensor) or self.end != self.size.keys
-            return [(low, high)] if self.hides or short else []
-        first, last = rows.start + self.offset, rows.stop - 1 + self.offset
-        edges = []
+        one_band = self.mask is None and self.is_one_band and not has_symbolic_sizes()
+        start, end, offset = self.start, self.end, self.offset
+        if isinstance(start, Tensor) or isinstance(end, Tensor) or isinstance(offset, Tensor):
+            return [(low, high)]
+        if not one_band or isinstance(rows, Tensor):
+            padded = start != 0 or end != self.size.keys
+            return [(low, high)] if self.hides or padded else []
+        first, last = rows.start + offset, rows.stop - 1 + offset
+        edges = [(low, min(high, start))]
         if self.left is not None:
             edges.append((low, min(high, last - self.left)))
-        if self.right is not None or self.end < high:
-            stop = self.end if self.right is None else min(self.end, first + self.right + 1)
+        if self.right is not None or end < high:
+            stop = end if self.right is None else min(end, first + self.right + 1)
             edges.append((max(low, stop), high))
         return [(a, b) for a, b in edges if a < b]
 
@@ -120,11 +179,18 @@ class Visibility:
             visible = self.allowed(rows, 0, self.size.keys)
             assert visible is not None  # there is a mask
             return visible.any(-1) & (self.size.keys > 0)
-        i = self.positions(rows)[..., 0]  # (1 or B, 1, rows)
-        end = self.end.to(self.device).view(-1, 1, 1) if isinstance(self.end, Tensor) else torch.full_like(i, self.end)
-        low = torch.zeros_like(i) if self.left is None else (i - self.left).clamp(min=0)
-        high = end if self.right is None else torch.minimum(end, i + self.right + 1)
-        return low < high
+        i = self.positions(rows)  # (1 or B, 1, rows, 1)
+        start, end = (torch.zeros_like(i) + self._per_sequence(x) for x in (self.start, self.end))
+        left, right = self._left_and_right()
+        low = start if left is None else torch.maximum(start, i - left)
+        high = end if right is None else torch.minimum(end, i + right + 1)
+        visible = low < high
+        if self.keep_first:
+            first = torch.zeros_like(i) + self._per_sequence(self.keep_start)
+            kept_end = torch.minimum(end, first + self._kept_count())
+            kept_end = torch.minimum(kept_end, i + 1) if self.causal else kept_end
+            visible = visible | (torch.maximum(start, first) < kept_end)
+        return visible[..., 0]
 
     def bias(self, rows: slice | Tensor, low: int, high: int) -> Tensor | None:
         """What is added to the scores of this block, broadcastable to (B, H, rows, keys), or None."""
@@ -143,7 +209,7 @@ class Visibility:
         None means all of them, or (unless `whole`) all within the spans of blocks.
         """
         if self.mask is None:
-            spans = self.uniform and not whole and not has_symbolic_sizes()
+            spans = self.uniform and self.is_one_band and not whole and not has_symbolic_sizes()
             return None if spans or not self._may_hide_keys_from_all() else self._keys_in_reach()
         if self.mask.shape[2] == 1:
             return self._shown_to_any_query(self.mask) & self._keys_in_reach()
@@ -157,19 +223,26 @@ class Visibility:
 
     def _keys_in_reach(self) -> Tensor:
         """visible_keys() without a mask: from the first query's left edge to the last one's right edge."""
-        j = torch.arange(self.size.keys, device=self.device).view(1, 1, -1)
-        start, end = (x.to(self.device).view(-1, 1, 1) if isinstance(x, Tensor) else x for x in (self.offset, self.end))
-        visible = (j < end) & (self.size.queries > 0)
-        if self.left is not None:
-            visible = visible & (j >= start - self.left)
-        if self.right is not None:
-            visible = visible & (j < self.size.queries + start + self.right)
-        return visible
+        j = torch.arange(self.size.keys, device=self.device).view(1, 1, 1, -1)
+        offset, start, end = (self._per_sequence(x) for x in (self.offset, self.start, self.end))
+        left, right = self._left_and_right()
+        visible = torch.ones_like(j, dtype=torch.bool)
+        if left is not None:
+            visible = visible & (j >= offset - left)
+        if right is not None:
+            visible = visible & (j < self.size.queries + offset + right)
+        if self.keep_first:
+            visible = visible | self._in_kept(self.size.queries - 1 + offset, j)
+        visible = visible & (j >= start) & (j < end) & (self.size.queries > 0)
+        return self._by_kv_head(visible[:, :, 0])
 
     def _shown_to_any_query(self, mask: Tensor | None) -> Tensor:
         """(B, H, rows, Tk) -> (B, Hkv or 1, Tk): the keys a mask shows to any query that reads the KV head."""
         assert mask is not None
-        by_head = (mask if mask.dtype == torch.bool else mask != -torch.inf).any(2)  # (B, H, Tk)
+        return self._by_kv_head((mask if mask.dtype == torch.bool else mask != -torch.inf).any(2))
+
+    def _by_kv_head(self, by_head: Tensor) -> Tensor:
+        """(B, H or 1, Tk) -> (B, Hkv or 1, Tk): what any query head that reads the KV head sees."""
         if by_head.shape[1] > 1:
             by_head = by_head.unflatten(1, (self.size.kv_heads, self.size.group)).any(2)
         return by_head
@@ -181,6 +254,8 @@ class Visibility:
             size=replace(self.size, batch=1),
             mask=self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[b : b + 1],
             offset=int(self.offset[b]) if isinstance(self.offset, Tensor) else self.offset,
+            start=int(self.start[b]) if isinstance(self.start, Tensor) else self.start,
+            keep_start=int(self.keep_start[b]) if isinstance(self.keep_start, Tensor) else self.keep_start,
             end=int(self.end[b]) if isinstance(self.end, Tensor) else self.end,
         )
 
@@ -197,7 +272,10 @@ class Visibility:
             self,
             size=replace(self.size, batch=batch.stop - batch.start, heads=count * group, kv_heads=count),
             mask=mask,
+            **({} if self.windows is None else _widest(self.windows[heads])),
             offset=self.offset[batch] if isinstance(self.offset, Tensor) else self.offset,
+            start=self.start[batch] if isinstance(self.start, Tensor) else self.start,
+            keep_start=self.keep_start[batch] if isinstance(self.keep_start, Tensor) else self.keep_start,
             end=self.end[batch] if isinstance(self.end, Tensor) else self.end,
             slopes=None if self.slopes is None else self.slopes[heads],
         )
@@ -211,9 +289,9 @@ class Visibility:
 
     def _may_hide_keys_from_all(self) -> bool:
         """Whether keys may lie outside every query's band or length. Blocks skip them; a single call cannot."""
-        if isinstance(self.offset, Tensor) or isinstance(self.end, Tensor) or self.left is not None:
+        if not self.uniform or self.left is not None or not self.is_one_band:
             return True
-        return self.offset != self.size.keys - self.size.queries or self.end != self.size.keys
+        return (self.offset, self.start, self.end) != (self.size.keys - self.size.queries, 0, self.size.keys)
 
     def select_heads(self, heads: list[int]) -> Visibility:
         """The visibility of these query heads, each with a KV head of its own."""
@@ -221,12 +299,15 @@ class Visibility:
             self,
             size=replace(self.size, heads=len(heads), kv_heads=len(heads)),
             mask=self.mask if self.mask is None or self.mask.shape[1] == 1 else self.mask[:, heads],
+            **({} if self.windows is None else _widest(tuple(self.windows[h] for h in heads))),
             slopes=None if self.slopes is None else self.slopes[heads],
         )
 
     def _inside_band(self, rows: slice | Tensor, low: int, high: int) -> bool:
         """Whether the band hides nothing in this block, as far as plain numbers tell."""
         if isinstance(self.offset, Tensor) or not isinstance(rows, slice) or has_symbolic_sizes():
+            return False
+        if self.windows is not None:
             return False
         fits_left = self.left is None or low >= rows.stop - 1 + self.offset - self.left
         fits_right = self.right is None or high - 1 <= rows.start + self.offset + self.right
@@ -237,6 +318,43 @@ class Visibility:
         return mask if mask.shape[3] == 1 else mask[..., low:high]
 
 
+def _widest(windows: HeadWindow | tuple[HeadWindow, ...]) -> dict[str, Any]:
+    """The fields of Visibility for the window that all heads share, or for one per query head."""
+    if not isinstance(windows, HeadWindow) and len(set(windows)) == 1:
+        windows = windows[0]
+    if isinstance(windows, HeadWindow):
+        return {**windows._asdict(), "windows": None}
+    lefts, rights = ([w.left for w in windows], [w.right for w in windows])
+    return {
+        "left": max((n for n in lefts if n is not None), default=None) if None not in lefts else None,
+        "right": max((n for n in rights if n is not None), default=None) if None not in rights else None,
+        "keep_first": max(w.keep_first for w in windows),
+        "windows": windows,
+    }
+
+
+def first_key(visibility: Visibility, queries: Tensor | None = None) -> Tensor:
+    """(B,): the first existing key of a sequence, one that the mask shows to some of these queries (all for None).
+
+    A window does not make a key cease to exist. Tk where there is none.
+    """
+    size, mask = visibility.size, visibility.mask
+    exists = torch.ones(size.batch, size.keys, dtype=torch.bool, device=visibility.device)
+    start, end = (
+        x.to(visibility.device).view(-1, 1) if isinstance(x, Tensor) else x for x in (visibility.start, visibility.end)
+    )
+    j = torch.arange(size.keys, device=visibility.device)
+    exists = exists & (j >= start) & (j < end)
+    if mask is not None:
+        shown = (mask if mask.dtype == torch.bool else mask != -torch.inf).any(1)  # (B or 1, Tq or 1, Tk or 1)
+        if queries is not None and shown.shape[1] > 1:
+            shown = shown & queries[:, :, None]
+        exists = exists & shown.any(1)
+    if queries is not None and (mask is None or mask.shape[2] == 1):
+        exists = exists & queries.any(1, keepdim=True)
+    return (exists.cumsum(-1) == 0).sum(-1)  # the number of keys before it
+
+
 def resolve_visibility(
     q: Tensor,
     k: Tensor,
@@ -245,6 +363,8 @@ def resolve_visibility(
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    keep_first: KeepFirst = 0,
+    starts: Tensor | None = None,
     lengths: Tensor | None = None,
     offset: int | Tensor | None = None,
     slopes: Tensor | None = None,
@@ -258,20 +378,26 @@ def resolve_visibility(
     if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
         size = _fixed_heads(size)
     check_same_dtype_and_device(q, k, v)
-    left, right = validation.band(causal, window)
+    windows = validation.head_windows(causal, window, keep_first, size.heads)
     mask = _mask(mask, q, size)
-    return Visibility(
+    start = 0 if starts is None else _key_counts("starts", starts, size)
+    visibility = Visibility(
         size=size,
         device=q.device,
         mask=mask,
-        left=left,
-        right=right,
+        **_widest(windows),
+        causal=bool(causal),
         offset=size.keys - size.queries if offset is None else _offset(offset, size),
-        end=size.keys if lengths is None else _lengths(lengths, size),
+        start=start,
+        keep_start=start,
+        end=size.keys if lengths is None else _key_counts("lengths", lengths, size),
         slopes=slopes,
-        readable=is_readable(q, k, v, mask, lengths),
+        readable=is_readable(q, k, v, mask, starts, lengths),
         aligned=offset is None,
     )
+    if visibility.keep_first and starts is None and mask is not None:
+        return replace(visibility, keep_start=_shared_number(first_key(visibility)))
+    return visibility
 
 
 def _fixed_heads(size: Sizes) -> Sizes:
@@ -377,16 +503,15 @@ def _offset(offset: int | Tensor, size: Sizes) -> int | Tensor:
     return offset
 
 
-def _lengths(lengths: Any, size: Sizes) -> int | Tensor:
-    if not isinstance(lengths, Tensor):
-        raise MaskError(
-            f"lengths must be a tensor of shape ({size.batch},), got {lengths!r}; use torch.tensor(lengths)"
-        )
-    validation.check_per_sequence("lengths", lengths.shape, _integral(lengths), size)
-    if is_readable(lengths) and lengths.numel():
-        low, high = (int(x) for x in lengths.aminmax())
-        validation.check_lengths(low, high, size)
-    return _shared_number(lengths)
+def _key_counts(name: str, counts: Any, size: Sizes) -> int | Tensor:
+    """starts or lengths (B,), or the number that all sequences share."""
+    if not isinstance(counts, Tensor):
+        raise MaskError(f"{name} must be a tensor of shape ({size.batch},), got {counts!r}; use torch.tensor({name})")
+    validation.check_per_sequence(name, counts.shape, _integral(counts), size)
+    if is_readable(counts) and counts.numel():
+        low, high = (int(x) for x in counts.aminmax())
+        validation.check_key_counts(name, low, high, size)
+    return _shared_number(counts)
 
 
 def _integral(x: Tensor) -> bool:

@@ -133,9 +133,10 @@ def _rows(visibility: Visibility) -> int:
 
 def _width(visibility: Visibility) -> int:
     """The largest number of keys that a block of rows can reach."""
-    if visibility.left is None or visibility.right is None or not visibility.uniform:
+    open_ended = visibility.left is None or visibility.right is None
+    if open_ended or visibility.keep_first or not visibility.uniform:
         return visibility.size.keys
-    return min(visibility.size.keys, ROWS + visibility.left + visibility.right)
+    return min(visibility.size.keys, ROWS + visibility.left + visibility.right)  # type: ignore[operator]
 
 
 def _join_parts(outputs: list[Tensor], heads: int) -> Tensor:

@@ -21,7 +21,7 @@ from ..call import AttentionCall, StatsRequest
 from ..stats import SHARE, STEPS, HeadStats
 from ..torch_modes import has_symbolic_sizes
 from ..validation import Sizes
-from ..visibility import Visibility
+from ..visibility import Visibility, first_key
 from .blockwise import (
     Scratch,
     all_finite,
@@ -235,23 +235,3 @@ def stats_from_rows(sums: RowSums, sinks: Tensor | None, request: StatsRequest) 
     exact = torch.float32 if total.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     summed = {name: torch.where(real, x / total, 0).sum(-1, dtype=exact) for name, x in per_query.items()}
     return HeadStats(summed, real.sum(-1, dtype=exact))
-
-
-def first_key(visibility: Visibility, queries: Tensor | None) -> Tensor:
-    """(B,): the first existing key of a sequence, one within its length that the mask shows to some counted query.
-
-    A window does not make a key cease to exist. Tk where there is none.
-    """
-    size = visibility.size
-    exists = torch.ones(size.batch, size.keys, dtype=torch.bool, device=visibility.device)
-    end = visibility.end.to(visibility.device).view(-1, 1) if isinstance(visibility.end, Tensor) else visibility.end
-    exists &= torch.arange(size.keys, device=visibility.device) < end
-    if visibility.mask is not None:
-        shown = visibility.mask if visibility.mask.dtype == torch.bool else visibility.mask != -torch.inf
-        shown = shown.any(1)  # (B or 1, Tq or 1, Tk or 1)
-        if queries is not None and shown.shape[1] > 1:
-            shown = shown & queries[:, :, None]
-        exists &= shown.any(1)
-    if queries is not None and (visibility.mask is None or visibility.mask.shape[2] == 1):
-        exists &= queries.any(1, keepdim=True)
-    return (exists.cumsum(-1) == 0).sum(-1)  # the number of keys before it

@@ -38,6 +38,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "PyTorch's fused kernel has no forward-mode and no second derivative"
     if call.softcap is not None:
         return "softcap comes between the scores and the mask"
+    if not call.visibility.is_one_band:
+        return "the window differs between heads, or keeps the first keys"
     if call.sinks is not None:
         return "sinks change the softmax's denominator"
     if call.dropout and call.visibility.device.type == "cpu":
@@ -108,7 +110,8 @@ def separate_sequences(visibility: Visibility) -> bool:
 
 def _on_cpu(visibility: Visibility) -> bool:
     """Whether lengths and offsets can be read without waiting for another device."""
-    return all(not isinstance(x, Tensor) or x.device.type == "cpu" for x in (visibility.offset, visibility.end))
+    numbers = visibility.offset, visibility.start, visibility.end
+    return all(not isinstance(x, Tensor) or x.device.type == "cpu" for x in numbers)
 
 
 def is_triangle(visibility: Visibility) -> bool:
@@ -120,6 +123,7 @@ def is_triangle(visibility: Visibility) -> bool:
         and visibility.slopes is None
         and visibility.left is None
         and visibility.right == 0
+        and visibility.start == 0
     )
     if not plain or visibility.offset != 0 or size.queries != size.keys or visibility.end != size.keys:
         return False
@@ -144,7 +148,7 @@ def _band(visibility: Visibility, blocks: list[slice], dtype: torch.dtype) -> Ba
     """The shared mask, or None where something other than a band hides keys, or nothing does."""
     if visibility.mask is not None or visibility.slopes is not None or not visibility.banded or has_symbolic_sizes():
         return None
-    if isinstance(visibility.offset, Tensor) or isinstance(visibility.end, Tensor):
+    if isinstance(visibility.offset, Tensor) or not visibility.uniform:
         return None
     spans = [(rows.start, *visibility.span(rows.start, rows.stop)) for rows in blocks]
     first = min(low - start for start, low, _ in spans)
@@ -303,7 +307,7 @@ def has_backward(call: AttentionCall) -> bool:
         return False
     if call.scale <= 0 or not (size.batch and size.queries and size.keys):
         return False
-    if not visibility.uniform or visibility.end != size.keys:
+    if not visibility.uniform or visibility.start != 0 or visibility.end != size.keys:
         return False
     if not visibility.banded:
         return True

@@ -16,10 +16,10 @@ from ...shapes import check_at_least
 from .. import dispatch, functional, validation
 from ..call import build_call, build_request
 from ..head_layout import join_heads, split_heads
-from ..options import AttendOptions, Window, check_options
+from ..options import AttendOptions, KeepFirst, Window, check_options
 from ..stats import HeadStats
 from ..torch_modes import autocast_enabled, cast_inputs
-from ..validation import band, shown
+from ..validation import band, is_per_head, shown
 from ..visibility import check_tensor
 from . import conversion
 from .kv_cache import KVCache, MemoryCache, SlidingCache, restored_on_error, update_cache
@@ -44,6 +44,7 @@ class ModuleOptions(TypedDict, total=False):
     mask: Tensor | None
     causal: bool
     window: Window | None
+    keep_first: KeepFirst
     lengths: Tensor | None
     gates: Tensor | None
     cache: KVCache | None
@@ -185,6 +186,7 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
         window: Window | None = None,
+        keep_first: KeepFirst = 0,
         lengths: Tensor | None = None,
         cache: KVCache | None = None,
         gates: Tensor | None = None,
@@ -202,6 +204,7 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
         window: Window | None = None,
+        keep_first: KeepFirst = 0,
         lengths: Tensor | None = None,
         cache: KVCache | None = None,
         gates: Tensor | None = None,
@@ -218,6 +221,7 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
         window: Window | None = None,
+        keep_first: KeepFirst = 0,
         lengths: Tensor | None = None,
         cache: KVCache | None = None,
         gates: Tensor | None = None,
@@ -230,7 +234,7 @@ class MultiHeadAttention(nn.Module):
             query: (B, Tq, d_model).
             key: (B, Tk, kdim) for cross-attention; the query by default.
             value: (B, Tk, vdim); the key by default.
-            mask: as in `attend`, and so are causal, window, lengths and gates.
+            mask: as in `attend`, and so are causal, window, keep_first, lengths and gates.
             cache: keys and values of earlier calls; lengths then count them, too.
             positions: (T,) or (B, T), of the tokens for Rotary; by default they follow the cache.
             need_weights: also return the weights before dropout, (B, H, Tq, Tk).
@@ -243,13 +247,14 @@ class MultiHeadAttention(nn.Module):
         if without_options and not need_weights and self._is_plain():
             q, k, v = self._project_plain(query, key, value)
             out = functional.attend_side_by_side(
-                q, k, v, self.heads.dim, causal=causal, window=window, softcap=self.softcap, dropout=dropout
-            )
+                q, k, v, self.heads.dim, causal=causal, window=window, keep_first=keep_first,
+                softcap=self.softcap, dropout=dropout,
+            )  # fmt: skip
             return self.W_O(out)
         with nullcontext() if cache is None else restored_on_error(cache):
             projected = self.project(
                 query, key, value, cache=cache, positions=positions,
-                mask=mask, causal=causal, window=window, lengths=lengths, gates=gates,
+                mask=mask, causal=causal, window=window, keep_first=keep_first, lengths=lengths, gates=gates,
             )  # fmt: skip
             if dropout:
                 projected.options["dropout"] = dropout
@@ -331,6 +336,7 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
         window: Window | None = None,
+        keep_first: KeepFirst = 0,
         lengths: Tensor | None = None,
         gates: Tensor | None = None,
         values: bool = True,
@@ -346,7 +352,7 @@ class MultiHeadAttention(nn.Module):
         cross = _is_cross(query, key)
         if cache is not None:
             _check_cache(cache, cross, key, self)
-            window = _window_of(cache, window)
+            window = _window_of(cache, window, keep_first)
         if cross and isinstance(position, Alibi):
             raise UnsupportedError("Alibi is about distances within one sequence; cross-attention has none")
         if positions is not None:
@@ -367,7 +373,8 @@ class MultiHeadAttention(nn.Module):
             if isinstance(cache, MemoryCache):
                 cache.queries += query.shape[1]
         options: AttendOptions[Tensor] = {
-            "mask": mask, "causal": causal, "window": window, "lengths": lengths, "offset": offset,
+            "mask": mask, "causal": causal, "window": window, "keep_first": keep_first,
+            "lengths": lengths, "offset": offset,
             "softcap": self.softcap, "sinks": self.sinks, "gates": gates,
         }  # fmt: skip
         slopes = None
@@ -480,13 +487,16 @@ def _is_cross(query: Tensor, key: Tensor | None) -> bool:
     return key is not None and key is not query
 
 
-def _window_of(cache: KVCache, window: Window | None) -> Window | None:
+def _window_of(cache: KVCache, window: Window | None, keep_first: KeepFirst) -> Window | None:
     """A sliding cache implies its window."""
     if not isinstance(cache, SlidingCache):
         return window
+    if keep_first != 0:
+        raise CacheError("a SlidingCache drops the first keys, which keep_first would need; use a KVCache()")
     if window is None:
         return cache.window - 1, 0
-    left, _ = band(False, window)
-    if left is None or left > cache.window - 1:
-        raise CacheError(f"a window of {window} reaches further back than the {cache.window} keys this cache keeps")
+    pairs = window if is_per_head(window) else [window]
+    for left, _ in (band(False, pair) for pair in pairs):  # type: ignore[arg-type]
+        if left is None or left > cache.window - 1:
+            raise CacheError(f"a window of {window} reaches further back than the {cache.window} keys this cache keeps")
     return window

@@ -67,6 +67,7 @@ static int can_read_values_in_place(const Call *call, const Plan *plan) {
 /* The cut depends on the sizes alone, never on the number of threads: that would change the order of the sums. */
 static void make_plan(const Call *call, Plan *plan) {
     *plan = (Plan){0};
+    plan->head_by_head = windows_differ_in_groups(call);
     plan->rows = call->heads / call->kv_heads * call->queries;
     plan->block_rows = min(BLOCK_ROWS, max(1, plan->rows));
     plan->row_blocks = div_up(plan->rows, plan->block_rows);
@@ -325,7 +326,6 @@ static void begin_item(Item *item, Scratch *scratch) {
 static void begin_row(Item *item, int64_t r) {
     const Call *call = item->call;
     Row *row = item->row + r;
-    int64_t group = call->heads / call->kv_heads, index = item->first_row + r;
     memset(row, 0, sizeof *row);
     row->m = -INFINITY;
     row->c = item->class_sums + r * call->class_count;
@@ -333,8 +333,7 @@ static void begin_row(Item *item, int64_t r) {
     row->top_key = item->top_key + r * call->strongest_count;
     memset(row->c, 0, call->class_count * sizeof(vfloat));
     for (int i = 0; i < call->strongest_count; i++) row->top_score[i] = -INFINITY, row->top_key[i] = -1;
-    row->query = group == 1 ? index : index / group;
-    row->head = item->kv_head * group + index - row->query * group;
+    place_row(call, item->plan, item->kv_head, item->first_row + r, &row->head, &row->query);
     locate_row(call, item->plan, item->batch, row);
 }
 
@@ -356,13 +355,15 @@ static void prefetch_output(const Call *call, int64_t batch, const Row *row) {
     for (int64_t i = 0; i < call->value_dim * size; i += 64) __builtin_prefetch(x + i, 1);
 }
 
-/* All rows of an item on its part of the keys. */
-static void run_keys(Item *item) {
+/* All rows of an item on one of their spans, in the item's part of the keys. */
+static void run_span(Item *item, int number) {
     const Call *call = item->call;
     const Plan *plan = item->plan;
+    if (number && plan->row_blocks == 1) memset(item->key_state, NOT_PACKED, plan->key_blocks); /* one slot for all */
     int64_t low = call->keys, high = 0, all_low = 0, all_high = call->keys; /* visible to some row, and to all */
     for (int64_t r = 0; r < item->rows; r++) {
-        const Row *row = item->row + r;
+        Row *row = item->row + r;
+        row->low = row->span[number].low, row->high = row->span[number].high;
         all_low = max(all_low, row->low), all_high = min(all_high, row->high);
         if (row->low < row->high) low = min(low, row->low), high = max(high, row->high);
     }
@@ -409,7 +410,7 @@ static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch
     item.dot_bound = INFINITY;
     if (plan->has_dot_bound) item.dot_bound = call->dim * max_abs(item.q, round_up(item.rows * call->dim, LANES));
     memset(item.o, 0, 4 * item.rows * plan->value_width);
-    run_keys(&item);
+    for (int i = 0; i < (call->windows || call->keep_first ? SPANS : 1); i++) run_span(&item, i);
     end_item(&item);
 }
 
@@ -417,15 +418,17 @@ static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch
 
 /* The first key of a sequence that the mask shows to some counted row; the sequence's end where there is none. */
 static int64_t first_visible_key(const Call *call, int64_t batch) {
-    int64_t first = sequence_end(call, batch), size = dtype_size(call->mask_dtype);
+    int64_t start = sequence_start(call, batch), first = sequence_end(call, batch);
+    int64_t size = dtype_size(call->mask_dtype);
     const int64_t *stride = call->mask_stride;
+    if (!call->mask) return start;
     for (int64_t h = 0; h < (stride[1] ? call->heads : 1); h++)
         for (int64_t i = 0; i < call->queries; i++) {
             if (call->counted && !call->counted[batch * call->queries + i]) continue;
             const char *x = call->mask + (batch * stride[0] + h * stride[1] + i * stride[2]) * size;
-            for (int64_t j = 0; j < first; j++)
+            for (int64_t j = start; j < first; j++)
                 if (mask_shows(x + j * stride[3] * size, call->mask_dtype)) first = j;
-            if (!stride[2] || !first) break;
+            if (!stride[2] || first <= start) break;
         }
     return first;
 }
@@ -435,15 +438,15 @@ static int64_t first_visible_key(const Call *call, int64_t batch) {
 static int visible_span(const Call *call, int64_t batch, int64_t *low, int64_t *high) {
     int64_t size = dtype_size(call->mask_dtype), step = call->mask_stride[3] * size, end = sequence_end(call, batch);
     const char *x = call->mask + batch * call->mask_stride[0] * size;
-    for (*low = 0; *low < end && !mask_shows(x + *low * step, call->mask_dtype);) ++*low;
+    for (*low = min(sequence_start(call, batch), end); *low < end && !mask_shows(x + *low * step, call->mask_dtype);) ++*low;
     for (*high = end; *high > *low && !mask_shows(x + (*high - 1) * step, call->mask_dtype);) --*high;
     int64_t j = *low;
     while (call->mask_dtype == BOOL && j < *high && x[j * step]) j++;
     return j == *high;
 }
 
-#define JOIN(a, b) a##b
-#define PATH(isa) JOIN(headwise_, isa)
 #define TEXT(x) #x
 #define QUOTE(x) TEXT(x)
-const Path PATH(ISA) = {QUOTE(ISA), make_plan, run_item, merge_parts, first_visible_key, visible_span};
+const Path NAME_FOR(ISA, headwise_) = {QUOTE(ISA),        make_plan,    run_item,
+                                       merge_parts,       first_visible_key, visible_span,
+                                       &NAME_FOR(ISA, headwise_backward_)};

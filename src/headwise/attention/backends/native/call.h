@@ -34,9 +34,9 @@ typedef struct {
     int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
     int64_t dtype; /* of q, k, v and out */
     int64_t q_stride[4], k_stride[4], v_stride[4], out_stride[4]; /* in elements */
-    /* visibility: query i has position i + offset and sees the keys from position - left to position + right (-1: no
-       limit) that are below end */
-    int64_t left, right, offset, end;
+    /* visibility: query i has position i + offset. Of the keys from start to end - 1 it sees those from position - left
+       to position + right (-1: no limit), and the keep_first keys from keep_start on (causal: up to its position) */
+    int64_t left, right, keep_first, causal, offset, start, keep_start, end;
     int64_t mask_dtype, mask_stride[4]; /* stride 0: broadcast */
     int64_t gates_stride;               /* between sequences; 0: all sequences share their gates */
     int64_t class_count, strongest_count;
@@ -45,7 +45,8 @@ typedef struct {
     /* Part 2: different in every call. */
     const char *q, *k, *v;
     char *out;
-    const int64_t *offsets, *ends; /* (batch,): replace offset and end; or NULL */
+    const int64_t *offsets, *starts, *keep_starts, *ends; /* (batch,): replace the numbers above; or NULL */
+    const int64_t *windows;        /* (heads, 3): replace left, right and keep_first; or NULL */
     const char *mask;              /* bool (0: hidden) or floats added to the scores, or NULL */
     const float *sinks;            /* (heads,) extra logits in the softmax denominator, or NULL */
     const float *slopes;           /* (heads,) ALiBi slopes, or NULL */
@@ -60,7 +61,7 @@ typedef struct {
     int64_t threads;
 } Call;
 
-enum { CALL_FIELDS = 55, CALL_POINTERS = 38 /* the first field of part 2 */ };
+enum { CALL_FIELDS = 62, CALL_POINTERS = 42 /* the first field of part 2 */ };
 
 #define FIELD(name, index) _Static_assert(offsetof(Call, name) == 8 * (index), "Call." #name " has moved")
 FIELD(batch, 0);
@@ -77,32 +78,39 @@ FIELD(v_stride, 16);
 FIELD(out_stride, 20);
 FIELD(left, 24);
 FIELD(right, 25);
-FIELD(offset, 26);
-FIELD(end, 27);
-FIELD(mask_dtype, 28);
-FIELD(mask_stride, 29);
-FIELD(gates_stride, 33);
-FIELD(class_count, 34);
-FIELD(strongest_count, 35);
-FIELD(scale, 36);
-FIELD(softcap, 37);
+FIELD(keep_first, 26);
+FIELD(causal, 27);
+FIELD(offset, 28);
+FIELD(start, 29);
+FIELD(keep_start, 30);
+FIELD(end, 31);
+FIELD(mask_dtype, 32);
+FIELD(mask_stride, 33);
+FIELD(gates_stride, 37);
+FIELD(class_count, 38);
+FIELD(strongest_count, 39);
+FIELD(scale, 40);
+FIELD(softcap, 41);
 FIELD(q, CALL_POINTERS);
-FIELD(k, 39);
-FIELD(v, 40);
-FIELD(out, 41);
-FIELD(offsets, 42);
-FIELD(ends, 43);
-FIELD(mask, 44);
-FIELD(sinks, 45);
-FIELD(slopes, 46);
-FIELD(gates, 47);
-FIELD(sums, 48);
-FIELD(counted, 49);
-FIELD(classes, 50);
-FIELD(lse, 51);
-FIELD(strongest_weight, 52);
-FIELD(strongest_key, 53);
-FIELD(threads, 54);
+FIELD(k, 43);
+FIELD(v, 44);
+FIELD(out, 45);
+FIELD(offsets, 46);
+FIELD(starts, 47);
+FIELD(keep_starts, 48);
+FIELD(ends, 49);
+FIELD(windows, 50);
+FIELD(mask, 51);
+FIELD(sinks, 52);
+FIELD(slopes, 53);
+FIELD(gates, 54);
+FIELD(sums, 55);
+FIELD(counted, 56);
+FIELD(classes, 57);
+FIELD(lse, 58);
+FIELD(strongest_weight, 59);
+FIELD(strongest_key, 60);
+FIELD(threads, 61);
 #undef FIELD
 _Static_assert(sizeof(Call) == 8 * CALL_FIELDS, "a field of Call is missing above, or pointers are not 8 bytes wide");
 

@@ -71,6 +71,33 @@ static void exact_result(const Call *call, const ExactSums *x, RowResult *result
     }
 }
 
+/* Add the keys of the row's current span to its sums. Returns 0 where a NaN or an infinite score is among them. */
+static int add_span(const Call *call, int64_t batch, const Row *row, const char *q, const char *k, const char *v,
+                    const int64_t *key, ExactSums *x, float *o) {
+    int64_t size = dtype_size(call->dtype);
+    for (int64_t j = row->low; j < row->high; j++) {
+        int finite;
+        double bias = exact_bias(call, batch, row, j);
+        if (bias == -INFINITY) continue;
+        double s = exact_dot(call, q, k + j * call->k_stride[2] * size, &finite) * call->scale;
+        if (finite) s = fmax(-(double)SCORE_LIMIT, fmin(s, SCORE_LIMIT));
+        if (call->softcap > 0) s = call->softcap * tanh(s / call->softcap);
+        s = (s + bias) * M_LOG2E;
+        if (!(s < INFINITY)) return 0;
+        if (s > x->m) exact_rescale(call, x, o, s);
+        double t = s == -INFINITY ? s : s - x->m, e = exp2(t);
+        x->l += e, x->d += e * fabs((double)(j - row->position));
+        if (e > 0) x->w += e * t;
+        for (int i = 0; i < LANDMARKS; i++) x->landmark[i] += key[i] == j ? e : 0;
+        for (int64_t i = 0; i < call->class_count; i++)
+            x->c[i] += e * call->classes[(batch * call->class_count + i) * call->keys + j];
+        for (int64_t i = 0; i < call->value_dim; i++)
+            o[i] += e * load_scalar(v + (j * call->v_stride[2] + i * call->v_stride[3]) * size, call->dtype);
+        exact_strongest(x, s, j, call->strongest_count);
+    }
+    return 1;
+}
+
 /* Compute the sums and the output o (value_dim) of a row anew. If a NaN or an infinite score reaches the row, its sums
    stay as they are, with l = NaN. */
 static void recompute_exact(const Call *call, const Plan *plan, int64_t batch, int64_t head, int64_t query,
@@ -86,28 +113,12 @@ static void recompute_exact(const Call *call, const Plan *plan, int64_t batch, i
     ExactSums x = {.m = -INFINITY};
     for (int64_t i = 0; i < call->strongest_count; i++) x.top_score[i] = -INFINITY, x.top_key[i] = -1;
     for (int64_t i = 0; i < call->value_dim; i++) o[i] = 0;
-    for (int64_t j = row.low; j < row.high; j++) {
-        int finite;
-        double bias = exact_bias(call, batch, &row, j);
-        if (bias == -INFINITY) continue;
-        double s = exact_dot(call, q, k + j * call->k_stride[2] * size, &finite) * call->scale;
-        if (finite) s = fmax(-(double)SCORE_LIMIT, fmin(s, SCORE_LIMIT));
-        if (call->softcap > 0) s = call->softcap * tanh(s / call->softcap);
-        s = (s + bias) * M_LOG2E;
-        if (!(s < INFINITY)) {
+    for (int i = 0; i < SPANS; i++) {
+        row.low = row.span[i].low, row.high = row.span[i].high;
+        if (!add_span(call, batch, &row, q, k, v, key, &x, o)) {
             result->l = NAN;
             return;
         }
-        if (s > x.m) exact_rescale(call, &x, o, s);
-        double t = s == -INFINITY ? s : s - x.m, e = exp2(t);
-        x.l += e, x.d += e * fabs((double)(j - row.position));
-        if (e > 0) x.w += e * t;
-        for (int i = 0; i < LANDMARKS; i++) x.landmark[i] += key[i] == j ? e : 0;
-        for (int64_t i = 0; i < call->class_count; i++)
-            x.c[i] += e * call->classes[(batch * call->class_count + i) * call->keys + j];
-        for (int64_t i = 0; i < call->value_dim; i++)
-            o[i] += e * load_scalar(v + (j * call->v_stride[2] + i * call->v_stride[3]) * size, call->dtype);
-        exact_strongest(&x, s, j, call->strongest_count);
     }
     exact_result(call, &x, result);
 }

@@ -120,8 +120,9 @@ static void merge_parts(const Call *call, const Plan *plan, int64_t kv_head) {
             partial += plan->partial_floats;
             merge_row(call, x, o, (RowResult *)partial + r, partial + outputs + r * plan->value_width);
         }
-        finish_row(call, plan, x, o, batch, kv_head % call->kv_heads * group + r % group, r / group,
-                   plan->item_sums + (item * group + r % group) * MAX_STATS);
+        int64_t head, query;
+        place_row(call, plan, kv_head % call->kv_heads, r, &head, &query);
+        finish_row(call, plan, x, o, batch, head, query, plan->item_sums + (item * group + head % group) * MAX_STATS);
     }
 }
 

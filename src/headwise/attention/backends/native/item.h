@@ -21,6 +21,13 @@ static const float SCORE_LIMIT = 1e38f; /* scores are clamped to this size, in n
 /* Keys whose weight is a statistic of its own. */
 enum { AT_FIRST, AT_PREVIOUS, AT_NEXT, AT_SELF, LANDMARKS };
 
+/* Keys low to high - 1; none where low >= high. */
+typedef struct {
+    int64_t low, high;
+} Span;
+
+enum { SPANS = 2 /* a window, and the first keys of the sequence where they lie apart */ };
+
 /* Running sums of one row over the keys so far; attention.c defines m, l, w, d and c. */
 typedef struct {
     vfloat l, w, d; /* one partial sum per lane */
@@ -33,7 +40,8 @@ typedef struct {
     int32_t *top_key;          /* and their keys */
     int64_t head, query;       /* in the call */
     int64_t position;          /* of the query among the keys */
-    int64_t low, high;         /* the visible keys, of which a mask may hide some */
+    Span span[SPANS];          /* the visible keys, of which a mask may hide some, in ascending order */
+    int64_t low, high;         /* the span that is being processed */
 } Row;
 
 /* The sums of one row when its keys are done. */
@@ -116,20 +124,54 @@ _Static_assert(SCRATCH_ALIGN % _Alignof(Row) == 0 && SCRATCH_ALIGN % sizeof(vflo
 _Static_assert(SCRATCH_ALIGN >= 4 * LANES && KEY_BLOCK % PANEL == 0, "reads end within the buffer");
 _Static_assert((int)LANES <= (int)MAX_LANES, "headwise_distances is read in whole vectors");
 
-/* The number of keys of a sequence. Lengths that come out of a compiled graph were not checked by Python. */
+/* The keys of a sequence. Numbers that come out of a compiled graph were not checked by Python. */
+static int64_t sequence_start(const Call *call, int64_t batch) {
+    return max(0, call->starts ? call->starts[batch] : call->start);
+}
+
 static int64_t sequence_end(const Call *call, int64_t batch) {
     return max(0, min(call->ends ? call->ends[batch] : call->end, call->keys));
 }
 
-/* Set the position and the visible range of a row whose query is set. */
+/* Whether query heads of one group have different windows. */
+static int windows_differ_in_groups(const Call *call) {
+    int64_t group = call->heads / call->kv_heads;
+    for (int64_t h = 0; call->windows && h < call->heads; h++)
+        if (memcmp(call->windows + 3 * h, call->windows + h / group * group * 3, 3 * sizeof(int64_t))) return 1;
+    return 0;
+}
+
+/* The head and the query of row `index` of a KV head. */
+static void place_row(const Call *call, const Plan *plan, int64_t kv_head, int64_t index, int64_t *head,
+                      int64_t *query) {
+    int64_t group = call->heads / call->kv_heads;
+    *query = plan->head_by_head ? index % call->queries : group == 1 ? index : index / group;
+    *head = kv_head * group + (plan->head_by_head ? index / call->queries : index - *query * group);
+}
+
+/* Set the position and the visible spans of a row whose head and query are set. */
 static void locate_row(const Call *call, const Plan *plan, int64_t batch, Row *row) {
-    int64_t end = sequence_end(call, batch);
+    int64_t start = sequence_start(call, batch), end = sequence_end(call, batch);
+    const int64_t *window = call->windows ? call->windows + 3 * row->head : NULL;
+    int64_t left = window ? window[0] : call->left, right = window ? window[1] : call->right;
+    int64_t keep_first = window ? window[2] : call->keep_first;
+    if (plan->low) start = max(start, plan->low[batch]), end = min(end, plan->high[batch]);
     row->position = row->query + (call->offsets ? call->offsets[batch] : call->offset);
-    row->low = call->left < 0 ? 0 : max(0, row->position - call->left);
-    row->high = call->right < 0 ? end : min(end, row->position + call->right + 1);
-    if (plan->low) {
-        row->low = max(row->low, plan->low[batch]);
-        row->high = min(row->high, plan->high[batch]);
+    Span near = {left < 0 ? start : max(start, row->position - left),
+                 right < 0 ? end : min(end, row->position + right + 1)};
+    int64_t first = call->keep_starts ? call->keep_starts[batch] : call->keep_start;
+    Span kept = {max(start, first), min(end, first + keep_first)};
+    if (call->causal) kept.high = min(kept.high, row->position + 1);
+    row->span[1] = (Span){0, 0};
+    if (kept.low >= kept.high) {
+        row->span[0] = near;
+    } else if (near.low >= near.high) {
+        row->span[0] = kept;
+    } else if (kept.low <= near.high && near.low <= kept.high) { /* they overlap or touch */
+        row->span[0] = (Span){min(near.low, kept.low), max(near.high, kept.high)};
+    } else {
+        row->span[0] = kept.low < near.low ? kept : near;
+        row->span[1] = kept.low < near.low ? near : kept;
     }
 }
 

@@ -13,7 +13,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { OK, NO_SUCH_PATH, OUT_OF_MEMORY }; /* returned by headwise_run */
+enum { OK, NO_SUCH_PATH, OUT_OF_MEMORY, DECLINED }; /* returned by headwise_run and headwise_backward */
 
 /* ---- at load time ---- */
 
@@ -47,8 +47,9 @@ EXPORT const char *headwise_path(int index) { return path_at(index) ? path_at(in
 EXPORT const char *headwise_source(void) { return HEADWISE_SOURCE; }
 
 /* What library.py packs and allocates must agree with these: the bytes of Call's first part and of all of it,
-   MAX_CLASSES, MAX_STRONGEST; and the names of the statistics' columns. */
-EXPORT const int64_t headwise_layout[4] = {8 * CALL_POINTERS, sizeof(Call), MAX_CLASSES, MAX_STRONGEST};
+   MAX_CLASSES, MAX_STRONGEST, the bytes of Gradients; and the names of the statistics' columns. */
+EXPORT const int64_t headwise_layout[5] = {8 * CALL_POINTERS, sizeof(Call), MAX_CLASSES, MAX_STRONGEST,
+                                           sizeof(Gradients)};
 
 #define STATISTIC_NAME(id, name) name " "
 EXPORT const char *headwise_statistics(void) { return STATISTICS(STATISTIC_NAME); }
@@ -76,7 +77,7 @@ static int prepare_plan(const Path *path, const Call *call, Plan *plan) {
     plan->item_sums = calloc(1, call->sums ? plan->items * group * MAX_STATS * sizeof(double) + 1 : 1);
     plan->partial = malloc(plan->parts > 1 ? plan->items * plan->partial_floats * sizeof(float) : 1);
     if (!plan->item_sums || !plan->partial) return 1;
-    if (call->sums && call->mask) {
+    if (call->sums && (call->mask || call->starts || call->start > 0)) {
         plan->first_key = malloc((call->batch + 1) * sizeof(int64_t));
         if (!plan->first_key) return 1;
         for (int64_t b = 0; b < call->batch; b++) plan->first_key[b] = path->first_visible_key(call, b);
@@ -130,10 +131,35 @@ EXPORT int headwise_run(const Call *call, int index) {
         unmasked.mask = NULL;
         call = &unmasked;
     }
-    if (!failed) failed = headwise_run_items(path, call, &plan);
+    if (!failed) failed = headwise_run_items(path->run_item, call, &plan);
     if (!failed && plan.parts > 1)
         for (int64_t i = 0; i < call->batch * call->kv_heads; i++) path->merge_parts(call, &plan, i);
     if (!failed && call->sums) add_up_sums(call, &plan);
     release_plan(&plan);
     return failed ? OUT_OF_MEMORY : OK;
+}
+
+/* Compute the gradients of a call whose gates and statistics are NULL, with the instruction set of that index. DECLINED
+   where some number is not finite or so large that single precision may fail: what was written is then meaningless. */
+EXPORT int headwise_backward(const Call *call, const Gradients *gradients, int index) {
+    const Path *path = path_at(index);
+    if (!path) return NO_SUCH_PATH;
+    assert(!call->gates && !call->sums && !call->class_count && !call->strongest_count);
+    int declined = 0;
+    Plan plan;
+    path->backward->make_plan(call, &plan);
+    plan.gradients = gradients, plan.declined = &declined;
+    if (plan.parts > 1) plan.partial = malloc(plan.items * plan.partial_floats * sizeof(float) + 1);
+    int failed = plan.parts > 1 && !plan.partial;
+    Call unmasked = *call;
+    if (!failed && find_visible_spans(path, call, &plan)) unmasked.mask = NULL;
+    if (!failed) failed = headwise_run_items(path->backward->run_item, &unmasked, &plan);
+    if (!failed && !declined && plan.parts > 1) {
+        Plan merging = plan;
+        merging.items = call->batch * call->kv_heads * plan.row_blocks;
+        merging.scratch_bytes = 1;
+        failed = headwise_run_items(path->backward->merge_item, &unmasked, &merging);
+    }
+    release_plan(&plan);
+    return failed ? OUT_OF_MEMORY : declined ? DECLINED : OK;
 }

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats, name_columns
+from ...validation import HeadWindow
+from ...visibility import FAR, Visibility
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs, StrongestKeys
 
 NAME = "native"
@@ -31,9 +33,10 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
-FORM, POINTERS = struct.Struct("=36q2d"), struct.Struct("=17q")  # the two halves of Call in call.h
+FORM, POINTERS = struct.Struct("=40q2d"), struct.Struct("=20q")  # the two halves of Call in call.h
+GRADIENTS = struct.Struct("=15q")  # Gradients in gradients.h
+DECLINED = 3  # returned by headwise_backward, see kernel.c
 MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
-FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
 
 
 class Library(NamedTuple):
@@ -55,11 +58,12 @@ def library() -> Library | str:
         return f"the native kernel cannot be loaded ({error})"
     code.headwise_source.restype = code.headwise_path.restype = ctypes.c_char_p
     code.headwise_run.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    code.headwise_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     if code.headwise_source().decode() != _source_hash():
         return f"the native kernel is stale, its source has changed: {REBUILD}"
     code.headwise_statistics.restype = ctypes.c_char_p
-    layout = (ctypes.c_int64 * 4).in_dll(code, "headwise_layout")
-    assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MAX_CLASSES, MAX_STRONGEST)
+    layout = (ctypes.c_int64 * 5).in_dll(code, "headwise_layout")
+    assert tuple(layout) == (FORM.size, FORM.size + POINTERS.size, MAX_CLASSES, MAX_STRONGEST, GRADIENTS.size)
     assert tuple(code.headwise_statistics().decode().split()) == COLUMNS
     borrow_threads(code)
     paths: list[str] = []
@@ -99,6 +103,7 @@ class Choice:
     why_not: str | None = None
     name: str = ""
     run: Callable[[bytes, int], int] = lambda call, index: 1  # headwise_run
+    backward: Callable[[bytes, bytes, int], int] = lambda call, gradients, index: 1  # headwise_backward
 
     @classmethod
     def of(cls, name: str | None) -> Choice:
@@ -111,7 +116,7 @@ class Choice:
         if name and name not in loaded.paths:
             return cls(why_not=f"{FORCE}={name} is none of {', '.join(loaded.paths)}")
         name = name or loaded.paths[0]
-        return cls(loaded.paths.index(name), None, WORDS[name], loaded.code.headwise_run)
+        return cls(loaded.paths.index(name), None, WORDS[name], loaded.code.headwise_run, loaded.code.headwise_backward)
 
 
 _choice = Choice.of(os.environ.get(FORCE) or None)  # now, since a compiler could not trace it later
@@ -133,7 +138,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "the native kernel computes in float32"
     if visibility.mask is not None and visibility.mask.dtype not in MASK_KINDS:
         return "the native kernel takes no float64 mask"
-    if isinstance(visibility.offset, Tensor) and visibility.offset.device.type != "cpu":
+    numbers = visibility.offset, visibility.start, visibility.keep_start
+    if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in numbers):
         return "the native kernel takes CPU tensors"
     if extra.stats is not None and len(extra.stats.classes) > MAX_CLASSES:
         return f"the native kernel takes up to {MAX_CLASSES} classes of keys"
@@ -155,6 +161,7 @@ class Template(NamedTuple):
     sums_buffer: type[ctypes.Array[ctypes.c_double]]  # for them: created in a fifth of the time of a tensor
     shape: tuple[int, ...]  # of the output, (B, H, Tq, Dv)
     stride: tuple[int, ...]  # laid out so that concatenating the heads needs no copy
+    windows: ctypes.Array[ctypes.c_int64] | None  # left, right and keep_first of each query head, where they differ
 
 
 def make_template(
@@ -162,8 +169,7 @@ def make_template(
 ) -> Template:
     """The template of a validated call."""
     visibility, size = call.visibility, call.size
-    mask, offset, end = visibility.mask, visibility.offset, visibility.end
-    left, right = visibility.left, visibility.right
+    mask, windows = visibility.mask, visibility.windows
     row = size.heads * size.value_dim
     shape = (size.batch, size.heads, size.queries, size.value_dim)
     stride = (max(1, size.queries) * row, size.value_dim, row, 1)
@@ -173,14 +179,35 @@ def make_template(
     fields = FORM.pack(
         size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
         *q.stride(), *k.stride(), *v.stride(), *stride,
-        -1 if left is None else min(left, FAR), -1 if right is None else min(right, FAR),
-        0 if isinstance(offset, Tensor) else max(-FAR, min(offset, FAR)), 0 if isinstance(end, Tensor) else end,
+        *_window_fields(HeadWindow(visibility.left, visibility.right, visibility.keep_first)), visibility.causal,
+        *map(_shared, _positions(visibility)),
         0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         call.gates_stride, class_count, strongest,
         call.scale, call.softcap or 0.0,
     )  # fmt: skip
     sums = (len(COLUMNS), size.batch, size.heads)
-    return Template(fields, sums, ctypes.c_double * math.prod(sums), shape, stride)
+    table = None
+    if windows is not None:
+        numbers = [n for window in windows for n in _window_fields(window)]
+        table = (ctypes.c_int64 * len(numbers))(*numbers)
+    return Template(fields, sums, ctypes.c_double * math.prod(sums), shape, stride, table)
+
+
+def _window_fields(window: HeadWindow) -> tuple[int, int, int]:
+    """left, right and keep_first as the kernel takes them; -1: open."""
+    left, right, keep_first = window
+    sides = -1 if left is None else min(left, FAR), -1 if right is None else min(right, FAR)
+    return *sides, min(keep_first, FAR)
+
+
+def _positions(visibility: Visibility) -> tuple[int | Tensor, ...]:
+    """What the kernel takes as one number for all sequences, or as one per sequence; in its order."""
+    return visibility.offset, visibility.start, visibility.keep_start, visibility.end
+
+
+def _shared(x: int | Tensor) -> int:
+    """The number that all sequences share; 0 where they differ."""
+    return 0 if isinstance(x, Tensor) else max(-FAR, min(x, FAR))
 
 
 def side_by_side(template: Template) -> Template:
@@ -233,13 +260,13 @@ def run_into(
         0 if strongest is None else strongest.keys.shape[3],
     )
     template = make_template(q, k, v, call, class_count, strongest_count)
-    offsets, ends = _per_sequence(visibility.offset), _per_sequence(visibility.end)
+    numbers = [_per_sequence(x) for x in _positions(visibility)]
     sinks, slopes, gates = _as_floats(call.sinks), _as_floats(visibility.slopes), _as_floats(call.gates)
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        _address(offsets), _address(ends), _address(visibility.mask),
-        _address(sinks), _address(slopes), _address(gates),
+        *map(_address, numbers), _table_address(template),
+        _address(visibility.mask), _address(sinks), _address(slopes), _address(gates),
         _address(sums), _address(queries), _address(classes), _address(lse),
         0 if strongest is None else strongest.weights.data_ptr(), 0 if strongest is None else strongest.keys.data_ptr(),
         torch.get_num_threads(),
@@ -262,7 +289,8 @@ def run_template(
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        0, 0, 0 if mask is None else mask.data_ptr(), 0, 0, 0,
+        0, 0, 0, 0, 0 if template.windows is None else _table_address(template),
+        0 if mask is None else mask.data_ptr(), 0, 0, 0,
         sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -292,8 +320,58 @@ def _read_buffer(
     return name_columns(sums, (), cross=cross, sinks=False)
 
 
+class Gradients(NamedTuple):
+    """The gradients of q, k, v and sinks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Gradients | None:
+    """The gradients of a call without gates, from its output and each row's log-sum-exp (B, H, Tq).
+
+    None where a number is not finite, or so large that single precision may fail.
+    """
+    grad_out, q, k, v, out = (x.resolve_neg() if x.is_neg() else x for x in (grad_out, q, k, v, out))
+    visibility, size, lse = call.visibility, call.size, lse.contiguous()
+    mask = None if visibility.mask is None else visibility.mask.resolve_neg()
+    template = make_template(q, k, v, call)
+    numbers = [_per_sequence(x) for x in _positions(visibility)]
+    sinks, slopes = _as_floats(call.sinks), _as_floats(visibility.slopes)
+    pointers = POINTERS.pack(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, *map(_address, numbers), _table_address(template),
+        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, torch.get_num_threads(),
+    )  # fmt: skip
+    of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
+    of_k = k.new_empty(size.batch, size.keys, size.kv_heads, size.dim)
+    of_v = v.new_empty(size.batch, size.keys, size.kv_heads, size.value_dim)
+    delta = None if sinks is None else torch.empty_like(lse)
+    gradients = GRADIENTS.pack(
+        *out.stride(), *grad_out.stride(), out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(),
+        of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(), _address(delta),
+    )  # fmt: skip
+    status = _choice.backward(template.fields + pointers, gradients, _choice.index)
+    if status == DECLINED:
+        return None
+    if status:
+        raise MemoryError(NO_MEMORY)
+    of_sinks = None
+    if call.sinks is not None and sinks is not None and delta is not None:
+        share = torch.exp(sinks.view(-1, 1) - lse)  # the weight of a row's sink
+        of_sinks = -(share * delta).sum((0, 2), dtype=torch.float64).to(call.sinks.dtype)
+    return Gradients(of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_sinks)
+
+
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
+
+
+def _table_address(template: Template) -> int:
+    return 0 if template.windows is None else ctypes.addressof(template.windows)
 
 
 def _as_floats(x: Tensor | None) -> Tensor | None:

@@ -1,7 +1,8 @@
 /* Small matrix products whose accumulators stay in registers.
 
    Matrices are row-major with a leading dimension in floats (lda, ldb, ldc), as in BLAS. Rows of a are broadcast, rows
-   of b are read in whole vectors; b and c must be readable, and c writable, up to whole vectors. */
+   of b are read in whole vectors; b and c must be readable, and c writable, up to whole vectors. Within a, the next row
+   is lda floats further and the next column `step`, so that lda = 1 multiplies by a transposed matrix. */
 #ifndef HEADWISE_MATMUL_H
 #define HEADWISE_MATMUL_H
 
@@ -11,9 +12,9 @@ enum { MAX_TILE_VECTORS = 8, PANEL = TILE_VECTORS * LANES /* columns of a packed
 
 /* c (rows x vectors * LANES) = a (rows x n) b (n x vectors * LANES), or += if `accumulate`. If `prefetch`, the cache
    lines `ahead` floats after each row of b are fetched, a few per step, since only few can be in flight. */
-INLINE void tile(const int rows, const int vectors, const float *restrict a, int64_t lda, const float *restrict b,
-                 int64_t ldb, float *restrict c, int64_t ldc, int64_t n, const int accumulate, const int prefetch,
-                 int64_t ahead) {
+INLINE void tile(const int rows, const int vectors, const float *restrict a, int64_t lda, int64_t step,
+                 const float *restrict b, int64_t ldb, float *restrict c, int64_t ldc, int64_t n, const int accumulate,
+                 const int prefetch, int64_t ahead) {
     vfloat sum[TILE_ROWS][MAX_TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
         sum[r][x] = accumulate ? load(c + r * ldc + x * LANES) : splat(0);
@@ -23,7 +24,7 @@ INLINE void tile(const int rows, const int vectors, const float *restrict a, int
         if (prefetch) UNROLL for (int x = 0; x < vectors * LANES; x += CACHE_LINE_FLOATS)
             __builtin_prefetch(b + ahead + x);
         UNROLL for (int r = 0; r < rows; r++) {
-            vfloat left = splat(a[r * lda + i]);
+            vfloat left = splat(a[r * lda + i * step]);
             UNROLL for (int x = 0; x < vectors; x++) sum[r][x] += left * right[x];
         }
     }
@@ -32,26 +33,27 @@ INLINE void tile(const int rows, const int vectors, const float *restrict a, int
 }
 
 /* A row of tiles: the next one is b_step floats further in b, PANEL in c. */
-INLINE void tile_row(const int rows, int64_t vectors, const float *a, int64_t lda, const float *b, int64_t ldb,
-                     int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate, const int prefetch,
-                     int64_t ahead) {
+INLINE void tile_row(const int rows, int64_t vectors, const float *a, int64_t lda, int64_t step, const float *b,
+                     int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate,
+                     const int prefetch, int64_t ahead) {
     for (; vectors >= TILE_VECTORS; vectors -= TILE_VECTORS, b += b_step, c += PANEL)
-        tile(rows, TILE_VECTORS, a, lda, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
-    if (vectors == 1) tile(rows, 1, a, lda, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
-    if (TILE_VECTORS > 2 && vectors == 2) tile(rows, 2, a, lda, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+        tile(rows, TILE_VECTORS, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+    if (vectors == 1) tile(rows, 1, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+    if (TILE_VECTORS > 2 && vectors == 2) tile(rows, 2, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
     if (TILE_VECTORS > 2 && vectors == 3)
-        tile(rows, TILE_VECTORS > 2 ? 3 : 1, a, lda, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+        tile(rows, TILE_VECTORS > 2 ? 3 : 1, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
 }
 
 /* The number of rows is a constant inside of a tile. */
-#define CASE(r)                                                                                                    \
-    case r:                                                                                                        \
-        tile_row(r <= TILE_ROWS ? r : 1, vectors, a, lda, b, ldb, b_step, c, ldc, n, accumulate, prefetch, ahead); \
+#define CASE(r)                                                                                                   \
+    case r:                                                                                                       \
+        tile_row(r <= TILE_ROWS ? r : 1, vectors, a, lda, step, b, ldb, b_step, c, ldc, n, accumulate, prefetch, \
+                 ahead);                                                                                          \
         break;
 
-INLINE void multiply_with(int rows, int64_t vectors, const float *a, int64_t lda, const float *b, int64_t ldb,
-                          int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate, const int prefetch,
-                          int64_t ahead) {
+INLINE void multiply_with(int rows, int64_t vectors, const float *a, int64_t lda, int64_t step, const float *b,
+                          int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate,
+                          const int prefetch, int64_t ahead) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if TALL_TILES
@@ -64,19 +66,19 @@ INLINE void multiply_with(int rows, int64_t vectors, const float *a, int64_t lda
 /* c (rows x vectors * LANES) = a (rows x n) b for 1 to TILE_ROWS rows, where b consists of panels [n][PANEL]. */
 static void multiply_panels(int rows, int64_t vectors, const float *a, int64_t lda, const float *b, float *c,
                             int64_t ldc, int64_t n) {
-    multiply_with(rows, vectors, a, lda, b, PANEL, PANEL * n, c, ldc, n, 0, 0, 0);
+    multiply_with(rows, vectors, a, lda, 1, b, PANEL, PANEL * n, c, ldc, n, 0, 0, 0);
 }
 
 /* c (rows x vectors * LANES) += a (rows x n) b for 1 to TILE_ROWS rows. */
 static void multiply_add(int rows, int64_t vectors, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
                          int64_t ldc, int64_t n) {
-    multiply_with(rows, vectors, a, lda, b, ldb, PANEL, c, ldc, n, 1, 0, 0);
+    multiply_with(rows, vectors, a, lda, 1, b, ldb, PANEL, c, ldc, n, 1, 0, 0);
 }
 
 /* The same, while the floats `ahead` of b are prefetched. */
 static void multiply_add_prefetching(int rows, int64_t vectors, const float *a, int64_t lda, const float *b,
                                      int64_t ldb, float *c, int64_t ldc, int64_t n, int64_t ahead) {
-    multiply_with(rows, vectors, a, lda, b, ldb, PANEL, c, ldc, n, 1, 1, ahead);
+    multiply_with(rows, vectors, a, lda, 1, b, ldb, PANEL, c, ldc, n, 1, 1, ahead);
 }
 
 /* o (rows x vectors * LANES) += e (rows x n) v (n x vectors * LANES) for one or two rows, in wide tiles: values that
@@ -84,16 +86,16 @@ static void multiply_add_prefetching(int rows, int64_t vectors, const float *a, 
 INLINE void accumulate_wide(const int rows, const int width, int64_t vectors, const float *e, int64_t lde,
                             const float *v, int64_t ldv, float *o, int64_t ldo, int64_t n, int64_t ahead) {
     for (; vectors >= width; vectors -= width, v += width * LANES, o += width * LANES)
-        tile(rows, width, e, lde, v, ldv, o, ldo, n, 1, 1, ahead);
+        tile(rows, width, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
     if (width > 4 && vectors & 4) {
-        tile(rows, 4, e, lde, v, ldv, o, ldo, n, 1, 1, ahead);
+        tile(rows, 4, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
         v += 4 * LANES, o += 4 * LANES;
     }
     if (vectors & 2) {
-        tile(rows, 2, e, lde, v, ldv, o, ldo, n, 1, 1, ahead);
+        tile(rows, 2, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
         v += 2 * LANES, o += 2 * LANES;
     }
-    if (vectors & 1) tile(rows, 1, e, lde, v, ldv, o, ldo, n, 1, 1, ahead);
+    if (vectors & 1) tile(rows, 1, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
 }
 
 /* o += e v for a strip of rows. If `ahead` is not 0, the values so many floats further on are needed next. */

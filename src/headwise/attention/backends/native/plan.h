@@ -3,9 +3,11 @@
 #define HEADWISE_PLAN_H
 
 #include "call.h"
+#include "gradients.h"
 
 /* A work item is a block of query rows of one KV head, on all keys or on one part of them. The rows of a KV head are
-   those of all query heads of its group: row = query * group + head within the group. Items are numbered
+   those of all query heads of its group, query by query, so that neighbours see the same keys; head by head where the
+   windows of a group differ (place_row in item.h). Items are numbered
    ((sequence * kv_heads + KV head) * row_blocks + row block) * parts + part. */
 typedef struct {
     int64_t rows;           /* per KV head */
@@ -19,6 +21,7 @@ typedef struct {
     int64_t value_width;    /* value_dim, rounded up to whole vectors */
     int64_t partial_floats; /* of a partial result: (block_rows) RowResult, (block_rows, value_width) output */
     int64_t scratch_bytes;  /* per thread */
+    int head_by_head;       /* the order of a KV head's rows */
     int decoding;           /* so few rows that keys are read in place (dot.h); they are one strip */
     int values_in_place;    /* values are not packed */
     int has_dot_bound;      /* overflow of the scores is excluded by the largest |q| and |k| */
@@ -26,6 +29,10 @@ typedef struct {
     float *partial;         /* (items, partial_floats), where parts > 1 */
     int64_t *first_key;     /* (batch,): see Path.first_visible_key; NULL: key 0 */
     int64_t *low, *high;    /* (batch,): the mask hides all other keys from all rows; NULL: unknown */
+
+    /* of the backward pass (backward.c), whose items are parts of the keys of one KV head: */
+    const Gradients *gradients;
+    int *declined; /* set to 1 by an item that finds numbers which need another method */
 } Plan;
 
 /* Scratch memory of one thread, aligned to SCRATCH_ALIGN bytes. */
@@ -35,17 +42,34 @@ typedef struct {
     int64_t packed_head; /* sequence * kv_heads + KV head whose keys and values are packed there; -1: none */
 } Scratch;
 
+typedef void MakePlan(const Call *, Plan *);
+typedef void RunItem(const Call *, const Plan *, int64_t number, Scratch *);
+
+/* The functions of backward.c, compiled for one instruction set. */
+typedef struct {
+    MakePlan *make_plan;
+    RunItem *run_item;
+    RunItem *merge_item; /* a row block of a KV head, numbered KV head * row_blocks + block, where parts > 1 */
+} BackwardPath;
+
 /* The functions of attention.c, compiled for one instruction set. */
 typedef struct {
     const char *name;
-    void (*make_plan)(const Call *, Plan *);
-    void (*run_item)(const Call *, const Plan *, int64_t number, Scratch *);
+    MakePlan *make_plan;
+    RunItem *run_item;
     void (*merge_parts)(const Call *, const Plan *, int64_t kv_head); /* sequence * kv_heads + KV head */
     int64_t (*first_visible_key)(const Call *, int64_t batch);
     int (*visible_span)(const Call *, int64_t batch, int64_t *low, int64_t *high);
+    const BackwardPath *backward;
 } Path;
 
 extern const Path headwise_avx512, headwise_avx2, headwise_neon, headwise_plain;
+extern const BackwardPath headwise_backward_avx512, headwise_backward_avx2, headwise_backward_neon,
+    headwise_backward_plain;
+
+/* The name of a table above for the instruction set of a source file. */
+#define JOIN(a, b) a##b
+#define NAME_FOR(isa, prefix) JOIN(prefix, isa)
 
 enum { KEY_BLOCK = 512 /* key_block at most */, MAX_LANES = 16, SCRATCH_ALIGN = 64 };
 

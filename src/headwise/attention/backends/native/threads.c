@@ -24,7 +24,7 @@ typedef struct {
 _Static_assert(sizeof(Range) == CACHE_LINE, "one cache line per range");
 
 typedef struct {
-    const Path *path;
+    RunItem *run_item;
     const Call *call;
     const Plan *plan;
     Range *ranges; /* (threads) */
@@ -133,7 +133,7 @@ static void work(Job *job, int thread) {
     for (int i = 0; i < job->threads; i++) {
         Range *range = job->ranges + (thread + i) % job->threads;
         for (int64_t next; (next = atomic_fetch_add(&range->next, 1)) < range->end;)
-            job->path->run_item(job->call, job->plan, next, scratch);
+            job->run_item(job->call, job->plan, next, scratch);
     }
     if (scratch->size > MAX_CACHED_SCRATCH) {
         free(scratch->memory);
@@ -210,9 +210,10 @@ static int choose_threads(const Call *call, const Plan *plan) {
     return count < 1 ? 1 : (int)count;
 }
 
-int headwise_run_items(const Path *path, const Call *call, const Plan *plan) {
+int headwise_run_items(RunItem *run_item, const Call *call, const Plan *plan) {
     Range ranges[MAX_THREADS];
-    Job job = {.path = path, .call = call, .plan = plan, .ranges = ranges, .threads = choose_threads(call, plan)};
+    Job job = {.run_item = run_item, .call = call, .plan = plan, .ranges = ranges};
+    job.threads = choose_threads(call, plan);
     OmpParallel *parallel = atomic_load(&omp_parallel);
     int alone = job.threads == 1 || (!parallel && pthread_mutex_trylock(&pool_in_use));
     if (alone) job.threads = 1;

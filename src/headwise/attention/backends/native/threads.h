@@ -13,6 +13,6 @@ typedef int OmpThreadNumber(void); /* omp_get_thread_num */
 int headwise_use_openmp(OmpParallel *parallel, OmpThreadNumber *thread_number);
 
 /* Run all items of a plan. Returns 0, or 1 where memory ran out. */
-int headwise_run_items(const Path *path, const Call *call, const Plan *plan);
+int headwise_run_items(RunItem *run_item, const Call *call, const Plan *plan);
 
 #endif

@@ -43,13 +43,16 @@ COUNT = tl.constexpr(COLUMNS.index("count"))
 CLASS = tl.constexpr(len(COLUMNS))
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "offset", "end"])  # decoding changes them with every token
+@triton.jit(
+    do_not_specialize=["queries", "keys", "offset", "start", "keep_start", "end"]
+)  # decoding changes them with every token
 def attend(
     q, k, v, out,  # (B, H, Tq, DIM), (B, Hkv, Tk, DIM), (B, Hkv, Tk, VALUE_DIM), (B, H, Tq, VALUE_DIM)
     q_stride, k_stride, v_stride, out_stride,
     kv_heads, group, queries, keys,
-    left, right,  # visible keys before and after a query's position, None for open
-    offset, offsets, end, ends,  # for all sequences, or (B,) where they differ; else None
+    left, right, keep_first,  # visible keys before and after a query's position, None for open; and first keys
+    windows,  # None, or int64 (H, 3): the same for each head, -1 for open
+    offset, offsets, start, starts, keep_start, keep_starts, end, ends,  # or (B,) where sequences differ; else None
     mask, mask_stride,  # uint8 (0: hidden) or float, or None; strides are 0 where it is broadcast
     scale, softcap, sinks, slopes,  # the last three may be None; (H,)
     gates, gates_stride,  # None, or one number per head, and the stride between sequences
@@ -61,6 +64,8 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr,  # the widths rounded up to powers of two
     ROWS: tl.constexpr, KEYS: tl.constexpr,  # of a block
     UPCAST: tl.constexpr,  # the interpreter would multiply the bits of bf16
+    CAUSAL: tl.constexpr, KEEPS: tl.constexpr,  # whether any head keeps first keys, and only up to the query
+    HEAD_BY_HEAD: tl.constexpr,  # the order of a KV head's rows, else query by query
 ):  # fmt: skip
     """One block of rows: output, statistics and log-sum-exp."""
     number = tl.program_id(0)
@@ -70,18 +75,48 @@ def attend(
     batch = (number // blocks // kv_heads).to(tl.int64)
 
     row = block * ROWS + tl.arange(0, ROWS)  # indices are 64 bits wide from here on: strides may be anything
-    query, head = (row // group).to(tl.int64), kv_head * group + row % group
-    exists = query < queries
+    if HEAD_BY_HEAD:
+        query, head = (row % queries).to(tl.int64), kv_head * group + row // queries
+    else:
+        query, head = (row // group).to(tl.int64), kv_head * group + row % group
+    exists = row < group * queries
     at = (batch * kv_heads * group + head) * queries + query  # among all rows of the call
 
     # the key position of each row, and the keys that band and length let it see
     position = query + (offset if offsets is None else tl.load(offsets + batch))
+    begin = tl.maximum(0, start if starts is None else tl.load(starts + batch))
     last = tl.minimum(keys, end if ends is None else tl.load(ends + batch))
-    low = tl.zeros_like(position) if left is None else tl.maximum(0, position - left)
-    high = tl.zeros_like(position) + last if right is None else tl.minimum(last, position + right + 1)
+    low, high = tl.zeros_like(position) + begin, tl.zeros_like(position) + last
+    if windows is not None:
+        before = tl.load(windows + 3 * head, mask=exists, other=0)
+        after = tl.load(windows + 3 * head + 1, mask=exists, other=0)
+        low = tl.where(before < 0, low, tl.maximum(low, position - before))
+        high = tl.where(after < 0, high, tl.minimum(high, position + after + 1))
+    else:
+        if left is not None:
+            low = tl.maximum(low, position - left)
+        if right is not None:
+            high = tl.minimum(high, position + right + 1)
     sees = exists & (low < high)
     low, high = tl.where(sees, low, keys).to(tl.int32), tl.where(sees, high, 0).to(tl.int32)
-    start, stop = tl.min(low, 0) // KEYS * KEYS, tl.max(high, 0)
+    first_block, stop = tl.min(low, 0) // KEYS * KEYS, tl.max(high, 0)
+    # the first keys that stay visible, unless they are in the band anyway
+    kept_low, kept_high, kept_blocks, kept_block = low, low, 0, 0
+    if KEEPS:
+        kept = begin * 0 + (keep_start if keep_starts is None else tl.load(keep_starts + batch))
+        count = keep_first if windows is None else tl.load(windows + 3 * head + 2, mask=exists, other=0)
+        kept_end = tl.minimum(last, kept + count + tl.zeros_like(position))
+        if CAUSAL:
+            kept_end = tl.minimum(kept_end, position + 1)
+        kept_low = tl.zeros_like(position) + tl.maximum(begin, kept)
+        keeps = exists & (kept_low < kept_end)
+        kept_low = tl.where(keeps, kept_low, keys).to(tl.int32)
+        kept_high = tl.where(keeps, kept_end, 0).to(tl.int32)
+        sees = sees | keeps
+        kept_block = tl.min(kept_low, 0) // KEYS * KEYS
+        kept_blocks = tl.cdiv(tl.maximum(0, tl.max(kept_high, 0) - kept_block), KEYS)
+    limit = tl.maximum(stop, tl.max(kept_high, 0))  # no row sees a key from here on
+    band_blocks = tl.cdiv(tl.maximum(0, stop - first_block), KEYS)
 
     position_float = position.to(tl.float32)
     clamped = tl.minimum(tl.maximum(position, -2), keys + 1).to(tl.int32)  # clamped to just outside the keys
@@ -112,15 +147,22 @@ def attend(
         classes += batch * keys
         on_class = tl.zeros([ROWS, MAX_CLASSES], tl.float32)
 
-    for from_key in range(start, stop, KEYS):
+    for turn in range(kept_blocks + band_blocks):
+        from_key = first_block + (turn - kept_blocks) * KEYS
+        if KEEPS:
+            from_key = tl.where(turn < kept_blocks, kept_block + turn * KEYS, from_key)
         j = from_key + tl.arange(0, KEYS)
+        seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+        if KEEPS:
+            among_kept = (j[None, :] >= kept_low[:, None]) & (j[None, :] < kept_high[:, None])
+            seen = tl.where(turn < kept_blocks, among_kept & (seen == 0), seen)
         key = j.to(tl.int64)
         k_at = k + key[None, :] * k_stride[2] + d[:, None] * k_stride[3]
-        key_block = tl.load(k_at, mask=(j < stop)[None, :] & (d < DIM)[:, None], other=0)  # (D, KEYS)
+        key_block = tl.load(k_at, mask=(j < limit)[None, :] & (d < DIM)[:, None], other=0)  # (D, KEYS)
         if UPCAST:
             key_block = key_block.to(tl.float32)
         s = tl.dot(query_block, key_block, input_precision="ieee") * scale
-        s, seen = score_block(s, j, low, high, position_float, softcap, slope, shown, mask_stride[3])
+        s, seen = score_block(s, j, seen, position_float, softcap, slope, shown, mask_stride[3])
         if mask is not None:
             sees = sees | (tl.max(seen.to(tl.int32), 1) > 0)
 
@@ -141,7 +183,7 @@ def attend(
                 on_next += tl.sum(tl.where(step == 1, e, 0.0), 1)
                 on_self += tl.sum(tl.where(step == 0, e, 0.0), 1)
         if CLASSES > 0:
-            bits = tl.load(classes + key, mask=j < stop, other=0)
+            bits = tl.load(classes + key, mask=j < limit, other=0)
             on_class *= f[:, None]
             for i in tl.static_range(CLASSES):
                 share = tl.sum(tl.where((bits & (1 << i) != 0)[None, :], e, 0.0), 1)
@@ -150,7 +192,7 @@ def attend(
         m = higher
 
         v_at = v + key[:, None] * v_stride[2] + dv[None, :] * v_stride[3]
-        value = tl.load(v_at, mask=(j < stop)[:, None] & (dv < VALUE_DIM)[None, :], other=0)  # (KEYS, DV)
+        value = tl.load(v_at, mask=(j < limit)[:, None] & (dv < VALUE_DIM)[None, :], other=0)  # (KEYS, DV)
         if UPCAST:
             value = value.to(tl.float32)
         o = tl.dot(e.to(value.dtype), value, o * f[:, None], input_precision="ieee")
@@ -168,8 +210,9 @@ def attend(
     # 0 * NaN is NaN, so NaN or infinity in a value may have reached rows that do not see it
     if tl.sum(tl.sum((tl.abs(o) < INF).to(tl.int32), 1), 0) < ROWS * DV:
         o = key_by_key(
-            query_block, k, v, k_stride, v_stride, start, stop, low, high, position_float, scale, softcap, slope, shown,
-            mask_stride[3], top, DIM, VALUE_DIM, D, DV,
+            query_block, k, v, k_stride, v_stride, tl.minimum(first_block, kept_block), limit,
+            low, high, kept_low, kept_high, position_float, scale, softcap, slope, shown, mask_stride[3], top,
+            DIM, VALUE_DIM, D, DV,
         )  # fmt: skip
     o = tl.where(sees[:, None], o / denominator[:, None], 0.0)
     if gates is not None:
@@ -202,9 +245,11 @@ def attend(
 
 
 @triton.jit
-def score_block(s, j, low, high, position_float, softcap, slope, shown, mask_step):
-    """Scaled products (rows, keys) of the keys j -> scores, -inf where hidden, and which of them are visible."""
-    seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+def score_block(s, j, seen, position_float, softcap, slope, shown, mask_step):
+    """Scaled products (rows, keys) of the keys j -> scores, -inf where hidden, and which of them are visible.
+
+    seen: what is visible but for the mask.
+    """
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     if slope is not None:
@@ -230,8 +275,8 @@ def tanh(x):
 
 @triton.jit
 def key_by_key(
-    query_block, k, v, k_stride, v_stride, start, stop, low, high, position_float, scale, softcap, slope, shown,
-    mask_step, top,
+    query_block, k, v, k_stride, v_stride, start, stop,
+    low, high, kept_low, kept_high, position_float, scale, softcap, slope, shown, mask_step, top,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """sum e v again, with NaN and infinities in values added to the rows that see them, and to no others.
@@ -246,7 +291,9 @@ def key_by_key(
         key = tl.load(k + j.to(tl.int64) * k_stride[2] + d * k_stride[3], mask=d < DIM, other=0).to(tl.float32)
         value = tl.load(v + j.to(tl.int64) * v_stride[2] + dv * v_stride[3], mask=dv < VALUE_DIM, other=0)
         s = tl.sum(query_block * key[None, :], 1)[:, None] * scale
-        s, seen = score_block(s, j, low, high, position_float, softcap, slope, shown, mask_step)
+        seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+        seen = seen | ((j[None, :] >= kept_low[:, None]) & (j[None, :] < kept_high[:, None]))
+        s, seen = score_block(s, j, seen, position_float, softcap, slope, shown, mask_step)
         o = tl.where(seen, o + tl.exp(s - top[:, None]) * value.to(tl.float32)[None, :], o)
     return o
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats
 from ...torch_modes import PLAIN_TENSORS, is_observed
-from ..blockwise_stats import first_key
+from ...visibility import FAR, Visibility, first_key
 from ..native.library import FORCE, MAX_CLASSES, choice
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs
 
@@ -130,23 +130,29 @@ def _launch(
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # views that PyTorch negates as it reads them
     mask, mask_stride = _mask(None if visibility.mask is None else visibility.mask.resolve_neg())
     offset, offsets = _per_sequence(visibility.offset, q)
+    start, starts = _per_sequence(visibility.start, q)
+    keep_start, keep_starts = _per_sequence(visibility.keep_start, q)
     end, ends = _per_sequence(visibility.end, q)
+    windows, head_by_head = _windows(visibility, q)
     queries = first = None
     classes: tuple[Tensor, ...] = ()
     if request is not None:
         queries = None if request.queries is None else request.queries.contiguous().view(torch.uint8)
-        first = None if visibility.mask is None else first_key(visibility, request.queries)  # None: key 0
+        if visibility.mask is not None or starts is not None or start:  # else it is key 0
+            first = first_key(visibility, request.queries)
         classes = tuple(request.classes.values())
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel.attend[(programs,)](
             q.detach(), k.detach(), v.detach(), out, q.stride(), k.stride(), v.stride(), out.stride(),
             size.kv_heads, size.group, size.queries, size.keys,
-            visibility.left, visibility.right, offset, offsets, end, ends, mask, mask_stride,
+            visibility.left, visibility.right, visibility.keep_first, windows,
+            offset, offsets, start, starts, keep_start, keep_starts, end, ends, mask, mask_stride,
             call.scale, call.softcap, _floats(call.sinks), _floats(visibility.slopes),
             _floats(call.gates), call.gates_stride,
             rows, 0 if rows is None else rows.stride(0), queries, first, _class_bits(classes), lse,
             DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
             D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting and q.dtype == torch.bfloat16,
+            CAUSAL=visibility.causal, KEEPS=visibility.keep_first > 0, HEAD_BY_HEAD=head_by_head,
             num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -168,6 +174,16 @@ def _class_bits(classes: tuple[Tensor, ...]) -> Tensor | None:
 def _per_sequence(x: int | Tensor, like: Tensor) -> tuple[int, Tensor | None]:
     """The number that serves all sequences, or 0 and (B,) numbers, one per sequence."""
     return (0, x.to(like.device, torch.int64).contiguous()) if isinstance(x, Tensor) else (x, None)
+
+
+def _windows(visibility: Visibility, like: Tensor) -> tuple[Tensor | None, bool]:
+    """(H, 3) int64 where heads differ: left, right (-1: open) and keep_first; and whether those of a group do."""
+    if visibility.windows is None:
+        return None, False
+    numbers = [[-1 if n is None else min(n, FAR) for n in window] for window in visibility.windows]
+    group = visibility.size.group
+    differ = any(window != visibility.windows[h // group * group] for h, window in enumerate(visibility.windows))
+    return torch.tensor(numbers, dtype=torch.int64, device=like.device), differ
 
 
 def _mask(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
