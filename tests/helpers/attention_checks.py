@@ -151,7 +151,7 @@ HIDDEN_KEYS = {  # options for 5 queries on 7 keys, some of which no query sees
     "one length": {"lengths": torch.tensor([4, 4])},
     "starts": {"starts": torch.tensor([3, 1])},
     "one start": {"starts": torch.tensor([2, 2]), "causal": True},
-    "first keys and a window": {"window": (0, 0), "keep_first": 2, "offset": 2, "causal": True},
+    "first keys and a window": {"window": (0, 0), "keep_first": 1, "offset": 3, "causal": True},
     "lengths": {"lengths": torch.tensor([3, 6])},
     "causal from the start": {"causal": True, "offset": 0},
     "a window": {"window": (1, 0), "offset": 1},

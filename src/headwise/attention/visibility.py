@@ -324,13 +324,17 @@ def _widest(windows: HeadWindow | tuple[HeadWindow, ...]) -> dict[str, Any]:
         windows = windows[0]
     if isinstance(windows, HeadWindow):
         return {**windows._asdict(), "windows": None}
-    lefts, rights = ([w.left for w in windows], [w.right for w in windows])
     return {
-        "left": max((n for n in lefts if n is not None), default=None) if None not in lefts else None,
-        "right": max((n for n in rights if n is not None), default=None) if None not in rights else None,
+        "left": _widest_side([w.left for w in windows]),
+        "right": _widest_side([w.right for w in windows]),
         "keep_first": max(w.keep_first for w in windows),
         "windows": windows,
     }
+
+
+def _widest_side(sides: list[int | None]) -> int | None:
+    """The largest of these numbers of keys; None is open."""
+    return None if None in sides else max(n for n in sides if n is not None)
 
 
 def first_key(visibility: Visibility, queries: Tensor | None = None) -> Tensor:
