@@ -89,7 +89,7 @@ def _forward(case: AttentionCase) -> _Forward:
 
 
 def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Bounds, to first order, of the errors of all gradients, element by element, before they are rounded to dtype."""
+    """Bounds of the errors of all gradients, element by element, before they are rounded to dtype."""
     x, q, g = _forward(case), torch.from_numpy(case.q), torch.from_numpy(grad_out)
     p, scale = x.weights, q.shape[3] ** -0.5 if case.options.get("scale") is None else abs(case.options["scale"])
     (heads, queries), (kv_heads, key_count, width) = q.shape[1:3], case.v.shape[1:]
@@ -108,7 +108,7 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
         p * ((_sum_error(width) + 4 * UNIT) * size_of_dp + error_of_delta + 4 * UNIT * delta.abs())
         + x.relative * ds.abs()
     )
-    error = error * x.slope_of_cap + ds.abs() * x.error_of_slope
+    error = error * (x.slope_of_cap + x.error_of_slope) + ds.abs() * x.error_of_slope
     ds = (ds * x.slope_of_cap).abs()
     of_q = scale * (error + _sum_error(key_count) * ds) @ x.keys.abs()
     of_k = scale * (error + _sum_error(rows) * ds).transpose(-1, -2) @ q.nan_to_num(0.0).abs()

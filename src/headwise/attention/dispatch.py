@@ -123,10 +123,8 @@ class OnePass(torch.autograd.Function):
                 return *native, None
             large = True
         else:
-            large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
-        with without_autocast(q):
-            if not large and _has_flash_backward(q, call):
-                return *sdpa.backward(grad_out, q, k, v, out, lse, call), None, None
+            with without_autocast(q):
+                large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
         of = composite.gradients(grad_out, q, k, v, call, large)
         return of.q, of.k, of.v, of.sinks, None
 
@@ -138,11 +136,6 @@ def _has_native_backward(grad_out: Tensor, q: Tensor, call: AttentionCall) -> bo
     if not (is_readable(grad_out, q) and torch._C._has_storage(grad_out)):  # a batch of gradients has none
         return False
     return grad_out.dtype == q.dtype and library.why_not(q, call) is None
-
-
-def _has_flash_backward(q: Tensor, call: AttentionCall) -> bool:
-    """Whether PyTorch's fused backward has this call's gradients."""
-    return not torch.is_grad_enabled() and sdpa.why_not(q, call) is None and sdpa.has_backward(call)
 
 
 # ---- head_stats
