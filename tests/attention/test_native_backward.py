@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwise import attend
+from headwise.attention import dispatch
 from headwise.attention.backends import composite
 from headwise.attention.backends.native import library
 from helpers.attention_cases import (
@@ -46,6 +47,7 @@ def native_only(path: str) -> Iterator[None]:
 
     with forced(path), pytest.MonkeyPatch.context() as patch:
         patch.setattr(composite, "gradients", refuse)
+        patch.setattr(dispatch, "run_in_torch", refuse)
         yield
 
 
