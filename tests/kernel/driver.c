@@ -263,7 +263,8 @@ static int check_strongest(const Call *c, int64_t row, const Reference *want, do
     return wrong;
 }
 
-enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DMASK, DELTA, STATUS, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
+enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DMASK, DELTA, STATUS, FIRST_STATISTIC };
+enum { CHECKS = FIRST_STATISTIC + MAX_STATS };
 
 static const char *check_name(int check) {
 #define NAME(id, name) name,

@@ -6,16 +6,17 @@
        P  = 2^(S - lse)          D  = rowsum(G * O)         dP = G V^T           dS = P * (dP - D) (1 - th^2)
        dQ = scale dS K           dK = scale dS^T Q          dV = P^T G
 
-   without the factor 1 - th^2 where there is no softcap. The gradient of a float mask is dS, summed over the axes that
-   the mask is broadcast over; it is not computed with a softcap. Hidden keys have P = dS = 0, and so have all keys of a row
-   without visible ones. Sinks take part in lse alone.
+   without the factor 1 - th^2 where there is no softcap. Hidden keys have P = dS = 0, and so have all keys of a row
+   without visible ones. Sinks take part in lse alone. The gradient of a float mask is dS, summed over the axes that the
+   mask is broadcast over; it is not computed with a softcap.
 
    Blocking: a work item is one KV head with all of its rows, on all keys or on every parts-th block of them; or, one
-   after another, all heads whose gradients of the mask are summed. Queries and G are read once per KV head, into rows of whole vectors. For a block of keys, K and V are packed into panels for S and
-   dP, and K is stored row by row for dQ. A block of rows is processed strip by strip: the scores of up to TILE_ROWS rows
-   become P and dS within the L1 cache, and dQ += dS K. Then dV += P^T G and dK += dS^T Q for all rows of the block. dK
-   and dV are complete when a block of keys is done. Where the keys of a head are divided among items, each has a dQ of
-   its own, and merge_item adds them up.
+   after another, all heads whose gradients of the mask are summed. Queries and G are read once per KV head, into rows
+   of whole vectors. For a block of keys, K and V are packed into panels for S and dP, and K is stored row by row for
+   dQ. A block of rows is processed strip by strip: the scores of up to TILE_ROWS rows become P and dS within the L1
+   cache, and dQ += dS K. Then dV += P^T G and dK += dS^T Q for all rows of the block. dK and dV are complete when a
+   block of keys is done. Where the keys of a head are divided among items, each has a dQ of its own, and merge_item
+   adds them up.
 
    All sums are in single precision, in an order that depends on the sizes alone.
 
@@ -38,21 +39,22 @@ enum {
 };
 _Static_assert((int)ROW_BLOCK % (int)TILE_ROWS == 0 && (int)MAX_KEYS % (int)PANEL == 0, "whole tiles and panels");
 
-static const float LARGE_LSE = 1e4f;   /* single precision leaves a weight an error of |lse| * 6e-8; as in blockwise.py */
-static const float LARGE_NUMBER = 1e15f; /* products of two, summed, stay far from overflow */
+static const float LARGE_LSE = 1e4f;     /* the relative error of a weight is |lse| times that of rounding */
+static const float LARGE_NUMBER = 1e15f; /* products of two such numbers, summed, stay far from overflow */
+static const float LARGE_SCALE = 1e8f;   /* so do scores, with |scale| * dim up to this */
 
 /* A work item and its buffers, see carve_buffers. */
 typedef struct {
     const Call *call;
     const Plan *plan;
     const Gradients *gradients;
-    Item place;              /* its call and batch, for load_mask */
+    Item place; /* its call and batch, for load_mask */
     int64_t batch, kv_head, group;
     int64_t width, value_width; /* dim and value_dim, rounded up to whole vectors */
-    int64_t from, count;     /* the current block of keys */
-    int shared_mask;         /* all rows have the same mask: */
-    int shown;               /* whether it shows any of these keys */
-    int64_t lds;             /* floats per row of P and dS */
+    int64_t from, count;        /* the current block of keys */
+    int shared_mask;            /* all rows have the same mask: */
+    int shown;                  /* whether it shows any of these keys */
+    int64_t lds;                /* floats per row of P and dS */
 
     float *q, *g, *lse, *delta;
     int64_t *low, *high;
@@ -68,23 +70,23 @@ static int64_t carve_buffers(const Call *call, const Plan *plan, char *memory, B
     /* an odd number of cache lines, since rows that are a power of 2 apart compete for the same sets of the L1 cache */
     x->lds = round_up(keys, 2 * CACHE_LINE_FLOATS) + CACHE_LINE_FLOATS;
     Arena arena = {memory, 0};
-    x->q = take(&arena, rows * x->width * f);                    /* (rows, width), padded with zeros */
-    x->g = take(&arena, rows * x->value_width * f);              /* (rows, value_width): gradient of the output */
-    x->lse = take(&arena, rows * f);                             /* (rows), in units of log2 */
-    x->delta = take(&arena, rows * f);                           /* (rows): D */
-    x->low = take(&arena, plan->row_blocks * sizeof(int64_t));   /* (row_blocks): the keys that some row of the */
-    x->high = take(&arena, plan->row_blocks * sizeof(int64_t));  /* (row_blocks)  block may see */
-    x->row = take(&arena, ROW_BLOCK * sizeof(Row));              /* (ROW_BLOCK): of the current block */
+    x->q = take(&arena, rows * x->width * f);                        /* (rows, width), padded with zeros */
+    x->g = take(&arena, rows * x->value_width * f);                  /* (rows, value_width): gradient of the output */
+    x->lse = take(&arena, rows * f);                                 /* (rows), in units of log2 */
+    x->delta = take(&arena, rows * f);                               /* (rows): D */
+    x->low = take(&arena, plan->row_blocks * sizeof(int64_t));       /* (row_blocks): the keys that some row of the */
+    x->high = take(&arena, plan->row_blocks * sizeof(int64_t));      /* (row_blocks)  block may see */
+    x->row = take(&arena, ROW_BLOCK * sizeof(Row));                  /* (ROW_BLOCK): of the current block */
     x->dq = take(&arena, plan->parts > 1 ? 0 : rows * x->width * f); /* (rows, width) */
-    x->keys = take(&arena, keys * x->width * f);                 /* (key_block, width) */
-    x->values = take(&arena, keys * x->value_width * f);         /* (key_block, value_width) */
-    x->key_panels = take(&arena, panels * call->dim * f);        /* [key_block / PANEL][dim][PANEL] */
-    x->value_panels = take(&arena, panels * call->value_dim * f); /* [key_block / PANEL][value_dim][PANEL] */
-    x->dk = take(&arena, keys * x->width * f);                   /* (key_block, width) */
-    x->dv = take(&arena, keys * x->value_width * f);             /* (key_block, value_width) */
-    x->p = take(&arena, ROW_BLOCK * x->lds * f);                 /* (ROW_BLOCK, lds): scores, then P */
-    x->ds = take(&arena, ROW_BLOCK * x->lds * f);                /* (ROW_BLOCK, lds): dP, then dS */
-    x->bias = take(&arena, TILE_ROWS * x->lds * f);              /* (TILE_ROWS, lds): masks of a strip */
+    x->keys = take(&arena, keys * x->width * f);                     /* (key_block, width) */
+    x->values = take(&arena, keys * x->value_width * f);             /* (key_block, value_width) */
+    x->key_panels = take(&arena, panels * call->dim * f);            /* [key_block / PANEL][dim][PANEL] */
+    x->value_panels = take(&arena, panels * call->value_dim * f);    /* [key_block / PANEL][value_dim][PANEL] */
+    x->dk = take(&arena, keys * x->width * f);                       /* (key_block, width) */
+    x->dv = take(&arena, keys * x->value_width * f);                 /* (key_block, value_width) */
+    x->p = take(&arena, ROW_BLOCK * x->lds * f);                     /* (ROW_BLOCK, lds): scores, then P */
+    x->ds = take(&arena, ROW_BLOCK * x->lds * f);                    /* (ROW_BLOCK, lds): dP, then dS */
+    x->bias = take(&arena, TILE_ROWS * x->lds * f);                  /* (TILE_ROWS, lds): masks of a strip */
     return arena.used;
 }
 
@@ -163,7 +165,8 @@ static void load_row(Backward *x, int64_t index, const Row *row) {
                 call->value_dim);
     vfloat sum = {0};
     for (int64_t i = 0; i < x->value_width; i += LANES) sum += load(g + i) * load(o + i);
-    float delta = reduce_add(sum), lse = gradients->lse[(x->batch * call->heads + row->head) * call->queries + row->query];
+    int64_t at = (x->batch * call->heads + row->head) * call->queries + row->query;
+    float delta = reduce_add(sum), lse = gradients->lse[at];
     int moderate = is_moderate(q, x->width) && is_moderate(g, x->value_width) && fabsf(delta) <= FLT_MAX;
     if (!moderate || !(fabsf(lse) < LARGE_LSE)) { /* -inf: no visible keys, as a rule */
         if (sees_any_key(x, row)) decline(x);
@@ -454,7 +457,7 @@ static Backward begin_item(const Call *call, const Plan *plan, int64_t kv_head) 
 /* One part of the keys of a KV head, numbered sequence * kv_heads + KV head. */
 static void run_head(const Call *call, const Plan *plan, int64_t head, int64_t part, Scratch *scratch) {
     Backward x = begin_item(call, plan, head);
-    if (fabs(call->scale) * call->dim > 1e8) decline(&x);
+    if (fabs(call->scale) * call->dim > LARGE_SCALE) decline(&x);
     int64_t used = carve_buffers(call, plan, scratch->memory, &x);
     assert(used <= scratch->size);
     (void)used; /* with NDEBUG */
