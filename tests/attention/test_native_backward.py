@@ -306,6 +306,17 @@ def test_native_gradients_take_an_output_that_was_saved_in_another_layout():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
 
 
+def test_tensors_that_hooks_saved_in_another_dtype_are_left_to_pytorch():
+    case, grad_out = random_case().tensors(torch.float32), torch.randn(2, 6, 5, 3)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double())
+    with forced(NATIVE[0]):
+        want = compute_gradients(case, grad_out)
+        with hooks:
+            got = compute_gradients(case, grad_out)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient.float(), want[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "v")], ids="".join)
 def test_gradients_of_some_tensors_are_those_of_all(names):
     case, grad_out = random_case().tensors(torch.float32), torch.randn(2, 6, 5, 3)

@@ -121,7 +121,7 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None)
-        if _has_native_backward(grad_out, q, call):
+        if _has_native_backward(call, lse, grad_out, q, k, v, out):
             native = library.backward(grad_out, q, k, v, out, lse, call)
             if native is not None:
                 return *native, None
@@ -133,13 +133,18 @@ class OnePass(torch.autograd.Function):
         return of.q, of.k, of.v, of.sinks, of.mask, None
 
 
-def _has_native_backward(grad_out: Tensor, q: Tensor, call: AttentionCall) -> bool:
+def _has_native_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
     """Whether the native kernel computes this call's gradients. It has no second derivatives."""
     if torch.is_grad_enabled() or is_observed() or one_pass_backend(call) is not library:
         return False
-    if not (is_readable(grad_out, q) and torch._C._has_storage(grad_out)):  # a batch of gradients has none
+    if not (
+        is_readable(lse, grad_out, q, *others) and torch._C._has_storage(grad_out)
+    ):  # a batch of gradients has none
         return False
-    return grad_out.dtype == q.dtype and library.why_not(q, call) is None
+    # hooks on saved tensors may have changed their dtypes
+    if lse.dtype != torch.float32 or any(x.dtype != q.dtype for x in (grad_out, *others)):
+        return False
+    return library.why_not(q, call) is None
 
 
 # ---- head_stats
