@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwise import attend
-from headwise.attention.backends import composite, sdpa
+from headwise.attention import dispatch
+from headwise.attention.backends import composite
 from headwise.attention.backends.native import library
 from helpers.attention_cases import (
     FEW,
@@ -46,7 +47,7 @@ def native_only(path: str) -> Iterator[None]:
 
     with forced(path), pytest.MonkeyPatch.context() as patch:
         patch.setattr(composite, "gradients", refuse)
-        patch.setattr(sdpa, "backward", refuse)
+        patch.setattr(dispatch, "run_in_torch", refuse)
         yield
 
 
@@ -56,12 +57,23 @@ def output_gradient(case: AttentionCase, dtype: torch.dtype, seed: int = 0) -> n
     return array(torch.from_numpy(values).to(dtype))
 
 
+def learns_mask(case: AttentionCase) -> bool:
+    """Whether the kernel has the gradient of the case's mask."""
+    mask = case.options.get("mask")
+    return (
+        mask is not None
+        and mask.dtype.kind == "f"
+        and "softcap" not in case.options
+        and (mask.shape[-1:] == case.k.shape[2:3])
+    )
+
+
 def check(case: AttentionCase, dtype: torch.dtype, path: str, layout: str = "default", spoil: float = 0.0) -> None:
     """The native gradients are those of the specification. spoil: the value of keys that no query sees."""
     case = case.rounded(dtype)
     case.options.pop("gates", None)  # they are applied outside the kernel
     grad_out = output_gradient(case, dtype)
-    names = ("q", "k", "v", *(["sinks"] if "sinks" in case.options else []))
+    names = ("q", "k", "v", *(["sinks"] if "sinks" in case.options else []), *(["mask"] if learns_mask(case) else []))
     case = replace(case, **{name: np.where(case.hidden_keys[..., None], 0.0, getattr(case, name)) for name in "kv"})
     inputs = case.spoil_hidden_keys(spoil).tensors(dtype)
     inputs = replace(inputs, **{name: LAYOUTS[layout](getattr(inputs, name)) for name in "qkv"})
@@ -157,6 +169,52 @@ def test_bounds_of_the_gradients_notice_a_single_pair_that_is_hidden():
         assert float(((other[name] - want[name]).abs() - 2 * bounds[name]).max()) > 0, name
 
 
+# ---- masks that learn
+
+SHARED = {
+    "per query": (2, 6, 211, 250),
+    "relative positions of T5": (1, 6, 211, 250),
+    "shared by heads": (2, 1, 211, 250),
+    "shared by sequences and heads": (211, 250),
+    "per key": (250,),
+    "per sequence and key": (2, 1, 1, 250),
+}
+
+
+@pytest.mark.parametrize("shape", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_path
+def test_native_gradients_of_masks_are_those_of_the_specification(path, dtype, shape):
+    rng = np.random.default_rng(3)
+    for options in ({}, {"window": (100, 9)}, {"lengths": np.array([250, 61]), "sinks": np.linspace(-1, 1, 6)}):
+        mask = np.where(rng.random(shape) < 0.1, -np.inf, rng.normal(size=shape))
+        case = replace(random_case(4, queries=211, keys=250), options={"mask": mask, **options})
+        assert learns_mask(case)
+        check(case, dtype, path)
+
+
+def test_the_gradient_of_an_expanded_mask_has_its_shape():
+    case, grad_out = random_case().tensors(torch.float32), torch.randn(2, 6, 5, 3)
+    whole = replace(case, options={"mask": torch.randn(5, 7).expand(2, 6, 5, 7)})
+    shared = replace(case, options={"mask": whole.options["mask"][0, 0]})
+    with native_only(NATIVE[0]):
+        got = compute_gradients(whole, grad_out, ("mask",))["mask"]
+        want = compute_gradients(shared, grad_out, ("mask",))["mask"]
+    assert got.shape == (2, 6, 5, 7)
+    torch.testing.assert_close(got.sum((0, 1)), want)
+
+
+def test_gradients_of_a_mask_that_the_kernel_lacks_come_from_pytorch():
+    case, grad_out = random_case().tensors(torch.float32), torch.randn(2, 6, 5, 3)
+    for options in ({"mask": torch.randn(5, 1)}, {"mask": torch.randn(5, 7), "softcap": 2.0}):
+        learning = replace(case, options=options)
+        with forced(NATIVE[0]):
+            got = compute_gradients(learning, grad_out, ("mask",))["mask"]
+        with forced("one block of rows"):
+            want = compute_gradients(learning, grad_out, ("mask",))["mask"]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 # ---- rows and keys that take no part
 
 
@@ -248,6 +306,17 @@ def test_native_gradients_take_an_output_that_was_saved_in_another_layout():
         torch.testing.assert_close(gradient, want[name], rtol=0, atol=1e-6)
 
 
+def test_tensors_that_hooks_saved_in_another_dtype_are_left_to_pytorch():
+    case, grad_out = random_case().tensors(torch.float32), torch.randn(2, 6, 5, 3)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.double())
+    with forced(NATIVE[0]):
+        want = compute_gradients(case, grad_out)
+        with hooks:
+            got = compute_gradients(case, grad_out)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient.float(), want[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "v")], ids="".join)
 def test_gradients_of_some_tensors_are_those_of_all(names):
     case, grad_out = random_case().tensors(torch.float32), torch.randn(2, 6, 5, 3)
@@ -263,6 +332,7 @@ THREADED = {
     "one head": ((1, 1, 1, 700, 700), {}),
     "groups": ((1, 6, 2, 300, 900), {"window": (100, 3)}),
     "few rows": ((1, 2, 1, 3, 3000), {}),
+    "a mask that learns": ((3, 4, 2, 200, 500), {"mask": torch.randn(200, 500)}),
 }
 
 
@@ -280,11 +350,11 @@ def _threads(request):
 def test_native_gradients_are_bitwise_equal_for_any_number_of_threads(name):
     sizes, options = THREADED[name]
     case = replace(random_case(1, *sizes).tensors(torch.float32), options=options)
-    grad_out, results = torch.randn(*case.q.shape[:3], 3), []
+    grad_out, results, names = torch.randn(*case.q.shape[:3], 3), [], ("q", "k", "v", *({"mask"} & set(options)))
     with native_only(NATIVE[0]):
         for threads in (1, 2, 4, 2):
             torch.set_num_threads(threads)
-            results.append(compute_gradients(case, grad_out))
+            results.append(compute_gradients(case, grad_out, names))
     for result in results[1:]:
         assert all(result[key].equal(results[0][key]) for key in result)
 

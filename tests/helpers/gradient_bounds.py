@@ -89,7 +89,7 @@ def _forward(case: AttentionCase) -> _Forward:
 
 
 def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Bounds, to first order, of the errors of all gradients, element by element, before they are rounded to dtype."""
+    """Bounds of the errors of all gradients, element by element, before they are rounded to dtype."""
     x, q, g = _forward(case), torch.from_numpy(case.q), torch.from_numpy(grad_out)
     p, scale = x.weights, q.shape[3] ** -0.5 if case.options.get("scale") is None else abs(case.options["scale"])
     (heads, queries), (kv_heads, key_count, width) = q.shape[1:3], case.v.shape[1:]
@@ -108,7 +108,8 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
         p * ((_sum_error(width) + 4 * UNIT) * size_of_dp + error_of_delta + 4 * UNIT * delta.abs())
         + x.relative * ds.abs()
     )
-    error = error * x.slope_of_cap + ds.abs() * x.error_of_slope
+    of_scores = error, ds.abs()  # after softcap: what a mask is added to
+    error = error * (x.slope_of_cap + x.error_of_slope) + ds.abs() * x.error_of_slope
     ds = (ds * x.slope_of_cap).abs()
     of_q = scale * (error + _sum_error(key_count) * ds) @ x.keys.abs()
     of_k = scale * (error + _sum_error(rows) * ds).transpose(-1, -2) @ q.nan_to_num(0.0).abs()
@@ -116,6 +117,10 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
     sink = 1 - p.sum(-1, keepdim=True)
     of_sinks = sink * (error_of_delta + (x.relative + _sum_error(rows) + EXP * UNIT) * delta.abs())
     bounds = {"q": of_q, "k": per_kv_head(of_k), "v": per_kv_head(of_v), "sinks": of_sinks.sum((0, 2, 3))}
+    mask = case.options.get("mask")
+    if mask is not None:
+        summed = p.numel() // max(1, mask.size)
+        bounds["mask"] = (of_scores[0] + _sum_error(summed) * of_scores[1]).sum_to_size(mask.shape)
     return {name: 1.1 * bound + SMALLEST[dtype] for name, bound in bounds.items()}
 
 

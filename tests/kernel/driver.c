@@ -269,12 +269,13 @@ static int check_strongest(const Call *c, int64_t row, const Reference *want, do
     return wrong;
 }
 
-enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DELTA, STATUS, FIRST_STATISTIC, CHECKS = FIRST_STATISTIC + MAX_STATS };
+enum { OUTPUT, LSE, STRONGEST, DQ, DK, DV, DMASK, DELTA, STATUS, FIRST_STATISTIC };
+enum { CHECKS = FIRST_STATISTIC + MAX_STATS };
 
 static const char *check_name(int check) {
 #define NAME(id, name) name,
-    static const char *names[] = {"output", "lse",   "strongest", "dq",
-                                  "dk",     "dv",    "delta",     "status", STATISTICS(NAME)};
+    static const char *names[] = {"output", "lse",   "strongest", "dq",     "dk",
+                                  "dv",     "dmask", "delta",     "status", STATISTICS(NAME)};
 #undef NAME
     return check < FIRST_STATISTIC + STAT_CLASS ? names[check] : "class";
 }
@@ -460,7 +461,8 @@ static void add(Sum *sum, double x, double size) { sum->value += x, sum->size +=
 
 /* Add what row i contributes to the gradients; delta is grad_out . out. Returns the relative error of its weights. */
 static double add_row_gradients(const Call *c, const Gradients *g, int64_t b, int64_t h, int64_t i, Sum *dq, Sum *dk,
-                                Sum *dv, double *delta) {
+                                Sum *dv, Sum *dmask, double *delta) {
+    const int64_t *stride = g->dmask_stride;
     Reference row = {.weights = malloc((c->keys + 1) * sizeof(double))};
     int64_t kv = h / (c->heads / c->kv_heads);
     double size_of_delta = 0;
@@ -480,6 +482,8 @@ static double add_row_gradients(const Call *c, const Gradients *g, int64_t b, in
         }
         for (int64_t x = 0; x < c->dim; x++)
             dot += (double)element(c, c->q, c->q_stride, b, h, i, x) * element(c, c->k, c->k_stride, b, kv, j, x);
+        if (g->dmask)
+            add(dmask + b * stride[0] + h * stride[1] + i * stride[2] + j, a * (dp - *delta), a * size);
         double cap = c->softcap > 0 ? tanh(dot * c->scale / c->softcap) : 0, factor = a * c->scale * (1 - cap * cap);
         for (int64_t x = 0; x < c->dim; x++) {
             double q = element(c, c->q, c->q_stride, b, h, i, x), k = element(c, c->k, c->k_stride, b, kv, j, x);
@@ -498,7 +502,9 @@ static int64_t count_wrong(const Call *c, const char *got, const Sum *want, int6
     return wrong;
 }
 
-static void check_kv_head(const Call *c, const Gradients *g, int64_t b, int64_t kv, int64_t wrong[CHECKS]) {
+/* Returns the relative error of the weights. */
+static double check_kv_head(const Call *c, const Gradients *g, int64_t b, int64_t kv, Sum *dmask,
+                            int64_t wrong[CHECKS]) {
     int64_t size = dtype_size(c->dtype), group = c->heads / c->kv_heads;
     Sum *dq = calloc(c->queries * group * c->dim + 1, sizeof(Sum)), *dk = calloc(c->keys * c->dim + 1, sizeof(Sum));
     Sum *dv = calloc(c->keys * c->value_dim + 1, sizeof(Sum));
@@ -506,7 +512,7 @@ static void check_kv_head(const Call *c, const Gradients *g, int64_t b, int64_t 
     for (int64_t row = 0; row < c->queries * group; row++) {
         int64_t i = row / group, h = kv * group + row % group;
         double delta = 0;
-        error = fmax(error, add_row_gradients(c, g, b, h, i, dq + row * c->dim, dk, dv, &delta));
+        error = fmax(error, add_row_gradients(c, g, b, h, i, dq + row * c->dim, dk, dv, dmask, &delta));
         if (g->delta)
             wrong[DELTA] += differs(g->delta[(b * c->heads + h) * c->queries + i], delta, c->dtype == F32 ? 1e-3 : 1);
     }
@@ -521,6 +527,12 @@ static void check_kv_head(const Call *c, const Gradients *g, int64_t b, int64_t 
         wrong[DV] += count_wrong(c, g->dv + index * c->value_dim * size, dv + j * c->value_dim, c->value_dim, relative);
     }
     free(dq), free(dk), free(dv);
+    return error;
+}
+
+static int64_t count_mask_elements(const Call *c) {
+    const int64_t *stride = c->mask_stride;
+    return (stride[0] ? c->batch : 1) * (stride[1] ? c->heads : 1) * (stride[2] ? c->queries : 1) * c->keys;
 }
 
 /* The gradients of a random call, without gates and statistics. */
@@ -540,10 +552,19 @@ static void test_gradients(Case *x, int path, int64_t wrong[CHECKS]) {
     g.dk = own(x, allocate(keys * c->dim * size));
     g.dv = own(x, allocate(keys * c->value_dim * size));
     g.delta = chance(0.5) ? own(x, allocate(rows * sizeof(float))) : NULL;
+    int64_t masked = c->mask && c->mask_dtype != BOOL && c->softcap == 0 && chance(0.7) ? count_mask_elements(c) : 0;
+    memcpy(g.dmask_stride, c->mask_stride, sizeof g.dmask_stride);
+    if (masked) g.dmask = own(x, allocate(masked * sizeof(float)));
     wrong[STATUS] += headwise_backward(c, &g, path) != (c->scale > 1 ? DECLINED : 0);
     if (c->scale > 1) return;
+    Sum *dmask = calloc(masked + 1, sizeof(Sum));
+    double error = 0;
     for (int64_t b = 0; b < c->batch; b++)
-        for (int64_t kv = 0; kv < c->kv_heads; kv++) check_kv_head(c, &g, b, kv, wrong);
+        for (int64_t kv = 0; kv < c->kv_heads; kv++) error = fmax(error, check_kv_head(c, &g, b, kv, dmask, wrong));
+    double relative = 2e-5 + 8 * error + (c->dtype == F32 ? 0 : 2e-2); /* the output is rounded */
+    for (int64_t i = 0; i < masked; i++)
+        wrong[DMASK] += differs(g.dmask[i], dmask[i].value, relative * dmask[i].size + 1e-6);
+    free(dmask);
 }
 
 /* Returns whether anything was wrong with a random call. */

@@ -65,17 +65,29 @@ def test_warnings_are_errors_in_test_builds_and_not_for_users(hatch_build):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("header", "old", "new", "message"),
     [
-        ("int64_t batch, heads, kv_heads,", "int64_t heads, batch, kv_heads,", "Call.batch has moved"),
-        ("int64_t left, right, offset, end;", "int64_t left, right; int32_t offset, end;", "Call.end has moved"),
-        ("    int64_t threads;\n} Call;", "    int64_t threads, extra;\n} Call;", "a field of Call is missing above"),
+        ("call.h", "int64_t batch, heads, kv_heads,", "int64_t heads, batch, kv_heads,", "Call.batch has moved"),
+        (
+            "call.h",
+            "int64_t left, right, offset, end;",
+            "int64_t left, right; int32_t offset, end;",
+            "Call.end has moved",
+        ),
+        (
+            "call.h",
+            "    int64_t threads;\n} Call;",
+            "    int64_t threads, x;\n} Call;",
+            "a field of Call is missing above",
+        ),
+        ("gradients.h", "*out, *grad_out;", "*grad_out, *out;", "Gradients.out has moved"),
+        ("gradients.h", "} Gradients;", "    int64_t x;\n} Gradients;", "a field of Gradients is missing above"),
     ],
-    ids=["order", "width", "count"],
+    ids=["order", "width", "count", "order of gradients", "count of gradients"],
 )
-def test_call_struct_that_python_would_pack_differently_does_not_compile(sources, old, new, message):
+def test_structs_that_python_would_pack_differently_do_not_compile(sources, header, old, new, message):
     assert errors_of(sources, "kernel.c") == ""
-    replace_in(sources / "call.h", old, new)
+    replace_in(sources / header, old, new)
     assert message in errors_of(sources, "kernel.c")
 
 
@@ -88,7 +100,8 @@ def test_scratch_buffers_that_vectors_would_overrun_do_not_compile(sources):
 
 @needs_kernel
 @pytest.mark.parametrize(
-    ("name", "value"), [("COLUMNS", library.COLUMNS[::-1]), ("MAX_CLASSES", 9), ("POINTERS", library.FORM)]
+    ("name", "value"),
+    [("COLUMNS", library.COLUMNS[::-1]), ("MAX_CLASSES", 9), ("POINTERS", library.FORM), ("GRADIENTS", library.FORM)],
 )
 def test_library_whose_layout_differs_from_python_is_not_loaded(monkeypatch, name, value):
     monkeypatch.setattr(library, name, value)

@@ -49,7 +49,9 @@ def why_not_one_pass(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EX
         return reason
     if call.dropout:
         return f"the {backend.NAME} kernel has no dropout"
-    if needs_gradient(call.visibility.mask, call.visibility.slopes):
+    if needs_gradient(call.visibility.slopes):
+        return "the slopes require a gradient"
+    if needs_gradient(call.visibility.mask) and not (backend is library and library.has_mask_gradient(call)):
         return "the mask requires a gradient"
     return None
 
@@ -81,13 +83,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         return operators.attend(q, k, v, call)
     if why_not_one_pass(q, call) is None:
         compiling = torch.compiler.is_compiling()
-        learning = needs_gradient(q, k, v, call.sinks, call.gates)
+        learning = needs_gradient(q, k, v, call.sinks, call.gates, call.visibility.mask)
         if is_observed() and not (compiling and learning):  # a compiler knows the gradients of PyTorch's own operators
             return operators.attend(q, k, v, call)
         if not learning:
             return one_pass_backend(call).run(q, k, v, call).out
         if not compiling:
-            return apply_gates(OnePass.apply(q, k, v, call.sinks, call), call)
+            return apply_gates(OnePass.apply(q, k, v, call.sinks, call.visibility.mask, call), call)
     return run_in_torch(q, k, v, call)
 
 
@@ -106,43 +108,43 @@ class OnePass(torch.autograd.Function):
     """A one-pass kernel's output without gates, where gradients are needed; backward computes the weights again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall) -> Tensor:
-        call = replace(call, sinks=sinks, gates=None)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, call: AttentionCall
+    ) -> Tensor:
+        call = call.with_tensors(mask, call.visibility.slopes, sinks, None)
         outputs = one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
-        ctx.save_for_backward(q, k, v, sinks, outputs.out, outputs.lse)
+        ctx.save_for_backward(q, k, v, sinks, mask, outputs.out, outputs.lse)
         ctx.call = call
         return outputs.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        call: AttentionCall = replace(ctx.call, sinks=sinks)
-        if _has_native_backward(grad_out, q, call):
+        q, k, v, sinks, mask, out, lse = ctx.saved_tensors
+        call: AttentionCall = ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None)
+        if _has_native_backward(call, lse, grad_out, q, k, v, out):
             native = library.backward(grad_out, q, k, v, out, lse, call)
             if native is not None:
                 return *native, None
             large = True
         else:
-            large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
-        with without_autocast(q):
-            if not large and _has_flash_backward(q, call):
-                return *sdpa.backward(grad_out, q, k, v, out, lse, call), None, None
+            with without_autocast(q):
+                large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
         of = composite.gradients(grad_out, q, k, v, call, large)
-        return of.q, of.k, of.v, of.sinks, None
+        return of.q, of.k, of.v, of.sinks, of.mask, None
 
 
-def _has_native_backward(grad_out: Tensor, q: Tensor, call: AttentionCall) -> bool:
+def _has_native_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
     """Whether the native kernel computes this call's gradients. It has no second derivatives."""
     if torch.is_grad_enabled() or is_observed() or one_pass_backend(call) is not library:
         return False
-    if not (is_readable(grad_out, q) and torch._C._has_storage(grad_out)):  # a batch of gradients has none
+    if not (
+        is_readable(lse, grad_out, q, *others) and torch._C._has_storage(grad_out)
+    ):  # a batch of gradients has none
         return False
-    return grad_out.dtype == q.dtype and library.why_not(q, call) is None
-
-
-def _has_flash_backward(q: Tensor, call: AttentionCall) -> bool:
-    """Whether PyTorch's fused backward has this call's gradients."""
-    return not torch.is_grad_enabled() and sdpa.why_not(q, call) is None and sdpa.has_backward(call)
+    # hooks on saved tensors may have changed their dtypes
+    if lse.dtype != torch.float32 or any(x.dtype != q.dtype for x in (grad_out, *others)):
+        return False
+    return library.why_not(q, call) is None
 
 
 # ---- head_stats

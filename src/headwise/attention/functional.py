@@ -261,5 +261,5 @@ def is_one_pass(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[CallOptions[T
     q, k, v = cast_inputs(q, k, v)
     call = build_call(q, k, v, **options)
     return dispatch.why_not_one_pass(q, call, ExtraOutputs(stats=StatsRequest())) is None and not needs_gradient(
-        q, k, v, call.sinks, call.gates
+        q, k, v, call.sinks, call.gates, call.visibility.mask
     )

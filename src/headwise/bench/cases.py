@@ -158,20 +158,26 @@ def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, b
     )
 
 
-def _backward(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
-    inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim)]
+def _backward(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, causal: int) -> PreparedCase:
+    """attend with its gradients against sdpa with its own. causal: 0 or 1."""
+    inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim, kv_heads=kv_heads)]
     output_gradient = random_normal(*inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
-    def forward_backward(attention: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    def forward_backward(attention: Callable[..., Tensor], **options: bool) -> tuple[Tensor, ...]:
         """The output and the gradients of q, k and v."""
         with torch.enable_grad():
-            out = attention(*inputs)
+            out = attention(*inputs, **options)
             return out.detach(), *torch.autograd.grad(out, inputs, output_gradient)
 
-    contestants: dict[str, Contestant] = {"sdpa": partial(forward_backward, F.scaled_dot_product_attention)}
-    flops = 3.5 * _attention_flops(inputs[0], inputs[1])  # backward has five matrix products, forward two
+    sdpa = partial(F.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
+    contestants: dict[str, Contestant] = {"sdpa": partial(forward_backward, sdpa, is_causal=bool(causal))}
+    # backward has five matrix products, forward two
+    flops = 3.5 * _attention_flops(inputs[0], inputs[1]) / (1 + causal)
     return PreparedCase(
-        partial(forward_backward, headwise.attend), contestants, headwise.explain(*inputs), matmul_limit(flops)
+        partial(forward_backward, headwise.attend, causal=bool(causal)),
+        contestants,
+        headwise.explain(*inputs, causal=bool(causal)),
+        matmul_limit(flops),
     )
 
 
@@ -288,13 +294,30 @@ CASES = {
             {**_TINY, "window": 7, "with_stats": 1},
             {"sdpa with mask": 14.0},
         ),
-        Case(
-            "backward",
-            "attend forward + backward, 12 heads, T 1024, D 64",
-            _backward,
-            {**_HEADS, "tokens": 1024},
-            _TINY,
-            {"sdpa": 1.0},
+        *(
+            Case(
+                f"backward{name}",
+                f"attend forward + backward, {title}",
+                _backward,
+                sizes,
+                {**_TINY, "kv_heads": 2 * sizes["kv_heads"] // sizes["heads"] or 1, "causal": sizes["causal"]},
+                {"sdpa": goal},
+            )
+            for name, title, sizes, goal in (
+                ("", "12 heads, T 1024, D 64", {**_HEADS, "kv_heads": 12, "tokens": 1024, "causal": 0}, 1.15),
+                (
+                    "-causal",
+                    "causal, 12 heads, T 1024, D 64",
+                    {**_HEADS, "kv_heads": 12, "tokens": 1024, "causal": 1},
+                    1.6,
+                ),
+                (
+                    "-groups",
+                    "causal, 32 query / 8 KV heads, T 1024, D 128",
+                    {"heads": 32, "kv_heads": 8, "tokens": 1024, "dim": 128, "causal": 1},
+                    1.5,
+                ),
+            )
         ),
         *(
             Case(

@@ -7,14 +7,16 @@
        dQ = scale dS K           dK = scale dS^T Q          dV = P^T G
 
    without the factor 1 - th^2 where there is no softcap. Hidden keys have P = dS = 0, and so have all keys of a row
-   without visible ones. Sinks take part in lse alone.
+   without visible ones. Sinks take part in lse alone. The gradient of a float mask is dS, summed over the axes that the
+   mask is broadcast over; it is not computed with a softcap.
 
-   Blocking: a work item is one KV head with all of its rows, on all keys or on every parts-th block of them. Queries and
-   G are read once per KV head, into rows of whole vectors. For a block of keys, K and V are packed into panels for S and
-   dP, and K is stored row by row for dQ. A block of rows is processed strip by strip: the scores of up to TILE_ROWS rows
-   become P and dS within the L1 cache, and dQ += dS K. Then dV += P^T G and dK += dS^T Q for all rows of the block. dK
-   and dV are complete when a block of keys is done. Where the keys of a head are divided among items, each has a dQ of
-   its own, and merge_item adds them up.
+   Blocking: a work item is one KV head with all of its rows, on all keys or on every parts-th block of them; or, one
+   after another, all heads whose gradients of the mask are summed. Queries and G are read once per KV head, into rows
+   of whole vectors. For a block of keys, K and V are packed into panels for S and dP, and K is stored row by row for
+   dQ. A block of rows is processed strip by strip: the scores of up to TILE_ROWS rows become P and dS within the L1
+   cache, and dQ += dS K. Then dV += P^T G and dK += dS^T Q for all rows of the block. dK and dV are complete when a
+   block of keys is done. Where the keys of a head are divided among items, each has a dQ of its own, and merge_item
+   adds them up.
 
    All sums are in single precision, in an order that depends on the sizes alone.
 
@@ -37,21 +39,22 @@ enum {
 };
 _Static_assert((int)ROW_BLOCK % (int)TILE_ROWS == 0 && (int)MAX_KEYS % (int)PANEL == 0, "whole tiles and panels");
 
-static const float LARGE_LSE = 1e4f;   /* single precision leaves a weight an error of |lse| * 6e-8; as in blockwise.py */
-static const float LARGE_NUMBER = 1e15f; /* products of two, summed, stay far from overflow */
+static const float LARGE_LSE = 1e4f;     /* the relative error of a weight is |lse| times that of rounding */
+static const float LARGE_NUMBER = 1e15f; /* products of two such numbers, summed, stay far from overflow */
+static const float LARGE_SCALE = 1e8f;   /* so do scores, with |scale| * dim up to this */
 
 /* A work item and its buffers, see carve_buffers. */
 typedef struct {
     const Call *call;
     const Plan *plan;
     const Gradients *gradients;
-    Item place;              /* its call and batch, for load_mask */
+    Item place; /* its call and batch, for load_mask */
     int64_t batch, kv_head, group;
     int64_t width, value_width; /* dim and value_dim, rounded up to whole vectors */
-    int64_t from, count;     /* the current block of keys */
-    int shared_mask;         /* all rows have the same mask: */
-    int shown;               /* whether it shows any of these keys */
-    int64_t lds;             /* floats per row of P and dS */
+    int64_t from, count;        /* the current block of keys */
+    int shared_mask;            /* all rows have the same mask: */
+    int shown;                  /* whether it shows any of these keys */
+    int64_t lds;                /* floats per row of P and dS */
 
     float *q, *g, *lse, *delta;
     Span *seen;
@@ -67,37 +70,41 @@ static int64_t carve_buffers(const Call *call, const Plan *plan, char *memory, B
     /* an odd number of cache lines, since rows that are a power of 2 apart compete for the same sets of the L1 cache */
     x->lds = round_up(keys, 2 * CACHE_LINE_FLOATS) + CACHE_LINE_FLOATS;
     Arena arena = {memory, 0};
-    x->q = take(&arena, rows * x->width * f);                    /* (rows, width), padded with zeros */
-    x->g = take(&arena, rows * x->value_width * f);              /* (rows, value_width): gradient of the output */
-    x->lse = take(&arena, rows * f);                             /* (rows), in units of log2 */
-    x->delta = take(&arena, rows * f);                           /* (rows): D */
+    x->q = take(&arena, rows * x->width * f);                        /* (rows, width), padded with zeros */
+    x->g = take(&arena, rows * x->value_width * f);                  /* (rows, value_width): gradient of the output */
+    x->lse = take(&arena, rows * f);                                 /* (rows), in units of log2 */
+    x->delta = take(&arena, rows * f);                               /* (rows): D */
     x->seen = take(&arena, plan->row_blocks * SPANS * sizeof(Span)); /* (row_blocks, SPANS): keys some row may see */
-    x->row = take(&arena, ROW_BLOCK * sizeof(Row));              /* (ROW_BLOCK): of the current block */
+    x->row = take(&arena, ROW_BLOCK * sizeof(Row));                  /* (ROW_BLOCK): of the current block */
     x->dq = take(&arena, plan->parts > 1 ? 0 : rows * x->width * f); /* (rows, width) */
-    x->keys = take(&arena, keys * x->width * f);                 /* (key_block, width) */
-    x->values = take(&arena, keys * x->value_width * f);         /* (key_block, value_width) */
-    x->key_panels = take(&arena, panels * call->dim * f);        /* [key_block / PANEL][dim][PANEL] */
-    x->value_panels = take(&arena, panels * call->value_dim * f); /* [key_block / PANEL][value_dim][PANEL] */
-    x->dk = take(&arena, keys * x->width * f);                   /* (key_block, width) */
-    x->dv = take(&arena, keys * x->value_width * f);             /* (key_block, value_width) */
-    x->p = take(&arena, ROW_BLOCK * x->lds * f);                 /* (ROW_BLOCK, lds): scores, then P */
-    x->ds = take(&arena, ROW_BLOCK * x->lds * f);                /* (ROW_BLOCK, lds): dP, then dS */
-    x->bias = take(&arena, TILE_ROWS * x->lds * f);              /* (TILE_ROWS, lds): masks of a strip */
+    x->keys = take(&arena, keys * x->width * f);                     /* (key_block, width) */
+    x->values = take(&arena, keys * x->value_width * f);             /* (key_block, value_width) */
+    x->key_panels = take(&arena, panels * call->dim * f);            /* [key_block / PANEL][dim][PANEL] */
+    x->value_panels = take(&arena, panels * call->value_dim * f);    /* [key_block / PANEL][value_dim][PANEL] */
+    x->dk = take(&arena, keys * x->width * f);                       /* (key_block, width) */
+    x->dv = take(&arena, keys * x->value_width * f);                 /* (key_block, value_width) */
+    x->p = take(&arena, ROW_BLOCK * x->lds * f);                     /* (ROW_BLOCK, lds): scores, then P */
+    x->ds = take(&arena, ROW_BLOCK * x->lds * f);                    /* (ROW_BLOCK, lds): dP, then dS */
+    x->bias = take(&arena, TILE_ROWS * x->lds * f);                  /* (TILE_ROWS, lds): masks of a strip */
     return arena.used;
 }
 
+/* Whether the gradient of the mask is summed over sequences, or heads: these are then processed by one item. */
+static int sums_sequences(const Gradients *gradients) { return gradients->dmask && !gradients->dmask_stride[0]; }
+static int sums_heads(const Gradients *gradients) { return gradients->dmask && !gradients->dmask_stride[1]; }
+
 /* As in attention.c, the cut depends on the sizes alone. */
-static void make_plan(const Call *call, Plan *plan) {
-    *plan = (Plan){0};
+static void make_plan(const Call *call, const Gradients *gradients, Plan *plan) {
+    *plan = (Plan){.gradients = gradients};
     plan->head_by_head = windows_differ_in_groups(call);
-    int64_t kv_heads = call->batch * call->kv_heads;
+    int64_t heads = (sums_sequences(gradients) ? 1 : call->batch) * (sums_heads(gradients) ? 1 : call->kv_heads);
     plan->rows = call->heads / call->kv_heads * call->queries;
     plan->row_blocks = div_up(plan->rows, ROW_BLOCK);
     plan->block_rows = plan->row_blocks ? round_up(div_up(plan->rows, plan->row_blocks), TILE_ROWS) : ROW_BLOCK;
     plan->key_blocks = div_up(call->keys, MAX_KEYS);
     plan->key_block = plan->key_blocks ? round_up(div_up(call->keys, plan->key_blocks), PANEL) : PANEL;
-    plan->parts = max(1, min(plan->key_blocks, div_up(FEW_ITEMS, max(1, kv_heads))));
-    plan->items = kv_heads * plan->parts;
+    plan->parts = max(1, min(plan->key_blocks, div_up(FEW_ITEMS, max(1, heads))));
+    plan->items = heads * plan->parts;
     plan->partial_floats = plan->rows * round_up(call->dim, LANES);
     Backward unused;
     plan->scratch_bytes = carve_buffers(call, plan, NULL, &unused);
@@ -175,7 +182,8 @@ static void load_row(Backward *x, int64_t index, Row *row) {
                 call->value_dim);
     vfloat sum = {0};
     for (int64_t i = 0; i < x->value_width; i += LANES) sum += load(g + i) * load(o + i);
-    float delta = reduce_add(sum), lse = gradients->lse[(x->batch * call->heads + row->head) * call->queries + row->query];
+    int64_t at = (x->batch * call->heads + row->head) * call->queries + row->query;
+    float delta = reduce_add(sum), lse = gradients->lse[at];
     int moderate = is_moderate(q, x->width) && is_moderate(g, x->value_width) && fabsf(delta) <= FLT_MAX;
     if (!moderate || !(fabsf(lse) < LARGE_LSE)) { /* -inf: no visible keys, as a rule */
         if (sees_key_between(x, row, 0, call->keys)) decline(x);
@@ -362,6 +370,19 @@ static void weigh_row(const Backward *x, const Strip *strip, int64_t first_row, 
     for (int64_t j = gap.low; j < gap.high; j++) p[j] = ds[j] = 0;
 }
 
+/* Add dS of row r of a strip to the gradient of the mask. */
+static void add_mask_gradient(const Backward *x, const Strip *strip, int r) {
+    const Row *row = x->row + strip->first + r;
+    const int64_t *stride = x->gradients->dmask_stride;
+    const float *ds = x->ds + (strip->first + r) * x->lds;
+    float *sum = x->gradients->dmask + x->batch * stride[0] + row->head * stride[1] + row->query * stride[2] + x->from;
+    int64_t j, b;
+    Span gap; /* where dS is 0 */
+    if (!visible_range(x, row, &j, &b, &gap)) return;
+    for (; j + LANES <= b; j += LANES) store(sum + j, load(sum + j) + load(ds + j));
+    for (; j < b; j++) sum[j] += ds[j];
+}
+
 /* P and dS of a strip, and dQ += dS K. first_row: of the block of rows. */
 static void run_strip(Backward *x, Strip *strip, int64_t first_row) {
     const Call *call = x->call;
@@ -381,6 +402,7 @@ static void run_strip(Backward *x, Strip *strip, int64_t first_row) {
     multiply_panels(strip->rows, div_up(n, LANES), x->g + row * x->value_width, x->value_width,
                     x->value_panels + start * call->value_dim, ds + start, lds, call->value_dim);
     for (int r = 0; r < strip->rows; r++) weigh_row(x, strip, first_row, r);
+    for (int r = 0; x->gradients->dmask && r < strip->rows; r++) add_mask_gradient(x, strip, r);
     multiply_add(strip->rows, width / LANES, ds + strip->low, lds, x->keys + strip->low * width, width,
                  x->dq + row * width, width, strip->high - strip->low);
 }
@@ -456,17 +478,16 @@ static Backward begin_item(const Call *call, const Plan *plan, int64_t kv_head) 
     return x;
 }
 
-static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch *scratch) {
-    int64_t head = number / plan->parts, part = number % plan->parts;
+/* One part of the keys of a KV head, numbered sequence * kv_heads + KV head. */
+static void run_head(const Call *call, const Plan *plan, int64_t head, int64_t part, Scratch *scratch) {
     Backward x = begin_item(call, plan, head);
-    if (has_declined(plan)) return;
-    if (fabs(call->scale) * call->dim > 1e8) decline(&x);
+    if (fabs(call->scale) * call->dim > LARGE_SCALE) decline(&x);
     int64_t used = carve_buffers(call, plan, scratch->memory, &x);
     assert(used <= scratch->size);
     (void)used; /* with NDEBUG */
     if (scratch->packed_head != head) load_rows(&x);
     scratch->packed_head = head;
-    if (plan->parts > 1) x.dq = plan->partial + number * plan->partial_floats;
+    if (plan->parts > 1) x.dq = plan->partial + (head * plan->parts + part) * plan->partial_floats;
     memset(x.dq, 0, plan->rows * x.width * sizeof(float));
     if (!part && x.gradients->delta) store_delta(&x);
     for (int64_t block = part; block < plan->key_blocks && !has_declined(plan); block += plan->parts) {
@@ -482,6 +503,17 @@ static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch
         store_keys(&x);
     }
     if (plan->parts == 1) store_queries(&x, x.dq, 0, plan->rows);
+}
+
+static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch *scratch) {
+    int64_t sequences = sums_sequences(plan->gradients) ? call->batch : 1; /* of the item */
+    int64_t heads = sums_heads(plan->gradients) ? call->kv_heads : 1;
+    int64_t part = number % plan->parts, first = number / plan->parts, groups = call->kv_heads / heads;
+    for (int64_t b = 0; b < sequences; b++)
+        for (int64_t h = 0; h < heads && !has_declined(plan); h++) {
+            int64_t sequence = first / groups + b, kv_head = first % groups + h;
+            run_head(call, plan, sequence * call->kv_heads + kv_head, part, scratch);
+        }
 }
 
 /* Add up the gradients of a block of rows over the parts of the keys. */

@@ -145,11 +145,13 @@ EXPORT int headwise_backward(const Call *call, const Gradients *gradients, int i
     const Path *path = path_at(index);
     if (!path) return NO_SUCH_PATH;
     assert(!call->gates && !call->sums && !call->class_count && !call->strongest_count);
+    assert(!gradients->dmask || (call->mask && call->softcap == 0 && gradients->dmask_stride[3] == 1));
     int declined = 0;
     Plan plan;
-    path->backward->make_plan(call, &plan);
-    plan.gradients = gradients, plan.declined = &declined;
-    if (plan.parts > 1) plan.partial = malloc(plan.items * plan.partial_floats * sizeof(float) + 1);
+    path->backward->make_plan(call, gradients, &plan);
+    plan.declined = &declined;
+    int64_t partials = call->batch * call->kv_heads * plan.parts;
+    if (plan.parts > 1) plan.partial = malloc(partials * plan.partial_floats * sizeof(float) + 1);
     int failed = plan.parts > 1 && !plan.partial;
     Call unmasked = *call;
     if (!failed && find_visible_spans(path, call, &plan)) unmasked.mask = NULL;

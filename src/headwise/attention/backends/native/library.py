@@ -34,7 +34,7 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
 FORM, POINTERS = struct.Struct("=40q2d"), struct.Struct("=20q")  # the two halves of Call in call.h
-GRADIENTS = struct.Struct("=15q")  # Gradients in gradients.h
+GRADIENTS = struct.Struct("=20q")  # Gradients in gradients.h
 DECLINED = 3  # returned by headwise_backward, see kernel.c
 MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
 
@@ -320,19 +320,26 @@ def _read_buffer(
     return name_columns(sums, (), cross=cross, sinks=False)
 
 
+def has_mask_gradient(call: AttentionCall) -> bool:
+    """Whether the kernel has the gradient of a call's float mask."""
+    mask = call.visibility.mask
+    return mask is not None and call.softcap is None and mask.shape[3] == call.size.keys
+
+
 class Gradients(NamedTuple):
-    """The gradients of q, k, v and sinks."""
+    """The gradients of q, k, v, sinks and a float mask; None for those that do not require one."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     sinks: Tensor | None
+    mask: Tensor | None
 
 
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
 ) -> Gradients | None:
-    """The gradients of a call without gates, from its output and each row's log-sum-exp (B, H, Tq).
+    """The gradients of a call without gates that require one, from its output and each row's log-sum-exp (B, H, Tq).
 
     None where a number is not finite, or so large that single precision may fail.
     """
@@ -349,10 +356,14 @@ def backward(
     of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
     of_k = k.new_empty(size.batch, size.keys, size.kv_heads, size.dim)
     of_v = v.new_empty(size.batch, size.keys, size.kv_heads, size.value_dim)
-    delta = None if sinks is None else torch.empty_like(lse)
+    delta = torch.empty_like(lse) if call.sinks is not None and call.sinks.requires_grad else None
+    of_mask, mask_stride = None, [0, 0, 0, 0]
+    if visibility.mask is not None and visibility.mask.requires_grad:
+        of_mask = visibility.mask.new_zeros(visibility.mask.shape, dtype=torch.float32)
+        mask_stride = [n if m > 1 else 0 for n, m in zip(of_mask.stride()[:3], of_mask.shape[:3], strict=True)] + [1]
     gradients = GRADIENTS.pack(
-        *out.stride(), *grad_out.stride(), out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(),
-        of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(), _address(delta),
+        *out.stride(), *grad_out.stride(), *mask_stride, out.data_ptr(), grad_out.data_ptr(), lse.data_ptr(),
+        of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(), _address(delta), _address(of_mask),
     )  # fmt: skip
     status = _choice.backward(template.fields + pointers, gradients, _choice.index)
     if status == DECLINED:
@@ -363,7 +374,9 @@ def backward(
     if call.sinks is not None and sinks is not None and delta is not None:
         share = torch.exp(sinks.view(-1, 1) - lse)  # the weight of a row's sink
         of_sinks = -(share * delta).sum((0, 2), dtype=torch.float64).to(call.sinks.dtype)
-    return Gradients(of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_sinks)
+    if visibility.mask is not None and of_mask is not None:
+        of_mask = of_mask.to(visibility.mask.dtype)
+    return Gradients(of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_sinks, of_mask)
 
 
 def _address(x: Tensor | None) -> int:

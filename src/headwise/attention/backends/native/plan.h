@@ -30,7 +30,7 @@ typedef struct {
     int64_t *first_key;     /* (batch,): see Path.first_visible_key; NULL: key 0 */
     int64_t *low, *high;    /* (batch,): the mask hides all other keys from all rows; NULL: unknown */
 
-    /* of the backward pass (backward.c), whose items are parts of the keys of one KV head: */
+    /* of the backward pass (backward.c): */
     const Gradients *gradients;
     int *declined; /* set to 1 by an item that finds numbers which need another method */
 } Plan;
@@ -42,12 +42,11 @@ typedef struct {
     int64_t packed_head; /* sequence * kv_heads + KV head whose keys and values are packed there; -1: none */
 } Scratch;
 
-typedef void MakePlan(const Call *, Plan *);
 typedef void RunItem(const Call *, const Plan *, int64_t number, Scratch *);
 
 /* The functions of backward.c, compiled for one instruction set. */
 typedef struct {
-    MakePlan *make_plan;
+    void (*make_plan)(const Call *, const Gradients *, Plan *);
     RunItem *run_item;
     RunItem *merge_item; /* a row block of a KV head, numbered KV head * row_blocks + block, where parts > 1 */
 } BackwardPath;
@@ -55,7 +54,7 @@ typedef struct {
 /* The functions of attention.c, compiled for one instruction set. */
 typedef struct {
     const char *name;
-    MakePlan *make_plan;
+    void (*make_plan)(const Call *, Plan *);
     RunItem *run_item;
     void (*merge_parts)(const Call *, const Plan *, int64_t kv_head); /* sequence * kv_heads + KV head */
     int64_t (*first_visible_key)(const Call *, int64_t batch);
