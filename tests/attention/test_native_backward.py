@@ -96,12 +96,15 @@ def long_cases(draw: st.DrawFn) -> AttentionCase:
         shape = [n if draw(st.booleans()) else 1 for n in (batch, heads, queries, keys)]
         mask = rng.random(shape) < draw(st.sampled_from([0.03, 0.5, 1.0]))
         options["mask"] = mask if draw(st.booleans()) else np.where(mask, rng.normal(size=shape), -np.inf)
-    if "lengths" in options:
-        options["lengths"] = rng.integers(0, keys + 1, size=batch)
+    for name in {"starts", "lengths"} & set(options):
+        options[name] = rng.integers(0, keys + 1, size=batch)
     if "offset" in options:
         options["offset"] = rng.integers(-20, keys, size=batch)
     if "window" in options:
-        options["window"] = draw(st.none() | st.integers(0, keys)), draw(st.none() | st.integers(0, keys))
+        side = st.none() | st.integers(0, keys)
+        options["window"] = draw(
+            st.tuples(side, side) | st.lists(st.tuples(side, side), min_size=heads, max_size=heads)
+        )
     return AttentionCase(*(rng.normal(size=shape) for shape in shapes), options)
 
 

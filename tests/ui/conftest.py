@@ -70,7 +70,7 @@ class Tab:
         options.setdefault("viewport", {"width": 1400, "height": 900})
         self.context = browser.new_context(**options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(8000)
+        self.page.set_default_timeout(60_000)  # milliseconds; the machine may be busy with other work
         self.errors: list[str] = []
         self.requested: list[str] = []
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type != "log" else None)
