@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwise import attend
+from headwise import attend, head_stats
 from headwise.attention import dispatch
-from headwise.attention.backends import composite
+from headwise.attention.backends import blockwise_stats, composite
 from headwise.attention.backends.native import library
 from helpers.attention_cases import (
     FEW,
@@ -374,3 +374,34 @@ def test_second_and_batched_derivatives_do_not_come_from_the_native_backward():
         (batched,) = torch.autograd.grad(out, q, several, retain_graph=True, is_grads_batched=True)
         single = [torch.autograd.grad(out, q, x, retain_graph=True)[0] for x in several]
     torch.testing.assert_close(batched, torch.stack(single), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize("name", ["plain", "windows per head", "sinks and gates"])
+def test_statistics_while_training_come_from_the_same_pass(path, name, monkeypatch):
+    options = {
+        "plain": {"causal": True},
+        "windows per head": {"window": [(3, 0), (None, 0), (1, 1), (9, 2)], "keep_first": 2},
+        "sinks and gates": {"sinks": torch.linspace(-1, 1, 4), "gates": torch.linspace(0.5, 2, 4)},
+    }[name]
+    q, k, v = torch.randn(2, 4, 30, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 8)
+    classes = {"even": torch.arange(80).view(2, 40) % 2 == 0}
+
+    def refuse(*arguments, **keywords):
+        raise AssertionError("the statistics were computed apart from the output")
+
+    monkeypatch.setattr(blockwise_stats, "row_sums", refuse)
+    with native_only(path):
+        want = compute(attend, (q, k, v), options)
+        got = compute(lambda *qkv, **rest: head_stats(*qkv, classes=classes, **rest)[0], (q, k, v), options)
+        for a, b in zip(got, want, strict=True):
+            assert a.equal(b)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        assert head_stats(*leaves, classes=classes, **options)[1] == head_stats(q, k, v, classes=classes, **options)[1]
+
+
+def compute(function, qkv, options) -> list[torch.Tensor]:
+    """The output, and the gradients of its sum of squares."""
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out = function(*leaves, **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]

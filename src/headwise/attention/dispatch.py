@@ -15,7 +15,7 @@ from torch import Tensor
 from . import operators, validation  # operators imports this module: a recorded operator is dispatched here again
 from .backends import blockwise, blockwise_stats, composite, sdpa
 from .backends.native import library
-from .backends.protocol import NO_EXTRA, Backend, ExtraOutputs, StrongestKeys, apply_gates
+from .backends.protocol import NO_EXTRA, Backend, ExtraOutputs, Outputs, StrongestKeys, apply_gates
 from .backends.triton import launch
 from .call import AttentionCall, StatsRequest
 from .stats import HeadStats
@@ -89,7 +89,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         if not learning:
             return one_pass_backend(call).run(q, k, v, call).out
         if not compiling:
-            return apply_gates(OnePass.apply(q, k, v, call.sinks, call.visibility.mask, call), call)
+            return apply_gates(OnePass.apply(q, k, v, call.sinks, call.visibility.mask, call, NO_EXTRA, []), call)
     return run_in_torch(q, k, v, call)
 
 
@@ -105,14 +105,26 @@ def _simplify(call: AttentionCall) -> AttentionCall:
 
 
 class OnePass(torch.autograd.Function):
-    """A one-pass kernel's output without gates, where gradients are needed; backward computes the weights again."""
+    """A one-pass kernel's output without gates, where gradients are needed; backward computes the weights again.
+
+    All that the kernel computed in the forward pass, statistics included, is appended to `collected`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, call: AttentionCall
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        call: AttentionCall,
+        extra: ExtraOutputs,
+        collected: list[Outputs],
     ) -> Tensor:
         call = call.with_tensors(mask, call.visibility.slopes, sinks, None)
-        outputs = one_pass_backend(call).run(q, k, v, call, ExtraOutputs(lse=True))
+        outputs = one_pass_backend(call).run(q, k, v, call, extra._replace(lse=True))
+        collected.append(outputs)
         ctx.save_for_backward(q, k, v, sinks, mask, outputs.out, outputs.lse)
         ctx.call = call
         return outputs.out
@@ -124,22 +136,21 @@ class OnePass(torch.autograd.Function):
         if _has_native_backward(call, lse, grad_out, q, k, v, out):
             native = library.backward(grad_out, q, k, v, out, lse, call)
             if native is not None:
-                return *native, None
+                return *native, None, None, None
             large = True
         else:
             with without_autocast(q):
                 large = not (blockwise.all_finite(out) and blockwise.max_magnitude(lse) < blockwise.LARGE)
         of = composite.gradients(grad_out, q, k, v, call, large)
-        return of.q, of.k, of.v, of.sinks, of.mask, None
+        return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
 
 
 def _has_native_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
     """Whether the native kernel computes this call's gradients. It has no second derivatives."""
     if torch.is_grad_enabled() or is_observed() or one_pass_backend(call) is not library:
         return False
-    if not (
-        is_readable(lse, grad_out, q, *others) and torch._C._has_storage(grad_out)
-    ):  # a batch of gradients has none
+    in_memory = torch._C._has_storage(grad_out)  # a batch of gradients is not
+    if not (is_readable(lse, grad_out, q, *others) and in_memory):
         return False
     # hooks on saved tensors may have changed their dtypes
     if lse.dtype != torch.float32 or any(x.dtype != q.dtype for x in (grad_out, *others)):
@@ -156,13 +167,15 @@ def head_stats(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: St
     if must_be_operator(call) and len(request.classes) <= library.MAX_CLASSES:
         return operators.head_stats(q, k, v, call, request)
     extra = ExtraOutputs(stats=request)
-    if not learning and why_not_one_pass(q, call, extra) is None:
+    if why_not_one_pass(q, call, extra) is None and not (learning and is_observed()):
         backend = one_pass_backend(call)
         if is_observed() and backend is library:
             return operators.head_stats(q, k, v, call, request)
-        outputs = backend.run(q, k, v, call, extra)
-        assert outputs.stats is not None  # they were requested
-        return outputs.out, outputs.stats
+        if not learning:
+            return _with_stats(backend.run(q, k, v, call, extra))
+        collected: list[Outputs] = []
+        out = OnePass.apply(q, k, v, call.sinks, call.visibility.mask, call, extra, collected)
+        return apply_gates(out, call), _with_stats(collected[0])[1]
     if not learning and not call.dropout:
         return run_in_torch_with_stats(q, k, v, call, request)
     stats = _stats_in_torch(q.detach(), k.detach(), call.detach(), request)
@@ -175,8 +188,12 @@ def run_in_torch_with_stats(
     """The output and the statistics by PyTorch's own operators, without gradients."""
     with torch.no_grad(), without_autocast(q):
         plain = _simplify(call).detach()
-        outputs = blockwise_stats.run(q.detach(), k.detach(), v.detach(), plain, ExtraOutputs(stats=request))
-    assert outputs.stats is not None  # they were requested
+        return _with_stats(blockwise_stats.run(q.detach(), k.detach(), v.detach(), plain, ExtraOutputs(stats=request)))
+
+
+def _with_stats(outputs: Outputs) -> tuple[Tensor, HeadStats]:
+    """The output and the statistics that were requested."""
+    assert outputs.stats is not None
     return outputs.out, outputs.stats
 
 
