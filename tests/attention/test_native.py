@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from campaigns.forks import fork_at_stages
 from campaigns.sanitizers import SANITIZED, VARIANTS
 from headwise import attend, explain, head_stats, reference
-from headwise.attention import functional, repeated_calls
+from headwise.attention import functional, operators, repeated_calls
 from headwise.attention.backends.native import library
 from headwise.attention.backends.protocol import ExtraOutputs
 from headwise.attention.call import StatsRequest, build_call
@@ -332,9 +332,11 @@ def test_an_exported_graph_takes_any_length():
 def test_the_operator_passes_pytorchs_own_checks():
     call = random_case().tensors(torch.float32)
     mask = torch.rand(1, 1, 5, 7) < 0.5
-    tensors = (call.q, call.k, call.v, mask, *[None] * 7, -1, 0, 0, 7, 0.5, 0.0)
-    for sums in (True, False):
-        torch.library.opcheck(torch.ops.headwise.attend.default, (*tensors, sums))
+    tensors = (call.q, call.k, call.v, mask, *[None] * 8)
+    for windows in ([], [-1, 0, 0] * 3 + [2, 0, 1] * 3):
+        for stats in (True, False):
+            numbers = (-1, 0, 0, windows, True, 0, operators.ABSENT, 7, 0.5, 0.0, stats)
+            torch.library.opcheck(torch.ops.headwise.attend.default, (*tensors, *numbers))
 
 
 def test_native_attend_under_autocast_and_inference_mode():

@@ -70,8 +70,8 @@ def test_warnings_are_errors_in_test_builds_and_not_for_users(hatch_build):
         ("call.h", "int64_t batch, heads, kv_heads,", "int64_t heads, batch, kv_heads,", "Call.batch has moved"),
         (
             "call.h",
-            "int64_t left, right, offset, end;",
-            "int64_t left, right; int32_t offset, end;",
+            "causal, offset, start, keep_start, end;",
+            "causal, offset; int32_t start, keep_start, end;",
             "Call.end has moved",
         ),
         (

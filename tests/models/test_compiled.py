@@ -126,7 +126,7 @@ def test_a_model_whose_forward_is_a_function_is_not_copied() -> None:
     attention = model.layers[1].self_attn
     first = attention.forward
     attention.forward = lambda *args, **kwargs: first(*args, **kwargs)
-    with pytest.raises(UnsupportedError, match=r"\(at layers\.1\.self_attn\) has a function in the place"):
+    with pytest.raises(UnsupportedError, match=r"\(at layers\.1\.self_attn\) has a function in place of its forward"):
         headwise.prune_heads(model, HEADS)
 
 

@@ -279,7 +279,7 @@ def test_a_full_disk_for_any_file_says_that_the_recovery_is_kept(
     monkeypatch.setattr(Path, "write_text", fills_up)
     assert run_prune(folder) == 2
     err = capsys.readouterr().err
-    assert f"{name}' cannot be written: No space left on device; the recovery is kept, and the same command" in err
+    assert f"{name}' cannot be written: No space left on device; the recovery is saved, and the same command" in err
     assert new_names(folder) == {".out.recovery.safetensors"}
 
 

@@ -320,8 +320,8 @@ class Visibility:
 
 def _widest(windows: HeadWindow | tuple[HeadWindow, ...]) -> dict[str, Any]:
     """The fields of Visibility for the window that all heads share, or for one per query head."""
-    if not isinstance(windows, HeadWindow) and len(set(windows)) == 1:
-        windows = windows[0]
+    if not isinstance(windows, HeadWindow) and len(set(windows)) <= 1:
+        windows = windows[0] if windows else HeadWindow()
     if isinstance(windows, HeadWindow):
         return {**windows._asdict(), "windows": None}
     return {

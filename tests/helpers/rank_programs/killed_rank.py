@@ -41,7 +41,7 @@ def count_calls(name: str, call: Any, kill: bool) -> Any:
 
 
 # small batches, and a checkpoint after each
-corpus.PAIRS, corpus_run.EVERY, score_checkpoint.SAVE_INTERVAL = 1 << 11, -1.0, -1.0
+corpus.PAIRS, corpus_run.SAVE_EVERY, score_checkpoint.SAVE_INTERVAL = 1 << 11, -1.0, -1.0
 
 with scale.init_ranks(timeout=60) as ranks:
     model, tokenizer, texts = small_bert(), headwise.tokenizer("minilm"), small_texts()
