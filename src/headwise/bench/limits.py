@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +30,31 @@ def matmul_limit(flops: float) -> Limit:
     return Limit("sgemm", lambda: a @ b, flops / (2 * SIDE**3))
 
 
+def row_sums(x: Tensor) -> Tensor:
+    """Read x once by a matrix-vector product."""
+    return torch.mv(x.flatten(0, -2), x.new_ones(x.shape[-1]))
+
+
+def norm(x: Tensor) -> Tensor:
+    """Read x once by its norm."""
+    return torch.linalg.vector_norm(x)
+
+
 def read_limit(k: Tensor, v: Tensor) -> Limit:
-    """The time to read K and V once; a matrix-vector product is the fastest way that torch has."""
-    pairs = [(t.flatten(0, -2), t.new_ones(t.shape[-1])) for t in (k, v)]
-    return Limit("reading K and V once", lambda: tuple(torch.mv(rows, ones) for rows, ones in pairs))
+    """The time to read K and V once, in the faster of two ways: which one it is depends on the processor."""
+    ways = [partial(_read_both, read, k, v) for read in (row_sums, norm)]
+    return Limit("reading K and V once", min(ways, key=_seconds))
+
+
+def _read_both(read: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return read(k), read(v)
+
+
+def _seconds(run: Contestant) -> float:
+    """The fastest of a few calls."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
