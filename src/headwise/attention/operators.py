@@ -20,7 +20,6 @@ from .backends.native import library
 from .call import AttentionCall, StatsRequest, build_call, build_request
 from .options import Band, KeepFirst, Window
 from .stats import COLUMNS, SHARE, HeadStats
-from .visibility import FAR
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? starts, Tensor? ends, Tensor? slopes, "
@@ -234,7 +233,7 @@ def _call_operator(
         left=-1 if visibility.left is None else visibility.left,
         right=-1 if visibility.right is None else visibility.right,
         keep_first=visibility.keep_first,
-        windows=[-1 if n is None else min(n, FAR) for window in visibility.windows or () for n in window],
+        windows=[n for window in visibility.windows or () for n in window.numbers()],
         causal=visibility.causal,
         offset=0 if isinstance(offset, Tensor) else offset,
         start=ABSENT if isinstance(start, Tensor) or not has_starts else start,

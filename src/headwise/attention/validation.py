@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from ..errors import MaskError, ShapeError
 from .options import Band, KeepFirst, Window
 
+FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -81,6 +83,11 @@ class HeadWindow(NamedTuple):
     right: int | None = None
     keep_first: int = 0
 
+    def numbers(self) -> tuple[int, int, int]:
+        """The same in 64 bits, as kernels and operators take it; -1: open."""
+        left, right = (-1 if side is None else min(side, FAR) for side in (self.left, self.right))
+        return left, right, min(self.keep_first, FAR)
+
 
 def head_windows(
     causal: bool, window: Window | None, keep_first: KeepFirst, heads: int
@@ -88,17 +95,20 @@ def head_windows(
     """The window that all heads share, or one per query head where they differ. Causal is a right edge of 0."""
     if window is None and type(keep_first) is int and keep_first == 0:  # most calls
         return HeadWindow(*band(causal, None))
-    bands: list[Band] = []
+    pairs = window_pairs(window)
     if is_per_head(window):
-        _check_one_per_head("window", window, heads, "pairs (left, right)")
-        bands = [band(causal, pair) for pair in window]  # type: ignore[union-attr, arg-type]
-    else:
-        bands = [band(causal, window)] * heads
+        _check_one_per_head("window", pairs, heads, "pairs (left, right)")
+    bands = [band(causal, pair) for pair in pairs] * (1 if is_per_head(window) else heads)
     windows = []
     for (left, right), count in zip(bands, _keep_first(keep_first, heads), strict=True):
         hides = left is not None or (right is not None and not causal)  # else there is nothing to keep
         windows.append(HeadWindow(left, right, count if hides else 0))
     return windows[0] if len(set(windows)) == 1 else tuple(windows)
+
+
+def window_pairs(window: Any) -> Sequence[Any]:
+    """The pairs of all query heads, not yet checked; a list of one where all share it."""
+    return window if is_per_head(window) else [window]
 
 
 def is_per_head(window: Any) -> bool:

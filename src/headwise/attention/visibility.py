@@ -15,10 +15,9 @@ from ..errors import MaskError, ShapeError
 from . import validation
 from .options import KeepFirst, Window
 from .torch_modes import has_symbolic_sizes, is_readable
-from .validation import HeadWindow, Sizes
+from .validation import FAR, HeadWindow, Sizes
 
 ROWS_PER_STEP = 256  # rows of a mask that are evaluated together
-FAR = 1 << 40  # further than any key, and sums of it fit 64 bits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

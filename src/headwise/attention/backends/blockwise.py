@@ -133,10 +133,10 @@ def _rows(visibility: Visibility) -> int:
 
 def _width(visibility: Visibility) -> int:
     """The largest number of keys that a block of rows can reach."""
-    open_ended = visibility.left is None or visibility.right is None
-    if open_ended or visibility.keep_first or not visibility.uniform:
+    left, right = visibility.left, visibility.right
+    if left is None or right is None or visibility.keep_first or not visibility.uniform:
         return visibility.size.keys
-    return min(visibility.size.keys, ROWS + visibility.left + visibility.right)  # type: ignore[operator]
+    return min(visibility.size.keys, ROWS + left + right)
 
 
 def _join_parts(outputs: list[Tensor], heads: int) -> Tensor:

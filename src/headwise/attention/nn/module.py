@@ -19,7 +19,7 @@ from ..head_layout import join_heads, split_heads
 from ..options import AttendOptions, KeepFirst, Window, check_options
 from ..stats import HeadStats
 from ..torch_modes import autocast_enabled, cast_inputs
-from ..validation import band, is_per_head, shown
+from ..validation import band, shown, window_pairs
 from ..visibility import check_tensor
 from . import conversion
 from .kv_cache import KVCache, MemoryCache, SlidingCache, restored_on_error, update_cache
@@ -495,8 +495,7 @@ def _window_of(cache: KVCache, window: Window | None, keep_first: KeepFirst) -> 
         raise CacheError("a SlidingCache drops the first keys, which keep_first would need; use a KVCache()")
     if window is None:
         return cache.window - 1, 0
-    pairs = window if is_per_head(window) else [window]
-    for left, _ in (band(False, pair) for pair in pairs):  # type: ignore[arg-type]
+    for left, _ in (band(False, pair) for pair in window_pairs(window)):
         if left is None or left > cache.window - 1:
             raise CacheError(f"a window of {window} reaches further back than the {cache.window} keys this cache keeps")
     return window

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats, name_columns
-from ...validation import HeadWindow
-from ...visibility import FAR, Visibility
+from ...validation import FAR, HeadWindow
+from ...visibility import Visibility
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs, StrongestKeys
 
 NAME = "native"
@@ -179,7 +179,7 @@ def make_template(
     fields = FORM.pack(
         size.batch, size.heads, size.kv_heads, size.queries, size.keys, size.dim, size.value_dim, KINDS[q.dtype],
         *q.stride(), *k.stride(), *v.stride(), *stride,
-        *_window_fields(HeadWindow(visibility.left, visibility.right, visibility.keep_first)), visibility.causal,
+        *HeadWindow(visibility.left, visibility.right, visibility.keep_first).numbers(), visibility.causal,
         *map(_shared, _positions(visibility)),
         0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         call.gates_stride, class_count, strongest,
@@ -188,16 +188,9 @@ def make_template(
     sums = (len(COLUMNS), size.batch, size.heads)
     table = None
     if windows is not None:
-        numbers = [n for window in windows for n in _window_fields(window)]
+        numbers = [n for window in windows for n in window.numbers()]
         table = (ctypes.c_int64 * len(numbers))(*numbers)
     return Template(fields, sums, ctypes.c_double * math.prod(sums), shape, stride, table)
-
-
-def _window_fields(window: HeadWindow) -> tuple[int, int, int]:
-    """left, right and keep_first as the kernel takes them; -1: open."""
-    left, right, keep_first = window
-    sides = -1 if left is None else min(left, FAR), -1 if right is None else min(right, FAR)
-    return *sides, min(keep_first, FAR)
 
 
 def _positions(visibility: Visibility) -> tuple[int | Tensor, ...]:
@@ -289,7 +282,7 @@ def run_template(
     out = q.new_empty_strided(template.shape, template.stride)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-        0, 0, 0, 0, 0 if template.windows is None else _table_address(template),
+        0, 0, 0, 0, _table_address(template),
         0 if mask is None else mask.data_ptr(), 0, 0, 0,
         sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0,
         torch.get_num_threads(),

@@ -101,7 +101,7 @@ def attend(
     low, high = tl.where(sees, low, keys).to(tl.int32), tl.where(sees, high, 0).to(tl.int32)
     first_block, stop = tl.min(low, 0) // KEYS * KEYS, tl.max(high, 0)
     # the first keys that stay visible, unless they are in the band anyway
-    kept_low, kept_high, kept_blocks, kept_block = low, low, 0, 0
+    kept_low, kept_high, kept_block, kept_blocks = low, high * 0, first_block, 0
     if KEEPS:
         kept = begin * 0 + (keep_start if keep_starts is None else tl.load(keep_starts + batch))
         count = keep_first if windows is None else tl.load(windows + 3 * head + 2, mask=exists, other=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats
 from ...torch_modes import PLAIN_TENSORS, is_observed
-from ...visibility import FAR, Visibility, first_key
+from ...visibility import Visibility, first_key
 from ..native.library import FORCE, MAX_CLASSES, choice
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs
 
@@ -180,7 +180,7 @@ def _windows(visibility: Visibility, like: Tensor) -> tuple[Tensor | None, bool]
     """(H, 3) int64 where heads differ: left, right (-1: open) and keep_first; and whether those of a group do."""
     if visibility.windows is None:
         return None, False
-    numbers = [[-1 if n is None else min(n, FAR) for n in window] for window in visibility.windows]
+    numbers = [window.numbers() for window in visibility.windows]
     group = visibility.size.group
     differ = any(window != visibility.windows[h // group * group] for h, window in enumerate(visibility.windows))
     return torch.tensor(numbers, dtype=torch.int64, device=like.device), differ
