@@ -196,7 +196,7 @@ def test_nan_reaches_only_queries_that_see_it(path, keys, place):
 
 
 @each_path
-@pytest.mark.parametrize("beside", [name for name in OTHER_OPTIONS if name != "dropout"])
+@pytest.mark.parametrize("beside", OTHER_OPTIONS)
 @pytest.mark.parametrize("name", EMPTY_ROWS)
 def test_a_nan_query_with_no_visible_keys_gets_zeros(path, name, beside):
     options, empty = EMPTY_ROWS[name]
@@ -335,7 +335,7 @@ def test_the_operator_passes_pytorchs_own_checks():
     tensors = (call.q, call.k, call.v, mask, *[None] * 8)
     for windows in ([], [-1, 0, 0] * 3 + [2, 0, 1] * 3):
         for stats in (True, False):
-            numbers = (-1, 0, 0, windows, True, 0, operators.ABSENT, 7, 0.5, 0.0, stats)
+            numbers = (-1, 0, 0, windows, True, 0, operators.ABSENT, 7, 0.5, 0.0, 0.3, 1 << 40, stats)
             torch.library.opcheck(torch.ops.headwise.attend.default, (*tensors, *numbers))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headwise import reference
+from headwise.attention import dropout
 from headwise.errors import ShapeError
 
 LN2, LN3 = math.log(2), math.log(3)
@@ -196,10 +197,10 @@ def test_gates_multiply_each_heads_output(gates, expected):
 def test_dropout_scales_up_the_remaining_weights():
     q, k, v = queries(0, 1), keys(1, 2, 5), np.eye(3)[None, None]  # the output is the weights
     whole = reference.attend(q, k, v, scale=1.0)
-    dropped = reference.attend(q, k, v, scale=1.0, dropout=0.75, rng=np.random.default_rng(3))
-    kept = np.random.default_rng(3).random(whole.shape) >= 0.75
-    assert 0 < kept.sum() < kept.size
-    close(dropped, np.where(kept, 4 * whole, 0))
+    dropped = reference.attend(q, k, v, scale=1.0, dropout=0.75, seed=3)
+    retained = dropout.retained(3, 0.75, *whole.shape)
+    assert 0 < retained.sum() < retained.size
+    close(dropped, np.where(retained, 4 * whole, 0))
     close(reference.attend(q, k, v, dropout=1.0), np.zeros_like(whole))
 
 

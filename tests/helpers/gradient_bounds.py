@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headwise.attention import dispatch
-from headwise.attention.call import build_call
+from headwise.attention import dispatch, dropout
+from headwise.attention.call import AttentionCall, build_call
 
 from .attention_cases import AttentionCase, forced
 
@@ -36,8 +37,15 @@ def compute_gradients(
     learned = {name: tensors[name].detach().requires_grad_() for name in names}
     q, k, v = (learned.get(name, tensors[name]) for name in "qkv")
     options = {name: learned.get(name, x) for name, x in case.options.items()}
-    out = dispatch.attend(q, k, v, build_call(q, k, v, **options))
+    out = dispatch.attend(q, k, v, _call(q, k, v, options))
     return dict(zip(names, torch.autograd.grad(out, list(learned.values()), grad_out), strict=True))
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> AttentionCall:
+    """A validated call; options may contain the seed of dropout."""
+    options = dict(options)
+    seed = options.pop("seed", None)
+    return replace(build_call(q, k, v, **options), seed=seed)
 
 
 def specified_gradients(case: AttentionCase, grad_out: np.ndarray, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -56,6 +64,7 @@ class _Forward:
     error_of_slope: Tensor
     keys: Tensor  # (B, H, Tk, D), for every query head
     values: Tensor  # (B, H, Tk, Dv)
+    retained: Tensor  # what dropout multiplies the weights by
 
 
 def _forward(case: AttentionCase) -> _Forward:
@@ -63,7 +72,7 @@ def _forward(case: AttentionCase) -> _Forward:
     q, options = tensors.q, tensors.options
     group = q.shape[1] // tensors.k.shape[1]
     keys, values = (x.nan_to_num(0.0, 0.0, 0.0).repeat_interleave(group, 1) for x in (tensors.k, tensors.v))
-    call = build_call(q, tensors.k, tensors.v, **options)
+    call = _call(q, tensors.k, tensors.v, options)
     with forced("one block of rows"):
         weights = dispatch.weights(q, tensors.k, call)
     visible = weights > 0
@@ -85,7 +94,11 @@ def _forward(case: AttentionCase) -> _Forward:
     error = torch.where(visible, error + UNIT * 8 * (size + np.log(keys.shape[2] + 2)), 0)
     largest = error.amax(-1, keepdim=True) if keys.shape[2] else error.sum(-1, keepdim=True)
     relative = 2 * largest + _sum_error(keys.shape[2]) + UNIT * EXP  # of the score and of the log-sum-exp
-    return _Forward(weights, relative, slope, error_of_slope, keys, values)
+    retained = torch.ones_like(weights)
+    if call.dropout:
+        drawn = torch.from_numpy(dropout.retained(call.seed, call.dropout, *weights.shape))
+        retained = drawn * torch.full_like(weights, dropout.factor(call.dropout))
+    return _Forward(weights, relative, slope, error_of_slope, keys, values, retained)
 
 
 def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -98,11 +111,12 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
     def per_kv_head(y: Tensor) -> Tensor:
         return y.unflatten(1, (kv_heads, -1)).sum(2)
 
-    out, spread = p @ x.values, p @ x.values.abs()
+    applied = p * x.retained
+    out, spread = applied @ x.values, applied @ x.values.abs()
     error_of_out = (x.relative + _sum_error(key_count)) * spread + ROUNDING[dtype] * out.abs()
     delta, size_of_delta = ((y * z).sum(-1, keepdim=True) for y, z in ((g, out), (g.abs(), out.abs())))
     error_of_delta = (g.abs() * error_of_out).sum(-1, keepdim=True) + _sum_error(width) * size_of_delta
-    dp, size_of_dp = g @ x.values.transpose(-1, -2), g.abs() @ x.values.abs().transpose(-1, -2)
+    dp, size_of_dp = (x.retained * (a @ b.transpose(-1, -2)) for a, b in ((g, x.values), (g.abs(), x.values.abs())))
     ds = p * (dp - delta)
     error = (
         p * ((_sum_error(width) + 4 * UNIT) * size_of_dp + error_of_delta + 4 * UNIT * delta.abs())
@@ -113,7 +127,7 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
     ds = (ds * x.slope_of_cap).abs()
     of_q = scale * (error + _sum_error(key_count) * ds) @ x.keys.abs()
     of_k = scale * (error + _sum_error(rows) * ds).transpose(-1, -2) @ q.nan_to_num(0.0).abs()
-    of_v = ((x.relative + _sum_error(rows)) * p).transpose(-1, -2) @ g.abs()
+    of_v = ((x.relative + _sum_error(rows)) * applied).transpose(-1, -2) @ g.abs()
     sink = 1 - p.sum(-1, keepdim=True)
     of_sinks = sink * (error_of_delta + (x.relative + _sum_error(rows) + EXP * UNIT) * delta.abs())
     bounds = {"q": of_q, "k": per_kv_head(of_k), "v": per_kv_head(of_v), "sinks": of_sinks.sum((0, 2, 3))}

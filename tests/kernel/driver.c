@@ -170,6 +170,21 @@ typedef struct {
     double error;    /* bound of the error of a score in single precision, and of the relative error of a weight */
 } Reference;
 
+/* The factor that dropout gives a weight: 0, or one over the probability of being retained. */
+static double dropout_factor(const Call *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (!c->dropped) return 1;
+    uint32_t x[4] = {(uint32_t)(j / 128 * 16 + j % 16), (uint32_t)i, (uint32_t)h, (uint32_t)b};
+    uint32_t key[2] = {(uint32_t)c->seed, (uint32_t)(c->seed >> 32)};
+    for (int round = 0; round < 7; round++) {
+        uint64_t first = (uint64_t)x[0] * 0xD2511F53u, second = (uint64_t)x[2] * 0xCD9E8D57u;
+        x[0] = (uint32_t)(second >> 32) ^ x[1] ^ key[0], x[1] = (uint32_t)second;
+        x[2] = (uint32_t)(first >> 32) ^ x[3] ^ key[1], x[3] = (uint32_t)first;
+        key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u;
+    }
+    int64_t half = j % 128 / 16, retained = DROPOUT_RANGE - c->dropped;
+    return (int64_t)(x[half / 2] >> 16 * (half % 2) & 0xffff) < retained ? (double)DROPOUT_RANGE / retained : 0;
+}
+
 static void reference_row(const Call *c, int64_t b, int64_t h, int64_t i, int64_t first, Reference *row) {
     int64_t kv = h / (c->heads / c->kv_heads), position = position_of(c, b, i);
     double *s = row->weights, sink = c->sinks ? c->sinks[h] : -INFINITY, top = sink, total = 0;
@@ -217,8 +232,9 @@ static void reference_row(const Call *c, int64_t b, int64_t h, int64_t i, int64_
         sums[STAT_SELF] += j == position ? a : 0;
         for (int64_t x = 0; x < c->class_count; x++)
             sums[STAT_CLASS + x] += a * c->classes[(b * c->class_count + x) * c->keys + j];
+        double weight = gate * a * dropout_factor(c, b, h, i, j);
         for (int64_t d = 0; d < c->value_dim; d++)
-            row->out[d] += gate * a * element(c, c->v, c->v_stride, b, kv, j, d);
+            row->out[d] += weight * element(c, c->v, c->v_stride, b, kv, j, d);
     }
 }
 
@@ -298,6 +314,7 @@ static void check(const Call *c, int64_t wrong[CHECKS]) {
                 }
                 if (want.ambiguous) continue;
                 double tolerance = rounding + base + 4 * want.error;
+                if (c->dropped) tolerance *= DROPOUT_RANGE / fmax(1, DROPOUT_RANGE - c->dropped);
                 for (int64_t x = 0; x < c->value_dim; x++)
                     wrong[OUTPUT] += differs(element(c, c->out, c->out_stride, b, h, i, x), want.out[x], tolerance);
                 if (c->lse) wrong[LSE] += differs(c->lse[row], want.lse, base * (1 + fabs(want.lse)) + want.error);
@@ -448,6 +465,7 @@ static void choose_options(Case *x) {
         c->gates = own(x, random_floats(c->gates_stride ? c->batch * c->heads : c->heads, -1, 1));
     }
     if (chance(0.4)) own(x, random_mask(c));
+    if (chance(0.4)) c->dropped = chance(0.1) ? DROPOUT_RANGE : random_int(1, DROPOUT_RANGE / 2), c->seed = next_random();
 }
 
 /* ---- gradients ---- */
@@ -472,10 +490,10 @@ static double add_row_gradients(const Call *c, const Gradients *g, int64_t b, in
         *delta += product, size_of_delta += fabs(product);
     }
     for (int64_t j = 0; j < c->keys && row.visible; j++) {
-        double a = row.weights[j], dp = 0, size = size_of_delta, dot = 0;
+        double a = row.weights[j], dp = 0, size = size_of_delta, dot = 0, retained = dropout_factor(c, b, h, i, j);
         if (a == 0) continue;
         for (int64_t x = 0; x < c->value_dim; x++) {
-            double grad = element(c, g->grad_out, g->grad_out_stride, b, h, i, x);
+            double grad = element(c, g->grad_out, g->grad_out_stride, b, h, i, x) * retained;
             double product = grad * element(c, c->v, c->v_stride, b, kv, j, x);
             dp += product, size += fabs(product);
             add(dv + j * c->value_dim + x, a * grad, fabs(a * grad));

@@ -29,6 +29,8 @@ class AttentionCall:
     sinks: Tensor | None = None  # (Hq,) extra logits in the softmax's denominator
     gates: Tensor | None = None  # (Hq,) or (B, Hq), multiply each head's output
     dropout: float = 0.0
+    seed: int | None = None  # of our own generator of dropout; None: PyTorch draws
+    origin: tuple[int, int] = (0, 0)  # the sequence and the query head that a part of a call begins with
 
     @property
     def size(self) -> Sizes:
@@ -59,7 +61,8 @@ class AttentionCall:
         """The call on some sequences and some KV heads with the query heads that read them; gates are left out."""
         heads = slice(kv_heads.start * self.size.group, kv_heads.stop * self.size.group)
         sinks = None if self.sinks is None else self.sinks[heads]
-        return replace(self, visibility=self.visibility.part(batch, kv_heads), sinks=sinks, gates=None)
+        origin = self.origin[0] + batch.start, self.origin[1] + heads.start
+        return replace(self, visibility=self.visibility.part(batch, kv_heads), sinks=sinks, gates=None, origin=origin)
 
 
 @dataclass(frozen=True)

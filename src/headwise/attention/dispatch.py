@@ -47,8 +47,8 @@ def why_not_one_pass(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EX
     reason = backend.why_not(q, call, extra)
     if reason is not None:
         return reason
-    if call.dropout:
-        return f"the {backend.NAME} kernel has no dropout"
+    if call.dropout and (torch.compiler.is_compiling() or is_recording()):
+        return "a recorded graph draws its dropout anew in every run"
     if needs_gradient(call.visibility.slopes):
         return "the slopes require a gradient"
     if needs_gradient(call.visibility.mask) and not (backend is library and library.has_mask_gradient(call)):
@@ -74,6 +74,15 @@ def explain(q: Tensor, call: AttentionCall) -> str:
     return f"{blockwise.NAME}: {reason}; {blockwise.explain(call)} ({instead})"
 
 
+def draw_seed(q: Tensor, call: AttentionCall) -> AttentionCall:
+    """The call with a seed for dropout from PyTorch's generator, where our own generator serves it."""
+    if not call.dropout or call.seed is not None:
+        return call
+    if not call.visibility.readable and why_not_one_pass(q, call) is not None:
+        return call
+    return replace(call, seed=int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+
+
 # ---- attend
 
 
@@ -81,6 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """The output (B, H, Tq, Dv) of a validated call."""
     if must_be_operator(call):
         return operators.attend(q, k, v, call)
+    call = draw_seed(q, call)
     if why_not_one_pass(q, call) is None:
         compiling = torch.compiler.is_compiling()
         learning = needs_gradient(q, k, v, call.sinks, call.gates, call.visibility.mask)
@@ -167,6 +177,7 @@ def head_stats(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: St
     if must_be_operator(call) and len(request.classes) <= library.MAX_CLASSES:
         return operators.head_stats(q, k, v, call, request)
     extra = ExtraOutputs(stats=request)
+    call = draw_seed(q, call)
     if why_not_one_pass(q, call, extra) is None and not (learning and is_observed()):
         backend = one_pass_backend(call)
         if is_observed() and backend is library:

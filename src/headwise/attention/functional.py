@@ -66,7 +66,8 @@ def attend(
         softcap: c replaces each score s by c * tanh(s / c), before the mask.
         sinks: (Hq,) extra logits in the softmax's denominator.
         gates: (Hq,) or (B, Hq), multiply each head's output; differentiable.
-        dropout: the probability of dropping a weight.
+        dropout: the probability of dropping a weight. The seed is drawn from PyTorch's generator, and which weights
+            are dropped depends on it alone: not on backend, threads or blocking (`headwise.attention.dropout`).
 
     Returns:
         (B, Hq, Tq, Dv) in the dtype of q.

@@ -8,6 +8,7 @@ like any call and has gradients, so that a recorded call serves every input. Ope
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ from .stats import COLUMNS, SHARE, HeadStats
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? offsets, Tensor? starts, Tensor? ends, Tensor? slopes, "
     "Tensor? sinks, Tensor? gates, Tensor? queries, Tensor? classes, SymInt left, SymInt right, int keep_first, "
-    "int[] windows, bool causal, SymInt offset, SymInt start, SymInt end, float scale, float softcap, bool stats) "
+    "int[] windows, bool causal, SymInt offset, SymInt start, SymInt end, float scale, float softcap, float dropout, "
+    "int seed, bool stats) "
     "-> (Tensor, Tensor)"
 )
 ALIGNED = -(1 << 62)  # as offset: Tk - Tq, whatever they are
@@ -57,6 +59,8 @@ class Arguments(NamedTuple):
     end: int
     scale: float
     softcap: float  # 0: none
+    dropout: float
+    seed: int  # of dropout
     stats: bool
 
     def call(self) -> AttentionCall:
@@ -68,7 +72,7 @@ class Arguments(NamedTuple):
             ends = torch.full(self.q.shape[:1], self.end, device=self.q.device)
         offset = None if self.offset == ALIGNED else self.offset
         window, keep_first = self._windows()
-        return build_call(
+        call = build_call(
             self.q,
             self.k,
             self.v,
@@ -84,7 +88,9 @@ class Arguments(NamedTuple):
             softcap=self.softcap or None,
             sinks=self.sinks,
             gates=self.gates,
+            dropout=self.dropout,
         )
+        return replace(call, seed=self.seed) if self.dropout else call
 
     def _windows(self) -> tuple[Window, KeepFirst]:
         """window and keep_first, of all heads or of each."""
@@ -125,6 +131,8 @@ def _with_stats(x: Arguments, call: AttentionCall) -> tuple[Tensor, Tensor]:
         sums = x.q.new_empty(_column_count(x.classes, True), *x.q.shape[:2], dtype=torch.float64)
         return library.run_into(x.q, x.k, x.v, call, request, sums), sums
     out, stats = dispatch.run_in_torch_with_stats(x.q, x.k, x.v, call, request)
+    if call.dropout:
+        out = dispatch.run_in_torch(x.q, x.k, x.v, call)
     named = {"sink": torch.zeros_like(stats.count), **stats.sums, "count": stats.count}
     sums = torch.stack([named[name] for name in (*COLUMNS, *(SHARE + name for name in request.classes))])
     return _contiguous_tokens(out), sums.double()
@@ -240,6 +248,8 @@ def _call_operator(
         end=0 if isinstance(end, Tensor) else end,
         scale=call.scale,
         softcap=call.softcap or 0.0,
+        dropout=call.dropout,
+        seed=call.seed or 0,
         stats=request is not None,
     )
     return _operator(*arguments)  # type: ignore[no-any-return, unused-ignore]

@@ -24,6 +24,7 @@ import numpy as np
 
 from ..errors import MaskError
 from ..heads import Heads
+from . import dropout as generator
 from . import validation
 from .options import (
     ATTEND,
@@ -43,9 +44,9 @@ Array = np.ndarray[Any, Any]
 
 
 class ReferenceOptions(AttendOptions[Any], total=False):
-    """attend's options, and the generator that dropout draws from."""
+    """attend's options, and the seed of dropout's generator."""
 
-    rng: np.random.Generator | None
+    seed: int
 
 
 def visible(
@@ -164,19 +165,19 @@ def attend(
     *,
     gates: Any = None,
     dropout: float = 0.0,
-    rng: np.random.Generator | None = None,
+    seed: int = 0,
     **options: Unpack[WeightOptions[Any]],
 ) -> Array:
     """Scaled dot-product attention of every head: (B, Hq, Tq, Dv). Arguments as headwise.attend.
 
-    dropout sets that share of the weights to zero, drawn from rng, and divides the others by 1 - dropout.
+    dropout sets that share of the weights to zero, those that `dropout.retained` names for the seed, and divides the
+    others by the probability of being retained.
     """
-    check_options(options, (*ATTEND, "rng"))
+    check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)
     a = weights(q, k, **options)
     if dropout:
-        retained = (rng or np.random.default_rng()).random(a.shape) >= dropout
-        a = np.where(retained, a / (1 - dropout), 0.0) if dropout < 1 else np.zeros_like(a)
+        a = np.where(generator.retained(seed, dropout, *a.shape), a * generator.factor(dropout), 0.0)
     out = average_values(a, v, visible(q, k, **_visibility_options(options)))
     if gates is not None:
         out = out * np.asarray(gates, float).reshape(-1, size.heads, 1, 1)
@@ -194,7 +195,7 @@ def head_stats(
     **options: Unpack[ReferenceOptions],
 ) -> tuple[Array, HeadStats]:
     """attend's output and the statistics of each head's weights, computed from all T x T of them."""
-    check_options(options, (*ATTEND, "rng"))
+    check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)
     validation.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
     counted = np.ones((size.batch, size.queries), bool) if queries is None else np.asarray(queries)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .. import dropout
 from ..call import AttentionCall
 from ..torch_modes import has_symbolic_sizes, is_observed, needs_gradient
 from ..visibility import Visibility
@@ -57,7 +58,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     def block(q: Tensor, k: Tensor, v: Tensor, part: AttentionCall, rows: slice, low: int, high: int) -> Tensor:
         e, total = exponentials(scores(q, k, part, rows, low, high, scratch), part.sinks)
         visible = part.visibility.allowed(rows, low, high) if nonfinite else None
-        return (sum_values(F.dropout(e, call.dropout), key_slice(v, low, high), visible) / total).to(q.dtype)
+        e = drop_weights(e, part, rows, low, high) if call.dropout else e
+        return (sum_values(e, key_slice(v, low, high), visible) / total).to(q.dtype)
 
     outputs = []
     for part in parts(call):
@@ -289,6 +291,26 @@ def row_maximum(largest: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is not None:
         largest = torch.maximum(largest, sinks.detach().to(largest.dtype).view(1, -1, 1))
     return largest.masked_fill(largest == -torch.inf, 0.0)
+
+
+def drop_weights(e: Tensor, call: AttentionCall, rows: slice, low: int, high: int) -> Tensor:
+    """Dropout on e (B, H, rows, keys) of the keys low to high - 1, by our own generator where the call has a seed."""
+    if call.seed is None:
+        return F.dropout(e, call.dropout)
+    blocks = range(low // dropout.BLOCK, -(-high // dropout.BLOCK))
+    first = call.origin[0], call.origin[1], rows.start, blocks.start * dropout.LANES
+    counts = *e.shape[:3], len(blocks) * dropout.LANES
+    axes = (
+        torch.arange(start, start + n, device=e.device).view([n if axis == i else 1 for i in range(4)])
+        for axis, (start, n) in enumerate(zip(first, counts, strict=True))
+    )
+    limit = dropout.threshold(call.dropout)
+    halves = [
+        half.unflatten(3, (len(blocks), dropout.LANES)) < limit for half in dropout.random_halves(call.seed, *axes)
+    ]
+    before = low - blocks.start * dropout.BLOCK  # keys of the first block that are not in e
+    retained = torch.stack(halves, -2).flatten(3)[..., before : before + e.shape[3]]
+    return e * (retained.to(e.dtype) * dropout.factor(call.dropout))
 
 
 # ---- values that are not finite

@@ -44,6 +44,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "sinks change the softmax's denominator"
     if call.dropout and call.visibility.device.type == "cpu":
         return "PyTorch's fused CPU kernel has no dropout"
+    if call.dropout and call.seed is not None:
+        return "PyTorch's fused kernel draws its own numbers for dropout"
     if needs_gradient(mask):
         return "the mask requires a gradient"
     return None

@@ -31,7 +31,7 @@
 
        vectors.h   vectors and dtypes      dot.h       scores of a few rows      exact.h    rows that overflow
        matmul.h    register tiles          item.h      state and scratch         finish.h   results, merging
-       pack.h      reading and packing     softmax.h   online softmax */
+       pack.h      reading and packing     softmax.h   online softmax            dropout.h  retained weights */
 #include "call.h"
 #include "dot.h"
 #include "finish.h"
@@ -237,7 +237,7 @@ static void compute_scores(Item *item, Strip *strip, int r) {
     strip->peak[r] = max_score(s + begin, end - begin);
 }
 
-/* Replace the scores of row r by e, and update the sums of the row. */
+/* Replace the scores of row r by e, update the sums of the row, and drop what dropout drops. */
 static void apply_softmax(Item *item, const Strip *strip, int r) {
     const Call *call = item->call;
     Row *row = item->row + strip->first + r;
@@ -245,12 +245,13 @@ static void apply_softmax(Item *item, const Strip *strip, int r) {
     float *s = item->s + r * item->plan->key_block, *o = item->o + (strip->first + r) * width, peak = strip->peak[r];
     const float *classes = call->classes ? call->classes + item->batch * call->class_count * call->keys : NULL;
     if (!n) return;
-    if (!call->sums) {
+    if (call->sums) {
+        update_row(1, row, s + begin, n, peak, from + begin, o, width, classes, call->class_count, call->keys);
+        record_landmarks(row, s, max(row->low, from), min(row->high, strip->to), from, item->first_key);
+    } else {
         update_row(0, row, s + begin, n, peak, from + begin, o, width, NULL, 0, 0);
-        return;
     }
-    update_row(1, row, s + begin, n, peak, from + begin, o, width, classes, call->class_count, call->keys);
-    record_landmarks(row, s, max(row->low, from), min(row->high, strip->to), from, item->first_key);
+    if (call->dropped) drop_weights(s + begin, call, item->batch, row->head, row->query, from + begin, n);
 }
 
 /* o += e v key by key, where some values are NaN or infinite: these reach only the rows that see them. */

@@ -6,7 +6,8 @@
        P  = 2^(S - lse)          D  = rowsum(G * O)         dP = G V^T           dS = P * (dP - D) (1 - th^2)
        dQ = scale dS K           dK = scale dS^T Q          dV = P^T G
 
-   without the factor 1 - th^2 where there is no softcap. Hidden keys have P = dS = 0, and so have all keys of a row
+   without the factor 1 - th^2 where there is no softcap. With dropout, dP and the P of dV are multiplied by 0 at dropped
+   weights and by one over the probability of being retained at others. Hidden keys have P = dS = 0, and so have all keys of a row
    without visible ones. Sinks take part in lse alone. The gradient of a float mask is dS, summed over the axes that the
    mask is broadcast over; it is not computed with a softcap.
 
@@ -25,6 +26,7 @@
 
    This file is compiled once per instruction set, like attention.c. */
 #pragma GCC diagnostic ignored "-Wunused-function" /* in headers that attention.c uses, too */
+#include "dropout.h"
 #include "item.h"
 #include "matmul.h"
 #include "pack.h"
@@ -59,7 +61,7 @@ typedef struct {
     float *q, *g, *lse, *delta;
     Span *seen;
     Row *row;
-    float *dq, *keys, *values, *key_panels, *value_panels, *dk, *dv, *p, *ds, *bias;
+    float *dq, *keys, *values, *key_panels, *value_panels, *dk, *dv, *p, *ds, *bias, *retained;
 } Backward;
 
 /* ---- planning ---- */
@@ -86,6 +88,7 @@ static int64_t carve_buffers(const Call *call, const Plan *plan, char *memory, B
     x->p = take(&arena, ROW_BLOCK * x->lds * f);                     /* (ROW_BLOCK, lds): scores, then P */
     x->ds = take(&arena, ROW_BLOCK * x->lds * f);                    /* (ROW_BLOCK, lds): dP, then dS */
     x->bias = take(&arena, TILE_ROWS * x->lds * f);                  /* (TILE_ROWS, lds): masks of a strip */
+    x->retained = take(&arena, call->dropped ? x->lds * f : 0);      /* (lds): factors of a row's weights */
     return arena.used;
 }
 
@@ -336,6 +339,11 @@ INLINE void weigh(const int capped, const int sloped, const int biased, float *p
     }
 }
 
+/* y *= x for n numbers (whole vectors). */
+INLINE void multiply_vectors(float *y, const float *x, int64_t n) {
+    for (int64_t j = 0; j < n; j += LANES) store(y + j, load(y + j) * load(x + j));
+}
+
 /* The same for row r of a strip: P and dS of all keys of the block, 0 at hidden ones. */
 static void weigh_row(const Backward *x, const Strip *strip, int64_t first_row, int r) {
     const Call *call = x->call;
@@ -350,6 +358,11 @@ static void weigh_row(const Backward *x, const Strip *strip, int64_t first_row, 
     }
     int64_t begin = a / LANES * LANES, count = round_up(b, LANES) - begin;
     float lse = x->lse[first_row + index], delta = x->delta[first_row + index];
+    if (call->dropped) {
+        for (int64_t j = 0; j < count; j += LANES) store(x->retained + j, splat(dropout_factor(call)));
+        drop_weights(x->retained, call, x->batch, row->head, row->query, x->from + begin, count);
+        multiply_vectors(ds + begin, x->retained, count);
+    }
     float factor = call->softcap > 0 ? call->scale / call->softcap : call->scale * M_LOG2E;
     if (!call->mask && !call->slopes && !(call->softcap > 0)) {
         weigh(0, 0, 0, p + begin, ds + begin, count, factor, 0, 0, splat(0), NULL, lse, delta);
@@ -365,6 +378,7 @@ static void weigh_row(const Backward *x, const Strip *strip, int64_t first_row, 
             weigh(0, 1, 1, p + begin, ds + begin, count, factor, cap, slope, distance, bias, lse, delta);
         else weigh(0, 1, 0, p + begin, ds + begin, count, factor, cap, slope, distance, bias, lse, delta);
     }
+    if (call->dropped) multiply_vectors(p + begin, x->retained, count);
     clear_outside(p, a, b, n);
     clear_outside(ds, a, b, n);
     for (int64_t j = gap.low; j < gap.high; j++) p[j] = ds[j] = 0;

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 enum { F32, BF16, F16, BOOL }; /* dtypes of tensors; BOOL is for masks only */
-enum { MAX_CLASSES = 8, MAX_STRONGEST = 16 };
+enum { MAX_CLASSES = 8, MAX_STRONGEST = 16, DROPOUT_RANGE = 1 << 16 };
 
 /* The statistics of a row of attention weights, in the order of the columns of Call.sums. The shares of the key classes
    follow. Python compares these names with its own when it loads the library. */
@@ -40,6 +40,7 @@ typedef struct {
     int64_t mask_dtype, mask_stride[4]; /* stride 0: broadcast */
     int64_t gates_stride;               /* between sequences; 0: all sequences share their gates */
     int64_t class_count, strongest_count;
+    int64_t dropped; /* by dropout, of DROPOUT_RANGE weights; 0: no dropout */
     double scale, softcap; /* softcap 0: none */
 
     /* Part 2: different in every call. */
@@ -58,10 +59,11 @@ typedef struct {
     float *lse;              /* (batch, heads, queries), written: log-sum-exp in nats; NULL: not wanted */
     float *strongest_weight; /* (batch, heads, queries, strongest_count), written: the largest weights, descending, */
     int32_t *strongest_key;  /* and their keys; -1 where a row has fewer visible keys */
+    uint64_t seed;           /* of dropout */
     int64_t threads;
 } Call;
 
-enum { CALL_FIELDS = 62, CALL_POINTERS = 42 /* the first field of part 2 */ };
+enum { CALL_FIELDS = 64, CALL_POINTERS = 43 /* the first field of part 2 */ };
 
 #define FIELD(name, index) _Static_assert(offsetof(Call, name) == 8 * (index), "Call." #name " has moved")
 FIELD(batch, 0);
@@ -89,28 +91,30 @@ FIELD(mask_stride, 33);
 FIELD(gates_stride, 37);
 FIELD(class_count, 38);
 FIELD(strongest_count, 39);
-FIELD(scale, 40);
-FIELD(softcap, 41);
+FIELD(dropped, 40);
+FIELD(scale, 41);
+FIELD(softcap, 42);
 FIELD(q, CALL_POINTERS);
-FIELD(k, 43);
-FIELD(v, 44);
-FIELD(out, 45);
-FIELD(offsets, 46);
-FIELD(starts, 47);
-FIELD(keep_starts, 48);
-FIELD(ends, 49);
-FIELD(windows, 50);
-FIELD(mask, 51);
-FIELD(sinks, 52);
-FIELD(slopes, 53);
-FIELD(gates, 54);
-FIELD(sums, 55);
-FIELD(counted, 56);
-FIELD(classes, 57);
-FIELD(lse, 58);
-FIELD(strongest_weight, 59);
-FIELD(strongest_key, 60);
-FIELD(threads, 61);
+FIELD(k, 44);
+FIELD(v, 45);
+FIELD(out, 46);
+FIELD(offsets, 47);
+FIELD(starts, 48);
+FIELD(keep_starts, 49);
+FIELD(ends, 50);
+FIELD(windows, 51);
+FIELD(mask, 52);
+FIELD(sinks, 53);
+FIELD(slopes, 54);
+FIELD(gates, 55);
+FIELD(sums, 56);
+FIELD(counted, 57);
+FIELD(classes, 58);
+FIELD(lse, 59);
+FIELD(strongest_weight, 60);
+FIELD(strongest_key, 61);
+FIELD(seed, 62);
+FIELD(threads, 63);
 #undef FIELD
 _Static_assert(sizeof(Call) == 8 * CALL_FIELDS, "a field of Call is missing above, or pointers are not 8 bytes wide");
 

@@ -2,6 +2,7 @@
 #ifndef HEADWISE_EXACT_H
 #define HEADWISE_EXACT_H
 
+#include "dropout.h"
 #include "item.h"
 
 /* The sums of a row, as in RowResult; the output is summed in place. */
@@ -91,8 +92,9 @@ static int add_span(const Call *call, int64_t batch, const Row *row, const char 
         for (int i = 0; i < LANDMARKS; i++) x->landmark[i] += key[i] == j ? e : 0;
         for (int64_t i = 0; i < call->class_count; i++)
             x->c[i] += e * call->classes[(batch * call->class_count + i) * call->keys + j];
+        double weight = is_retained(call, batch, row->head, row->query, j) ? e : 0;
         for (int64_t i = 0; i < call->value_dim; i++)
-            o[i] += e * load_scalar(v + (j * call->v_stride[2] + i * call->v_stride[3]) * size, call->dtype);
+            o[i] += weight * load_scalar(v + (j * call->v_stride[2] + i * call->v_stride[3]) * size, call->dtype);
         exact_strongest(x, s, j, call->strongest_count);
     }
     return 1;

@@ -57,7 +57,8 @@ static void finish_row(const Call *call, const Plan *plan, RowResult *x, float *
     const int64_t *stride = call->out_stride;
     int64_t index = batch * stride[0] + head * stride[1] + query * stride[2];
     if (!x->visible) memset(o, 0, 4 * call->value_dim);
-    write_row(call->out + index * dtype_size(call->dtype), o, call->dtype, call->value_dim, f * share * gate);
+    float factor = f * share * gate * dropout_factor(call);
+    write_row(call->out + index * dtype_size(call->dtype), o, call->dtype, call->value_dim, factor);
 
     int64_t row = (batch * call->heads + head) * call->queries + query;
     if (call->lse) call->lse[row] = (m + log2f(x->l + sink_e)) * LN2;

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import dropout
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, HeadStats, name_columns
 from ...validation import FAR, HeadWindow
@@ -33,7 +34,7 @@ WORDS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "plain": "plain C"
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MASK_KINDS = {**KINDS, torch.bool: 3}
-FORM, POINTERS = struct.Struct("=40q2d"), struct.Struct("=20q")  # the two halves of Call in call.h
+FORM, POINTERS = struct.Struct("=41q2d"), struct.Struct("=21q")  # the two halves of Call in call.h
 GRADIENTS = struct.Struct("=20q")  # Gradients in gradients.h
 DECLINED = 3  # returned by headwise_backward, see kernel.c
 MAX_CLASSES, MAX_STRONGEST = 8, 16  # the same in call.h
@@ -183,6 +184,7 @@ def make_template(
         *map(_shared, _positions(visibility)),
         0 if mask is None else MASK_KINDS[mask.dtype], *mask_stride,
         call.gates_stride, class_count, strongest,
+        dropout.RANGE - dropout.threshold(call.dropout),
         call.scale, call.softcap or 0.0,
     )  # fmt: skip
     sums = (len(COLUMNS), size.batch, size.heads)
@@ -262,7 +264,7 @@ def run_into(
         _address(visibility.mask), _address(sinks), _address(slopes), _address(gates),
         _address(sums), _address(queries), _address(classes), _address(lse),
         0 if strongest is None else strongest.weights.data_ptr(), 0 if strongest is None else strongest.keys.data_ptr(),
-        torch.get_num_threads(),
+        call.seed or 0, torch.get_num_threads(),
     )  # fmt: skip
     if _choice.run(template.fields + pointers, _choice.index):
         raise MemoryError(NO_MEMORY)
@@ -285,7 +287,7 @@ def run_template(
         0, 0, 0, 0, _table_address(template),
         0 if mask is None else mask.data_ptr(), 0, 0, 0,
         sums, 0 if queries is None else queries.data_ptr(), 0, 0, 0, 0,
-        torch.get_num_threads(),
+        0, torch.get_num_threads(),
     )  # fmt: skip
     if _choice.run(template.fields + pointers, _choice.index):
         raise MemoryError(NO_MEMORY)
@@ -344,7 +346,7 @@ def backward(
     sinks, slopes = _as_floats(call.sinks), _as_floats(visibility.slopes)
     pointers = POINTERS.pack(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), 0, *map(_address, numbers), _table_address(template),
-        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, torch.get_num_threads(),
+        _address(mask), _address(sinks), _address(slopes), 0, 0, 0, 0, 0, 0, 0, call.seed or 0, torch.get_num_threads(),
     )  # fmt: skip
     of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
     of_k = k.new_empty(size.batch, size.keys, size.kv_heads, size.dim)

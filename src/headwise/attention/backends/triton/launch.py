@@ -58,6 +58,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return f"the triton kernel takes up to {MAX_CLASSES} classes of keys"
     if extra.strongest:
         return "the triton kernel does not find the strongest keys"
+    if call.dropout:
+        return "the triton kernel has no dropout"
     return None
 
 
