@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from ..timing.interleaved_race import ATOL, Contestant
 from . import peers
 from .inputs import random_normal
 from .limits import Limit, matmul_limit, read_limit
+
+OTHER_WEIGHTS_DROPPED = math.inf  # as atol: each contestant drops weights of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,12 @@ class Case:
     goals: Mapping[str, float]  # peer -> ratio of its time to ours
 
 
-def _qkv(heads: int, tokens: int, dim: int, *, kv_heads: int | None = None, queries: int | None = None) -> list[Tensor]:
+def _qkv(
+    heads: int, tokens: int, dim: int, *, kv_heads: int | None = None, queries: int | None = None, batch: int = 1
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = (heads, queries or tokens), (kv_heads or heads, tokens), (kv_heads or heads, tokens)
-    return [random_normal(1, h, t, dim, generator=generator) for h, t in sizes]
+    return [random_normal(batch, h, t, dim, generator=generator) for h, t in sizes]
 
 
 def _attention_flops(q: Tensor, k: Tensor) -> float:
@@ -124,7 +129,6 @@ def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, wi
 def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, with_stats: int = 0) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
     left = window - 1  # the window includes the query's own key
-    visible = sum(min(i + 1, window) for i in range(tokens)) / tokens**2  # the share of all pairs
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-left)
     flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: (j <= i) & (i - j <= left)))
     contestants: dict[str, Contestant] = {
@@ -134,7 +138,7 @@ def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, with
         partial(_ours(with_stats), q, k, v, causal=True, window=(left, 0)),
         contestants | flex,
         headwise.explain(q, k, v, causal=True, window=(left, 0)),
-        matmul_limit(_attention_flops(q, k) * visible),
+        matmul_limit(_attention_flops(q, k) * _window_share(tokens, window)),
         missing,
     )
 
@@ -177,26 +181,48 @@ def _stats(quick: bool, *, heads: int, tokens: int, dim: int, causal: int = 0, b
     )
 
 
-def _backward(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, causal: int) -> PreparedCase:
-    """attend with its gradients against sdpa with its own. causal: 0 or 1."""
-    inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim, kv_heads=kv_heads)]
+def _window_share(tokens: int, window: int) -> float:
+    """The share of all pairs of tokens that a causal window shows, the query's own key included."""
+    return sum(min(i + 1, window) for i in range(tokens)) / tokens**2
+
+
+def _backward(
+    quick: bool,
+    *,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    dim: int,
+    causal: int = 0,
+    window: int = 0,
+    batch: int = 1,
+    dropout_percent: int = 0,
+) -> PreparedCase:
+    """attend with its gradients against sdpa with its own. causal: 0 or 1; window: 0 for none, else causal."""
+    inputs = [x.requires_grad_() for x in _qkv(heads, tokens, dim, kv_heads=kv_heads, batch=batch)]
     output_gradient = random_normal(*inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
-    def forward_backward(attention: Callable[..., Tensor], **options: bool) -> tuple[Tensor, ...]:
+    def forward_backward(attention: Callable[..., Tensor], **options: Any) -> tuple[Tensor, ...]:
         """The output and the gradients of q, k and v."""
         with torch.enable_grad():
             out = attention(*inputs, **options)
             return out.detach(), *torch.autograd.grad(out, inputs, output_gradient)
 
+    ours: dict[str, Any] = {"dropout": dropout_percent / 100, "causal": bool(causal or window)}
+    theirs: dict[str, Any] = {"dropout_p": dropout_percent / 100, "is_causal": bool(causal)}
+    share = 0.5 if causal else 1.0
+    if window:
+        ours["window"] = (window - 1, 0)
+        theirs["attn_mask"] = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - window)
+        share = _window_share(tokens, window)
     sdpa = partial(F.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
-    contestants: dict[str, Contestant] = {"sdpa": partial(forward_backward, sdpa, is_causal=bool(causal))}
-    # backward has five matrix products, forward two
-    flops = 3.5 * _attention_flops(inputs[0], inputs[1]) / (1 + causal)
     return PreparedCase(
-        partial(forward_backward, headwise.attend, causal=bool(causal)),
-        contestants,
-        headwise.explain(*inputs, causal=bool(causal)),
-        matmul_limit(flops),
+        partial(forward_backward, headwise.attend, **ours),
+        {"sdpa": partial(forward_backward, sdpa, **theirs)},
+        headwise.explain(*inputs, **ours),
+        # backward has five matrix products, forward two
+        matmul_limit(3.5 * share * _attention_flops(inputs[0], inputs[1])),
+        atol=OTHER_WEIGHTS_DROPPED if dropout_percent else ATOL,
     )
 
 
@@ -212,8 +238,10 @@ def _module(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> 
     return PreparedCase(partial(attn.eval(), x), contestants | bert, path, matmul_limit(_layer_flops(x)), missing)
 
 
-def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -> PreparedCase:
-    attn, x, path = _attention_layer(batch, tokens, width, heads)
+def _training(
+    quick: bool, *, batch: int, tokens: int, width: int, heads: int, dropout_percent: int = 0
+) -> PreparedCase:
+    attn, x, path = _attention_layer(batch, tokens, width, heads, dropout_percent / 100)
     x.requires_grad_()
     output_gradient = torch.randn_like(x)
 
@@ -224,21 +252,29 @@ def _training(quick: bool, *, batch: int, tokens: int, width: int, heads: int) -
             gradients = torch.autograd.grad(out, [x, *module.parameters()], output_gradient)
         return out.detach(), gradients[0]
 
-    modules = {"nn.MultiheadAttention": peers.TorchModule(attn), "textbook": peers.Textbook(attn)}
+    modules: dict[str, nn.Module] = {"nn.MultiheadAttention": peers.TorchModule(attn)}
+    if not dropout_percent:
+        modules["textbook"] = peers.Textbook(attn)
     contestants: dict[str, Contestant] = {name: partial(forward_backward, module) for name, module in modules.items()}
-    return PreparedCase(partial(forward_backward, attn), contestants, path, matmul_limit(3 * _layer_flops(x)))
+    return PreparedCase(
+        partial(forward_backward, attn),
+        contestants,
+        path,
+        matmul_limit(3 * _layer_flops(x)),
+        atol=OTHER_WEIGHTS_DROPPED if dropout_percent else ATOL,
+    )
 
 
 def _attention_layer(
-    batch: int, tokens: int, width: int, heads: int
+    batch: int, tokens: int, width: int, heads: int, dropout: float = 0.0
 ) -> tuple[headwise.MultiHeadAttention, Tensor, str]:
     """The module, its input (B, T, width), and the backend that its heads take."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        attn = headwise.MultiHeadAttention(width, heads)
+        attn = headwise.MultiHeadAttention(width, heads, dropout=dropout)
         x = torch.randn(batch, tokens, width)
     head = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-    return attn, x, headwise.explain(head, head, head)
+    return attn, x, headwise.explain(head, head, head, dropout=dropout)
 
 
 def _layer_flops(x: Tensor) -> float:
@@ -306,6 +342,14 @@ CASES = {
             {"nn.MultiheadAttention": 1.2},
         ),
         Case(
+            "training-dropout",
+            "module forward + backward, dropout 0.1, batch 8, T 512, 768/12",
+            _training,
+            {**_LAYER, "dropout_percent": 10},
+            {**_TINY_LAYER, "dropout_percent": 10},
+            {"nn.MultiheadAttention": 1.8},
+        ),
+        Case(
             "stats-decode",
             "head_stats, decode, 32 query / 4 KV heads, 8,192 keys, D 128",
             _decode,
@@ -327,11 +371,16 @@ CASES = {
                 f"attend forward + backward, {title}",
                 _backward,
                 sizes,
-                {**_TINY, "kv_heads": 2 * sizes["kv_heads"] // sizes["heads"] or 1, "causal": sizes["causal"]},
+                {
+                    **_TINY,
+                    "kv_heads": 2 * sizes["kv_heads"] // sizes["heads"] or 1,
+                    **{name: sizes[name] for name in ("causal", "dropout_percent", "batch") if name in sizes},
+                    **({"window": 7} if "window" in sizes else {}),
+                },
                 {"sdpa": goal},
             )
             for name, title, sizes, goal in (
-                ("", "12 heads, T 1024, D 64", {**_HEADS, "kv_heads": 12, "tokens": 1024, "causal": 0}, 1.15),
+                ("", "12 heads, T 1024, D 64", {**_HEADS, "kv_heads": 12, "tokens": 1024}, 1.15),
                 (
                     "-causal",
                     "causal, 12 heads, T 1024, D 64",
@@ -343,6 +392,24 @@ CASES = {
                     "causal, 32 query / 8 KV heads, T 1024, D 128",
                     {"heads": 32, "kv_heads": 8, "tokens": 1024, "dim": 128, "causal": 1},
                     1.5,
+                ),
+                (
+                    "-window",
+                    "causal window 256 over 4,096 tokens, 8 heads, D 64",
+                    {"heads": 8, "kv_heads": 8, "tokens": 4096, "dim": 64, "window": 256},
+                    10.0,
+                ),
+                (
+                    "-dropout-256",
+                    "dropout 0.1, batch 8, 12 heads, T 256, D 64",
+                    {**_HEADS, "kv_heads": 12, "batch": 8, "tokens": 256, "dropout_percent": 10},
+                    2.2,
+                ),
+                (
+                    "-dropout-512",
+                    "dropout 0.1, batch 4, 12 heads, T 512, D 64",
+                    {**_HEADS, "kv_heads": 12, "batch": 4, "tokens": 512, "dropout_percent": 10},
+                    3.0,
                 ),
             )
         ),
