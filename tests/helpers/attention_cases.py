@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from headwise import reference
-from headwise.attention import visibility
+from headwise.attention import visibility, visibility_options
 from headwise.attention.backends import blockwise, blockwise_stats, sdpa
 from headwise.attention.backends.native import library
 from headwise.attention.backends.triton import launch
@@ -198,7 +198,8 @@ def _small_calls(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unreadable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(visibility, "is_readable", lambda *tensors: False)
+    for module in (visibility, visibility_options):
+        patch.setattr(module, "is_readable", lambda *tensors: False)
 
 
 def _never_fused(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from . import validation
 from .options import AttendOptions, CallOptions, VisibilityOptions, WeightOptions
 from .torch_modes import in_vmap
 from .validation import Sizes
-from .visibility import Visibility, check_tensor, resolve_visibility
+from .visibility import Visibility
+from .visibility_options import check_tensor, resolve_visibility
 
 __all__ = ["AttendOptions", "AttentionCall", "CallOptions", "StatsRequest", "VisibilityOptions", "WeightOptions"]
 

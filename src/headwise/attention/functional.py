@@ -16,7 +16,7 @@ from .head_layout import join_heads, split_heads
 from .options import ATTEND, CALL, AttendOptions, CallOptions, KeepFirst, Window, check_options
 from .stats import HeadStats
 from .torch_modes import cast_inputs, needs_gradient
-from .visibility import check_values
+from .visibility_options import check_values
 
 # so that torch.export can return statistics from a graph
 register_pytree_node(

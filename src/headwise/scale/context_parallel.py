@@ -20,7 +20,7 @@ from ..attention.call import AttentionCall, StatsRequest, build_request
 from ..attention.options import Window, check_options
 from ..attention.stats import HeadStats
 from ..attention.validation import band, check_numbers, check_per_head, shown, sizes
-from ..attention.visibility import check_same_dtype_and_device
+from ..attention.visibility_options import check_same_dtype_and_device
 from ..errors import ShapeError
 from . import partial_attention
 from .agreement import describe_tensor

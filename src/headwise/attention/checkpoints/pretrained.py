@@ -18,7 +18,7 @@ from ...errors import CheckpointError, UnsupportedError
 from ...shapes import Shape
 from ..nn.stack import Decoder, Encoder
 from ..validation import shown
-from ..visibility import FLOATS
+from ..visibility_options import FLOATS
 from .architectures import ARCHITECTURES, Architecture
 
 Stack = TypeVar("Stack", bound=Encoder | Decoder)

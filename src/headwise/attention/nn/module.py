@@ -20,7 +20,7 @@ from ..options import AttendOptions, KeepFirst, Window, check_options
 from ..stats import HeadStats
 from ..torch_modes import autocast_enabled, cast_inputs
 from ..validation import band, shown, window_pairs
-from ..visibility import check_tensor
+from ..visibility_options import check_tensor
 from . import conversion
 from .kv_cache import KVCache, MemoryCache, SlidingCache, restored_on_error, update_cache
 from .positions import Alibi, Rotary

@@ -16,7 +16,7 @@ from ...shapes import Shape
 from ...shapes import shape as preset
 from ..stats import HeadStats
 from ..validation import shown
-from ..visibility import check_tensor
+from ..visibility_options import check_tensor
 from .blocks import NORMS, Embedding, FeedForward, TransformerBlock
 from .inputs import check_integers, key_mask, mask_of_cached_keys, positions_of, range_of
 from .kv_cache import KVCache, MemoryCache, SlidingCache, StaticCache
