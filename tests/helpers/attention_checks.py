@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headwise import attend, head_stats, reference, weights
+from headwise import HeadStats, attend, head_stats, reference, weights
 
 from .attention_cases import LAYOUTS, AttentionCase, array
 
@@ -53,13 +53,20 @@ def check_stats(call: AttentionCase, dtype: torch.dtype = torch.float64) -> None
     expected, specified = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)
     np.testing.assert_allclose(array(out), expected, rtol=OUTPUT_TOLERANCE[dtype], atol=OUTPUT_TOLERANCE[dtype])
     assert out.dtype == dtype
-    assert set(stats.names) == set(specified.names)
+    assert_same_stats(stats, specified, SUMS_TOLERANCE[dtype])
+
+
+def assert_same_stats(stats: HeadStats, specified: HeadStats, tolerance: float) -> None:
+    """Statistics in tensors equal those of the specification, in all that they hold."""
     np.testing.assert_array_equal(stats.count, specified.count)
-    for name in specified.names:
-        assert stats.sums[name].dtype == torch.float64
-        np.testing.assert_allclose(
-            stats.sums[name], specified.sums[name], SUMS_TOLERANCE[dtype], SUMS_TOLERANCE[dtype], err_msg=name
-        )
+    for got, want in ((stats.sums, specified.sums), (stats.maxima, specified.maxima)):
+        assert set(got) == set(want)
+        for name, x in want.items():
+            assert got[name].dtype == torch.float64
+            np.testing.assert_allclose(got[name], x, tolerance, tolerance, err_msg=name)
+    assert (stats.received is None) == (specified.received is None)
+    if specified.received is not None:
+        np.testing.assert_allclose(stats.received, specified.received, tolerance, tolerance, err_msg="received")
 
 
 def as_leaves(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

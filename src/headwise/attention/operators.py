@@ -125,7 +125,7 @@ def _with_stats(x: Arguments, call: AttentionCall) -> tuple[Tensor, Tensor]:
         sums = x.q.new_empty(_column_count(x.classes, True), *x.q.shape[:2], dtype=torch.float64)
         return library.run_into(x.q, x.k, x.v, call, request, sums), sums
     out, stats = dispatch.run_in_torch_with_stats(x.q, x.k, x.v, call, request)
-    named = {"sink": torch.zeros_like(stats.count), **stats.sums, "count": stats.count}
+    named = {"sink": torch.zeros_like(stats.count), **stats.sums, **stats.maxima, "count": stats.count}
     sums = torch.stack([named[name] for name in (*COLUMNS, *(SHARE + name for name in request.classes))])
     return _contiguous_tokens(out), sums.double()
 
@@ -189,6 +189,15 @@ def count_operations() -> None:
         formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(formulas, dict):
             formulas.setdefault(operator, flops.flop_registry[operator])
+
+
+def why_not(request: StatsRequest) -> str | None:
+    """Why the operator cannot give these statistics, or None."""
+    if request.received:
+        return "the operator does not sum the weight that each key receives"
+    if len(request.classes) > library.MAX_CLASSES:
+        return f"the operator takes up to {library.MAX_CLASSES} classes of keys"
+    return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

@@ -45,6 +45,9 @@ def gather_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int = 1) -> Tenso
 
 def gather_stats(stats: HeadStats, plan: HeadPlan, ranks: Ranks) -> HeadStats:
     """Statistics of this rank's heads -> of all heads, on every rank."""
-    stacked = torch.stack([*stats.sums.values(), stats.count])  # (statistics, B, heads here)
-    *sums, count = gather_heads(stacked, plan, ranks, dim=2).unbind()
-    return HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
+    names = tuple(stats.sums), tuple(stats.maxima)
+    stacked = torch.stack([*stats.sums.values(), *stats.maxima.values(), stats.count])  # (statistics, B, heads here)
+    whole = list(gather_heads(stacked, plan, ranks, dim=2).unbind())
+    received = None if stats.received is None else gather_heads(stats.received, plan, ranks)
+    sums = dict(zip(names[0], whole, strict=False))
+    return HeadStats(sums, whole[-1], dict(zip(names[1], whole[len(sums) : -1], strict=True)), received)
