@@ -17,11 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headwise import HeadStats, attend, head_stats, reference
+from headwise import HeadStats, attend, head_stats
 from headwise.attention.stats import POSITIONAL
 from headwise.errors import HeadwiseError
 from helpers.attention_cases import FEW, MANY, NATIVE, PATHS, READABLE, cases, cases_with_stats, forced, random_case
-from helpers.attention_checks import LARGE_CALLS_WITH_STATS, OUTPUT_TOLERANCE, check_stats
+from helpers.attention_checks import (
+    ADJUSTMENTS,
+    LARGE_CALLS_WITH_STATS,
+    OUTPUT_TOLERANCE,
+    check_max_logit,
+    check_nonfinite_logits,
+    check_stats,
+)
 
 
 @pytest.mark.parametrize("dtype", OUTPUT_TOLERANCE, ids=str)
@@ -114,66 +121,19 @@ def test_received_weight_equals_the_reference(path, dtype, call, spoil):
         check_stats(call.spoil_hidden_keys(np.nan) if spoil else call, dtype)
 
 
-ADJUSTMENTS = {
-    "nothing": {},
-    "a bool mask": {"mask": np.arange(11) % 3 > 0},
-    "softcap": {"softcap": 2.0},
-    "a float mask": {"mask": np.where(np.arange(11) % 4, np.linspace(9.0, -9.0, 11), -np.inf)},
-    "sinks": {"sinks": np.full(6, 50.0)},
-    "all of them": {
-        "softcap": 3.0, "sinks": np.full(6, 50.0), "causal": True,
-        "mask": np.where(np.arange(11) % 4, np.linspace(9.0, -9.0, 11), -np.inf),
-    },
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("path", [*READABLE, *NATIVE])
 @pytest.mark.parametrize("name", ADJUSTMENTS)
 def test_max_logit_is_of_visible_keys_and_counted_queries_before_softcap_mask_and_sinks(path, name):
-    call = random_case(7, 2, 6, 2, 5, 11)
-    call.options.clear()
-    call.options.update(ADJUSTMENTS[name])
-    call.q[:, :, 3] *= 100  # the largest logits are of a query that does not count,
-    call.k[:, :, 0] *= 100  # and of a key that the masks hide
-    counted = np.arange(5) != 3
-    call.stats_options.clear()
-    call.stats_options["queries"] = np.stack([counted, counted])
-    k = np.repeat(call.k, 3, 1)
-    logits = call.q @ k.swapaxes(-1, -2) * call.q.shape[-1] ** -0.5
-    seen = reference.visible(call.q, call.k, **call.visibility_options) & counted[:, None]
-    want = np.where(seen, logits, -np.inf).max((2, 3))
     with forced(path):
-        tensors = call.tensors(torch.float32)
-        got = head_stats(tensors.q, tensors.k, tensors.v, **tensors.options, **tensors.stats_options)[1]
-    # inputs, products, partial sums and the scale are rounded, each relative to the sum of magnitudes at most
-    magnitudes = np.where(seen, abs(call.q) @ abs(k).swapaxes(-1, -2) * call.q.shape[-1] ** -0.5, 0)
-    bound = (4 + call.q.shape[-1]) * 2.0**-24 * magnitudes.max((2, 3))
-    assert (abs(got.per_sequence("max_logit").numpy() - want) <= bound).all()
-    specified = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)[1]
-    np.testing.assert_allclose(specified.per_sequence("max_logit"), want, rtol=1e-12)
+        check_max_logit(name)
 
 
 @pytest.mark.parametrize("path", [*READABLE, *NATIVE])
 @pytest.mark.parametrize("name", ADJUSTMENTS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_max_logit_and_lse_of_nonfinite_keys_are_those_of_the_reference(path, name, value):
-    """A NaN that a counted query sees is the maximum, and an infinity is one like any number."""
-    call = random_case(3, 2, 6, 2, 5, 11)
-    call.options.clear()
-    call.options.update(ADJUSTMENTS[name] | {"causal": True, "offset": 6})
-    call.k[0, 1, 10, 0] = value  # of KV head 1, and seen by the last query alone
-    for counted in (np.arange(5) < 4, np.arange(5) > 1):
-        call.stats_options.clear()
-        call.stats_options["queries"] = np.stack([counted, counted])
-        want = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)[1]
-        with forced(path):
-            x = call.tensors(torch.float32)
-            got = head_stats(x.q, x.k, x.v, **x.options, **x.stats_options)[1]
-        for statistic in ("max_logit", "lse"):
-            np.testing.assert_allclose(
-                got.per_sequence(statistic), want.per_sequence(statistic), rtol=1e-4, atol=1e-4, err_msg=statistic
-            )
-        assert np.isnan(want.per_sequence("max_logit")).any() == (counted[4] and np.isnan(value))
+    with forced(path):
+        check_nonfinite_logits(name, value)
 
 
 def test_a_maximum_over_no_query_is_minus_infinity():
