@@ -39,6 +39,13 @@ class AttentionCall:
         return self.visibility.size
 
     @property
+    def adjusts_scores(self) -> bool:
+        """Whether scores are more than scale * q.k and hidden keys: softcap, a float mask or slopes change them."""
+        mask = self.visibility.mask
+        biased = self.visibility.slopes is not None or (mask is not None and mask.dtype != torch.bool)
+        return biased or self.softcap is not None
+
+    @property
     def gates_stride(self) -> int:
         """How far the gates of one sequence are from the next one's, once they are contiguous."""
         return 0 if self.gates is None or self.gates.dim() == 1 else self.size.heads
@@ -73,6 +80,7 @@ class StatsRequest:
     queries: Tensor | None = None  # (B, Tq) bool: those that count; None for all
     classes: Mapping[str, Tensor] = field(default_factory=dict)  # name -> (B, Tk) bool
     cross: bool = False  # positions of queries and keys do not compare: no distance, previous, next, self
+    received: bool = False  # the weight each key receives is wanted, too
 
     def stacked_classes(self) -> Tensor | None:
         """(B, classes, Tk) float32 of zeros and ones, or None."""
@@ -102,6 +110,7 @@ def build_request(
     queries: Tensor | None = None,
     classes: Mapping[str, Tensor] | None = None,
     cross: bool = False,
+    received: bool = False,
 ) -> StatsRequest:
     """Validate what head_stats takes besides attend's options."""
     if in_vmap():
@@ -114,7 +123,7 @@ def build_request(
         for name, x in classes.items():
             check_tensor(name, x, q)
         validation.check_classes(classes, size, lambda keys: keys.dtype == torch.bool)
-    return StatsRequest(queries, classes or {}, cross)
+    return StatsRequest(queries, classes or {}, cross, received)
 
 
 def _check_real(x: Any, name: str, like: Tensor) -> None:

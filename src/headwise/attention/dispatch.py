@@ -174,7 +174,7 @@ def _has_native_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: 
 def head_stats(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, request: StatsRequest) -> tuple[Tensor, HeadStats]:
     """The output and the statistics of a validated call."""
     learning = needs_gradient(q, k, v, call.visibility.mask, call.sinks, call.gates) or in_forward_mode()
-    if must_be_operator(call) and len(request.classes) <= library.MAX_CLASSES:
+    if must_be_operator(call) and operators.why_not(request) is None:
         return operators.head_stats(q, k, v, call, request)
     extra = ExtraOutputs(stats=request)
     call = draw_seed(q, call)
@@ -212,7 +212,7 @@ def stats_without_values(q: Tensor, k: Tensor, call: AttentionCall, request: Sta
     """The statistics of a validated call whose values are one column of its keys, in place of real ones."""
     with torch.no_grad():
         extra = ExtraOutputs(stats=request)
-        if must_be_operator(call) or why_not_one_pass(q, call, extra) is None:
+        if (must_be_operator(call) and operators.why_not(request) is None) or why_not_one_pass(q, call, extra) is None:
             return head_stats(q, k, k[..., :1], call, request)[1]
         return _stats_in_torch(q, k, call, request)
 

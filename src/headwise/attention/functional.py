@@ -14,15 +14,15 @@ from .backends.protocol import ExtraOutputs, StrongestKeys
 from .call import StatsRequest, build_call, build_request
 from .head_layout import join_heads, split_heads
 from .options import ATTEND, CALL, AttendOptions, CallOptions, KeepFirst, Window, check_options
-from .stats import HeadStats
+from .stats import HeadStats, flatten_stats, unflatten_stats
 from .torch_modes import cast_inputs, needs_gradient
 from .visibility_options import check_values
 
 # so that torch.export can return statistics from a graph
 register_pytree_node(
     HeadStats,
-    lambda stats: ([*stats.sums.values(), stats.count], tuple(stats.sums)),
-    lambda leaves, names: HeadStats(dict(zip(names, leaves, strict=False)), list(leaves)[-1]),
+    flatten_stats,
+    unflatten_stats,
     serialized_type_name="headwise.HeadStats",
 )
 
@@ -140,6 +140,7 @@ def head_stats(
     queries: Tensor | None = None,
     classes: dict[str, Tensor] | None = None,
     cross: bool = False,
+    received: bool = False,
     mask: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
@@ -161,6 +162,8 @@ def head_stats(
         queries: (B, Tq) bool, the queries that count in the statistics; all by default.
         classes: {name: (B, Tk) bool}, classes of keys whose share of the weight is wanted.
         cross: positions of queries and keys do not compare, so there is no distance, previous, next or self.
+        received: whether `stats.received` (B, Hq, Tk), the weight each key receives, is wanted. PyTorch computes it,
+            block by block of queries: the kernels know a row's weights only when they have seen all of its keys.
 
     The other arguments are those of `attend`.
 
@@ -171,7 +174,7 @@ def head_stats(
         >>> out, stats = headwise.head_stats(q, k, v, causal=True, classes={"delimiter": is_delimiter})
         >>> stats.entropy, stats.share("delimiter")  # (Hq,) each, the mean over all queries
     """
-    if starts is lengths is offset is sinks is gates is None and not dropout and not classes:
+    if starts is lengths is offset is sinks is gates is None and not (dropout or classes or received):
         template = repeated_calls.find_template(q, k, v, mask, causal, window, keep_first, scale, softcap)
         if template is not None:
             if queries is not None:
@@ -183,7 +186,7 @@ def head_stats(
         q, k, v, mask=mask, causal=causal, window=window, keep_first=keep_first, starts=starts, lengths=lengths,
         offset=offset, scale=scale, softcap=softcap, sinks=sinks, gates=gates, dropout=dropout,
     )  # fmt: skip
-    return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))
+    return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross, received))
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[AttendOptions[Tensor]]) -> str:

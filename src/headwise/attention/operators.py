@@ -133,7 +133,7 @@ def _with_stats(x: Arguments, call: AttentionCall) -> tuple[Tensor, Tensor]:
     out, stats = dispatch.run_in_torch_with_stats(x.q, x.k, x.v, call, request)
     if call.dropout:
         out = dispatch.run_in_torch(x.q, x.k, x.v, call)
-    named = {"sink": torch.zeros_like(stats.count), **stats.sums, "count": stats.count}
+    named = {"sink": torch.zeros_like(stats.count), **stats.sums, **stats.maxima, "count": stats.count}
     sums = torch.stack([named[name] for name in (*COLUMNS, *(SHARE + name for name in request.classes))])
     return _contiguous_tokens(out), sums.double()
 
@@ -197,6 +197,15 @@ def count_operations() -> None:
         formulas = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(formulas, dict):
             formulas.setdefault(operator, flops.flop_registry[operator])
+
+
+def why_not(request: StatsRequest) -> str | None:
+    """Why the operator cannot give these statistics, or None."""
+    if request.received:
+        return "the operator does not sum the weight that each key receives"
+    if len(request.classes) > library.MAX_CLASSES:
+        return f"the operator takes up to {library.MAX_CLASSES} classes of keys"
+    return None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

@@ -18,7 +18,7 @@ operators decide, and an overflow is NaN. Infinities and NaN in the input are ne
 from __future__ import annotations
 
 import math
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -124,13 +124,36 @@ def weights(
     """
     check_options(options, WEIGHTS)
     size = validation.sizes(q, k)
+    a = softmax(q, k, scale=scale, softcap=softcap, sinks=sinks, **options).weights
+    return a[:, validation.pick("head", heads, size.heads)][:, :, validation.pick("row", rows, size.queries)]
+
+
+class Softmax(NamedTuple):
+    """The steps from products to weights."""
+
+    logits: Array  # (B, Hq, Tq, Tk): scale * q.k, before softcap and mask
+    lse: Array  # (B, Hq, Tq): the log-sum-exp of a query's scores and sink; -inf without visible keys and sink
+    weights: Array  # (B, Hq, Tq, Tk)
+
+
+def softmax(
+    q: Any,
+    k: Any,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    **options: Unpack[VisibilityOptions[Any]],
+) -> Softmax:
+    """The weights of every query and key, and what they are computed from."""
+    size = validation.sizes(q, k)
     allowed, mask = visible(q, k, **options), options.get("mask")
     k = np.repeat(np.asarray(k, float), size.group, axis=1)  # query head i reads KV head i // group
-    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities propagate
-        scores = np.asarray(q, float) @ k.swapaxes(-1, -2)  # (B, Hq, Tq, Tk)
-        scores *= size.dim**-0.5 if scale is None else scale
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinities propagate
+        logits = np.asarray(q, float) @ k.swapaxes(-1, -2)  # (B, Hq, Tq, Tk)
+        logits *= size.dim**-0.5 if scale is None else scale
         finite = np.isfinite(q).all(-1)[..., None] & np.isfinite(k).all(-1)[:, :, None]
-        scores = np.where(finite, np.clip(scores, -LIMIT, LIMIT), scores)
+        scores = logits = np.where(finite, np.clip(logits, -LIMIT, LIMIT), logits)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         if mask is not None and np.asarray(mask).dtype != bool:
@@ -144,7 +167,7 @@ def weights(
         exponentials = np.exp(scores - maximum)
         total = exponentials.sum(-1, keepdims=True) + np.exp(sink - maximum)
         a = np.where(allowed, exponentials / np.where(total == 0, 1.0, total), 0.0)
-    return a[:, validation.pick("head", heads, size.heads)][:, :, validation.pick("row", rows, size.queries)]
+        return Softmax(logits, (maximum + np.log(total))[..., 0], a)
 
 
 def average_values(a: Array, v: Any, allowed: Array) -> Array:
@@ -192,9 +215,10 @@ def head_stats(
     queries: Any = None,
     classes: dict[str, Any] | None = None,
     cross: bool = False,
+    received: bool = False,
     **options: Unpack[ReferenceOptions],
 ) -> tuple[Array, HeadStats]:
-    """attend's output and the statistics of each head's weights, computed from all T x T of them."""
+    """attend's output and the statistics of each head, computed from all T x T weights. Arguments as head_stats."""
     check_options(options, (*ATTEND, "seed"))
     size = validation.sizes(q, k, v)
     validation.check_classes(classes or {}, size, lambda keys: keys.dtype == bool)
@@ -202,8 +226,9 @@ def head_stats(
     validation.check_queries(counted, size, counted.dtype == bool)
     of_weights: Any = {name: value for name, value in options.items() if name in WEIGHTS}
     offset = options.get("offset")
+    rows = softmax(q, k, **of_weights)
     stats = stats_from_weights(
-        weights(q, k, **of_weights),  # (B, H, Tq, Tk), before dropout
+        rows.weights,  # (B, H, Tq, Tk), before dropout
         offset=np.asarray(size.keys - size.queries if offset is None else offset),
         queries=counted,
         classes={name: np.asarray(keys) for name, keys in (classes or {}).items()},
@@ -211,6 +236,9 @@ def head_stats(
         sinks=options.get("sinks") is not None,
         visible=visible(q, k, **_visibility_options(options)),
         first=_first_key(size, options, counted),
+        logits=rows.logits,
+        lse=rows.lse,
+        received=received,
     )
     return attend(q, k, v, **options), stats
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -128,10 +129,16 @@ def ring_head_stats(
         if sinks is not None:
             rows = partial_attention.rebase_rows(rows, blockwise.row_maximum(rows.largest, sinks))
         stats = blockwise_stats.stats_from_rows(rows, sinks, StatsRequest(queries, class_masks))
-        totals = torch.stack([*stats.sums.values(), stats.count])
+        totals, largest = torch.stack([*stats.sums.values(), stats.count]), torch.stack([*stats.maxima.values()])
+        has_nan = largest.isnan().to(largest.dtype)  # whether a maximum over ranks keeps NaN depends on the transport
+        largest = torch.stack([largest.nan_to_num(0.0, torch.inf, -torch.inf), has_nan])
         call.ranks.all_reduce(totals, "the sum of statistics")
+        call.ranks.all_reduce(largest, "the maximum of statistics", op=dist.ReduceOp.MAX)
     *sums, count = totals.unbind()
-    return _apply_gates(out, options.get("gates")), HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
+    maxima = torch.where(largest[1] > 0, torch.nan, largest[0]).unbind()
+    return _apply_gates(out, options.get("gates")), HeadStats(
+        dict(zip(stats.sums, sums, strict=True)), count, dict(zip(stats.maxima, maxima, strict=True))
+    )
 
 
 def _agree_on_call(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: RingOptions) -> ContextParallelCall:

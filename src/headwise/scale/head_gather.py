@@ -45,6 +45,9 @@ def gather_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int = 1) -> Tenso
 
 def gather_stats(stats: HeadStats, plan: HeadPlan, ranks: Ranks) -> HeadStats:
     """Statistics of this rank's heads -> of all heads, on every rank."""
-    stacked = torch.stack([*stats.sums.values(), stats.count])  # (statistics, B, heads here)
-    *sums, count = gather_heads(stacked, plan, ranks, dim=2).unbind()
-    return HeadStats(dict(zip(stats.sums, sums, strict=True)), count)
+    tables = {**stats.sums, **stats.maxima, "count": stats.count}
+    stacked = gather_heads(torch.stack(list(tables.values())), plan, ranks, dim=2)  # (statistics, B, heads)
+    whole = dict(zip(tables, stacked.unbind(), strict=True))
+    received = None if stats.received is None else gather_heads(stats.received, plan, ranks)
+    sums, maxima = ({name: whole[name] for name in part} for part in (stats.sums, stats.maxima))
+    return HeadStats(sums, whole["count"], maxima, received)

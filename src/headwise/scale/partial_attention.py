@@ -161,6 +161,7 @@ def join_rows(rows: RowSums, other: RowSums) -> RowSums:
     a, b = rebase_rows(rows, base), rebase_rows(other, base)
     return RowSums(
         largest=largest,
+        largest_logit=torch.maximum(rows.largest_logit, other.largest_logit),
         weighted_scores=a.weighted_scores + b.weighted_scores,
         distances=a.distances + b.distances,
         single_keys=a.single_keys + b.single_keys,

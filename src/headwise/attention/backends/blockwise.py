@@ -216,19 +216,34 @@ def scores(
     scratch: Scratch | None = None,
 ) -> Tensor:
     """The scores of q's rows (B, H, rows, D) on keys low to high - 1, (B, H, rows, keys). Hidden ones are -inf."""
-    visibility, scale, softcap = call.visibility, call.scale, call.softcap
+    s, large = logits(q, k, call, low, high, scratch)
+    return adjust_scores(s, large, call, rows, low, high)
+
+
+def logits(
+    q: Tensor, k: Tensor, call: AttentionCall, low: int, high: int, scratch: Scratch | None = None
+) -> tuple[Tensor, bool]:
+    """scale * q.k of q's rows on keys low to high - 1, (B, H, rows, keys), and whether they may have been clipped."""
     k = key_slice(k, low, high)
-    s = grouped_matmul(upcast(q) * scale, upcast(k).transpose(-1, -2), scratch)
+    s = grouped_matmul(upcast(q) * call.scale, upcast(k).transpose(-1, -2), scratch)
     # in decoding there are fewer scores than numbers in the keys, and they are cheaper to check
-    in_range = s.numel() < k.numel() and _within_limit(s) if visibility.readable else True
-    large = not in_range and not products_are_bounded(q, k, scale)
-    if large:
-        s = _clipped_scores(q, k, scale)
-    if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
-    bias = visibility.bias(rows, low, high)
+    in_range = s.numel() < k.numel() and _within_limit(s) if call.visibility.readable else True
+    large = not in_range and not products_are_bounded(q, k, call.scale)
+    return _clipped_scores(q, k, call.scale) if large else s, large
+
+
+def adjust_scores(s: Tensor, large: bool, call: AttentionCall, rows: slice | Tensor, low: int, high: int) -> Tensor:
+    """The scores of what `logits` gave, which may be overwritten."""
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    bias = call.visibility.bias(rows, low, high)
     if bias is not None:
         s = _add_clipped(s, bias) if large and s.dtype == torch.float32 else s.add_(bias.to(s.dtype))
+    return hide(s, call.visibility, rows, low, high)
+
+
+def hide(s: Tensor, visibility: Visibility, rows: slice | Tensor, low: int, high: int) -> Tensor:
+    """s (B, H, rows, keys) itself, with -inf at the keys that are hidden from a row."""
     for first, stop in visibility.edges(rows, low, high):
         visible = visibility.allowed(rows, first, stop)
         if visible is not None:

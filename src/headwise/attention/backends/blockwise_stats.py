@@ -5,6 +5,7 @@ With s the scores of a row, m their maximum (or the sink, if larger), e = exp(s 
     weight      a = e / L
     entropy     -sum a ln a = (sum e * ln L - sum e (s - m)) / L
     confidence  the largest e / L
+    lse         m + ln L
 
 so a block of scores is read a few times while it is in the cache, and discarded before the next one is computed. Only
 a few sums per row are kept.
@@ -24,12 +25,14 @@ from ..validation import Sizes
 from ..visibility import Visibility, first_key
 from .blockwise import (
     Scratch,
+    adjust_scores,
     all_finite,
     has_hidden_nonfinite,
+    hide,
+    logits,
     parts,
     row_blocks,
     row_maximum,
-    scores,
     sum_values,
     upcast,
     zero_hidden_keys,
@@ -46,6 +49,7 @@ class RowSums:
     """What is kept of every query's scores, each (B, H, Tq) or with columns behind."""
 
     largest: Tensor  # the largest score
+    largest_logit: Tensor  # the largest scale * q.k of a visible key
     weighted_scores: Tensor  # sum e (s - m)
     distances: Tensor  # sum e |i - j|
     single_keys: Tensor  # (..., 1 or 4): e at the first key, and at the previous, next and own position
@@ -57,6 +61,7 @@ class RowSums:
         """For (B, H, Tq) queries and no keys yet."""
         return cls(
             largest=like.new_full(shape, -torch.inf),
+            largest_logit=like.new_full(shape, -torch.inf),
             weighted_scores=like.new_zeros(shape),
             distances=like.new_zeros(shape),
             single_keys=like.new_zeros(*shape, single_keys),
@@ -78,21 +83,43 @@ def explain(call: AttentionCall) -> str:
 def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> Outputs:
     """The output and the statistics. Works in place: not for gradients, and without dropout."""
     request = extra.stats or StatsRequest()
-    out, sums = row_sums(q, k, v, call, first_key(call.visibility, request.queries), request)
+    received = _no_weight(call, request)
+    out, sums = row_sums(q, k, v, call, first_key(call.visibility, request.queries), request, received)
     assert out is not None  # there are values
-    return Outputs(apply_gates(out, call), stats_from_rows(sums, call.sinks, request))
+    return Outputs(apply_gates(out, call), stats_from_rows(sums, call.sinks, request, received))
 
 
 def stats_without_values(q: Tensor, k: Tensor, call: AttentionCall, request: StatsRequest) -> HeadStats:
     """The statistics alone."""
-    _, sums = row_sums(q, k, None, call, first_key(call.visibility, request.queries), request)
-    return stats_from_rows(sums, call.sinks, request)
+    received = _no_weight(call, request)
+    _, sums = row_sums(q, k, None, call, first_key(call.visibility, request.queries), request, received)
+    return stats_from_rows(sums, call.sinks, request, received)
+
+
+def _no_weight(call: AttentionCall, request: StatsRequest) -> Tensor | None:
+    """(B, H, Tk) zeros, if the weight that keys receive is wanted."""
+    device, size = call.visibility.device, call.size
+    shape = size.batch, size.heads, size.keys
+    return torch.zeros(shape, dtype=_exact_dtype(device), device=device) if request.received else None
+
+
+def _exact_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
 def row_sums(
-    q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, first: Tensor, request: StatsRequest
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    call: AttentionCall,
+    first: Tensor,
+    request: StatsRequest,
+    received: Tensor | None = None,
 ) -> tuple[Tensor | None, RowSums]:
-    """The output (None without v) without gates, and the sums of every row. first (B,): the key of "first"."""
+    """The output (None without v) without gates, and the sums of every row.
+
+    first (B,): the key of "first". received (B, H, Tk): the weight that keys receive is added to it.
+    """
     visibility, size, dtype = call.visibility, call.size, upcast(q).dtype
     k, *rest = zero_hidden_keys(visibility, k) if v is None else zero_hidden_keys(visibility, k, v)
     nonfinite = bool(rest) and has_hidden_nonfinite(rest[0], visibility)
@@ -126,8 +153,13 @@ def row_sums(
         for part in parts(call):
             batch, kv_heads, heads = part.batch, part.kv_heads, part.heads
             here = (batch, heads, rows)
-            s = scores(q[here], k[batch, kv_heads], part.call, rows, low, high, scratch[0])
+            s, large = logits(q[here], k[batch, kv_heads], part.call, low, high, scratch[0])
+            if call.adjusts_scores:
+                sums.largest_logit[here] = hide(s, part.call.visibility, rows, low, high).amax(-1)
+            s = adjust_scores(s, large, part.call, rows, low, high)
             largest = s.amax(-1)
+            if not call.adjusts_scores:
+                sums.largest_logit[here] = largest
             maximum = largest if finite and not edges else row_maximum(largest, part.call.sinks)
             e = torch.exp(s.sub_(maximum[..., None]), out=None if scratch[1] is None else scratch[1].take(*s.shape))
             for start, stop in edges:
@@ -146,10 +178,21 @@ def row_sums(
             sums.has_keys[here] = part.call.visibility.has_visible_keys(rows)
             if zone is not None:
                 sums.distances[here] = zone.distances(e, of_columns[..., :3], batch)
+            total = _denominator(of_columns[..., 3], largest, part.call.sinks)
             if out is not None and values is not None:
-                total = _denominator(of_columns[..., 3], largest, part.call.sinks)
                 out[here] = (values / total[..., None]).to(q.dtype)
+            if received is not None:
+                real = _real_queries(sums.has_keys[here], request, batch, rows)
+                visible = part.call.visibility.allowed(rows, low, high)
+                # a NaN reaches the keys that its row sees, and no others
+                seen = real[..., None] if visible is None else visible & real[..., None]
+                received[batch, heads, low:high] += torch.where(seen, e / total[..., None], 0).sum(-2)
     return out, sums
+
+
+def _real_queries(has_keys: Tensor, request: StatsRequest, batch: slice, rows: slice) -> Tensor:
+    """(b, h, rows): the queries that count and have a visible key."""
+    return has_keys if request.queries is None else has_keys & request.queries[batch, None, rows]
 
 
 def _columns(size: Sizes, request: StatsRequest, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -219,7 +262,9 @@ def _sink_part(largest: Tensor, sinks: Tensor) -> Tensor:
     return torch.exp(sinks.to(largest.dtype).view(1, -1, 1) - row_maximum(largest, sinks))
 
 
-def stats_from_rows(sums: RowSums, sinks: Tensor | None, request: StatsRequest) -> HeadStats:
+def stats_from_rows(
+    sums: RowSums, sinks: Tensor | None, request: StatsRequest, received: Tensor | None = None
+) -> HeadStats:
     """The statistics of every row, summed over the queries that count."""
     keys, *shares = sums.class_sums.unbind(-1)
     total = _denominator(keys, sums.largest, sinks)
@@ -231,7 +276,13 @@ def stats_from_rows(sums: RowSums, sinks: Tensor | None, request: StatsRequest) 
         **({} if sinks is None else {"sink": _sink_part(sums.largest, sinks)}),
         **{SHARE + name: share for name, share in zip(request.classes, shares, strict=True)},
     }
-    real = sums.has_keys if request.queries is None else sums.has_keys & request.queries[:, None]
-    exact = torch.float32 if total.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    summed = {name: torch.where(real, x / total, 0).sum(-1, dtype=exact) for name, x in per_query.items()}
-    return HeadStats(summed, real.sum(-1, dtype=exact))
+    real = _real_queries(sums.has_keys, request, slice(None), slice(None))
+    exact = _exact_dtype(total.device)
+    row_lse = row_maximum(sums.largest, sinks) + total.log()
+    if sinks is None:  # where all scores are -inf, total is 1 in place of 0
+        row_lse = torch.where(keys == 0, -torch.inf, row_lse)
+    rows = {**{name: x / total for name, x in per_query.items()}, "lse": row_lse}
+    summed = {name: torch.where(real, x, 0).sum(-1, dtype=exact) for name, x in rows.items()}
+    logit = torch.where(real, sums.largest_logit, -torch.inf).to(exact)
+    largest = logit.amax(-1) if logit.shape[-1] else logit.sum(-1) - torch.inf
+    return HeadStats(summed, real.sum(-1, dtype=exact), {"max_logit": largest}, received)

@@ -75,14 +75,16 @@ class Projected(NamedTuple):
         q, k, v = cast_inputs(self.q, self.k, self.v)
         return dispatch.attend(q, k, v, build_call(q, k, v, slopes=self.slopes, **self.options))
 
-    def stats(self, queries: Tensor | None, classes: dict[str, Tensor] | None, cross: bool) -> HeadStats:
+    def stats(
+        self, queries: Tensor | None, classes: dict[str, Tensor] | None, cross: bool, received: bool
+    ) -> HeadStats:
         """The statistics of every head."""
         if self.slopes is None:
-            counted: Any = {"queries": queries, "classes": classes, "cross": cross}
+            counted: Any = {"queries": queries, "classes": classes, "cross": cross, "received": received}
             return functional.head_stats(self.q, self.k, self.v, **counted, **self.options)[1]
         q, k, v = cast_inputs(self.q, self.k, self.v)
         call = build_call(q, k, v, slopes=self.slopes, **self.options)
-        return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))[1]
+        return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross, received))[1]
 
 
 class MultiHeadAttention(nn.Module):
@@ -289,9 +291,10 @@ class MultiHeadAttention(nn.Module):
         *,
         queries: Tensor | None = None,
         classes: dict[str, Tensor] | None = None,
+        received: bool = False,
         **options: Unpack[ModuleOptions],
     ) -> HeadStats:
-        """Exact statistics of every head. queries and classes as in head_stats, other options as in forward.
+        """Exact statistics of every head. queries, classes and received as in head_stats, other options as in forward.
 
         Example:
             >>> attention.stats(x, causal=True).entropy  # (H,)
@@ -299,7 +302,8 @@ class MultiHeadAttention(nn.Module):
         check_options(options, OPTIONS)
         cache = options.get("cache")
         with torch.no_grad(), nullcontext() if cache is None else restored_on_error(cache):
-            return self.project(query, key, value, **options).stats(queries, classes, _is_cross(query, key))
+            projected = self.project(query, key, value, **options)
+            return projected.stats(queries, classes, _is_cross(query, key), received)
 
     def prune_heads(self, heads: Iterable[int]) -> MultiHeadAttention:
         """A smaller module without these query heads; its output equals this module's with their gates at zero.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...attention.stats import HeadStats
+from ...attention.stats import HeadStats, concatenate, join_queries, select_sequences
 from ...errors import HeadwiseError
 from ...heads import Heads
 
@@ -134,14 +134,15 @@ class Layer:
         if not decoding or last is None or last.packed or last.all.count.shape != stats.count.shape:
             self.runs.append(Run(stats, None, stats) if decoding else Run(stats, stats, None))
             return
-        last.all = _continue(last.all, stats)
-        last.decode = stats if last.decode is None else _continue(last.decode, stats)
+        # a statistic that one of the calls does not have is dropped
+        last.all = join_queries(last.all, stats)
+        last.decode = stats if last.decode is None else join_queries(last.decode, stats)
 
     def add_packed(self, stats: HeadStats, decoding: list[bool]) -> None:
         """Add the statistics of one call on packed sequences: a row for each, and whether it follows cached keys."""
-        is_decoding = torch.tensor(decoding)
+        is_decoding = torch.tensor(decoding, device=stats.count.device)
         prefill, decode = (
-            _sequences(stats, mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
+            select_sequences(stats, mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
         )
         self.runs.append(Run(stats, prefill, decode, packed=True))
 
@@ -161,25 +162,6 @@ def _join(parts: list[HeadStats | None]) -> HeadStats | None:
     if len(present) < 2:
         return present[0] if present else None
     return concatenate(present)
-
-
-def concatenate(parts: list[HeadStats]) -> HeadStats:
-    """The sequences of several statistics, one after the other; only statistics that all of them have."""
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    sums = {name: torch.cat([part.sums[name] for part in parts]) for name in names}
-    return HeadStats(sums, torch.cat([part.count for part in parts]))
-
-
-def _sequences(stats: HeadStats, mask: Tensor) -> HeadStats:
-    """The statistics of some of the sequences."""
-    mask = mask.to(stats.count.device)
-    return HeadStats({name: x[mask] for name, x in stats.sums.items()}, stats.count[mask])
-
-
-def _continue(old: HeadStats, new: HeadStats) -> HeadStats:
-    """More queries of the same sequences; a statistic that one of the calls does not have is dropped."""
-    sums = {name: old.sums[name] + new.sums[name] for name in old if name in new}
-    return HeadStats(sums, old.count + new.count)
 
 
 def _last(values: list[T], name: str, option: str) -> T:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...attention.stats import HeadStats
+from ...attention.stats import HeadStats, concatenate
 from ...errors import UnsupportedError
 from . import lazy_masks
 from .call_reader import ModelCall, Reading
-from .layers import concatenate
 from .lazy_masks import MaskRecipe
 
 

@@ -11,6 +11,9 @@
        weight      a = e / L                             output      sum a v = o / L
        entropy     -sum a ln a = (l ln L - w ln 2) / L
        confidence  1 / L, the largest e being 2^0        distance    d / L         share of a class    c / L
+       lse         m ln 2 + ln L
+
+   The largest scale q . k is m ln 2, unless softcap, ALiBi or a float mask changes the scores: then it is taken before.
 
    A hidden key has e = 0, whatever is stored there, NaN included. Two parts of the keys are merged as two blocks are.
 
@@ -225,7 +228,12 @@ static void compute_scores(Item *item, Strip *strip, int r) {
     hide_edges(s, a, b);
     if (call->mask || call->softcap > 0 || call->slopes) {
         const float *bias = item->bias + (strip->shared_mask ? 0 : r) * item->plan->key_block + begin;
-        adjust_scores(item, row, s + begin, call->mask ? bias : NULL, end - begin, from + begin);
+        if (!call->mask) bias = NULL;
+        if (call->sums && adjusts_scores(call)) {
+            float product = max_product(s + begin, bias, end - begin);
+            if (product > row->max_product) row->max_product = product;
+        }
+        adjust_scores(item, row, s + begin, bias, end - begin, from + begin);
         hide_edges(s, a, b); /* again: softcap made -inf finite */
     }
     if (!row->visible) {
@@ -328,7 +336,7 @@ static void begin_row(Item *item, int64_t r) {
     const Call *call = item->call;
     Row *row = item->row + r;
     memset(row, 0, sizeof *row);
-    row->m = -INFINITY;
+    row->m = row->max_product = -INFINITY;
     row->c = item->class_sums + r * call->class_count;
     row->top_score = item->top_score + r * call->strongest_count;
     row->top_key = item->top_key + r * call->strongest_count;

@@ -11,8 +11,9 @@
 enum { F32, BF16, F16, BOOL }; /* dtypes of tensors; BOOL is for masks only */
 enum { MAX_CLASSES = 8, MAX_STRONGEST = 16, DROPOUT_RANGE = 1 << 16 };
 
-/* The statistics of a row of attention weights, in the order of the columns of Call.sums. The shares of the key classes
-   follow. Python compares these names with its own when it loads the library. */
+/* The statistics of a row of attention, in the order of the columns of Call.sums. The shares of the key classes follow.
+   All are summed over rows but MAX_LOGIT, of which the largest is taken. Python compares these names with its own when
+   it loads the library. */
 #define STATISTICS(X)                                                   \
     X(ENTROPY, "entropy")       /* in nats */                           \
     X(CONFIDENCE, "confidence") /* the largest weight */                \
@@ -22,6 +23,8 @@ enum { MAX_CLASSES = 8, MAX_STRONGEST = 16, DROPOUT_RANGE = 1 << 16 };
     X(NEXT, "next")             /* after, */                            \
     X(SELF, "self")             /* and at the query's own position */   \
     X(SINK, "sink")             /* the weight that goes to the sink */  \
+    X(LSE, "lse")               /* log-sum-exp, sink included */        \
+    X(MAX_LOGIT, "max_logit")   /* the largest scale * q . k */         \
     X(COUNT, "count")           /* 1 per row, so that sums have means */
 
 #define STATISTIC_COLUMN(id, name) STAT_##id,
@@ -53,7 +56,7 @@ typedef struct {
     const float *slopes;           /* (heads,) ALiBi slopes, or NULL */
     const float *gates;            /* (heads,) or (batch, heads) factors of the outputs, or NULL */
 
-    double *sums;            /* (STAT_CLASS + class_count, batch, heads), written: summed over rows; NULL: not wanted */
+    double *sums;            /* (STAT_CLASS + class_count, batch, heads), written: statistics; NULL: not wanted */
     const uint8_t *counted;  /* (batch, queries): the rows that are summed; NULL: all */
     const float *classes;    /* (batch, class_count, keys) zeros and ones, or NULL */
     float *lse;              /* (batch, heads, queries), written: log-sum-exp in nats; NULL: not wanted */

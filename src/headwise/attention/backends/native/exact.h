@@ -8,6 +8,8 @@
 /* The sums of a row, as in RowResult; the output is summed in place. */
 typedef struct {
     double m, l, w, d, landmark[LANDMARKS], c[MAX_CLASSES], top_score[MAX_STRONGEST];
+    double max_logit; /* the largest scale * q . k, NaN if there is one */
+    int undefined;    /* whether a score is NaN or infinite: only max_logit is complete then */
     int32_t top_key[MAX_STRONGEST];
 } ExactSums;
 
@@ -72,8 +74,8 @@ static void exact_result(const Call *call, const ExactSums *x, RowResult *result
     }
 }
 
-/* Add the keys of the row's current span to its sums. Returns 0 where a NaN or an infinite score is among them. */
-static int add_span(const Call *call, int64_t batch, const Row *row, const char *q, const char *k, const char *v,
+/* Add the keys of the row's current span to its sums. */
+static void add_span(const Call *call, int64_t batch, const Row *row, const char *q, const char *k, const char *v,
                     const int64_t *key, ExactSums *x, float *o) {
     int64_t size = dtype_size(call->dtype);
     for (int64_t j = row->low; j < row->high; j++) {
@@ -82,9 +84,11 @@ static int add_span(const Call *call, int64_t batch, const Row *row, const char 
         if (bias == -INFINITY) continue;
         double s = exact_dot(call, q, k + j * call->k_stride[2] * size, &finite) * call->scale;
         if (finite) s = fmax(-(double)SCORE_LIMIT, fmin(s, SCORE_LIMIT));
+        x->max_logit = max_or_nan(x->max_logit, s);
         if (call->softcap > 0) s = call->softcap * tanh(s / call->softcap);
         s = (s + bias) * M_LOG2E;
-        if (!(s < INFINITY)) return 0;
+        x->undefined |= !(s < INFINITY);
+        if (x->undefined) continue;
         if (s > x->m) exact_rescale(call, x, o, s);
         double t = s == -INFINITY ? s : s - x->m, e = exp2(t);
         x->l += e, x->d += e * fabs((double)(j - row->position));
@@ -97,7 +101,6 @@ static int add_span(const Call *call, int64_t batch, const Row *row, const char 
             o[i] += weight * load_scalar(v + (j * call->v_stride[2] + i * call->v_stride[3]) * size, call->dtype);
         exact_strongest(x, s, j, call->strongest_count);
     }
-    return 1;
 }
 
 /* Compute the sums and the output o (value_dim) of a row anew. If a NaN or an infinite score reaches the row, its sums
@@ -112,17 +115,16 @@ static void recompute_exact(const Call *call, const Plan *plan, int64_t batch, i
     locate_row(call, plan, batch, &row);
     const int64_t key[LANDMARKS] = {plan->first_key ? plan->first_key[batch] : 0, row.position - 1, row.position + 1,
                                     row.position};
-    ExactSums x = {.m = -INFINITY};
+    ExactSums x = {.m = -INFINITY, .max_logit = -INFINITY};
     for (int64_t i = 0; i < call->strongest_count; i++) x.top_score[i] = -INFINITY, x.top_key[i] = -1;
     for (int64_t i = 0; i < call->value_dim; i++) o[i] = 0;
     for (int i = 0; i < SPANS; i++) {
         row.low = row.span[i].low, row.high = row.span[i].high;
-        if (!add_span(call, batch, &row, q, k, v, key, &x, o)) {
-            result->l = NAN;
-            return;
-        }
+        add_span(call, batch, &row, q, k, v, key, &x, o);
     }
-    exact_result(call, &x, result);
+    result->max_logit = x.max_logit;
+    if (x.undefined) result->l = NAN;
+    else exact_result(call, &x, result);
 }
 
 #endif

@@ -19,6 +19,8 @@ static void reduce_row(const Call *call, const Row *row, RowResult *result) {
     if (!call->sums) return;
     result->w = reduced[1];
     result->d = reduced[2];
+    result->max_logit = adjusts_scores(call) ? row->max_product * (call->softcap > 0 ? (float)call->softcap : LN2)
+                                             : row->m * LN2;
     memcpy(result->landmark, row->landmark, sizeof result->landmark);
     for (int64_t i = 0; i < call->class_count; i++) result->c[i] = reduce_add(row->c[i]);
 }
@@ -68,8 +70,11 @@ static void finish_row(const Call *call, const Plan *plan, RowResult *x, float *
         call->strongest_key[at] = x->top_key[i];
     }
     if (!call->sums || !x->visible || (call->counted && !call->counted[batch * call->queries + query])) return;
+    float log_total = log2f(total);
     sums[STAT_COUNT] += 1;
-    sums[STAT_ENTROPY] += (x->l * log2f(total) - x->w) * LN2 * share;
+    sums[STAT_ENTROPY] += (x->l * log_total - x->w) * LN2 * share;
+    sums[STAT_LSE] += x->l + sink_e == 0 ? -INFINITY : (m + log_total) * LN2;
+    sums[STAT_MAX_LOGIT] = max_or_nan(sums[STAT_MAX_LOGIT], x->max_logit);
     sums[STAT_CONFIDENCE] += (peak == -INFINITY ? 0 : f) * share;
     sums[STAT_DISTANCE] += x->d * share;
     sums[STAT_FIRST] += x->landmark[AT_FIRST] * share;
@@ -104,6 +109,7 @@ static void merge_row(const Call *call, RowResult *x, float *o, RowResult *y, co
     x->l += y->l;
     if (!call->sums) return;
     x->w += y->w, x->d += y->d;
+    x->max_logit = fmaxf(x->max_logit, y->max_logit); /* a NaN is found by recompute_exact */
     for (int i = 0; i < LANDMARKS; i++) x->landmark[i] += y->landmark[i];
     for (int64_t i = 0; i < call->class_count; i++) x->c[i] += y->c[i];
 }

@@ -32,6 +32,7 @@ enum { SPANS = 2 /* a window, and the first keys of the sequence where they lie 
 typedef struct {
     vfloat l, w, d; /* one partial sum per lane */
     float m;
+    float max_product;         /* the largest q . k of a visible key, as load_query scales it, if adjusts_scores */
     float landmark[LANDMARKS]; /* e at these keys */
     int32_t visible;           /* whether the row has a visible key */
     int32_t overflow;          /* whether a product q . k was larger than SCORE_LIMIT */
@@ -47,6 +48,7 @@ typedef struct {
 /* The sums of one row when its keys are done. */
 typedef struct {
     float m, l, w, d, landmark[LANDMARKS], c[MAX_CLASSES], top_score[MAX_STRONGEST];
+    float max_logit; /* the largest scale * q . k of a visible key */
     int32_t visible, overflow, top_key[MAX_STRONGEST];
 } RowResult;
 
@@ -184,6 +186,11 @@ static const char *mask_at(const Call *call, int64_t batch, const Row *row, int6
 
 static int mask_shows(const char *x, int64_t dtype) {
     return dtype == BOOL ? *x != 0 : load_scalar(x, dtype) != -INFINITY;
+}
+
+/* Whether scores differ from the products of queries and keys, so that the largest product is not m. */
+static int adjusts_scores(const Call *call) {
+    return call->softcap > 0 || call->slopes || (call->mask && call->mask_dtype != BOOL);
 }
 
 static int is_visible(const Call *call, int64_t batch, const Row *row, int64_t j) {

@@ -1,5 +1,6 @@
 /* What Python calls: the choice of an instruction set, and one attention call from beginning to end. */
 #include <assert.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "call.h"
@@ -77,6 +78,8 @@ static int prepare_plan(const Path *path, const Call *call, Plan *plan) {
     plan->item_sums = calloc(1, call->sums ? plan->items * group * MAX_STATS * sizeof(double) + 1 : 1);
     plan->partial = malloc(plan->parts > 1 ? plan->items * plan->partial_floats * sizeof(float) : 1);
     if (!plan->item_sums || !plan->partial) return 1;
+    for (int64_t i = 0; call->sums && i < plan->items * group; i++)
+        plan->item_sums[i * MAX_STATS + STAT_MAX_LOGIT] = -INFINITY;
     if (call->sums && (call->mask || call->starts || call->start > 0)) {
         plan->first_key = malloc((call->batch + 1) * sizeof(int64_t));
         if (!plan->first_key) return 1;
@@ -103,15 +106,18 @@ static int find_visible_spans(const Path *path, const Call *call, Plan *plan) {
     return replaced == call->batch;
 }
 
-/* Call.sums from those of the items. */
+/* Call.sums from the statistics of the items. */
 static void add_up_sums(const Call *call, const Plan *plan) {
     int64_t group = call->heads / call->kv_heads, items = plan->row_blocks * plan->parts; /* per KV head */
     for (int64_t kv_head = 0; kv_head < call->batch * call->kv_heads; kv_head++)
         for (int64_t g = 0; g < group; g++) {
             const double *from = plan->item_sums + (kv_head * items * group + g) * MAX_STATS;
             for (int64_t column = 0; column < STAT_CLASS + call->class_count; column++) {
-                double total = 0;
-                for (int64_t i = 0; i < items; i++) total += from[i * group * MAX_STATS + column];
+                double total = column == STAT_MAX_LOGIT ? -INFINITY : 0;
+                for (int64_t i = 0; i < items; i++) {
+                    double x = from[i * group * MAX_STATS + column];
+                    total = column == STAT_MAX_LOGIT ? max_or_nan(total, x) : total + x;
+                }
                 call->sums[column * call->batch * call->heads + kv_head * group + g] = total;
             }
         }

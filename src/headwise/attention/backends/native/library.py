@@ -144,6 +144,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "the native kernel takes CPU tensors"
     if extra.stats is not None and len(extra.stats.classes) > MAX_CLASSES:
         return f"the native kernel takes up to {MAX_CLASSES} classes of keys"
+    if extra.stats is not None and extra.stats.received:
+        return "the native kernel does not sum the weight that each key receives"
     if extra.strongest > MAX_STRONGEST:
         return f"the native kernel finds up to {MAX_STRONGEST} strongest keys per query"
     return None
@@ -306,8 +308,8 @@ def run_template_with_stats(
 
 def _read_buffer(
     buffer: ctypes.Array[ctypes.c_double], shape: tuple[int, ...], cross: bool
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The named sums of a sums_buffer."""
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """The named columns of a sums_buffer."""
     if not len(buffer):  # a batch of no sequences; PyTorch takes no empty buffer
         sums = torch.zeros(shape, dtype=torch.float64, device="cpu")
     else:

@@ -72,6 +72,9 @@ extern const BackwardPath headwise_backward_avx512, headwise_backward_avx2, head
 
 enum { KEY_BLOCK = 512 /* key_block at most */, MAX_LANES = 16, SCRATCH_ALIGN = 64 };
 
+/* The larger of two numbers; NaN if one of them is. */
+static inline double max_or_nan(double a, double b) { return b > a || b != b ? b : a; }
+
 /* |x| for x from -KEY_BLOCK on, at index KEY_BLOCK + x: distances between a query and a block of keys. */
 extern float headwise_distances[2 * KEY_BLOCK + MAX_LANES];
 

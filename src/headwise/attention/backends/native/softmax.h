@@ -99,6 +99,15 @@ INLINE float max_score(const float *s, int64_t n) {
     return reduce_max(vec_max(vec_max(top[0], top[1]), vec_max(top[2], top[3])));
 }
 
+/* The maximum of n products (whole vectors) at the keys that a bias (or NULL) does not hide; a NaN may be lost. */
+static float max_product(const float *s, const float *bias, int64_t n) {
+    if (!bias) return max_score(s, n);
+    vfloat top = splat(-INFINITY);
+    for (int64_t j = 0; j < n; j += LANES)
+        top = vec_max(top, blend(load(bias + j) == splat(-INFINITY), splat(-INFINITY), load(s + j)));
+    return reduce_max(top);
+}
+
 /* Replace n scores (whole vectors) from key `from` on, at most `peak`, by e, and add them to the sums of the row; if m
    rises, scale them and the output o (width) down. classes: (class_count, keys) of the sequence. */
 INLINE void update_row(const int with_stats, Row *row, float *s, int64_t n, float peak, int64_t from, float *o,

@@ -11,6 +11,7 @@ t' = t + (m - m'),  w := f w + (m - m') f l.  At the end, with L = l + the sink'
     weight      a = e / L                          output      sum a v = o / L
     entropy     -sum a ln a = (l ln L - w) / L
     confidence  1 / L, the largest e being 1       distance    d / L         share of a class    c / L
+    lse         m + ln L
 
 A program computes a block of rows: queries of one KV head, those of the whole group at one position next to each
 other, so that each key is read once per group. Scores, sums and statistics are fp32; 16-bit inputs are multiplied as
@@ -39,6 +40,8 @@ PREVIOUS = tl.constexpr(COLUMNS.index("previous"))
 NEXT = tl.constexpr(COLUMNS.index("next"))
 SELF = tl.constexpr(COLUMNS.index("self"))
 SINK = tl.constexpr(COLUMNS.index("sink"))
+LSE = tl.constexpr(COLUMNS.index("lse"))
+MAX_LOGIT = tl.constexpr(COLUMNS.index("max_logit"))
 COUNT = tl.constexpr(COLUMNS.index("count"))
 CLASS = tl.constexpr(len(COLUMNS))
 
@@ -66,6 +69,7 @@ def attend(
     UPCAST: tl.constexpr,  # the interpreter would multiply the bits of bf16
     CAUSAL: tl.constexpr, KEEPS: tl.constexpr,  # whether any head keeps first keys, and only up to the query
     HEAD_BY_HEAD: tl.constexpr,  # the order of a KV head's rows, else query by query
+    ADJUSTED: tl.constexpr,  # softcap, slopes or a float mask change the scores
 ):  # fmt: skip
     """One block of rows: output, statistics and log-sum-exp."""
     number = tl.program_id(0)
@@ -142,6 +146,7 @@ def attend(
         on_next, on_self = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         near, nearest = tl.max(tl.where(exists, clamped, -2), 0) + 1, tl.min(tl.where(exists, clamped, keys + 1), 0) - 1
         first_key = 0 if first is None else tl.load(first + batch)
+        logit = tl.full([ROWS], -INF, tl.float32)  # the largest scale * q.k of a visible key, where it is not m
     if CLASSES > 0:
         name = tl.arange(0, MAX_CLASSES)
         classes += batch * keys
@@ -162,7 +167,10 @@ def attend(
         if UPCAST:
             key_block = key_block.to(tl.float32)
         s = tl.dot(query_block, key_block, input_precision="ieee") * scale
+        products = s
         s, seen = score_block(s, j, seen, position_float, softcap, slope, shown, mask_stride[3])
+        if (sums is not None) and ADJUSTED:
+            logit = tl.maximum(logit, tl.max(tl.where(seen, products, -INF), 1))
         if mask is not None:
             sees = sees | (tl.max(seen.to(tl.int32), 1) > 0)
 
@@ -207,9 +215,10 @@ def attend(
     denominator = tl.where(total == 0, 1.0, total)
 
     o *= f[:, None]
+    has_nan = sees & False
     # 0 * NaN is NaN, so NaN or infinity in a value may have reached rows that do not see it
     if tl.sum(tl.sum((tl.abs(o) < INF).to(tl.int32), 1), 0) < ROWS * DV:
-        o = key_by_key(
+        o, has_nan = key_by_key(
             query_block, k, v, k_stride, v_stride, tl.minimum(first_block, kept_block), limit,
             low, high, kept_low, kept_high, position_float, scale, softcap, slope, shown, mask_stride[3], top,
             DIM, VALUE_DIM, D, DV,
@@ -237,6 +246,9 @@ def attend(
         write(sums + column * NEXT, exists, real, f * on_next / denominator)
         write(sums + column * SELF, exists, real, f * on_self / denominator)
         write(sums + column * SINK, exists, real, sink_part / denominator)
+        write(sums + column * LSE, exists, real, top + tl.log(total))
+        logit = tl.where(has_nan, float("nan"), logit if ADJUSTED else m)
+        tl.store(sums + column * MAX_LOGIT, tl.where(real, logit, -INF), mask=exists)
         write(sums + column * COUNT, exists, real, tl.full([ROWS], 1.0, tl.float32))
         if CLASSES > 0:
             share = tl.where(real[:, None], on_class * (f / denominator)[:, None], 0.0)
@@ -281,10 +293,11 @@ def key_by_key(
 ):  # fmt: skip
     """sum e v again, with NaN and infinities in values added to the rows that see them, and to no others.
 
-    Slow, and rarely needed.
+    Also which rows see a key whose product with the query is NaN. Slow, and rarely needed.
     """
     d, dv = tl.arange(0, D).to(tl.int64), tl.arange(0, DV).to(tl.int64)
     o = tl.zeros([query_block.shape[0], DV], tl.float32)
+    has_nan = low < -1  # none
     query_block = query_block.to(tl.float32)
     for at in range(start, stop):
         j = at + tl.arange(0, 1)
@@ -293,9 +306,11 @@ def key_by_key(
         s = tl.sum(query_block * key[None, :], 1)[:, None] * scale
         seen = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
         seen = seen | ((j[None, :] >= kept_low[:, None]) & (j[None, :] < kept_high[:, None]))
+        products = s
         s, seen = score_block(s, j, seen, position_float, softcap, slope, shown, mask_step)
         o = tl.where(seen, o + tl.exp(s - top[:, None]) * value.to(tl.float32)[None, :], o)
-    return o
+        has_nan = has_nan | (tl.max((seen & (products != products)).to(tl.int32), 1) > 0)
+    return o, has_nan
 
 
 @triton.jit

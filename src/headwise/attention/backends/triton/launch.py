@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call import AttentionCall, StatsRequest
-from ...stats import COLUMNS, HeadStats
+from ...stats import COLUMNS, MAXIMA, HeadStats
 from ...torch_modes import PLAIN_TENSORS, is_observed
 from ...visibility import Visibility, first_key
 from ..native.library import FORCE, MAX_CLASSES, choice
@@ -56,6 +56,8 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return f"the triton kernel takes heads up to {WIDEST} wide"
     if extra.stats is not None and len(extra.stats.classes) > MAX_CLASSES:
         return f"the triton kernel takes up to {MAX_CLASSES} classes of keys"
+    if extra.stats is not None and extra.stats.received:
+        return "the triton kernel does not sum the weight that each key receives"
     if extra.strongest:
         return "the triton kernel does not find the strongest keys"
     if call.dropout:
@@ -103,11 +105,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, extra: ExtraOutput
     if request is not None:  # summed here, without atomics, so that the sums are the same from run to run
         columns = len(COLUMNS) + len(request.classes)
         rows = q.new_zeros(columns, size.batch, size.heads, size.queries, dtype=torch.float32)
+        rows[[COLUMNS.index(name) for name in MAXIMA]] = -torch.inf
     if out.numel():
         _launch(q, k, v, call, out, request, rows, lse)
     stats = None
     if request is not None and rows is not None:
         sums, has_sinks = rows.sum(-1, dtype=torch.float64), call.sinks is not None
+        for column in (COLUMNS.index(name) for name in MAXIMA):
+            sums[column] = rows[column].amax(-1) if size.queries else -torch.inf
         stats = HeadStats.from_columns(sums, list(request.classes), cross=request.cross, sinks=has_sinks)
     return Outputs(out, stats, lse)
 
@@ -155,6 +160,7 @@ def _launch(
             DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
             D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting and q.dtype == torch.bfloat16,
             CAUSAL=visibility.causal, KEEPS=visibility.keep_first > 0, HEAD_BY_HEAD=head_by_head,
+            ADJUSTED=call.adjusts_scores,
             num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
 
