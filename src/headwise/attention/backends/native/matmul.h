@@ -125,7 +125,7 @@ INLINE void accumulate_of(const int dtype, int rows, int64_t vectors, const floa
             int count = min(height, rows - r);
             if (ahead || dtype != F32)
                 multiply_of(dtype, count, vectors, e, lde, 1, v, ldv, PANEL, o, ldo, n, 1, 1, ahead);
-            else multiply_of(dtype, count, vectors, e, lde, 1, v, ldv, PANEL, o, ldo, n, 1, 0, 0);
+            else multiply_add(count, vectors, e, lde, (const float *)v, ldv, o, ldo, n);
         }
     }
 }
