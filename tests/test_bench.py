@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headwise
-from headwise.bench import cases, limits, memory, models, peers, result_rows, suite, sweep
+from headwise.bench import cases, engines, limits, memory, models, peers, result_rows, suite, sweep
 from headwise.cli import main
 from headwise.errors import HeadwiseError
 from headwise.timing import verify
@@ -35,6 +35,8 @@ def test_the_goals_of_the_attention_cases() -> None:
         ("dense", "sdpa"): 0.97,
         ("causal", "sdpa is_causal"): 1.1,
         ("decode", "sdpa enable_gqa"): 3.8,
+        ("decode-bf16", cases.IN_FLOATS): 1.8,
+        ("decode-fp16", cases.IN_FLOATS): 1.8,
         ("window", "sdpa with mask"): 14.0,
         ("stats-decode", "sdpa enable_gqa"): 3.8,
         ("stats-window", "sdpa with mask"): 14.0,
@@ -74,9 +76,20 @@ def test_the_read_limit_reads_all_of_k_and_v() -> None:
     for x in (k, v):
         assert torch.allclose(limits.row_sums(x), x.sum(-1).flatten(), atol=1e-6)
         assert torch.allclose(limits.norm(x), x.square().sum().sqrt(), atol=1e-6)
+        assert limits.total(x).equal(x.sum())
     read = limits.read_limit(k, v).run()
-    by_sums, by_norm = ([way(x) for x in (k, v)] for way in (limits.row_sums, limits.norm))
-    assert any(all(a.equal(b) for a, b in zip(read, want, strict=True)) for want in (by_sums, by_norm))
+    ways = [[way(x) for x in (k, v)] for way in (limits.row_sums, limits.norm, limits.total)]
+    assert any(all(a.equal(b) for a, b in zip(read, want, strict=True)) for want in ways)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_read_limit_of_16_bits_reads_half_as_many_floats(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(limits, "_read_both", lambda read, *tensors: sizes.extend(x.numel() for x in tensors))
+    limits.read_limit(torch.randn(1, 2, 5, 8).to(dtype), torch.randn(1, 2, 5, 6).to(dtype))
+    assert set(sizes) == {1 * 2 * 5 * 4, 1 * 2 * 5 * 3}
 
 
 def test_the_textbook_peer_equals_the_reference_with_a_mask() -> None:
@@ -89,6 +102,70 @@ def test_the_textbook_peer_equals_the_reference_with_a_mask() -> None:
         atol=1e-5,
     )
     assert weights.shape == (2, 3, 5, 5)
+
+
+# --- inference engines ---
+
+
+ENGINES = {"ONNX Runtime": ("onnx", "onnxruntime"), "OpenVINO": ("onnx", "openvino")}
+PROBLEMS = {  # query heads, KV heads, queries, keys, causal
+    "dense": (3, 3, 19, 19, False),
+    "causal": (3, 3, 19, 19, True),
+    "decode": (6, 2, 1, 37, False),
+}
+
+
+def problem(name: str) -> tuple[list[torch.Tensor], bool]:
+    heads, kv_heads, queries, keys, causal = PROBLEMS[name]
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
+    return [torch.randn(1, h, t, 8, generator=generator) for h, t in sizes], causal
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_graph_of_an_engine_gives_the_output_of_attend(engine: str, name: str) -> None:
+    for package in ENGINES[engine]:
+        pytest.importorskip(package)
+    (q, k, v), causal = problem(name)
+    graphs = {"ONNX Runtime": engines._onnx_runtime, "OpenVINO": engines._openvino}[engine]
+    candidates = graphs(engines.Problem(q, k, v, causal))
+    assert len(candidates) == 2
+    for candidate in candidates:
+        run = candidate()
+        verify(lambda: headwise.attend(q, k, v, causal=causal), {engine: run})
+        q.mul_(2)  # the engine reads our memory, so the next call sees it
+        verify(lambda: headwise.attend(q, k, v, causal=causal), {engine: run})
+    verify(lambda: headwise.attend(q, k, v, causal=causal), {engine: engines.engines(q, k, v, causal=causal)[engine]()})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_is_not_installed_is_listed_with_the_command(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ENGINES[engine][1]
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    report = suite.run(suite.Options(("decode",), rounds=1, tiny=True))
+    assert report.errors == []
+    message = f"{engine}: {package} is not installed: pip install 'headwise[bench-peers]'"
+    assert message in [row.peer for row in result_rows.rows(report.to_json())]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_without_a_graph_for_a_call_says_so(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ValueError("no such operator\nat line 3")
+
+    monkeypatch.setattr(engines, "_onnx_runtime", lambda problem: [refuse])
+    monkeypatch.setattr(engines, "_openvino", lambda problem: [refuse])
+    with pytest.raises(peers.Unavailable, match=r"^has no graph for this: no such operator$"):
+        engines.engines(*problem("dense")[0])[engine]()
+
+
+def test_engines_are_not_measured_where_they_cannot_be_restricted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "restricted_to", lambda: "avx2")
+    with pytest.raises(peers.Unavailable, match=r"^cannot be restricted to avx2$"):
+        engines.engines(*problem("dense")[0])["OpenVINO"]()
 
 
 # --- sweep ---
@@ -174,6 +251,9 @@ def test_a_report_has_every_case_the_sweep_and_the_memory(report: suite.BenchRep
         assert case.path
         assert {peer.name for peer in case.peers if peer.goal} == set(suite.CASES[case.name].goals)
         for peer in case.peers:
+            if peer.missing:
+                assert peer.name in engines.engines(*[torch.ones(1, 1, 1, 1)] * 3)  # an optional package
+                continue
             assert peer.seconds is not None
             assert peer.ratio == peer.seconds / case.seconds
             assert peer.met == (None if peer.goal is None else peer.ratio >= peer.goal)
@@ -231,7 +311,8 @@ def test_another_device_than_the_cpu_has_only_attention_cases_and_no_goals(monke
     monkeypatch.setattr(suite, "devices", lambda: ["cpu", "cuda", "meta"])
     monkeypatch.setattr(suite, "verify", lambda *all: None)  # meta tensors hold no numbers
     report = suite.run(suite.Options(("decode",), rounds=1, device="meta", tiny=True))
-    assert [(peer.goal, peer.met) for peer in report.cases[0].peers] == [(None, None)] * 2
+    assert [(peer.goal, peer.met) for peer in report.cases[0].peers] == [(None, None)] * 4
+    assert [peer.missing for peer in report.cases[0].peers][2:] == ["measured on the CPU alone"] * 2
     assert report.settings["device"] == "meta" and cases.CASES["decode"].goals
     assert len(suite.jobs(suite.Options(device="cuda"))) == len(cases.CASES) + 40
     with pytest.raises(HeadwiseError, match="case 'watch' is measured on the CPU alone; leave out device="):

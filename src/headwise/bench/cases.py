@@ -16,6 +16,7 @@ import headwise
 
 from ..timing.interleaved_race import ATOL, Contestant
 from . import peers
+from .engines import engines
 from .inputs import random_normal
 from .limits import Limit, matmul_limit, read_limit
 
@@ -77,7 +78,7 @@ def _flex(quick: bool, *args: Any) -> dict[str, Callable[[], Contestant]]:
 
 def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
-    flex, missing = _available(_flex(quick, q, k, v))
+    others, missing = _available(_flex(quick, q, k, v) | engines(q, k, v))
     contestants: dict[str, Contestant] = {
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
         "textbook": lambda: peers.textbook(q, k, v)[0],
@@ -85,7 +86,7 @@ def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     }
     return PreparedCase(
         lambda: headwise.attend(q, k, v),
-        contestants | flex,
+        contestants | others,
         headwise.explain(q, k, v),
         matmul_limit(_attention_flops(q, k)),
         missing,
@@ -95,7 +96,7 @@ def _dense(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
 def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     q, k, v = _qkv(heads, tokens, dim)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    flex, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: j <= i))
+    others, missing = _available(_flex(quick, q, k, v, lambda b, h, i, j: j <= i) | engines(q, k, v, causal=True))
     contestants: dict[str, Contestant] = {
         "sdpa is_causal": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "sdpa with mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
@@ -103,7 +104,7 @@ def _causal(quick: bool, *, heads: int, tokens: int, dim: int) -> PreparedCase:
     }
     return PreparedCase(
         lambda: headwise.attend(q, k, v, causal=True),
-        contestants | flex,
+        contestants | others,
         headwise.explain(q, k, v, causal=True),
         matmul_limit(_attention_flops(q, k) / 2),
         missing,
@@ -115,15 +116,37 @@ def _ours(with_stats: int) -> Callable[..., Tensor]:
     return (lambda *qkv, **options: headwise.head_stats(*qkv, **options)[0]) if with_stats else headwise.attend
 
 
-def _decode(quick: bool, *, heads: int, kv_heads: int, tokens: int, dim: int, with_stats: int = 0) -> PreparedCase:
-    q, k, v = _qkv(heads, tokens, dim, kv_heads=kv_heads, queries=1)
+def _decode(
+    quick: bool,
+    *,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    dim: int,
+    with_stats: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PreparedCase:
+    """One query on a cache of this dtype; in half precision also against the same cache in single precision."""
+    in_floats = [x.to(dtype).float() for x in _qkv(heads, tokens, dim, kv_heads=kv_heads, queries=1)]
+    q, k, v = (x.to(dtype) for x in in_floats)
     contestants: dict[str, Contestant] = {
         "sdpa enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "sdpa, KV repeated": lambda: F.scaled_dot_product_attention(
             q, peers.repeat_kv(k, heads), peers.repeat_kv(v, heads)
         ),
     }
-    return PreparedCase(partial(_ours(with_stats), q, k, v), contestants, headwise.explain(q, k, v), read_limit(k, v))
+    if dtype != torch.float32:
+        contestants[IN_FLOATS] = lambda: headwise.attend(*in_floats).to(dtype)
+    ready, missing = _available({} if dtype != torch.float32 or with_stats else engines(q, k, v))
+    return PreparedCase(
+        partial(_ours(with_stats), q, k, v),
+        contestants | ready,
+        headwise.explain(q, k, v),
+        read_limit(k, v),
+        missing,
+        # four roundings of an output of usual size: values of variance 1, weighted by exp of normal scores
+        atol=max(ATOL, 4 * torch.finfo(dtype).eps * math.sqrt(math.e / tokens)),
+    )
 
 
 def _window(quick: bool, *, heads: int, tokens: int, dim: int, window: int, with_stats: int = 0) -> PreparedCase:
@@ -284,6 +307,7 @@ def _layer_flops(x: Tensor) -> float:
 
 
 SDPA, ATTEND = "sdpa without statistics", "attend without statistics"
+IN_FLOATS = "attend on the cache in fp32"
 _HEADS = {"heads": 12, "dim": 64}
 _TINY = {"heads": 2, "tokens": 37, "dim": 16}
 _LAYER = {"batch": 8, "tokens": 512, "width": 768, "heads": 12}
@@ -308,6 +332,17 @@ CASES = {
             {"heads": 32, "kv_heads": 4, "tokens": 8192, "dim": 128},
             {**_TINY, "kv_heads": 1},
             {"sdpa enable_gqa": 3.8},
+        ),
+        *(
+            Case(
+                f"decode-{name}",
+                f"decode in {name}, 32 query / 8 KV heads, 16,384 keys, D 128",
+                partial(_decode, dtype=dtype),
+                {"heads": 32, "kv_heads": 8, "tokens": 16384, "dim": 128},  # larger than the usual caches of processors
+                {**_TINY, "kv_heads": 1},
+                {IN_FLOATS: 1.8},  # half of the bytes
+            )
+            for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
         ),
         Case(
             "window",

@@ -59,8 +59,9 @@ static int64_t strip_height(const Plan *plan, int64_t rows) {
 static int can_read_values_in_place(const Call *call, const Plan *plan) {
     const int64_t *stride = call->v_stride;
     int read_once = plan->rows <= strip_height(plan, plan->block_rows); /* a single strip */
-    if (call->dtype != F32 || stride[3] != 1) return 0;
+    if (stride[3] != 1) return 0;
     if (read_once && call->value_dim >= LANES && stride[2] >= call->value_dim) return 1;
+    if (call->dtype != F32) return 0; /* converted once, not for every strip */
     int aligned = (uintptr_t)call->v % (4 * LANES) == 0;
     for (int i = 0; i < 3; i++) aligned &= stride[i] % LANES == 0;
     /* rows that are far apart compete for the same sets of the L1 cache when they are read again and again */
@@ -90,6 +91,7 @@ static void make_plan(const Call *call, Plan *plan) {
     if (plan->row_blocks > 1) /* of equal size */
         plan->block_rows = round_up(div_up(plan->rows, plan->row_blocks), TILE_ROWS);
     plan->items = kv_heads * plan->row_blocks * plan->parts;
+    plan->part_by_part = plan->parts > 1 && call->k_stride[2] > call->k_stride[1];
     plan->value_width = round_up(call->value_dim, LANES);
     plan->partial_floats = plan->block_rows * (RESULT_FLOATS + plan->value_width);
     plan->decoding = plan->rows <= MAX_DECODING_ROWS && call->k_stride[3] == 1;
@@ -107,16 +109,17 @@ static void make_plan(const Call *call, Plan *plan) {
    all_high - 1, unless there is a mask. */
 static int has_nonfinite(Item *item, int64_t block, int64_t count, int64_t all_low, int64_t all_high) {
     const Call *call = item->call;
-    int64_t from = block * item->plan->key_block, stride = item->value_stride;
+    int64_t from = block * item->plan->key_block, stride = item->value_stride, dtype = item->value_dtype;
     int64_t low = call->mask ? count : max(0, min(count, all_low - from));
     int64_t high = call->mask ? count : max(low, min(count, all_high - from));
     int64_t n = item->plan->values_in_place ? call->value_dim : item->plan->value_width;
-    const float *values = item->values;
+    const char *values = item->values;
     if (item->plan->row_blocks == 1) /* read once: check only what is hidden */
-        return !all_finite(values, stride, low, n) || !all_finite(values + high * stride, stride, count - high, n);
+        return !all_finite(dtype, values, stride, low, n) ||
+               !all_finite(dtype, values + high * stride * dtype_size(dtype), stride, count - high, n);
     if (low <= 0 && high >= count) return 0;
     uint8_t *state = item->value_state + block;
-    if (*state == NOT_CHECKED) *state = all_finite(values, stride, count, n) ? ALL_FINITE : SOME_NOT_FINITE;
+    if (*state == NOT_CHECKED) *state = all_finite(dtype, values, stride, count, n) ? ALL_FINITE : SOME_NOT_FINITE;
     return *state == SOME_NOT_FINITE;
 }
 
@@ -129,20 +132,24 @@ static void load_block(Item *item, int64_t block, int64_t count, int64_t all_low
     float *keys = item->packed_keys + slot * plan->key_block * call->dim;
     const char *v = item->v + from * call->v_stride[2] * size;
     int in_place = plan->values_in_place;
-    float *values = in_place ? (float *)v : item->packed_values + slot * plan->key_block * plan->value_width;
+    float *values = item->packed_values + (in_place ? 0 : slot * plan->key_block * plan->value_width);
+    item->value_dtype = in_place ? call->dtype : F32;
     item->value_stride = in_place ? call->v_stride[2] : plan->value_width;
     item->values_end = in_place && call->value_dim % LANES ? call->keys - 1 : call->keys;
     if (item->key_state[block] == NOT_PACKED) {
         if (!plan->decoding) pack_keys(keys, item->k + from * call->k_stride[2] * size, call, count);
         if (plan->has_dot_bound) /* whatever fills up the last panel only loosens the bound */
             item->max_key[block] = max_abs(keys, round_up(count, PANEL) * call->dim);
-        if (!in_place) pack_values(values, plan->value_width, v, call, count);
-        else if (item->values_end < call->keys && from + count == call->keys)
-            pack_values(item->packed_values, plan->value_width, v + (count - 1) * 4 * item->value_stride, call, 1);
+        if (!in_place) {
+            pack_values(values, plan->value_width, v, call, count);
+        } else if (item->values_end < call->keys && from + count == call->keys) {
+            pack_values(values, plan->value_width, v + (count - 1) * item->value_stride * size, call, 1);
+            if (call->dtype == BF16) reorder_pairs(values, plan->value_width, 1);
+        }
         item->key_state[block] = PACKED;
     }
     item->keys = keys;
-    item->values = values;
+    item->values = in_place ? v : (const char *)values;
     item->nonfinite = has_nonfinite(item, block, count, all_low, all_high);
 }
 
@@ -268,10 +275,15 @@ static void accumulate_nonfinite(const Item *item, const Strip *strip, int r) {
     const Row *row = item->row + strip->first + r;
     const float *s = item->s + r * item->plan->key_block;
     float *o = item->o + (strip->first + r) * item->plan->value_width;
+    int64_t size = dtype_size(item->value_dtype);
     for (int64_t j = strip->low; j < strip->high; j++) {
         int64_t index = j - strip->from;
         if (!is_visible(call, item->batch, row, j)) continue;
-        for (int64_t i = 0; i < call->value_dim; i++) o[i] += s[index] * item->values[index * item->value_stride + i];
+        const char *value = item->values + index * item->value_stride * size;
+        for (int64_t i = 0; i < call->value_dim; i++) {
+            int64_t at = item->value_dtype == BF16 ? index_in_pairs(i, item->plan->value_width) : i;
+            o[at] += s[index] * load_scalar(value + i * size, item->value_dtype);
+        }
     }
 }
 
@@ -281,15 +293,16 @@ static void accumulate_strip(const Item *item, const Strip *strip) {
     float *o = item->o + strip->first * width;
     /* values that are read only once are not cached: in small steps, while the next ones are prefetched */
     int64_t read_once = item->plan->row_blocks == 1, step = read_once ? 32 : strip->high - strip->low;
-    int64_t stride = item->value_stride, end = min(strip->high, item->values_end);
+    int64_t stride = item->value_stride, dtype = item->value_dtype, end = min(strip->high, item->values_end);
     for (int64_t j = strip->low; j < end; j += step) {
-        const float *e = item->s + (j - strip->from), *values = item->values + (j - strip->from) * stride;
+        const float *e = item->s + (j - strip->from);
+        const char *values = item->values + (j - strip->from) * stride * dtype_size(dtype);
         int64_t ahead = read_once && j + step < end ? step * stride : 0;
-        accumulate_values(strip->rows, vectors, e, lds, values, stride, o, width, min(step, end - j), ahead);
+        accumulate_values(dtype, strip->rows, vectors, e, lds, values, stride, o, width, min(step, end - j), ahead);
     }
     if (end == strip->high) return;
     const float *e = item->s + (end - strip->from); /* of the last key, whose values were packed */
-    accumulate_values(strip->rows, vectors, e, lds, item->packed_values, width, o, width, 1, 0);
+    accumulate_values(F32, strip->rows, vectors, e, lds, (const char *)item->packed_values, width, o, width, 1, 0);
 }
 
 /* Process the rows first to first + rows - 1 of an item on the keys from `from` to `to` - 1 of the current block. */
@@ -355,6 +368,7 @@ static void load_query(Item *item, int64_t r) {
     int64_t index = item->batch * stride[0] + row->head * stride[1] + row->query * stride[2];
     const char *q = call->q + index * dtype_size(call->dtype);
     read_row(item->q + r * call->dim, q, call->dtype, stride[3], call->dim, scale);
+    if (item->plan->decoding && call->dtype == BF16) reorder_pairs(item->q + r * call->dim, call->dim, 1);
 }
 
 /* Rows of the output are far apart: waiting for each of them would cost more than the sums. */
@@ -401,6 +415,7 @@ static void end_item(Item *item) {
     for (int64_t r = 0; r < item->rows; r++) {
         const Row *row = item->row + r;
         RowResult local, *result = partial ? (RowResult *)partial + r : &local;
+        if (plan->values_in_place && call->dtype == BF16) reorder_pairs(item->o + r * width, width, 0);
         reduce_row(call, row, result);
         if (partial) continue;
         finish_row(call, plan, result, item->o + r * width, item->batch, row->head, row->query,
@@ -409,8 +424,8 @@ static void end_item(Item *item) {
     if (partial) memcpy(partial + plan->block_rows * RESULT_FLOATS, item->o, 4 * item->rows * width);
 }
 
-static void run_item(const Call *call, const Plan *plan, int64_t number, Scratch *scratch) {
-    Item item = {.call = call, .plan = plan, .number = number};
+static void run_item(const Call *call, const Plan *plan, int64_t place, Scratch *scratch) {
+    Item item = {.call = call, .plan = plan, .number = place_item(call, plan, place)};
     begin_item(&item, scratch);
     for (int64_t r = 0; r < item.rows; r++) {
         begin_row(&item, r);

@@ -4,26 +4,38 @@
 
 #include "pack.h"
 
-enum { KEYS_AHEAD = 8 /* prefetched */ };
+enum { KEYS_AHEAD = 16, BYTES_AHEAD = 4096 /* so many keys are prefetched, and so many bytes at least */ };
 
-/* s (rows x keys, lds floats per row) = q . k for keys `row` bytes apart; rows * keys is 4 or 8, keys 2 or 4. Of the
-   last vector of a head, which overlaps the one before, only the new lanes count. Heads smaller than a vector are
-   summed element by element. */
+/* s (rows x keys, lds floats per row) = q . k for keys `row` bytes apart; rows * keys is 4, 8 or 16, keys 2 or 4. Of
+   BF16, q is in the order of load_of_pair. The keys `ahead` bytes further on are needed next. Of the last vector of a
+   head, which overlaps the one before, only the new lanes count. Heads smaller than a vector are summed element by
+   element. */
 INLINE void dot_tile(const int dtype, const int rows, const int keys, const float *q, const char *k, int64_t row,
-                     int64_t dim, float *s, int64_t lds) {
-    const int64_t size = dtype == F32 ? 4 : 2;
-    vfloat sums[8] = {{0}};
+                     int64_t dim, float *s, int64_t lds, int64_t ahead) {
+    const int64_t size = dtype_size(dtype);
+    vfloat sums[16] = {{0}};
     int64_t i = 0;
-    for (; i + LANES <= dim; i += LANES) {
-        vfloat key[4];
-        UNROLL for (int j = 0; j < keys; j++) {
-            key[j] = load_vector(dtype, k + j * row, i);
-            __builtin_prefetch(k + (j + KEYS_AHEAD) * row + i * size); /* harmless past the end */
+    for (; i + 2 * LANES <= dim; i += 2 * LANES) {
+        UNROLL for (int j = 0; j < keys; j++)
+            UNROLL for (int64_t x = 0; x < 2 * LANES * size; x += 4 * CACHE_LINE_FLOATS)
+                __builtin_prefetch(k + j * row + ahead + i * size + x, 0, INTO_L2); /* harmless past the end */
+        UNROLL for (int second = 0; second < 2; second++) {
+            vfloat key[4];
+            UNROLL for (int j = 0; j < keys; j++) key[j] = load_of_pair(dtype, k + j * row, i, second);
+            UNROLL for (int r = 0; r < rows; r++) {
+                vfloat left = load(q + r * dim + i + second * LANES);
+                UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
+            }
         }
+    }
+    if (i + LANES <= dim) {
+        vfloat key[4];
+        UNROLL for (int j = 0; j < keys; j++) key[j] = load_vector(dtype, k + j * row, i);
         UNROLL for (int r = 0; r < rows; r++) {
             vfloat left = load(q + r * dim + i);
             UNROLL for (int j = 0; j < keys; j++) sums[r * keys + j] += left * key[j];
         }
+        i += LANES;
     }
     if (i < dim && dim > LANES) {
         vint is_new = iota() >= (float)(i + LANES - dim);
@@ -50,25 +62,27 @@ INLINE void dot_tile(const int dtype, const int rows, const int keys, const floa
 
 INLINE void dot_rows_of(const int dtype, int rows, const float *q, const char *k, const Call *call, float *s,
                         int64_t lds, int64_t count) {
-    int64_t dim = call->dim, row = call->k_stride[2] * (dtype == F32 ? 4 : 2), j = 0;
+    int64_t dim = call->dim, size = dtype_size(dtype), row = call->k_stride[2] * size, j = 0;
+    int64_t ahead = row * max(KEYS_AHEAD, BYTES_AHEAD / max(1, dim * size));
+    const int wide = REGISTERS > 16 ? 4 : 2; /* keys of a tile of four rows */
     float rest[4];
     for (; j + 4 <= count; j += 4, k += 4 * row) {
         int r = 0;
-        for (; r + 4 <= rows; r += 4) {
-            dot_tile(dtype, 4, 2, q + r * dim, k, row, dim, s + r * lds + j, lds);
-            dot_tile(dtype, 4, 2, q + r * dim, k + 2 * row, row, dim, s + r * lds + j + 2, lds);
-        }
-        for (; r + 2 <= rows; r += 2) dot_tile(dtype, 2, 4, q + r * dim, k, row, dim, s + r * lds + j, lds);
-        if (r < rows) dot_tile(dtype, 1, 4, q + r * dim, k, row, dim, s + r * lds + j, lds);
+        for (; r + 4 <= rows; r += 4)
+            UNROLL for (int x = 0; x < 4; x += wide)
+                dot_tile(dtype, 4, wide, q + r * dim, k + x * row, row, dim, s + r * lds + j + x, lds, ahead);
+        for (; r + 2 <= rows; r += 2) dot_tile(dtype, 2, 4, q + r * dim, k, row, dim, s + r * lds + j, lds, ahead);
+        if (r < rows) dot_tile(dtype, 1, 4, q + r * dim, k, row, dim, s + r * lds + j, lds, ahead);
     }
     for (; j < count; j++, k += row)
         for (int r = 0; r < rows; r++) { /* the same key four times */
-            dot_tile(dtype, 1, 4, q + r * dim, k, 0, dim, rest, 4);
+            dot_tile(dtype, 1, 4, q + r * dim, k, 0, dim, rest, 4, 0);
             s[r * lds + j] = rest[0];
         }
 }
 
-/* s (rows x count, lds floats per row) = q . k, where the elements of a key are consecutive. */
+/* s (rows x count, lds floats per row) = q . k, where the elements of a key are consecutive; of BF16, q is in the order
+   of load_of_pair. */
 static void dot_rows(int rows, const float *q, const char *k, const Call *call, float *s, int64_t lds, int64_t count) {
     if (call->dtype == F32) dot_rows_of(F32, rows, q, k, call, s, lds, count);
     else if (call->dtype == BF16) dot_rows_of(BF16, rows, q, k, call, s, lds, count);

@@ -68,9 +68,9 @@ typedef struct {
     float dot_bound;         /* no partial sum of q . k is larger than this times the largest |k|; infinity: unknown */
 
     /* the current block of keys: */
-    const float *keys;   /* in panels */
-    const float *values; /* rows value_stride floats apart */
-    int64_t value_stride;
+    const float *keys;  /* in panels */
+    const char *values; /* rows of value_dtype, value_stride elements apart */
+    int64_t value_dtype, value_stride;
     int64_t values_end; /* the values from this key on are in packed_values */
     int nonfinite;      /* whether a value that some row may not see is NaN or infinite */
 
@@ -141,6 +141,14 @@ static int windows_differ_in_groups(const Call *call) {
     for (int64_t h = 0; call->windows && h < call->heads; h++)
         if (memcmp(call->windows + 3 * h, call->windows + h / group * group * 3, 3 * sizeof(int64_t))) return 1;
     return 0;
+}
+
+/* The number of the item that is run at this place. Where the keys of all heads lie side by side, token by token, the
+   heads take turns on each part, so that its pages of memory are visited once and not once per head. */
+INLINE int64_t place_item(const Call *call, const Plan *plan, int64_t place) {
+    int64_t items = call->kv_heads * plan->parts, first = place / items * items; /* of a sequence */
+    if (!plan->part_by_part) return place;
+    return first + (place - first) % call->kv_heads * plan->parts + (place - first) / call->kv_heads;
 }
 
 /* The head and the query of row `index` of a KV head. */

@@ -9,20 +9,25 @@
 #include "vectors.h"
 
 enum { MAX_TILE_VECTORS = 8, PANEL = TILE_VECTORS * LANES /* columns of a packed panel */, CACHE_LINE_FLOATS = 16 };
+enum { INTO_L2 = 2 /* of __builtin_prefetch: more lines can be on their way to the L2 cache than to L1 */ };
 
-/* c (rows x vectors * LANES) = a (rows x n) b (n x vectors * LANES), or += if `accumulate`. If `prefetch`, the cache
-   lines `ahead` floats after each row of b are fetched, a few per step, since only few can be in flight. */
-INLINE void tile(const int rows, const int vectors, const float *restrict a, int64_t lda, int64_t step,
-                 const float *restrict b, int64_t ldb, float *restrict c, int64_t ldc, int64_t n, const int accumulate,
+/* c (rows x vectors * LANES) = a (rows x n) b (n x vectors * LANES), or += if `accumulate`. b is of any dtype but BOOL;
+   for BF16 the columns of c come in the order of load_of_pair. If `prefetch`, the cache lines `ahead` elements after
+   each row of b are fetched, a few per step, since only few can be in flight. */
+INLINE void tile(const int dtype, const int rows, const int vectors, const float *restrict a, int64_t lda, int64_t step,
+                 const char *restrict b, int64_t ldb, float *restrict c, int64_t ldc, int64_t n, const int accumulate,
                  const int prefetch, int64_t ahead) {
+    const int size = dtype_size(dtype);
     vfloat sum[TILE_ROWS][MAX_TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int x = 0; x < vectors; x++)
         sum[r][x] = accumulate ? load(c + r * ldc + x * LANES) : splat(0);
-    UNROLL_2 for (int64_t i = 0; i < n; i++, b += ldb) {
+    UNROLL_2 for (int64_t i = 0; i < n; i++, b += ldb * size) {
         vfloat right[MAX_TILE_VECTORS];
-        UNROLL for (int x = 0; x < vectors; x++) right[x] = load(b + x * LANES);
-        if (prefetch) UNROLL for (int x = 0; x < vectors * LANES; x += CACHE_LINE_FLOATS)
-            __builtin_prefetch(b + ahead + x);
+        UNROLL for (int x = 0; x < vectors; x++)
+            right[x] = (x | 1) < vectors ? load_of_pair(dtype, b, x / 2 * 2 * LANES, x % 2)
+                                         : load_vector(dtype, b, x * LANES);
+        if (prefetch) UNROLL for (int x = 0; x < vectors * LANES * size; x += 4 * CACHE_LINE_FLOATS)
+            __builtin_prefetch(b + ahead * size + x, 0, INTO_L2);
         UNROLL for (int r = 0; r < rows; r++) {
             vfloat left = splat(a[r * lda + i * step]);
             UNROLL for (int x = 0; x < vectors; x++) sum[r][x] += left * right[x];
@@ -32,28 +37,29 @@ INLINE void tile(const int rows, const int vectors, const float *restrict a, int
         store(c + r * ldc + x * LANES, sum[r][x]);
 }
 
-/* A row of tiles: the next one is b_step floats further in b, PANEL in c. */
-INLINE void tile_row(const int rows, int64_t vectors, const float *a, int64_t lda, int64_t step, const float *b,
-                     int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate,
-                     const int prefetch, int64_t ahead) {
-    for (; vectors >= TILE_VECTORS; vectors -= TILE_VECTORS, b += b_step, c += PANEL)
-        tile(rows, TILE_VECTORS, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
-    if (vectors == 1) tile(rows, 1, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
-    if (TILE_VECTORS > 2 && vectors == 2) tile(rows, 2, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+/* A row of tiles: the next one is b_step elements further in b, PANEL in c. */
+INLINE void tile_row(const int dtype, const int rows, int64_t vectors, const float *a, int64_t lda, int64_t step,
+                     const char *b, int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n,
+                     const int accumulate, const int prefetch, int64_t ahead) {
+    for (; vectors >= TILE_VECTORS; vectors -= TILE_VECTORS, b += b_step * dtype_size(dtype), c += PANEL)
+        tile(dtype, rows, TILE_VECTORS, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+    if (vectors == 1) tile(dtype, rows, 1, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+    if (TILE_VECTORS > 2 && vectors == 2)
+        tile(dtype, rows, 2, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
     if (TILE_VECTORS > 2 && vectors == 3)
-        tile(rows, TILE_VECTORS > 2 ? 3 : 1, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
+        tile(dtype, rows, TILE_VECTORS > 2 ? 3 : 1, a, lda, step, b, ldb, c, ldc, n, accumulate, prefetch, ahead);
 }
 
 /* The number of rows is a constant inside of a tile. */
 #define CASE(r)                                                                                                   \
     case r:                                                                                                       \
-        tile_row(r <= TILE_ROWS ? r : 1, vectors, a, lda, step, b, ldb, b_step, c, ldc, n, accumulate, prefetch, \
-                 ahead);                                                                                          \
+        tile_row(dtype, r <= TILE_ROWS ? r : 1, vectors, a, lda, step, b, ldb, b_step, c, ldc, n, accumulate,     \
+                 prefetch, ahead);                                                                                \
         break;
 
-INLINE void multiply_with(int rows, int64_t vectors, const float *a, int64_t lda, int64_t step, const float *b,
-                          int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate,
-                          const int prefetch, int64_t ahead) {
+INLINE void multiply_of(const int dtype, int rows, int64_t vectors, const float *a, int64_t lda, int64_t step,
+                        const char *b, int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n,
+                        const int accumulate, const int prefetch, int64_t ahead) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if TALL_TILES
@@ -62,6 +68,12 @@ INLINE void multiply_with(int rows, int64_t vectors, const float *a, int64_t lda
     }
 }
 #undef CASE
+
+INLINE void multiply_with(int rows, int64_t vectors, const float *a, int64_t lda, int64_t step, const float *b,
+                          int64_t ldb, int64_t b_step, float *c, int64_t ldc, int64_t n, const int accumulate,
+                          const int prefetch, int64_t ahead) {
+    multiply_of(F32, rows, vectors, a, lda, step, (const char *)b, ldb, b_step, c, ldc, n, accumulate, prefetch, ahead);
+}
 
 /* c (rows x vectors * LANES) = a (rows x n) b for 1 to TILE_ROWS rows, where b consists of panels [n][PANEL]. */
 static void multiply_panels(int rows, int64_t vectors, const float *a, int64_t lda, const float *b, float *c,
@@ -75,45 +87,56 @@ static void multiply_add(int rows, int64_t vectors, const float *a, int64_t lda,
     multiply_with(rows, vectors, a, lda, 1, b, ldb, PANEL, c, ldc, n, 1, 0, 0);
 }
 
-/* The same, while the floats `ahead` of b are prefetched. */
-static void multiply_add_prefetching(int rows, int64_t vectors, const float *a, int64_t lda, const float *b,
-                                     int64_t ldb, float *c, int64_t ldc, int64_t n, int64_t ahead) {
-    multiply_with(rows, vectors, a, lda, 1, b, ldb, PANEL, c, ldc, n, 1, 1, ahead);
-}
-
-/* o (rows x vectors * LANES) += e (rows x n) v (n x vectors * LANES) for one or two rows, in wide tiles: values that
+/* o (rows x vectors * LANES) += e (rows x n) v (n x vectors * LANES) for up to four rows, in wide tiles: values that
    are not cached are read in memory order, and enough independent sums are in flight. */
-INLINE void accumulate_wide(const int rows, const int width, int64_t vectors, const float *e, int64_t lde,
-                            const float *v, int64_t ldv, float *o, int64_t ldo, int64_t n, int64_t ahead) {
-    for (; vectors >= width; vectors -= width, v += width * LANES, o += width * LANES)
-        tile(rows, width, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
+INLINE void accumulate_wide(const int dtype, const int rows, const int width, int64_t vectors, const float *e,
+                            int64_t lde, const char *v, int64_t ldv, float *o, int64_t ldo, int64_t n, int64_t ahead) {
+    const int64_t vector = LANES * dtype_size(dtype);
+    for (; vectors >= width; vectors -= width, v += width * vector, o += width * LANES)
+        tile(dtype, rows, width, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
     if (width > 4 && vectors & 4) {
-        tile(rows, 4, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
-        v += 4 * LANES, o += 4 * LANES;
+        tile(dtype, rows, 4, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
+        v += 4 * vector, o += 4 * LANES;
     }
     if (vectors & 2) {
-        tile(rows, 2, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
-        v += 2 * LANES, o += 2 * LANES;
+        tile(dtype, rows, 2, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
+        v += 2 * vector, o += 2 * LANES;
     }
-    if (vectors & 1) tile(rows, 1, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
+    if (vectors & 1) tile(dtype, rows, 1, e, lde, 1, v, ldv, o, ldo, n, 1, 1, ahead);
 }
 
-/* o += e v for a strip of rows. If `ahead` is not 0, the values so many floats further on are needed next. */
-static void accumulate_values(int rows, int64_t vectors, const float *e, int64_t lde, const float *v, int64_t ldv,
-                              float *o, int64_t ldo, int64_t n, int64_t ahead) {
+INLINE void accumulate_of(const int dtype, int rows, int64_t vectors, const float *e, int64_t lde, const char *v,
+                          int64_t ldv, float *o, int64_t ldo, int64_t n, int64_t ahead) {
     const int width_of_two = REGISTERS > 16 ? MAX_TILE_VECTORS : MAX_TILE_VECTORS / 2;
+    const int only_wide = REGISTERS > 16 && dtype != F32; /* converting twice costs less than narrow tiles */
+    for (; only_wide && rows > 4; rows -= 4, e += 4 * lde, o += 4 * ldo)
+        accumulate_wide(dtype, 4, MAX_TILE_VECTORS / 2, vectors, e, lde, v, ldv, o, ldo, n, ahead);
     if (rows == 1) {
-        accumulate_wide(1, MAX_TILE_VECTORS, vectors, e, lde, v, ldv, o, ldo, n, ahead);
+        accumulate_wide(dtype, 1, MAX_TILE_VECTORS, vectors, e, lde, v, ldv, o, ldo, n, ahead);
     } else if (rows == 2) {
-        accumulate_wide(2, width_of_two, vectors, e, lde, v, ldv, o, ldo, n, ahead);
-    } else {
+        accumulate_wide(dtype, 2, width_of_two, vectors, e, lde, v, ldv, o, ldo, n, ahead);
+    } else if (REGISTERS > 16 && rows == 3) {
+        accumulate_wide(dtype, 3, MAX_TILE_VECTORS / 2, vectors, e, lde, v, ldv, o, ldo, n, ahead);
+    } else if (REGISTERS > 16 && rows == 4) {
+        accumulate_wide(dtype, 4, MAX_TILE_VECTORS / 2, vectors, e, lde, v, ldv, o, ldo, n, ahead);
+    } else if (!only_wide) {
         int height = rows > TILE_ROWS ? (rows + 1) / 2 : rows;
-        for (int r = 0; r < rows; r += height) {
+        for (int r = 0; r < rows; r += height, e += height * lde, o += height * ldo, ahead = 0) {
             int count = min(height, rows - r);
-            if (ahead && !r) multiply_add_prefetching(count, vectors, e, lde, v, ldv, o, ldo, n, ahead);
-            else multiply_add(count, vectors, e + r * lde, lde, v, ldv, o + r * ldo, ldo, n);
+            if (ahead || dtype != F32)
+                multiply_of(dtype, count, vectors, e, lde, 1, v, ldv, PANEL, o, ldo, n, 1, 1, ahead);
+            else multiply_add(count, vectors, e, lde, (const float *)v, ldv, o, ldo, n);
         }
     }
+}
+
+/* o += e v for a strip of rows, o in the order of load_of_pair where v is of BF16. If `ahead` is not 0, the values so
+   many elements further on are needed next. */
+static void accumulate_values(int64_t dtype, int rows, int64_t vectors, const float *e, int64_t lde, const char *v,
+                              int64_t ldv, float *o, int64_t ldo, int64_t n, int64_t ahead) {
+    if (dtype == F32) accumulate_of(F32, rows, vectors, e, lde, v, ldv, o, ldo, n, ahead);
+    else if (dtype == BF16) accumulate_of(BF16, rows, vectors, e, lde, v, ldv, o, ldo, n, ahead);
+    else accumulate_of(F16, rows, vectors, e, lde, v, ldv, o, ldo, n, ahead);
 }
 
 #endif

@@ -6,17 +6,9 @@
 #include "matmul.h"
 #include "vectors.h"
 
-static int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL ? 1 : 2; }
-
 INLINE float load_scalar(const char *x, int64_t dtype) {
     if (dtype == F32) return *(const float *)x;
     return dtype == BF16 ? bf16_to_f32(*(const uint16_t *)x) : f16_to_f32(*(const uint16_t *)x);
-}
-
-/* LANES consecutive elements from x[i] on. */
-INLINE vfloat load_vector(const int dtype, const char *x, int64_t i) {
-    if (dtype == F32) return load((const float *)x + i);
-    return dtype == BF16 ? load_bf16((const uint16_t *)x + i) : load_f16((const uint16_t *)x + i);
 }
 
 /* y = factor * x for n >= LANES consecutive elements, in whole vectors; the last one may overlap the one before. */
@@ -33,6 +25,19 @@ static void read_row(float *y, const char *x, int64_t dtype, int64_t stride, int
     else if (dtype == F32) read_vectors(F32, y, x, n, factor);
     else if (dtype == BF16) read_vectors(BF16, y, x, n, factor);
     else read_vectors(F16, y, x, n, factor);
+}
+
+/* Put n floats, in place, into the order in which load_of_pair reads BF16 (split), or back. */
+INLINE void reorder_pairs(float *x, int64_t n, const int split) {
+    float y[2 * LANES];
+    for (; n >= 2 * LANES; n -= 2 * LANES, x += 2 * LANES) {
+        memcpy(y, x, sizeof y);
+        for (int i = 0; i < 2 * LANES; i++) {
+            int64_t to = index_in_pairs(i, 2 * LANES);
+            if (split) x[to] = y[i];
+            else x[i] = y[to];
+        }
+    }
 }
 
 /* y = factor * x for n consecutive elements, rounded to a dtype. */
@@ -83,17 +88,22 @@ static void pack_values(float *y, int64_t width, const char *x, const Call *call
     }
 }
 
-/* Whether all of rows x n floats are finite; n >= LANES, or rows = 0. */
-static int all_finite(const float *x, int64_t row, int64_t rows, int64_t n) {
+INLINE int all_finite_of(const int dtype, const char *x, int64_t row, int64_t rows, int64_t n) {
     vfloat zero[4] = {{0}}; /* 0 * x is 0 if x is finite, else NaN */
-    for (int64_t j = 0; j < rows; j++, x += row) {
+    for (int64_t j = 0; j < rows; j++, x += row * dtype_size(dtype)) {
         int64_t i = 0;
         for (; i + 4 * LANES <= n; i += 4 * LANES)
-            UNROLL for (int u = 0; u < 4; u++) zero[u] += load(x + i + u * LANES) * 0.0f;
-        for (; i + LANES <= n; i += LANES) zero[0] += load(x + i) * 0.0f;
-        if (n % LANES) zero[1] += load(x + n - LANES) * 0.0f;
+            UNROLL for (int u = 0; u < 4; u++) zero[u] += load_vector(dtype, x, i + u * LANES) * 0.0f;
+        for (; i + LANES <= n; i += LANES) zero[0] += load_vector(dtype, x, i) * 0.0f;
+        if (n % LANES) zero[1] += load_vector(dtype, x, n - LANES) * 0.0f;
     }
     return reduce_add(zero[0] + zero[1] + zero[2] + zero[3]) == 0;
+}
+
+/* Whether all of rows x n elements are finite, in rows of `row` elements; n >= LANES, or rows = 0. */
+static int all_finite(int64_t dtype, const char *x, int64_t row, int64_t rows, int64_t n) {
+    if (dtype == F32) return all_finite_of(F32, x, row, rows, n);
+    return dtype == BF16 ? all_finite_of(BF16, x, row, rows, n) : all_finite_of(F16, x, row, rows, n);
 }
 
 /* The maximum of |x| over n floats, rounded up to whole vectors. A NaN is ignored or makes it infinite. */

@@ -22,6 +22,7 @@ typedef struct {
     int64_t partial_floats; /* of a partial result: (block_rows) RowResult, (block_rows, value_width) output */
     int64_t scratch_bytes;  /* per thread */
     int head_by_head;       /* the order of a KV head's rows */
+    int part_by_part;       /* items run in the order of parts, then KV heads: see place_item in item.h */
     int decoding;           /* so few rows that keys are read in place (dot.h); they are one strip */
     int values_in_place;    /* values are not packed */
     int has_dot_bound;      /* overflow of the scores is excluded by the largest |q| and |k| */

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "call.h"
+
 /* LANES: floats per vector. A register tile of a matrix product has TILE_ROWS x TILE_VECTORS accumulators. */
 #if defined(HEADWISE_PLAIN)
 #undef __ARM_NEON
@@ -264,22 +266,53 @@ INLINE uint16_t f32_to_f16(float x) {
 #endif
 }
 
-INLINE vfloat load_bf16(const uint16_t *x) {
-    vuint bits;
-    UNROLL for (int i = 0; i < LANES; i++) bits[i] = (uint32_t)x[i] << 16;
-    return (vfloat)bits;
+/* LANES numbers of 16 bits each, in lanes of 32. */
+INLINE vuint load_16_bits(const uint16_t *x) {
+    typedef uint16_t vshort __attribute__((vector_size(LANES * 2)));
+    vshort halves;
+    memcpy(&halves, x, sizeof halves);
+    return __builtin_convertvector(halves, vuint);
 }
+
+INLINE vfloat load_bf16(const uint16_t *x) { return (vfloat)(load_16_bits(x) << 16); }
 
 INLINE vfloat load_f16(const uint16_t *x) {
 #if defined(__AVX512F__)
     return (vfloat)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
 #elif defined(__AVX2__)
     return (vfloat)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
+#elif defined(__ARM_NEON)
+    return (vfloat)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
 #else
-    vfloat y;
-    for (int i = 0; i < LANES; i++) y[i] = f16_to_f32(x[i]);
-    return y;
+    vuint half = load_16_bits(x), size = (half & 0x7fff) << 13, exponent = half & 0x7c00;
+    vuint normal = size + ((vuint)(exponent == 0x7c00) & (112u << 23)) + (112u << 23); /* or infinite, or NaN */
+    const float least = 0x1p-14f; /* of the normal numbers; a subnormal one is a fraction of it */
+    vfloat subnormal = (vfloat)(size | 0x38800000u) - least;
+    return (vfloat)((vuint)blend(exponent == 0, subnormal, (vfloat)normal) | (half & 0x8000) << 16);
 #endif
+}
+
+INLINE int64_t dtype_size(int64_t dtype) { return dtype == F32 ? 4 : dtype == BOOL ? 1 : 2; }
+
+/* LANES consecutive elements from x[i] on. */
+INLINE vfloat load_vector(const int dtype, const char *x, int64_t i) {
+    if (dtype == F32) return load((const float *)x + i);
+    return dtype == BF16 ? load_bf16((const uint16_t *)x + i) : load_f16((const uint16_t *)x + i);
+}
+
+/* One of the two vectors of the 2 * LANES elements from x[i] on. For BF16 these are the elements of even and those of
+   odd index, each only a shift or a mask away from single precision; for other dtypes the first and the last LANES. */
+INLINE vfloat load_of_pair(const int dtype, const char *x, int64_t i, const int second) {
+    if (dtype != BF16) return load_vector(dtype, x, i + second * LANES);
+    vuint pairs;
+    memcpy(&pairs, x + 2 * i, sizeof pairs);
+    return (vfloat)(second ? pairs & 0xffff0000u : pairs << 16);
+}
+
+/* Where load_of_pair puts element i of n elements of BF16, of which an odd last vector is read by load_vector. */
+INLINE int64_t index_in_pairs(int64_t i, int64_t n) {
+    int64_t start = i / (2 * LANES) * (2 * LANES);
+    return start + 2 * LANES > n ? i : start + i % 2 * LANES + (i - start) / 2;
 }
 
 #endif
