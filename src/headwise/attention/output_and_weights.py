@@ -78,11 +78,9 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, aver
     for part in blockwise.parts(call):
         q_part, k_part = part.of_queries(q), part.of_keys(k)
         for rows, low, high in blockwise.row_blocks(part.call.visibility):
-            e, total = blockwise.exponentials(
-                blockwise.scores(q_part[:, :, rows], k_part, part.call, rows, low, high, scratch), part.call.sinks
-            )
-            a, visible = e.div_(total), part.call.visibility.allowed(rows, low, high)
-            if visible is not None and not blockwise.all_finite(total):
+            s = blockwise.scores(q_part[:, :, rows], k_part, part.call, rows, low, high, scratch)
+            a, visible = blockwise.softmax(s, part.call, rows), part.call.visibility.allowed(rows, low, high)
+            if visible is not None and not blockwise.all_finite(a):
                 a.masked_fill_(~visible, 0)  # a NaN in the row must not reach hidden keys
             if v is not None:
                 values = blockwise.key_slice(part.of_keys(v), low, high)

@@ -273,6 +273,16 @@ def _add_clipped(s: Tensor, bias: Tensor) -> Tensor:
     return torch.where(s.isfinite() & bias.isfinite(), wide.clamp(-limit, limit), wide).to(s.dtype)
 
 
+def softmax(s: Tensor, call: AttentionCall, rows: slice | Tensor) -> Tensor:
+    """The weights of these rows from their scores s, which may be overwritten; zeros where no key is visible."""
+    visibility = call.visibility
+    known = call.sinks is None and visibility.readable and isinstance(rows, slice)
+    if known and bool(visibility.has_visible_keys(rows).all()):
+        return torch.softmax(s, -1)  # one pass instead of five
+    e, total = exponentials(s, call.sinks)
+    return e / total if e.requires_grad else e.div_(total)
+
+
 def exponentials(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """exp(s - row maximum), and the softmax's denominator (..., 1), in which sinks (H,) take part; never 0."""
     largest = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)

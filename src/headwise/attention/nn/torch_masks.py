@@ -65,7 +65,9 @@ def _attention(mask: Tensor, size: MaskSizes) -> Tensor:
         return mask[None, None]
     if tuple(mask.shape) == per_head:
         return mask.unflatten(0, (size.batch, size.heads))
-    raise MaskError(f"attn_mask must be {shown(flat)} or (B * heads, T, S) = {shown(per_head)}, got {shown(mask.shape)}")
+    raise MaskError(
+        f"attn_mask must be {shown(flat)} or (B * heads, T, S) = {shown(per_head)}, got {shown(mask.shape)}"
+    )
 
 
 def _padding(mask: Tensor, size: MaskSizes) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -160,13 +159,12 @@ class HeadwiseMultiheadAttention(nn.MultiheadAttention):
         exists = torch.arange(out.shape[1], device=out.device) < lengths.to(out.device)[:, None]
         return self.out_proj(torch._nested_tensor_from_mask(out, exists, mask_check=False))  # type: ignore[no-any-return]
 
-    def __prepare_scriptable__(self) -> nn.MultiheadAttention:
-        """What torch.jit.script compiles: PyTorch's own module with the same parameters."""
-        plain = copy.copy(self)
-        plain.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
-        plain._forward_pre_hooks = plain._forward_pre_hooks.copy()
-        allow_fast_path(plain)
-        return plain
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse torch.jit.script, which calls this."""
+        raise UnsupportedError(
+            "torch.jit.script compiles PyTorch's module, not headwise's; call headwise.restore_attention(model) first, "
+            "or use torch.jit.trace or torch.export"
+        )
 
 
 def _keep_in_module(module: nn.Module, args: Any) -> None:
