@@ -1,4 +1,4 @@
-"""replace_attention: PyTorch's modules and models give the same outputs, weights and gradients, computed by headwise."""
+"""replace_attention: PyTorch's modules and models give the same outputs, weights and gradients."""
 
 import copy
 import itertools
@@ -275,6 +275,13 @@ def test_dropout_without_weights_keeps_the_mean_and_drops_in_training_alone():
     standard_error = draws.std(0) / len(draws) ** 0.5
     assert (standard_error > 0).any()
     assert ((draws.mean(0) - expected).abs() < 6 * standard_error + 1e-12).all()
+
+
+def test_a_forward_put_on_pytorchs_class_runs_in_its_place(monkeypatch):
+    _, ours = pair()
+    x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)
+    monkeypatch.setattr(nn.MultiheadAttention, "forward", lambda self, *args: (self, *args))
+    assert ours(x, x, x, need_weights=False) == (ours, x, x, x, None, False, None, True, False)
 
 
 # ---- errors

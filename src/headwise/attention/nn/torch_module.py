@@ -19,6 +19,7 @@ from .torch_masks import MaskSizes, visible_keys
 
 # glibc maps larger blocks of memory anew each time, and the system clears their pages: then three products are faster
 FUSED_BYTES = 32 << 20
+PYTORCHS_FORWARD = nn.MultiheadAttention.forward
 
 
 class HeadwiseMultiheadAttention(nn.MultiheadAttention):
@@ -57,6 +58,10 @@ class HeadwiseMultiheadAttention(nn.MultiheadAttention):
             The output, in the form of the query, and the weights or None: (B, T, S), or (B, num_heads, T, S) without
             average_attn_weights; without B beside a query of two dimensions.
         """
+        if nn.MultiheadAttention.forward is not PYTORCHS_FORWARD:  # it is being watched or masked, by that function
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
         if query.is_nested or key.is_nested or value.is_nested:
             masks = attn_mask is not None or key_padding_mask is not None
             return self._attend_nested(query, query is key and key is value, masks, need_weights), None
