@@ -215,6 +215,14 @@ def test_layers_of_a_sequential_are_numbered_and_of_one_kind():
     assert [site.key for site in attention_sites(model)] == [("self", i) for i in range(DEPTH)]
     assert [site.key for site in attention_sites(model.blocks)] == [("self", i) for i in range(DEPTH)]
     assert [site.key for site in attention_sites(nn.Sequential(*model.blocks))] == [("self", i) for i in range(DEPTH)]
+    pipeline = nn.Sequential(vit(Attention), nn.Sequential(*vit(Attention).blocks))
+    assert {site.kind for site in attention_sites(pipeline)} == {"0", "1"}
+
+
+def test_blocks_of_stages_are_counted_through():
+    stages = nn.Sequential(*(nn.ModuleDict({"blocks": nn.ModuleList(vit(Attention).blocks)}) for _ in range(2)))
+    model = nn.ModuleDict({"stages": stages})
+    assert [site.key for site in attention_sites(model)] == [("self", i) for i in range(2 * DEPTH)]
 
 
 def test_a_model_that_does_not_say_its_image_size_gets_no_image():

@@ -13,6 +13,8 @@ from .backends import blockwise
 from .call import AttentionCall
 from .torch_modes import in_forward_mode, in_transform, is_observed, needs_gradient, without_autocast
 
+BLOCK = blockwise.BLOCK // 2  # scores held at once: the weights are held beside them
+
 
 def attend_with_weights(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, average: bool = False
@@ -63,19 +65,19 @@ class RecomputedWeights(torch.autograd.Function):
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
     """The output (empty without v) and the weights, without gradients; a block of rows at a time stays in the cache."""
-    q, k = q.detach(), k.detach()
+    q, k = q.detach().contiguous(), k.detach().contiguous()  # each is read several times
     call, size = call.detach(), call.size
     (k,) = blockwise.zero_hidden_keys(call.visibility, k)
     nonfinite = False
     if v is not None:
-        (v,) = blockwise.zero_hidden_keys(call.visibility, v.detach())
+        (v,) = blockwise.zero_hidden_keys(call.visibility, v.detach().contiguous())
         nonfinite = blockwise.has_hidden_nonfinite(v, call.visibility)
     value_dim = 0 if v is None else size.value_dim
     out = q.new_empty(size.batch, size.queries, size.heads, value_dim).transpose(1, 2)
     sums = blockwise.upcast(q[:0]).dtype
     weights = q.new_zeros(size.batch, *(() if average else (size.heads,)), size.queries, size.keys, dtype=sums)
     scratch = blockwise.Scratch(blockwise.upcast(q[:0]))
-    for part in blockwise.parts(call):
+    for part in blockwise.parts(call, BLOCK):
         q_part, k_part = part.of_queries(q), part.of_keys(k)
         for rows, low, high in blockwise.row_blocks(part.call.visibility):
             s = blockwise.scores(q_part[:, :, rows], k_part, part.call, rows, low, high, scratch)

@@ -33,7 +33,7 @@ class AttentionModule:
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """Every module of a model that computes softmax attention, in the order of `named_modules`."""
-    lists = {name: type(module) for name, module in model.named_modules() if isinstance(module, LISTS)}
+    lists = {name for name, module in model.named_modules() if isinstance(module, LISTS)}
     for name, module in model.named_modules(remove_duplicate=False):
         cls: ModuleClass = type(module)
         registered = uses_registry(cls)
@@ -46,10 +46,10 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         yield AttentionModule(module, name, stack, number, _is_cross(name, module), registered)
 
 
-def _places_in_lists(parts: list[str], lists: dict[str, type[nn.Module]]) -> list[int]:
-    """Where a path goes on with a place in a list of layers: a ModuleList, or a Sequential where there is none."""
+def _places_in_lists(parts: list[str], lists: set[str]) -> list[int]:
+    """Where a path goes on with a place in a list. The model itself, such as a pipeline of models, counts last."""
     places = [i for i in range(len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
-    return [i for i in places if issubclass(lists[".".join(parts[:i])], nn.ModuleList)] or places
+    return [i for i in places if i > 0] or places
 
 
 @functools.cache
