@@ -66,17 +66,15 @@ def restore_attention(model: Model) -> Model:
         The same model.
     """
     _check_module("restore_attention", model)
-    modules = [
-        (name, module) for name, module in _attention_modules(model) if isinstance(module, HeadwiseMultiheadAttention)
-    ]
-    for name, module in modules:
+    replaced = [x for x in _attention_modules(model) if isinstance(x[1], HeadwiseMultiheadAttention)]
+    for name, module in replaced:
         if type(module) is not HeadwiseMultiheadAttention:
             kind = type(module).__name__
             raise UnsupportedError(
                 f"{name or 'the module'} has become a {kind} since it was replaced; undo that first (such as "
                 "torch.nn.utils.parametrize.remove_parametrizations)"
             )
-    for _, module in modules:
+    for _, module in replaced:
         module.__class__ = nn.MultiheadAttention
         allow_fast_path(module)
     return model

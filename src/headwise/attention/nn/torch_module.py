@@ -157,12 +157,12 @@ class HeadwiseMultiheadAttention(nn.MultiheadAttention):
                 "a nested tensor is taken in self-attention alone: batch first, in the strided layout, without masks, "
                 "weights and appended keys; give a padded tensor and a key_padding_mask"
             )
-        lengths = query._nested_tensor_size()[:, 0]  # type: ignore[operator]
+        lengths = query._nested_tensor_size()[:, 0]
         projected = torch.nested.to_padded_tensor(F.linear(query, self.in_proj_weight, self.in_proj_bias), 0.0)
         q, k, v = (split_heads(x, self.head_dim) for x in projected.chunk(3, -1))
         out = join_heads(functional.attend(q, k, v, lengths=lengths, dropout=self.dropout if self.training else 0.0))
         exists = torch.arange(out.shape[1], device=out.device) < lengths.to(out.device)[:, None]
-        return self.out_proj(torch._nested_tensor_from_mask(out, exists, mask_check=False))  # type: ignore[no-any-return]
+        return self.out_proj(torch._nested_tensor_from_mask(out, exists, mask_check=False))
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse torch.jit.script, which calls this."""
