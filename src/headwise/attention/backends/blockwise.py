@@ -279,9 +279,9 @@ def _add_clipped(s: Tensor, bias: Tensor) -> Tensor:
 def softmax(s: Tensor, call: AttentionCall, rows: slice | Tensor) -> Tensor:
     """The weights of these rows from their scores s, which may be overwritten; zeros where no key is visible."""
     visibility = call.visibility
-    if isinstance(rows, slice) and call.sinks is None and visibility.readable:
-        if bool(visibility.has_visible_keys(rows).all()):
-            return torch.softmax(s, -1)  # one pass instead of five
+    plain = call.sinks is None and visibility.readable
+    if plain and isinstance(rows, slice) and bool(visibility.has_visible_keys(rows).all()):
+        return torch.softmax(s, -1)  # one pass instead of five
     e, total = exponentials(s, call.sinks)
     return e / total if e.requires_grad else e.div_(total)
 
