@@ -591,13 +591,17 @@ def test_per_sample_gradients_by_torch_func():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_exported_program_serves_other_lengths():
+def test_exported_and_traced_programs_serve_other_lengths():
     model = replace_attention(encoder().eval())
     x = torch.randn(2, KEYS, WIDTH, dtype=F64)
     tokens = torch.export.Dim("tokens", min=2, max=64)
     program = torch.export.export(model, (x,), dynamic_shapes=({1: tokens},))
     longer = torch.randn(2, 11, WIDTH, dtype=F64)
     close(program.module()(longer), model(longer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # PyTorch's, about its own encoder
+        traced = torch.jit.trace(model, (x,))
+    close(traced(longer), model(longer))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -229,7 +229,7 @@ def weights(q: Tensor, k: Tensor, call: AttentionCall, rows: Any = None, heads: 
         q = q[:, :, at]
     with without_autocast(q):
         s = blockwise.scores(q, k, call, at, 0, size.keys)
-        a, visible = blockwise.softmax(s, call, at), call.visibility.allowed(at, 0, size.keys)
+        a, visible = blockwise.softmax(s, call), call.visibility.allowed(at, 0, size.keys)
         if visible is not None and not (call.visibility.readable and blockwise.all_finite(a)):
             a = torch.where(visible, a, 0)  # a NaN in the row must not reach hidden keys
         return a.to(q.dtype)

@@ -81,7 +81,7 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor | None, call: AttentionCall, aver
         q_part, k_part = part.of_queries(q), part.of_keys(k)
         for rows, low, high in blockwise.row_blocks(part.call.visibility):
             s = blockwise.scores(q_part[:, :, rows], k_part, part.call, rows, low, high, scratch)
-            a, visible = blockwise.softmax(s, part.call, rows), part.call.visibility.allowed(rows, low, high)
+            a, visible = blockwise.softmax(s, part.call), part.call.visibility.allowed(rows, low, high)
             if visible is not None and not blockwise.all_finite(a):
                 a.masked_fill_(~visible, 0)  # a NaN in the row must not reach hidden keys
             if v is not None:

@@ -276,12 +276,12 @@ def _add_clipped(s: Tensor, bias: Tensor) -> Tensor:
     return torch.where(s.isfinite() & bias.isfinite(), wide.clamp(-limit, limit), wide).to(s.dtype)
 
 
-def softmax(s: Tensor, call: AttentionCall, rows: slice | Tensor) -> Tensor:
-    """The weights of these rows from their scores s, which may be overwritten; zeros where no key is visible."""
-    visibility = call.visibility
-    plain = call.sinks is None and visibility.readable
-    if plain and isinstance(rows, slice) and bool(visibility.has_visible_keys(rows).all()):
-        return torch.softmax(s, -1)  # one pass instead of five
+def softmax(s: Tensor, call: AttentionCall) -> Tensor:
+    """The weights from scores s, which may be overwritten; zeros in rows whose scores are all -inf."""
+    if call.sinks is None and call.visibility.readable:
+        a = torch.softmax(s, -1)  # one pass instead of five, and NaN in those rows
+        if all_finite(a):
+            return a
     e, total = exponentials(s, call.sinks)
     return e / total if e.requires_grad else e.div_(total)
 
