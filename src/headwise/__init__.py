@@ -48,6 +48,8 @@ _LOCATIONS = {
     "reference": "attention.reference",
     "register": "models.register",
     "relations": "roles.relations.find",
+    "replace_attention": "attention.nn.replacement",
+    "restore_attention": "attention.nn.replacement",
     "save": "models.surgery.saving",
     "scale": "scale",
     "shape": "shapes",
@@ -77,6 +79,8 @@ if TYPE_CHECKING:
     from .attention.nn.module import MultiHeadAttention as MultiHeadAttention
     from .attention.nn.positions import Alibi as Alibi
     from .attention.nn.positions import Rotary as Rotary
+    from .attention.nn.replacement import replace_attention as replace_attention
+    from .attention.nn.replacement import restore_attention as restore_attention
     from .attention.nn.stack import Decoder as Decoder
     from .attention.nn.stack import Encoder as Encoder
     from .attention.nn.stack import Transformer as Transformer

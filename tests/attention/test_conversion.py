@@ -136,7 +136,7 @@ def test_converted_module_has_the_gradients_of_torch(sides, add_zero_attn):
 
 def test_from_torch_refuses_batch_first_false_unless_confirmed():
     given = theirs(batch_first=False)
-    with pytest.raises(UnsupportedError, match=r"takes \(T, B, d_model\), .*: transpose the inputs, and say so"):
+    with pytest.raises(UnsupportedError, match=r"takes \(T, B, d_model\), .*: transpose .*replace_attention"):
         MultiHeadAttention.from_torch(given)
     with pytest.raises(UnsupportedError, match="transpose the inputs"):
         MultiHeadAttention.from_torch(given, batch_first=False)

@@ -240,9 +240,8 @@ def weights(q: Tensor, k: Tensor, call: AttentionCall, rows: Any = None, heads: 
         q = q[:, :, at]
     with without_autocast(q):
         s = blockwise.scores(q, k, call, at, 0, size.keys)
-        e, total = blockwise.exponentials(s, call.sinks)
-        a, visible = e / total, call.visibility.allowed(at, 0, size.keys)
-        if visible is not None:
+        a, visible = blockwise.softmax(s, call), call.visibility.allowed(at, 0, size.keys)
+        if visible is not None and not (call.visibility.readable and blockwise.all_finite(a)):
             a = torch.where(visible, a, 0)  # a NaN in the row must not reach hidden keys
         return a.to(q.dtype)
 

@@ -94,7 +94,7 @@ class Part(NamedTuple):
         return x if self.whole else x[self.batch, self.kv_heads]
 
 
-def parts(call: AttentionCall) -> Iterator[Part]:
+def parts(call: AttentionCall, block: int = BLOCK) -> Iterator[Part]:
     """The batch and the KV heads in parts, such that a block of rows of each fits the block size."""
     size = call.size
     whole = Part(call, slice(0, size.batch), slice(0, size.kv_heads), slice(0, size.heads), True)
@@ -102,8 +102,8 @@ def parts(call: AttentionCall) -> Iterator[Part]:
         yield whole
         return
     per_head = max(1, size.group * min(_rows(call.visibility), size.queries) * _width(call.visibility))
-    heads = min(size.kv_heads, max(1, BLOCK // per_head))
-    batch = max(1, min(size.batch, BLOCK // (per_head * heads))) if heads == size.kv_heads else 1
+    heads = min(size.kv_heads, max(1, block // per_head))
+    batch = max(1, min(size.batch, block // (per_head * heads))) if heads == size.kv_heads else 1
     if size.batch <= batch and size.kv_heads <= heads:
         yield whole
         return
@@ -253,7 +253,10 @@ def hide(s: Tensor, visibility: Visibility, rows: slice | Tensor, low: int, high
 
 def max_magnitude(x: Tensor) -> float:
     """The largest magnitude in x; NaN if there is one."""
-    return float(torch.linalg.vector_norm(x.detach(), math.inf)) if x.numel() else 0.0
+    if not x.numel():
+        return 0.0
+    low, high = x.detach().aminmax()  # many times as fast as a norm
+    return max(-float(low), float(high))
 
 
 def _within_limit(s: Tensor) -> bool:
@@ -288,6 +291,16 @@ def _add_clipped(s: Tensor, bias: Tensor) -> Tensor:
     """Scores plus a float mask; the sum of finite numbers, such as a mask of finfo.min, stays finite."""
     wide, limit = s.double() + bias, torch.finfo(s.dtype).max
     return torch.where(s.isfinite() & bias.isfinite(), wide.clamp(-limit, limit), wide).to(s.dtype)
+
+
+def softmax(s: Tensor, call: AttentionCall) -> Tensor:
+    """The weights from scores s, which may be overwritten; zeros in rows whose scores are all -inf."""
+    if call.sinks is None and call.visibility.readable:
+        a = torch.softmax(s, -1)  # one pass instead of five, and NaN in those rows
+        if all_finite(a):
+            return a
+    e, total = exponentials(s, call.sinks)
+    return e / total if e.requires_grad else e.div_(total)
 
 
 def exponentials(s: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,8 @@ def from_torch(cls: type[Module], module: nn.MultiheadAttention, batch_first: bo
     if batch_first not in (None, True) or not (module.batch_first or batch_first):
         raise UnsupportedError(
             "this nn.MultiheadAttention takes (T, B, d_model), batch_first=False, and headwise (B, T, d_model): "
-            "transpose the inputs, and say so with from_torch(module, batch_first=True)"
+            "transpose the inputs and say so with from_torch(module, batch_first=True), or keep the module's own "
+            "arguments with headwise.replace_attention(model)"
             if not module.batch_first
             else f"from_torch makes a module that takes (B, T, d_model), got batch_first={batch_first!r}; leave it out"
         )

@@ -317,7 +317,7 @@ class MultiHeadAttention(nn.Module):
         """The same attention with the same weights, for inputs (B, T, d_model).
 
         A module with batch_first=False takes (T, B, d_model), which would be misread silently: it is refused unless
-        batch_first=True says that inputs will be transposed.
+        batch_first=True says that inputs will be transposed. `headwise.replace_attention` keeps PyTorch's arguments.
         """
         return conversion.from_torch(cls, module, batch_first)
 

@@ -14,6 +14,7 @@ ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls o
 
 # In the source of a class: it computes attention itself.
 ATTENTION_CALLS = ("softmax(", "softmax.apply(", "scaled_dot_product_attention(", "multi_head_attention_forward(")
+LISTS = (nn.ModuleList, nn.Sequential)  # of layers
 # In the name of a module or of its class: cross-attention.
 CROSS_NAMES = ("cross", "encoder_attn", "encdec", "encoder_decoder_attention", "enc_attn")
 
@@ -32,17 +33,23 @@ class AttentionModule:
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """Every module of a model that computes softmax attention, in the order of `named_modules`."""
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name for name, module in model.named_modules() if isinstance(module, LISTS)}
     for name, module in model.named_modules(remove_duplicate=False):
         cls: ModuleClass = type(module)
         registered = uses_registry(cls)
         if not registered and not _computes_attention(cls):
             continue
         parts = name.split(".")
-        in_lists = [i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
+        in_lists = _places_in_lists(parts, lists)
         stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
         number = int(parts[in_lists[0]]) if in_lists else 0
         yield AttentionModule(module, name, stack, number, _is_cross(name, module), registered)
+
+
+def _places_in_lists(parts: list[str], lists: set[str]) -> list[int]:
+    """Where a path goes on with a place in a list. The model itself, such as a pipeline of models, counts last."""
+    places = [i for i in range(len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
+    return [i for i in places if i > 0] or places
 
 
 @functools.cache

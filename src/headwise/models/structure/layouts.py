@@ -56,6 +56,7 @@ EXCEPTIONS = (
     ("GPTBigCode", "c_attn", "grouped"),
     ("codegen.", "qkv_proj", "sliced"),
     ("HYV4", "gate_proj", "q"),
+    ("timm.", "gate", "q"),  # one number per entry of the heads' outputs
     ("DiffLlama", "q_proj", None),  # a head's output is the difference of two heads' outputs
     ("MiniMaxLightning", "qkv_proj", None),
     # their code derives the width of a head, or of all heads, from the width of the model

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...errors import UnsupportedError
+from ..structure.heads import w_o
+from ..structure.sites import attention_sites, first_per_module
+from .image_input import image_input
 
 TOKENS = 9
 CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # relative to the largest output
@@ -15,7 +21,8 @@ CLOSE_IN_HALF = 0.05  # in 16 bits
 
 def close(model: Any) -> float:
     """How far the outputs of two equal models may differ, relative to the largest, by their precision."""
-    return CLOSE.get(getattr(model, "dtype", torch.float32), CLOSE_IN_HALF)
+    dtype = getattr(model, "dtype", None) or next((x.dtype for x in model.parameters()), torch.float32)
+    return CLOSE.get(dtype, CLOSE_IN_HALF)
 
 
 def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
@@ -23,7 +30,7 @@ def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
     random = torch.Generator().manual_seed(0)
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "device"):
-        return None
+        return image_input(model)
     name = getattr(model, "main_input_name", None)
     if name == "input_ids":
         vocabulary = getattr(config, "vocab_size", None)
@@ -42,21 +49,41 @@ def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
 
 
 def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
-    """The largest difference between two models' outputs, relative to the largest output."""
+    """The largest difference between two models' outputs, relative to the largest output.
+
+    The outputs of attention layers count too: a head of zeros, which new models have, would hide them all.
+    """
     training = model.training, other.training
     model.eval(), other.eval()
     try:
         with torch.no_grad():
-            first, second = (list(output_tensors(module(**inputs))) for module in (model, other))
+            first, second = ([*collect_outputs(module, inputs)] for module in (model, other))
     finally:
         model.train(training[0]), other.train(training[1])
     if len(first) != len(second) or any(x.shape != y.shape for x, y in zip(first, second, strict=False)):
         return float("inf")
     distances = [
-        ((x.float() - y.float()).abs().max() / x.float().abs().max().clamp(min=1e-12)).item()
+        ((x.float() - y.float()).abs().max() / x.float().abs().max().clamp(min=1e-12)).nan_to_num(torch.inf).item()
         for x, y in zip(first, second, strict=True)
     ]
-    return max(distances)
+    return max(distances, default=0.0)
+
+
+def collect_outputs(model: Any, inputs: dict[str, Tensor]) -> Iterator[Tensor]:
+    """What W_O gives in every attention layer, and then the model's own output."""
+    collected: list[Tensor] = []
+    layers = []
+    for site in first_per_module(attention_sites(model)):
+        with suppress(UnsupportedError):
+            layers.append(w_o(model, site)[1])
+    handles = [layer.register_forward_hook(lambda module, args, out: collected.append(out)) for layer in layers]
+    try:
+        output = model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    yield from output_tensors(collected)
+    yield from output_tensors(output)
 
 
 def failure(model: Any, inputs: dict[str, Tensor]) -> str | None:

@@ -22,8 +22,8 @@ Slots = list[int | None]  # for each new head the old one that it is; None: a he
 # Attributes in which attention modules keep numbers of heads and widths.
 QUERY_COUNTS = (*QUERY_HEADS, "num_attn_heads", "num_local_heads")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
-GROUP_SIZES = ("num_key_value_groups", "num_groups", "n_rep")
-QUERY_WIDTHS = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "d_model")
+GROUP_SIZES = ("num_key_value_groups", "num_kv_groups", "num_groups", "n_rep")
+QUERY_WIDTHS = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "attn_dim", "d_model")
 KV_WIDTHS = ("kv_dim",)
 
 

@@ -1,0 +1,101 @@
+"""Replace every nn.MultiheadAttention of a model by headwise's attention, and put PyTorch's back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import nn
+
+from ...errors import UnsupportedError
+from .torch_module import HeadwiseMultiheadAttention, allow_fast_path, forbid_fast_path
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def replace_attention(model: Model) -> Model:
+    """Compute every nn.MultiheadAttention of a model with headwise's attention, in place.
+
+    The modules stay where they are, with their parameters, hooks and mode: only their class changes. Optimizers,
+    state dicts, shared modules and code that reads `batch_first`, `in_proj_weight` and the like are not affected.
+    `restore_attention` puts PyTorch's back.
+
+    Outputs are PyTorch's, but for queries with no visible keys (fully masked rows): PyTorch gives NaN, headwise zeros.
+    nn.TransformerEncoderLayer runs its ordinary code, also in inference, where it would otherwise skip the module.
+
+    Subclasses of nn.MultiheadAttention have code of their own, quantised ones too. They stay as they are, and a warning
+    names them.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: there is no nn.MultiheadAttention that can be replaced; nothing has been changed.
+
+    Example:
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
+        >>> headwise.replace_attention(encoder)
+    """
+    _check_module("replace_attention", model)
+    plain, replaced, others = [], False, {}
+    for name, module in _attention_modules(model):
+        if isinstance(module, HeadwiseMultiheadAttention):
+            replaced = True
+        elif reason := _why_not(module):
+            others[name] = reason
+        else:
+            plain.append(module)
+    report = "; ".join(f"{name or 'the module'} {reason}" for name, reason in others.items())
+    if not plain and not replaced:
+        kind = type(model).__name__
+        found = f": {report}" if others else ""
+        raise UnsupportedError(f"{kind} has no nn.MultiheadAttention that headwise can replace{found}")
+    if others:
+        warnings.warn(f"replace_attention leaves some attention as it is: {report}", stacklevel=2)
+    for module in plain:
+        module.__class__ = HeadwiseMultiheadAttention
+        forbid_fast_path(module)
+    return model
+
+
+def restore_attention(model: Model) -> Model:
+    """Make every module that `replace_attention` replaced PyTorch's own again, in place.
+
+    Returns:
+        The same model.
+    """
+    _check_module("restore_attention", model)
+    replaced = [x for x in _attention_modules(model) if isinstance(x[1], HeadwiseMultiheadAttention)]
+    for name, module in replaced:
+        if type(module) is not HeadwiseMultiheadAttention:
+            kind = type(module).__name__
+            raise UnsupportedError(
+                f"{name or 'the module'} has become a {kind} since it was replaced; undo that first (such as "
+                "torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+    for _, module in replaced:
+        module.__class__ = nn.MultiheadAttention
+        allow_fast_path(module)
+    return model
+
+
+def _check_module(name: str, model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"{name} takes a module, got {type(model).__name__}")
+
+
+def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.MultiheadAttention]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            yield name, module
+
+
+def _why_not(module: nn.MultiheadAttention) -> str | None:
+    """Why a module cannot be replaced, as the end of a sentence, or None."""
+    kind = type(module)
+    if kind is not nn.MultiheadAttention:
+        return f"is a {kind.__module__}.{kind.__qualname__}, whose own code would be lost"
+    if "forward" in vars(module):
+        return "has a forward of its own, set on the module, which would hide headwise's"
+    return None
