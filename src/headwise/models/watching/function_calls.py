@@ -477,9 +477,9 @@ def _elementwise(name: str, result: Tensor, operands: list[tuple[Tensor, Trace]]
     for x, trace in operands:
         if x.shape != result.shape:
             continue
-        after_attention = trace.lineage is not None and trace.lineage.origin.call is not None
-        if trace.lineage is not None and not (after_attention and name not in BEFORE_OUTPUT):
-            if lineage is None or after_attention:
+        if trace.lineage is not None:
+            after_attention = trace.lineage.origin.call is not None
+            if name in BEFORE_OUTPUT if after_attention else lineage is None:
                 lineage = trace.lineage
         if trace.scores is not None and (scores is None or scores.problem):
             scores = trace.scores

@@ -59,7 +59,7 @@ def assume_axes(lead: tuple[int, ...]) -> HeadAxes | None:
 
 
 def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) -> HeadAxes | None:
-    """The leading axes of queries (*lead, rows, columns), by where their places come from; None where they are mixed."""
+    """The leading axes of queries (*lead, rows, columns), by their places' origin; None where they are mixed."""
     features, tokens = (
         lineage.places(start).reshape(*lead, rows, columns)[..., 0, 0] for start in (feature_places, token_places)
     )
