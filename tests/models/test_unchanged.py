@@ -54,7 +54,7 @@ def assert_restored(*models: nn.Module) -> Iterator[None]:
     assert all(a is b for a, b in zip(before[:4], after[:4], strict=True))
     assert before[4:] == after[4:]
     assert [hooks(model) for model in models] == hooked
-    assert not registry._watchers and not registry._uninstall
+    assert not registry._watched and not registry._uninstall
     assert registry.pass_masks.depth == 0 and not registry.pass_masks.entries
 
 

@@ -228,6 +228,43 @@ def attend_side_by_side(
     return join_heads(attend(q, k, v, softcap=softcap, dropout=dropout, **visible))
 
 
+def attend_with_slopes(
+    q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[AttendOptions[Tensor]]
+) -> Tensor:
+    """attend with ALiBi's slopes (Hq,)."""
+    if slopes is None:
+        return attend(q, k, v, **options)
+    q, k, v = cast_inputs(q, k, v)
+    return dispatch.attend(q, k, v, build_call(q, k, v, slopes=slopes, **options))
+
+
+def weights_with_slopes(
+    q: Tensor, k: Tensor, rows: Any = None, heads: Any = None, **options: Unpack[CallOptions[Tensor]]
+) -> Tensor:
+    """weights with ALiBi's slopes (Hq,); gates and dropout play no part in it."""
+    q, k = cast_inputs(q, k)
+    return dispatch.weights(q, k, build_call(q, k, **options), rows, heads)
+
+
+def head_stats_with_slopes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+    slopes: Tensor | None = None,
+    **options: Unpack[AttendOptions[Tensor]],
+) -> tuple[Tensor, HeadStats]:
+    """head_stats with ALiBi's slopes (Hq,)."""
+    if slopes is None:
+        return head_stats(q, k, v, queries=queries, classes=classes, cross=cross, **options)
+    q, k, v = cast_inputs(q, k, v)
+    call = build_call(q, k, v, slopes=slopes, **options)
+    return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))
+
+
 def head_stats_without_values(
     q: Tensor,
     k: Tensor,

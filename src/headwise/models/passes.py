@@ -94,8 +94,10 @@ class PassTracker:
         """The error for a layer whose module was called without calling what the tracker awaits."""
         if self._awaits == "W_O":
             failure = "does not call its W_O"
-        else:
+        elif site.source == "registry":
             failure = "did not ask transformers' registry for an attention function when it was called"
+        else:
+            failure = "did not compute its attention by its base class's forward when it was called"
         return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {failure}; {self._consequence}")
 
     def turn(self, module: nn.Module) -> int:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from ...errors import CacheError, ShapeError, UnsupportedError
 from ...heads import Heads
 from ...shapes import check_at_least
-from .. import dispatch, functional, validation
-from ..call import build_call, build_request
+from .. import functional, validation
 from ..head_layout import join_heads, split_heads
 from ..options import AttendOptions, KeepFirst, Window, check_options
 from ..stats import HeadStats
-from ..torch_modes import autocast_enabled, cast_inputs
+from ..torch_modes import autocast_enabled
 from ..validation import band, shown, window_pairs
 from ..visibility import check_tensor
 from . import conversion
@@ -65,24 +64,18 @@ class Projected(NamedTuple):
 
     def weights(self, rows: Selection = None, heads: Selection = None) -> Tensor:
         """(B, heads, rows, Tk), before dropout."""
-        q, k = cast_inputs(self.q, self.k)
-        return dispatch.weights(q, k, build_call(q, k, slopes=self.slopes, **self.options), rows, heads)
+        return functional.weights_with_slopes(self.q, self.k, rows, heads, slopes=self.slopes, **self.options)
 
     def attend(self) -> Tensor:
         """(B, H, Tq, d_k)."""
-        if self.slopes is None:
-            return functional.attend(self.q, self.k, self.v, **self.options)
-        q, k, v = cast_inputs(self.q, self.k, self.v)
-        return dispatch.attend(q, k, v, build_call(q, k, v, slopes=self.slopes, **self.options))
+        return functional.attend_with_slopes(self.q, self.k, self.v, slopes=self.slopes, **self.options)
 
     def stats(self, queries: Tensor | None, classes: dict[str, Tensor] | None, cross: bool) -> HeadStats:
         """The statistics of every head."""
-        if self.slopes is None:
-            counted: Any = {"queries": queries, "classes": classes, "cross": cross}
-            return functional.head_stats(self.q, self.k, self.v, **counted, **self.options)[1]
-        q, k, v = cast_inputs(self.q, self.k, self.v)
-        call = build_call(q, k, v, slopes=self.slopes, **self.options)
-        return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross))[1]
+        counted: Any = {"queries": queries, "classes": classes, "cross": cross}
+        return functional.head_stats_with_slopes(self.q, self.k, self.v, slopes=self.slopes, **counted, **self.options)[
+            1
+        ]
 
 
 class MultiHeadAttention(nn.Module):

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from .adapters import Source, find_adapter
+
 ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
 
 # In the source of a class: it computes attention itself.
@@ -27,7 +29,7 @@ class AttentionModule:
     stack: str  # the path of the list of layers that holds it
     number: int  # its layer's place in that list
     cross: bool
-    registered: bool  # whether it looks its attention function up in transformers' registry
+    source: Source  # how its attention calls are seen
 
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
@@ -35,14 +37,24 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, module in model.named_modules(remove_duplicate=False):
         cls: ModuleClass = type(module)
-        registered = uses_registry(cls)
-        if not registered and not _computes_attention(cls):
+        source = source_of(cls)
+        if source is None:
             continue
         parts = name.split(".")
         in_lists = [i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
         stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
         number = int(parts[in_lists[0]]) if in_lists else 0
-        yield AttentionModule(module, name, stack, number, _is_cross(name, module), registered)
+        yield AttentionModule(module, name, stack, number, _is_cross(name, module), source)
+
+
+def source_of(cls: ModuleClass) -> Source | None:
+    """How the attention calls of a class are seen; None for a class that computes no attention."""
+    if uses_registry(cls):
+        return "registry"
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        return adapter.source
+    return "function" if _computes_attention(cls) else None
 
 
 @functools.cache

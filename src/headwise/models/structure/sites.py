@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from ...errors import HeadwiseError, UnsupportedError
+from .adapters import Source
 from .discovery import AttentionModule, attention_modules, call_order, tower_names
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
+WATCHABLE: tuple[Source, ...] = ("registry",)  # sources of which `watch` has an implementation
 # something per layer; a Mapping's keys are invariant, so each kind of key is listed
 ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
 
@@ -27,7 +30,7 @@ class Site:
     kind: str  # "self", "encoder", "decoder", "cross", or a tower's name
     index: int  # the model's own layer number
     turn: int  # which of its module's calls in one pass: 0 unless the module serves several layers
-    registered: bool  # whether it looks its attention function up in transformers' registry
+    source: Source  # how its attention calls are seen
 
     @property
     def key(self) -> tuple[str, int]:
@@ -77,7 +80,7 @@ def _numbered_sites(kind: str, members: list[AttentionModule]) -> Iterator[Site]
         turn = calls.get(member.module, 0)
         calls[member.module] = turn + 1
         index = position if count_layers else member.number
-        yield Site(member.module, member.name, kind, index, turn, member.registered)
+        yield Site(member.module, member.name, kind, index, turn, member.source)
 
 
 def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
@@ -127,17 +130,16 @@ def check_model(model: Any) -> None:
 
 
 def check_watchable(model: nn.Module, sites: list[Site]) -> None:
-    """Refuse a model that has attention outside of transformers' registry, before anything runs."""
+    """Refuse a model with attention that no source sees, before anything runs."""
     name = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
-    if not sites:
+    if not sites and "function" not in WATCHABLE:
         raise UnsupportedError(f"{name}: no attention layer was found in {type(model).__name__}; nothing to watch")
-    unregistered = [site for site in sites if not site.registered]
-    if unregistered:
-        site, part = unregistered[0], _watchable_part(model, sites)
-        advice = f"a part of it can, headwise.watch(model.{part})" if part else "headwise.mask_heads still works on it"
+    unwatchable = [site for site in sites if site.source not in WATCHABLE]
+    if unwatchable:
+        site = unwatchable[0]
         raise UnsupportedError(
             f"{name} cannot be watched: {type(site.module).__name__} (at {site.name}) computes its attention itself "
-            f"instead of through transformers' attention registry; {advice}"
+            f"instead of through transformers' attention registry{_advice(model, sites, site)}"
         )
     for site in sites:
         config = getattr(site.module, "config", None)
@@ -148,19 +150,34 @@ def check_watchable(model: nn.Module, sites: list[Site]) -> None:
             )
 
 
+def _advice(model: nn.Module, sites: list[Site], unwatchable: Site) -> str:
+    """What else can be done with a model that cannot be watched."""
+    from .heads import w_o
+
+    part = _watchable_part(model, sites)
+    if part is not None:
+        return f"; a part of it can, headwise.watch(model.{part})"
+    try:
+        w_o(model, unwatchable)
+    except UnsupportedError:
+        return ""
+    return "; headwise.mask_heads still works on it"
+
+
 def _watchable_part(model: nn.Module, sites: list[Site]) -> str | None:
-    """The path of a whole model inside of a model, all of whose attention uses the registry."""
+    """The path of a whole model inside of a model, all of whose attention can be watched."""
     owner_of = owners(model, sites)
-    unwatchable = {owner_of[site.module] for site in sites if not site.registered} | {model}
+    unwatchable = {owner_of[site.module] for site in sites if site.source not in WATCHABLE} | {model}
     parts = [owner_of[site.module] for site in sites if owner_of[site.module] not in unwatchable]
     return next((path for path, module in model.named_modules() if parts and module is parts[0]), None)
 
 
 def owners(model: nn.Module, sites: list[Site]) -> dict[nn.Module, nn.Module]:
     """For each attention module the innermost whole model around it: the one whose forward is given the padding."""
-    from transformers import PreTrainedModel
-
-    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    # a model of transformers' cannot exist before this module of it was imported
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    whole = () if transformers is None else transformers.PreTrainedModel
+    models = {name: module for name, module in model.named_modules() if isinstance(module, whole)}
     models.setdefault("", model)
     owner_of: dict[nn.Module, nn.Module] = {}
     for site in sites:

@@ -13,10 +13,9 @@ from ...heads import Heads
 from ..structure.heads import w_o
 from ..structure.selection import HeadChoice
 from ..structure.sites import Site
-from .call_reader import ModelCall, Reading
+from .call_reader import Reading
 from .eager import EagerReading
 from .layers import HeadRows, Layer, Links
-from .lazy_masks import MaskRecipe
 from .packing import PackedReading
 from .pass_state import CallContext
 from .request import Request
@@ -33,12 +32,10 @@ class Recording:
         self._missing_rows = request.rows or []  # rows that no call had yet
         self._longest_call = 0  # queries, of the calls whose rows were kept
 
-    def add_call(
-        self, context: CallContext, call: ModelCall, reading: Reading | EagerReading, stats: HeadStats | None = None
-    ) -> None:
+    def add_call(self, context: CallContext, reading: Reading | EagerReading, stats: HeadStats | None = None) -> None:
         """Record one attention call; stats: its statistics, where they are known already."""
         request, site = self.request, context.site
-        layer = self.layers.get(site) or self._new_layer(site, call)
+        layer = self.layers.get(site) or self._new_layer(site, reading)
         if request.stats:
             if stats is None:
                 stats = reading.stats(context.real, self.key_classes(context, reading))
@@ -51,7 +48,7 @@ class Recording:
         if heads is not None:
             rows = self._rows(reading)
             layer.all_rows.append(rows)
-            layer.all_weights.append(self._weights(reading, heads, rows, call.key.shape[2]))
+            layer.all_weights.append(self._weights(reading, heads, rows, context.keys))
         if request.links:
             layer.requested_links = request.links
             layer.all_links.append(Links(*reading.links(request.links)))
@@ -70,8 +67,7 @@ class Recording:
 
     def key_classes(self, context: CallContext, reading: Reading | EagerReading) -> dict[str, Tensor]:
         """The classes of keys of one call, (B, Tk) each: the user's, and where needed the sequences' first tokens."""
-        positions: MaskRecipe | None = context.positions
-        first_key = 0 if positions is None else positions.first_key
+        positions, first_key = context.positions, context.first_key
         classes = {}
         for name, members in self.request.classes.get(context.site.kind, {}).items():
             # a cache may have dropped the first keys, and hold some that the user's class does not know yet
@@ -83,6 +79,8 @@ class Recording:
             # the keys that this call's queries see do not tell which token is the first
             first = positions.first_token(reading.keys).to(reading.q.device)
             classes[FIRST] = first.expand(reading.q.shape[0], -1)
+        elif context.first_token is not None:
+            classes[FIRST] = context.first_token
         return classes
 
     def check_rows(self) -> None:
@@ -114,14 +112,14 @@ class Recording:
             weights = torch.nn.functional.pad(weights, (0, keys - weights.shape[-1]))
         return weights if heads is True else HeadRows(weights, heads, rows)
 
-    def _new_layer(self, site: Site, call: ModelCall) -> Layer:
-        query, kv = call.query.shape[1], call.key.shape[1]
+    def _new_layer(self, site: Site, reading: Reading | EagerReading) -> Layer:
+        query, kv = reading.q.shape[1], reading.k.shape[1]
         try:
             width = _output_width(w_o(self.model, site)[1])
         except UnsupportedError:
-            width = query * call.value.shape[3]
-        heads = Heads(width, query, kv, call.query.shape[3], call.value.shape[3])
-        layer = self.layers[site] = Layer(site.kind, site.index, site.name, heads)
+            width = query * reading.v.shape[3]
+        heads = Heads(width, query, kv, reading.q.shape[3], reading.v.shape[3])
+        layer = self.layers[site] = Layer(site.kind, site.index, site.name, heads, site.source)
         return layer
 
 
