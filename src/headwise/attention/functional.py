@@ -292,11 +292,13 @@ def strongest_keys(q: Tensor, k: Tensor, count: int, **options: Unpack[CallOptio
     return dispatch.strongest_keys(q, k, build_call(q, k, k[..., :1], **options), count)
 
 
-def is_one_pass(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[CallOptions[Tensor]]) -> bool:
-    """Whether head_stats computes output and statistics in one pass of a kernel."""
+def is_one_pass(
+    q: Tensor, k: Tensor, v: Tensor, *, gradient: bool = False, **options: Unpack[CallOptions[Tensor]]
+) -> bool:
+    """Whether head_stats computes output and statistics in one pass of a kernel; gradient: also where one is needed."""
     check_options(options, CALL)
     q, k, v = cast_inputs(q, k, v)
     call = build_call(q, k, v, **options)
-    return dispatch.why_not_one_pass(q, call, ExtraOutputs(stats=StatsRequest())) is None and not needs_gradient(
-        q, k, v, call.sinks, call.gates, call.visibility.mask
-    )
+    if dispatch.why_not_one_pass(q, call, ExtraOutputs(stats=StatsRequest())) is not None:
+        return False
+    return gradient or not needs_gradient(q, k, v, call.sinks, call.gates, call.visibility.mask)

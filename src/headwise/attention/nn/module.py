@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -78,6 +78,11 @@ class Projected(NamedTuple):
         ]
 
 
+# sees the calls of a module (its projected inputs, its cache, whether it is cross-attention) and gives their output
+Observer = Callable[["MultiHeadAttention", Projected, KVCache | None, bool], Tensor]
+observers: dict[nn.Module, Observer] = {}
+
+
 class MultiHeadAttention(nn.Module):
     """Multi-head attention: h heads, each softmax(Q K^T / sqrt(d_k)) V with its own W_Q, W_K, W_V; W_O combines them.
 
@@ -106,6 +111,8 @@ class MultiHeadAttention(nn.Module):
         >>> cache = headwise.KVCache()
         >>> y = attention(x[:, -1:], causal=True, cache=cache)              # one decoding step
     """
+
+    is_split = False  # whether this process holds a part of its heads or tokens
 
     def __init__(
         self,
@@ -236,8 +243,9 @@ class MultiHeadAttention(nn.Module):
             (B, Tq, d_model), or with need_weights a pair of it and the weights.
         """
         dropout = self.dropout if self.training else 0.0
+        observer = observers.get(self) if observers else None
         without_options = cache is None and mask is lengths is gates is positions is None
-        if without_options and not need_weights and self._is_plain():
+        if without_options and not need_weights and observer is None and self._is_plain():
             q, k, v = self._project_plain(query, key, value)
             out = functional.attend_side_by_side(
                 q, k, v, self.heads.dim, causal=causal, window=window, keep_first=keep_first,
@@ -251,7 +259,8 @@ class MultiHeadAttention(nn.Module):
             )  # fmt: skip
             if dropout:
                 projected.options["dropout"] = dropout
-            out = projected.attend()  # (B, H, Tq, d_k)
+            # (B, H, Tq, d_k)
+            out = projected.attend() if observer is None else observer(self, projected, cache, _is_cross(query, key))
         out = self.W_O(join_heads(out))
         return (out, projected.weights()) if need_weights else out
 

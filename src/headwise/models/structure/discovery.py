@@ -44,7 +44,8 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         in_lists = [i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
         stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
         number = int(parts[in_lists[0]]) if in_lists else 0
-        yield AttentionModule(module, name, stack, number, _is_cross(name, module), source)
+        cross = _is_cross(name, module) or _follows_self_attention(model, name)
+        yield AttentionModule(module, name, stack, number, cross, source)
 
 
 def source_of(cls: ModuleClass) -> Source | None:
@@ -102,6 +103,12 @@ def _is_cross(name: str, module: nn.Module) -> bool:
         return True
     names = [*name.split(".")[-3:], type(module).__name__]  # its own and the next two around it, not a whole tower's
     return any(mark in part.lower() for part in names for mark in CROSS_NAMES)
+
+
+def _follows_self_attention(model: nn.Module, name: str) -> bool:
+    """Whether this is the cross-attention of nn.TransformerDecoderLayer or of a class with its names."""
+    parent, _, own_name = name.rpartition(".")
+    return own_name == "multihead_attn" and hasattr(model.get_submodule(parent), "self_attn")
 
 
 def tower_names(stacks: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...attention import validation
 from ...errors import HeadwiseError, UnsupportedError
+from .adapters import find_adapter, member
 from .discovery import ModuleClass, class_source
 from .sites import Site
 
@@ -28,6 +29,14 @@ HEAD_DIM = ("v_head_dim", "value_head_dim", "head_dim", "attention_head_size", "
 def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     """The path and the module of the projection that mixes a site's heads."""
     cls: ModuleClass = type(site.module)
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        out = member(site.module, adapter.output)
+        if not isinstance(out, nn.Module) or not input_width(out):
+            raise UnsupportedError(
+                f"W_O of {cls.__name__} (at {site.name}) was declared as {adapter.output!r}, which is no linear layer"
+            )
+        return f"{site.name}.{adapter.output}" if site.name else adapter.output, out
     if "multi_head_attention_forward(" in class_source(cls):
         raise UnsupportedError(
             f"{cls.__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
@@ -57,6 +66,10 @@ def input_width(linear: nn.Module) -> int | None:
 def query_heads(model: nn.Module, site: Site) -> int:
     """How many query heads a site has, by its own attributes, then by its config's."""
     width = input_width(w_o(model, site)[1]) or 0
+    cls: ModuleClass = type(site.module)
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        return adapter.query_heads(site.module)
     config = getattr(site.module, "config", None) or getattr(model, "config", None)
     for holder in (site.module, config, getattr(config, "text_config", None)):
         for name in QUERY_HEADS:

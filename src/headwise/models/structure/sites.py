@@ -16,7 +16,7 @@ from .discovery import AttentionModule, attention_modules, call_order, tower_nam
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
-WATCHABLE: tuple[Source, ...] = ("registry",)  # sources of which `watch` has an implementation
+WATCHABLE: tuple[Source, ...] = ("registry", "module")  # sources of which `watch` has an implementation
 # something per layer; a Mapping's keys are invariant, so each kind of key is listed
 ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
 

@@ -110,6 +110,9 @@ class Watched:
         watchers = self._watchers.get(module, ())
         return () if watchers and in_backward() else watchers
 
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._watchers
+
     def __bool__(self) -> bool:
         return bool(self._watchers)
 

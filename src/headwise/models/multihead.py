@@ -1,0 +1,264 @@
+"""nn.MultiheadAttention, step by step: the same operations as PyTorch's, with places to look into.
+
+PyTorch gives all weights of nn.MultiheadAttention to one function, and in inference nn.TransformerEncoderLayer gives
+them to one operator without calling the module at all. While hooks are set on such modules, they run the code here
+instead, which gives the same output to the bit, calls an observer with the queries, keys and values of every head, and
+calls the hooks before W_O; and PyTorch's fast path is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+
+
+class MultiheadCall(NamedTuple):
+    """One call of nn.MultiheadAttention after its projections."""
+
+    q: Tensor  # (B, H, Tq, D)
+    k: Tensor  # (B, H, Tk, D), with the keys that bias_k and add_zero_attn append
+    v: Tensor
+    key_padding: Tensor | None  # (B, keys), True or -inf hides a key; without the appended keys
+    mask: Tensor | None  # (Tq, keys) or (B * H, Tq, keys), in the same polarity
+    causal: bool  # whether a causal mask from the first key takes the place of the mask
+    appended_keys: int  # by bias_k and add_zero_attn
+    same_sequence: bool  # whether queries and keys are of one sequence
+    dropout: float
+    need_weights: bool
+
+
+class Attended(NamedTuple):
+    """What attention gives."""
+
+    output: Tensor  # (B, H, Tq, D)
+    weights: Tensor | None  # (B, H, Tq, Tk) after dropout, where they are needed
+
+
+# what sees the calls of a module, and answers with their output; `answer` gives what PyTorch would
+Observer = Callable[[nn.Module, MultiheadCall, Callable[[], Attended]], Attended]
+observers: dict[nn.Module, Observer] = {}
+
+_lock = threading.RLock()
+_opened_by: dict[int, set[nn.Module]] = {}  # by id of what opened them: modules that run step by step
+_fastpath: list[bool] = []  # whether PyTorch's fast path was enabled before
+_whole_forward = nn.MultiheadAttention.forward
+
+
+def open_modules(owner: object, modules: Iterable[nn.Module]) -> None:
+    """Until close_modules(owner), the nn.MultiheadAttention among these modules run step by step."""
+    known = {module for module in modules if isinstance(module, nn.MultiheadAttention)}
+    if not known:
+        return
+    with _lock:
+        _opened_by[id(owner)] = known
+        if not _fastpath:
+            _fastpath.append(torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+            nn.MultiheadAttention.forward = _forward  # type: ignore[method-assign]
+
+
+def close_modules(owner: object) -> None:
+    """The modules that this owner opened run as PyTorch runs them, unless others opened them too."""
+    with _lock:
+        _opened_by.pop(id(owner), None)
+        if not _opened_by and _fastpath:
+            nn.MultiheadAttention.forward = _whole_forward  # type: ignore[method-assign]
+            torch.backends.mha.set_fastpath_enabled(_fastpath[0])
+            _fastpath.clear()
+
+
+@functools.wraps(_whole_forward)
+def _forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    is_open = any(self in modules for modules in _opened_by.values())
+    return run(self, *args, **kwargs) if is_open else _whole_forward(self, *args, **kwargs)
+
+
+class PrunedMultiheadAttention(nn.MultiheadAttention):
+    """An nn.MultiheadAttention with fewer heads than its width has room for.
+
+    `head_width` is a head's width. PyTorch's own code derives it from the number of heads.
+    """
+
+    head_width: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        return run(self, *args, **kwargs)
+
+
+def run(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """nn.MultiheadAttention.forward, step by step."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise UnsupportedError(
+            "nn.MultiheadAttention is given nested tensors, which only PyTorch's fused code takes; give padded tensors "
+            "with a key_padding_mask while its heads are watched, masked or pruned"
+        )
+    _check_arguments(module, query, key, value, key_padding_mask, attn_mask, is_causal)
+    batched = query.dim() == 3
+    same_sequence = query is key or (
+        key_padding_mask is not None and query.shape == key.shape and torch.equal(query, key)
+    )
+    if not batched:
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    elif module.batch_first:
+        query, key, value = _time_first(query, key, value)
+    queries, batch = query.shape[:2]
+    heads = module.num_heads
+    q, k, v = _append_keys(module, *_project(module, query, key, value))  # (T, B, H * D) each
+    causal = is_causal and key_padding_mask is None and not need_weights
+    call = MultiheadCall(
+        *(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v)),
+        key_padding_mask, None if causal else attn_mask, causal, len(k) - len(key), same_sequence,
+        module.dropout if module.training else 0.0, need_weights,
+    )  # fmt: skip
+    answer = functools.partial(_attend, call)
+    observer = observers.get(module)
+    attended = answer() if observer is None else observer(module, call, answer)
+    x = attended.output.permute(2, 0, 1, 3).reshape(queries * batch, -1)  # (Tq * B, H * D)
+    x = _change_heads(module.out_proj, x, queries, batch)
+    out = F.linear(x, module.out_proj.weight, module.out_proj.bias).view(queries, batch, -1)
+    weights = attended.weights
+    if weights is not None and average_attn_weights:
+        weights = weights.mean(dim=1)
+    if not batched:
+        return out.squeeze(1), None if weights is None else weights.squeeze(0)
+    return out.transpose(1, 0) if module.batch_first else out, weights
+
+
+def _time_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T, d) -> (T, B, d); tensors that are one stay one, since they are then projected together."""
+    transposed: dict[int, Tensor] = {}
+    for x in (query, key, value):
+        transposed.setdefault(id(x), x.transpose(1, 0))
+    return transposed[id(query)], transposed[id(key)], transposed[id(value)]
+
+
+def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of all heads side by side, (T, B, H * D) each, by as few products as PyTorch takes."""
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    if weight is None:
+        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    elif key is value:
+        count = 3 if query is key else 2
+        width = weight.shape[0] // 3
+        parts = F.linear(key, weight[-count * width :], None if bias is None else bias[-count * width :])
+        q = [] if count == 3 else [F.linear(query, weight[:width], None if bias is None else bias[:width])]
+        q, k, v = [*q, *parts.unflatten(-1, (count, width)).unbind(-2)]
+        return q, k, v
+    else:
+        weights = list(weight.chunk(3))
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    q, k, v = map(F.linear, (query, key, value), weights, biases)
+    return q, k, v
+
+
+def _append_keys(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if module.bias_k is not None and module.bias_v is not None:
+        k = torch.cat([k, module.bias_k.repeat(1, k.shape[1], 1)])
+        v = torch.cat([v, module.bias_v.repeat(1, v.shape[1], 1)])
+    if module.add_zero_attn:
+        k, v = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (k, v))
+    return q, k, v
+
+
+def _attend(call: MultiheadCall) -> Attended:
+    """What F.multi_head_attention_forward computes."""
+    q, k, v = (_side_by_side(x) for x in (call.q, call.k, call.v))
+    mask = _added_mask(call)  # (1 or B * H, 1 or Tq, Tk)
+    shape = call.q.shape[:2]
+    if call.need_weights:
+        q = q.flatten(0, 1) * math.sqrt(1.0 / float(q.shape[-1]))
+        k, v = k.flatten(0, 1).transpose(-2, -1), v.flatten(0, 1)
+        weights = torch.bmm(q, k) if mask is None else torch.baddbmm(mask, q, k)
+        weights = F.softmax(weights, dim=-1)
+        if call.dropout:
+            weights = F.dropout(weights, p=call.dropout)
+        return Attended(torch.bmm(weights, v).unflatten(0, shape), weights.unflatten(0, shape))
+    if mask is not None:
+        mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.unflatten(0, shape)
+    return Attended(F.scaled_dot_product_attention(q, k, v, mask, call.dropout, call.causal), None)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(B, H, T, D) in the memory that PyTorch has it in: (T, B, H * D)."""
+    return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
+def _added_mask(call: MultiheadCall) -> Tensor | None:
+    """Both masks as one that is added to the scores, (1 or B * H, 1 or Tq, Tk)."""
+    batch, heads, keys = *call.q.shape[:2], call.k.shape[2]
+    mask = None if call.mask is None else F.pad(_as_floats(call.mask, call.q), (0, call.appended_keys))
+    mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 2 else mask
+    if call.key_padding is not None:
+        padding = F.pad(_as_floats(call.key_padding, call.q), (0, call.appended_keys))
+        padding = padding.view(batch, 1, 1, keys).expand(-1, heads, -1, -1).reshape(batch * heads, 1, keys)
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def _as_floats(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
+
+
+def _change_heads(out_proj: nn.Module, x: Tensor, queries: int, batch: int) -> Tensor:
+    """W_O's input (Tq * B, H * D) after our own hooks on it, which take (B, Tq, H * D)."""
+    from .hooks import Hook
+
+    for hook in list(out_proj._forward_pre_hooks.values()):
+        if isinstance(hook, Hook):
+            changed = hook(out_proj, (x.view(queries, batch, -1).transpose(0, 1),))
+            if changed is not None:
+                x = changed[0].transpose(0, 1).reshape(queries * batch, -1)
+    return x
+
+
+def _check_arguments(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+) -> None:
+    """The checks of F.multi_head_attention_forward, by its own function and on shapes alone."""
+    heads = module.num_heads
+    F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, heads)  # type: ignore[attr-defined]
+    batch_dim = 0 if module.batch_first and query.dim() == 3 else 1
+    batch = query.shape[batch_dim] if query.dim() == 3 else 1
+    queries, keys = (x.shape[1 - batch_dim] if x.dim() == 3 else x.shape[0] for x in (query, key))
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise AssertionError(f"key shape {key.shape} does not match value shape {value.shape}")
+    shapes = ((queries, keys), (batch * heads, queries, keys))
+    if attn_mask is not None and tuple(attn_mask.shape) not in shapes:
+        raise RuntimeError(
+            f"The shape of attn_mask is {tuple(attn_mask.shape)}, but should be {shapes[0]} or {shapes[1]}."
+        )
+    if key_padding_mask is not None and key_padding_mask.shape[-1] != keys:
+        raise AssertionError(f"key_padding_mask has {key_padding_mask.shape[-1]} keys, expected {keys}")
+    for mask in (attn_mask, key_padding_mask):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise AssertionError(f"only bool and floating types of masks are supported, got {mask.dtype}")
