@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .adapters import Source, find_adapter
+from .observed import observed_layers
 
 ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
 
@@ -30,22 +31,34 @@ class AttentionModule:
     number: int  # its layer's place in that list
     cross: bool
     source: Source  # how its attention calls are seen
+    order: int = 0  # its place among the attention calls of a pass, where that was seen
 
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """Every module of a model that computes softmax attention, in the order of `named_modules`."""
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name for name, module in model.named_modules() if _is_list_of_layers(module)}
+    seen: set[nn.Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         cls: ModuleClass = type(module)
-        source = source_of(cls)
-        if source is None:
+        source, layers = source_of(cls), observed_layers(module)
+        if (source is None and not layers) or (layers and module in seen):
             continue
+        seen.add(module)
         parts = name.split(".")
         in_lists = [i for i in range(1, len(parts)) if ".".join(parts[:i]) in lists and parts[i].isdigit()]
         stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
         number = int(parts[in_lists[0]]) if in_lists else 0
         cross = _is_cross(name, module) or _follows_self_attention(model, name)
-        yield AttentionModule(module, name, stack, number, cross, source)
+        for order in [layer.order for layer in layers] or [0]:
+            yield AttentionModule(module, name, stack, number, cross, source or "function", order)
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """A ModuleList, or a Sequential with modules of one class in it, as vision models have them."""
+    if isinstance(module, nn.ModuleList):
+        return True
+    classes = [type(child) for child in module.children()] if isinstance(module, nn.Sequential) else []
+    return len(set(classes)) < len(classes)
 
 
 def source_of(cls: ModuleClass) -> Source | None:
@@ -132,8 +145,10 @@ def tower_names(stacks: list[str]) -> dict[str, str]:
 def call_order(members: list[AttentionModule]) -> list[AttentionModule]:
     """The modules of one kind of attention in the order of their calls, one entry per layer.
 
-    ALBERT's few groups of layers each serve many layers; every other model calls each module once.
+    ALBERT's few groups of layers each serve many layers; every other model calls each module once, unless it was seen
+    to do otherwise.
     """
+    members = sorted(members, key=lambda member: member.order)
     config: Any = getattr(members[0].module, "config", None)
     groups, layers = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
     if not groups or not layers:

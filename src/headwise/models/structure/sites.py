@@ -16,7 +16,8 @@ from .discovery import AttentionModule, attention_modules, call_order, tower_nam
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
-WATCHABLE: tuple[Source, ...] = ("registry", "module")  # sources of which `watch` has an implementation
+WATCHABLE: tuple[Source, ...] = ("registry", "module", "function")  # sources of which `watch` has an implementation
+RUN_ONCE = "attention that no class declares is known once the model has run inside headwise.watch(model)"
 # something per layer; a Mapping's keys are invariant, so each kind of key is listed
 ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
 
@@ -58,7 +59,7 @@ def require_sites(model: nn.Module) -> list[Site]:
     """As attention_sites; a model without attention is an error."""
     sites = attention_sites(model)
     if not sites:
-        raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
+        raise HeadwiseError(f"no attention layer was found in {type(model).__name__}; {RUN_ONCE}")
     return sites
 
 
@@ -90,6 +91,8 @@ def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
             if site.name == key or site.name.endswith("." + key):
                 return site
         raise HeadwiseError(f"no attention at {key!r}; {_describe_paths(sites)}")
+    if not sites:
+        raise HeadwiseError(f"no layer {key!r} is known in {type(model).__name__}; {RUN_ONCE}")
     kinds = list(dict.fromkeys(site.kind for site in sites))
     if isinstance(key, tuple) and len(key) == 2:
         kind, index = key

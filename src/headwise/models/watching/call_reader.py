@@ -188,7 +188,7 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
     elif recipe is not None and (isinstance(call.mask, LazyMask) or not isinstance(call.mask, Tensor)):
         by_block = recipe
     else:
-        mask = _read_mask(call.mask, keys)
+        mask = read_mask(call.mask, keys)
     bias = call.options.get("position_bias")
     if bias is not None:
         if by_block is not None:
@@ -208,7 +208,7 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
     return Reading(q, k, v, options, not cross and known_positions, by_block)
 
 
-def _read_mask(mask: Any, keys: int) -> Tensor:
+def read_mask(mask: Any, keys: int) -> Tensor:
     """A model's mask as attend takes it: bool where it only hides keys, else floats with -inf for hidden keys."""
     if not isinstance(mask, Tensor):
         raise UnsupportedError(f"a mask of type {type(mask).__name__} is not known")

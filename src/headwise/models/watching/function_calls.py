@@ -7,9 +7,12 @@ heads. What looks like attention and is not understood is rejected by name.
 
 from __future__ import annotations
 
+import math
+import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -73,7 +76,7 @@ class Rejection(NamedTuple):
 class FunctionCall:
     """One attention call that was seen in the functions of a module."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]  # that were running during all of it, outermost first
     query: Tensor  # (B, H, Tq, D)
     key: Tensor  # (B, Hkv, Tk, D)
     value: Tensor  # (B, Hkv, Tk, Dv)
@@ -86,20 +89,37 @@ class FunctionCall:
 
 
 class Output(NamedTuple):
-    """The output of a call."""
+    """What is kept of a call with its output."""
 
-    call: FunctionCall
-    order: tuple[int, ...]  # its axes as (*lead, Tq, Dv)
+    token: Any  # the receiver's own
+    axes: HeadAxes
+    width: int  # of one head
+    order: tuple[int, ...]  # the output's axes as (*lead, Tq, Dv)
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """The output, or another tensor of its shape, as (B, H, Tq, Dv)."""
+        x = x.permute(self.order)
+        return self.axes.by_head(x.reshape(*self.axes.lead, *x.shape[-2:]))
 
 
 class Receiver(Protocol):
     """What is told of the attention calls that a mode sees."""
 
-    def answer(self, call: FunctionCall, run: Callable[[], Tensor]) -> Tensor:
-        """The output of a call, in the shape that run gives it."""
+    def answer(self, call: FunctionCall, run: Callable[[], Tensor]) -> tuple[Tensor, Any]:
+        """The output of a call, in the shape that run gives it, and a token for the call."""
 
-    def project(self, call: FunctionCall, linear: nn.Module, in_order: bool) -> None:
-        """The heads' outputs of a call reach a linear layer; in_order: head by head, each head's width together."""
+    def keep_outputs(self, token: Any, outputs: Callable[[], Tensor]) -> None:
+        """The heads' outputs (B, H, Tq, Dv) of a call, as the call gave them."""
+
+    def project(self, token: Any, linear: nn.Module, in_order: bool, outputs: Callable[[], Tensor | None]) -> None:
+        """The heads' outputs of a call reach a linear layer.
+
+        Args:
+            token: of the call.
+            linear: the layer.
+            in_order: whether they lie head by head, each head's width together.
+            outputs: gives them as they are there, (B, H, Tq, Dv); None where something was added or left out.
+        """
 
     def reject(self, rejection: Rejection) -> None:
         """Something looked like attention and was not understood."""
@@ -143,6 +163,13 @@ class Trace(NamedTuple):
     weights: WeightTrace | None = None
 
 
+class _ThreadState(threading.local):
+    computing = False  # whether this thread computes something of our own
+
+
+_thread = _ThreadState()
+
+
 class FunctionMode(TorchFunctionMode):
     """Sees the functions that one thread calls while a model runs in it."""
 
@@ -154,7 +181,7 @@ class FunctionMode(TorchFunctionMode):
         self.batch: int | None = None  # sequences of the outermost call
         self._traces: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
         self._pending: dict[Softmax, None] = {}  # those that have met no values yet
-        self._axes: dict[Any, HeadAxes | None] = {}
+        self._axes: dict[Any, HeadAxes | str] = {}
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], served: bool) -> None:
         """A module begins to run."""
@@ -185,7 +212,7 @@ class FunctionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(function)
-        if self.served or not self.modules or name in QUERIES:
+        if _thread.computing or self.served or not self.modules or name in QUERIES:
             return function(*args, **kwargs)
         if name == "scaled_dot_product_attention":
             return self._fused(function, args, kwargs)
@@ -197,10 +224,7 @@ class FunctionMode(TorchFunctionMode):
         if name in SOFTMAX:
             return self._softmax(function, args, kwargs)
         if name in FEATURE_AXES:
-            output = function(*args, **kwargs)
-            if isinstance(output, Tensor) and output.dim() >= -FEATURE_AXES[name]:
-                self._set(output, Trace(origin_of(tuple(output.shape), (FEATURE_AXES[name],))))
-            return output
+            return self._projection(name, function, args, kwargs)
         if any(part in name for part in FUSED) and "dropout" not in name:
             self._reject(tuple(self.modules), f"{_qualified_name(function)} is a fused operator that shows no weights")
         return self._other(name, function, args, kwargs)
@@ -217,6 +241,17 @@ class FunctionMode(TorchFunctionMode):
             self._traces.pop(number, None)
             return
         self._traces[number] = weakref.ref(x, lambda _: self._traces.pop(number, None)), trace
+
+    def _mixed(self, name: str, x: Any) -> tuple[ScoreTrace | None, WeightTrace | None]:
+        """Scores and weights after a function that mixes their places."""
+        trace = self._get(x) or Trace()
+        scores, weights = trace.scores, trace.weights
+        if scores is not None:
+            scores = replace(scores, problem=scores.problem or f"it mixes its scores before the softmax ({name})")
+        if weights is not None:
+            problem = weights.problem or f"it changes its weights between softmax and values ({name})"
+            weights = replace(weights, problem=problem)
+        return scores, weights
 
     # functions
 
@@ -263,6 +298,15 @@ class FunctionMode(TorchFunctionMode):
                 weights = replace(weights, problem=weights.problem or f"it rearranges its weights ({name})")
             self._set(x, Trace(None if lineage is None else lineage(number if many else None), scores, weights))
 
+    def _projection(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A linear layer or a convolution."""
+        output = function(*args, **kwargs)
+        axis = FEATURE_AXES[name]
+        if isinstance(output, Tensor) and output.dim() >= -axis:
+            scores, weights = self._mixed(name, args[0] if args else kwargs.get("input"))
+            self._set(output, Trace(origin_of(tuple(output.shape), (axis,)), scores, weights))
+        return output
+
     def _join(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", ())
@@ -298,7 +342,7 @@ class FunctionMode(TorchFunctionMode):
             scores = scores if operands.left.dim() == operands.right.dim() else None
         if weight is not None:
             lineage = origin_of(tuple(output.shape), projected_axes(operands, weight))
-        trace_of_scores = None
+        trace_of_scores = self._mixed(name, operands.left)[0] or self._mixed(name, operands.right)[0]
         if scores is not None:
             trace_of_scores = ScoreTrace(
                 scores.query, scores.key, tuple(output.shape[:-2]), self._query_lineage(scores.query, scores.key),
@@ -372,7 +416,7 @@ class FunctionMode(TorchFunctionMode):
             return axes.by_head(x)
 
         return FunctionCall(
-            modules[-1],
+            modules,
             by_head(query, scores.lead),
             by_head(key, scores.lead),
             by_head(value, tuple(weights.shape[:-2])),
@@ -406,7 +450,7 @@ class FunctionMode(TorchFunctionMode):
             self._reject(tuple(self.modules), "its grouped key and value heads are not on the second of four axes")
             return run()
         call = FunctionCall(
-            self.modules[-1],
+            tuple(self.modules),
             axes.by_head(query),
             axes.by_head(key),
             axes.by_head(value),
@@ -428,7 +472,7 @@ class FunctionMode(TorchFunctionMode):
             if key not in self._axes:
                 with torch._C.DisableTorchFunction():
                     self._axes[key] = read_axes(lineage, lead, rows, columns)
-            return self._axes[key] or f"sequences and heads are mixed in its axes {(*lead, rows, columns)}"
+            return self._axes[key]
         axes = assume_axes(lead)
         if axes is None or not (documented or lead[0] == self.batch != lead[1]):
             return f"which of its axes {(*lead, rows, columns)} are sequences and which are heads cannot be told"
@@ -436,8 +480,10 @@ class FunctionMode(TorchFunctionMode):
 
     def _answer(self, call: FunctionCall, run: Callable[[], Tensor], order: tuple[int, ...]) -> Tensor:
         """The output of a call; order: its axes as (*lead, Tq, Dv)."""
-        output = self.receiver.answer(call, run)
-        self._set(output, Trace(origin_of(tuple(output.shape), (), Output(call, order))))
+        output, token = self.receiver.answer(call, run)
+        kept = Output(token, call.axes, call.value.shape[-1], order)
+        self.receiver.keep_outputs(token, lambda: kept.by_head(output))
+        self._set(output, Trace(origin_of(tuple(output.shape), (), kept)))
         return output
 
     def _find_output(self, linear: nn.Module, x: Tensor) -> None:
@@ -445,16 +491,26 @@ class FunctionMode(TorchFunctionMode):
         trace = self._get(x)
         if trace is None or trace.lineage is None or trace.lineage.origin.call is None:
             return
-        call = trace.lineage.origin.call.call
-        width = call.axes.head_count * call.value.shape[-1]
+        lineage, kept = trace.lineage, trace.lineage.origin.call
+        width = kept.axes.head_count * kept.width
         with torch._C.DisableTorchFunction():
-            places = trace.lineage.places(_head_places)
+            places = lineage.places(_head_places)
             in_order = places.shape[-1] == width and bool((places == torch.arange(width)).all())
-        self.receiver.project(call, linear, in_order)
+        self.receiver.project(kept.token, linear, in_order, lambda: _outputs_at(lineage, x))
 
     def _reject(self, modules: tuple[nn.Module, ...], reason: str) -> None:
         module = modules[-1]
         self.receiver.reject(Rejection(self.paths.get(module, ""), type(module).__name__, reason))
+
+
+@contextmanager
+def own_computation(on: bool = True) -> Iterator[None]:
+    """Inside, what this thread computes is ours and not the model's, and no mode looks at it."""
+    before, _thread.computing = _thread.computing, on
+    try:
+        yield
+    finally:
+        _thread.computing = before
 
 
 def function_name(function: Function) -> str:
@@ -543,13 +599,25 @@ def _common(*stacks: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
 
 def _head_places(origin: Origin) -> Tensor:
     """For each place of a call's output the number of its head and of its place in that head, together."""
-    call, order = origin.call
-    heads, width = call.axes.head_count, call.value.shape[-1]
-    places = torch.arange(heads * width).view(1, heads, 1, width)
-    places = places.expand(call.axes.batch_size, heads, call.query.shape[2], width)
-    by_lead = call.axes.undo(places)  # (*lead, Tq, Dv)
+    axes, width, order = origin.call.axes, origin.call.width, origin.call.order
     shape = [origin.shape[axis] for axis in order]
+    places = torch.arange(axes.head_count * width).view(1, axes.head_count, 1, width)
+    by_lead = axes.undo(places.expand(axes.batch_size, axes.head_count, shape[-2], width))  # (*lead, Tq, Dv)
     return by_lead.reshape(shape).permute(*(order.index(axis) for axis in range(len(order))))
+
+
+def _outputs_at(lineage: Lineage, x: Tensor) -> Tensor | None:
+    """x, which has the places of a call's output in another layout, as (B, H, Tq, Dv)."""
+    origin = lineage.origin
+    with torch._C.DisableTorchFunction():
+        count = math.prod(origin.shape)
+        places = lineage.places(lambda _: torch.arange(count).view(origin.shape)).flatten()
+        if places.numel() != count or not torch.equal(places.sort().values, torch.arange(count)):
+            return None
+        outputs = torch.empty_like(x).flatten()
+        outputs[places.to(x.device)] = x.detach().flatten()
+        by_head: Tensor = origin.call.by_head(outputs.view(origin.shape))
+        return by_head
 
 
 def _without_dispatch(function: types.FunctionType) -> Function:

@@ -58,11 +58,15 @@ def assume_axes(lead: tuple[int, ...]) -> HeadAxes | None:
     return HeadAxes(lead, lead, (0,), (1,)) if len(lead) == 2 else None
 
 
-def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) -> HeadAxes | None:
-    """The leading axes of queries (*lead, rows, columns), by their places' origin; None where they are mixed."""
+def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) -> HeadAxes | str:
+    """The leading axes of queries (*lead, rows, columns), by their places' origin, or why they cannot be told apart."""
     features, tokens = (
-        lineage.places(start).reshape(*lead, rows, columns)[..., 0, 0] for start in (feature_places, token_places)
+        lineage.places(start).reshape(*lead, rows, columns)[..., 0] for start in (feature_places, token_places)
     )
+    if _varies(features, -1):
+        return f"the rows of its axes {(*lead, rows, columns)} are features and not tokens"
+    features, tokens = features[..., 0], tokens[..., 0]
+    mixed = f"sequences and heads are mixed in its axes {(*lead, rows, columns)}"
     sizes, batch, heads = [], [], []
     for axis, size in enumerate(lead):
         by_feature, by_token = (_varies(places, axis) for places in (features, tokens))
@@ -70,7 +74,7 @@ def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) 
         if by_feature and by_token:
             split = _split(features.movedim(axis, -1), tokens.movedim(axis, -1))
             if split is None:
-                return None
+                return mixed
             outer, inner, heads_inside = split
             sizes += [outer, inner]
             batch.append(number if heads_inside else number + 1)
@@ -82,7 +86,7 @@ def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) 
         elif by_token or size == 1 or axis == 0:
             batch.append(number)
         else:
-            return None
+            return mixed
     return _with_both(HeadAxes(lead, tuple(sizes), tuple(batch), tuple(heads)))
 
 

@@ -78,9 +78,14 @@ class PassState:
         self._newest.clear()
         self._first_tokens.clear()
 
-    def site(self, module: nn.Module) -> Site:
+    def relabel(self, sites: list[Site]) -> None:
+        """The model's layers, after some were seen that were not known before."""
+        self.sites = sites
+        self._site_by_turn = {(site.module, site.turn): site for site in sites}
+
+    def site(self, module: nn.Module, turn: int | None = None) -> Site:
         """The layer of a module's current call; a call beyond its known layers is a layer of its own."""
-        turn = self._tracker.turn(module)
+        turn = self._tracker.turn(module) if turn is None else turn
         site = self._site_by_turn.get((module, turn))
         if site is None:
             first = next(site for site in self.sites if site.module is module)
@@ -113,7 +118,7 @@ class PassState:
 
     def known_context(self, call: KnownCall) -> CallContext:
         """The context of a call whose meaning is known."""
-        site, reading = self.site(call.module), call.reading
+        site, reading = self.site(call.module, call.turn), call.reading
         cross, layer = site.kind.endswith("cross"), site.name.rpartition(".")[0]
         real = self._newest.get(layer, (None, False))[0] if cross and call.real is None else call.real
         batch, queries = reading.q.shape[0], reading.q.shape[2]

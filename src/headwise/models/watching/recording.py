@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,19 @@ class Recording:
         if request.observer is not None:
             request.observer(layer, reading, context.real)
 
+    def relabel(self, sites: list[Site]) -> None:
+        """Give the layers the names of these sites: more layers are known than before the model ran."""
+        by_turn = {(site.module, site.turn): site for site in sites}
+        kinds: dict[str, str] = {}
+        layers: dict[Site, Layer] = {}
+        for old, layer in self.layers.items():
+            site = by_turn.get((old.module, old.turn), old)
+            layer.kind, layer.index, layer.name = site.kind, site.index, site.name
+            kinds[old.kind], layers[site] = site.kind, layer
+        self.layers = layers
+        classes = {kinds.get(kind, kind): members for kind, members in self.request.classes.items()}
+        self.request = replace(self.request, classes=classes)
+
     def add_outputs(self, site: Site, x: Tensor) -> None:
         """Record W_O's input (B, T, heads * width): the heads' outputs after the model's own gates and norms."""
         heads, layer = self.request.outputs.heads(site), self.layers.get(site)
@@ -63,7 +77,19 @@ class Recording:
         x = x.detach()
         x = x[None] if x.dim() == 2 else x
         outputs = x.flatten(1, -2).unflatten(-1, (layer.heads.query, -1)).transpose(1, 2)  # (B, H, T, width)
-        layer.all_outputs.append(outputs if heads is True else HeadRows(outputs[:, heads], heads, None))
+        self.add_head_outputs(site, outputs)
+
+    def add_head_outputs(self, site: Site, outputs: Tensor) -> None:
+        """Record the heads' outputs (B, H, T, width), where they are asked for."""
+        heads, layer = self.request.outputs.heads(site), self.layers.get(site)
+        if heads is not None and layer is not None:
+            layer.all_outputs.append(outputs if heads is True else HeadRows(outputs[:, heads], heads, None))
+
+    def set_width(self, site: Site, linear: nn.Module) -> None:
+        """The linear layer that reads a layer's heads is known now: its width is the layer's."""
+        layer = self.layers.get(site)
+        if layer is not None:
+            layer.heads = replace(layer.heads, width=_output_width(linear))
 
     def key_classes(self, context: CallContext, reading: Reading | EagerReading) -> dict[str, Tensor]:
         """The classes of keys of one call, (B, Tk) each: the user's, and where needed the sequences' first tokens."""

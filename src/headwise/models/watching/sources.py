@@ -34,6 +34,7 @@ class KnownCall(NamedTuple):
     first_key: int = 0  # the place of the first key in its sequence: a sliding cache drops keys
     # whether Reading.observe may answer it with the output (B, H, Tq, Dv) and the statistics from one pass
     one_pass: bool = False
+    turn: int | None = None  # which of its module's attention calls in this pass; None: which of the module's own calls
 
 
 class Watcher(Protocol):
@@ -70,6 +71,8 @@ class Sources:
         self._watcher = watcher
         self._modules: dict[str, list[nn.Module]] = {}
         for site in first_per_module(sites):
+            if site.source == "function":  # seen in the functions that all modules call: `FunctionSource`
+                continue
             self._modules.setdefault(site.source, []).append(site.module)
 
     def install(self) -> None:

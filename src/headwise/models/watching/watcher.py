@@ -19,6 +19,8 @@ from ..structure.selection import LayerChoice
 from ..structure.sites import Key, Site, attention_sites, check_watchable, find_site, first_per_module
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
+from .function_calls import Rejection
+from .function_source import FunctionSource, runs_undeclared_code
 from .layers import Layer
 from .lazy_masks import LazyMask
 from .packing import is_paged, record_pages, split_packed
@@ -89,9 +91,11 @@ class Watch:
         self.model = model
         self.recording = Recording(model, request)
         self._request = request
-        self._modules = [site.module for site in first_per_module(sites)]
+        self._modules = [site.module for site in first_per_module(sites) if site.source != "function"]
         self._sources = Sources(sites, self)
-        self._hooks = Hooks(model, self._modules, "watch", self._sources.remove)
+        self._functions = FunctionSource(self, sites) if runs_undeclared_code(model, sites) else None
+        attention_modules = self._modules if self._functions is None else model.modules()
+        self._hooks = Hooks(model, attention_modules, "watch", self._stop)
         self._tracker = PassTracker(
             model, sites, self._hooks, awaits="attention function", consequence="its heads cannot be watched"
         )
@@ -110,6 +114,11 @@ class Watch:
         called_modules = {site.module for site in self.recording.layers}
         return list(dict.fromkeys(site.name for site in self._pass.sites if site.module not in called_modules))
 
+    @property
+    def rejected(self) -> list[Rejection]:
+        """What looked like attention in the model's own code and was not recorded: module path, class and reason."""
+        return [] if self._functions is None else list(self._functions.rejected)
+
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
         site = find_site(self.model, self._pass.sites, key)
@@ -124,8 +133,10 @@ class Watch:
 
     def _set_hooks(self) -> None:
         self._tracker.follow(self._modules, self._pass.begin, self._pass.end)
+        if self._functions is not None:
+            self._functions.follow(self._hooks)
         for site in first_per_module(self._pass.sites):
-            if site.module in self._request.outputs.by_module:
+            if site.module in self._request.outputs.by_module and site.source != "function":
                 self._tracker.before_w_o(site, functools.partial(self._record_outputs, site.module))
 
     def __exit__(
@@ -140,10 +151,30 @@ class Watch:
         if missed:
             raise self._tracker.missed_error(missed[0])
         if self._tracker.completed and not self.recording.layers:
+            candidates = "".join(f"; {rejection}" for rejection in self.rejected)
             raise UnsupportedError(
                 f"{type(self.model).__name__} ran, but none of its attention layers was called; its heads cannot be "
-                "watched"
+                f"watched{candidates}"
             )
+
+    def _stop(self) -> None:
+        self._sources.remove()
+        if self._functions is not None:
+            self._functions.stop()
+
+    def relabel(self) -> None:
+        """Number the layers anew: one was seen that was not known before. `FunctionSource` calls this."""
+        sites = attention_sites(self.model)
+        self._pass.relabel(sites)
+        self.recording.relabel(sites)
+
+    def site(self, module: nn.Module, turn: int) -> Site:
+        """The layer of one of a module's attention calls in a pass."""
+        return self._pass.site(module, turn)
+
+    def records_outputs(self, site: Site) -> bool:
+        """Whether the outputs of a layer's heads are asked for."""
+        return self._request.outputs.heads(site) is not None
 
     def __repr__(self) -> str:
         return f"Watch({type(self.model).__name__}, {len(self.recording.layers)} layers seen)"
