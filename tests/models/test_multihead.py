@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.attention.stats import HeadStats, stats_from_weights
+from headwise.attention.stats import stats_from_weights
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models import multihead
 from headwise.models.watching import call_reader
+from helpers.known_modules import ROUNDING, assert_statistics, spread
 
 torch.set_num_threads(1)
 BATCH, QUERIES, KEYS, WIDTH, HEADS = 3, 7, 5, 12, 4
-ROUNDING = 64 * torch.finfo(torch.float64).eps  # of weights, at most 1, from scores of a few units
 
 
 @pytest.fixture(autouse=True)
@@ -45,22 +45,6 @@ def assert_restored() -> None:
     assert nn.MultiheadAttention.forward is multihead._whole_forward
     assert torch.backends.mha.get_fastpath_enabled()
     assert not multihead._opened_by and not multihead.observers and not multihead._fastpath
-
-
-def spread(module: nn.Module) -> nn.Module:
-    """The module with random parameters, biases included, so that heads differ and attention is far from uniform."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module
-
-
-def assert_statistics(stats: HeadStats, weights: Tensor, **options: Any) -> None:
-    expected = stats_from_weights(weights, **options)
-    assert set(stats) == set(expected)
-    torch.testing.assert_close(stats.count, expected.count)
-    for name in expected:
-        # a sum over queries of at most one weight, logarithm or distance each per key
-        torch.testing.assert_close(stats.sums[name], expected.sums[name], rtol=1e-10, atol=1e-10)
 
 
 # ---- every option of nn.MultiheadAttention
