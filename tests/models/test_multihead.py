@@ -43,6 +43,7 @@ def fast_path(enabled: bool) -> Iterator[None]:
 
 def assert_restored() -> None:
     assert nn.MultiheadAttention.forward is multihead._whole_forward
+    assert nn.TransformerEncoder.forward is multihead._encoder_forward
     assert torch.backends.mha.get_fastpath_enabled()
     assert not multihead._opened_by and not multihead.observers and not multihead._fastpath
 
@@ -235,6 +236,25 @@ def test_an_encoder_is_watched_although_it_has_a_fast_path(training: bool, batch
     for layer in seen.layers:
         assert_statistics(layer.stats, layer.weights, queries=~padding)
     assert_restored()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(WIDTH, dtype=torch.float64)])
+@pytest.mark.parametrize("alignment", ["left", "right"])
+def test_padding_gives_what_nested_tensors_give(alignment: str, norm: nn.Module | None) -> None:
+    layer = nn.TransformerEncoderLayer(**layer_options(batch_first=True))
+    encoder = spread(nn.TransformerEncoder(layer, 2, norm)).eval()
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    padding = key_padding("bool", QUERIES)["key_padding_mask"]
+    padding = padding if alignment == "left" else padding.flip(1)  # PyTorch makes nested tensors of the first only
+    for gradient in (False, True):
+        with torch.set_grad_enabled(gradient):
+            plain = encoder(x, src_key_padding_mask=padding)
+            with headwise.watch(encoder):
+                out = encoder(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(out, plain)
+        empty = torch.zeros(WIDTH) if norm is None else norm(torch.zeros(WIDTH))
+        assert bool((out[1, padding[1]] == empty).all()) == (alignment == "left" and not gradient)
 
 
 def test_a_transformer_has_encoder_decoder_and_cross_attention() -> None:
