@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.attention.stats import HeadStats, stats_from_weights
+from headwise.attention.stats import stats_from_weights
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models import multihead
 from headwise.models.watching import call_reader
+from helpers.known_modules import ROUNDING, assert_statistics, spread
 
 torch.set_num_threads(1)
 BATCH, QUERIES, KEYS, WIDTH, HEADS = 3, 7, 5, 12, 4
-ROUNDING = 64 * torch.finfo(torch.float64).eps  # of weights, at most 1, from scores of a few units
 
 
 @pytest.fixture(autouse=True)
@@ -43,24 +43,9 @@ def fast_path(enabled: bool) -> Iterator[None]:
 
 def assert_restored() -> None:
     assert nn.MultiheadAttention.forward is multihead._whole_forward
+    assert nn.TransformerEncoder.forward is multihead._encoder_forward
     assert torch.backends.mha.get_fastpath_enabled()
     assert not multihead._opened_by and not multihead.observers and not multihead._fastpath
-
-
-def spread(module: nn.Module) -> nn.Module:
-    """The module with random parameters, biases included, so that heads differ and attention is far from uniform."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module
-
-
-def assert_statistics(stats: HeadStats, weights: Tensor, **options: Any) -> None:
-    expected = stats_from_weights(weights, **options)
-    assert set(stats) == set(expected)
-    torch.testing.assert_close(stats.count, expected.count)
-    for name in expected:
-        # a sum over queries of at most one weight, logarithm or distance each per key
-        torch.testing.assert_close(stats.sums[name], expected.sums[name], rtol=1e-10, atol=1e-10)
 
 
 # ---- every option of nn.MultiheadAttention
@@ -251,6 +236,25 @@ def test_an_encoder_is_watched_although_it_has_a_fast_path(training: bool, batch
     for layer in seen.layers:
         assert_statistics(layer.stats, layer.weights, queries=~padding)
     assert_restored()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(WIDTH, dtype=torch.float64)])
+@pytest.mark.parametrize("alignment", ["left", "right"])
+def test_padding_gives_what_nested_tensors_give(alignment: str, norm: nn.Module | None) -> None:
+    layer = nn.TransformerEncoderLayer(**layer_options(batch_first=True))
+    encoder = spread(nn.TransformerEncoder(layer, 2, norm)).eval()
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    padding = key_padding("bool", QUERIES)["key_padding_mask"]
+    padding = padding if alignment == "left" else padding.flip(1)  # PyTorch makes nested tensors of the first only
+    for gradient in (False, True):
+        with torch.set_grad_enabled(gradient):
+            plain = encoder(x, src_key_padding_mask=padding)
+            with headwise.watch(encoder):
+                out = encoder(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(out, plain)
+        empty = torch.zeros(WIDTH) if norm is None else norm(torch.zeros(WIDTH))
+        assert bool((out[1, padding[1]] == empty).all()) == (alignment == "left" and not gradient)
 
 
 def test_a_transformer_has_encoder_decoder_and_cross_attention() -> None:

@@ -3,7 +3,8 @@
 PyTorch gives all weights of nn.MultiheadAttention to one function, and in inference nn.TransformerEncoderLayer gives
 them to one operator without calling the module at all. While hooks are set on such modules, they run the code here
 instead, which gives the same output to the bit, calls an observer with the queries, keys and values of every head, and
-calls the hooks before W_O; and PyTorch's fast path is off.
+calls the hooks before W_O; and PyTorch's fast path is off. nn.TransformerEncoder then takes padded tensors where it
+would make nested ones, and still gives zeros for padding.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ _lock = threading.RLock()
 _opened_by: dict[int, set[nn.Module]] = {}  # by id of what opened them: modules that run step by step
 _fastpath: list[bool] = []  # whether PyTorch's fast path was enabled before
 _whole_forward = nn.MultiheadAttention.forward
+_encoder_forward = nn.TransformerEncoder.forward
 
 
 def open_modules(owner: object, modules: Iterable[nn.Module]) -> None:
@@ -64,6 +66,7 @@ def open_modules(owner: object, modules: Iterable[nn.Module]) -> None:
             _fastpath.append(torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
             nn.MultiheadAttention.forward = _forward  # type: ignore[method-assign]
+            nn.TransformerEncoder.forward = _run_padded  # type: ignore[method-assign]
 
 
 def close_modules(owner: object) -> None:
@@ -72,6 +75,7 @@ def close_modules(owner: object) -> None:
         _opened_by.pop(id(owner), None)
         if not _opened_by and _fastpath:
             nn.MultiheadAttention.forward = _whole_forward  # type: ignore[method-assign]
+            nn.TransformerEncoder.forward = _encoder_forward  # type: ignore[method-assign]
             torch.backends.mha.set_fastpath_enabled(_fastpath[0])
             _fastpath.clear()
 
@@ -83,15 +87,17 @@ def _forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Te
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):
-    """An nn.MultiheadAttention with fewer heads than its width has room for.
-
-    `head_width` is a head's width. PyTorch's own code derives it from the number of heads.
-    """
-
-    head_width: int
+    """An nn.MultiheadAttention with fewer heads than its width has room for; PyTorch's own code cannot run it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return run(self, *args, **kwargs)
+
+
+def set_heads(module: nn.MultiheadAttention, heads: int, head_width: int) -> None:
+    """Make a module whose parameters were cut to some heads run with them, in code that knows their width."""
+    module.__class__ = PrunedMultiheadAttention
+    module.num_heads, module.head_dim = heads, head_width
+    module._qkv_same_embed_dim = False  # so that no fused code of PyTorch takes its parameters
 
 
 def run(
@@ -262,3 +268,53 @@ def _check_arguments(
     for mask in (attn_mask, key_padding_mask):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"only bool and floating types of masks are supported, got {mask.dtype}")
+
+
+# ---- nn.TransformerEncoder
+
+
+class PaddedTransformerEncoder(nn.TransformerEncoder):
+    """An nn.TransformerEncoder with pruned layers, which take no nested tensors; its output is the same."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _run_padded(self, *args, **kwargs)
+
+
+def keep_padded(model: nn.Module) -> None:
+    """Stop nn.TransformerEncoder from making nested tensors for layers with fewer heads."""
+    for encoder in model.modules():
+        nests = isinstance(encoder, nn.TransformerEncoder) and encoder.use_nested_tensor
+        if nests and any(isinstance(module, PrunedMultiheadAttention) for module in encoder.modules()):
+            if type(encoder) is nn.TransformerEncoder:
+                encoder.__class__ = PaddedTransformerEncoder
+            encoder.use_nested_tensor = False
+
+
+@functools.wraps(_encoder_forward)
+def _run_padded(
+    self: nn.TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+) -> Tensor:
+    """The output of an encoder; at padding it is that of nested tensors where PyTorch would make them."""
+    out = _encoder_forward(self, src, mask, src_key_padding_mask, is_causal)
+    if src_key_padding_mask is None or not _makes_nested(self, src, mask, src_key_padding_mask):
+        return out
+    padding = _as_floats(src_key_padding_mask, src) != 0
+    empty = out.new_zeros(1, 1, out.shape[-1])
+    return torch.where(padding[..., None], empty if self.norm is None else self.norm(empty), out)
+
+
+def _makes_nested(encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
+    """Whether PyTorch's code, with its fast path, makes nested tensors of these inputs."""
+    first: Any = encoder.layers[0]
+    enabled = _fastpath[0] if _fastpath else torch.backends.mha.get_fastpath_enabled()
+    nests = encoder.use_nested_tensor or isinstance(encoder, PaddedTransformerEncoder)
+    if not (enabled and nests) or first.training or src.dim() != 3 or mask is not None or torch.is_autocast_enabled():
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters())):
+        return False
+    real = _as_floats(padding, src) == 0
+    return not encoder.mask_check or torch._nested_tensor_from_mask_left_aligned(src, real)

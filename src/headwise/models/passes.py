@@ -32,6 +32,7 @@ class _PassState(threading.local):
         self.turns: dict[nn.Module, int] = {}  # by attention module: which of its calls in this pass is running
         self.padding: dict[nn.Module, Tensor | None] = {}  # by whole model: the 2-D mask that it was given
         self.awaited: dict[nn.Module, None] = {}  # attention modules that were called and have not arrived, in order
+        self.running = 0  # whole models that are running, one inside the other
 
 
 class PassTracker:
@@ -138,6 +139,7 @@ class PassTracker:
     def _begin_pass(self, begin: Begin | None) -> Callable[..., None]:
         def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.was_called = True
+            self._state.running += 1
             if begin is not None:
                 begin(owner)
             self._state.padding[owner] = _padding(owner, args, kwargs)
@@ -149,6 +151,7 @@ class PassTracker:
 
     def _end_pass(self, end: End | None) -> Callable[..., None]:
         def hook(owner: nn.Module, args: Any, output: Any) -> None:
+            self._state.running = max(0, self._state.running - 1)
             completed = output is not None  # a pass that raised has no output, and its own error
             self.completed = self.completed or completed
             if end is not None:
@@ -163,7 +166,9 @@ class PassTracker:
 
     def _count_call(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            self._state.turns[module] = self._state.turns.get(module, -1) + 1
+            # outside of a pass, as where another method than forward runs a stack, each call begins one of its own
+            in_pass = self._state.running or len(self._sites_of[module]) > 1
+            self._state.turns[module] = self._state.turns.get(module, -1) + 1 if in_pass else 0
             self._state.awaited[module] = None
         elif self._awaits == "W_O" and len(self._sites_of[module]) > 1:
             raise UnsupportedError(

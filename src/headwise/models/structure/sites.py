@@ -46,6 +46,9 @@ def attention_sites(model: nn.Module) -> list[Site]:
     check_model(model)
     modules = list(attention_modules(model))
     towers = tower_names([module.stack for module in modules])
+    at_the_top = [module.name for module in modules if not module.stack and not module.cross]
+    if len(towers) > 1 and len(at_the_top) == 1 and at_the_top[0]:
+        towers[""] = at_the_top[0]
     one_cross_tower = len({towers[module.stack] for module in modules if module.cross}) == 1
     by_kind: dict[str, list[AttentionModule]] = {}
     for module in modules:

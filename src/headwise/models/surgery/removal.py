@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import HeadwiseError, UnsupportedError
 from ...plans import Plan
+from .. import multihead
 from ..hooks import has_hooks
 from ..structure.heads import head_numbers, query_heads, w_o
 from ..structure.linear_layers import row_dim
@@ -138,13 +139,16 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
         removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
         reshape_heads(layer, *head_slots(layer, removed_slots))
     share_biases(sites)
+    multihead.keep_padded(model)
     set_head_numbers(model)
     attach(model)
     return next((site for site in pruned_sites if _is_foreign(site)), None)
 
 
 def _is_foreign(site: Site) -> bool:
-    """Whether the code that computes a layer's attention is not transformers' own, which the tests cover."""
+    """Whether the code that computes a layer's attention is not transformers', PyTorch's or ours, which tests cover."""
+    if site.source == "module":
+        return False
     forward = inspect.unwrap(type(site.module).forward)
     return not (getattr(forward, "__module__", None) or "").startswith("transformers.")
 
