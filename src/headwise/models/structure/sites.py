@@ -17,6 +17,7 @@ from .discovery import AttentionModule, attention_modules, call_order, tower_nam
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
 WATCHABLE: tuple[Source, ...] = ("registry", "module", "function")  # sources of which `watch` has an implementation
+OWN_CODE = ("torch", "transformers", "headwise")  # packages whose attention is all known
 RUN_ONCE = "attention that no class declares is known once the model has run inside headwise.watch(model)"
 # something per layer; a Mapping's keys are invariant, so each kind of key is listed
 ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
@@ -138,7 +139,7 @@ def check_model(model: Any) -> None:
 def check_watchable(model: nn.Module, sites: list[Site]) -> None:
     """Refuse a model with attention that no source sees, before anything runs."""
     name = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
-    if not sites and "function" not in WATCHABLE:
+    if not sites and not runs_undeclared_code(model, sites):
         raise UnsupportedError(f"{name}: no attention layer was found in {type(model).__name__}; nothing to watch")
     unwatchable = [site for site in sites if site.source not in WATCHABLE]
     if unwatchable:
@@ -154,6 +155,13 @@ def check_watchable(model: nn.Module, sites: list[Site]) -> None:
                 f"{name} cannot be watched with reorder_and_upcast_attn and eager attention, which leave the registry; "
                 'use attn_implementation="sdpa"'
             )
+
+
+def runs_undeclared_code(model: nn.Module, sites: list[Site]) -> bool:
+    """Whether a model has code of its own, in which attention may be that is seen only in the functions it calls."""
+    if any(site.source == "function" for site in sites):
+        return True
+    return any(type(module).__module__.partition(".")[0] not in OWN_CODE for module in model.modules())
 
 
 def _advice(model: nn.Module, sites: list[Site], unwatchable: Site) -> str:

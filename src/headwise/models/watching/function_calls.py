@@ -391,11 +391,17 @@ class FunctionMode(TorchFunctionMode):
         self._pending.pop(trace.softmax, None)
         mix = read_mix(operands, weights)
         call: FunctionCall | str = trace.problem or "it multiplies its weights in a form that is not known"
+        values = self._get(operands.left if operands.right is weights else operands.right)
+        if values is not None and values.weights is not None:
+            trace = replace(trace, problem="it multiplies its weights by other weights")
+            call = str(trace.problem)
         if mix is not None and not trace.problem:
             call = self._read_softmax(trace, weights, mix)
         if mix is None or isinstance(call, str):
             self._reject(_common(trace.softmax.modules, tuple(self.modules)), str(call))
-            return run()
+            output = run()
+            self._set(output, Trace(weights=replace(trace, problem=str(call))))
+            return output
         return self._answer(call, run, mix.result_order)
 
     def _read_softmax(self, trace: WeightTrace, weights: Tensor, mix: Mix) -> FunctionCall | str:

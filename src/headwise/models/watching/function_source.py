@@ -28,7 +28,6 @@ from .sources import KnownCall
 if TYPE_CHECKING:
     from .watcher import Watch
 
-OWN_CODE = ("torch", "transformers", "headwise")  # packages whose attention the other sources serve
 LIFT = 2  # how many modules a call may be inside of the attention module that it is the call of
 
 
@@ -40,13 +39,6 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
-
-
-def runs_undeclared_code(model: nn.Module, sites: list[Site]) -> bool:
-    """Whether a model has code of its own, in which attention may be that no other source sees."""
-    if any(site.source == "function" for site in sites):
-        return True
-    return any(type(module).__module__.partition(".")[0] not in OWN_CODE for module in model.modules())
 
 
 @dataclass(frozen=True)
@@ -222,7 +214,8 @@ class FunctionSource:
             model_call = ModelCall(module, q, k, v, None, {}, "function")
             reading = WeightsReading(model_call, _no_eager, keys - queries, comparable, softmax=call.weights)
             one_pass = False
-        return KnownCall(module, reading, call.dropout, decoding=continues, one_pass=one_pass, turn=turn)
+        real = None if cross else self._watch.real_tokens(module, batch, queries, keys)
+        return KnownCall(module, reading, call.dropout, real, decoding=continues, one_pass=one_pass, turn=turn)
 
 
 def _no_eager(*args: Any, **options: Any) -> tuple[Tensor, Any]:

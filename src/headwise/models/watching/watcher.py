@@ -16,11 +16,19 @@ from ..hooks import Hooks, check_values
 from ..passes import PassTracker, in_backward
 from ..register import NAME
 from ..structure.selection import LayerChoice
-from ..structure.sites import Key, Site, attention_sites, check_watchable, find_site, first_per_module
+from ..structure.sites import (
+    Key,
+    Site,
+    attention_sites,
+    check_watchable,
+    find_site,
+    first_per_module,
+    runs_undeclared_code,
+)
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
 from .function_calls import Rejection
-from .function_source import FunctionSource, runs_undeclared_code
+from .function_source import FunctionSource
 from .layers import Layer
 from .lazy_masks import LazyMask
 from .packing import is_paged, record_pages, split_packed
@@ -171,6 +179,13 @@ class Watch:
     def site(self, module: nn.Module, turn: int) -> Site:
         """The layer of one of a module's attention calls in a pass."""
         return self._pass.site(module, turn)
+
+    def real_tokens(self, module: nn.Module, batch: int, queries: int, keys: int) -> Tensor | None:
+        """(B, Tq) bool: which queries are tokens, by the padding that a transformers model was given; None for all."""
+        owner = self._tracker.owners.get(module)
+        if owner is None or not hasattr(owner, "config"):  # what another model means by a mask is not known
+            return None
+        return self._tracker.real_tokens(module, batch, queries, keys)
 
     def records_outputs(self, site: Site) -> bool:
         """Whether the outputs of a layer's heads are asked for."""
