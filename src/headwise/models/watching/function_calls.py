@@ -461,7 +461,7 @@ class FunctionMode(TorchFunctionMode):
             axes.by_head(key),
             axes.by_head(value),
             axes,
-            mask=None if mask is None else axes.by_head(mask if mask.dim() > 1 else mask[None]),
+            mask=None if mask is None else axes.by_head(mask),
             causal=bool(options.get("is_causal")),
             scale=options.get("scale"),
             dropout=float(options.get("dropout_p") or 0.0),
