@@ -57,7 +57,7 @@ _encoder_forward = nn.TransformerEncoder.forward
 
 def open_modules(owner: object, modules: Iterable[nn.Module]) -> None:
     """Until close_modules(owner), the nn.MultiheadAttention among these modules run step by step."""
-    known = {module for module in modules if isinstance(module, nn.MultiheadAttention)}
+    known: set[nn.Module] = {module for module in modules if isinstance(module, nn.MultiheadAttention)}
     if not known:
         return
     with _lock:
@@ -131,10 +131,10 @@ def run(
     heads = module.num_heads
     q, k, v = _append_keys(module, *_project(module, query, key, value))  # (T, B, H * D) each
     causal = is_causal and key_padding_mask is None and not need_weights
+    by_head = [x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v)]
     call = MultiheadCall(
-        *(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v)),
-        key_padding_mask, None if causal else attn_mask, causal, len(k) - len(key), same_sequence,
-        module.dropout if module.training else 0.0, need_weights,
+        by_head[0], by_head[1], by_head[2], key_padding_mask, None if causal else attn_mask,
+        causal, len(k) - len(key), same_sequence, module.dropout if module.training else 0.0, need_weights,
     )  # fmt: skip
     answer = functools.partial(_attend, call)
     observer = observers.get(module)
@@ -160,20 +160,20 @@ def _time_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 def _project(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of all heads side by side, (T, B, H * D) each, by as few products as PyTorch takes."""
-    weight, bias = module.in_proj_weight, module.in_proj_bias
-    if weight is None:
-        weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-    elif key is value:
-        count = 3 if query is key else 2
-        width = weight.shape[0] // 3
-        parts = F.linear(key, weight[-count * width :], None if bias is None else bias[-count * width :])
-        q = [] if count == 3 else [F.linear(query, weight[:width], None if bias is None else bias[:width])]
-        q, k, v = [*q, *parts.unflatten(-1, (count, width)).unbind(-2)]
-        return q, k, v
-    else:
-        weights = list(weight.chunk(3))
-    biases = [None] * 3 if bias is None else list(bias.chunk(3))
-    q, k, v = map(F.linear, (query, key, value), weights, biases)
+    packed: Tensor | None = module.in_proj_weight
+    bias: Tensor | None = module.in_proj_bias
+    if packed is not None and key is value:
+        count, width = 3 if query is key else 2, packed.shape[0] // 3
+        first = 3 * width - count * width
+        together = F.linear(key, packed[first:], None if bias is None else bias[first:])
+        parts = list(together.unflatten(-1, (count, width)).unbind(-2))
+        if count == 2:
+            parts.insert(0, F.linear(query, packed[:width], None if bias is None else bias[:width]))
+        return parts[0], parts[1], parts[2]
+    separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    weights = separate if packed is None else packed.chunk(3)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     return q, k, v
 
 
@@ -287,7 +287,7 @@ def keep_padded(model: nn.Module) -> None:
         if nests and any(isinstance(module, PrunedMultiheadAttention) for module in encoder.modules()):
             if type(encoder) is nn.TransformerEncoder:
                 encoder.__class__ = PaddedTransformerEncoder
-            encoder.use_nested_tensor = False
+            encoder.use_nested_tensor = False  # type: ignore[assignment]
 
 
 @functools.wraps(_encoder_forward)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from ...attention.nn.module import MultiHeadAttention
-from ...errors import UnsupportedError
+from ...errors import HeadwiseError, UnsupportedError
 
 Source = Literal["registry", "module", "function"]  # how the attention calls of a module are seen
 Cls = TypeVar("Cls", bound=type[nn.Module])
@@ -49,24 +49,86 @@ class Adapter:
 
 
 _lock = threading.RLock()
-_entry_points_loaded = False
+_pending = [True]  # whether the entry points have to be loaded
 _adapters: dict[type, Adapter] = {
-    MultiHeadAttention: Adapter(
-        "W_O", "heads.query", "heads.kv", query="W_Q", key="W_K", value="W_V", source="module"
-    ),
+    MultiHeadAttention: Adapter("W_O", "heads.query", "heads.kv", query="W_Q", key="W_K", value="W_V", source="module"),
     nn.MultiheadAttention: Adapter("out_proj", "num_heads", source="module"),  # W_Q, W_K, W_V are no modules
-}  # fmt: skip
+}
+
+
+def adapt(
+    cls: Cls,
+    *,
+    output: str,
+    heads: str | int,
+    kv_heads: str | int | None = None,
+    query: str | None = None,
+    key: str | None = None,
+    value: str | None = None,
+    qkv: str | None = None,
+    layout: Literal["qkv", "grouped"] = "qkv",
+) -> Cls:
+    """Declare where an attention class has its projections, so that its heads can be masked and pruned.
+
+    It holds for subclasses too. Names are those of the class's attributes, dotted where they are nested. A library can
+    declare its classes itself: an entry point of the group `headwise.adapters` is a function without arguments that
+    calls this.
+
+    Args:
+        cls: the class whose forward computes attention.
+        output: W_O, a linear layer that mixes the heads.
+        heads: the attribute with the number of query heads, or the number.
+        kv_heads: the same for KV heads, where there are fewer.
+        query: W_Q, a linear layer whose rows are one query head after the other.
+        key: W_K, by KV heads.
+        value: W_V, by KV heads.
+        qkv: one linear layer in place of these three.
+        layout: of its rows: "qkv" has all queries, then all keys, then all values; "grouped" has for each KV head its
+            query heads, its key and its value.
+
+    Returns:
+        The class.
+
+    Raises:
+        HeadwiseError: for anything but a module class, and for a declaration that is not whole.
+
+    Example:
+        >>> headwise.adapt(SelfAttention, query="W_Q", key="W_K", value="W_V", output="W_O", heads="n_heads")
+        >>> smaller = headwise.prune_heads(model, {0: [1]})
+    """
+    _check_class(cls)
+    _check_names(query=query, key=key, value=value, qkv=qkv, output=output)
+    separate = [name for name in (query, key, value) if name is not None]
+    if (qkv is None and len(separate) < 3) or (qkv is not None and separate):
+        raise HeadwiseError("give query=, key= and value=, or qkv= for one layer that makes all three")
+    if layout not in FUSED_LAYOUTS:
+        raise HeadwiseError(f"layout must be one of {', '.join(FUSED_LAYOUTS)}, got {layout!r}")
+    for argument, count in (("heads", heads), ("kv_heads", kv_heads)):
+        is_number = isinstance(count, int) and not isinstance(count, bool) and count > 0
+        if not (is_number or isinstance(count, str) or (count is None and argument == "kv_heads")):
+            raise HeadwiseError(f"{argument} must be the name of an attribute or a number of heads, got {count!r}")
+    _adapters[cls] = Adapter(output, heads, kv_heads, query, key, value, qkv, layout)
+    return cls
+
+
+def _check_class(cls: Any) -> None:
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+        raise HeadwiseError(f"adapt takes a class of modules, got {cls!r}; give type(module)")
+    known = next((base for base in cls.__mro__ if base in _adapters and _adapters[base].source == "module"), None)
+    if known is not None:
+        raise HeadwiseError(f"{cls.__name__} is a {known.__name__}, whose structure is known; it needs no adapter")
+
+
+def _check_names(**names: Any) -> None:
+    for argument, name in names.items():
+        if name is not None and (not isinstance(name, str) or not name):
+            raise HeadwiseError(f"{argument} must be the name of a linear layer of the class, got {name!r}")
 
 
 def find_adapter(cls: Any) -> Adapter | None:
     """The structure of an attention class, by its own declaration or its nearest base's; None where it is not known."""
     _load_entry_points()
     return next((_adapters[base] for base in cls.__mro__ if base in _adapters), None)
-
-
-def declare(cls: type, adapter: Adapter) -> None:
-    """From now on modules of a class have this structure."""
-    _adapters[cls] = adapter
 
 
 def member(module: nn.Module, path: str) -> Any:
@@ -83,25 +145,20 @@ def _number(module: nn.Module, name: str | int, argument: str) -> int:
     count = name if isinstance(name, int) else member(module, name)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise UnsupportedError(
-            f"{type(module).__name__} was declared to {_adapt_words(argument, name)}, and that is {count!r} here; "
-            "name an attribute that is a number of heads"
+            f"{type(module).__name__} was declared by headwise.adapt with {argument}={name!r}, and that is {count!r} "
+            "here; name an attribute that is a number of heads"
         )
     return count
 
 
-def _adapt_words(argument: str, name: str | int) -> str:
-    return f"headwise.adapt with {argument}={name!r}"
-
-
 def _load_entry_points() -> None:
     """Run the adapters that installed libraries ship; one that fails is named, and the others go on."""
-    global _entry_points_loaded
-    if _entry_points_loaded:
+    if not _pending:
         return
     with _lock:
-        if _entry_points_loaded:
+        if not _pending:
             return
-        _entry_points_loaded = True  # before they run: they call `adapt`, which may look classes up
+        _pending.clear()  # before they run: they may look classes up
         for entry in importlib.metadata.entry_points(group=GROUP):
             try:
                 entry.load()()

@@ -137,11 +137,11 @@ def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
     cls: ModuleClass = type(site.module)
     adapter = find_adapter(cls)
     if adapter is not None:
-        for name, layout in adapter.layers().items():
+        for name, rows_of in adapter.layers().items():
             linear = member(site.module, name)
             if not isinstance(linear, nn.Module) or not output_width(linear):
                 raise refusal(site, f"its class was declared with a linear layer {name!r}, which it has not")
-            yield name, linear, layout
+            yield name, linear, rows_of
         return
     class_name = f"{type(site.module).__module__}.{type(site.module).__qualname__}"
     layouts = {name: layout for layout, names in LAYER_NAMES.items() for name in names}

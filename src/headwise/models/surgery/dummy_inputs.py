@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..intervene.head_outputs import run
+
 TOKENS = 9
 CLOSE = {torch.float32: 2e-4, torch.float64: 2e-4}  # relative to the largest output
 CLOSE_IN_HALF = 0.05  # in 16 bits
@@ -41,13 +43,19 @@ def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
     return None
 
 
-def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
+def random_input(width: int, like: Tensor) -> Tensor:
+    """(2, TOKENS, width): random numbers for a layer with parameters like this one."""
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(2, TOKENS, width, generator=random).to(like.device, like.dtype)
+
+
+def difference(model: Any, other: Any, inputs: Any) -> float:
     """The largest difference between two models' outputs, relative to the largest output."""
     training = model.training, other.training
     model.eval(), other.eval()
     try:
         with torch.no_grad():
-            first, second = (list(output_tensors(module(**inputs))) for module in (model, other))
+            first, second = (list(output_tensors(run(module, inputs))) for module in (model, other))
     finally:
         model.train(training[0]), other.train(training[1])
     if len(first) != len(second) or any(x.shape != y.shape for x, y in zip(first, second, strict=False)):
@@ -59,12 +67,12 @@ def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
     return max(distances)
 
 
-def failure(model: Any, inputs: dict[str, Tensor]) -> str | None:
+def failure(model: Any, inputs: Any) -> str | None:
     """Why a model does not run on these inputs, or None."""
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(**inputs)
+            run(model.eval(), inputs)
     except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
         return None
     except Exception as error:  # a model's code fails in any way on sizes that it does not expect

@@ -66,6 +66,7 @@ def _observe_own(module: MultiHeadAttention, projected: Projected, cache: KVCach
         **options,
         "mask": None if mask is None else mask[(None,) * (4 - mask.dim())],
         "offset": keys - queries if offset is None else offset,
+        "scale": None,
         "slopes": slopes,
     }
     attend_options.pop("dropout", None)
@@ -146,7 +147,9 @@ def _read(call: MultiheadCall) -> Reading:
         mask = padding if mask is None else _both(mask, padding)
     if mask is not None and call.appended_keys:
         mask = nn.functional.pad(mask, (0, call.appended_keys), value=mask.dtype == torch.bool)
-    options = {"mask": mask, "causal": causal, "offset": 0}
+    options = {
+        "mask": mask, "causal": causal, "window": None, "offset": 0, "scale": None, "softcap": None, "sinks": None,
+    }  # fmt: skip
     return Reading(call.q, call.k, call.v, options, queries == keys - call.appended_keys)
 
 

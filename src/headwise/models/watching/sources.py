@@ -87,7 +87,7 @@ class Sources:
 def find_source(name: str) -> Source:
     """The source with this name, imported when it is first used: transformers may not be installed."""
     source: Any = importlib.import_module(f".{SOURCES[name]}", __package__)
-    return source  # type: ignore[no-any-return]
+    return source
 
 
 class Watched:
