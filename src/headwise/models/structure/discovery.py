@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .adapters import Source, find_adapter
-from .observed import observed_layers
+from .observed import ObservedLayer, observed_layers
 
 ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
 
@@ -31,7 +31,8 @@ class AttentionModule:
     number: int  # its layer's place in that list
     cross: bool
     source: Source  # how its attention calls are seen
-    order: int = 0  # its place among the attention calls of a pass, where that was seen
+    observed: ObservedLayer | None = None  # where it was seen while the model ran
+    turn: int | None = None  # which of its module's attention calls in one pass, where that was seen
 
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
@@ -49,8 +50,11 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
         number = int(parts[in_lists[0]]) if in_lists else 0
         cross = _is_cross(name, module) or _follows_self_attention(model, name)
-        for order in [layer.order for layer in layers] or [0]:
-            yield AttentionModule(module, name, stack, number, cross, source or "function", order)
+        place = (module, name, stack, number, cross, source or "function")
+        if not layers:
+            yield AttentionModule(*place)
+        for turn, layer in enumerate(layers):
+            yield AttentionModule(*place, layer, turn)
 
 
 def _is_list_of_layers(module: nn.Module) -> bool:
@@ -148,7 +152,7 @@ def call_order(members: list[AttentionModule]) -> list[AttentionModule]:
     ALBERT's few groups of layers each serve many layers; every other model calls each module once, unless it was seen
     to do otherwise.
     """
-    members = sorted(members, key=lambda member: member.order)
+    members = sorted(members, key=lambda member: member.observed.order if member.observed else 0)
     config: Any = getattr(members[0].module, "config", None)
     groups, layers = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
     if not groups or not layers:

@@ -55,6 +55,8 @@ def attention_sites(model: nn.Module) -> list[Site]:
     for module in modules:
         tower = towers[module.stack]
         kind = tower if not module.cross else "cross" if one_cross_tower else f"{tower}.cross"
+        if module.observed is not None and module.observed.part:
+            kind = f"{kind}.{module.observed.part + 1}"  # a module that attends several times per call
         by_kind.setdefault(kind, []).append(module)
     return [site for kind, members in by_kind.items() for site in _numbered_sites(kind, members)]
 
@@ -82,7 +84,7 @@ def _numbered_sites(kind: str, members: list[AttentionModule]) -> Iterator[Site]
     count_layers = len(set(own_numbers)) < len(own_numbers)
     calls: dict[nn.Module, int] = {}
     for position, member in enumerate(calls_in_order):
-        turn = calls.get(member.module, 0)
+        turn = calls.get(member.module, 0) if member.turn is None else member.turn
         calls[member.module] = turn + 1
         index = position if count_layers else member.number
         yield Site(member.module, member.name, kind, index, turn, member.source)

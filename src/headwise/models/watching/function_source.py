@@ -120,7 +120,7 @@ class FunctionSource:
         if current is None or in_backward():
             return
         if output is not None and module in self._expected and not current.parts.get(module):
-            self.reject(Rejection(self._paths[module], type(module).__name__, "it was called and did not attend"))
+            self._miss(module)
         current.mode.end(module, module in self._served)
         if not current.mode.modules:
             _leave(current.mode)
@@ -182,6 +182,16 @@ class FunctionSource:
     def reject(self, rejection: Rejection) -> None:
         """Something looked like attention and was not understood."""
         self.rejected[rejection] = None
+
+    def _miss(self, module: nn.Module) -> None:
+        """A module that is known to attend was called, and no attention was seen."""
+        path = self._paths[module]
+        rejections = [rejection for rejection in self.rejected if rejection.name == path]
+        if not rejections:
+            rejections = [Rejection(path, type(module).__name__, "it was called, and no attention was seen")]
+            self.reject(rejections[0])
+        if type(module).__module__.startswith("transformers."):  # its name is not a guess
+            raise UnsupportedError(f"{rejections[0]}; its heads cannot be watched")
 
     def _attention_module(self, modules: tuple[nn.Module, ...]) -> nn.Module:
         """The module whose call it is: one that is known to attend where there is one close by, else the innermost."""
