@@ -63,12 +63,12 @@ def _observed_output(model: nn.Module, site: Site, layers: list[ObservedLayer]) 
     """W_O as it was seen while the model ran: the linear layer that read the heads' outputs."""
     w_o = layers[min(site.turn, len(layers) - 1)].w_o
     problem = None
-    if w_o is None:
+    if any(layer.part for layer in layers):
+        problem = "it attends more than once per call, and W_O does not tell which"
+    elif w_o is None:
         problem = "no linear layer of the model was called with its heads' outputs"
     elif not all(layer.in_order for layer in layers):
         problem = "its heads' outputs do not lie head by head there"
-    elif any(layer.part for layer in layers):
-        problem = "it attends more than once per call, and W_O does not tell which"
     elif any(layer.w_o is not w_o for layer in layers):
         problem = "it serves several layers, each with its own"
     if w_o is None or problem:

@@ -41,24 +41,11 @@ QUERIES = frozenset(
 DROPOUT = ("dropout", "alpha_dropout", "feature_dropout", "native_dropout")
 CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
 ZEROING = ("nan_to_num", "masked_fill", "where")  # what may be done to weights that a row hides all keys from
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
 # what the heads' outputs may pass through before W_O: each head stays in its place
-BEFORE_OUTPUT = frozenset(
-    (
-        *DROPOUT,
-        *CASTS,
-        *ZEROING,
-        "mul",
-        "multiply",
-        "div",
-        "true_divide",
-        "layer_norm",
-        "rms_norm",
-        "group_norm",
-        "setitem",
-    )
-)
+BEFORE_OUTPUT = frozenset((*DROPOUT, *CASTS, *ZEROING, *NORMS, "mul", "multiply", "div", "true_divide", "setitem"))
 # these mix places of the scores, though they keep the shape
-MIXING = frozenset(("conv1d", "conv2d", "conv3d", "linear", "cumsum", "roll", "flip", "sort", "gather"))
+MIXING = frozenset(("cumsum", "sort", "gather"))
 
 
 class Rejection(NamedTuple):
@@ -161,6 +148,10 @@ class Trace(NamedTuple):
     lineage: Lineage | None = None
     scores: ScoreTrace | None = None
     weights: WeightTrace | None = None
+    of_weights: bool = False  # whether it is a product of weights that was rejected
+
+
+NOTHING = Trace()
 
 
 class _ThreadState(threading.local):
@@ -237,14 +228,16 @@ class FunctionMode(TorchFunctionMode):
 
     def _set(self, x: Tensor, trace: Trace) -> None:
         number = id(x)
-        if trace == (None, None, None):
+        if trace == NOTHING:
             self._traces.pop(number, None)
             return
         self._traces[number] = weakref.ref(x, lambda _: self._traces.pop(number, None)), trace
 
     def _mixed(self, name: str, x: Any) -> tuple[ScoreTrace | None, WeightTrace | None]:
         """Scores and weights after a function that mixes their places."""
-        trace = self._get(x) or Trace()
+        trace = self._get(x) or NOTHING
+        if trace is NOTHING or x.dim() < 4:  # the tokens of a model, which scores were added to
+            return None, None
         scores, weights = trace.scores, trace.weights
         if scores is not None:
             scores = replace(scores, problem=scores.problem or f"it mixes its scores before the softmax ({name})")
@@ -296,7 +289,8 @@ class FunctionMode(TorchFunctionMode):
                 )
             if not same_rows and weights is not None:
                 weights = replace(weights, problem=weights.problem or f"it rearranges its weights ({name})")
-            self._set(x, Trace(None if lineage is None else lineage(number if many else None), scores, weights))
+            own_lineage = None if lineage is None else lineage(number if many else None)
+            self._set(x, Trace(own_lineage, scores, weights, trace.of_weights))
 
     def _projection(self, name: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A linear layer or a convolution."""
@@ -334,6 +328,9 @@ class FunctionMode(TorchFunctionMode):
             if trace is not None and trace.weights is not None:
                 return self._mix(trace.weights, x, operands, lambda: function(*args, **kwargs))
         output = function(*args, **kwargs)
+        if any(trace is not None and trace.of_weights for trace in map(self._get, (operands.left, operands.right))):
+            self._set(output, Trace(of_weights=True))
+            return output
         weight = next((x for x in (operands.right, operands.left) if _is_weight(x)), None)
         scores = None if weight is not None else read_scores(operands)
         lineage = None
@@ -392,7 +389,7 @@ class FunctionMode(TorchFunctionMode):
         mix = read_mix(operands, weights)
         call: FunctionCall | str = trace.problem or "it multiplies its weights in a form that is not known"
         values = self._get(operands.left if operands.right is weights else operands.right)
-        if values is not None and values.weights is not None:
+        if values is not None and (values.weights is not None or values.of_weights):
             trace = replace(trace, problem="it multiplies its weights by other weights")
             call = str(trace.problem)
         if mix is not None and not trace.problem:
@@ -400,7 +397,7 @@ class FunctionMode(TorchFunctionMode):
         if mix is None or isinstance(call, str):
             self._reject(_common(trace.softmax.modules, tuple(self.modules)), str(call))
             output = run()
-            self._set(output, Trace(weights=replace(trace, problem=str(call))))
+            self._set(output, Trace(of_weights=True))
             return output
         return self._answer(call, run, mix.result_order)
 
@@ -536,6 +533,7 @@ def _qualified_name(function: Function) -> str:
 def _elementwise(name: str, result: Tensor, operands: list[tuple[Tensor, Trace]]) -> Trace:
     """What is known of a result that has the places of its operands."""
     lineage = scores = weights = None
+    of_weights = name not in NORMS and any(trace.of_weights for _, trace in operands)
     for x, trace in operands:
         if x.shape != result.shape:
             continue
@@ -549,7 +547,9 @@ def _elementwise(name: str, result: Tensor, operands: list[tuple[Tensor, Trace]]
                 scores = replace(scores, problem=scores.problem or f"it mixes its scores before the softmax ({name})")
         if trace.weights is not None and weights is None:
             weights = _next_weights(name, result, trace.weights)
-    return Trace(lineage, scores, weights)
+    if name in NORMS:  # of the tokens of a model
+        scores = weights = None
+    return Trace(lineage, scores, weights, of_weights)
 
 
 def _next_weights(name: str, result: Tensor, trace: WeightTrace) -> WeightTrace:

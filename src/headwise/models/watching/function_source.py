@@ -90,7 +90,8 @@ class FunctionSource:
 
     def follow(self, hooks: Hooks) -> None:
         """Set the hooks that say which modules are running."""
-        for module in self._paths:
+        inside = {part for module in self._served for part in module.modules()} - self._served
+        for module in self._paths.keys() - inside:
             hooks.before(module, self._begin, kwargs=True)
             hooks.after(module, self._end, always=True)
 
@@ -143,12 +144,13 @@ class FunctionSource:
         layers = observed_layers(module)
         if turn >= len(layers):
             add_layer(module, ObservedLayer(heads, current.calls, part))
-            self._watch.relabel()
         elif layers[turn].heads != heads:
             raise UnsupportedError(
                 f"{type(module).__name__} (at {self._paths[module]}) attends with {heads} heads, and with "
                 f"{layers[turn].heads} before in the same place; which layer is which cannot be told"
             )
+
+        self._watch.find_layer(module, turn)
 
         def visible_run() -> Tensor:
             with own_computation(False):

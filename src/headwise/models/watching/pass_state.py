@@ -78,6 +78,10 @@ class PassState:
         self._newest.clear()
         self._first_tokens.clear()
 
+    def knows(self, module: nn.Module, turn: int) -> bool:
+        """Whether a layer is known."""
+        return (module, turn) in self._site_by_turn
+
     def relabel(self, sites: list[Site]) -> None:
         """The model's layers, after some were seen that were not known before."""
         self.sites = sites

@@ -170,11 +170,12 @@ class Watch:
         if self._functions is not None:
             self._functions.stop()
 
-    def relabel(self) -> None:
-        """Number the layers anew: one was seen that was not known before. `FunctionSource` calls this."""
-        sites = attention_sites(self.model)
-        self._pass.relabel(sites)
-        self.recording.relabel(sites)
+    def find_layer(self, module: nn.Module, turn: int) -> None:
+        """Number the layers anew where one was seen that was not known before. `FunctionSource` calls this."""
+        if not self._pass.knows(module, turn):
+            sites = attention_sites(self.model)
+            self._pass.relabel(sites)
+            self.recording.relabel(sites)
 
     def site(self, module: nn.Module, turn: int) -> Site:
         """The layer of one of a module's attention calls in a pass."""
