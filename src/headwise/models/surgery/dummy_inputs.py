@@ -17,7 +17,8 @@ CLOSE_IN_HALF = 0.05  # in 16 bits
 
 def close(model: Any) -> float:
     """How far the outputs of two equal models may differ, relative to the largest, by their precision."""
-    return CLOSE.get(getattr(model, "dtype", torch.float32), CLOSE_IN_HALF)
+    dtype = getattr(model, "dtype", None) or next((x.dtype for x in model.parameters()), torch.float32)
+    return CLOSE.get(dtype, CLOSE_IN_HALF)
 
 
 def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
