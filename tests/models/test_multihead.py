@@ -484,3 +484,20 @@ def test_the_mean_of_a_masked_head_is_over_real_tokens_of_either_layout() -> Non
         t = x.transpose(0, 1)
         b = time_first(t, t, t)[0]
     torch.testing.assert_close(a, b.transpose(0, 1))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_mean_leaves_padding_out_also_in_cross_attention(batch_first: bool) -> None:
+    layer = spread(nn.TransformerDecoderLayer(**layer_options(batch_first=batch_first))).eval()
+    x, memory = torch.randn(BATCH, QUERIES, WIDTH), torch.randn(BATCH, KEYS, WIDTH)
+    padding = key_padding("bool", QUERIES)["key_padding_mask"]
+    x, memory = (x, memory) if batch_first else (x.transpose(0, 1), memory.transpose(0, 1))
+    with headwise.watch(layer, outputs=True) as seen:
+        layer(x, memory, tgt_key_padding_mask=padding)
+    for kind in ("self", "cross"):
+        mean = seen[kind, 0].outputs.transpose(1, 2)[~padding].mean(0)  # (H, D)
+        with headwise.mask_heads(layer, {(kind, 0): [2]}, value=mean):
+            expected = layer(x, memory, tgt_key_padding_mask=padding)
+        with headwise.mask_heads(layer, {(kind, 0): [2]}, value="mean"):
+            out = layer(x, memory, tgt_key_padding_mask=padding)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # means are summed in float32

@@ -141,6 +141,20 @@ def test_gates_mask_and_mean_replacement_work_before_w_o() -> None:
     assert gates.grad is not None and bool((gates.grad != 0).all())
 
 
+@pytest.mark.parametrize("call", ["lengths", "key mask"])
+def test_a_mean_is_over_real_tokens(call: str) -> None:
+    module = spread(MultiHeadAttention(WIDTH, HEADS)).eval()
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    with headwise.watch(module, outputs=True) as seen:
+        module(x, **CALLS[call])
+    mean = seen.layers[0].outputs.transpose(1, 2)[REAL[call]].mean(0)
+    with headwise.mask_heads(module, {0: [1]}, value=mean):
+        expected = module(x, **CALLS[call])
+    with headwise.mask_heads(module, {0: [1]}, value="mean"):
+        out = module(x, **CALLS[call])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # means are summed in float32
+
+
 # ---- caches
 
 

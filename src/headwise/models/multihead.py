@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 
+HIDDEN = -1e4  # added to hide a key: next to any visible key, its weight is 0 in every precision
+
 
 class MultiheadCall(NamedTuple):
     """One call of nn.MultiheadAttention after its projections."""
@@ -268,6 +270,23 @@ def _check_arguments(
     for mask in (attn_mask, key_padding_mask):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise AssertionError(f"only bool and floating types of masks are supported, got {mask.dtype}")
+
+
+def readable_mask(mask: Tensor) -> Tensor:
+    """PyTorch's mask (True or -inf hides) as attend takes it: bool where it only hides keys, else floats to add."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    low = mask <= HIDDEN
+    hidden = (mask == -torch.inf) | (low & ~low.all(-1, keepdim=True))
+    if not bool((mask.masked_fill(hidden, 0) != 0).any()):
+        return ~hidden
+    return mask.masked_fill(hidden, -torch.inf)
+
+
+def visible_keys(mask: Tensor) -> Tensor:
+    """Where PyTorch's mask shows a key, bool."""
+    readable = readable_mask(mask)
+    return readable if readable.dtype == torch.bool else readable != -torch.inf
 
 
 # ---- nn.TransformerEncoder

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from .hooks import Hooks
+from .padding import real_queries_of
 from .structure.heads import w_o
 from .structure.sites import Site, owners
 
@@ -33,6 +34,8 @@ class _PassState(threading.local):
         self.padding: dict[nn.Module, Tensor | None] = {}  # by whole model: the 2-D mask that it was given
         self.awaited: dict[nn.Module, None] = {}  # attention modules that were called and have not arrived, in order
         self.running = 0  # whole models that are running, one inside the other
+        # by the path of the layer around a known module: which queries of its newest self-attention call are tokens
+        self.real: dict[str, Tensor | None] = {}
 
 
 class PassTracker:
@@ -73,6 +76,10 @@ class PassTracker:
             self._hooks.after(owner, self._end_pass(end), always=True)
         for module in modules:
             self._hooks.before(module, self._count_call)
+        if self._awaits == "W_O":
+            for module, sites in self._sites_of.items():
+                if sites[0].source == "module" and not sites[0].kind.endswith("cross"):
+                    self._hooks.before(module, self._note_real, kwargs=True)
 
     def before_w_o(self, site: Site, change: ChangeInput) -> None:
         """Set a function before the W_O of a site's module, for all layers that the module serves."""
@@ -118,6 +125,10 @@ class PassTracker:
         A mask may be longer than the queries, which are then its last positions; keys: the only other length it may
         have. Where the innermost model was given no mask, that of the outermost serves if it has the queries' shape.
         """
+        site = self._sites_of[module][0]
+        if site.source == "module":
+            real = self._state.real.get(site.parent)
+            return real if real is not None and tuple(real.shape) == (batch, queries) else None
         padding = self._state.padding.get(self.owners[module])
         if padding is not None:
             fits = padding.shape[1] >= queries if keys is None else padding.shape[1] in (queries, keys)
@@ -163,6 +174,10 @@ class PassTracker:
                 raise self.missed_error(self._sites_of[missed[0]][0])
 
         return hook
+
+    def _note_real(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep which queries of a known self-attention are tokens, for it and for the cross-attention beside it."""
+        self._state.real[self._sites_of[module][0].parent] = real_queries_of(module, args, kwargs)
 
     def _count_call(self, module: nn.Module, args: Any) -> None:
         if not in_backward():

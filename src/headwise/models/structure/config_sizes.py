@@ -14,7 +14,7 @@ def max_positions(model: Any) -> int | None:
     """The largest number of tokens that a text model has positions for; None where its config sets no limit."""
     if not hasattr(model, "config"):
         shape = getattr(model, "shape", None)
-        return shape.max_length if isinstance(shape, Shape) and shape.positions == "learned" else None
+        return shape.max_length if isinstance(shape, Shape) else None
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions - _unused_positions(model) if positions else None
 

@@ -38,6 +38,11 @@ class Site:
     def key(self) -> tuple[str, int]:
         return self.kind, self.index
 
+    @property
+    def parent(self) -> str:
+        """The path of the module around it."""
+        return self.name.rpartition(".")[0]
+
     def __str__(self) -> str:
         return f"{self.kind} layer {self.index}"
 

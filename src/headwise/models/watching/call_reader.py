@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ...attention import functional
 from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
+from ..multihead import HIDDEN
 from .lazy_masks import LazyMask, MaskRecipe
 
 ONE_PASS = 1 << 18  # scores per head from which one pass for output and statistics is worth its other rounding
 ROWS = 256  # queries of a block, where a mask or weights are made block by block
-HIDDEN = -1e4  # added by older models to hide a key: next to any visible key, its weight is 0 in every precision
 
 
 class ModelCall(NamedTuple):

@@ -16,7 +16,8 @@ from ...attention.nn.module import MultiHeadAttention, Projected
 from ...errors import UnsupportedError
 from .. import multihead
 from ..multihead import Attended, MultiheadCall
-from .call_reader import HIDDEN, Reading
+from ..padding import real_queries
+from .call_reader import Reading
 from .sources import KnownCall, Watched, Watcher, pass_through
 
 _lock = threading.RLock()
@@ -71,9 +72,10 @@ def _observe_own(module: MultiHeadAttention, projected: Projected, cache: KVCach
     }
     attend_options.pop("dropout", None)
     reading = Reading(q, k, v, attend_options, not cross)
+    visible = attend_options["mask"], options.get("lengths"), attend_options["offset"]
     call = KnownCall(
         module, reading, dropout,
-        real=None if cross else _real_queries(reading),
+        real=None if cross else real_queries(*visible, q, k),
         decoding=_tokens_before(cache, queries) > 0,
         first_key=cache.length - keys if isinstance(cache, SlidingCache) else 0,
         one_pass=not dropout and functional.is_one_pass(q, k, v, gradient=True, **attend_options),
@@ -89,24 +91,6 @@ def _tokens_before(cache: KVCache | None, queries: int) -> int:
     return (cache.queries if isinstance(cache, MemoryCache) else cache.length) - queries
 
 
-def _real_queries(reading: Reading) -> Tensor | None:
-    """(B, Tq) bool: the queries whose own keys exist, by the lengths and by a mask that is the same for all queries."""
-    options, device = reading.options, reading.q.device
-    batch, queries, keys = reading.q.shape[0], reading.q.shape[2], reading.keys
-    exists = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    mask, lengths = options["mask"], options.get("lengths")
-    if mask is not None and mask.shape[2] == 1:
-        visible = mask if mask.dtype == torch.bool else mask != -torch.inf
-        exists &= visible.any(1)[:, 0]
-    if lengths is not None:
-        exists &= torch.arange(keys, device=device) < lengths.to(device)[:, None]
-    if lengths is None and (mask is None or mask.shape[2] > 1):
-        return None
-    offset = torch.as_tensor(options["offset"], device=device).expand(batch)
-    own_keys = offset[:, None] + torch.arange(queries, device=device)  # (B, Tq)
-    return exists.gather(1, own_keys.clamp(0, keys - 1))
-
-
 # ---- nn.MultiheadAttention
 
 
@@ -118,7 +102,7 @@ def _observe_torch(module: nn.Module, call: MultiheadCall, answer: Callable[[], 
     reading = _read(call)
     real = None
     if call.key_padding is not None and call.same_sequence:
-        real = _visible(call.key_padding)
+        real = multihead.visible_keys(call.key_padding)
     # a fully masked row is NaN or a mean of all values in PyTorch, zeros here
     one_pass = not (call.need_weights or call.dropout) and reading.in_one_pass() and not _has_masked_rows(reading)
     attended: list[Attended] = []
@@ -137,13 +121,13 @@ def _read(call: MultiheadCall) -> Reading:
     queries, keys = call.q.shape[2], call.k.shape[2]
     causal, mask = call.causal, None
     if call.mask is not None:
-        mask = _readable(call.mask)
+        mask = multihead.readable_mask(call.mask)
         if mask.dim() == 2 and not call.appended_keys and _is_causal(mask):
             causal, mask = True, None
         else:
             mask = mask[None, None] if mask.dim() == 2 else mask.unflatten(0, call.q.shape[:2])
     if call.key_padding is not None:
-        padding = _readable(call.key_padding)[:, None, None]
+        padding = multihead.readable_mask(call.key_padding)[:, None, None]
         mask = padding if mask is None else _both(mask, padding)
     if mask is not None and call.appended_keys:
         mask = nn.functional.pad(mask, (0, call.appended_keys), value=mask.dtype == torch.bool)
@@ -151,23 +135,6 @@ def _read(call: MultiheadCall) -> Reading:
         "mask": mask, "causal": causal, "window": None, "offset": 0, "scale": None, "softcap": None, "sinks": None,
     }  # fmt: skip
     return Reading(call.q, call.k, call.v, options, queries == keys - call.appended_keys)
-
-
-def _visible(mask: Tensor) -> Tensor:
-    """Where PyTorch's mask shows a key: False, or anything but -inf and other numbers that hide."""
-    readable = _readable(mask)
-    return readable if readable.dtype == torch.bool else readable != -torch.inf
-
-
-def _readable(mask: Tensor) -> Tensor:
-    """PyTorch's mask (True or -inf hides) as attend takes it: bool where it only hides keys, else floats to add."""
-    if mask.dtype == torch.bool:
-        return ~mask
-    low = mask <= HIDDEN
-    hidden = (mask == -torch.inf) | (low & ~low.all(-1, keepdim=True))
-    if not bool((mask.masked_fill(hidden, 0) != 0).any()):
-        return ~hidden
-    return mask.masked_fill(hidden, -torch.inf)
 
 
 def _both(mask: Tensor, padding: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class PassState:
     def known_context(self, call: KnownCall) -> CallContext:
         """The context of a call whose meaning is known."""
         site, reading = self.site(call.module, call.turn), call.reading
-        cross, layer = site.kind.endswith("cross"), site.name.rpartition(".")[0]
+        cross, layer = site.kind.endswith("cross"), site.parent
         real = self._newest.get(layer, (None, False))[0] if cross and call.real is None else call.real
         batch, queries = reading.q.shape[0], reading.q.shape[2]
         if real is not None and (tuple(real.shape) != (batch, queries) or bool(real.all())):
