@@ -34,7 +34,9 @@ class HeadSelection:
 
     def with_all_heads(self) -> HeadSelection:
         """The same layers, with all of their heads."""
-        modules = {module: dict.fromkeys(turns, True) for module, turns in self.by_module.items()}
+        modules: dict[nn.Module, dict[int | None, HeadChoice]] = {
+            module: dict.fromkeys(turns, True) for module, turns in self.by_module.items()
+        }
         return HeadSelection(modules, self.everything)
 
     def __bool__(self) -> bool:

@@ -7,6 +7,7 @@ heads. What looks like attention and is not understood is rejected by name.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import types
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +173,8 @@ class FunctionMode(TorchFunctionMode):
         self.batch: int | None = None  # sequences of the outermost call
         self._traces: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
         self._pending: dict[Softmax, None] = {}  # those that have met no values yet
-        self._axes: dict[Any, HeadAxes | str] = {}
+        self._axes: dict[Any, HeadAxes | str] = {}  # by form of the lineage
+        self._in_order: dict[Any, bool] = {}  # by form of the lineage
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], served: bool) -> None:
         """A module begins to run."""
@@ -431,7 +433,9 @@ class FunctionMode(TorchFunctionMode):
         """A call of PyTorch's scaled_dot_product_attention."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
-        query, key, value, mask = (options.get(name) for name in names[:4])
+        query: Tensor = options["query"]
+        key: Tensor = options["key"]
+        mask: Tensor | None = options.get("attn_mask")
 
         def run() -> Tensor:
             output: Tensor = function(*args, **kwargs)
@@ -440,12 +444,14 @@ class FunctionMode(TorchFunctionMode):
         if query.is_nested:
             self._reject(tuple(self.modules), "nested tensors have no axis of tokens")
             return run()
-        lead = torch.broadcast_shapes(query.shape[:-2], _kv_lead(query, key))
-        query = query.expand(*lead, *query.shape[-2:])
+        lead = tuple(query.shape[:-2])
+        if key.shape[:-2] != lead:
+            lead = tuple(torch.broadcast_shapes(lead, _kv_lead(query, key)))
+            query = query.expand(*lead, *query.shape[-2:])
         axes_name = "".join(chr(ord("a") + i) for i in range(query.dim()))
         factor = Factor(options["query"], axes_name, axes_name)
         lineage = self._query_lineage(factor, factor) if tuple(options["query"].shape) == tuple(query.shape) else None
-        axes = self._read_axes(lineage, tuple(lead), *query.shape[-2:], documented=True)
+        axes = self._read_axes(lineage, lead, query.shape[-2], query.shape[-1], documented=True)
         if isinstance(axes, str):
             self._reject(tuple(self.modules), axes)
             return run()
@@ -456,7 +462,7 @@ class FunctionMode(TorchFunctionMode):
             tuple(self.modules),
             axes.by_head(query),
             axes.by_head(key),
-            axes.by_head(value),
+            axes.by_head(options["value"]),
             axes,
             mask=None if mask is None else axes.by_head(mask),
             causal=bool(options.get("is_causal")),
@@ -496,10 +502,12 @@ class FunctionMode(TorchFunctionMode):
             return
         lineage, kept = trace.lineage, trace.lineage.origin.call
         width = kept.axes.head_count * kept.width
-        with torch._C.DisableTorchFunction():
-            places = lineage.places(_head_places)
-            in_order = places.shape[-1] == width and bool((places == torch.arange(width)).all())
-        self.receiver.project(kept.token, linear, in_order, lambda: _outputs_at(lineage, x))
+        form = (lineage.signature, kept.axes, kept.order, width, x.dim())
+        if form not in self._in_order:
+            with torch._C.DisableTorchFunction():
+                places = lineage.places(_head_places)
+                self._in_order[form] = places.shape[-1] == width and bool((places == torch.arange(width)).all())
+        self.receiver.project(kept.token, linear, self._in_order[form], lambda: _outputs_at(lineage, x))
 
     def _reject(self, modules: tuple[nn.Module, ...], reason: str) -> None:
         module = modules[-1]
@@ -521,6 +529,11 @@ def function_name(function: Function) -> str:
     name: str = getattr(function, "__name__", "") or type(function).__name__
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return _bare_name(name)
+
+
+@functools.cache
+def _bare_name(name: str) -> str:
     return name.partition(".")[0].strip("_")
 
 
@@ -634,4 +647,4 @@ def _without_dispatch(function: types.FunctionType) -> Function:
     return copy
 
 
-_MHA_FORWARD = _without_dispatch(functional.multi_head_attention_forward)
+_MHA_FORWARD = _without_dispatch(cast("types.FunctionType", functional.multi_head_attention_forward))

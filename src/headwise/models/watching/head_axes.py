@@ -67,7 +67,9 @@ def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) 
         return f"the rows of its axes {(*lead, rows, columns)} are features and not tokens"
     features, tokens = features[..., 0], tokens[..., 0]
     mixed = f"sequences and heads are mixed in its axes {(*lead, rows, columns)}"
-    sizes, batch, heads = [], [], []
+    sizes: list[int] = []
+    batch: list[int] = []
+    heads: list[int] = []
     for axis, size in enumerate(lead):
         by_feature, by_token = (_varies(places, axis) for places in (features, tokens))
         number = len(sizes)
