@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..structure.heads import input_width
 from .head_axes import HeadAxes, assume_axes, read_axes
-from .lineage import JOINS, LAYOUTS, RESHAPES, Lineage, Origin, change_layout, join, origin_of
+from .lineage import JOINS, LAYOUTS, RESHAPES, Lineage, Origin, ReplayError, change_layout, join, origin_of
 from .products import PRODUCTS, Factor, Mix, Operands, projected_axes, read_mix, read_operands, read_scores
 
 Function = Callable[..., Any]
@@ -504,9 +504,7 @@ class FunctionMode(TorchFunctionMode):
         width = kept.axes.head_count * kept.width
         form = (lineage.signature, kept.axes, kept.order, width, x.dim())
         if form not in self._in_order:
-            with torch._C.DisableTorchFunction():
-                places = lineage.places(_head_places)
-                self._in_order[form] = places.shape[-1] == width and bool((places == torch.arange(width)).all())
+            self._in_order[form] = _in_order(lineage, width)
         self.receiver.project(kept.token, linear, self._in_order[form], lambda: _outputs_at(lineage, x))
 
     def _reject(self, modules: tuple[nn.Module, ...], reason: str) -> None:
@@ -625,12 +623,24 @@ def _head_places(origin: Origin) -> Tensor:
     return by_lead.reshape(shape).permute(*(order.index(axis) for axis in range(len(order))))
 
 
+def _in_order(lineage: Lineage, width: int) -> bool:
+    """Whether the heads' outputs lie head by head on the last axis, all of them and nothing else."""
+    try:
+        places = lineage.places(_head_places)
+    except ReplayError:
+        return False
+    return places.shape[-1] == width and bool((places == torch.arange(width)).all())
+
+
 def _outputs_at(lineage: Lineage, x: Tensor) -> Tensor | None:
     """x, which has the places of a call's output in another layout, as (B, H, Tq, Dv)."""
     origin = lineage.origin
+    count = math.prod(origin.shape)
     with torch._C.DisableTorchFunction():
-        count = math.prod(origin.shape)
-        places = lineage.places(lambda _: torch.arange(count).view(origin.shape)).flatten()
+        try:
+            places = lineage.places(lambda _: torch.arange(count).view(origin.shape)).flatten()
+        except ReplayError:
+            return None
         if places.numel() != count or not torch.equal(places.sort().values, torch.arange(count)):
             return None
         outputs = torch.empty_like(x).flatten()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
 from ...errors import UnsupportedError
-from ..hooks import Hooks
+from ..hooks import Hooks, check_values
 from ..passes import in_backward
 from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
@@ -109,6 +109,9 @@ class FunctionSource:
         thread = threading.current_thread()
         current = self._passes.get(thread)
         if current is None:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor):
+                    check_values(x, module, "watch")
             current = self._passes[thread] = _Pass(FunctionMode(self, self._paths))
             _enter(current.mode)
         current.parts[module] = 0

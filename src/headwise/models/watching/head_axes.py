@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .lineage import Lineage, feature_places, token_places
+from .lineage import Lineage, ReplayError, feature_places, token_places
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,12 @@ def assume_axes(lead: tuple[int, ...]) -> HeadAxes | None:
 
 def read_axes(lineage: Lineage, lead: tuple[int, ...], rows: int, columns: int) -> HeadAxes | str:
     """The leading axes of queries (*lead, rows, columns), by their places' origin, or why they cannot be told apart."""
-    features, tokens = (
-        lineage.places(start).reshape(*lead, rows, columns)[..., 0] for start in (feature_places, token_places)
-    )
+    try:
+        features, tokens = (
+            lineage.places(start).reshape(*lead, rows, columns)[..., 0] for start in (feature_places, token_places)
+        )
+    except ReplayError as error:
+        return f"how its axes {(*lead, rows, columns)} came about cannot be followed ({error})"
     if _varies(features, -1):
         return f"the rows of its axes {(*lead, rows, columns)} are features and not tokens"
     features, tokens = features[..., 0], tokens[..., 0]

@@ -26,6 +26,10 @@ LAYOUTS = frozenset(
 JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
 
 
+class ReplayError(Exception):
+    """A lineage that cannot be replayed."""
+
+
 @dataclass(frozen=True, eq=False)
 class Origin:
     """The tensor that a lineage begins with."""
@@ -46,11 +50,22 @@ class Lineage:
     depth: int = 0
 
     def places(self, start: Callable[[Origin], Tensor]) -> Tensor:
-        """The lineage replayed on the numbers that start gives for an origin; -1 where the origin is not known."""
+        """The lineage replayed on the numbers that start gives for an origin; -1 where the origin is not known.
+
+        Raises:
+            ReplayError: where the model's arguments do not fit such numbers, as indices on another device.
+        """
+        try:
+            with torch._C.DisableTorchFunction():
+                return self._replay(start)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ReplayError(str(error)) from error
+
+    def _replay(self, start: Callable[[Origin], Tensor]) -> Tensor:
         if self.replay is None:
             return start(self.origin)
         parts = [
-            parent.places(start) if isinstance(parent, Lineage) else torch.full(parent, -1) for parent in self.parents
+            parent._replay(start) if isinstance(parent, Lineage) else torch.full(parent, -1) for parent in self.parents
         ]
         return self.replay(*parts)
 
