@@ -140,8 +140,10 @@ class Watch:
         if missed:
             raise self._tracker.missed_error(missed[0])
         if self._tracker.completed and not self.recording.layers:
+            in_registry = all(site.source == "registry" for site in self._pass.sites)
+            missing = "asked transformers' registry for an attention function" if in_registry else "was called"
             raise UnsupportedError(
-                f"{type(self.model).__name__} ran, but none of its attention layers was called; its heads cannot be "
+                f"{type(self.model).__name__} ran, but none of its attention layers {missing}; its heads cannot be "
                 "watched"
             )
 
