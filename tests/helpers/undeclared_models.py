@@ -134,10 +134,10 @@ class HeadsFirst(Form):
 
 
 class HeadsFirstFused(Form):
-    """(H, B, T, D) in PyTorch's own function."""
+    """(H, B, T, D) in PyTorch's own function, from one tensor."""
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (HEADS, DIM)).permute(2, 0, 1, 3) for y in (q, k, v))
+        q, k, v = torch.stack((q, k, v), 2).unflatten(-1, (HEADS, DIM)).permute(2, 3, 0, 1, 4)
         return F.scaled_dot_product_attention(q, k, v).permute(1, 2, 0, 3).flatten(2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,19 +51,46 @@ def attention_sites(model: nn.Module) -> list[Site]:
     """Every softmax attention layer of a model, kind by kind and layer by layer."""
     check_model(model)
     modules = list(attention_modules(model))
-    towers = tower_names([module.stack for module in modules])
-    at_the_top = [module.name for module in modules if not module.stack and not module.cross]
-    if len(towers) > 1 and len(at_the_top) == 1 and at_the_top[0]:
-        towers[""] = at_the_top[0]
-    one_cross_tower = len({towers[module.stack] for module in modules if module.cross}) == 1
     by_kind: dict[str, list[AttentionModule]] = {}
-    for module in modules:
-        tower = towers[module.stack]
-        kind = tower if not module.cross else "cross" if one_cross_tower else f"{tower}.cross"
+    for module, kind in zip(modules, _kinds(modules), strict=True):
         if module.observed is not None and module.observed.part:
             kind = f"{kind}.{module.observed.part + 1}"  # a module that attends several times per call
         by_kind.setdefault(kind, []).append(module)
     return [site for kind, members in by_kind.items() for site in _numbered_sites(kind, members)]
+
+
+def _kinds(modules: list[AttentionModule]) -> list[str]:
+    """The kind of attention of each module.
+
+    Known modules (nn.MultiheadAttention and ours) inside a model with other attention have kinds of their own: what
+    the others are called does not depend on them.
+    """
+    others = [module for module in modules if module.source != "module"]
+    known = [module for module in modules if module.source == "module"]
+    kind_of = dict(zip((module.name for module in others), _tower_kinds(others, {}), strict=True))
+    towers = tower_names([module.stack for module in modules])
+    taken, names = set(kind_of.values()), {}
+    for module in known:
+        tower = towers[module.stack]
+        if len(towers) > 1 and not module.stack:
+            tower = module.name
+        elif tower in taken or any(other.stack == module.stack for other in others):
+            tower = module.stack if module.cross else module.name
+        names[module.name] = tower
+    kind_of |= zip((module.name for module in known), _tower_kinds(known, names, taken), strict=True)
+    return [kind_of[module.name] for module in modules]
+
+
+def _tower_kinds(
+    modules: list[AttentionModule], tower_of: Mapping[str, str], taken: Collection[str] = ()
+) -> Iterator[str]:
+    """Kinds by tower, tower_of: {module path: tower}, by default the part of its path that is a stack's own."""
+    towers = tower_names([module.stack for module in modules]) if modules else {}
+    names = [tower_of.get(module.name, towers[module.stack]) for module in modules]
+    crossed = {name for module, name in zip(modules, names, strict=True) if module.cross}
+    for module, name in zip(modules, names, strict=True):
+        cross = "cross" if len(crossed) == 1 and "cross" not in taken else f"{name}.cross"
+        yield cross if module.cross else name
 
 
 def require_sites(model: nn.Module) -> list[Site]:
@@ -108,12 +135,14 @@ def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
     if isinstance(key, tuple) and len(key) == 2:
         kind, index = key
     elif isinstance(key, int) and not isinstance(key, bool):
-        if len(kinds) > 1:
+        # a pooling head of a transformers model, which is an nn.MultiheadAttention, leaves its layers' numbers plain
+        numbered = list(dict.fromkeys(site.kind for site in sites if site.source != "module")) or kinds
+        if len(numbered) > 1:
             raise HeadwiseError(
                 f"layer {key} is ambiguous: {type(model).__name__} has {', '.join(kinds)} attention; "
                 f"use (kind, layer), such as ({kinds[0]!r}, {key})"
             )
-        kind, index = kinds[0], key
+        kind, index = numbered[0], key
     else:
         raise HeadwiseError(f"a layer is a number, (kind, number) or a module's path, got {key!r}")
     if kind not in kinds:

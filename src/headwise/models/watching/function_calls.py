@@ -254,6 +254,8 @@ class FunctionMode(TorchFunctionMode):
         """Any other function: it may change the layout of a tensor, or its values."""
         if name in JOINS:
             return self._join(name, function, args, kwargs)
+        if name == "iter":  # q, k, v = qkv
+            return iter(self._other("unbind", torch.Tensor.unbind, args, kwargs))
         operands = [(x, trace) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and (trace := self._get(x))]
         if not operands:
             return function(*args, **kwargs)

@@ -159,9 +159,12 @@ class Watch:
         if missed:
             raise self._tracker.missed_error(missed[0])
         if self._tracker.completed and not self.recording.layers:
+            sites = self._pass.sites
+            in_registry = bool(sites) and all(site.source == "registry" for site in sites)
+            missing = "asked transformers' registry for an attention function" if in_registry else "was called"
             candidates = "".join(f"; {rejection}" for rejection in self.rejected)
             raise UnsupportedError(
-                f"{type(self.model).__name__} ran, but none of its attention layers was called; its heads cannot be "
+                f"{type(self.model).__name__} ran, but none of its attention layers {missing}; its heads cannot be "
                 f"watched{candidates}"
             )
 
