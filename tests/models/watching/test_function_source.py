@@ -373,6 +373,20 @@ def test_importance_of_undeclared_heads_is_measured() -> None:
     assert scores["self"].shape == (2, HEADS)
 
 
+def test_undeclared_heads_are_pruned_to_zeros_and_not_cut() -> None:
+    model, x = spread(Stack(Einsum)), tokens()
+    with headwise.watch(model):
+        model(x)
+    with pytest.raises(UnsupportedError, match="cannot be cut out: no layer of a known name .*; zero=True zeroes them"):
+        headwise.prune_heads(model, {0: [1]})
+    pruned = headwise.prune_heads(model, {0: [1]}, zero=True)
+    with headwise.mask_heads(model, {0: [1]}):
+        masked = model(x)
+    torch.testing.assert_close(pruned(x), masked, rtol=0, atol=64 * ROUNDING)
+    with headwise.mask_heads(pruned, {1: [0]}):  # what is known of a model is known of its pruned copy
+        pruned(x)
+
+
 # ---- several sources, and none
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -42,3 +42,18 @@ def add_layer(module: nn.Module, layer: ObservedLayer) -> None:
     """Remember one more layer of a module."""
     with _lock:
         _layers.setdefault(module, []).append(layer)
+
+
+def copy_layers(model: nn.Module, duplicate: nn.Module) -> None:
+    """Remember of a copy of a model what is known of the model."""
+    copies = dict(zip(model.modules(), duplicate.modules(), strict=True))
+    for module, copied in copies.items():
+        for layer in observed_layers(module):
+            w_o = copies.get(layer.w_o) if layer.w_o is not None else None
+            add_layer(copied, replace(layer, output=None if w_o is None else weakref.ref(w_o)))
+
+
+def forget_layers(module: nn.Module) -> None:
+    """Forget what was seen of a module: it has other heads now."""
+    with _lock:
+        _layers.pop(module, None)

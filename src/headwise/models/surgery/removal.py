@@ -15,6 +15,7 @@ from .. import multihead
 from ..hooks import has_hooks
 from ..structure.heads import head_numbers, input_width, query_heads, w_o
 from ..structure.linear_layers import row_dim
+from ..structure.observed import copy_layers, forget_layers
 from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
 from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
@@ -76,6 +77,8 @@ def prune_heads(
     constants = removed_outputs(pruned, removed, compensate, batches)
     foreign = _remove_heads(pruned, removed, constants, zero)
     if not zero:
+        for path in removed:
+            forget_layers(pruned.get_submodule(path))
         _check_result(model, pruned, foreign, removed, constants, batches)
     pruned.train(model.training)
     return pruned
@@ -243,4 +246,5 @@ def _copy(model: Model) -> Model:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be copied ({first_line(error)}); give the plain model inside of it"
         ) from error
+    copy_layers(model, duplicate)
     return duplicate
