@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo examples pictures guide data atlases relations lab lab-pages tools test test-full matrix campaign sanitize neon bench \
+.PHONY: help setup demo examples pictures guide data atlases relations lab lab-pages tools test test-full interop matrix campaign sanitize neon bench \
         lint lint-js format clean
 
 help:  ## show this list
@@ -76,6 +76,13 @@ test: tools lint  ## lint, types and the tests
 
 test-full: tools lint  ## the long tests as well
 	$(BIN)/python -m pytest $(PARALLEL) -m 'full or not full'
+
+# --no-deps: torch is there already, and torchvision, which timm asks for, may have no build for it
+INTEROP := timm==1.0.30 diffusers==0.42.1 x-transformers==2.31.10 einops==0.8.2 einx==0.4.3 loguru==0.7.3 frozendict==2.5.1 \
+           torch-einops-utils==0.2.0
+interop: setup  ## the tests on models of other packages, which are installed into build/interop
+	$(BIN)/python -m pip install --quiet --no-deps --target build/interop $(INTEROP)
+	PYTHONPATH=build/interop $(BIN)/python -m pytest tests/models/watching/test_packages.py
 
 matrix: setup tools  ## the tests under other instruction sets, threads, kernels, orders and loads (hours)
 	$(BIN)/python tests/matrix.py -- $(PARALLEL)

@@ -17,7 +17,7 @@ SKIPS = (
     "no fork here",
     "HEADWISE_KERNEL=off",  # a test of the native kernel itself; tests/matrix.py has such runs
     "triton is not installed",  # it exists for Linux on x86-64 only
-    "timm is not installed",  # it needs torchvision; classes like its own are tested without it
+    "(timm|diffusers|x_transformers) is not installed",  # other people's models; make interop installs them
     "JupyterLab is missing",  # a long test; the same widget runs in the browser tests without it
 )
 

@@ -33,6 +33,7 @@ _LOCATIONS = {
     "Transformer": "attention.nn.stack",
     "TransformerBlock": "attention.nn.stack",
     "UnsupportedError": "errors",
+    "adapt": "models.structure.adapters",
     "atlas": "roles.atlas.build",
     "attend": "attention.functional",
     "card": "card",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from .models.loading.loader import load as load
     from .models.loading.loader import tokenizer as tokenizer
     from .models.register import register as register
+    from .models.structure.adapters import adapt as adapt
     from .models.surgery.removal import prune_heads as prune_heads
     from .models.surgery.saving import save as save
     from .models.watching.watcher import watch as watch

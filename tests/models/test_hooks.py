@@ -48,7 +48,7 @@ def hook_count(model: nn.Module) -> int:
 
 def assert_nothing_left(model: nn.Module) -> None:
     assert hook_count(model) == 0
-    assert not registry._watchers and not registry._uninstall
+    assert not registry._watched and not registry._uninstall
     assert not hooks._claims and not hooks._uncompiled_for and not hooks._stance
     assert AttentionInterface.get_interface.__module__ != registry.__name__
     assert "__getitem__" not in AttentionMaskInterface.__dict__

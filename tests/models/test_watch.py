@@ -56,14 +56,19 @@ def assert_equal(a: Any, b: Any) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+def in_registry(seen: Any) -> list[Any]:
+    """The layers that eager attention has too: SigLIP's pooling head is an nn.MultiheadAttention."""
+    return [layer for layer in seen.layers if layer.source == "registry"]
+
+
 def assert_equals_eager(family: Family, batch: dict[str, Tensor], model: nn.Module, seen: Any) -> float:
     """Compare statistics and weights of every layer with eager; returns the mean entropy relative to its maximum."""
     true = eager_calls(family, batch)
-    assert {layer.name for layer in seen.layers} == set(true)
+    assert {layer.name for layer in in_registry(seen)} == set(true)
     assert sorted(seen.unseen) == []
     spread = []
     for name, calls in true.items():
-        layers = [layer for layer in seen.layers if layer.name == name]
+        layers = [layer for layer in in_registry(seen) if layer.name == name]
         # a module that serves several layers is called once for each; images of several sizes are calls of one layer
         for layer, layer_calls in zip(layers, [calls] if len(layers) == 1 else [[call] for call in calls], strict=True):
             real, exists = real_tokens(family, batch, layer.kind, model)
@@ -94,9 +99,9 @@ def test_statistics_of_a_padded_batch_equal_eager(name: str, implementation: str
         plain = model(**batch)
     out, seen = run_watched(model, batch, weights=True)
     assert_equal(plain, out)
-    assert tuple(dict.fromkeys(layer.kind for layer in seen.layers)) == family.kinds
+    assert tuple(dict.fromkeys(layer.kind for layer in in_registry(seen))) == family.kinds
     if family.layers is not None:
-        assert tuple(layer.index for layer in seen.layers) == family.layers
+        assert tuple(layer.index for layer in in_registry(seen)) == family.layers
     assert assert_equals_eager(family, batch, model, seen) < 0.8  # far from uniform attention
 
 
@@ -141,7 +146,7 @@ def test_outputs_are_the_inputs_of_w_o(name: str) -> None:
         linear.register_forward_hook(lambda _, args, out, path=path: mixed.setdefault(path, []).append(out))
     _, seen = run_watched(model, batch, outputs=True)
     true = eager_calls(family, batch)
-    for layer in seen.layers:
+    for layer in in_registry(seen):
         product = mixed[layer.name].pop(0)
         calls = true[layer.name] if layer.kind == "visual" else [true[layer.name].pop(0)]
         output = torch.cat([call.output for call in calls], 2)  # images of several sizes go through W_O together
@@ -172,3 +177,22 @@ def test_each_is_called_once_per_attention_call() -> None:
 def test_at_least_80_model_types_are_tested() -> None:
     assert len({family.type for family in FAMILIES}) >= 80
     assert len(NAMES) == len(set(NAMES))
+
+
+@pytest.mark.parametrize("name", ["siglip_vision_model", "siglip"])
+def test_the_pooling_head_of_siglip_is_a_layer_of_its_own(name: str) -> None:
+    family = BY_NAME[name]
+    model, batch = build(family), inputs(family, "right")
+    _, seen = run_watched(model, batch, weights=True)
+    [head] = [layer for layer in seen.layers if layer.source == "module"]
+    assert head.name.endswith("head.attention") and head.kind in ("head", "vision_model.head")
+    pooled: list[Tensor] = []
+    module = model.get_submodule(head.name)
+    keep = module.register_forward_pre_hook(lambda _, args: pooled.extend(args[:2]))
+    with torch.no_grad():
+        model(**batch)
+        keep.remove()
+        weights = module(pooled[0], pooled[1], pooled[1], average_attn_weights=False)[1]
+    torch.testing.assert_close(head.weights, weights, rtol=1e-5, atol=1e-6)  # float32 softmax of a few scores
+    if name == "siglip_vision_model":
+        assert seen[0].kind == "self"  # a number alone is still a layer of the encoder

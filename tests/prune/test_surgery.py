@@ -137,7 +137,7 @@ def test_a_pruned_model_can_be_pruned_masked_and_watched(name: str) -> None:
     with torch.no_grad():
         assert error(twice(**batch), want) < EXACT
         assert error(masked_output(once, {layer: [0] for layer in keys}, batch), want) < EXACT
-        if all(site.registered for site in sites):
+        if all(site.source == "registry" for site in sites):
             with headwise.watch(once) as seen:
                 once(**batch)
             assert seen[site.key].heads.query == len(before)

@@ -232,6 +232,44 @@ def attend_side_by_side(
     return join_heads(attend(q, k, v, softcap=softcap, dropout=dropout, **visible))
 
 
+def attend_with_slopes(
+    q: Tensor, k: Tensor, v: Tensor, *, slopes: Tensor | None = None, **options: Unpack[AttendOptions[Tensor]]
+) -> Tensor:
+    """attend with ALiBi's slopes (Hq,)."""
+    if slopes is None:
+        return attend(q, k, v, **options)
+    q, k, v = cast_inputs(q, k, v)
+    return dispatch.attend(q, k, v, build_call(q, k, v, slopes=slopes, **options))
+
+
+def weights_with_slopes(
+    q: Tensor, k: Tensor, rows: Any = None, heads: Any = None, **options: Unpack[CallOptions[Tensor]]
+) -> Tensor:
+    """weights with ALiBi's slopes (Hq,); gates and dropout play no part in it."""
+    q, k = cast_inputs(q, k)
+    return dispatch.weights(q, k, build_call(q, k, **options), rows, heads)
+
+
+def head_stats_with_slopes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    queries: Tensor | None = None,
+    classes: dict[str, Tensor] | None = None,
+    cross: bool = False,
+    received: bool = False,
+    slopes: Tensor | None = None,
+    **options: Unpack[AttendOptions[Tensor]],
+) -> tuple[Tensor, HeadStats]:
+    """head_stats with ALiBi's slopes (Hq,)."""
+    if slopes is None:
+        return head_stats(q, k, v, queries=queries, classes=classes, cross=cross, received=received, **options)
+    q, k, v = cast_inputs(q, k, v)
+    call = build_call(q, k, v, slopes=slopes, **options)
+    return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross, received))
+
+
 def head_stats_without_values(
     q: Tensor,
     k: Tensor,
@@ -259,11 +297,13 @@ def strongest_keys(q: Tensor, k: Tensor, count: int, **options: Unpack[CallOptio
     return dispatch.strongest_keys(q, k, build_call(q, k, k[..., :1], **options), count)
 
 
-def is_one_pass(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[CallOptions[Tensor]]) -> bool:
-    """Whether head_stats computes output and statistics in one pass of a kernel."""
+def is_one_pass(
+    q: Tensor, k: Tensor, v: Tensor, *, gradient: bool = False, **options: Unpack[CallOptions[Tensor]]
+) -> bool:
+    """Whether head_stats computes output and statistics in one pass of a kernel; gradient: also where one is needed."""
     check_options(options, CALL)
     q, k, v = cast_inputs(q, k, v)
     call = build_call(q, k, v, **options)
-    return dispatch.why_not_one_pass(q, call, ExtraOutputs(stats=StatsRequest())) is None and not needs_gradient(
-        q, k, v, call.sinks, call.gates, call.visibility.mask
-    )
+    if dispatch.why_not_one_pass(q, call, ExtraOutputs(stats=StatsRequest())) is not None:
+        return False
+    return gradient or not needs_gradient(q, k, v, call.sinks, call.gates, call.visibility.mask)

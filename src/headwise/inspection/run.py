@@ -12,6 +12,7 @@ from ..attention.stats import HeadStats, stats_from_weights
 from ..errors import UnsupportedError
 from ..models.loading.resolve import resolve
 from ..models.structure.text_model import text_model
+from ..models.text_inputs import device_of, run_on_tokens
 from ..models.watching import output_attentions, watch
 from .comparison import Comparison
 from .encoding import clean_text, encode
@@ -37,8 +38,7 @@ def inspect(
 
     Args:
         text: a sentence or more.
-        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer; by default a small
-            bundled model.
+        model: a name as `headwise.load` takes it, or a model with its tokenizer; by default a small bundled model.
         tokenizer: of a model that is given as an object.
         against: a second text to compare with.
         token: the word or words to follow, such as "it", or "bank:2" for the second "bank".
@@ -74,7 +74,7 @@ def inspect(
 
 def _observe(model: Any, encoded: Any, all_words: Words, shown_words: Words) -> dict[str, Any]:
     """Run the model: per layer its weights between words, and its statistics over tokens."""
-    ids = torch.tensor([encoded["input_ids"]], device=model.device)
+    ids = torch.tensor([encoded["input_ids"]], device=device_of(model))
     delimiter = torch.zeros(ids.shape, dtype=torch.bool)
     for is_delimiter, group in zip(all_words.delimiter, all_words.pieces, strict=True):
         delimiter[0, list(group)] = is_delimiter
@@ -103,7 +103,7 @@ def _run_layers(model: Any, ids: torch.Tensor, delimiter: torch.Tensor) -> list[
         arrays = [_array(layer[0]) for layer in attentions]
         return [(i, layer, statistics_of_weights(layer, delimiter[0].numpy())) for i, layer in enumerate(arrays)]
     with torch.no_grad(), observer as seen:
-        model(**inputs)
+        run_on_tokens(model, inputs)
     kinds = sorted({layer.kind for layer in seen.layers})
     if len(kinds) > 1:
         raise UnsupportedError(

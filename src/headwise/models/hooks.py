@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HeadwiseError, UnsupportedError
+from . import multihead
 
 Context = TypeVar("Context")
 # where a module keeps its hooks; the functions are in the last two, from which the others are removed by number
@@ -83,6 +84,7 @@ class Hooks:
             self.on = True
             _claim(self)
             _run_uncompiled(self)
+            multihead.open_modules(self, self.attention_modules)
             for step in steps:
                 step()
             return context
@@ -100,7 +102,11 @@ class Hooks:
 
     def _undo_all(self) -> None:
         error = None
-        for step in (self.undo or (lambda: None), self._unhook, lambda: _run_compiled(self), lambda: _release(self)):
+        steps = (
+            self.undo or (lambda: None), self._unhook, lambda: multihead.close_modules(self),
+            lambda: _run_compiled(self), lambda: _release(self),
+        )  # fmt: skip
+        for step in steps:
             try:
                 step()
             except BaseException as problem:  # the other steps must run in any case

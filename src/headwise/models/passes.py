@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from .hooks import Hooks
+from .padding import real_queries_of
 from .structure.heads import w_o
 from .structure.sites import Site, owners
 
@@ -32,6 +33,9 @@ class _PassState(threading.local):
         self.turns: dict[nn.Module, int] = {}  # by attention module: which of its calls in this pass is running
         self.padding: dict[nn.Module, Tensor | None] = {}  # by whole model: the 2-D mask that it was given
         self.awaited: dict[nn.Module, None] = {}  # attention modules that were called and have not arrived, in order
+        self.running = 0  # whole models that are running, one inside the other
+        # by the path of the layer around a known module: which queries of its newest self-attention call are tokens
+        self.real: dict[str, Tensor | None] = {}
 
 
 class PassTracker:
@@ -72,6 +76,10 @@ class PassTracker:
             self._hooks.after(owner, self._end_pass(end), always=True)
         for module in modules:
             self._hooks.before(module, self._count_call)
+        if self._awaits == "W_O":
+            for module, sites in self._sites_of.items():
+                if sites[0].source == "module" and not sites[0].kind.endswith("cross"):
+                    self._hooks.before(module, self._note_real, kwargs=True)
 
     def before_w_o(self, site: Site, change: ChangeInput) -> None:
         """Set a function before the W_O of a site's module, for all layers that the module serves."""
@@ -94,8 +102,10 @@ class PassTracker:
         """The error for a layer whose module was called without calling what the tracker awaits."""
         if self._awaits == "W_O":
             failure = "does not call its W_O"
-        else:
+        elif site.source == "registry":
             failure = "did not ask transformers' registry for an attention function when it was called"
+        else:
+            failure = "did not compute its attention by its base class's forward when it was called"
         return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {failure}; {self._consequence}")
 
     def turn(self, module: nn.Module) -> int:
@@ -115,6 +125,10 @@ class PassTracker:
         A mask may be longer than the queries, which are then its last positions; keys: the only other length it may
         have. Where the innermost model was given no mask, that of the outermost serves if it has the queries' shape.
         """
+        site = self._sites_of[module][0]
+        if site.source == "module":
+            real = self._state.real.get(site.parent)
+            return real if real is not None and tuple(real.shape) == (batch, queries) else None
         padding = self._state.padding.get(self.owners[module])
         if padding is not None:
             fits = padding.shape[1] >= queries if keys is None else padding.shape[1] in (queries, keys)
@@ -136,6 +150,7 @@ class PassTracker:
     def _begin_pass(self, begin: Begin | None) -> Callable[..., None]:
         def hook(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.was_called = True
+            self._state.running += 1
             if begin is not None:
                 begin(owner)
             self._state.padding[owner] = _padding(owner, args, kwargs)
@@ -147,6 +162,7 @@ class PassTracker:
 
     def _end_pass(self, end: End | None) -> Callable[..., None]:
         def hook(owner: nn.Module, args: Any, output: Any) -> None:
+            self._state.running = max(0, self._state.running - 1)
             completed = output is not None  # a pass that raised has no output, and its own error
             self.completed = self.completed or completed
             if end is not None:
@@ -159,9 +175,15 @@ class PassTracker:
 
         return hook
 
+    def _note_real(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep which queries of a known self-attention are tokens, for it and for the cross-attention beside it."""
+        self._state.real[self._sites_of[module][0].parent] = real_queries_of(module, args, kwargs)
+
     def _count_call(self, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            self._state.turns[module] = self._state.turns.get(module, -1) + 1
+            # outside of a pass, as where another method than forward runs a stack, each call begins one of its own
+            in_pass = self._state.running or len(self._sites_of[module]) > 1
+            self._state.turns[module] = self._state.turns.get(module, -1) + 1 if in_pass else 0
             self._state.awaited[module] = None
         elif self._awaits == "W_O" and len(self._sites_of[module]) > 1:
             raise UnsupportedError(

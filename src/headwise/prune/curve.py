@@ -90,4 +90,6 @@ def _resample(batch: Any, random: np.random.Generator) -> Any:
     rows = torch.from_numpy(random.integers(0, size, size))
     if isinstance(batch, torch.Tensor):
         return batch[rows]
+    if isinstance(batch, tuple):
+        return tuple(x[rows] if isinstance(x, torch.Tensor) and len(x) == size else x for x in batch)
     return {name: x[rows] if isinstance(x, torch.Tensor) and len(x) == size else x for name, x in batch.items()}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, UnsupportedError
 from ..models.intervene.masking import mask_heads
 from ..models.structure.sites import attention_sites
 from .attention_layers import UNITS, AttentionLayer, attention_layers
@@ -39,7 +39,8 @@ def importance(
 
     Args:
         model: it is left as it was, its mode and the `requires_grad` of its parameters included.
-        batches: dicts of model inputs, with "labels" or without; a tensor is the model's only argument.
+        batches: dicts of model inputs, with "labels" or without; a tensor is the model's only argument, and a tuple
+            has them in order.
         score: michel, michel-token, ablation, output, variance, confidence, sink, magnitude, random, l0, or the name
             of a score that was registered by `headwise.prune.score`.
         loss: a function of (model's output, batch) that gives one loss per example (B,), or their mean. By default
@@ -70,6 +71,7 @@ def importance(
     batches = list(batches)
     if not batches and definition.runs_model:
         raise HeadwiseError(f"{score} needs batches of model inputs, and there are none")
+    _check_batch_axis(model)
     sites = attention_sites(model)
     if not sites:
         raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
@@ -124,6 +126,17 @@ def _check_arguments(score: Score, unit: str, options: Mapping[str, Any]) -> Non
     unknown = sorted(set(options) - set(score.options))
     if unknown:
         raise HeadwiseError(f"{score.name} has no option {unknown[0]!r}; it has {', '.join(score.options) or 'none'}")
+
+
+def _check_batch_axis(model: nn.Module) -> None:
+    """Refuse PyTorch's own classes that take (T, B, width): examples are counted along the first axis."""
+    bare = isinstance(model, (nn.MultiheadAttention, nn.Transformer)) or type(model).__module__.startswith("torch.nn")
+    attention = next((module for module in model.modules() if isinstance(module, nn.MultiheadAttention)), None)
+    if bare and attention is not None and not attention.batch_first:
+        raise UnsupportedError(
+            f"this {type(model).__name__} takes (T, B, width), and examples are counted along the first axis; give a "
+            "model with batch_first=True, or one around it that takes (B, T, ...)"
+        )
 
 
 def _check_seed(seed: Any) -> int:

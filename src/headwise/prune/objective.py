@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..attention.nn.stack import Decoder
 from ..errors import HeadwiseError
 from ..models.surgery.dummy_inputs import output_tensors
 
@@ -79,10 +80,11 @@ def _from_loss(name: str, description: str, loss: Loss) -> Objective:
 
 def batch_size(batch: Any) -> int:
     """The number of examples of a batch."""
-    tensors = [x for x in batch.values() if isinstance(x, Tensor)] if isinstance(batch, Mapping) else [batch]
-    if not tensors or not isinstance(tensors[0], Tensor):
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else [batch]
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    if not tensors:
         raise HeadwiseError(
-            f"a batch is a dict of model inputs or a tensor, got {type(batch).__name__} without tensors"
+            f"a batch is a dict of model inputs, a tensor or a tuple of them, got {type(batch).__name__}"
         )
     return int(tensors[0].shape[0])
 
@@ -102,7 +104,9 @@ def _per_example(loss: Tensor, batch: Any) -> Tensor:
 
 
 def has_logits(model: Any) -> bool:
-    """Whether a transformers model has an output head, by the name of its class."""
+    """Whether a model has an output head: one of transformers by the name of its class."""
+    if isinstance(model, Decoder):
+        return model.shape.head is not None
     name = type(model).__name__
     return any(
         mark in name for mark in ("LMHead", "ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "Classification")
@@ -110,14 +114,17 @@ def has_logits(model: Any) -> bool:
 
 
 def is_causal(model: Any) -> bool:
-    """Whether a transformers model predicts the next token, by the name of its class."""
+    """Whether a model predicts the next token: one of transformers by the name of its class."""
+    if isinstance(model, Decoder):
+        return not model.shape.decoder_layers
     name = type(model).__name__
     return "CausalLM" in name or "LMHeadModel" in name
 
 
 def label_loss(out: Any, batch: Any, shift: bool) -> Tensor:
     """Mean cross-entropy per example, of labels (B,) or (B, T); the squared error where there is one class."""
-    logits, labels = out.logits.float(), batch["labels"].to(out.logits.device)
+    logits = logits_of(out).float()
+    labels = batch["labels"].to(logits.device)
     if logits.dim() == 2 and logits.shape[1] == 1:
         return (logits[:, 0] - labels.float()) ** 2
     if logits.dim() == 2:
@@ -133,11 +140,24 @@ def label_loss(out: Any, batch: Any, shift: bool) -> Tensor:
 
 def text_loss(out: Any, batch: Any) -> Tensor:
     """The mean loss of the next tokens of each example."""
-    ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
+    ids = _token_ids(batch)
     if ids.shape[1] < 2:
         raise HeadwiseError("a text of one token has no next token to predict; give longer texts")
     labels = ids[:, 1:].masked_fill(~_next_tokens(batch), IGNORED)
-    return _mean_over_tokens(out.logits.float()[:, :-1], labels.to(out.logits.device))
+    logits = logits_of(out).float()
+    return _mean_over_tokens(logits[:, :-1], labels.to(logits.device))
+
+
+def logits_of(out: Any) -> Tensor:
+    """The logits of a model's output; headwise's own stacks return them alone."""
+    logits: Tensor = getattr(out, "logits", out)
+    return logits
+
+
+def _token_ids(batch: Any) -> Tensor:
+    """(B, T): the tokens of a batch; headwise's own stacks call them ids."""
+    ids: Tensor = batch if not isinstance(batch, Mapping) else batch["input_ids" if "input_ids" in batch else "ids"]
+    return ids
 
 
 def next_token_counts(batch: Any) -> Tensor:
@@ -147,8 +167,8 @@ def next_token_counts(batch: Any) -> Tensor:
 
 def _next_tokens(batch: Any) -> Tensor:
     """(B, T - 1) bool: the tokens that follow a token, wherever the padding is."""
-    ids = batch["input_ids"] if isinstance(batch, Mapping) else batch
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    ids = _token_ids(batch)
+    mask = token_mask(batch, ids.shape)
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     return real[:, 1:] & real[:, :-1]
 
@@ -161,7 +181,7 @@ def _mean_over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
 
 def sampled_label_loss(out: Any, batch: Any, random: torch.Generator) -> Tensor:
     """Cross-entropy of labels drawn from the model's own softmax, whose gradient gives the Fisher information."""
-    logits = out.logits.float()
+    logits = logits_of(out).float()
     probabilities = logits.detach().softmax(-1).flatten(0, -2).cpu()
     labels = torch.multinomial(probabilities, 1, generator=random).view(logits.shape[:-1]).to(logits.device)
     if logits.dim() == 2:
@@ -176,7 +196,7 @@ def _ignore_padding(labels: Tensor, batch: Any) -> Tensor:
 
 def token_mask(batch: Any, shape: torch.Size) -> Tensor | None:
     """The attention mask of a batch that has this shape (B, T), the decoder's first; None where none has it."""
-    names = ("decoder_attention_mask", "attention_mask") if isinstance(batch, Mapping) else ()
+    names = ("decoder_attention_mask", "attention_mask", "mask") if isinstance(batch, Mapping) else ()
     masks = (batch.get(name) for name in names)
     return next((mask for mask in masks if mask is not None and mask.shape == shape), None)
 
@@ -190,7 +210,7 @@ def random_direction(out: Any, batch: Any, random: torch.Generator) -> Tensor:
 
 def kl_divergence(out: Any, batch: Any, full: Any) -> Tensor:
     """KL(full || out) of the softmax, the mean over the real tokens of each example."""
-    divergence = softmax_divergence(out.logits, full.logits)
+    divergence = softmax_divergence(logits_of(out), logits_of(full))
     if divergence.dim() == 1:
         return divergence
     real = _ignore_padding(torch.zeros_like(divergence, dtype=torch.long), batch) != IGNORED

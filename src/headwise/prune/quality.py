@@ -13,7 +13,7 @@ from ..models.intervene.head_outputs import run
 from ..resampling import bootstrap_counts, interval
 from .attention_layers import attention_layers
 from .head_scores import RESAMPLES
-from .objective import Loss, choose_objective, next_token_counts
+from .objective import Loss, choose_objective, logits_of, next_token_counts
 
 ROUNDING = 1e-6  # a distance to the full model below this is rounding
 
@@ -69,8 +69,9 @@ def quality_per_text(model: Any, full: Any, batches: list[Any], loss: Loss | Non
     with torch.inference_mode():
         for batch in batches:
             output = run(model, batch)
-            if accuracy and output.logits.dim() == 2 and output.logits.shape[1] > 1:
-                batch_values = (output.logits.argmax(-1) == batch["labels"]).double()
+            logits = logits_of(output) if accuracy else None
+            if logits is not None and logits.dim() == 2 and logits.shape[1] > 1:
+                batch_values = (logits.argmax(-1) == batch["labels"]).double()
             else:
                 accuracy = False
                 reference = run(full, batch) if objective.relative else None

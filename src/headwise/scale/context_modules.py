@@ -33,6 +33,7 @@ SUPPORTED = ("causal", "window", "lengths", "gates", "positions")  # options of 
 class SplitSequenceAttention(MultiHeadAttention):
     """Self-attention over a sequence of which this rank holds some tokens, as `shard_sequence` gives them."""
 
+    is_split = True
     zigzag: bool
     mesh: DeviceMesh | None
     timeout: float | None

@@ -48,6 +48,7 @@ class SplitAttention(SplitModule, MultiHeadAttention):
     `heads` are this rank's, `plan.heads` the whole layer's. Gates, masks and head numbers are the whole layer's.
     """
 
+    is_split = True
     plan: HeadPlan
     _head_numbers: Tensor  # of this rank's query heads, in the whole layer
 

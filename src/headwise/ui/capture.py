@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import functional
 from ..errors import HeadwiseError, UnsupportedError
 from ..inspection import SENTENCE, STATISTICS, clean_text, encode
 from ..inspection.words import Words, words
@@ -19,6 +18,7 @@ from ..models.intervene import mask_heads
 from ..models.loading.resolve import resolve
 from ..models.structure import Site, attention_sites, w_o
 from ..models.structure.text_model import text_model
+from ..models.text_inputs import device_of, is_encoder_decoder, run_on_tokens
 from ..models.watching import EagerReading, Layer, Reading, Watch, watch
 
 BLOCK = 1 << 20  # weights in memory at once, of all heads of a layer together: about the cache of a core
@@ -86,8 +86,6 @@ class LayerRecord:
 
     def _plain(self, rows: list[int], heads: list[int] | None) -> Tensor:
         assert isinstance(self.reading, Reading)
-        if self.reading.recipe is None:
-            return functional.weights(self.reading.q, self.reading.k, rows=rows, heads=heads, **self.reading.options)
         return self.reading.weights(rows, heads)
 
 
@@ -159,32 +157,32 @@ def run(
     texts = [clean_text(raw) for raw in ((text,) if target is None else (text, target))]
     default_name, model, tokenizer = resolve(model, tokenizer)
     name = name or default_name
-    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    encoder_decoder = is_encoder_decoder(model)
     with_decoder = target is not None and encoder_decoder
     if target is not None and not with_decoder:
         raise HeadwiseError(f"{name} has no decoder beside its encoder; leave the target out")
     body, notes = (model, ()) if with_decoder else text_model(model, purpose="inspect needs", name=name)
     encoded = [encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
     if with_decoder:
-        encoded[1] = _decoder_inputs(encoded[1][0], model.config), encoded[1][1]
+        encoded[1] = _decoder_inputs(encoded[1][0], getattr(model, "config", None)), encoded[1][1]
     read_texts = tuple(_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))
     for read_text in read_texts:
         if max_tokens is not None and len(read_text.ids) > max_tokens:
             raise HeadwiseError(f"the text has {len(read_text.ids):,} tokens, {max_tokens:,} are allowed here")
-    inputs = {"input_ids": torch.tensor([read_texts[0].ids], device=body.device)}
+    inputs = {"input_ids": torch.tensor([read_texts[0].ids], device=device_of(body))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if with_decoder:
-        inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=body.device)
+        inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=device_of(body))
     masks = _head_masks(body, off)
     readings: Readings = {}
     watcher = _watch(body, _classes(body, read_texts, with_decoder), readings)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_stop_hooks(body, stop))
-        unmasked = body(**inputs) if masks else None
+        unmasked = run_on_tokens(body, inputs) if masks else None
         for change in masks:
             stack.enter_context(change)
         stack.enter_context(watcher)
-        output = body(**inputs)
+        output = run_on_tokens(body, inputs)
     masked_heads = masks[0].heads if masks else {}
     sites = {site.name: site for site in attention_sites(body)}
     layers = [

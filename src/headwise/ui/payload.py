@@ -313,7 +313,7 @@ def _steps(
 def steps(record: LayerRecord, heads: Sequence[int]) -> dict[str, Any] | None:
     """q, k, v and options behind the weights of some heads; None if the model's own code computes them differently."""
     reading = record.reading
-    if not isinstance(reading, Reading):
+    if not isinstance(reading, Reading) or _has_more_options(reading):
         return None
     group = reading.q.shape[1] // reading.k.shape[1]
     pairs = sorted({head // group for head in heads})
@@ -337,6 +337,13 @@ def steps(record: LayerRecord, heads: Sequence[int]) -> dict[str, Any] | None:
         "mask": mask,
         "complete": complete,
     }
+
+
+def _has_more_options(reading: Reading) -> bool:
+    """Whether scores depend on options that the page does not know."""
+    options = reading.options
+    tensors = any(options.get(name) is not None for name in ("slopes", "gates", "starts", "lengths"))
+    return tensors or options.get("keep_first", 0) != 0
 
 
 def _bias(reading: Reading) -> tuple[dict[str, Any] | None, bool]:

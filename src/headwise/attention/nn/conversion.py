@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ShapeError, UnsupportedError
-from .positions import Alibi
+from ...heads import Heads
+from .positions import Alibi, Rotary
 
 if TYPE_CHECKING:
     from .module import MultiHeadAttention
@@ -110,10 +111,7 @@ def pruned(module: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttenti
     retained = retained_heads(module, heads)
     size = max(len(group) for group in retained.values())
     query: list[int | None] = [h for group in retained.values() for h in (*group, *[None] * (size - len(group)))]
-    position = module.position
-    if isinstance(position, Alibi):
-        slopes = position.for_heads(module.heads.query)
-        position = Alibi(tuple(0.0 if h is None else slopes[h] for h in query))
+    position = _position_of(module, query)
     like = module.W_O.weight
     new = type(module)(
         module.heads.width, len(query), len(retained), head_dim=module.heads.dim, kdim=module.kdim, vdim=module.vdim,
@@ -139,6 +137,23 @@ def pruned(module: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAttenti
             norm.eps = old_norm.eps
     new.head_numbers = tuple(None if h is None else module.head_numbers[h] for h in query)
     return new.train(module.training)
+
+
+def set_heads(module: MultiHeadAttention, query: list[int | None], kv_count: int) -> None:
+    """Note in a module that its projections now hold these of its query heads, None for a head of zeros."""
+    heads = module.heads
+    module.position = _position_of(module, query)
+    module.head_numbers = tuple(None if h is None else module.head_numbers[h] for h in query)
+    module.heads = Heads(heads.width, len(query), kv_count, heads.dim, heads.value_dim)
+
+
+def _position_of(module: MultiHeadAttention, query: list[int | None]) -> Rotary | Alibi | None:
+    """The positions of these of a module's query heads: ALiBi has a slope per head."""
+    position = module.position
+    if not isinstance(position, Alibi):
+        return position
+    slopes = position.for_heads(module.heads.query)
+    return Alibi(tuple(0.0 if h is None else slopes[h] for h in query))
 
 
 def retained_heads(module: MultiHeadAttention, heads: Iterable[int]) -> dict[int, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from ...errors import CacheError, ShapeError, UnsupportedError
 from ...heads import Heads
 from ...shapes import check_at_least
-from .. import dispatch, functional, validation
-from ..call import build_call, build_request
+from .. import functional, validation
 from ..head_layout import join_heads, split_heads
 from ..options import AttendOptions, KeepFirst, Window, check_options
 from ..stats import HeadStats
-from ..torch_modes import autocast_enabled, cast_inputs
+from ..torch_modes import autocast_enabled
 from ..validation import band, shown, window_pairs
 from ..visibility_options import check_tensor
 from . import conversion
@@ -65,26 +64,24 @@ class Projected(NamedTuple):
 
     def weights(self, rows: Selection = None, heads: Selection = None) -> Tensor:
         """(B, heads, rows, Tk), before dropout."""
-        q, k = cast_inputs(self.q, self.k)
-        return dispatch.weights(q, k, build_call(q, k, slopes=self.slopes, **self.options), rows, heads)
+        return functional.weights_with_slopes(self.q, self.k, rows, heads, slopes=self.slopes, **self.options)
 
     def attend(self) -> Tensor:
         """(B, H, Tq, d_k)."""
-        if self.slopes is None:
-            return functional.attend(self.q, self.k, self.v, **self.options)
-        q, k, v = cast_inputs(self.q, self.k, self.v)
-        return dispatch.attend(q, k, v, build_call(q, k, v, slopes=self.slopes, **self.options))
+        return functional.attend_with_slopes(self.q, self.k, self.v, slopes=self.slopes, **self.options)
 
     def stats(
         self, queries: Tensor | None, classes: dict[str, Tensor] | None, cross: bool, received: bool
     ) -> HeadStats:
         """The statistics of every head."""
-        if self.slopes is None:
-            counted: Any = {"queries": queries, "classes": classes, "cross": cross, "received": received}
-            return functional.head_stats(self.q, self.k, self.v, **counted, **self.options)[1]
-        q, k, v = cast_inputs(self.q, self.k, self.v)
-        call = build_call(q, k, v, slopes=self.slopes, **self.options)
-        return dispatch.head_stats(q, k, v, call, build_request(q, call.size, queries, classes, cross, received))[1]
+        counted: Any = {"queries": queries, "classes": classes, "cross": cross, "received": received}
+        options: Any = {**self.options, **counted}
+        return functional.head_stats_with_slopes(self.q, self.k, self.v, slopes=self.slopes, **options)[1]
+
+
+# sees the calls of a module (its projected inputs, its cache, whether it is cross-attention) and gives their output
+Observer = Callable[["MultiHeadAttention", Projected, KVCache | None, bool], Tensor]
+observers: dict[nn.Module, Observer] = {}
 
 
 class MultiHeadAttention(nn.Module):
@@ -115,6 +112,8 @@ class MultiHeadAttention(nn.Module):
         >>> cache = headwise.KVCache()
         >>> y = attention(x[:, -1:], causal=True, cache=cache)              # one decoding step
     """
+
+    is_split = False  # whether this process holds a part of its heads or tokens
 
     def __init__(
         self,
@@ -245,8 +244,9 @@ class MultiHeadAttention(nn.Module):
             (B, Tq, d_model), or with need_weights a pair of it and the weights.
         """
         dropout = self.dropout if self.training else 0.0
+        observer = observers.get(self) if observers else None
         without_options = cache is None and mask is lengths is gates is positions is None
-        if without_options and not need_weights and self._is_plain():
+        if without_options and not need_weights and observer is None and self._is_plain():
             q, k, v = self._project_plain(query, key, value)
             out = functional.attend_side_by_side(
                 q, k, v, self.heads.dim, causal=causal, window=window, keep_first=keep_first,
@@ -260,7 +260,8 @@ class MultiHeadAttention(nn.Module):
             )  # fmt: skip
             if dropout:
                 projected.options["dropout"] = dropout
-            out = projected.attend()  # (B, H, Tq, d_k)
+            # (B, H, Tq, d_k)
+            out = projected.attend() if observer is None else observer(self, projected, cache, _is_cross(query, key))
         out = self.W_O(join_heads(out))
         return (out, projected.weights()) if need_weights else out
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.nn.stack import Decoder, Encoder, Transformer
 from ...errors import HeadwiseError
 from ..hooks import Hooks
 from ..passes import PassTracker
 from ..structure.heads import query_heads
 from ..structure.sites import Site, attention_sites, first_per_module
+from ..text_inputs import run_on_tokens
 
 # (site, heads (..., H, head width), real tokens (B, T) or None) -> the heads, changed, or None to leave them
 HeadFunction = Callable[[Site, Tensor, Tensor | None], Tensor | None]
@@ -25,7 +27,7 @@ def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
     """Inside `with`, every layer's heads pass through a function before W_O mixes them.
 
     Args:
-        model: a transformers model.
+        model: any PyTorch model whose attention is known.
         function: gets the site, its heads' outputs (..., H, head width), and which of its tokens are real, (B, T)
             bool, or None where all are or that is not known. It returns the outputs to use instead, or None.
 
@@ -59,12 +61,16 @@ def head_outputs(model: nn.Module, function: HeadFunction) -> Iterator[None]:
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """A model's output for a batch: its keyword arguments, or one tensor; labels are left for the loss."""
+    """A model's output for a batch: keyword arguments, one tensor or a tuple; labels are left for the loss."""
     if isinstance(batch, Mapping):
+        if "input_ids" in batch and isinstance(model, Encoder | Decoder | Transformer):
+            return run_on_tokens(model, batch)
         return model(**{name: x for name, x in batch.items() if name != "labels" or _needs_labels(model)})
     if isinstance(batch, Tensor):
         return model(batch)
-    raise HeadwiseError(f"a batch is a dict of model inputs or a tensor, got {type(batch).__name__}")
+    if isinstance(batch, tuple):
+        return model(*batch)
+    raise HeadwiseError(f"a batch is a dict of model inputs, a tensor or a tuple of them, got {type(batch).__name__}")
 
 
 def _needs_labels(model: nn.Module) -> bool:

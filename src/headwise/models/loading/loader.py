@@ -19,7 +19,7 @@ from .quiet import quiet_transformers
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
 
 NUMBER = re.compile(r"\d+")
@@ -28,6 +28,7 @@ ALWAYS_ALLOWED = 512  # layers, however few tensors a file has: one module may s
 DEEPEST = 5  # levels of sub-configs
 PACKED = 8  # weights that a quantized file may store in one number
 MISSING_WEIGHTS = 1 << 27  # weights that a file may lack, such as an output head's: 512 MB
+MODULE_FORMS = ("stack", "modules")  # of models that are not transformers'
 LONGEST_SENTENCE = 400  # characters of another library's message
 
 
@@ -38,8 +39,9 @@ def load(
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
     distributed: DistributedConfig | None = None,
-) -> PreTrainedModel:
-    """A transformers model in eval mode, with every weight from its file.
+    into: torch.nn.Module | None = None,
+) -> Any:
+    """A model in eval mode, with every weight from its file: one of transformers, or what headwise.save wrote.
 
     The class is the one that the checkpoint was saved from. Only safetensors are read.
 
@@ -50,6 +52,8 @@ def load(
         dtype: of the weights; the file's own by default.
         trust_remote_code: whether a model's own Python code may run.
         distributed: transformers' DistributedConfig; `headwise.scale.load_split` makes one.
+        into: for a directory that headwise.save wrote of a class which headwise cannot build: the model before any
+            pruning. The result is a copy of it, with the heads and weights of the file.
 
     Raises:
         CheckpointError: for a checkpoint that is missing, incomplete, or does not fit its config.
@@ -67,6 +71,13 @@ def load(
     options = {key: value for key, value in options.items() if value is not None}
     with _errors_in_one_line(folder):
         _check_files(folder)
+        from ..surgery.pruned_directory import read_record, rebuild, restore_records
+
+        pruned = read_record(folder)
+        if pruned is not None and pruned["form"] in MODULE_FORMS:
+            return _load_modules(folder, pruned, into, dtype, {**options, "trust_remote_code": trust_remote_code})
+        if into is not None:
+            raise HeadwiseError(f"{str(folder)!r} is a transformers model's; into= is for what headwise.save wrote")
         if not (folder / "config.json").exists():
             raise CheckpointError(f"{str(folder)!r} has no config.json; give a directory with one and safetensors")
         config = read_json(folder / "config.json")
@@ -76,9 +87,6 @@ def load(
             options["trust_remote_code"] = True
         else:
             _check_size(_class(config, False), folder, files)
-        from ..surgery.pruned_directory import read_record, rebuild, restore_records
-
-        pruned = read_record(folder)
         if pruned is not None and pruned["form"] == "compact":
             model = rebuild(_class(config, trust_remote_code), folder, pruned, options)
         else:
@@ -86,6 +94,19 @@ def load(
             model = model if pruned is None else restore_records(model, pruned)
         model.eval()
         return model
+
+
+def _load_modules(folder: Path, record: dict[str, Any], into: Any, dtype: Any, options: dict[str, Any]) -> Any:
+    """A model that is not transformers', from what headwise.save wrote."""
+    import torch
+
+    from ..surgery.module_directory import read_model
+
+    others = [name for name, value in options.items() if value and name != "dtype"]
+    if others:
+        raise HeadwiseError(f"{others[0]} is for transformers models, and {str(folder)!r} holds another; leave it out")
+    model = read_model(folder, record, into)
+    return model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
 def tokenizer(name: str | os.PathLike[str] = DEFAULT, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

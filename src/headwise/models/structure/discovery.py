@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from .adapters import Source, find_adapter
+from .observed import ObservedLayer, observed_layers
+
 ModuleClass = Any  # type[nn.Module], which mypy takes for unhashable in calls of cached functions
 
 # In the source of a class: it computes attention itself.
@@ -28,22 +31,41 @@ class AttentionModule:
     stack: str  # the path of the list of layers that holds it
     number: int  # its layer's place in that list
     cross: bool
-    registered: bool  # whether it looks its attention function up in transformers' registry
+    source: Source  # how its attention calls are seen
+    observed: ObservedLayer | None = None  # where it was seen while the model ran
+    turn: int | None = None  # which of its module's attention calls in one pass, where that was seen
 
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """Every module of a model that computes softmax attention, in the order of `named_modules`."""
     lists = {name for name, module in model.named_modules() if isinstance(module, LISTS)}
+    seen: set[nn.Module] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         cls: ModuleClass = type(module)
-        registered = uses_registry(cls)
-        if not registered and not _computes_attention(cls):
+        source, layers = source_of(cls), observed_layers(module)
+        if (source is None and not layers) or (layers and module in seen):
             continue
+        seen.add(module)
         parts = name.split(".")
         in_lists = _places_in_lists(parts, lists)
         stack = ".".join(parts[: in_lists[0]]) if in_lists else ".".join(parts[:-1])
         number = int(parts[in_lists[0]]) if in_lists else 0
-        yield AttentionModule(module, name, stack, number, _is_cross(name, module), registered)
+        cross = _is_cross(name, module) or _follows_self_attention(model, name)
+        place = (module, name, stack, number, cross, source or "function")
+        if not layers:
+            yield AttentionModule(*place)
+        for turn, layer in enumerate(layers):
+            yield AttentionModule(*place, layer, turn)
+
+
+def source_of(cls: ModuleClass) -> Source | None:
+    """How the attention calls of a class are seen; None for a class that computes no attention."""
+    if uses_registry(cls):
+        return "registry"
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        return adapter.source
+    return "function" if _computes_attention(cls) else None
 
 
 def _places_in_lists(parts: list[str], lists: set[str]) -> list[int]:
@@ -99,6 +121,12 @@ def _is_cross(name: str, module: nn.Module) -> bool:
     return any(mark in part.lower() for part in names for mark in CROSS_NAMES)
 
 
+def _follows_self_attention(model: nn.Module, name: str) -> bool:
+    """Whether this is the cross-attention of nn.TransformerDecoderLayer or of a class with its names."""
+    parent, _, own_name = name.rpartition(".")
+    return own_name == "multihead_attn" and hasattr(model.get_submodule(parent), "self_attn")
+
+
 def tower_names(stacks: list[str]) -> dict[str, str]:
     """A name for each list of layers: "self" where there is one, else the part of its path that is its own."""
     distinct = list(dict.fromkeys(stacks))
@@ -120,8 +148,10 @@ def tower_names(stacks: list[str]) -> dict[str, str]:
 def call_order(members: list[AttentionModule]) -> list[AttentionModule]:
     """The modules of one kind of attention in the order of their calls, one entry per layer.
 
-    ALBERT's few groups of layers each serve many layers; every other model calls each module once.
+    ALBERT's few groups of layers each serve many layers; every other model calls each module once, unless it was seen
+    to do otherwise.
     """
+    members = sorted(members, key=lambda member: member.observed.order if member.observed else 0)
     config: Any = getattr(members[0].module, "config", None)
     groups, layers = getattr(config, "num_hidden_groups", None), getattr(config, "num_hidden_layers", None)
     if not groups or not layers:

@@ -9,7 +9,9 @@ from torch import nn
 
 from ...attention import validation
 from ...errors import HeadwiseError, UnsupportedError
+from .adapters import find_adapter, member
 from .discovery import ModuleClass, class_source
+from .observed import ObservedLayer, observed_layers
 from .sites import Site
 
 # Names of the module that is W_O, in the attention module or, for BERT's relatives, in its sibling "output".
@@ -28,6 +30,17 @@ HEAD_DIM = ("v_head_dim", "value_head_dim", "head_dim", "attention_head_size", "
 def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     """The path and the module of the projection that mixes a site's heads."""
     cls: ModuleClass = type(site.module)
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        out = member(site.module, adapter.output)
+        if not isinstance(out, nn.Module) or not input_width(out):
+            raise UnsupportedError(
+                f"W_O of {cls.__name__} (at {site.name}) was declared as {adapter.output!r}, which is no linear layer"
+            )
+        return f"{site.name}.{adapter.output}" if site.name else adapter.output, out
+    layers = observed_layers(site.module)
+    if layers:
+        return _observed_output(model, site, layers)
     if "multi_head_attention_forward(" in class_source(cls):
         raise UnsupportedError(
             f"{cls.__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
@@ -46,6 +59,26 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
     )
 
 
+def _observed_output(model: nn.Module, site: Site, layers: list[ObservedLayer]) -> tuple[str, nn.Module]:
+    """W_O as it was seen while the model ran: the linear layer that read the heads' outputs."""
+    w_o = layers[min(site.turn, len(layers) - 1)].w_o
+    problem = None
+    if any(layer.part for layer in layers):
+        problem = "it attends more than once per call, and W_O does not tell which"
+    elif w_o is None:
+        problem = "no linear layer of the model was called with its heads' outputs"
+    elif not all(layer.in_order for layer in layers):
+        problem = "its heads' outputs do not lie head by head there"
+    elif any(layer.w_o is not w_o for layer in layers):
+        problem = "it serves several layers, each with its own"
+    if w_o is None or problem:
+        raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.name}) is not known: {problem}")
+    for path, module in model.named_modules():
+        if module is w_o:
+            return path, w_o
+    raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.name}) is outside of this model")
+
+
 def input_width(linear: nn.Module) -> int | None:
     """The input width of a linear layer (or GPT-2's Conv1D); None for any other module."""
     width = getattr(linear, "in_features", getattr(linear, "nx", None))
@@ -57,6 +90,13 @@ def input_width(linear: nn.Module) -> int | None:
 def query_heads(model: nn.Module, site: Site) -> int:
     """How many query heads a site has, by its own attributes, then by its config's."""
     width = input_width(w_o(model, site)[1]) or 0
+    cls: ModuleClass = type(site.module)
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        return adapter.query_heads(site.module)
+    layers = observed_layers(site.module)
+    if layers:
+        return layers[min(site.turn, len(layers) - 1)].heads
     config = getattr(site.module, "config", None) or getattr(model, "config", None)
     for holder in (site.module, config, getattr(config, "text_config", None)):
         for name in QUERY_HEADS:

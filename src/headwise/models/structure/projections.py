@@ -9,12 +9,24 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...plans import LayerShape
+from .adapters import find_adapter, member
 from .bias_tables import TABLE, has_shared_table
+from .discovery import ModuleClass
 from .heads import input_width, query_heads, w_o
 from .layouts import EXCEPTIONS, LAYER_NAMES, LAYOUTS, PER_HEAD, SAME_FOR_ALL_HEADS, SLICES, Layout
 from .linear_layers import output_width, weight_problem
 from .sites import Site, attention_sites
 
+# the parameters of nn.MultiheadAttention
+MULTIHEAD = {
+    "in_proj_weight": (0, "qkv"),
+    "in_proj_bias": (0, "qkv"),
+    "q_proj_weight": (0, "q"),
+    "k_proj_weight": (0, "k"),
+    "v_proj_weight": (0, "v"),
+    "bias_k": (2, "k"),
+    "bias_v": (2, "v"),
+}
 OVER_ALL_HEADS = "its {} runs over all heads at once, so that removing one is not the same as masking it"
 
 
@@ -38,7 +50,8 @@ class Projections:
     out: nn.Module  # W_O
     out_path: str
     parts: list[Projection]
-    per_head: dict[str, tuple[int, str]] = field(default_factory=dict)  # other parameters: dimension, whose heads
+    # other parameters: the dimension that counts heads, and "q", "k" or "v" for whose, or the layout of several
+    per_head: dict[str, tuple[int, str]] = field(default_factory=dict)
     multiple: int = 1  # the number of heads must be a multiple of this
 
 
@@ -49,11 +62,11 @@ def projections(model: nn.Module, site: Site) -> Projections:
     query = query_heads(model, site)
     value_dim = (input_width(out) or 0) // query
     named_layers = list(_named_layers(site))
-    if not named_layers:
+    if not named_layers and not isinstance(site.module, nn.MultiheadAttention):
         raise refusal(site, "no layer of a known name makes its queries, keys and values")
     kv = _kv_heads(site, named_layers, query, value_dim)
     parts = [
-        Projection(f"{site.name}.{name}", linear, LAYOUTS["q" if layout == "mla" else layout])
+        Projection(f"{site.name}.{name}".lstrip("."), linear, LAYOUTS["q" if layout == "mla" else layout])
         for name, linear, layout in named_layers
     ]
     for part in parts:
@@ -104,11 +117,15 @@ def check_zeroable(site: Site, out: nn.Module) -> None:
 
 def value_bias(layer: Projections) -> Tensor | None:
     """(kv, value_dim): the bias of W_V, where it shifts each head's output by a constant; else None."""
-    if "sinks" in layer.per_head:  # weights that do not sum to one: no constant
+    module = layer.site.module
+    appends_keys = isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn)
+    if "sinks" in layer.per_head or appends_keys:  # weights on values with a bias do not sum to one: no constant
         return None
-    for part in layer.parts:
-        blocks = part.layout(layer.query, layer.kv)
-        bias = part.linear._parameters.get("bias")
+    biases = [(part.layout, part.linear._parameters.get("bias")) for part in layer.parts]
+    if isinstance(module, nn.MultiheadAttention):
+        biases = [(LAYOUTS["qkv"], module.in_proj_bias)]
+    for layout, bias in biases:
+        blocks = layout(layer.query, layer.kv)
         if ("v", 0) in blocks and bias is not None:
             size = len(bias) // len(blocks)
             return bias.detach().view(len(blocks), size)[[blocks.index(("v", i)) for i in range(layer.kv)]]
@@ -117,6 +134,15 @@ def value_bias(layer: Projections) -> Tensor | None:
 
 def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
     """Name, linear layer and name of the layout of each projection of a site."""
+    cls: ModuleClass = type(site.module)
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        for name, rows_of in adapter.layers().items():
+            linear = member(site.module, name)
+            if not isinstance(linear, nn.Module) or not output_width(linear):
+                raise refusal(site, f"its class was declared with a linear layer {name!r}, which it has not")
+            yield name, linear, rows_of
+        return
     class_name = f"{type(site.module).__module__}.{type(site.module).__qualname__}"
     layouts = {name: layout for layout, names in LAYER_NAMES.items() for name in names}
     for name, child in site.module.named_children():
@@ -133,7 +159,23 @@ def _named_layers(site: Site) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _kv_heads(site: Site, named_layers: list[tuple[str, nn.Module, str]], query: int, value_dim: int) -> int:
-    """The number of KV heads, by how many blocks of a head's value width the rows divide into."""
+    """The number of KV heads, declared, or by how many blocks of a head's value width the rows divide into."""
+    cls: ModuleClass = type(site.module)
+    adapter = find_adapter(cls)
+    if adapter is not None:
+        kv = adapter.key_value_heads(site.module)
+        if query % kv:
+            raise refusal(site, f"{query} query heads cannot share {kv} KV heads evenly")
+        for name, linear, layout in named_layers:
+            rows = output_width(linear)
+            values = {"v": kv, "qkv": query + 2 * kv, "grouped": query + 2 * kv}.get(layout)
+            if values is not None and rows != values * value_dim:
+                raise refusal(
+                    site,
+                    f"{name} has {rows} rows, and {query} query heads and {kv} KV heads of {value_dim} need "
+                    f"{values * value_dim}: is kv_heads declared?",
+                )
+        return kv
     for _, linear, layout in named_layers:
         rows = output_width(linear)
         count = {
@@ -153,6 +195,9 @@ def _kv_heads(site: Site, named_layers: list[tuple[str, nn.Module, str]], query:
 
 def _per_head(site: Site, query: int, kv: int) -> Iterator[tuple[str, tuple[int, str]]]:
     """Parameters of a site with entries per head: name, the dimension that counts heads, and whose heads."""
+    if isinstance(site.module, nn.MultiheadAttention):
+        yield from ((name, at) for name, at in MULTIHEAD.items() if site.module._parameters.get(name) is not None)
+        return
     for name, parameter in site.module.named_parameters():
         dim, role = PER_HEAD.get(name, (0, ""))
         if not role or (name.endswith("norm.weight") and parameter.dim() < 2):  # a norm over one head serves all heads

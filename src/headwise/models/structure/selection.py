@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import HeadwiseError, UnsupportedError
 from .heads import head_numbers, query_heads
-from .sites import ByLayer, Key, Site, find_site
+from .sites import RUN_ONCE, ByLayer, Key, Site, find_site
 
 # all layers, one layer, several layers, or {layer: heads}
 LayerChoice = bool | Key | Iterable[Key] | ByLayer[Any] | None
@@ -23,18 +23,24 @@ class HeadSelection:
     """Heads of some layers of a model."""
 
     by_module: dict[nn.Module, dict[int | None, HeadChoice]]  # by turn of the module's calls; None: every turn
+    everything: bool = False  # all heads, also of layers that are not known before the model runs
 
     def heads(self, site: Site) -> HeadChoice | None:
         """The chosen heads of a site: True for all, None for none."""
+        if self.everything:
+            return True
         turns = self.by_module.get(site.module, {})
         return turns.get(site.turn, turns.get(None))
 
     def with_all_heads(self) -> HeadSelection:
         """The same layers, with all of their heads."""
-        return HeadSelection({module: dict.fromkeys(turns, True) for module, turns in self.by_module.items()})
+        modules: dict[nn.Module, dict[int | None, HeadChoice]] = {
+            module: dict.fromkeys(turns, True) for module, turns in self.by_module.items()
+        }
+        return HeadSelection(modules, self.everything)
 
     def __bool__(self) -> bool:
-        return bool(self.by_module)
+        return self.everything or bool(self.by_module)
 
 
 def select_heads(model: nn.Module, sites: list[Site], choice: LayerChoice) -> HeadSelection:
@@ -42,7 +48,7 @@ def select_heads(model: nn.Module, sites: list[Site], choice: LayerChoice) -> He
     if choice is None or choice is False:
         return HeadSelection({})
     if choice is True:
-        return HeadSelection({site.module: {None: True} for site in sites})
+        return HeadSelection({site.module: {None: True} for site in sites}, everything=True)
     if isinstance(choice, Mapping):
         pairs: list[tuple[Site, Any]] = [(find_site(model, sites, key), heads) for key, heads in choice.items()]
     else:
@@ -86,6 +92,8 @@ def classes_by_kind(classes: Any, kinds: set[str]) -> dict[str, KeyClasses]:
         raise HeadwiseError(f"classes must be {{name: (B, T) bool}}, got {type(classes).__name__}")
     if not classes or all(name in kinds and isinstance(x, dict) for name, x in classes.items()):
         return classes or {}
+    if not kinds:
+        raise HeadwiseError(f"classes of keys need layers that are known, and none is; {RUN_ONCE}")
     if len(kinds) > 1:
         raise HeadwiseError(f"with {len(kinds)} kinds of attention give classes by kind: {', '.join(sorted(kinds))}")
     return dict.fromkeys(kinds, classes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,10 +11,14 @@ import torch
 from torch import nn
 
 from ...errors import HeadwiseError, UnsupportedError
+from .adapters import Source
 from .discovery import AttentionModule, attention_modules, call_order, tower_names
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
+WATCHABLE: tuple[Source, ...] = ("registry", "module", "function")  # sources of which `watch` has an implementation
+OWN_CODE = ("torch", "transformers", "headwise")  # packages whose attention is all known
+RUN_ONCE = "attention that no class declares is known once the model has run inside headwise.watch(model)"
 # something per layer; a Mapping's keys are invariant, so each kind of key is listed
 ByLayer = Mapping[int, V] | Mapping[tuple[str, int], V] | Mapping[str, V] | Mapping[Key, V]
 
@@ -27,11 +32,16 @@ class Site:
     kind: str  # "self", "encoder", "decoder", "cross", or a tower's name
     index: int  # the model's own layer number
     turn: int  # which of its module's calls in one pass: 0 unless the module serves several layers
-    registered: bool  # whether it looks its attention function up in transformers' registry
+    source: Source  # how its attention calls are seen
 
     @property
     def key(self) -> tuple[str, int]:
         return self.kind, self.index
+
+    @property
+    def parent(self) -> str:
+        """The path of the module around it."""
+        return self.name.rpartition(".")[0]
 
     def __str__(self) -> str:
         return f"{self.kind} layer {self.index}"
@@ -41,21 +51,53 @@ def attention_sites(model: nn.Module) -> list[Site]:
     """Every softmax attention layer of a model, kind by kind and layer by layer."""
     check_model(model)
     modules = list(attention_modules(model))
-    towers = tower_names([module.stack for module in modules])
-    one_cross_tower = len({towers[module.stack] for module in modules if module.cross}) == 1
     by_kind: dict[str, list[AttentionModule]] = {}
-    for module in modules:
-        tower = towers[module.stack]
-        kind = tower if not module.cross else "cross" if one_cross_tower else f"{tower}.cross"
+    for module, kind in zip(modules, _kinds(modules), strict=True):
+        if module.observed is not None and module.observed.part:
+            kind = f"{kind}.{module.observed.part + 1}"  # a module that attends several times per call
         by_kind.setdefault(kind, []).append(module)
     return [site for kind, members in by_kind.items() for site in _numbered_sites(kind, members)]
+
+
+def _kinds(modules: list[AttentionModule]) -> list[str]:
+    """The kind of attention of each module.
+
+    Known modules (nn.MultiheadAttention and ours) inside a model with other attention have kinds of their own: what
+    the others are called does not depend on them.
+    """
+    others = [module for module in modules if module.source != "module"]
+    known = [module for module in modules if module.source == "module"]
+    kind_of = dict(zip((module.name for module in others), _tower_kinds(others, {}), strict=True))
+    towers = tower_names([module.stack for module in modules])
+    taken, names = set(kind_of.values()), {}
+    for module in known:
+        tower = towers[module.stack]
+        if len(towers) > 1 and not module.stack:
+            tower = module.name
+        elif tower in taken or any(other.stack == module.stack for other in others):
+            tower = module.stack if module.cross else module.name
+        names[module.name] = tower
+    kind_of |= zip((module.name for module in known), _tower_kinds(known, names, taken), strict=True)
+    return [kind_of[module.name] for module in modules]
+
+
+def _tower_kinds(
+    modules: list[AttentionModule], tower_of: Mapping[str, str], taken: Collection[str] = ()
+) -> Iterator[str]:
+    """Kinds by tower, tower_of: {module path: tower}, by default the part of its path that is a stack's own."""
+    towers = tower_names([module.stack for module in modules]) if modules else {}
+    names = [tower_of.get(module.name, towers[module.stack]) for module in modules]
+    crossed = {name for module, name in zip(modules, names, strict=True) if module.cross}
+    for module, name in zip(modules, names, strict=True):
+        cross = "cross" if len(crossed) == 1 and "cross" not in taken else f"{name}.cross"
+        yield cross if module.cross else name
 
 
 def require_sites(model: nn.Module) -> list[Site]:
     """As attention_sites; a model without attention is an error."""
     sites = attention_sites(model)
     if not sites:
-        raise HeadwiseError(f"no attention layer was found in {type(model).__name__}")
+        raise HeadwiseError(f"no attention layer was found in {type(model).__name__}; {RUN_ONCE}")
     return sites
 
 
@@ -74,10 +116,10 @@ def _numbered_sites(kind: str, members: list[AttentionModule]) -> Iterator[Site]
     count_layers = len(set(own_numbers)) < len(own_numbers)
     calls: dict[nn.Module, int] = {}
     for position, member in enumerate(calls_in_order):
-        turn = calls.get(member.module, 0)
+        turn = calls.get(member.module, 0) if member.turn is None else member.turn
         calls[member.module] = turn + 1
         index = position if count_layers else member.number
-        yield Site(member.module, member.name, kind, index, turn, member.registered)
+        yield Site(member.module, member.name, kind, index, turn, member.source)
 
 
 def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
@@ -87,16 +129,20 @@ def find_site(model: nn.Module, sites: list[Site], key: Key) -> Site:
             if site.name == key or site.name.endswith("." + key):
                 return site
         raise HeadwiseError(f"no attention at {key!r}; {_describe_paths(sites)}")
+    if not sites:
+        raise HeadwiseError(f"no layer {key!r} is known in {type(model).__name__}; {RUN_ONCE}")
     kinds = list(dict.fromkeys(site.kind for site in sites))
     if isinstance(key, tuple) and len(key) == 2:
         kind, index = key
     elif isinstance(key, int) and not isinstance(key, bool):
-        if len(kinds) > 1:
+        # a pooling head of a transformers model, which is an nn.MultiheadAttention, leaves its layers' numbers plain
+        numbered = list(dict.fromkeys(site.kind for site in sites if site.source != "module")) or kinds
+        if len(numbered) > 1:
             raise HeadwiseError(
                 f"layer {key} is ambiguous: {type(model).__name__} has {', '.join(kinds)} attention; "
                 f"use (kind, layer), such as ({kinds[0]!r}, {key})"
             )
-        kind, index = kinds[0], key
+        kind, index = numbered[0], key
     else:
         raise HeadwiseError(f"a layer is a number, (kind, number) or a module's path, got {key!r}")
     if kind not in kinds:
@@ -127,17 +173,16 @@ def check_model(model: Any) -> None:
 
 
 def check_watchable(model: nn.Module, sites: list[Site]) -> None:
-    """Refuse a model that has attention outside of transformers' registry, before anything runs."""
+    """Refuse a model with attention that no source sees, before anything runs."""
     name = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
-    if not sites:
+    if not sites and not runs_undeclared_code(model, sites):
         raise UnsupportedError(f"{name}: no attention layer was found in {type(model).__name__}; nothing to watch")
-    unregistered = [site for site in sites if not site.registered]
-    if unregistered:
-        site, part = unregistered[0], _watchable_part(model, sites)
-        advice = f"a part of it can, headwise.watch(model.{part})" if part else "headwise.mask_heads still works on it"
+    unwatchable = [site for site in sites if site.source not in WATCHABLE]
+    if unwatchable:
+        site = unwatchable[0]
         raise UnsupportedError(
             f"{name} cannot be watched: {type(site.module).__name__} (at {site.name}) computes its attention itself "
-            f"instead of through transformers' attention registry; {advice}"
+            f"instead of through transformers' attention registry{_advice(model, sites, site)}"
         )
     for site in sites:
         config = getattr(site.module, "config", None)
@@ -148,19 +193,41 @@ def check_watchable(model: nn.Module, sites: list[Site]) -> None:
             )
 
 
+def runs_undeclared_code(model: nn.Module, sites: list[Site]) -> bool:
+    """Whether a model has code of its own, in which attention may be that is seen only in the functions it calls."""
+    if any(site.source == "function" for site in sites):
+        return True
+    return any(type(module).__module__.partition(".")[0] not in OWN_CODE for module in model.modules())
+
+
+def _advice(model: nn.Module, sites: list[Site], unwatchable: Site) -> str:
+    """What else can be done with a model that cannot be watched."""
+    from .heads import w_o
+
+    part = _watchable_part(model, sites)
+    if part is not None:
+        return f"; a part of it can, headwise.watch(model.{part})"
+    try:
+        w_o(model, unwatchable)
+    except UnsupportedError:
+        return ""
+    return "; headwise.mask_heads still works on it"
+
+
 def _watchable_part(model: nn.Module, sites: list[Site]) -> str | None:
-    """The path of a whole model inside of a model, all of whose attention uses the registry."""
+    """The path of a whole model inside of a model, all of whose attention can be watched."""
     owner_of = owners(model, sites)
-    unwatchable = {owner_of[site.module] for site in sites if not site.registered} | {model}
+    unwatchable = {owner_of[site.module] for site in sites if site.source not in WATCHABLE} | {model}
     parts = [owner_of[site.module] for site in sites if owner_of[site.module] not in unwatchable]
     return next((path for path, module in model.named_modules() if parts and module is parts[0]), None)
 
 
 def owners(model: nn.Module, sites: list[Site]) -> dict[nn.Module, nn.Module]:
     """For each attention module the innermost whole model around it: the one whose forward is given the padding."""
-    from transformers import PreTrainedModel
-
-    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    # a model of transformers' cannot exist before this module of it was imported
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    whole = () if transformers is None else transformers.PreTrainedModel
+    models = {name: module for name, module in model.named_modules() if isinstance(module, whole)}
     models.setdefault("", model)
     owner_of: dict[nn.Module, nn.Module] = {}
     for site in sites:

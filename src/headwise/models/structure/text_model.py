@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...attention.nn.stack import Transformer
 from ...errors import UnsupportedError
 
 ENCODER_ONLY = "the encoder of an encoder-decoder model"
@@ -13,7 +14,7 @@ def text_model(model: Any, *, purpose: str, name: str | None = None) -> tuple[An
     """The part of a model that reads one text by itself: the encoder of an encoder-decoder, else the model.
 
     Args:
-        model: a transformers model.
+        model: one that reads token ids.
         purpose: what needs a text model, for the error message: "inspect needs".
         name: what the user calls the model; its class's name where there is none.
 
@@ -24,7 +25,9 @@ def text_model(model: Any, *, purpose: str, name: str | None = None) -> tuple[An
         UnsupportedError: for a model that takes images or sound.
     """
     notes: tuple[str, ...] = ()
-    if getattr(model.config, "is_encoder_decoder", False):
+    if isinstance(model, Transformer):
+        model, notes = model.encoder, (ENCODER_ONLY,)
+    elif getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         model, notes = model.get_encoder(), (ENCODER_ONLY,)
     check_takes_text(model, purpose=purpose, name=name)
     return model, notes

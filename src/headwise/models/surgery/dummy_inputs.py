@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ..intervene.head_outputs import run
 from ..structure.heads import w_o
 from ..structure.sites import attention_sites, first_per_module
 from .image_input import image_input
@@ -48,7 +49,13 @@ def dummy_inputs(model: Any) -> dict[str, Tensor] | None:
     return None
 
 
-def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
+def random_input(width: int, like: Tensor) -> Tensor:
+    """(2, TOKENS, width): random numbers for a layer with parameters like this one."""
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(2, TOKENS, width, generator=random).to(like.device, like.dtype)
+
+
+def difference(model: Any, other: Any, inputs: Any) -> float:
     """The largest difference between two models' outputs, relative to the largest output.
 
     The outputs of attention layers count too: a head of zeros, which new models have, would hide them all.
@@ -69,7 +76,7 @@ def difference(model: Any, other: Any, inputs: dict[str, Tensor]) -> float:
     return max(distances, default=0.0)
 
 
-def collect_outputs(model: Any, inputs: dict[str, Tensor]) -> Iterator[Tensor]:
+def collect_outputs(model: Any, inputs: Any) -> Iterator[Tensor]:
     """What W_O gives in every attention layer, and then the model's own output."""
     collected: list[Tensor] = []
     layers = []
@@ -78,7 +85,7 @@ def collect_outputs(model: Any, inputs: dict[str, Tensor]) -> Iterator[Tensor]:
             layers.append(w_o(model, site)[1])
     handles = [layer.register_forward_hook(lambda module, args, out: collected.append(out)) for layer in layers]
     try:
-        output = model(**inputs)
+        output = run(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -86,12 +93,12 @@ def collect_outputs(model: Any, inputs: dict[str, Tensor]) -> Iterator[Tensor]:
     yield from output_tensors(output)
 
 
-def failure(model: Any, inputs: dict[str, Tensor]) -> str | None:
+def failure(model: Any, inputs: Any) -> str | None:
     """Why a model does not run on these inputs, or None."""
     training = model.training
     try:
         with torch.no_grad():
-            model.eval()(**inputs)
+            run(model.eval(), inputs)
     except (MemoryError, torch.OutOfMemoryError):  # says nothing about the model
         return None
     except Exception as error:  # a model's code fails in any way on sizes that it does not expect

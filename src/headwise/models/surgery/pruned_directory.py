@@ -103,13 +103,13 @@ def rebuild(cls: Any, folder: Path, content: dict[str, Any], options: dict[str, 
         model = cls._from_config(AutoConfig.from_pretrained(folder), **content["arguments"], **options)
     model.name_or_path = str(folder)
     model.config._name_or_path = str(folder)
-    _prune_to_record(model, content["layers"])
+    prune_to_record(model, content["layers"])
     _load_weights(model, folder)
     _load_generation_config(model, folder)
     return model if dtype is None else model.to(dtype)
 
 
-def _prune_to_record(model: Any, layers: dict[str, KeptHeads]) -> None:
+def prune_to_record(model: Any, layers: dict[str, KeptHeads]) -> None:
     """Cut a whole model to the recorded heads."""
     sites = {site.name: site for site in attention_sites(model)}
     for name, record in layers.items():
@@ -121,7 +121,7 @@ def _prune_to_record(model: Any, layers: dict[str, KeptHeads]) -> None:
         layer = projections(model, sites[name])
         if (layer.query, layer.kv) != (record.query_of, record.kv_of):
             raise CheckpointError(
-                f"{FILE} is for {record.query_of} heads at {name}, config.json says {layer.query}: not the same model"
+                f"{FILE} is for {record.query_of} heads at {name}, the model has {layer.query}: not the same model"
             )
         reshape_heads(layer, list(record.query), list(record.kv))
     share_biases(attention_sites(model))

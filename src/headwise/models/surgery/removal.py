@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from ...errors import HeadwiseError, UnsupportedError
 from ...plans import Plan
+from .. import multihead
 from ..hooks import has_hooks
-from ..structure.heads import head_numbers, query_heads, w_o
+from ..structure.heads import head_numbers, input_width, query_heads, w_o
 from ..structure.linear_layers import row_dim
-from ..structure.projections import check_zeroable, layer_shapes, projections, refusal
+from ..structure.observed import copy_layers, forget_layers
+from ..structure.projections import Projections, check_zeroable, layer_shapes, projections, refusal
 from ..structure.sites import ByLayer, Site, attention_sites, find_site, first_per_module, require_sites
 from .compensation import COMPENSATE, Compensation, add_to_output_bias, removed_outputs
-from .dummy_inputs import close, difference, dummy_inputs, failure, first_line
+from .dummy_inputs import close, difference, dummy_inputs, failure, first_line, random_input
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
 from .offloading import in_memory
 from .reshape import Slots, head_slots, reshape_heads, select_heads_of
@@ -47,7 +49,8 @@ def prune_heads(
         zero: keep all shapes, and set the heads' columns of W_O to zero instead.
         compensate: "bias" moves the constant part of a removed head, its value bias, into the output bias; "mean"
             moves its mean output over the batches there.
-        batches: model inputs, for compensate="mean".
+        batches: model inputs, for compensate="mean", and to compare the result on where neither the code nor the inputs
+            of a model are known.
         allow_empty: let a layer lose all of its heads; one head of zeros then stays.
 
     Returns:
@@ -68,12 +71,15 @@ def prune_heads(
     if isinstance(heads, Plan):
         check_plan(heads, model)
         heads = heads.heads
+    batches = None if batches is None else list(batches)
     removed = heads_by_module(model, heads, allow_empty)
     pruned = _copy(model)
     constants = removed_outputs(pruned, removed, compensate, batches)
     foreign = _remove_heads(pruned, removed, constants, zero)
     if not zero:
-        _check_result(model, pruned, foreign, removed, constants)
+        for path in removed:
+            forget_layers(pruned.get_submodule(path))
+        _check_result(model, pruned, foreign, removed, constants, batches)
     pruned.train(model.training)
     return pruned
 
@@ -113,8 +119,8 @@ def heads_by_module(model: nn.Module, heads: ByLayer[Any], allow_empty: bool = T
     return by_module
 
 
-def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str, Tensor], zero: bool) -> Site | None:
-    """Cut or zero heads in place; the first layer, if any, whose code is not transformers'."""
+def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str, Tensor], zero: bool) -> list[Site]:
+    """Cut or zero heads in place; the layers whose code is not known."""
     sites = attention_sites(model)
     pruned_sites = first_per_module(site for site in sites if site.name in removed)
     cuts = []
@@ -138,35 +144,70 @@ def _remove_heads(model: Any, removed: dict[str, list[int]], constants: dict[str
         removed_slots = {*removed[layer.site.name], *(record.padding if record is not None else ())}
         reshape_heads(layer, *head_slots(layer, removed_slots))
     share_biases(sites)
+    multihead.keep_padded(model)
     set_head_numbers(model)
     attach(model)
-    return next((site for site in pruned_sites if _is_foreign(site)), None)
+    return [site for site in pruned_sites if _is_foreign(site)]
 
 
 def _is_foreign(site: Site) -> bool:
-    """Whether the code that computes a layer's attention is not transformers' own, which the tests cover."""
+    """Whether the code that computes a layer's attention is not transformers', PyTorch's or ours, which tests cover."""
+    if site.source == "module":
+        return False
     forward = inspect.unwrap(type(site.module).forward)
     return not (getattr(forward, "__module__", None) or "").startswith("transformers.")
 
 
 def _check_result(
-    model: nn.Module, pruned: Any, foreign: Site | None, removed: dict[str, list[int]], constants: dict[str, Tensor]
+    model: nn.Module,
+    pruned: Any,
+    foreign: list[Site],
+    removed: dict[str, list[int]],
+    constants: dict[str, Tensor],
+    batches: list[Any] | None,
 ) -> None:
-    """A pruned model runs; where the code is not transformers', it gives what the model with zeroed heads gives."""
+    """A pruned model runs; where the code is not known, it gives what the model with zeroed heads gives."""
     inputs = dummy_inputs(pruned)
-    if foreign is not None:
-        if inputs is None:
-            raise refusal(foreign, "its code is not transformers', and no inputs to try the result on are known")
+    if foreign:
         zeroed_model = _copy(model)
         _remove_heads(zeroed_model, removed, constants, zero=True)
-        try:
-            distance = difference(zeroed_model, pruned, inputs)
-        except Exception as error:  # a model's code fails in any way on sizes that it does not expect
-            raise refusal(foreign, f"without them its code fails ({first_line(error)})") from error
-        if not distance <= close(pruned):
-            raise refusal(foreign, f"without them its code computes something else (off by {distance:.2g})")
+        if inputs is not None or batches:
+            _compare(zeroed_model, pruned, foreign[0], batches[0] if inputs is None and batches else inputs)
+        else:
+            for site in foreign:
+                zeroed, layer = zeroed_model.get_submodule(site.name), projections(pruned, site)
+                _compare(zeroed, site.module, site, _layer_inputs(zeroed, layer))
     elif inputs is not None and (reason := failure(pruned, inputs)) and not failure(model, inputs):
         raise refusal(attention_sites(pruned)[0], f"without them its code fails ({reason})")
+
+
+def _compare(zeroed: nn.Module, pruned: nn.Module, site: Site, inputs: Any) -> None:
+    """Refuse to have cut a layer whose code then fails or computes something else."""
+    try:
+        distance = difference(zeroed, pruned, inputs)
+    except Exception as error:  # a model's code fails in any way on sizes that it does not expect
+        raise refusal(site, f"without them its code fails ({first_line(error)})") from error
+    if not distance <= close(pruned):
+        raise refusal(site, f"without them its code computes something else (off by {distance:.2g})")
+
+
+def _layer_inputs(module: nn.Module, layer: Projections) -> tuple[Tensor, ...]:
+    """Random inputs that an attention layer runs on by itself: one tensor for all, or queries, keys and values."""
+    widths = {
+        role: input_width(part.linear) or 0
+        for part in layer.parts
+        for role in {role for role, _ in part.layout(layer.query, layer.kv)}
+    }
+    like = layer.out.get_parameter("weight")
+    query, key, value = (random_input(widths[role], like) for role in "qkv")
+    for inputs in ((query,), (query, query, query), (query, key, value), (query, key)):
+        if failure(module, inputs) is None:
+            return inputs
+    raise refusal(
+        layer.site,
+        "its code is not known, and it runs neither on one tensor nor on queries, keys and values alone",
+        "give batches=[inputs of the model] to compare on, or ",
+    )
 
 
 def _check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:
@@ -205,4 +246,5 @@ def _copy(model: Model) -> Model:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be copied ({first_line(error)}); give the plain model inside of it"
         ) from error
+    copy_layers(model, duplicate)
     return duplicate

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.nn import conversion
+from ...attention.nn.module import MultiHeadAttention
+from .. import multihead
+from ..structure.adapters import find_adapter, member
 from ..structure.bias_tables import TABLE, has_shared_table
 from ..structure.discovery import ModuleClass, forward_source
 from ..structure.heads import QUERY_HEADS, input_width
-from ..structure.layouts import Block
+from ..structure.layouts import LAYOUTS, Block
 from ..structure.linear_layers import output_width, row_dim
-from ..structure.projections import Projections
+from ..structure.projections import Projections, refusal
+from ..structure.sites import Site
 from .kept_heads import KeptHeads, kept_heads, set_kept_heads
 
 Slots = list[int | None]  # for each new head the old one that it is; None: a head of zeros
@@ -23,7 +28,9 @@ Slots = list[int | None]  # for each new head the old one that it is; None: a he
 QUERY_COUNTS = (*QUERY_HEADS, "num_attn_heads", "num_local_heads")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
 GROUP_SIZES = ("num_key_value_groups", "num_kv_groups", "num_groups", "n_rep")
-QUERY_WIDTHS = ("all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "attn_dim", "d_model")
+QUERY_WIDTHS = (
+    "all_head_size", "inner_dim", "split_size", "embed_dim", "hidden_size", "dim", "attn_dim", "d_model", "n_embd",
+)  # fmt: skip
 KV_WIDTHS = ("kv_dim",)
 
 
@@ -56,11 +63,19 @@ def reshape_heads(layer: Projections, query: Slots, kv: Slots) -> None:
         holder = layer.site.module.get_submodule(owner)
         if owner == TABLE and has_shared_table(layer.site.module):
             continue  # share_biases cuts it, since layer 0's table serves other layers too
-        count = layer.query if role == "q" else layer.kv
-        select_heads_of(holder, attribute, dim, slots_of[role], count)
+        if role in slots_of:
+            select_heads_of(holder, attribute, dim, slots_of[role], layer.query if role == "q" else layer.kv)
+        else:
+            old, new = LAYOUTS[role](layer.query, layer.kv), LAYOUTS[role](len(query), len(kv))
+            select_heads_of(holder, attribute, dim, _block_order(old, new, slots_of), len(old))
         if isinstance(holder, nn.Embedding):
             holder.embedding_dim = len(query)
-    _update_counts(layer, len(query), len(kv))
+    if isinstance(layer.site.module, MultiHeadAttention):
+        conversion.set_heads(layer.site.module, query, len(kv))
+    elif isinstance(layer.site.module, nn.MultiheadAttention):
+        multihead.set_heads(layer.site.module, len(query), layer.value_dim)
+    else:
+        _update_counts(layer, len(query), len(kv))
     before = _record_before(layer)
     after = KeptHeads(
         tuple(None if i is None else before.query[i] for i in query),
@@ -145,11 +160,33 @@ def _update_counts(layer: Projections, query: int, kv: int) -> None:
         for name in names:
             if old.get(name) == before:
                 setattr(module, name, after)
-    if not any(name in old for name in QUERY_HEADS):
+    adapter = find_adapter(type(module))
+    if adapter is not None:
+        for declared, after in ((adapter.heads, query), (adapter.kv_heads, kv)):
+            _set_declared_count(layer.site, declared, after)
+    elif not any(name in old for name in QUERY_HEADS):
         module.num_attention_heads = query
     cls: ModuleClass = type(module)
     if _reads_config(cls):
         module.config = LayerConfig(module.config, num_attention_heads=query, num_key_value_heads=kv)
+
+
+def _set_declared_count(site: Site, name: str | int | None, count: int) -> None:
+    """Write a number of heads where the class of a site was declared to have it."""
+    if not isinstance(name, str):
+        if name is not None and name != count:
+            raise refusal(
+                site, f"its class was declared with {name} heads, so that its code may not know another number"
+            )
+        return
+    owner, _, attribute = name.rpartition(".")
+    holder = member(site.module, owner) if owner else site.module
+    if isinstance(holder, nn.Module):
+        setattr(holder, attribute, count)
+    elif "." not in owner:  # a config, which other layers share
+        setattr(site.module, owner, LayerConfig(holder, **{attribute: count}))
+    else:
+        raise refusal(site, f"it reads its number of heads from {name}, which other layers may share")
 
 
 @functools.cache
@@ -164,6 +201,7 @@ class LayerConfig:
 
     def __init__(self, config: Any, **overrides: Any) -> None:
         while isinstance(config, LayerConfig):
+            overrides = {**_overrides(config), **overrides}
             config = config.__dict__["whole"]
         self.__dict__.update(overrides, whole=config)
 
@@ -174,3 +212,7 @@ class LayerConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["whole"], name, value)
+
+
+def _overrides(config: LayerConfig) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if name != "whole"}

@@ -12,15 +12,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...attention.checkpoints.pretrained import open_safetensors
+from ...attention.nn.stack import Decoder, Transformer
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from ...files import remove_leftovers, umask, write_folder_atomically
 from ..loading.quiet import quiet_transformers
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
-from ..structure.sites import attention_sites, first_per_module
+from ..structure.sites import attention_sites, first_per_module, require_sites
 from .directory_files import copy_other_files
-from .dummy_inputs import close, difference, dummy_inputs
+from .dummy_inputs import TOKENS, close, difference, dummy_inputs
 from .kept_heads import kept_heads, pruned_layers
+from .module_directory import STACK, WEIGHTS, write_model
 from .offloading import check_present, in_memory, is_offloaded
 from .plain_config import empty_model, plain_config
 from .pruned_directory import tied_names, write_record
@@ -67,11 +70,13 @@ def save(
     compared with the model.
 
     Args:
-        model: a transformers model.
+        model: a transformers model, one of headwise's stacks, or any other with attention that is known.
         path: the directory, new or empty.
         form: "plain", which transformers loads; "compact", which headwise.load reads; "zeroed", with zeros in the
             place of removed heads, which transformers loads and which is not smaller. By default "plain" where a
-            transformers config can describe the model, as where heads were only zeroed, else "compact".
+            transformers config can describe the model, as where heads were only zeroed, else "compact". A model that
+            is not transformers' is always "compact"; where headwise cannot build its class, load it with
+            headwise.load(path, into=model), the model before any pruning.
         overwrite: replace what is in the directory.
 
     Returns:
@@ -87,10 +92,10 @@ def save(
     """
     if form is not None and form not in FORMS:
         raise HeadwiseError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-    if not hasattr(model, "save_pretrained"):
-        raise HeadwiseError(f"only transformers models are saved so; {type(model).__name__} has no save_pretrained")
     folder = Path(os.fspath(path)).expanduser()
     _check_folder(folder, overwrite)
+    if not hasattr(model, "save_pretrained"):
+        return _save_modules(model, folder, str(path), form)
     _check_weights(model)
     model = in_memory(model) if is_offloaded(model) else model
     target = _choose_form(model, form)
@@ -104,6 +109,56 @@ def save(
     return SaveResult(str(path), target.form, target.why, f"{loader}({str(path)!r})", distance)
 
 
+def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None) -> SaveResult:
+    """Save a model that is not transformers'."""
+    name = type(model).__name__
+    require_sites(model)
+    if form not in (None, "compact"):
+        raise HeadwiseError(f"{name} is no transformers model, so it has no {form} form; leave form= out")
+    _check_plain_modules(model)
+    check_present(model)
+    with write_folder_atomically(folder, CheckpointError) as scratch:
+        written = write_model(model, scratch)
+        copy_other_files(model, scratch)
+        distance = _compare_modules(model, scratch, written)
+        _make_readable(scratch)
+    if written == STACK:
+        return SaveResult(path, "compact", "a stack of headwise's own", f"headwise.load({path!r})", distance)
+    why = f"headwise cannot build {name}: give it the model before any pruning"
+    return SaveResult(path, "compact", why, f"headwise.load({path!r}, into={name}(...))", distance)
+
+
+def _compare_modules(model: nn.Module, folder: Path, form: str) -> float | None:
+    """Read again what was written; a stack's outputs are compared, else the tensors of the file."""
+    if form != STACK:
+        file = open_safetensors(folder / WEIGHTS, "cpu")
+        state = model.state_dict()
+        for name in file.keys():  # noqa: SIM118  # this is no dict
+            _check_equal(name, file.get_tensor(name), state[name])
+        return None
+    from ..loading.loader import load
+
+    reloaded: Any = load(folder)
+    theirs = reloaded.state_dict()
+    for name, tensor in model.state_dict().items():
+        _check_equal(name, theirs[name], tensor)
+    shape: Any = model.shape
+    ids = torch.arange(TOKENS, device=next(model.parameters()).device)[None] % shape.vocab
+    ids = ids[:, : shape.max_length] if shape.max_length else ids
+    inputs = (ids, ids[:, :2]) if isinstance(model, Transformer) else (ids,)
+    if isinstance(model, Decoder) and shape.decoder_layers:
+        return None  # it needs a memory
+    distance = difference(model, reloaded.to(ids.device), inputs)
+    if not distance <= close(model):
+        raise CheckpointError(f"the model read again gives other outputs, off by {distance:.2g}; nothing was kept")
+    return distance
+
+
+def _check_equal(name: str, written: Tensor, tensor: Tensor) -> None:
+    if not torch.equal(written, tensor.detach().to(written.device)):
+        raise CheckpointError(f"what was written differs from the model in {name!r}; nothing was kept")
+
+
 def _check_folder(folder: Path, overwrite: bool) -> None:
     if os.path.isfile(folder):
         raise HeadwiseError(f"{str(folder)!r} is a file; give a directory")
@@ -112,7 +167,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         raise HeadwiseError(f"{str(folder)!r} is not empty; give another directory, or say overwrite=True")
 
 
-def _check_weights(model: Any) -> None:
+def _check_plain_modules(model: nn.Module) -> None:
     """Refuse a model whose state dict, under the names of its class, is not all that it computes with."""
     for path, module in model.named_modules():
         if problem := wrapping_problem(module):
@@ -121,6 +176,11 @@ def _check_weights(model: Any) -> None:
                 f"{type(model).__name__} cannot be saved: {path or 'it'} ({type(module).__name__}) is not plain "
                 f"({reason}); {remedy}"
             )
+
+
+def _check_weights(model: Any) -> None:
+    """Refuse a model that cannot be saved as transformers' are."""
+    _check_plain_modules(model)
     if not hasattr(model, "_from_config") or getattr(model.config, "quantization_config", None) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be saved: it is quantized or wraps a model; give the plain model"
@@ -242,8 +302,9 @@ def _compare(model: Any, folder: Path, form: Form) -> float | None:
     if form != "zeroed":
         theirs = reloaded.state_dict()
         for name, tensor in model.state_dict().items():
-            if name not in theirs or not torch.equal(theirs[name], tensor.detach().to(theirs[name].device)):
-                raise CheckpointError(f"what was written differs from the model in {name!r}; nothing was kept")
+            if name not in theirs:
+                raise CheckpointError(f"what was written lacks {name!r} of the model; nothing was kept")
+            _check_equal(name, theirs[name], tensor)
     inputs = dummy_inputs(model)
     if inputs is None:
         return None

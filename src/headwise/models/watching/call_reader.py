@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ...attention import functional
 from ...attention.stats import HeadStats
 from ...errors import UnsupportedError
+from ..multihead import HIDDEN
 from .lazy_masks import LazyMask, MaskRecipe
 
 ONE_PASS = 1 << 18  # scores per head from which one pass for output and statistics is worth its other rounding
 ROWS = 256  # queries of a block, where a mask or weights are made block by block
-HIDDEN = -1e4  # added by older models to hide a key: next to any visible key, its weight is 0 in every precision
 
 
 class ModelCall(NamedTuple):
@@ -60,7 +60,7 @@ class Reading:
     q: Tensor
     k: Tensor
     v: Tensor
-    options: dict[str, Any]  # mask, causal, window, offset, scale, softcap, sinks
+    options: dict[str, Any]  # attend's, mask and offset always among them; slopes of ALiBi
     comparable: bool  # whether positions of queries and keys are of one sequence
     recipe: MaskRecipe | None = None  # of a mask that is made block by block
 
@@ -83,7 +83,7 @@ class Reading:
     def attend(self, dropout: float = 0.0) -> Tensor:
         """(B, H, Tq, Dv)."""
         outputs = [
-            functional.attend(self.q[:, :, block.rows], self.k, self.v, dropout=dropout, **block.options)
+            functional.attend_with_slopes(self.q[:, :, block.rows], self.k, self.v, dropout=dropout, **block.options)
             for block in self.blocks()
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
@@ -97,20 +97,20 @@ class Reading:
                 options["mask"] = self.recipe.rows(i, i + 1)[..., : self.keys]
             elif options["mask"] is not None and options["mask"].shape[2] > 1:
                 options["mask"] = options["mask"][:, :, i : i + 1]
-            outputs.append(functional.attend(self.q[:, :, i : i + 1], self.k, self.v, **options))
+            outputs.append(functional.attend_with_slopes(self.q[:, :, i : i + 1], self.k, self.v, **options))
         return torch.cat(outputs, 2)
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         """(B, heads, rows, Tk)."""
         if self.recipe is None:
-            return functional.weights(self.q, self.k, rows=rows, heads=heads, **self.options)
+            return functional.weights_with_slopes(self.q, self.k, rows, heads, **self.options)
         by_row: dict[int, Tensor] = {}
         for block in self.blocks():
             block_rows = [i for i in range(block.rows.start, block.rows.stop) if rows is None or i in rows]
             if block_rows:
                 in_block = [i - block.rows.start for i in block_rows]
                 q = self.q[:, :, block.rows]
-                weights = functional.weights(q, self.k, rows=in_block, heads=heads, **block.options)
+                weights = functional.weights_with_slopes(q, self.k, in_block, heads, **block.options)
                 by_row.update(zip(block_rows, weights.unbind(2), strict=True))
         return torch.stack([by_row[i] for i in (sorted(by_row) if rows is None else rows)], 2)
 
@@ -126,7 +126,7 @@ class Reading:
         outputs, total = [], None
         for block in self.blocks():
             queries = None if real is None else real[:, block.rows]
-            out, new = functional.head_stats(
+            out, new = functional.head_stats_with_slopes(
                 self.q[:, :, block.rows], self.k, self.v, queries=queries, classes=classes,
                 cross=not self.comparable, dropout=dropout, **block.options,
             )  # fmt: skip
@@ -188,7 +188,7 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
     elif recipe is not None and (isinstance(call.mask, LazyMask) or not isinstance(call.mask, Tensor)):
         by_block = recipe
     else:
-        mask = _read_mask(call.mask, keys)
+        mask = read_mask(call.mask, keys)
     bias = call.options.get("position_bias")
     if bias is not None:
         if by_block is not None:
@@ -208,7 +208,7 @@ def read(call: ModelCall, recipe: MaskRecipe | None, similar: MaskRecipe | None,
     return Reading(q, k, v, options, not cross and known_positions, by_block)
 
 
-def _read_mask(mask: Any, keys: int) -> Tensor:
+def read_mask(mask: Any, keys: int) -> Tensor:
     """A model's mask as attend takes it: bool where it only hides keys, else floats with -inf for hidden keys."""
     if not isinstance(mask, Tensor):
         raise UnsupportedError(f"a mask of type {type(mask).__name__} is not known")

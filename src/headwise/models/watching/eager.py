@@ -38,6 +38,10 @@ class EagerReading:
         return self.call.query
 
     @property
+    def k(self) -> Tensor:
+        return self.call.key
+
+    @property
     def v(self) -> Tensor:
         return self.call.value
 

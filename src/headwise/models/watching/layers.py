@@ -79,6 +79,7 @@ class Layer:
     index: int  # the model's own layer number
     name: str  # the module's path
     heads: Heads
+    source: str = "registry"  # how it was seen: "registry", "module" or "function"
     all_weights: list[Tensor | HeadRows] = field(default_factory=list)  # one per call
     all_rows: list[list[int] | None] = field(default_factory=list)  # the queries of each of them; None for all
     all_outputs: list[Tensor | HeadRows] = field(default_factory=list)
@@ -151,7 +152,8 @@ class Layer:
 
     def to_json(self) -> dict[str, Any]:
         """The layer and its statistics as plain JSON values."""
-        layer = {"kind": self.kind, "index": self.index, "name": self.name, "heads": self.heads.to_json()}
+        layer = {"kind": self.kind, "index": self.index, "name": self.name, "source": self.source}
+        layer["heads"] = self.heads.to_json()
         parts = {"stats": self.stats, "prefill": self.prefill, "decode": self.decode}
         return {**layer, **{name: None if stats is None else stats.to_json() for name, stats in parts.items()}}
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...errors import HeadwiseError
@@ -14,6 +15,7 @@ from ..structure.sites import Site
 from .call_reader import ModelCall
 from .lazy_masks import MaskRecipe
 from .registry import first_query, newest_recipe, pass_masks, recipe_of
+from .sources import KnownCall
 
 
 class CallContext(NamedTuple):
@@ -25,6 +27,9 @@ class CallContext(NamedTuple):
     real: Tensor | None  # (B, Tq) bool: which queries are tokens; None for all
     cross: bool
     decoding: bool  # whether its queries follow cached keys
+    keys: int  # of the call, also those that do not exist yet
+    first_key: int = 0  # the place of the first key in its sequence: a cache may have dropped others
+    first_token: Tensor | None = None  # (B, Tk) bool: each sequence's first token, where the keys do not tell
 
     @property
     def positions(self) -> MaskRecipe | None:
@@ -41,8 +46,11 @@ class PassState:
         self._tracker = tracker
         self._site_by_turn = {(site.module, site.turn): site for site in sites}
         self._runner: tuple[threading.Thread, int] | None = None  # who runs the model, and how many models deep
-        # by whole model: of its newest self-attention call, which queries are tokens, and whether it decodes
-        self._newest: dict[nn.Module, tuple[Tensor | None, bool]] = {}
+        # by whole model, or by the path of the layer around a known call: of the newest self-attention call there,
+        # which queries are tokens, and whether it decodes
+        self._newest: dict[nn.Module | str, tuple[Tensor | None, bool]] = {}
+        # by attention module: the first real key of each sequence (B,) in its newest call on whole sequences
+        self._first_tokens: dict[nn.Module, Tensor] = {}
         # by attention module: the queries and keys of its newest call
         self._operands: dict[nn.Module, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
 
@@ -68,15 +76,25 @@ class PassState:
         """Forget the pass."""
         self._runner = None
         self._newest.clear()
+        self._first_tokens.clear()
 
-    def site(self, module: nn.Module) -> Site:
+    def knows(self, module: nn.Module, turn: int) -> bool:
+        """Whether a layer is known."""
+        return (module, turn) in self._site_by_turn
+
+    def relabel(self, sites: list[Site]) -> None:
+        """The model's layers, after some were seen that were not known before."""
+        self.sites = sites
+        self._site_by_turn = {(site.module, site.turn): site for site in sites}
+
+    def site(self, module: nn.Module, turn: int | None = None) -> Site:
         """The layer of a module's current call; a call beyond its known layers is a layer of its own."""
-        turn = self._tracker.turn(module)
+        turn = self._tracker.turn(module) if turn is None else turn
         site = self._site_by_turn.get((module, turn))
         if site is None:
             first = next(site for site in self.sites if site.module is module)
             index = 1 + max(site.index for site in self.sites if site.kind == first.kind)
-            site = self._site_by_turn[module, turn] = Site(module, first.name, first.kind, index, turn, True)
+            site = self._site_by_turn[module, turn] = Site(module, first.name, first.kind, index, turn, first.source)
             self.sites.append(site)
         return site
 
@@ -98,7 +116,39 @@ class PassState:
         if not cross:
             decoding = _decodes(call, recipe or similar)
             self._newest[owner] = real, decoding
-        return CallContext(site, recipe, similar, real, cross, decoding)
+        positions = recipe or similar
+        first_key = 0 if positions is None else positions.first_key
+        return CallContext(site, recipe, similar, real, cross, decoding, call.key.shape[2], first_key)
+
+    def known_context(self, call: KnownCall) -> CallContext:
+        """The context of a call whose meaning is known."""
+        site, reading = self.site(call.module, call.turn), call.reading
+        cross, layer = site.kind.endswith("cross"), site.parent
+        real = self._newest.get(layer, (None, False))[0] if cross and call.real is None else call.real
+        batch, queries = reading.q.shape[0], reading.q.shape[2]
+        if real is not None and (tuple(real.shape) != (batch, queries) or bool(real.all())):
+            real = None
+        if not cross:
+            self._newest[layer] = real, call.decoding
+        first_token = self._first_token(call)
+        return CallContext(
+            site, None, None, real, cross, call.decoding, reading.keys, call.first_key, first_token
+        )  # fmt: skip
+
+    def _first_token(self, call: KnownCall) -> Tensor | None:
+        """(B, Tk) bool: each sequence's first token, where a sliding cache dropped keys; else None."""
+        reading = call.reading
+        if not call.first_key:
+            visible = reading.options.get("mask")
+            if visible is None or visible.shape[2] > 1 or visible.dtype != torch.bool:
+                self._first_tokens.pop(call.module, None)
+            else:
+                self._first_tokens[call.module] = visible.any(1)[:, 0].long().argmax(-1)  # (B,)
+            return None
+        first = self._first_tokens.get(call.module)
+        place = torch.zeros(1, device=reading.q.device) if first is None else first
+        columns = call.first_key + torch.arange(reading.keys, device=reading.q.device)
+        return (columns == place[:, None]).expand(reading.q.shape[0], -1)
 
     def _real_queries(self, call: ModelCall, previous: Tensor | None, positions: MaskRecipe | None) -> Tensor | None:
         """(B, Tq): which queries are tokens; None for all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ from ...heads import Heads
 from ..structure.heads import w_o
 from ..structure.selection import HeadChoice
 from ..structure.sites import Site
-from .call_reader import ModelCall, Reading
+from .call_reader import Reading
 from .eager import EagerReading
 from .layers import HeadRows, Layer, Links
-from .lazy_masks import MaskRecipe
 from .packing import PackedReading
 from .pass_state import CallContext
 from .request import Request
@@ -33,12 +33,10 @@ class Recording:
         self._missing_rows = request.rows or []  # rows that no call had yet
         self._longest_call = 0  # queries, of the calls whose rows were kept
 
-    def add_call(
-        self, context: CallContext, call: ModelCall, reading: Reading | EagerReading, stats: HeadStats | None = None
-    ) -> None:
+    def add_call(self, context: CallContext, reading: Reading | EagerReading, stats: HeadStats | None = None) -> None:
         """Record one attention call; stats: its statistics, where they are known already."""
         request, site = self.request, context.site
-        layer = self.layers.get(site) or self._new_layer(site, call)
+        layer = self.layers.get(site) or self._new_layer(site, reading)
         if request.stats:
             if stats is None:
                 stats = reading.stats(context.real, self.key_classes(context, reading))
@@ -51,12 +49,25 @@ class Recording:
         if heads is not None:
             rows = self._rows(reading)
             layer.all_rows.append(rows)
-            layer.all_weights.append(self._weights(reading, heads, rows, call.key.shape[2]))
+            layer.all_weights.append(self._weights(reading, heads, rows, context.keys))
         if request.links:
             layer.requested_links = request.links
             layer.all_links.append(Links(*reading.links(request.links)))
         if request.observer is not None:
             request.observer(layer, reading, context.real)
+
+    def relabel(self, sites: list[Site]) -> None:
+        """Give the layers the names of these sites: more layers are known than before the model ran."""
+        by_turn = {(site.module, site.turn): site for site in sites}
+        kinds: dict[str, str] = {}
+        layers: dict[Site, Layer] = {}
+        for old, layer in self.layers.items():
+            site = by_turn.get((old.module, old.turn), old)
+            layer.kind, layer.index, layer.name = site.kind, site.index, site.name
+            kinds[old.kind], layers[site] = site.kind, layer
+        self.layers = layers
+        classes = {kinds.get(kind, kind): members for kind, members in self.request.classes.items()}
+        self.request = replace(self.request, classes=classes)
 
     def add_outputs(self, site: Site, x: Tensor) -> None:
         """Record W_O's input (B, T, heads * width): the heads' outputs after the model's own gates and norms."""
@@ -66,12 +77,23 @@ class Recording:
         x = x.detach()
         x = x[None] if x.dim() == 2 else x
         outputs = x.flatten(1, -2).unflatten(-1, (layer.heads.query, -1)).transpose(1, 2)  # (B, H, T, width)
-        layer.all_outputs.append(outputs if heads is True else HeadRows(outputs[:, heads], heads, None))
+        self.add_head_outputs(site, outputs)
+
+    def add_head_outputs(self, site: Site, outputs: Tensor) -> None:
+        """Record the heads' outputs (B, H, T, width), where they are asked for."""
+        heads, layer = self.request.outputs.heads(site), self.layers.get(site)
+        if heads is not None and layer is not None:
+            layer.all_outputs.append(outputs if heads is True else HeadRows(outputs[:, heads], heads, None))
+
+    def set_width(self, site: Site, linear: nn.Module) -> None:
+        """The linear layer that reads a layer's heads is known now: its width is the layer's."""
+        layer = self.layers.get(site)
+        if layer is not None:
+            layer.heads = replace(layer.heads, width=_output_width(linear))
 
     def key_classes(self, context: CallContext, reading: Reading | EagerReading) -> dict[str, Tensor]:
         """The classes of keys of one call, (B, Tk) each: the user's, and where needed the sequences' first tokens."""
-        positions: MaskRecipe | None = context.positions
-        first_key = 0 if positions is None else positions.first_key
+        positions, first_key = context.positions, context.first_key
         classes = {}
         for name, members in self.request.classes.get(context.site.kind, {}).items():
             # a cache may have dropped the first keys, and hold some that the user's class does not know yet
@@ -83,6 +105,8 @@ class Recording:
             # the keys that this call's queries see do not tell which token is the first
             first = positions.first_token(reading.keys).to(reading.q.device)
             classes[FIRST] = first.expand(reading.q.shape[0], -1)
+        elif context.first_token is not None:
+            classes[FIRST] = context.first_token
         return classes
 
     def check_rows(self) -> None:
@@ -114,14 +138,14 @@ class Recording:
             weights = torch.nn.functional.pad(weights, (0, keys - weights.shape[-1]))
         return weights if heads is True else HeadRows(weights, heads, rows)
 
-    def _new_layer(self, site: Site, call: ModelCall) -> Layer:
-        query, kv = call.query.shape[1], call.key.shape[1]
+    def _new_layer(self, site: Site, reading: Reading | EagerReading) -> Layer:
+        query, kv = reading.q.shape[1], reading.k.shape[1]
         try:
             width = _output_width(w_o(self.model, site)[1])
         except UnsupportedError:
-            width = query * call.value.shape[3]
-        heads = Heads(width, query, kv, call.query.shape[3], call.value.shape[3])
-        layer = self.layers[site] = Layer(site.kind, site.index, site.name, heads)
+            width = query * reading.v.shape[3]
+        heads = Heads(width, query, kv, reading.q.shape[3], reading.v.shape[3])
+        layer = self.layers[site] = Layer(site.kind, site.index, site.name, heads, site.source)
         return layer
 
 

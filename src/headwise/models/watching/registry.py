@@ -13,30 +13,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..hooks import compiled_as_before
-from ..passes import in_backward
 from . import lazy_masks
 from .call_reader import ModelCall
 from .lazy_masks import LazyMask, MaskRecipe
+from .sources import Function, Watched, Watcher
 
-Function = Callable[..., tuple[Tensor, Any]]
 MASKS_BEFORE_PASS = 16  # masks made before a pass, as generate does, that are remembered
 
 
-class Watcher(Protocol):
-    """Sees the attention calls of a model."""
-
-    def see(self, call: ModelCall, function: Function, eager: Function, innermost: bool) -> tuple[Tensor, Any]:
-        """Answer a call with the output that function gives; unless innermost, function is another watcher's."""
-
-
 _lock = threading.RLock()
-_watchers: dict[nn.Module, list[Watcher]] = {}  # by attention module
+_watched = Watched()
 _uninstall: list[Callable[[], None]] = []  # what removes the wrappers
 
 
@@ -72,25 +64,19 @@ class PassMasks(threading.local):
 pass_masks = PassMasks()
 
 
-def add(modules: list[nn.Module], watcher: Watcher) -> None:
+def install(modules: list[nn.Module], watcher: Watcher) -> None:
     """From now on the watcher sees the calls of these modules."""
     with _lock:
-        if not _watchers:
+        if not _watched:
             _install()
-        for module in modules:
-            _watchers.setdefault(module, []).append(watcher)
+        _watched.add(modules, watcher)
 
 
 def remove(modules: list[nn.Module], watcher: Watcher) -> None:
     """The watcher no longer sees the calls of these modules."""
     with _lock:
-        for module in modules:
-            remaining = [other for other in _watchers.get(module, []) if other is not watcher]
-            if remaining:
-                _watchers[module] = remaining
-            else:
-                _watchers.pop(module, None)
-        if not _watchers:
+        _watched.remove(modules, watcher)
+        if not _watched:
             for uninstall in _uninstall:
                 uninstall()
             _uninstall.clear()
@@ -163,8 +149,8 @@ def _call_watched(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """What a wrapped attention function does: call it, through the watchers of the module where there are any."""
-    watchers = _watchers.get(module, ())
-    if not watchers or in_backward():
+    watchers = _watched.of(module)
+    if not watchers:
         attention_mask = attention_mask.recipe.whole() if isinstance(attention_mask, LazyMask) else attention_mask
         return function(module, query, key, value, attention_mask, *rest, **options)
     options = dict(zip(("dropout", "scaling", "is_causal"), rest, strict=False)) | options

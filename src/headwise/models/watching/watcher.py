@@ -1,4 +1,4 @@
-"""watch: exact statistics of every head of a transformers model, while it runs as it always does."""
+"""watch: exact statistics of every head of a model, while it runs as it always does."""
 
 from __future__ import annotations
 
@@ -16,16 +16,26 @@ from ..hooks import Hooks, check_values
 from ..passes import PassTracker, in_backward
 from ..register import NAME
 from ..structure.selection import LayerChoice
-from ..structure.sites import Key, Site, attention_sites, check_watchable, find_site, first_per_module
-from . import registry
+from ..structure.sites import (
+    Key,
+    Site,
+    attention_sites,
+    check_watchable,
+    find_site,
+    first_per_module,
+    runs_undeclared_code,
+)
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
+from .function_calls import Rejection
+from .function_source import FunctionSource
 from .layers import Layer
 from .lazy_masks import LazyMask
 from .packing import is_paged, record_pages, split_packed
 from .pass_state import CallContext, PassState
 from .recording import Recording
 from .request import CallObserver, Request
+from .sources import Answer, Function, KnownCall, Sources
 from .trust import TrustCheck, by_head, same_outputs
 
 
@@ -47,7 +57,7 @@ def watch(
     statistics from one pass over the scores, equal up to rounding; exact=True prevents that.
 
     Args:
-        model: a transformers model.
+        model: any PyTorch model whose attention is known.
         weights: layers whose attention weights to keep: True for all, a layer, several layers, or {layer: heads}. A
             layer is its number, (kind, number) or its module's path.
         outputs: layers whose heads' outputs before W_O to keep, in the same form.
@@ -89,9 +99,11 @@ class Watch:
         self.model = model
         self.recording = Recording(model, request)
         self._request = request
-        self._modules = [site.module for site in first_per_module(sites)]
-        remove = functools.partial(registry.remove, self._modules, self)
-        self._hooks = Hooks(model, self._modules, "watch", remove)
+        self._modules = [site.module for site in first_per_module(sites) if site.source != "function"]
+        self._sources = Sources(sites, self)
+        self._functions = FunctionSource(self, sites) if runs_undeclared_code(model, sites) else None
+        attention_modules = self._modules if self._functions is None else model.modules()
+        self._hooks = Hooks(model, attention_modules, "watch", self._stop)
         self._tracker = PassTracker(
             model, sites, self._hooks, awaits="attention function", consequence="its heads cannot be watched"
         )
@@ -110,6 +122,11 @@ class Watch:
         called_modules = {site.module for site in self.recording.layers}
         return list(dict.fromkeys(site.name for site in self._pass.sites if site.module not in called_modules))
 
+    @property
+    def rejected(self) -> list[Rejection]:
+        """What looked like attention in the model's own code and was not recorded: module path, class and reason."""
+        return [] if self._functions is None else list(self._functions.rejected)
+
     def __getitem__(self, key: Key) -> Layer:
         """A layer by its number, (kind, number) or module path."""
         site = find_site(self.model, self._pass.sites, key)
@@ -120,12 +137,14 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._hooks.on:
             raise HeadwiseError("this watch is on already; make another with headwise.watch(model)")
-        return self._hooks.set(self, self._set_hooks, functools.partial(registry.add, self._modules, self))
+        return self._hooks.set(self, self._set_hooks, self._sources.install)
 
     def _set_hooks(self) -> None:
         self._tracker.follow(self._modules, self._pass.begin, self._pass.end)
+        if self._functions is not None:
+            self._functions.follow(self._hooks)
         for site in first_per_module(self._pass.sites):
-            if site.module in self._request.outputs.by_module:
+            if site.module in self._request.outputs.by_module and site.source != "function":
                 self._tracker.before_w_o(site, functools.partial(self._record_outputs, site.module))
 
     def __exit__(
@@ -140,10 +159,41 @@ class Watch:
         if missed:
             raise self._tracker.missed_error(missed[0])
         if self._tracker.completed and not self.recording.layers:
+            sites = self._pass.sites
+            in_registry = bool(sites) and all(site.source == "registry" for site in sites)
+            missing = "asked transformers' registry for an attention function" if in_registry else "was called"
+            candidates = "".join(f"; {rejection}" for rejection in self.rejected)
             raise UnsupportedError(
-                f"{type(self.model).__name__} ran, but none of its attention layers asked transformers' registry for "
-                "an attention function; its heads cannot be watched"
+                f"{type(self.model).__name__} ran, but none of its attention layers {missing}; its heads cannot be "
+                f"watched{candidates}"
             )
+
+    def _stop(self) -> None:
+        self._sources.remove()
+        if self._functions is not None:
+            self._functions.stop()
+
+    def find_layer(self, module: nn.Module, turn: int) -> None:
+        """Number the layers anew where one was seen that was not known before. `FunctionSource` calls this."""
+        if not self._pass.knows(module, turn):
+            sites = attention_sites(self.model)
+            self._pass.relabel(sites)
+            self.recording.relabel(sites)
+
+    def site(self, module: nn.Module, turn: int) -> Site:
+        """The layer of one of a module's attention calls in a pass."""
+        return self._pass.site(module, turn)
+
+    def real_tokens(self, module: nn.Module, batch: int, queries: int, keys: int) -> Tensor | None:
+        """(B, Tq) bool: which queries are tokens, by the padding that a transformers model was given; None for all."""
+        owner = self._tracker.owners.get(module)
+        if owner is None or not hasattr(owner, "config"):  # what another model means by a mask is not known
+            return None
+        return self._tracker.real_tokens(module, batch, queries, keys)
+
+    def records_outputs(self, site: Site) -> bool:
+        """Whether the outputs of a layer's heads are asked for."""
+        return self._request.outputs.heads(site) is not None
 
     def __repr__(self) -> str:
         return f"Watch({type(self.model).__name__}, {len(self.recording.layers)} layers seen)"
@@ -156,9 +206,7 @@ class Watch:
         if not in_backward():
             self.recording.add_outputs(self._pass.site(module), x)
 
-    def see(
-        self, call: ModelCall, function: registry.Function, eager: registry.Function, innermost: bool
-    ) -> tuple[Tensor, Any]:
+    def see(self, call: ModelCall, function: Function, eager: Function, innermost: bool) -> tuple[Tensor, Any]:
         """Answer an attention call with the model's output, and record what was asked for. The registry calls this.
 
         Args:
@@ -185,32 +233,50 @@ class Watch:
                 classes = self.recording.key_classes(context, reading)
                 out, stats = reading.observe(context.real, classes, dropout)
                 with torch.no_grad():
-                    self.recording.add_call(context, call, reading, stats)
+                    self.recording.add_call(context, reading, stats)
                 return out.transpose(1, 2).contiguous(), None
         output, extra = function(call)
         if new:
             with torch.no_grad():
-                self._record(context, call, reading, eager_reading, output)
+                self._record(context, reading, eager_reading, output)
         return output, extra
 
-    def _record_answered(self, call: ModelCall, eager: registry.Function, output: Tensor) -> None:
+    def see_known(self, call: KnownCall, answer: Answer, innermost: bool) -> Any:
+        """Answer a call whose meaning is known, and record what was asked for. Sources other than the registry call it.
+
+        Args:
+            call: the call in headwise's terms.
+            answer: answers the call as the model would.
+            innermost: whether answer is the model's own, and not another watcher's.
+        """
+        reading, request = call.reading, self._request
+        self._tracker.arrive(call.module)
+        check_values(reading.q, call.module, "watch")
+        context = self._pass.known_context(call)
+        if innermost and call.one_pass and request.stats and not request.exact:
+            output, stats = reading.observe(context.real, self.recording.key_classes(context, reading), call.dropout)
+        else:
+            output, stats = answer(), None
+        with torch.no_grad():
+            self.recording.add_call(context, reading, stats)
+        return output
+
+    def _record_answered(self, call: ModelCall, eager: Function, output: Tensor) -> None:
         """Record a call that has been answered."""
         if self._pass.is_new(call):
             context = self._pass.context(call)
             with torch.no_grad():
                 reading, eager_reading = _readings(call, context, eager)
                 trusted = self._trust.choose(reading, eager_reading, output, context.real, context.site.name)
-                self.recording.add_call(context, call, trusted)
+                self.recording.add_call(context, trusted)
 
-    def _record(
-        self, context: CallContext, call: ModelCall, reading: Reading, eager: EagerReading, output: Tensor
-    ) -> None:
+    def _record(self, context: CallContext, reading: Reading, eager: EagerReading, output: Tensor) -> None:
         stats = self._step_stats(context, reading, eager, output)
         if stats is not None:
-            self.recording.add_call(context, call, reading, stats)
+            self.recording.add_call(context, reading, stats)
         else:
             trusted = self._trust.choose(reading, eager, output, context.real, context.site.name)
-            self.recording.add_call(context, call, trusted)
+            self.recording.add_call(context, trusted)
 
     def _step_stats(
         self, context: CallContext, reading: Reading, eager: EagerReading, output: Tensor
@@ -231,7 +297,7 @@ class Watch:
         return permitted and reading.in_one_pass()
 
 
-def _readings(call: ModelCall, context: CallContext, eager: registry.Function) -> tuple[Reading, EagerReading]:
+def _readings(call: ModelCall, context: CallContext, eager: Function) -> tuple[Reading, EagerReading]:
     """A call in headwise's terms, and by the model's own eager function."""
     reading = read(call, context.recipe, context.similar, context.cross)
     eager_reading = EagerReading(call, eager, reading.options["offset"], reading.comparable, context.recipe)

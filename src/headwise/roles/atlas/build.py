@@ -14,6 +14,7 @@ from ...models.loading.resolve import resolve
 from ...models.structure.config_sizes import max_positions
 from ...models.structure.text_model import check_takes_text
 from ...models.surgery.kept_heads import pruned_layers
+from ...models.text_inputs import is_encoder_decoder
 from ...role_definitions import added_scores
 from .corpus import Corpus, TextEncoder, batch_sizes, read
 from .corpus_run import CorpusRun, Progress
@@ -48,7 +49,7 @@ def atlas(
     Texts are streamed, so memory does not grow with the corpus.
 
     Args:
-        model: a name as `headwise.load` takes it, or a transformers model with its tokenizer.
+        model: a name as `headwise.load` takes it, or a model that reads token ids with its tokenizer.
         texts: a file with one text per line, or .jsonl with a field; or any iterable of texts. For encoder-decoders
             also pairs (source, target); otherwise the decoder reads the text itself.
         tokenizer: of a model that is given as an object.
@@ -128,9 +129,9 @@ def encoder_of(body: Any, tokenizer: Any, length: int) -> TextEncoder:
 
 def _start(body: Any) -> int | None:
     """The token that the decoder of an encoder-decoder begins with; None for other models."""
-    config = body.config
-    if not getattr(config, "is_encoder_decoder", False):
+    if not is_encoder_decoder(body):
         return None
+    config = getattr(body, "config", None)
     for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         if getattr(config, key, None) is not None:
             return int(getattr(config, key))

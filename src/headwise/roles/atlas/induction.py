@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import HeadwiseError
+from ...models.text_inputs import vocabulary_size as embedded_tokens
 from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
@@ -126,5 +127,5 @@ def _targets(score: RoleScore, first_occurrences: Tensor, keys: int) -> Tensor:
 
 def vocabulary_size(model: Any, tokenizer: Any) -> int:
     """How many tokens both the tokenizer and the model know."""
-    embedding = model.get_input_embeddings()
-    return min(len(tokenizer), int(embedding.weight.shape[0]))
+    embedded = embedded_tokens(model)
+    return len(tokenizer) if embedded is None else min(len(tokenizer), embedded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...models.structure import sites
+from ...models.text_inputs import device_of, run_on_tokens
 from ...models.watching.call_reader import Reading
 from ...models.watching.eager import EagerReading
 from ...models.watching.layers import Layer
@@ -83,7 +84,7 @@ class Observer:
 
     def run(self, batch: Batch) -> dict[Key, BatchSums]:
         """The sums of every layer over a batch."""
-        self.batch, self.layers, self._columns = batch.to(self.model.device), {}, []
+        self.batch, self.layers, self._columns = batch.to(device_of(self.model)), {}, []
         self.output = forward(self.model, self.batch)
         self._columns = []
         return self.layers
@@ -172,10 +173,12 @@ def _equal_masks(a: Any, b: Any) -> bool:
 
 def forward(model: Any, batch: Batch) -> Any:
     """Run a model on a batch, without keeping a cache."""
-    inputs = {"input_ids": batch.source.ids, "attention_mask": batch.source.real.long()}
+    inputs: dict[str, Any] = {"input_ids": batch.source.ids, "attention_mask": batch.source.real.long()}
     if batch.target is not None:
         inputs |= {"decoder_input_ids": batch.target.ids, "decoder_attention_mask": batch.target.real.long()}
-    return model(**inputs, **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        inputs["use_cache"] = False
+    return run_on_tokens(model, inputs)
 
 
 def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> Tensor:
@@ -183,13 +186,23 @@ def visible(reading: Reading | EagerReading, rows: range, a: Tensor | None) -> T
     selected = None if len(rows) == reading.q.shape[2] else list(rows)
     if isinstance(reading, EagerReading):
         return ((reading.weights(selected, None) if a is None else a) > 0).any(1)
+    if _differs_by_head(reading):
+        return ((reading.weights(selected, None) if a is None else a) > 0).any(1)
     mask = reading.options["mask"]
     if mask is not None:
         mask = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(1, keepdim=True)
     options = dict(reading.options, mask=mask, softcap=None, sinks=None)
+    options |= {name: None for name in ("slopes", "gates") if name in options}
     # scores of zero: equal weights on all visible keys
     q, k = (x.new_zeros(len(x), 1, x.shape[2], 1, dtype=torch.float32) for x in (reading.q, reading.k))
     return replace(reading, q=q, k=k, v=k, options=options).weights(selected, None)[:, 0] > 0
+
+
+def _differs_by_head(reading: Reading) -> bool:
+    """Whether heads have windows of their own."""
+    window, keep_first = reading.options.get("window"), reading.options.get("keep_first", 0)
+    pair = window is None or (len(window) == 2 and not isinstance(window[0], Sequence))
+    return not pair or not isinstance(keep_first, int)
 
 
 def sums(a: Tensor, columns: PairColumns) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...models.structure.config_sizes import max_positions
 from ...models.structure.text_model import text_model
+from ...models.text_inputs import device_of, has_config, run_on_tokens
 from ...models.watching.watcher import watch
 from .alignment import Exclusions, LinkBatch, batches, encode
 from .gold import Sentence
@@ -41,19 +43,21 @@ def body(model: Any) -> tuple[Any, tuple[str, ...]]:
 
 def is_causal(model: Any) -> bool:
     """Whether no head of a model attends to later tokens, tried on a few tokens."""
-    ids = torch.arange(1, 8, device=model.device)[None]
+    ids = torch.arange(1, 8, device=device_of(model))[None]
     looks_ahead: list[bool] = []
 
     def record(layer: Any, reading: Any, real: Any) -> None:
         looks_ahead.append(bool(reading.weights(None, None).triu(1).any()))
 
     with torch.no_grad(), watch(model, each=record):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        run_on_tokens(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     return not any(looks_ahead)
 
 
 def longest(model: Any) -> int:
     """The largest number of tokens that a model takes."""
+    if not has_config(model):
+        return max_positions(model) or 1 << 20
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20) - 2
 
 
@@ -61,7 +65,7 @@ def score_batches(
     model: Any, tokenizer: Any, sentences: Sequence[Sentence], *, causal: bool, exclusions: Exclusions
 ) -> Iterator[LinkScores]:
     """The results of every head, batch by batch; exclusions counts what cannot be scored."""
-    for batch in batches(encode(sentences, tokenizer, longest(model), exclusions), model.device, causal=causal):
+    for batch in batches(encode(sentences, tokenizer, longest(model), exclusions), device_of(model), causal=causal):
         if batch.links:
             yield score_batch(model, batch)
 
@@ -78,7 +82,7 @@ def score_batch(model: Any, batch: LinkBatch) -> LinkScores:
         shares.append(share)
 
     with torch.no_grad(), watch(model, each=record):
-        model(**batch.inputs)
+        run_on_tokens(model, batch.inputs)
     return LinkScores(heads, batch, torch.cat(hits, 1).cpu(), torch.cat(shares, 1).cpu())
 
 

@@ -1,0 +1,213 @@
+"""Models of other packages that declare nothing to us: timm, diffusers and x-transformers, at small random sizes.
+
+`make interop` installs the packages into a folder of their own and runs these tests.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise
+from headwise.attention.stats import stats_from_weights
+from helpers.known_modules import ROUNDING
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed; make interop installs it")
+
+
+class _Name(type):
+    """A class whose attributes are their own names."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Stub(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
+
+
+class _Torchvision:
+    """Gives torchvision, which timm imports for its data pipeline, as a module of empty classes."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] == "torchvision":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__version__, module.__path__ = "0.0", []
+
+
+@pytest.fixture
+def timm() -> Iterator[Any]:
+    finder = _Torchvision()
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        import timm
+
+        yield timm
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            if isinstance(sys.modules[name], _Stub):
+                del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def watch_twice(model: nn.Module, fused: Any, *inputs: Any, **options: Any) -> list[Any]:
+    """The layers of a model, seen alike in PyTorch's fused function and in the package's own softmax."""
+    layers = []
+    for is_fused in (True, False):
+        fused(is_fused)
+        with torch.no_grad():
+            expected = model(*inputs, **options)
+            with headwise.watch(model, weights=True, outputs=True) as seen:
+                output = model(*inputs, **options)
+        first, second = (x[0] if isinstance(x, tuple) else x for x in (output, expected))
+        assert torch.equal(first, second) and not seen.rejected
+        layers.append(seen.layers)
+    for by_function, by_softmax in zip(*layers, strict=True):
+        assert by_function.key == by_softmax.key
+        # rounded as the package computes its softmax, from scores of a few units
+        close = 64 * max(ROUNDING, torch.finfo(by_softmax.weights.dtype).eps)
+        weights = by_softmax.weights.double()
+        torch.testing.assert_close(by_function.weights, weights, rtol=0, atol=close)
+        torch.testing.assert_close(by_function.outputs, by_softmax.outputs, rtol=0, atol=close)
+        expected = stats_from_weights(weights).entropy
+        torch.testing.assert_close(by_function.stats.entropy, expected, rtol=0, atol=100 * close)
+    return layers[0]
+
+
+def assert_masked(model: nn.Module, layer: Any, w_o: str, *inputs: Any, **options: Any) -> None:
+    """Masking the first head gives the output with the head's columns of W_O at zero."""
+    linear: Any = model.get_submodule(w_o)
+    width = linear.in_features // layer.heads.query
+    with torch.no_grad():
+        with headwise.mask_heads(model, {layer.key: [0]}):
+            masked = model(*inputs, **options)
+        columns = linear.weight[:, :width].clone()
+        linear.weight[:, :width] = 0
+        expected = model(*inputs, **options)
+        linear.weight[:, :width] = columns
+    first, second = (x[0] if isinstance(x, tuple) else x for x in (masked, expected))
+    # two orders of one sum, then the rest of a small network
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-9)
+
+
+@needs("timm")
+def test_timm_vision_transformers_are_watched_and_masked(timm: Any) -> None:
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=15, depth=2, num_heads=3, num_classes=5).eval()
+
+    def fused(on: bool) -> None:
+        for block in model.blocks:
+            block.attn.fused_attn = on
+
+    images = torch.randn(2, 3, 32, 32)
+    layers = watch_twice(model, fused, images)
+    assert [layer.key for layer in layers] == [("self", 0), ("self", 1)]
+    assert layers[0].weights.shape == (2, 3, 17, 17)
+    assert_masked(model, layers[1], "blocks.1.attn.proj", images)
+
+
+@needs("timm")
+def test_timm_windows_are_sequences_and_covariance_is_rejected(timm: Any) -> None:
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, embed_dim=12, depths=(2, 1), num_heads=(2, 3), window_size=7
+    ).eval()
+    with torch.no_grad(), headwise.watch(swin, weights=True) as seen:
+        swin(torch.randn(2, 3, 56, 56))
+    assert [tuple(layer.weights.shape) for layer in seen.layers] == [(8, 2, 49, 49)] * 2 + [(2, 3, 49, 49)]
+    assert [layer.index for layer in seen.layers] == [0, 1, 2]
+    xcit = timm.create_model("xcit_nano_12_p16_224", img_size=32, embed_dim=24, depth=1, num_heads=3).eval()
+    with torch.no_grad(), headwise.watch(xcit) as seen:
+        xcit(torch.randn(2, 3, 32, 32))
+    assert [str(rejection) for rejection in seen.rejected] == [
+        "XCA (at blocks.0.attn): the rows of its axes (2, 3, 8, 4) are features and not tokens"
+    ]
+    assert [layer.name for layer in seen.layers] == ["cls_attn_blocks.0.attn", "cls_attn_blocks.1.attn"]
+
+
+@needs("x_transformers")
+@pytest.mark.parametrize(
+    "options", [{}, {"rotary_pos_emb": True}, {"attn_kv_heads": 1}, {"attn_qk_norm": True}], ids=str
+)
+def test_x_transformers_decoders_are_watched_and_masked(options: dict[str, Any]) -> None:
+    from x_transformers import Decoder, TransformerWrapper
+
+    layers = Decoder(dim=20, depth=2, heads=4, attn_dim_head=6, attn_flash=True, **options)
+    model = TransformerWrapper(num_tokens=11, max_seq_len=16, attn_layers=layers).eval()
+
+    def fused(on: bool) -> None:
+        for module in model.modules():
+            if type(module).__name__ == "Attend":
+                module.flash = on
+
+    ids = torch.randint(0, 11, (2, 7))
+    seen = watch_twice(model, fused, ids)
+    assert [layer.index for layer in seen] == [0, 2]  # the feed-forward layers are in the same list
+    assert seen[0].heads.query == 4 and bool((seen[0].weights.triu(1) == 0).all())
+    assert_masked(model, seen[0], "attn_layers.layers.0.1.to_out", ids)
+
+
+@needs("diffusers")
+def test_diffusers_unets_are_watched_and_masked() -> None:
+    from diffusers import UNet2DConditionModel
+    from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+    model = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=6, attention_head_dim=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        norm_num_groups=4,
+    ).eval()  # fmt: skip
+
+    def fused(on: bool) -> None:
+        model.set_attn_processor(AttnProcessor2_0() if on else AttnProcessor())
+
+    inputs = (torch.randn(2, 4, 8, 8), torch.tensor(3), torch.randn(2, 5, 6))
+    layers = watch_twice(model, fused, *inputs, return_dict=False)
+    text = [layer for layer in layers if layer.name.endswith("attn2")]
+    assert len(layers) == 8 and len(text) == 4
+    for layer in text:
+        assert layer.weights.shape[3] == 5 and "distance" not in layer.stats
+    assert_masked(model, layers[0], f"{layers[0].name}.to_out.0", *inputs, return_dict=False)
+
+
+@needs("diffusers")
+def test_one_head_over_an_image_in_a_diffusers_autoencoder_is_watched() -> None:
+    from diffusers import AutoencoderKL
+
+    model, image = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad(), headwise.watch(model, weights=True) as seen:
+        model(image)
+    weights: list[Tensor] = [layer.weights for layer in seen.layers]
+    assert [tuple(x.shape) for x in weights] == [(2, 1, 64, 64)] * 2
