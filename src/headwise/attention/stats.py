@@ -235,13 +235,9 @@ def name_columns(columns: Any, classes: Sequence[str], *, cross: bool, sinks: bo
 def concatenate(parts: Sequence[HeadStats]) -> HeadStats:
     """The sequences of several statistics, one after the other; only what all of them have."""
     first = parts[0]
-    sums = {
-        name: _concatenate([x.sums[name] for x in parts]) for name in first.sums if all(name in x.sums for x in parts)
-    }
+    sums = {name: _concatenate([x.sums[name] for x in parts]) for name in first.sums if all(name in x.sums for x in parts)}
     maxima = {
-        name: _concatenate([x.maxima[name] for x in parts])
-        for name in first.maxima
-        if all(name in x.maxima for x in parts)
+        name: _concatenate([x.maxima[name] for x in parts]) for name in first.maxima if all(name in x.maxima for x in parts)
     }
     received = None
     if all(x.received is not None for x in parts):

@@ -141,7 +141,9 @@ class Layer:
     def add_packed(self, stats: HeadStats, decoding: list[bool]) -> None:
         """Add the statistics of one call on packed sequences: a row for each, and whether it follows cached keys."""
         is_decoding = torch.tensor(decoding, device=stats.count.device)
-        prefill, decode = (stats.select(mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding))
+        prefill, decode = (
+            stats.select(mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
+        )
         self.runs.append(Run(stats, prefill, decode, packed=True))
 
     def __repr__(self) -> str:
