@@ -33,7 +33,17 @@ from helpers.attention_cases import (
     nonfinite_cases,
     random_case,
 )
-from helpers.attention_checks import EMPTY_ROWS, HIDDEN_KEYS, OTHER_OPTIONS, check_attend, check_stats, gradients
+from helpers.attention_checks import (
+    ADJUSTMENTS,
+    EMPTY_ROWS,
+    HIDDEN_KEYS,
+    OTHER_OPTIONS,
+    check_attend,
+    check_max_logit,
+    check_nonfinite_logits,
+    check_stats,
+    gradients,
+)
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run test_triton.py instead"
 
@@ -82,6 +92,17 @@ def test_triton_head_stats_equal_the_reference(call):
 @FEWER
 def test_triton_statistics_ignore_hidden_keys(dtype, call):
     check_stats(call.spoil_hidden_keys(np.nan), dtype)
+
+
+@pytest.mark.parametrize("name", ADJUSTMENTS)
+def test_triton_max_logit_is_of_visible_keys_before_softcap_mask_and_sinks(name):
+    check_max_logit(name)
+
+
+@pytest.mark.parametrize("name", ADJUSTMENTS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_triton_max_logit_and_lse_of_nonfinite_keys_are_those_of_the_reference(name, value):
+    check_nonfinite_logits(name, value)
 
 
 @pytest.mark.full

@@ -448,7 +448,7 @@ def test_module_stats_equal_those_of_its_weights(name, cross):
     got = module.stats(*inputs, queries=queries, classes=classes, **call_options)
     near = set() if cross else {"distance", "previous", "next", "self"}
     sink = {"sink"} if options.get("sinks") else set()
-    assert set(got.names) == {"entropy", "confidence", "first", "share:some"} | near | sink
+    assert set(got.names) == {"entropy", "confidence", "first", "share:some", "lse", "max_logit"} | near | sink
     a = plain(module.weights(*inputs, **call_options))
     real = plain(queries)[:, None] & (a.sum(-1) > 0)
     entropy = -np.where(a > 0, a * np.log(np.where(a > 0, a, 1)), 0).sum(-1)
@@ -471,11 +471,14 @@ def test_module_stats_equal_head_stats_of_its_projections(cross):
     inputs = (x, tokens(count=KEYS)) if cross else (x,)
     q, k, v = (torch.from_numpy(y.copy()) for y in spec(module).project(*map(plain, inputs)))
     call_options = {"causal": not cross, "lengths": torch.tensor([7, 2, 5])}
+    call_options["received"] = True
     out, want = head_stats(q, k, v, cross=cross, softcap=2.0, sinks=module.sinks.detach(), **call_options)
     got = module.stats(*inputs, **call_options)
     assert got.names == want.names
     for name in got.names:
         close(got[name], want[name])
+    close(got.received, want.received)
+    assert call_options.pop("received")
     assert not any(x.requires_grad for x in got.sums.values())
     close(module(*inputs, **call_options), spec(module).join(plain(out)))
 

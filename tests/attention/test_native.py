@@ -417,7 +417,10 @@ def from_limited_scores(call: AttentionCase) -> tuple[np.ndarray, HeadStats]:
         scores = cap * np.tanh(scores / cap)
     mask = options.pop("mask", np.ones((1, 1, 1, 1), bool))
     options["mask"] = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
-    return reference.head_stats(call.q * 0, call.k * 0, call.v, **options, **call.stats_options)
+    out, stats = reference.head_stats(call.q * 0, call.k * 0, call.v, **options, **call.stats_options)
+    largest = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)[1].maxima["max_logit"]
+    stats.maxima["max_logit"] = np.where(largest == -np.inf, largest, np.clip(largest, -1e38, 1e38))
+    return out, stats
 
 
 @each_path

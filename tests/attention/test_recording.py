@@ -74,7 +74,7 @@ def test_recorded_statistics_serve_inputs_of_other_sizes(tracer: str, dtype: tor
     def measured(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         odd = torch.arange(k.shape[2]).expand(k.shape[0], -1) % 2 == 1
         stats = headwise.head_stats(q, k, v, causal=True, classes={"odd": odd})[1]
-        return torch.stack([*(stats.sums[name] for name in sorted(stats.sums)), stats.count])
+        return torch.stack([*(stats.per_sequence(name) for name in sorted(stats)), stats.count])
 
     first, other = inputs(2, 5, 7, dtype), inputs(3, 11, 13, dtype, seed=1)
     graph = TRACERS[tracer](measured, tuple(first))

@@ -144,6 +144,9 @@ def _valid(rng: Rng, report: Report) -> str | None:
         or next(
             filter(None, (differ(n, got_stats.sums[n], x, bounds.sums(n), mark) for n, x in stats.sums.items())), None
         )
+        or next(
+            filter(None, (differ(n, got_stats.maxima[n], x, bounds.logit, mark) for n, x in stats.maxima.items())), None
+        )
         or (None if slope is None or exact is None else differ("gradient", slope, exact, bounds.gradient, mark))
     )
 
@@ -176,6 +179,7 @@ class Bounds:
             weight_error += 2 * torch.finfo(dtype).eps  # the result is rounded to it
         gates = float(abs(np.asarray(call.options.get("gates", 1.0))).max(initial=0.0))
         self.weight = weight_error
+        self.logit = 8 * torch.finfo(sums).eps * score * math.sqrt(dim)
         self.output = weight_error * (largest[2] + 1e-3) * max(1.0, gates) * 2
         self.gradient = 8 * self.output * call.v.shape[3] * scale * (largest[1] + 1e-3) * max(1.0, math.sqrt(keys))
         self._sum_error, self._far = weight_error * max(1, queries), keys + queries + 50
@@ -190,7 +194,7 @@ def differ(name: str, got: Tensor, want: np.ndarray, bound: float, mark: str) ->
         return f"{name} has shape {values.shape}, the specification {want.shape} ({mark})"
     if not np.array_equal(np.isnan(values), np.isnan(want)):
         return f"{name} is NaN at other places ({mark})"
-    distance = float(np.nanmax(abs(values - want), initial=0.0))
+    distance = float(np.nanmax(abs(np.where(values == want, 0.0, values - want)), initial=0.0))  # both may be -inf
     return f"{name} is off by {distance:.2g}, more than {bound:.2g} ({mark})" if distance > bound else None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from headwise import HeadStats, attend, head_stats, reference, weights
 
-from .attention_cases import LAYOUTS, AttentionCase, array
+from .attention_cases import LAYOUTS, AttentionCase, array, random_case
 
 # Besides rounding the result, the kernels round the weights to the inputs' dtype before the product with the values.
 TOLERANCE = {
@@ -67,6 +69,57 @@ def assert_same_stats(stats: HeadStats, specified: HeadStats, tolerance: float) 
     assert (stats.received is None) == (specified.received is None)
     if specified.received is not None:
         np.testing.assert_allclose(stats.received, specified.received, tolerance, tolerance, err_msg="received")
+
+
+# What may stand between q.k of 5 queries and 11 keys and the scores. Masks hide key 0 and show key 10.
+ADJUSTMENTS = {
+    "nothing": {},
+    "a bool mask": {"mask": np.arange(11) % 3 > 0},
+    "softcap": {"softcap": 2.0},
+    "a float mask": {"mask": np.where(np.arange(11) % 4, np.linspace(9.0, -9.0, 11), -np.inf)},
+    "sinks": {"sinks": np.full(6, 50.0)},
+    "all of them": {
+        "softcap": 3.0, "sinks": np.full(6, 50.0), "causal": True,
+        "mask": np.where(np.arange(11) % 4, np.linspace(9.0, -9.0, 11), -np.inf),
+    },
+}  # fmt: skip
+
+
+def check_max_logit(name: str) -> None:
+    """max_logit is of visible keys and counted queries alone, before what adjusts the scores."""
+    call = replace(random_case(7, 2, 6, 2, 5, 11), options=ADJUSTMENTS[name])
+    call.q[:, :, 3] *= 100  # the largest logits are of a query that does not count,
+    call.k[:, :, 0] *= 100  # and of a key that the masks hide
+    counted = np.arange(5) != 3
+    call = replace(call, stats_options={"queries": np.stack([counted, counted])})
+    k = np.repeat(call.k, 3, 1)
+    logits = call.q @ k.swapaxes(-1, -2) * call.q.shape[-1] ** -0.5
+    seen = reference.visible(call.q, call.k, **call.visibility_options) & counted[:, None]
+    want = np.where(seen, logits, -np.inf).max((2, 3))
+    x = call.tensors(torch.float32)
+    got = head_stats(x.q, x.k, x.v, **x.options, **x.stats_options)[1]
+    # inputs, products, partial sums and the scale are rounded, each relative to the sum of magnitudes at most
+    magnitudes = np.where(seen, abs(call.q) @ abs(k).swapaxes(-1, -2) * call.q.shape[-1] ** -0.5, 0)
+    bound = (4 + call.q.shape[-1]) * 2.0**-24 * magnitudes.max((2, 3))
+    assert (abs(got.per_sequence("max_logit").numpy() - want) <= bound).all()
+    specified = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)[1]
+    np.testing.assert_allclose(specified.per_sequence("max_logit"), want, rtol=1e-12)
+
+
+def check_nonfinite_logits(name: str, value: float) -> None:
+    """A NaN that a counted query sees is max_logit, and an infinity is a logit like any other; hidden they are not."""
+    call = replace(random_case(3, 2, 6, 2, 5, 11), options=ADJUSTMENTS[name] | {"causal": True, "offset": 6})
+    call.k[0, 1, 10, 0] = value  # of KV head 1, and seen by the last query alone
+    for counted in (np.arange(5) < 4, np.arange(5) > 1):
+        call = replace(call, stats_options={"queries": np.stack([counted, counted])})
+        want = reference.head_stats(call.q, call.k, call.v, **call.options, **call.stats_options)[1]
+        x = call.tensors(torch.float32)
+        got = head_stats(x.q, x.k, x.v, **x.options, **x.stats_options)[1]
+        for statistic in ("max_logit", "lse"):
+            np.testing.assert_allclose(
+                got.per_sequence(statistic), want.per_sequence(statistic), rtol=1e-4, atol=1e-4, err_msg=statistic
+            )
+        assert np.isnan(want.per_sequence("max_logit")).any() == (counted[4] and np.isnan(value))
 
 
 def as_leaves(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -175,6 +175,7 @@ static void reference_row(const Call *c, int64_t b, int64_t h, int64_t i, int64_
     double *s = row->weights, sink = c->sinks ? c->sinks[h] : -INFINITY, top = sink, total = 0;
     double gate = c->gates ? c->gates[b * c->gates_stride + h] : 1, *sums = row->sums;
     row->visible = row->ambiguous = 0, row->error = 0;
+    double max_logit = -INFINITY;
     for (int64_t j = 0; j < c->keys; j++) {
         s[j] = -INFINITY;
         if (!is_visible(c, b, h, i, j)) continue;
@@ -187,6 +188,7 @@ static void reference_row(const Call *c, int64_t b, int64_t h, int64_t i, int64_
         if (c->slopes) error += 2 * c->slopes[h] * fabs((double)(position - j));
         row->error = fmax(row->error, error * 0x1p-23);
         dot = fmax(-1e38, fmin(dot * c->scale, 1e38));
+        max_logit = fmax(max_logit, dot);
         if (c->softcap > 0) dot = c->softcap * tanh(dot / c->softcap);
         if (c->slopes) dot -= c->slopes[h] * fabs((double)(position - j));
         s[j] = dot + mask_bias(c, b, h, i, j);
@@ -202,8 +204,10 @@ static void reference_row(const Call *c, int64_t b, int64_t h, int64_t i, int64_
     row->lse = total > 0 ? top + log(total) : -INFINITY;
     memset(row->out, 0, sizeof row->out);
     memset(sums, 0, sizeof row->sums);
+    sums[STAT_MAX_LOGIT] = max_logit;
     if (!row->visible) return;
     sums[STAT_COUNT] = 1;
+    sums[STAT_LSE] = row->lse;
     sums[STAT_SINK] = c->sinks ? exp(sink - top) / total : 0;
     for (int64_t j = 0; j < c->keys; j++) {
         double a = s[j] /= total;
@@ -287,14 +291,16 @@ static void check(const Call *c, int64_t wrong[CHECKS]) {
     for (int64_t b = 0; b < c->batch; b++) {
         int64_t first = first_key(c, b);
         for (int64_t h = 0; h < c->heads; h++) {
-            double sums[MAX_STATS] = {0}, error = 0;
+            double sums[MAX_STATS] = {[STAT_MAX_LOGIT] = -INFINITY}, error = 0, lse_size = 0, max_error = 0;
             int ambiguous = 0;
             for (int64_t i = 0; i < c->queries; i++) {
                 int64_t row = (b * c->heads + h) * c->queries + i;
                 reference_row(c, b, h, i, first, &want);
                 if (is_counted(c, b, i)) {
-                    for (int x = 0; x < MAX_STATS; x++) sums[x] += want.sums[x];
-                    ambiguous |= want.ambiguous, error += want.error;
+                    for (int x = 0; x < MAX_STATS; x++)
+                        sums[x] = x == STAT_MAX_LOGIT ? fmax(sums[x], want.sums[x]) : sums[x] + want.sums[x];
+                    ambiguous |= want.ambiguous, error += want.error, lse_size += fabs(want.sums[STAT_LSE]);
+                    max_error = fmax(max_error, want.error);
                 }
                 if (want.ambiguous) continue;
                 double tolerance = rounding + base + 4 * want.error;
@@ -307,6 +313,8 @@ static void check(const Call *c, int64_t wrong[CHECKS]) {
                 double got = c->sums[x * c->batch * c->heads + b * c->heads + h];
                 double tolerance = base * (1 + sums[STAT_COUNT]) + (x == STAT_ENTROPY ? 10 : 1) * error;
                 if (x == STAT_COUNT) tolerance = 0;
+                if (x == STAT_LSE) tolerance += base * lse_size;
+                if (x == STAT_MAX_LOGIT) tolerance = base * (1 + fabs(sums[x])) + max_error;
                 if (x == STAT_DISTANCE) tolerance = 1e-4 * (1 + sums[x]) + error * c->keys;
                 wrong[FIRST_STATISTIC + x] += differs(got, sums[x], tolerance);
             }

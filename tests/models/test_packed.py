@@ -42,11 +42,14 @@ def run_watched(model: nn.Module, *calls: dict[str, Any], **options: Any) -> Any
 
 
 def assert_same_rows(ours: Any, expected: Any, rows: list[int] | None = None) -> None:
-    """Compare the sums of every sequence and statistic."""
-    assert set(ours.sums) == set(expected.sums)
-    for name in expected.sums:
-        expected_rows = expected.sums[name] if rows is None else expected.sums[name][rows]
-        torch.testing.assert_close(ours.sums[name], expected_rows, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+    """Compare every statistic of every sequence."""
+    assert set(ours) == set(expected)
+    for name in expected:
+        expected_rows = expected.per_sequence(name)
+        expected_rows = expected_rows if rows is None else expected_rows[rows]
+        torch.testing.assert_close(
+            ours.per_sequence(name), expected_rows, **CLOSE, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert torch.equal(ours.count, expected.count if rows is None else expected.count[rows])
 
 

@@ -126,19 +126,7 @@ class HeadStats:
             raise HeadwiseError(
                 f"{len(other.count)} sequences cannot continue {len(self.count)}; to join two batches add them"
             )
-        return self.continued_with_common(other)
-
-    def continued_with_common(self, other: HeadStats) -> HeadStats:
-        """`continued`, dropping what only one of the two has."""
-        sums = {name: x + _like(x, other.sums[name]) for name, x in self.sums.items() if name in other.sums}
-        maxima = {
-            name: _maximum(x, _like(x, other.maxima[name])) for name, x in self.maxima.items() if name in other.maxima
-        }
-        received = None
-        if self.received is not None and other.received is not None:
-            a, b = _pad_keys([self.received, _like(self.received, other.received)])
-            received = a + b
-        return HeadStats(sums, self.count + _like(self.count, other.count), maxima, received)
+        return join_queries(self, other)
 
     def total(self) -> HeadStats:
         """All sequences joined into one: the same means and maxima, in a size that does not grow with the batch.
@@ -147,10 +135,6 @@ class HeadStats:
         """
         sums = {name: x.sum(0)[None] for name, x in self.sums.items()}
         return HeadStats(sums, self.count.sum(0)[None], {name: _largest(x)[None] for name, x in self.maxima.items()})
-
-    def select(self, sequences: Any) -> HeadStats:
-        """The statistics of some sequences: a (B,) bool mask or indices, in the same kind of array."""
-        return self._map(lambda x: x[sequences])
 
     def _map(self, function: Callable[[Any], Any]) -> HeadStats:
         """A function applied to every array."""
@@ -234,15 +218,32 @@ def name_columns(columns: Any, classes: Sequence[str], *, cross: bool, sinks: bo
 
 def concatenate(parts: Sequence[HeadStats]) -> HeadStats:
     """The sequences of several statistics, one after the other; only what all of them have."""
-    first = parts[0]
-    sums = {name: _concatenate([x.sums[name] for x in parts]) for name in first.sums if all(name in x.sums for x in parts)}
-    maxima = {
-        name: _concatenate([x.maxima[name] for x in parts]) for name in first.maxima if all(name in x.maxima for x in parts)
-    }
+    sums, maxima = (
+        {name: _concatenate([x[name] for x in tables]) for name in tables[0] if all(name in x for x in tables)}
+        for tables in ([x.sums for x in parts], [x.maxima for x in parts])
+    )
     received = None
     if all(x.received is not None for x in parts):
-        received = _concatenate(_pad_keys([_like(first.received, x.received) for x in parts]))
+        received = _concatenate(_pad_keys([_like(parts[0].received, x.received) for x in parts]))
     return HeadStats(sums, _concatenate([x.count for x in parts]), maxima, received)
+
+
+def join_queries(stats: HeadStats, other: HeadStats) -> HeadStats:
+    """The statistics of two sets of queries of the same sequences; only what both of them have."""
+    sums = {name: x + _like(x, other.sums[name]) for name, x in stats.sums.items() if name in other.sums}
+    maxima = {
+        name: _maximum(x, _like(x, other.maxima[name])) for name, x in stats.maxima.items() if name in other.maxima
+    }
+    received = None
+    if stats.received is not None and other.received is not None:
+        a, b = _pad_keys([stats.received, _like(stats.received, other.received)])
+        received = a + b
+    return HeadStats(sums, stats.count + _like(stats.count, other.count), maxima, received)
+
+
+def select_sequences(stats: HeadStats, sequences: Any) -> HeadStats:
+    """The statistics of some sequences: a (B,) bool mask or indices."""
+    return stats._map(lambda x: x[sequences])
 
 
 def flatten_stats(stats: HeadStats) -> tuple[list[Any], tuple[tuple[str, ...], ...]]:

@@ -61,11 +61,12 @@ class SplitSequenceAttention(MultiHeadAttention):
         *,
         queries: Tensor | None = None,
         classes: dict[str, Tensor] | None = None,
+        received: bool = False,
         **options: Unpack[ModuleOptions],
     ) -> HeadStats:
         """Statistics of the whole sequence, on every rank; queries and classes are of this rank's tokens."""
         with torch.no_grad():
-            q, k, v = self._project_local(query, key, value, {**options})
+            q, k, v = self._project_local(query, key, value, {**options, "received": received})
             return ring_head_stats(
                 q, k, v, queries=queries, classes=classes, mesh=self.mesh, timeout=self.timeout,
                 **self._ring_options(query, options),
@@ -81,7 +82,7 @@ class SplitSequenceAttention(MultiHeadAttention):
         positions = options.get("positions")
 
         def describe_call() -> str:
-            check_options(options, (*OPTIONS, "need_weights"))
+            check_options(options, (*OPTIONS, "need_weights", "received"))
             for name, x in options.items():
                 if name not in SUPPORTED and x is not None and not (isinstance(x, int) and not x):
                     raise UnsupportedError(f"a split sequence takes no {name}; lengths and windows it takes")

@@ -122,10 +122,23 @@ def ring_head_stats_is_exact(ranks: Ranks, folder: Path) -> None:
         torch.testing.assert_close(out, shard_sequence(want_out, 2, zigzag=zigzag), rtol=1e-4, atol=1e-4)
         assert set(got.names) == set(want.names)
         torch.testing.assert_close(got.count, want.count)
-        for name in want:
-            torch.testing.assert_close(
-                got.sums[name], want.sums[name], rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n} {m}"
-            )
+        tables = (*((name, got.sums[name], x) for name, x in want.sums.items()),
+                  *((name, got.maxima[name], x) for name, x in want.maxima.items()))  # fmt: skip
+        for name, a, b in tables:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n} {m}")
+
+
+@check
+def ring_head_stats_keep_the_maximum_of_every_rank(ranks: Ranks, folder: Path) -> None:
+    q, k, v = random_qkv(31, 6, 2, torch.float64)
+    k[0, 1, 30, 0] = torch.nan  # seen by the last query alone, which is on one rank
+    for counted in (range(30), range(31)):
+        queries = torch.tensor([i in counted for i in range(31)]).expand(BATCH, -1)
+        parts = [shard_sequence(x, 2) for x in (q, k, v)]
+        _, got = ring_head_stats(*parts, queries=shard_sequence(queries, 1), causal=True)
+        want = headwise.head_stats(q, k, v, queries=queries, causal=True)[1]
+        assert want.max_logit.isnan().tolist() == [False] * 3 + [30 in counted] * 3
+        torch.testing.assert_close(got.maxima["max_logit"], want.maxima["max_logit"], equal_nan=True)
 
 
 @check
@@ -165,6 +178,7 @@ def attention_over_a_split_sequence_matches_the_whole(ranks: Ranks, folder: Path
         torch.testing.assert_close(gather_sequence(got, 1, zigzag=False), want, rtol=1e-4, atol=1e-4)
     x = shard_sequence(x, 1, zigzag=False)
     assert_error(lambda: split(x, mask=torch.ones(17, 17).bool()), "takes no mask; lengths and windows it takes")
+    assert_error(lambda: split.stats(x, received=True), "takes no received; lengths and windows it takes")
     assert_error(lambda: split(x, torch.randn(2, 3, 24)), "is for self-attention, got a key or value of another")
     assert_error(lambda: split(x, x, torch.randn(2, 3, 24)), "is for self-attention, got a key or value of another")
     assert_error(lambda: split(x, casual=True), "there is no option 'casual' here; did you mean 'causal'?")

@@ -104,7 +104,8 @@ def check_attention(name: str) -> None:
     torch.testing.assert_close(weights, whole.weights(x, causal=True), **CLOSE)
     some: dict[str, Any] = {"heads": [count - 1, 0], "rows": [2]}
     torch.testing.assert_close(split.weights(x, **some), whole.weights(x, **some), **CLOSE)
-    got, want = split.stats(x, causal=True), whole.stats(x, causal=True)
+    got, want = (module.stats(x, causal=True, received=True) for module in (split, whole))
+    torch.testing.assert_close(got.received, want.received, **CLOSE)
     assert got.names == want.names
     for name in want:
         torch.testing.assert_close(got[name], want[name], **CLOSE)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...attention.stats import HeadStats, concatenate
+from ...attention.stats import HeadStats, concatenate, join_queries, select_sequences
 from ...errors import HeadwiseError
 from ...heads import Heads
 
@@ -135,14 +135,14 @@ class Layer:
             self.runs.append(Run(stats, None, stats) if decoding else Run(stats, stats, None))
             return
         # a statistic that one of the calls does not have is dropped
-        last.all = last.all.continued_with_common(stats)
-        last.decode = stats if last.decode is None else last.decode.continued_with_common(stats)
+        last.all = join_queries(last.all, stats)
+        last.decode = stats if last.decode is None else join_queries(last.decode, stats)
 
     def add_packed(self, stats: HeadStats, decoding: list[bool]) -> None:
         """Add the statistics of one call on packed sequences: a row for each, and whether it follows cached keys."""
         is_decoding = torch.tensor(decoding, device=stats.count.device)
         prefill, decode = (
-            stats.select(mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
+            select_sequences(stats, mask) if bool(mask.any()) else None for mask in (~is_decoding, is_decoding)
         )
         self.runs.append(Run(stats, prefill, decode, packed=True))
 
