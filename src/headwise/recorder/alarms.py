@@ -1,4 +1,4 @@
-"""Alarms: heads whose statistics pass a threshold. Each is raised once, and again only after the head has recovered."""
+"""Alarms: heads whose statistics pass a threshold. Each is raised once, and again only after the head recovered."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .training_log import LogEntry
 
 LayerKey = tuple[str, int]  # kind and number
+AlarmKey = tuple[str, LayerKey, int, int | None]  # kind, layer, head, second head
 Values = Mapping[str, list[float]]  # name of a statistic -> one number per head
 
 ENTROPY, LOGIT, DEAD, DUPLICATE, NOT_FINITE = (
@@ -28,7 +29,7 @@ class Thresholds:
 
     Args:
         entropy: nats; a head with less attends to single tokens. Low entropy precedes divergence (Zhai et al. 2023,
-            arXiv 2303.06296); of the 342 heads of the bundled models, one that only attends to the first token has less.
+            arXiv 2303.06296). Of the 342 heads of the bundled models one has less: it attends to the first token only.
         max_logit: Kimi K2 clips W_Q and W_K of heads above 100 (arXiv 2507.20534); runs with logits above 10^4 diverged
             (Wortsman et al. 2023, arXiv 2309.14322).
         sink: share of the weight on the first token, or on a learned sink, from which on a head does nothing else
@@ -50,6 +51,12 @@ class Thresholds:
             if bound is not None and (isinstance(bound, bool) or not math.isfinite(bound)):
                 raise HeadwiseError(f"the threshold {name} must be a number or None, got {bound!r}")
 
+    def relaxed(self) -> Thresholds:
+        """The thresholds that a head must be within again before it is reported anew: values near one would flicker."""
+        factors = {"entropy": 1.5, "max_logit": 0.7, "sink": 0.9, "output": 1.5, "twin": 0.9}
+        bounds = asdict(self)
+        return Thresholds(**{name: None if x is None else x * factors[name] for name, x in bounds.items()})
+
     def to_json(self) -> dict[str, float | None]:
         return asdict(self)
 
@@ -68,7 +75,7 @@ class Alarm:
     other: int | None = None  # of duplicate heads, the second one
 
     @property
-    def key(self) -> tuple[str, LayerKey, int, int | None]:
+    def key(self) -> AlarmKey:
         """What stays the same as long as the alarm lasts."""
         return self.kind, self.layer, self.head, self.other
 
@@ -116,6 +123,23 @@ def measured(value: Any, path: str) -> float:
 def conditions(entry: LogEntry, thresholds: Thresholds) -> list[Alarm]:
     """Every head of an entry that is past a threshold."""
     return [alarm for key in entry.values for alarm in _layer_conditions(entry, key, thresholds)]
+
+
+class AlarmState:
+    """Which alarms last. An alarm is raised when it begins, and ends when the head is well within the threshold."""
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self.thresholds = thresholds
+        self._relaxed = thresholds.relaxed()
+        self.lasting: set[AlarmKey] = set()
+
+    def update(self, entry: LogEntry) -> list[Alarm]:
+        """The alarms that begin with an entry."""
+        current = conditions(entry, self.thresholds)
+        new = [alarm for alarm in current if alarm.key not in self.lasting]
+        still = {alarm.key for alarm in conditions(entry, self._relaxed)} & self.lasting
+        self.lasting = still | {alarm.key for alarm in current}
+        return new
 
 
 def _layer_conditions(entry: LogEntry, key: LayerKey, thresholds: Thresholds) -> Iterator[Alarm]:
@@ -171,12 +195,15 @@ def _above(values: Values, name: str, head: int, bound: float | None) -> bool:
     return bound is not None and name in values and values[name][head] >= bound
 
 
-def summarize(alarms: list[Alarm]) -> list[str]:
-    """One line per kind of alarm: its heads with their values, the first few of many."""
+def summarize(alarms: list[Alarm], listed: int = LISTED) -> list[str]:
+    """One line per kind of alarm and statistic: its heads with their values, the first few of many."""
+    groups: dict[tuple[str, str], list[Alarm]] = {}
+    for alarm in alarms:
+        groups.setdefault((alarm.kind, alarm.statistic), []).append(alarm)
     lines = []
-    for kind in dict.fromkeys(alarm.kind for alarm in alarms):
-        members = [alarm for alarm in alarms if alarm.kind == kind]
-        listed = ", ".join(f"{alarm.place} ({alarm.statistic} {alarm.value:.3g})" for alarm in members[:LISTED])
-        rest = f" and {len(members) - LISTED} more" if len(members) > LISTED else ""
-        lines.append(f"step {members[0].step}: {kind}: {listed}{rest}")
+    for (kind, statistic), members in groups.items():
+        bound = "" if kind == NOT_FINITE else f", threshold {members[0].bound:g}"
+        heads = ", ".join(f"{alarm.place} {alarm.value:.3g}" for alarm in members[:listed])
+        rest = f" and {len(members) - listed} more" if len(members) > listed else ""
+        lines.append(f"step {members[0].step}: {kind} ({statistic}{bound}): {heads}{rest}")
     return lines

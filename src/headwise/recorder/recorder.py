@@ -17,7 +17,7 @@ from ..errors import HeadwiseError
 from ..models import structure_fingerprint
 from ..models.watching import Watch, watch
 from ..scale.ranks import Ranks, ranks_of
-from .alarms import Alarm, Thresholds, conditions, summarize
+from .alarms import Alarm, AlarmKey, AlarmState, Thresholds, summarize
 from .log_file import LogFile
 from .optimizer_steps import OptimizerSteps
 from .rank_totals import reduce_totals
@@ -97,6 +97,7 @@ class Recorder(TrainerEvents):
         self._on_alarm, self._writer, self._wandb, self._exact, self._mesh = on_alarm, writer, wandb, exact, mesh
         self._file = None if self.path is None else LogFile(self.path)
         self._totals = StepTotals(model)
+        self._alarms = AlarmState(self.thresholds)
         self._ranks = Ranks()
         self._counter: OptimizerSteps | None = None
         self._watch: Watch | None = None  # while a step is recorded
@@ -183,22 +184,25 @@ class Recorder(TrainerEvents):
             source = self._ranks.global_rank(0)
             with self._ranks.transport_errors("where the recorder begins"):
                 dist.broadcast_object_list(state, src=source, group=self._ranks.group)
-        layers, self.entry = state[0]
+        layers, self.entry, self._alarms.lasting = state[0]
         self.layers = {layer.key: layer for layer in layers}
         last = 0 if self.entry is None else self.entry.step
         self.step_number = last if isinstance(resume, bool) else resume
 
-    def _read_file(self, resume: bool | int) -> tuple[tuple[LoggedLayer, ...], LogEntry | None]:
-        if self._file is None:
-            return (), None
-        if resume is False:
+    def _read_file(self, resume: bool | int) -> tuple[tuple[LoggedLayer, ...], LogEntry | None, set[AlarmKey]]:
+        """The layers, the last entry and the lasting alarms of the run that is resumed; a new run has none."""
+        previous = None
+        if self._file is not None and resume is False:
             self._file.begin()
-            return (), None
-        step = None if resume is True else resume
-        previous = self._file.resume(type(self.model).__name__, self._fingerprint, step)
+        elif self._file is not None:
+            step = None if resume is True else resume
+            previous = self._file.resume(type(self.model).__name__, self._fingerprint, step)
         if previous is None:
-            return (), None
-        return previous.header.layers, previous.entries[-1] if previous.entries else None
+            return (), None, set()
+        state = AlarmState(self.thresholds)
+        for entry in previous.entries:
+            state.update(entry)
+        return previous.header.layers, previous.entries[-1] if previous.entries else None, state.lasting
 
     # --- steps ---
 
@@ -250,8 +254,7 @@ class Recorder(TrainerEvents):
             {key: total.twins() for key, total in layers.items() if total.layer.heads > 1},
             {key: int(total.stats.count.max()) for key, total in layers.items()},
         )
-        lasting = {alarm.key for alarm in conditions(self.entry, self.thresholds)} if self.entry is not None else set()
-        alarms = [alarm for alarm in conditions(entry, self.thresholds) if alarm.key not in lasting]
+        alarms = self._alarms.update(entry)
         self.entry = LogEntry(**{**vars(entry), "alarms": tuple(alarms)})
         if self._ranks.first:
             self._write(self.entry)

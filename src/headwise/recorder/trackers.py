@@ -65,7 +65,7 @@ def scalars(entry: LogEntry) -> dict[str, float]:
 
 
 def head_maps(entry: LogEntry, layers: Sequence[LoggedLayer]) -> dict[str, np.ndarray]:
-    """A picture of every statistic and kind of attention, (height, width, 3) uint8: a row per layer, a cell per head."""
+    """A picture of each statistic and kind of attention, (height, width, 3) uint8: a row per layer, a cell per head."""
     pictures = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
         rows = [entry.values.get(layer.key, {}) for layer in layers if layer.kind == kind]
