@@ -64,7 +64,7 @@ def _summary(log: TrainingLog, kind: str, width: int) -> Text:
     label = max(len(heading), *(len(name) + 2 for name in log.names))
     cells = max(1, min(LINE_CELLS, width - label - 3 * NUMBER_CELLS - 2))
     numbers = "".join(f"{name:>{NUMBER_CELLS}}" for name in ("least", "mean", "largest"))
-    text = Text(f"{heading:<{label}}{numbers}  {'over the steps'[:cells]}\n", "dim", no_wrap=True)
+    text = Text(no_wrap=True).append(f"{heading:<{label}}{numbers}  {'over the steps'[:cells]}\n", "dim")
     for name in log.names:
         tables = [log.table(name, kind, step) for step in log.steps]
         last = tables[-1][np.isfinite(tables[-1])]
@@ -74,7 +74,7 @@ def _summary(log: TrainingLog, kind: str, width: int) -> Text:
         summarized = np.max if name == "max_logit" else np.mean
         course = [float(summarized(x[np.isfinite(x)])) if np.isfinite(x).any() else np.nan for x in tables]
         numbers = "".join(f"{x:>{NUMBER_CELLS}.3g}" for x in (last.min(), last.mean(), last.max()))
-        text.append(f"  {name:<{label - 2}}", "default").append(numbers, "default")
+        text.append(f"  {name:<{label - 2}}{numbers}")
         text.append(f"  {sparkline(course, cells)}\n", "cyan")
     text.right_crop(1)
     return text
