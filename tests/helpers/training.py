@@ -59,5 +59,5 @@ def log_entry(step: int, alarms: tuple[Alarm, ...] = (), **values: list[float]) 
     keys = ("self", 0), ("self", 1)
     return LogEntry(
         step, 1.8e9 + step, 2, 1, {keys[0]: {**healthy, **values}, keys[1]: healthy},
-        dict.fromkeys(keys, [1, 0, 0]), dict.fromkeys(keys, 55), alarms,
+        {key: [1, 0, 0] for key in keys}, dict.fromkeys(keys, 55), alarms,
     )  # fmt: skip

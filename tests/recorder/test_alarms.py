@@ -82,7 +82,6 @@ def test_alarms_reach_the_callback_the_file_and_the_log(tmp_path: Path, caplog: 
             train(model, batches(2))
             grown(model)
             optimizer = torch.optim.SGD(model.parameters(), 0.0)
-            recorder._counter._clock = None  # type: ignore[union-attr]  # a new optimizer, as after a restart
             train(model, batches(2), optimizer)
         [alarms] = calls
         assert all(alarm.step == 3 for alarm in alarms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +256,15 @@ def test_two_optimizers_of_one_model_count_once() -> None:
     assert recorder.step_number == 3
 
 
+def test_an_optimizer_that_replaces_another_counts_on() -> None:
+    model = small_gpt2()
+    first, second = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    with Recorder(model, every=1, path=None) as recorder:
+        train(model, batches(3), first)
+        train(model, batches(4), second)
+    assert recorder.step_number == 7
+
+
 def update_by_hand(model: nn.Module) -> None:
     """What an optimizer that is not PyTorch's does."""
     with torch.no_grad():
@@ -368,24 +376,18 @@ def test_a_full_disk_does_not_end_the_training(
     assert recorder.log.steps == [1, 3]
 
 
-def head_slices(model: Any, layer: int, head: int) -> Callable[[str], tuple[torch.Tensor, slice]]:
-    """The columns of c_attn that make a head's queries, keys or values."""
-    weight = model.transformer.h[layer].attn.c_attn.weight
-    size = WIDTH // HEADS
-    return lambda part: (
-        weight,
-        slice("qkv".index(part) * WIDTH + head * size, "qkv".index(part) * WIDTH + head * size + size),
-    )
+def head_columns(model: Any, part: str, layer: int, head: int) -> torch.Tensor:
+    """The columns of c_attn that make a head's queries (q), keys (k) or values (v)."""
+    first = "qkv".index(part) * WIDTH + head * (WIDTH // HEADS)
+    return model.transformer.h[layer].attn.c_attn.weight[:, first : first + WIDTH // HEADS]
 
 
 def test_duplicate_and_silent_heads_are_told_from_others() -> None:
     model, [ids] = small_gpt2(), batches(1)
     with torch.no_grad():
         for part in "qk":  # head 2 of layer 1 attends as head 0 does
-            weight, target = head_slices(model, 1, 2)(part)
-            weight[:, target] = weight[:, head_slices(model, 1, 0)(part)[1]]
-        weight, target = head_slices(model, 0, 1)("v")
-        weight[:, target] = 0
+            head_columns(model, part, 1, 2).copy_(head_columns(model, part, 1, 0))
+        head_columns(model, "v", 0, 1).zero_()
     alarms: list[Any] = []
     entry = recorded(model, [ids], on_alarm=alarms.extend)
     twins = entry.values["self", 1]["twin"]

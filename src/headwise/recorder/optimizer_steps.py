@@ -12,15 +12,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class OptimizerSteps:
-    """Calls a function after every step of the optimizer that has parameters of a model.
+    """Calls a function with the number of steps that a model's optimizer has made since the last call, mostly 1.
 
-    Where several optimizers train one model, the first that makes a step counts. A step that GradScaler skips, because
-    gradients overflowed, is none: it does not call the optimizer, or tells a fused one to leave the weights.
+    Where several optimizers train one model, the first that makes a step counts; another that makes two steps meanwhile
+    takes its place. A step that GradScaler skips, because gradients overflowed, is none: it does not call the
+    optimizer, or tells a fused one to leave the weights.
     """
 
-    def __init__(self, model: nn.Module, call: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, call: Callable[[int], None]) -> None:
         self.model, self.call = model, call
         self._clock: weakref.ref[Optimizer] | None = None  # the optimizer that counts
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that made a step since the last one counted
+        self._members: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of the model
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of other models
         self._handle: Any = register_optimizer_step_post_hook(self._after_step)
 
@@ -29,22 +32,26 @@ class OptimizerSteps:
         self._handle.remove()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        clock = None if self._clock is None else self._clock()
-        if clock is None:
-            if optimizer in self._strangers:
-                return
-            if not self._trains_model(optimizer):
-                self._strangers.add(optimizer)
-                return
-            self._clock = weakref.ref(optimizer)
-        elif clock is not optimizer:
+        overflow = getattr(optimizer, "found_inf", None)  # by GradScaler, for fused optimizers that skip by themselves
+        if optimizer in self._strangers or (overflow is not None and bool(overflow)):
             return
-        overflow = getattr(
-            optimizer, "found_inf", None
-        )  # set by GradScaler for fused optimizers, which skip themselves
-        if overflow is None or not bool(overflow):
-            self.call()
+        if not self._trains_model(optimizer):
+            self._strangers.add(optimizer)
+            return
+        clock = None if self._clock is None else self._clock()
+        if clock is not None and clock is not optimizer and optimizer not in self._others:
+            self._others.add(optimizer)  # it steps beside the one that counts, or has taken its place
+            return
+        count = 2 if optimizer in self._others else 1
+        self._clock = weakref.ref(optimizer)
+        self._others.clear()
+        self.call(count)
 
     def _trains_model(self, optimizer: Optimizer) -> bool:
+        if optimizer in self._members:
+            return True
         parameters = set(self.model.parameters())
-        return any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"])
+        if any(parameter in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            self._members.add(optimizer)
+            return True
+        return False

@@ -122,7 +122,7 @@ class Recorder(TrainerEvents):
             raise HeadwiseError("this recorder is on already; make another for another model")
         self._begin(self.resume)
         if not self.manual:
-            self._counter = OptimizerSteps(self.model, lambda: self.finish_step(self.step_number + 1))
+            self._counter = OptimizerSteps(self.model, lambda count: self.finish_step(self.step_number + count))
         return self
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.stats import HeadStats
+from ..attention.stats import HeadStats, join_queries
 from ..models.watching import Layer
 from .alarms import LayerKey, Values
 from .sampling import Samples, sample
@@ -28,7 +28,7 @@ class LayerTotals:
     def __add__(self, other: LayerTotals) -> LayerTotals:
         return LayerTotals(
             self.layer,
-            self.stats.continued_with_common(other.stats),
+            join_queries(self.stats, other.stats),
             self.samples + other.samples,
             self.calls + other.calls,
         )

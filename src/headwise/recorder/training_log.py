@@ -185,8 +185,8 @@ class TrainingLog:
         *whole, rest = lines  # rest: what follows the last newline, "" unless the last line is torn
         try:
             header, entries = _parse(whole)
-        except ValueError as error:
-            raise HeadwiseError(f"{os.fspath(path)!r} is no training log that can be read: {error}") from None
+        except (ValueError, KeyError) as error:
+            raise HeadwiseError(f"{os.fspath(path)!r} is no training log that can be read: {in_words(error)}") from None
         return cls(header, entries, torn=bool(rest))
 
     @property
