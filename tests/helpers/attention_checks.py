@@ -120,6 +120,10 @@ def check_nonfinite_logits(name: str, value: float) -> None:
                 got.per_sequence(statistic), want.per_sequence(statistic), rtol=1e-4, atol=1e-4, err_msg=statistic
             )
         assert np.isnan(want.per_sequence("max_logit")).any() == (counted[4] and np.isnan(value))
+        arguments: dict = {"received": True, **x.options, **x.stats_options}
+        want = reference.head_stats(call.q, call.k, call.v, received=True, **call.options, **call.stats_options)[1]
+        received = head_stats(x.q, x.k, x.v, **arguments)[1].received
+        np.testing.assert_allclose(received, want.received, rtol=1e-4, atol=1e-4)
 
 
 def as_leaves(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:

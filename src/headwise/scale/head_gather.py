@@ -45,9 +45,9 @@ def gather_heads(x: Tensor, plan: HeadPlan, ranks: Ranks, dim: int = 1) -> Tenso
 
 def gather_stats(stats: HeadStats, plan: HeadPlan, ranks: Ranks) -> HeadStats:
     """Statistics of this rank's heads -> of all heads, on every rank."""
-    names = tuple(stats.sums), tuple(stats.maxima)
-    stacked = torch.stack([*stats.sums.values(), *stats.maxima.values(), stats.count])  # (statistics, B, heads here)
-    whole = list(gather_heads(stacked, plan, ranks, dim=2).unbind())
+    tables = {**stats.sums, **stats.maxima, "count": stats.count}
+    stacked = gather_heads(torch.stack(list(tables.values())), plan, ranks, dim=2)  # (statistics, B, heads)
+    whole = dict(zip(tables, stacked.unbind(), strict=True))
     received = None if stats.received is None else gather_heads(stats.received, plan, ranks)
-    sums = dict(zip(names[0], whole, strict=False))
-    return HeadStats(sums, whole[-1], dict(zip(names[1], whole[len(sums) : -1], strict=True)), received)
+    sums, maxima = ({name: whole[name] for name in part} for part in (stats.sums, stats.maxima))
+    return HeadStats(sums, whole["count"], maxima, received)

@@ -185,8 +185,8 @@ def row_sums(
                 real = _real_queries(sums.has_keys[here], request, batch, rows)
                 visible = part.call.visibility.allowed(rows, low, high)
                 # a NaN reaches the keys that its row sees, and no others
-                e = torch.where(real[..., None] if visible is None else visible & real[..., None], e, 0)
-                received[batch, heads, low:high] += torch.where(real, 1 / total, 0)[..., None, :].matmul(e)[..., 0, :]
+                seen = real[..., None] if visible is None else visible & real[..., None]
+                received[batch, heads, low:high] += torch.where(seen, e / total[..., None], 0).sum(-2)
     return out, sums
 
 
@@ -279,7 +279,7 @@ def stats_from_rows(
     real = _real_queries(sums.has_keys, request, slice(None), slice(None))
     exact = _exact_dtype(total.device)
     row_lse = row_maximum(sums.largest, sinks) + total.log()
-    if sinks is None:  # infinite scores alone: no denominator
+    if sinks is None:  # where all scores are -inf, total is 1 in place of 0
         row_lse = torch.where(keys == 0, -torch.inf, row_lse)
     rows = {**{name: x / total for name, x in per_query.items()}, "lse": row_lse}
     summed = {name: torch.where(real, x, 0).sum(-1, dtype=exact) for name, x in rows.items()}

@@ -13,7 +13,7 @@
        confidence  1 / L, the largest e being 2^0        distance    d / L         share of a class    c / L
        lse         m ln 2 + ln L
 
-   The largest scale q . k is m ln 2, unless softcap, ALiBi or a float mask changed the scores: then it is computed before.
+   The largest scale q . k is m ln 2, unless softcap, ALiBi or a float mask changes the scores: then it is taken before.
 
    A hidden key has e = 0, whatever is stored there, NaN included. Two parts of the keys are merged as two blocks are.
 

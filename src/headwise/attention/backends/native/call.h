@@ -12,7 +12,8 @@ enum { F32, BF16, F16, BOOL }; /* dtypes of tensors; BOOL is for masks only */
 enum { MAX_CLASSES = 8, MAX_STRONGEST = 16 };
 
 /* The statistics of a row of attention, in the order of the columns of Call.sums. The shares of the key classes follow.
-   All are summed over rows but MAX_LOGIT, of which the largest is taken. Python compares these names with its own when it loads the library. */
+   All are summed over rows but MAX_LOGIT, of which the largest is taken. Python compares these names with its own when
+   it loads the library. */
 #define STATISTICS(X)                                                   \
     X(ENTROPY, "entropy")       /* in nats */                           \
     X(CONFIDENCE, "confidence") /* the largest weight */                \

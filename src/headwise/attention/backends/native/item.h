@@ -32,7 +32,7 @@ enum { SPANS = 2 /* a window, and the first keys of the sequence where they lie 
 typedef struct {
     vfloat l, w, d; /* one partial sum per lane */
     float m;
-    float max_product;         /* the largest product q . k of a visible key, in the units of products; see adjusts_scores */
+    float max_product;         /* the largest q . k of a visible key, as load_query scales it, if adjusts_scores */
     float landmark[LANDMARKS]; /* e at these keys */
     int32_t visible;           /* whether the row has a visible key */
     int32_t overflow;          /* whether a product q . k was larger than SCORE_LIMIT */
