@@ -106,7 +106,7 @@ def test_learned_sinks_are_recorded() -> None:
 
     config = transformers.GptOssConfig(
         vocab_size=53, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=8,
-        intermediate_size=17, num_local_experts=2, num_experts_per_tok=1, pad_token_id=0,
+        intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, pad_token_id=0,
     )  # fmt: skip
     model = transformers.GptOssForCausalLM(config).train()
     [ids] = batches(1)
@@ -366,12 +366,13 @@ def test_a_full_disk_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = small_gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with caplog.at_level(logging.WARNING), Recorder(model, every=1, path=tmp_path / "heads.jsonl") as recorder:
-        train(model, batches(1))
+        train(model, batches(1), optimizer)
         with monkeypatch.context() as patch:
             patch.setattr("headwise.recorder.log_file.os.write", failing_write)
-            train(model, batches(1))
-        train(model, batches(1))
+            train(model, batches(1), optimizer)
+        train(model, batches(1), optimizer)
     assert "step 2 could not be written" in caplog.text and "No space left" in caplog.text
     assert recorder.log.steps == [1, 3]
 
