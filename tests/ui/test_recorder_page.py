@@ -16,6 +16,11 @@ from headwise.ui import recorder_page
 from headwise.ui.recorder_page import page_data, save_training_page
 from helpers.training import log_entry, log_header
 
+OBSERVE = """() => {
+  window.shownSteps = [];
+  const name = document.getElementById("step-name");
+  new MutationObserver(() => window.shownSteps.push(name.textContent)).observe(name, { childList: true });
+}"""
 NAME = '</script><b><!--\u2028"><style>* { display: none }</style>'
 ALARM = Alarm("logit growth", 50, ("self", 1), 2, "max_logit", 140.0, 100.0)
 HEADER = dataclasses.replace(log_header(), model=NAME)
@@ -71,10 +76,10 @@ def test_play_shows_one_step_after_another(tab: Callable[..., Any], tmp_path: Pa
     save_training_page(LOG, tmp_path / "run.html")
     page = tab().page
     page.goto((tmp_path / "run.html").as_uri())
+    page.evaluate(OBSERVE)
     page.locator("#play").click()
-    page.wait_for_function("document.getElementById('step-name').textContent === 'step 50'")
-    page.wait_for_function("document.getElementById('play').textContent.includes('play')")
-    assert page.locator("#step-name").inner_text() == "step 100"
+    page.locator("#play", has_text="▶ play").wait_for()  # it says "pause" until the last step
+    assert page.evaluate("() => window.shownSteps") == ["step 1", "step 50", "step 100"]
 
 
 def test_a_log_of_one_entry_is_drawn(tab: Callable[..., Any], tmp_path: Path) -> None:

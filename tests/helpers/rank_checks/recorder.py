@@ -68,7 +68,8 @@ def a_log_of_another_model_is_refused_on_every_rank(ranks: Ranks, folder: Path) 
 
 def totals(layer: int, value: float, heads: int = 2, **sums: float) -> LayerTotals:
     row = torch.full((1, heads), value, dtype=torch.float64)
-    stats = HeadStats({"entropy": row, **{name: row * x for name, x in sums.items()}}, torch.ones_like(row), {"max_logit": row})
+    by_name = {"entropy": row, **{name: row * x for name, x in sums.items()}}
+    stats = HeadStats(by_name, torch.ones_like(row), {"max_logit": row})
     samples = Samples(torch.eye(heads).double() * value, row[0], torch.tensor(1.0).double())
     return LayerTotals(LoggedLayer("self", layer, f"layers.{layer}", heads, heads), stats, samples)
 
