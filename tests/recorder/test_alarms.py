@@ -18,7 +18,7 @@ from helpers.training import batches, log_entry, small_gpt2, train
 NAN = math.nan
 
 
-def found(thresholds: Thresholds | None = None, **values: list[float]) -> list[tuple[str, int, str]]:
+def alarm_kinds(thresholds: Thresholds | None = None, **values: list[float]) -> list[tuple[str, int, str]]:
     alarms = conditions(log_entry(50, **values), thresholds or Thresholds())
     assert all(alarm.layer == ("self", 0) and alarm.step == 50 for alarm in alarms)
     return [(alarm.kind, alarm.head, alarm.statistic) for alarm in alarms]
@@ -41,14 +41,14 @@ def found(thresholds: Thresholds | None = None, **values: list[float]) -> list[t
     ],
 )
 def test_each_alarm_has_its_condition(values: dict[str, list[float]], expected: list[tuple[str, int, str]]) -> None:
-    assert found(**values) == expected
+    assert alarm_kinds(**values) == expected
 
 
 def test_thresholds_are_set_by_arguments_and_switched_off_by_none() -> None:
     sick = {"entropy": [0.01, 1.0, 1.0], "max_logit": [5.0, 200.0, 5.0], "twin": [0.99, 0.99, 0.1]}
-    assert len(found(**sick)) == 3
-    assert found(Thresholds(entropy=None, max_logit=None, twin=None), **sick) == []
-    assert found(Thresholds(max_logit=201.0, entropy=0.005, twin=0.995), **sick) == []
+    assert len(alarm_kinds(**sick)) == 3
+    assert alarm_kinds(Thresholds(entropy=None, max_logit=None, twin=None), **sick) == []
+    assert alarm_kinds(Thresholds(max_logit=201.0, entropy=0.005, twin=0.995), **sick) == []
     with pytest.raises(HeadwiseError, match="the threshold twin must be a number or None, got nan"):
         Thresholds(twin=NAN)
 
@@ -69,7 +69,7 @@ def test_an_alarm_reads_as_a_sentence() -> None:
     assert summarize(many, 2) == ["step 7: dead head (first, threshold 0.95): self 0.0 0.99, self 0.1 0.99 and 7 more"]
 
 
-def grown(model: Any) -> None:
+def grow_logits(model: Any) -> None:
     """Make one head's logits large."""
     with torch.no_grad():
         model.transformer.h[1].attn.c_attn.weight[:, :7] *= 1e3
@@ -80,7 +80,7 @@ def test_alarms_reach_the_callback_the_file_and_the_log(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING):
         with Recorder(model, every=1, path=tmp_path / "heads.jsonl", on_alarm=calls.append) as recorder:
             train(model, batches(2))
-            grown(model)
+            grow_logits(model)
             optimizer = torch.optim.SGD(model.parameters(), 0.0)
             train(model, batches(2), optimizer)
         [alarms] = calls

@@ -20,7 +20,7 @@ from headwise.recorder.training_log import LoggedLayer, encode_line
 from helpers.training import batches, log_entry, log_header, logged_layers, small_gpt2, train
 
 
-def written(path: Path, *steps: int) -> bytes:
+def write_log(path: Path, *steps: int) -> bytes:
     file = LogFile(path)
     file.begin()
     for step in steps:
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 
 def test_a_log_resumes_wherever_a_kill_has_torn_it(tmp_path: Path) -> None:
-    whole = written(tmp_path / "whole.jsonl", 1, 50, 100)
+    whole = write_log(tmp_path / "whole.jsonl", 1, 50, 100)
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     torn = tmp_path / "torn.jsonl"
     for cut in [0, 1, *(end + move for end in ends for move in (-2, -1, 0, 7) if end + move <= len(whole))]:
@@ -67,7 +67,7 @@ def test_a_log_resumes_wherever_a_kill_has_torn_it(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_left_out_while_reading(tmp_path: Path) -> None:
-    whole = written(tmp_path / "heads.jsonl", 1, 50)
+    whole = write_log(tmp_path / "heads.jsonl", 1, 50)
     (tmp_path / "heads.jsonl").write_bytes(whole[:-9])
     log = TrainingLog.load(tmp_path / "heads.jsonl")
     assert log.steps == [1] and log.torn
@@ -75,7 +75,7 @@ def test_a_torn_line_is_left_out_while_reading(tmp_path: Path) -> None:
 
 def test_entries_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "heads.jsonl"
-    written(path, 1, 50, 100)
+    write_log(path, 1, 50, 100)
     log = LogFile(path).resume("Net", "f" * 32, 70)
     assert log is not None and log.steps == [1, 50]
     assert TrainingLog.load(path).steps == [1, 50]
@@ -83,7 +83,7 @@ def test_entries_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
 
 def test_an_existing_file_is_not_continued_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "heads.jsonl"
-    before = written(path, 1)
+    before = write_log(path, 1)
     with pytest.raises(HeadwiseError, match="exists; give resume=True to continue its run") as caught:
         Recorder(small_gpt2(), path=path).start()
     assert "\n" not in str(caught.value)
@@ -92,7 +92,7 @@ def test_an_existing_file_is_not_continued_by_itself(tmp_path: Path) -> None:
 
 def test_a_log_of_another_model_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "heads.jsonl"
-    before = written(path, 1)
+    before = write_log(path, 1)
     with pytest.raises(
         HeadwiseError, match=r"is the log of another model \(Net, structure ffffffff\) than this one"
     ) as caught:
@@ -142,7 +142,7 @@ def test_layers_that_are_called_for_the_first_time_join_the_header(tmp_path: Pat
 
 def test_a_failed_write_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "heads.jsonl"
-    before = written(path, 1)
+    before = write_log(path, 1)
     write, calls = os.write, []
 
     def write_half(file: int, data: bytes) -> int:
@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.M
 def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr("headwise.recorder.log_file.os.write", lambda file, data: write(file, data[:100]))
-    written(tmp_path / "heads.jsonl", 1, 50)
+    write_log(tmp_path / "heads.jsonl", 1, 50)
     assert TrainingLog.load(tmp_path / "heads.jsonl").steps == [1, 50]
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_made_is_refused_before_the_training(tmp_path: Pat
 
 
 def test_steps_and_statistics_that_a_log_does_not_have_are_named(tmp_path: Path) -> None:
-    written(tmp_path / "heads.jsonl", 1, 50)
+    write_log(tmp_path / "heads.jsonl", 1, 50)
     log = TrainingLog.load(tmp_path / "heads.jsonl")
     with pytest.raises(HeadwiseError, match="step 40 was not recorded; the nearest step that was is step=50"):
         log.entry(40)

@@ -19,7 +19,7 @@ from headwise.recorder import LogEntry
 from helpers.training import BATCH, CLOSE, HEADS, LAYERS, LENGTH, WIDTH, batches, small_gpt2, train
 
 
-def recorded(model: Any, inputs: list[torch.Tensor], **options: Any) -> LogEntry:
+def record_step(model: Any, inputs: list[torch.Tensor], **options: Any) -> LogEntry:
     """The entry of the first step of a training."""
     with Recorder(model, every=1, path=None, **options) as recorder:
         train(model, inputs)
@@ -66,7 +66,7 @@ def eager_statistics(model: Any, ids: torch.Tensor) -> list[dict[str, torch.Tens
 def test_recorded_statistics_are_those_of_the_models_own_weights() -> None:
     model, [ids] = small_gpt2(), batches(1)
     expected = eager_statistics(model, ids)
-    entry = recorded(model, [ids])
+    entry = record_step(model, [ids])
     assert entry.step == 1 and entry.passes == 1
     for index, statistics in enumerate(expected):
         assert entry.queries["self", index] == BATCH * LENGTH
@@ -95,7 +95,7 @@ def test_encoder_decoder_models_have_entries_of_every_kind() -> None:
         decoder_attention_heads=5, encoder_ffn_dim=17, decoder_ffn_dim=17, max_position_embeddings=23,
     )  # fmt: skip
     model = transformers.BartForConditionalGeneration(config).train()
-    entry = recorded(model, batches(1))
+    entry = record_step(model, batches(1))
     assert [(key, len(values["entropy"])) for key, values in entry.values.items()] == [
         (("encoder", 0), 3), (("encoder", 1), 3), (("decoder", 0), 5), (("cross", 0), 5),
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_learned_sinks_are_recorded() -> None:
     [ids] = batches(1)
     with headwise.watch(model) as seen, torch.no_grad():
         model(input_ids=ids)
-    entry = recorded(model, [ids])
+    entry = record_step(model, [ids])
     np.testing.assert_allclose(entry.values["self", 1]["sink"], seen[1].stats.sink, rtol=1e-5)
 
 
@@ -157,7 +157,7 @@ def test_the_model_is_watched_in_recorded_steps_only(tmp_path: Path) -> None:
 
 def test_passes_of_gradient_accumulation_are_added_up() -> None:
     ids, others = batches(2)
-    whole = recorded(small_gpt2(), [torch.cat([ids, others])])
+    whole = record_step(small_gpt2(), [torch.cat([ids, others])])
     model = small_gpt2()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Recorder(model, path=None) as recorder:
@@ -171,10 +171,10 @@ def test_passes_of_gradient_accumulation_are_added_up() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_pass_that_checkpointing_repeats_counts_once(reentrant: bool) -> None:
     [ids] = batches(1)
-    expected = recorded(small_gpt2(), [ids])
+    expected = record_step(small_gpt2(), [ids])
     model = small_gpt2()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    entry = recorded(model, [ids])
+    entry = record_step(model, [ids])
     assert entry.passes == 1
     assert_same(entry, expected)
 
@@ -197,7 +197,7 @@ def test_a_step_that_grad_scaler_skips_is_none(fused: bool, tmp_path: Path) -> N
 
 def test_evaluation_in_between_does_not_count() -> None:
     first, second, other = batches(3)
-    expected = recorded(small_gpt2(), [first, second])
+    expected = record_step(small_gpt2(), [first, second])
     model = small_gpt2()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
 
@@ -390,7 +390,7 @@ def test_duplicate_and_silent_heads_are_told_from_others() -> None:
             head_columns(model, part, 1, 2).copy_(head_columns(model, part, 1, 0))
         head_columns(model, "v", 0, 1).zero_()
     alarms: list[Any] = []
-    entry = recorded(model, [ids], on_alarm=alarms.extend)
+    entry = record_step(model, [ids], on_alarm=alarms.extend)
     twins = entry.values["self", 1]["twin"]
     assert twins[0] == pytest.approx(1, abs=1e-6) and twins[2] == pytest.approx(1, abs=1e-6) and twins[1] < 0.9
     assert entry.twins["self", 1][0] == 2 and entry.twins["self", 1][2] == 0

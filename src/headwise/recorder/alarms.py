@@ -105,13 +105,13 @@ class Alarm:
             (string(alarm["layer_kind"], f"{path}.layer_kind"), count(alarm["layer"], f"{path}.layer")),
             count(alarm["head"], f"{path}.head"),
             string(alarm["statistic"], f"{path}.statistic"),
-            measured(alarm["value"], f"{path}.value"),
-            measured(alarm["bound"], f"{path}.bound"),
+            number_or_nan(alarm["value"], f"{path}.value"),
+            number_or_nan(alarm["bound"], f"{path}.bound"),
             None if alarm.get("other") is None else count(alarm["other"], f"{path}.other"),
         )
 
 
-def measured(value: Any, path: str) -> float:
+def number_or_nan(value: Any, path: str) -> float:
     """A finite number of any size; NaN for null, which stands for what was not finite or not measured."""
     if value is None:
         return math.nan
@@ -131,14 +131,14 @@ class AlarmState:
     def __init__(self, thresholds: Thresholds) -> None:
         self.thresholds = thresholds
         self._relaxed = thresholds.relaxed()
-        self.lasting: set[AlarmKey] = set()
+        self.active: set[AlarmKey] = set()
 
     def update(self, entry: LogEntry) -> list[Alarm]:
         """The alarms that begin with an entry."""
         current = conditions(entry, self.thresholds)
-        new = [alarm for alarm in current if alarm.key not in self.lasting]
-        still = {alarm.key for alarm in conditions(entry, self._relaxed)} & self.lasting
-        self.lasting = still | {alarm.key for alarm in current}
+        new = [alarm for alarm in current if alarm.key not in self.active]
+        remaining = {alarm.key for alarm in conditions(entry, self._relaxed)} & self.active
+        self.active = remaining | {alarm.key for alarm in current}
         return new
 
 
@@ -195,7 +195,7 @@ def _above(values: Values, name: str, head: int, bound: float | None) -> bool:
     return bound is not None and name in values and values[name][head] >= bound
 
 
-def summarize(alarms: list[Alarm], listed: int = LISTED) -> list[str]:
+def summarize(alarms: list[Alarm], limit: int = LISTED) -> list[str]:
     """One line per kind of alarm and statistic: its heads with their values, the first few of many."""
     groups: dict[tuple[str, str], list[Alarm]] = {}
     for alarm in alarms:
@@ -203,7 +203,7 @@ def summarize(alarms: list[Alarm], listed: int = LISTED) -> list[str]:
     lines = []
     for (kind, statistic), members in groups.items():
         bound = "" if kind == NOT_FINITE else f", threshold {members[0].bound:g}"
-        heads = ", ".join(f"{alarm.place} {alarm.value:.3g}" for alarm in members[:listed])
-        rest = f" and {len(members) - listed} more" if len(members) > listed else ""
+        heads = ", ".join(f"{alarm.place} {alarm.value:.3g}" for alarm in members[:limit])
+        rest = f" and {len(members) - limit} more" if len(members) > limit else ""
         lines.append(f"step {members[0].step}: {kind} ({statistic}{bound}): {heads}{rest}")
     return lines

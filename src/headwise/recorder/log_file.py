@@ -63,16 +63,16 @@ class LogFile:
         return TrainingLog(log.header, entries)
 
     @property
-    def _known(self) -> dict[LayerKey, LoggedLayer]:
+    def _layers_by_key(self) -> dict[LayerKey, LoggedLayer]:
         return {} if self.header is None else {layer.key: layer for layer in self.header.layers}
 
     def check_layers(self, layers: Iterable[LoggedLayer]) -> None:
         """Refuse layers with other numbers of heads than those in the file: parameters may have the same shapes."""
         for layer in layers:
-            known = self._known.get(layer.key, layer)
-            if known.heads != layer.heads:
+            logged = self._layers_by_key.get(layer.key, layer)
+            if logged.heads != layer.heads:
                 raise HeadwiseError(
-                    f"{str(self.path)!r} is the log of a model with {known.heads} heads in {layer.kind} layer "
+                    f"{str(self.path)!r} is the log of a model with {logged.heads} heads in {layer.kind} layer "
                     f"{layer.index}, and this one has {layer.heads}; give another path="
                 )
 
@@ -82,7 +82,7 @@ class LogFile:
         Raises:
             OSError: where the disk is full or the file cannot be written; the file then ends with a whole line.
         """
-        if self.header is not None and not {layer.key for layer in header.layers} <= self._known.keys():
+        if self.header is not None and not {layer.key for layer in header.layers} <= self._layers_by_key.keys():
             self._replace_header(header)
         text = encode_line(entry.to_json())
         if self.header is None:
@@ -104,12 +104,12 @@ class LogFile:
 
     def _replace_header(self, header: LogHeader) -> None:
         """Layers that the header does not have were called for the first time."""
-        layers = tuple((self._known | {layer.key: layer for layer in header.layers}).values())
-        joined = LogHeader(header.model, header.fingerprint, layers, header.every, header.thresholds)
+        layers = tuple((self._layers_by_key | {layer.key: layer for layer in header.layers}).values())
+        extended = LogHeader(header.model, header.fingerprint, layers, header.every, header.thresholds)
         entries = self.path.read_bytes().split(b"\n", 1)[1]
         with write_atomically(self.path) as file:
-            file.write_bytes(encode_line(joined.to_json()) + entries)
-        self.header = joined
+            file.write_bytes(encode_line(extended.to_json()) + entries)
+        self.header = extended
 
     def _size(self) -> int:
         try:

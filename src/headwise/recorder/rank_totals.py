@@ -54,7 +54,7 @@ def _layout(totals: LayerTotals) -> Layout:
 
 
 def _common_layouts(own: list[Layout], ranks: Ranks) -> list[Layout]:
-    """The layouts that all ranks use: their own where they are the same, else those of all ranks joined."""
+    """The layouts that all ranks use: their own where they are the same, else those of all ranks common."""
     if ranks.count == 1:
         return own
     digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7], "big")
@@ -64,11 +64,11 @@ def _common_layouts(own: list[Layout], ranks: Ranks) -> list[Layout]:
     by_rank: list[list[Layout] | None] = [None] * ranks.count
     with ranks.transport_errors(ACTIVITY):
         dist.all_gather_object(by_rank, own, group=ranks.group)
-    joined: dict[LayerKey, Layout] = {}
+    common: dict[LayerKey, Layout] = {}
     for layouts in by_rank:
         for layout in layouts or []:
-            joined[layout.layer.key] = _join(joined.get(layout.layer.key, layout), layout)
-    return [joined[key] for key in sorted(joined)]
+            common[layout.layer.key] = _join(common.get(layout.layer.key, layout), layout)
+    return [common[key] for key in sorted(common)]
 
 
 def _join(a: Layout, b: Layout) -> Layout:

@@ -101,7 +101,7 @@ class Recorder(TrainerEvents):
         self._ranks = Ranks()
         self._counter: OptimizerSteps | None = None
         self._watch: Watch | None = None  # while a step is recorded
-        self._on = self._resumed = False
+        self._on = self._layers_unchecked = False
         self._fingerprint = ""
         self._steps_seen = self._empty_steps = 0
 
@@ -164,7 +164,7 @@ class Recorder(TrainerEvents):
         self._ranks = ranks_of(self._mesh)
         self._totals.take()
         self._steps_seen = self._empty_steps = 0
-        self._resumed = resume is not False  # and the layers were not compared with those of the file yet
+        self._layers_unchecked = resume is not False  # and the layers were not compared with those of the file yet
         self._fingerprint = structure_fingerprint(self.model)
         self._load_state(resume)
         self._on = True
@@ -184,13 +184,13 @@ class Recorder(TrainerEvents):
             source = self._ranks.global_rank(0)
             with self._ranks.transport_errors("where the recorder begins"):
                 dist.broadcast_object_list(state, src=source, group=self._ranks.group)
-        layers, self.entry, self._alarms.lasting = state[0]
+        layers, self.entry, self._alarms.active = state[0]
         self.layers = {layer.key: layer for layer in layers}
         last = 0 if self.entry is None else self.entry.step
         self.step_number = last if isinstance(resume, bool) else resume
 
     def _read_file(self, resume: bool | int) -> tuple[tuple[LoggedLayer, ...], LogEntry | None, set[AlarmKey]]:
-        """The layers, the last entry and the lasting alarms of the run that is resumed; a new run has none."""
+        """The layers, the last entry and the active alarms of the run that is resumed; a new run has none."""
         previous = None
         if self._file is not None and resume is False:
             self._file.begin()
@@ -202,7 +202,7 @@ class Recorder(TrainerEvents):
         state = AlarmState(self.thresholds)
         for entry in previous.entries:
             state.update(entry)
-        return previous.header.layers, previous.entries[-1] if previous.entries else None, state.lasting
+        return previous.header.layers, previous.entries[-1] if previous.entries else None, state.active
 
     # --- steps ---
 
@@ -241,9 +241,9 @@ class Recorder(TrainerEvents):
                 log.warning("step %d: no pass of %s in training mode was seen", step, type(self.model).__name__)
             return
         new_layers = {key: total.layer for key, total in layers.items()}
-        if self._resumed:
+        if self._layers_unchecked:
             self._ranks.agree("the layers of the log", lambda: self._check_layers(new_layers))
-            self._resumed = False
+            self._layers_unchecked = False
         self.layers |= new_layers
         entry = LogEntry(
             step,

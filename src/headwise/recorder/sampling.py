@@ -56,12 +56,12 @@ def sample(reading: Any, real: Tensor | None) -> Samples:
     with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
         weights = reading.weights(rows, None).float()  # (B, H, rows, Tk)
         weights = weights[..., : values.shape[2]]
-        counted = (weights > 0).any(-1).any(1)  # (B, rows)
+        real_rows = (weights > 0).any(-1).any(1)  # (B, rows)
         if real is not None:
-            counted &= real[:, rows]
-        weights = weights * counted[:, None, :, None]
+            real_rows &= real[:, rows]
+        weights = weights * real_rows[:, None, :, None]
         return Samples(
-            _products(weights).double(), _squared_norms(weights, values.float()).double(), counted.sum().double()
+            _products(weights).double(), _squared_norms(weights, values.float()).double(), real_rows.sum().double()
         )
 
 
@@ -70,8 +70,8 @@ def _products(weights: Tensor) -> Tensor:
     visible &= visible.cumsum(-1) > 1  # the first visible key is left out
     weights = weights * visible
     mean = weights.sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
-    centred = (weights - mean * visible).transpose(0, 1).flatten(1)  # (H, B * rows * Tk)
-    return centred @ centred.T
+    deviations = (weights - mean * visible).transpose(0, 1).flatten(1)  # (H, B * rows * Tk)
+    return deviations @ deviations.T
 
 
 def _squared_norms(weights: Tensor, values: Tensor) -> Tensor:

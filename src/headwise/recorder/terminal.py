@@ -11,7 +11,7 @@ from rich.text import Text
 from ..inspection.heatmap import head_table
 from .alarms import summarize
 from .statistics import STATISTICS
-from .training_log import TrainingLog
+from .training_log import TrainingLog, head_values
 
 BARS = "▁▂▃▄▅▆▇█"
 LINE_CELLS = 40  # of a statistic over time
@@ -64,9 +64,10 @@ def _summary(log: TrainingLog, kind: str, width: int) -> Text:
     label = max(len(heading), *(len(name) + 2 for name in log.names))
     cells = max(1, min(LINE_CELLS, width - label - 3 * NUMBER_CELLS - 2))
     numbers = "".join(f"{name:>{NUMBER_CELLS}}" for name in ("least", "mean", "largest"))
+    layers = log.layers(kind)
     text = Text(no_wrap=True).append(f"{heading:<{label}}{numbers}  {'over the steps'[:cells]}\n", "dim")
     for name in log.names:
-        tables = [log.table(name, kind, step) for step in log.steps]
+        tables = [head_values(entry, name, layers) for entry in log.entries]
         last = tables[-1][np.isfinite(tables[-1])]
         if not last.size:
             continue

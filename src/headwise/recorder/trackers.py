@@ -13,7 +13,7 @@ import numpy as np
 
 from ..inspection.heatmap import ramp
 from .statistics import SHARES
-from .training_log import LogEntry, LoggedLayer
+from .training_log import LogEntry, LoggedLayer, head_values
 
 PREFIX = "headwise"
 CELL = 16  # pixels of a head in a heat map
@@ -68,13 +68,9 @@ def head_maps(entry: LogEntry, layers: Sequence[LoggedLayer]) -> dict[str, np.nd
     """A picture of each statistic and kind of attention, (height, width, 3) uint8: a row per layer, a cell per head."""
     pictures = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
-        rows = [entry.values.get(layer.key, {}) for layer in layers if layer.kind == kind]
-        heads = max(layer.heads for layer in layers if layer.kind == kind)
-        for name in dict.fromkeys(name for row in rows for name in row):
-            table = np.full((len(rows), heads), np.nan)
-            for line, row in zip(table, rows, strict=True):
-                line[: len(row.get(name, []))] = row.get(name, [])
-            pictures[f"{PREFIX}/{name}/{kind} heads"] = _picture(table, name)
+        members = [layer for layer in layers if layer.kind == kind]
+        for name in dict.fromkeys(name for layer in members for name in entry.values.get(layer.key, {})):
+            pictures[f"{PREFIX}/{name}/{kind} heads"] = _picture(head_values(entry, name, members), name)
     return pictures
 
 

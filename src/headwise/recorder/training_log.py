@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import HeadwiseError
 from ..json_documents import anything, brief, count, finite, in_words, items, mapping, parse_json, string
-from .alarms import Alarm, LayerKey, Values, measured
+from .alarms import Alarm, LayerKey, Values, number_or_nan
 from .statistics import STATISTICS
 
 FORMAT, VERSION = "headwise training log", 1
@@ -129,7 +129,7 @@ class LogEntry:
             path = f"layers[{number}]"
             mapping(layer, path, anything)
             key = string(layer["kind"], f"{path}.kind"), count(layer["layer"], f"{path}.layer")
-            rows = {name: items(layer[name], f"{path}.{name}", measured) for name in STATISTICS if name in layer}
+            rows = {name: items(layer[name], f"{path}.{name}", number_or_nan) for name in STATISTICS if name in layer}
             if len({len(row) for row in rows.values()}) > 1:
                 raise ValueError(f"{path} has statistics of different numbers of heads")
             values[key] = rows
@@ -146,6 +146,15 @@ class LogEntry:
             queries,
             tuple(items(entry["alarms"], "alarms", lambda x, path: Alarm.from_json(x, step, path))),
         )
+
+
+def head_values(entry: LogEntry, name: str, layers: Sequence[LoggedLayer]) -> np.ndarray:
+    """(layers, heads) of one statistic; NaN where there is none."""
+    table = np.full((len(layers), max(layer.heads for layer in layers)), np.nan)
+    for line, layer in zip(table, layers, strict=True):
+        values = entry.values.get(layer.key, {}).get(name, [])
+        line[: len(values)] = values
+    return table
 
 
 def _rounded(x: float) -> float | None:
@@ -229,12 +238,7 @@ class TrainingLog:
         """(layers, heads) of one statistic in one step; NaN where there is none."""
         if name not in STATISTICS:
             raise HeadwiseError(f"no statistic {name!r}; there are {', '.join(STATISTICS)}")
-        layers, entry = self.layers(kind), self.entry(step)
-        table = np.full((len(layers), max(layer.heads for layer in layers)), np.nan)
-        for row, layer in enumerate(layers):
-            values = entry.values.get(layer.key, {}).get(name, [])
-            table[row, : len(values)] = values
-        return table
+        return head_values(self.entry(step), name, self.layers(kind))
 
     def to_json(self) -> dict[str, Any]:
         """Header and entries as one JSON document."""
