@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import HeadwiseError
+from ..errors import HeadwiseError, UnsupportedError
 from ..models import structure_fingerprint
 from ..models.watching import Watch, watch
 from ..scale.ranks import Ranks, ranks_of
+from ..scale.transformers_models import is_split
 from .alarms import Alarm, AlarmKey, AlarmState, Thresholds, summarize
 from .log_file import LogFile
 from .optimizer_steps import OptimizerSteps
@@ -26,7 +27,7 @@ from .trackers import track
 from .trainer_events import TrainerEvents
 from .training_log import LogEntry, LoggedLayer, LogHeader, TrainingLog
 
-log = logging.getLogger("headwise.recorder")
+logger = logging.getLogger("headwise.recorder")
 
 
 class Recorder(TrainerEvents):
@@ -53,8 +54,8 @@ class Recorder(TrainerEvents):
         wandb: whether the active run of Weights & Biases, if there is one, gets them.
         exact: as in `headwise.watch`: True leaves every output of the model as it is without the recorder, to the bit.
         manual: count calls of `step()` instead of the optimizer's steps, for optimizers that are not PyTorch's.
-        mesh: a one-dimensional mesh of the ranks whose statistics are added up, all by default; in tensor parallelism
-            those of data parallelism.
+        mesh: a one-dimensional mesh of the ranks whose statistics are added up, all by default. They must have the same
+            heads: in tensor parallelism each rank has others.
 
     Raises:
         UnsupportedError: on entering, for a model that cannot be watched.
@@ -135,7 +136,7 @@ class Recorder(TrainerEvents):
             self._counter = None
         self._close_watch(finished=False)
         if self._totals.take() and not self._steps_seen:
-            log.warning(
+            logger.warning(
                 "%s ran in training mode, but no step of an optimizer of its parameters was seen, so nothing was "
                 "recorded; with an optimizer that is not PyTorch's, give manual=True and call recorder.step() after "
                 "each of its steps",
@@ -160,7 +161,6 @@ class Recorder(TrainerEvents):
         self._begin(False if step == 0 and self.resume is False else step)
 
     def _begin(self, resume: bool | int) -> None:
-        watch(self.model, exact=self._exact)  # a model that cannot be watched is refused now
         self._ranks = ranks_of(self._mesh)
         self._totals.take()
         self._steps_seen = self._empty_steps = 0
@@ -175,6 +175,9 @@ class Recorder(TrainerEvents):
         state: list[Any] = [None]
 
         def read_file() -> str:
+            if is_split(self.model):
+                raise UnsupportedError("each rank has other heads of a model that load_split split; record it whole")
+            watch(self.model, exact=self._exact)  # a model that cannot be watched is refused now
             if self._ranks.first:
                 state[0] = self._read_file(resume)
             return f"every={self.every}"
@@ -238,7 +241,7 @@ class Recorder(TrainerEvents):
         if not layers:
             self._empty_steps += 1
             if self._empty_steps == 1:
-                log.warning("step %d: no pass of %s in training mode was seen", step, type(self.model).__name__)
+                logger.warning("step %d: no pass of %s in training mode was seen", step, type(self.model).__name__)
             return
         new_layers = {key: total.layer for key, total in layers.items()}
         if self._layers_unchecked:
@@ -269,12 +272,12 @@ class Recorder(TrainerEvents):
     def _write(self, entry: LogEntry) -> None:
         """Write an entry everywhere. A full disk does not end a training run: it is reported, and training goes on."""
         for line in summarize(list(entry.alarms)):
-            log.warning("%s", line)
+            logger.warning("%s", line)
         if self._file is not None:
             try:
                 self._file.append(self._header(), entry)
             except (OSError, HeadwiseError) as error:
-                log.warning("step %d could not be written to %r: %s", entry.step, self.path, error)
+                logger.warning("step %d could not be written to %r: %s", entry.step, self.path, error)
         track(entry, list(self.layers.values()), self._writer, self._wandb)
 
     def _header(self) -> LogHeader:

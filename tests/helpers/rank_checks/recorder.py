@@ -92,3 +92,9 @@ def ranks_with_different_layers_are_joined(ranks: Ranks, folder: Path) -> None:
 def layers_with_other_heads_on_another_rank_are_refused(ranks: Ranks, folder: Path) -> None:
     own = {("self", 0): totals(0, 1.0, heads=2 if ranks.first else 3)}
     assert_error(lambda: reduce_totals(own, ranks), "self layer 0 has 2 heads on one rank and 3 on another")
+
+
+@check
+def a_recorder_of_a_split_model_is_refused(ranks: Ranks, folder: Path) -> None:
+    recorder = Recorder(headwise.scale.load_split(folder / "llama"), path=None)
+    assert_error(recorder.start, "each rank has other heads of a model that load_split split")
