@@ -20,6 +20,7 @@ LAYERS = (
     ("roles",),
     ("prune",),
     ("scale",),
+    ("recorder",),
     ("ui",),
     ("lab",),
     ("bench",),

@@ -24,6 +24,7 @@ _LOCATIONS = {
     "MultiHeadAttention": "attention.nn.module",
     "Plan": "plans",
     "RankError": "errors",
+    "Recorder": "recorder.recorder",
     "Relations": "roles.relations.result",
     "Rotary": "attention.nn.positions",
     "Shape": "shapes",
@@ -46,6 +47,7 @@ _LOCATIONS = {
     "plan": "prune.plan",
     "prune": "prune",
     "prune_heads": "models.surgery.removal",
+    "recorder": "recorder",
     "reference": "attention.reference",
     "register": "models.register",
     "relations": "roles.relations.find",
@@ -60,13 +62,14 @@ _LOCATIONS = {
     "weights": "attention.functional",
 }
 
-_MODULES = ("card", "prune", "reference", "scale")  # public names that are modules themselves
+_MODULES = ("card", "prune", "recorder", "reference", "scale")  # public names that are modules themselves
 
 __all__ = ["__version__", *_LOCATIONS]  # strings, all of them
 
 if TYPE_CHECKING:
     from . import card as card
     from . import prune as prune
+    from . import recorder as recorder
     from . import scale as scale
     from .attention import reference as reference
     from .attention.functional import attend as attend
@@ -107,6 +110,7 @@ if TYPE_CHECKING:
     from .plans import Plan as Plan
     from .prune.importance import importance as importance
     from .prune.plan import plan as plan
+    from .recorder.recorder import Recorder as Recorder
     from .roles.atlas.build import atlas as atlas
     from .roles.atlas.result import Atlas as Atlas
     from .roles.relations.find import relations as relations

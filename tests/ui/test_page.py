@@ -57,7 +57,7 @@ def test_script_of_a_page_parses(entry: str, tmp_path: Path) -> None:
 
 def test_every_javascript_file_is_part_of_a_page() -> None:
     names = {path.relative_to(JS).as_posix() for path in JS.rglob("*.js")}
-    scripts = [bundle.script(entry) for entry in ("hosts/page.js", "hosts/server.js", "atlas.js")]
+    scripts = [bundle.script(entry) for entry in ("hosts/page.js", "hosts/server.js", "atlas.js", "recorder.js")]
     assert names == {name for script in scripts for name in re.findall(r"^// (\S+\.js)$", script, re.MULTILINE)}
 
 

@@ -14,11 +14,13 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .copying import copy_model as copy_model
     from .fingerprint import batches_fingerprint as batches_fingerprint
+    from .fingerprint import structure_fingerprint as structure_fingerprint
     from .fingerprint import tokenizer_fingerprint as tokenizer_fingerprint
 
 _MODULES = {
     "batches_fingerprint": "fingerprint",
     "copy_model": "copying",
+    "structure_fingerprint": "fingerprint",
     "tokenizer_fingerprint": "fingerprint",
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 
@@ -21,6 +21,8 @@ CHUNK = 1 << 24  # elements that are moved to the CPU and hashed at once
 NOT_CONTENT = (
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype",
 )  # fmt: skip
+# parts of parameters' names that wrappers of a model add
+WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 # keys of tokenizer.json that every call sets
 PER_CALL = ("truncation", "padding")
 
@@ -44,6 +46,18 @@ def fingerprint(model: Any) -> str:
         else:
             content = hashes.get(id(value)) or hashes.setdefault(id(value), tensor_fingerprint(value))
         digest.update(f"\n{name} {content}".encode())
+    return digest.hexdigest()[:32]
+
+
+def structure_fingerprint(model: nn.Module) -> str:
+    """A hash of the names and shapes of a model's parameters, 32 hexadecimal digits: the same all through a training.
+
+    Names are those of the model itself, also inside DistributedDataParallel, FSDP and torch.compile.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        digest.update(f"{path} {tuple(parameter.shape)}\n".encode())
     return digest.hexdigest()[:32]
 
 

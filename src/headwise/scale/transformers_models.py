@@ -72,6 +72,11 @@ def load_split(name: Any = DEFAULT, *, attn_implementation: str | None = None, d
     return model
 
 
+def is_split(model: nn.Module) -> bool:
+    """Whether `load_split` split a model, so that every rank has other heads."""
+    return model in _ranks_by_model
+
+
 def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
     """headwise.watch of a split model. All ranks must call it and run the model alike.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .figure import save_figure as save_figure
     from .overlays import Overlays as Overlays
     from .overlays import read_overlays as read_overlays
+    from .recorder_page import save_training_page as save_training_page
     from .server import serve as serve
     from .service import Service as Service
     from .service import parse_heads_off as parse_heads_off
@@ -36,6 +37,7 @@ _MODULES = {
     "save_page": "atlas",
     "save_passes": "widget",
     "save_picture": "atlas",
+    "save_training_page": "recorder_page",
     "serve": "server",
     "view": "widget",
 }
