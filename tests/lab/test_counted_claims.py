@@ -154,7 +154,7 @@ def test_expert_verdicts_change_with_the_figures_of_the_cards() -> None:
 def model(local: list[float], syntactic: list[float], abstract: list[float]) -> dict[str, Any]:
     names = [*c11_depth.SYNTACTIC[: len(syntactic)], *c11_depth.ABSTRACT[: len(abstract)]]
     rows = {name: {"depth": depth, "found": True} for name, depth in zip(names, syntactic + abstract, strict=True)}
-    stats = {"local": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
+    stats = {"local": local, "low": local, "high": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
     return {"local": stats, "relations": rows, "layers": 6}
 
 

@@ -41,7 +41,7 @@ def result_page(claim: Claim, record: dict[str, Any]) -> str:
             f"**{MARKS[verdict.word]} {str(verdict)[0].upper()}{str(verdict)[1:]}.**",
             "",
         ]
-        parts += [f"{verdict.because} *How sure: {verdict.sure}.*", ""]
+        parts += [f"{verdict.because}{verdict.needs_sentence} *How sure: {verdict.sure}.*", ""]
     parts += [f"![{claim.title}]({stem(claim.number)}.png)", ""]
     for table in claim.tables(figures):
         parts += [*_table(table), ""]
@@ -54,7 +54,7 @@ def index_page(records: list[dict[str, Any]]) -> str:
     parts = [INTRO]
     for record in records:
         parts += [f"## {record['claim']}. [{record['title']}]({stem(record['claim'])}.md)", ""]
-        parts += [f"- {MARKS[v.word]} **{v}**: “{v.says}” {v.because}" for v in read_verdicts(record)]
+        parts += [f"- {MARKS[v.word]} **{v}**: “{v.says}” {v.because}{v.needs_sentence}" for v in read_verdicts(record)]
         parts += [""]
     return "\n".join(parts)
 

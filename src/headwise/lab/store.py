@@ -38,7 +38,7 @@ class Budget:
         return {"tiny": tiny, "default": default, "full": full}[self.name]
 
 
-TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 5, text=4.0)
+TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 20, text=4.0)
 BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
 
 
@@ -127,6 +127,13 @@ class Lab:
         if self.ranks:
             self.ranks.agree(f"a piece of the lab ({name})", first)
         return self._piece(name, key, compute)
+
+    def figure(self, name: str, measure: Callable[[TrainedModel], T], **options: Any) -> T:
+        """A figure of a trained model as JSON values, computed once per recipe; only then is the model loaded."""
+        key = {"model": self.model_key(self.recipe(**options))}
+        place = self._place(name, key, ".json")
+        models = [] if place and place.exists() else [self.model(**options)]
+        return self.piece(name, key, lambda: measure(*models))
 
     @property
     def _first(self) -> bool:

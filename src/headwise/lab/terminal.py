@@ -26,7 +26,8 @@ def draw_result(record: dict[str, Any], charts: list[Chart], tables: list[Table]
     head = Text(f"Claim {record['claim']}: {record['title']}", style="bold")
     blocks: list[RenderableType] = [head, Text()]
     for verdict in read_verdicts(record):
-        blocks += [verdict_line(verdict), Text(f"  {verdict.because} ({verdict.sure})", style="dim")]
+        words = f"{verdict.because}{verdict.needs_sentence}"
+        blocks += [verdict_line(verdict), Text(f"  {words} ({verdict.sure})", style="dim")]
     for chart in charts:
         blocks += [Text(), Text(_heading(chart), style="bold"), *_bars(chart)]
     for table in tables:

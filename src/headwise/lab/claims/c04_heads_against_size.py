@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..model import RELATIONS_RECIPE, TEXT_RECIPE
+from ..starts import LEARNING, LEVEL, above, below, describe_mean, describe_need
 from ..store import Lab
+from ..train import outcome
 
 # the thresholds, written before the full run
-USELESS = 0.1  # of attention's gain; at or below this in every start: useless
-USEFUL = 0.5  # at or above this in every start: not useless
-CLEAR = 1.0  # a head count is better than another if it wins in this share of the starts, each against its twin
+USELESS = 0.1  # of attention's gain; at or below this: useless
+USEFUL = 0.5  # above this: not useless
 
 SENTENCES = (
     "Heads of one dimension each (512 heads at width 512) are useless.",
@@ -23,24 +24,36 @@ SENTENCES = (
 )
 WIDTH = 64
 HEADS = (1, 2, 4, 8, 16, 32, 64)
+WIDE, WIDE_HEADS = 128, (1, 2, 4, 8)  # room for two heads of 64: sizes of 128, 64, 32 and 16
 TASKS = {"relations": RELATIONS_RECIPE, "text": TEXT_RECIPE}
 HABIT = (64, 128)
 
 
 def run(lab: Lab) -> Figures:
     heads = lab.budget.pick((1, 8, 64), HEADS, HEADS)
-    return {"survey": survey(), "tasks": {name: _sweep(lab, recipe, heads) for name, recipe in TASKS.items()}}
+    wide_heads = lab.budget.pick((1, 2, 4), (), WIDE_HEADS)
+    return {
+        "survey": survey(),
+        "tasks": {name: _sweep(lab, recipe, heads) for name, recipe in TASKS.items()},
+        "wide": {name: _losses(lab, recipe | {"width": WIDE}, wide_heads) for name, recipe in TASKS.items()}
+        if wide_heads
+        else {},
+    }
 
 
 def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
     """Loss of every start at every head count, and of models whose heads attend uniformly."""
-    models = {h: [lab.model(heads=h, seed=seed, **recipe) for seed in lab.starts] for h in heads}
-    blind = [lab.model(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    blind = [lab.figure("outcome", outcome, heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    return {**_losses(lab, recipe, heads), "blind": [row["loss"] for row in blind]}
+
+
+def _losses(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
+    """Loss and accuracy of every start at every head count."""
+    outcomes = {h: [lab.figure("outcome", outcome, heads=h, seed=s, **recipe) for s in lab.starts] for h in heads}
     return {
-        "loss": {h: [model.loss for model in same_count] for h, same_count in models.items()},
-        "accuracy": {h: [model.accuracy for model in same_count] for h, same_count in models.items()},
-        "blind": [model.loss for model in blind],
-        "learned": all(model.learned for same_count in models.values() for model in same_count),
+        "loss": {h: [row["loss"] for row in rows] for h, rows in outcomes.items()},
+        "accuracy": {h: [row["accuracy"] for row in rows] for h, rows in outcomes.items()},
+        "learned": all(row["learned"] for rows in outcomes.values() for row in rows),
     }
 
 
@@ -79,69 +92,140 @@ def _one_dimension(figures: Figures) -> Verdict:
     shares = {name: share_of_gain(task, str(WIDTH)) for name, task in figures["tasks"].items()}
     words = " and ".join(f"{np.mean(values):.0%} on {name}" for name, values in shares.items())
     because = f"Of the best head count's gain over uniform attention, {WIDTH} heads of one dimension reach {words}."
-    sure = "; ".join(f"{name}: {range_over_starts(values)}" for name, values in shares.items())
+    sure = "; ".join(f"{name}: {describe_mean(values)}" for name, values in shares.items())
     return _by_task(
         SENTENCES[0], figures, because, sure,
-        yes=[name for name, values in shares.items() if max(values) <= USELESS],
-        no=[name for name, values in shares.items() if min(values) >= USEFUL],
+        yes=[name for name, values in shares.items() if below(values, USELESS)],
+        no=[name for name, values in shares.items() if above(values, USEFUL)],
+        needs={name: _need_of_share(values) for name, values in shares.items()},
     )  # fmt: skip
 
 
-def better(task: Figures, first: str, second: str) -> bool:
-    """Whether the first head count beats the second in enough starts; equal starts see the same data."""
-    pairs = list(zip(task["loss"][first], task["loss"][second], strict=True))
-    return sum(a < b for a, b in pairs) >= CLEAR * len(pairs)
+def _need_of_share(values: list[float]) -> str:
+    """What it would take to tell whether a share is useless or useful."""
+    mean = float(np.mean(values))
+    nearer = USELESS if abs(mean - USELESS) < abs(mean - USEFUL) else USEFUL
+    if USELESS < mean < USEFUL:
+        return f"a wider model, with more heads of one dimension: {mean:.0%} is neither useless nor useful"
+    return describe_need(values, nearer)
 
 
-def best_of(task: Figures) -> str:
-    return min(task["loss"], key=lambda heads: float(np.mean(task["loss"][heads])))
+def differences(task: Figures, first: str, second: str) -> list[float]:
+    """The loss with the first head count less that with the second, start by start: equal starts see the same data."""
+    return [a - b for a, b in zip(task["loss"][first], task["loss"][second], strict=True)]
+
+
+def better(task: Figures, first: str, second: str, level: float = LEVEL) -> bool:
+    """Whether the first head count beats the second."""
+    return below(differences(task, first, second), 0.0, level)
+
+
+def best_of(task: Figures, counts: list[str]) -> str:
+    return min(counts, key=lambda heads: float(np.mean(task["loss"][heads])))
+
+
+def level_of_best(candidates: int) -> float:
+    """The level of an interval for the best of several candidates, chosen by the same starts (Bonferroni)."""
+    return 1 - (1 - LEVEL) / candidates
 
 
 def _middle(figures: Figures) -> Verdict:
-    yes, no, words = [], [], []
+    yes, no, words, needs = [], [], [], {}
     for name, task in figures["tasks"].items():
-        ends = (str(min(map(int, task["loss"]))), str(max(map(int, task["loss"]))))
-        best = best_of(task)
+        counts = sorted(task["loss"], key=int)
+        ends, middle = (counts[0], counts[-1]), counts[1:-1]
+        best, level = best_of(task, middle), level_of_best(len(middle))
         means = {heads: float(np.mean(task["loss"][heads])) for heads in (ends[0], best, ends[1])}
         words.append(f"{name}: " + ", ".join(f"{heads} heads {loss:.3f}" for heads, loss in means.items()))
-        if best not in ends and all(better(task, best, end) for end in ends):
+        needs[name] = "; ".join(
+            f"{describe_need(differences(task, best, end), 0.0, ' nats', level)} between {best} heads and {end}"
+            for end in ends
+            if not better(task, best, end, level)
+        )
+        if not needs[name]:
             yes.append(name)
-        elif best in ends or any(all(better(task, end, h) for h in task["loss"] if h not in ends) for end in ends):
+        elif any(all(better(task, end, heads) for heads in middle) for end in ends):
             no.append(name)
-    because = f"Loss with one head, the best number, and one dimension per head. {'; '.join(words)}."
-    sure = f"{len(next(iter(figures['tasks'].values()))['blind'])} random starts, each against its twin"
-    return _by_task(SENTENCES[1], figures, because, sure, yes, no)
+    because = f"Loss with one head, the best number between, and one dimension per head. {'; '.join(words)}."
+    sure = f"{_start_count(figures)} random starts, each against its twin"
+    return _by_task(SENTENCES[1], figures, because, sure, yes, no, needs)
+
+
+def _start_count(figures: Figures) -> int:
+    return len(next(iter(figures["tasks"].values()))["blind"])
 
 
 def _sweet_spot(figures: Figures) -> Verdict:
-    """At width 64 a head of 64 is the only head; whether smaller ones do as well can be told, larger widths cannot."""
+    """At width 64 a head of 64 is the only head; at 128 there is room for two."""
     sizes = {int(dim): count for dim, count in figures["survey"]["sizes"].items()}
     habit = sum(sizes.get(dim, 0) for dim in HABIT) / sum(sizes.values())
-    tasks = figures["tasks"]
-    best = {name: WIDTH // int(best_of(task)) for name, task in tasks.items()}
-    words = " and ".join(f"{dim} on {name}" for name, dim in best.items())
+    sweeps = {width: tasks for width, tasks in ((WIDTH, figures["tasks"]), (WIDE, _wide(figures))) if tasks}
+    words = ", ".join(
+        f"{width // int(best_of(task, list(task['loss'])))} on {name} at width {width}"
+        for width, tasks in sweeps.items()
+        for name, task in tasks.items()
+    )
     because = (
         f"{habit:.0%} of {sum(sizes.values())} published model types have heads of 64 or 128, from widths of 512 to "
-        f"16,384: a habit that does work. At width {WIDTH} the best head size was {words}."
+        f"16,384: a habit that does work. The best head size was {words}."
     )
-    sure = f"survey exact; sweep {len(next(iter(tasks.values()))['blind'])} random starts"
-    if not _all_learned(figures):
-        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
-    if all(dim < min(HABIT) and better(tasks[name], str(WIDTH // dim), "1") for name, dim in best.items()):
+    sure = f"survey exact; sweep {_start_count(figures)} random starts"
+    if not all(_learned(tasks) for tasks in sweeps.values()):
+        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=LEARNING)
+    needs = {
+        (width, name): _need_of_habit(task, width) for width, tasks in sweeps.items() for name, task in tasks.items()
+    }
+    smaller_are_best = [width for width, tasks in sweeps.items() if not any(needs[width, name] for name in tasks)]
+    usual_are_best = WIDE in sweeps and all(_habit_is_best(task, WIDE) for task in sweeps[WIDE].values())
+    if WIDE in smaller_are_best:
+        only_if = f"the model is wider than {WIDE}; up to there, smaller heads do better"
+        return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
+    if WIDTH in smaller_are_best and (usual_are_best or WIDE not in sweeps):
         only_if = "the model is wide enough for several such heads; small models do better with smaller ones"
         return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
-    return Verdict(SENTENCES[2], CANNOT_TELL, because + " Wider models were not trained here.", sure)
+    if usual_are_best:
+        return Verdict(SENTENCES[2], HOLDS, because, sure)
+    missing = [f"{words} on {name} at width {width}" for (width, name), words in needs.items() if words]
+    missing += [] if WIDE in sweeps else [f"models of width {WIDE}, which headwise lab 4 --full trains"]
+    return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs="; and ".join(missing))
 
 
-def _all_learned(figures: Figures) -> bool:
-    return all(task["learned"] for task in figures["tasks"].values())
+def _split_by_habit(task: Figures, width: int) -> tuple[list[str], list[str]]:
+    """The head counts whose heads have the usual sizes, and those with smaller heads."""
+    usual = [heads for heads in task["loss"] if width // int(heads) >= min(HABIT)]
+    return usual, [heads for heads in task["loss"] if heads not in usual]
 
 
-def _by_task(sentence: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str]) -> Verdict:
-    """Holds on both tasks, on neither, or on one of them."""
+def _need_of_habit(task: Figures, width: int) -> str:
+    """What it would take to show that smaller heads than the usual are better; nothing where it is shown."""
+    usual, smaller = _split_by_habit(task, width)
+    best, level = best_of(task, smaller), level_of_best(len(smaller))
+    return "; ".join(
+        f"{describe_need(differences(task, best, heads), 0.0, ' nats', level)} between heads of {width // int(best)} "
+        f"and of {width // int(heads)}"
+        for heads in usual
+        if not better(task, best, heads, level)
+    )
+
+
+def _habit_is_best(task: Figures, width: int) -> bool:
+    usual, smaller = _split_by_habit(task, width)
+    best = best_of(task, usual)
+    return all(better(task, best, heads, level_of_best(len(usual))) for heads in smaller)
+
+
+def _learned(tasks: Figures) -> bool:
+    return all(task["learned"] for task in tasks.values())
+
+
+def _by_task(
+    sentence: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str], needs: dict[str, str]
+) -> Verdict:
+    """Holds on both tasks, on neither, or on one of them; needs: {task: what it would take to tell}."""
     names = list(figures["tasks"])
-    if not _all_learned(figures):
-        return Verdict(sentence, CANNOT_TELL, because + " Some of the models learned nothing.", sure)
+    if not _learned(figures["tasks"]):
+        because += " Some of the models learned nothing."
+        return Verdict(sentence, CANNOT_TELL, because, sure, needs=LEARNING)
     if yes == names:
         return Verdict(sentence, HOLDS, because, sure)
     if no == names:
@@ -150,7 +234,8 @@ def _by_task(sentence: str, figures: Figures, because: str, sure: str, yes: list
         return Verdict(
             sentence, ONLY_IF, because, sure, f"the task is like {' or '.join(yes)}; not on {' or '.join(no)}"
         )
-    return Verdict(sentence, CANNOT_TELL, because, sure)
+    missing = "; ".join(f"{needs[name]} on {name}" for name in names if name not in yes + no)
+    return Verdict(sentence, CANNOT_TELL, because, sure, needs=missing)
 
 
 def charts(figures: Figures) -> list[Chart]:
@@ -159,6 +244,9 @@ def charts(figures: Figures) -> list[Chart]:
         series = {"trained": [point(int(heads), losses) for heads, losses in task["loss"].items()]}
         series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
         sheet.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
+    wide = {name: [point(int(h), losses) for h, losses in t["loss"].items()] for name, t in _wide(figures).items()}
+    if wide:
+        sheet.append(Chart(f"Width {WIDE}", "heads", "loss on held-out data (nats)", wide, log_x=True, log_y=True))
     sizes = sorted((int(dim), count) for dim, count in figures["survey"]["sizes"].items())
     survey = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
     sheet.append(Chart("Head sizes of published model types", "d_k", "model types", survey))
@@ -168,12 +256,11 @@ def charts(figures: Figures) -> list[Chart]:
 def tables(figures: Figures) -> list[Table]:
     rows = []
     for name, task in figures["tasks"].items():
-        for heads, losses in task["loss"].items():
-            right = np.mean(task["accuracy"][heads])
-            loss_range = f"{min(losses):.4f} to {max(losses):.4f}"
-            rows.append((name, heads, str(WIDTH // int(heads)), f"{np.mean(losses):.4f}", loss_range, f"{right:.1%}"))
+        rows += _loss_rows(name, task, WIDTH)
         blind = task["blind"]
         rows.append((name, "cannot choose", "", f"{np.mean(blind):.4f}", f"{min(blind):.4f} to {max(blind):.4f}", ""))
+    for name, task in _wide(figures).items():
+        rows += _loss_rows(f"{name}, width {WIDE}", task, WIDE)
     famous = [
         (name, f"{shape['width']:,}", str(shape["heads"]), str(shape["kv"]), str(shape["dim"]))
         for name, shape in figures["survey"]["famous"].items()
@@ -184,6 +271,19 @@ def tables(figures: Figures) -> list[Table]:
     ]
 
 
+def _wide(figures: Figures) -> Figures:
+    """The wider models; a run on a smaller budget has none."""
+    return dict(figures.get("wide", {}))
+
+
+def _loss_rows(name: str, task: Figures, width: int) -> list[tuple[str, ...]]:
+    return [
+        (name, heads, str(width // int(heads)), f"{np.mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}",
+         f"{np.mean(task['accuracy'][heads]):.1%}")
+        for heads, losses in task["loss"].items()
+    ]  # fmt: skip
+
+
 CLAIM = Claim(
     4,
     "Number of heads against their size",
@@ -192,12 +292,14 @@ CLAIM = Claim(
 Width {WIDTH}, divided among 1, 2, 4, ... {WIDTH} heads, so that d_k runs from {WIDTH} to 1 and all models have the same
 parameters. Two tasks: fetching four earlier symbols at once (one layer; claim 3's), and the next character of a novel
 (two layers, 64 characters of context). The baselines are models whose heads attend uniformly to all earlier tokens:
-attention's gain is measured against them. Heads of one dimension count as useless at or below {USELESS:.0%} of that in
-every start, and as not useless from {USEFUL:.0%} on in every start. The middle is best if the best count beats both
-ends in every start (the same start sees the same data). Whether 64 is special can only be told here for small widths:
-it is refuted as a law if smaller heads beat a single head of 64 in every start on both tasks. The survey reads the
-published shapes and the default config of every model type that transformers knows, by `headwise.card`; a latent (MLA)
-head counts with the size of its query.
+attention's gain is measured against them. Heads of one dimension count as useless at or below {USELESS:.0%} of that,
+and as not useless above {USEFUL:.0%}. The middle is best if its best count beats both ends (the same start sees the
+same data), and is not if one end beats all of the middle. 64 and 128 are refuted as a law up to a width if smaller
+heads beat all of those sizes that fit, on both tasks, and are the sweet spot at width {WIDE} if the better of them
+beats all smaller ones. All of this in every start, or, where the starts disagree, by the 95 % interval of the mean;
+where the best of several counts was chosen by the same starts, by an interval as much wider (Bonferroni). The survey
+reads the published shapes and the default config of every model type that transformers knows, by `headwise.card`; a
+latent (MLA) head counts with the size of its query.
 """,
     run,
     verdicts,
