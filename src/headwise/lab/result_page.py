@@ -6,6 +6,7 @@ from typing import Any
 
 from ..timing.machine import machine_summary
 from .claim import Claim, Table
+from .store import BUDGETS
 from .terminal import MARKS, read_verdicts
 
 INTRO = """\
@@ -22,6 +23,11 @@ models are small and train for 4,000 steps with `--full`, and for 1,000 without 
 Claims 4 and 6 to 10 were first measured with 1,000 steps throughout; the longer runs, with the same thresholds, changed
 four verdicts: W_O and a collapsed head (7), training without the division by √d_k, saturation after training (9), and
 the cost of a single key/value head (10).
+
+At first a sentence was open as soon as one start disagreed with the others. After five starts, and before any further
+one was looked at, the rule became: what all starts agree on is so, and where they disagree the 95 % interval of their
+mean decides; the thresholds stayed. `--full` now takes 20 starts (hours; finished pieces are reused); each page says
+how many it has. What cannot be told says what it would take, computed from the spread measured so far.
 """
 
 
@@ -66,10 +72,13 @@ def _table(table: Table) -> list[str]:
 
 def _run_description(record: dict[str, Any]) -> str:
     flag = {"full": " --full"}.get(record["budget"], "")
+    flag += f" --starts {record['starts']}" if record["starts"] != BUDGETS[record["budget"]].starts else ""
     seed = f" --seed {record['seed']}" if record["seed"] else ""
+    others = [name for name in record.get("processors", []) if name != record["machine"]["cpu"]]
+    elsewhere = f"; parts of it were computed earlier, on {' and '.join(others)}" if others else ""
     return (
         f"`headwise lab {record['claim']}{flag}{seed}` on {record['date']}, device {record['device']}, "
         f"{record['starts']} random starts where something is trained. Figures: "
         f"[{stem(record['claim'])}.json]({stem(record['claim'])}.json). Machine: {machine_summary(record['machine'])}; "
-        f"headwise {record['versions']['headwise']}."
+        f"headwise {record['versions']['headwise']}{elsewhere}."
     )

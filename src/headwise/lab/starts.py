@@ -54,7 +54,7 @@ def describe_mean(values: list[float], unit: str = "", level: float = LEVEL, nou
     if len(values) < 2:
         return words
     low, high = mean_interval(values, level)
-    return f"{words}, {100 * level:g} % interval of the mean {low:.3g} to {high:.3g}{unit}"
+    return f"{words}, {100 * level:.4g} % interval of the mean {low:.3g} to {high:.3g}{unit}"
 
 
 def describe_need(
@@ -67,7 +67,7 @@ def describe_need(
     count = starts_needed(values, threshold, level)
     amount = f"about {count} {noun}" if count else f"more than {MOST:,} {noun}"
     return (
-        f"{amount} instead of {len(values)}, for the {100 * level:g} % interval of the mean to leave {threshold:.3g}"
+        f"{amount} instead of {len(values)}, for the {100 * level:.4g} % interval of the mean to leave {threshold:.3g}"
         f"{unit} (mean {mean:.3g}{unit}, standard deviation {spread:.2g}{unit})"
     )
 

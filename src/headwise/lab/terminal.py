@@ -36,8 +36,12 @@ def draw_result(record: dict[str, Any], charts: list[Chart], tables: list[Table]
 
 
 def read_verdicts(record: dict[str, Any]) -> list[Verdict]:
-    """The verdicts of a saved record."""
-    return [Verdict(**verdict) for verdict in record["verdicts"]]
+    """The verdicts of a saved record. One from before verdicts said what it would take to tell gets that in words."""
+    older = {"needs": "another run of the claim, which will say what"}
+    return [
+        Verdict(**(older if row["word"] == CANNOT_TELL and "needs" not in row else {}), **row)
+        for row in record["verdicts"]
+    ]
 
 
 def verdict_line(verdict: Verdict) -> Text:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +41,6 @@ class TrainedModel:
     @property
     def learned(self) -> bool:
         return self.loss < LEARNED * self.chance  # also False where the loss is not a number
-
-
-def outcome(model: TrainedModel) -> dict[str, Any]:
-    """How a training ended, without the weights; the curve is (step, held-out loss)."""
-    curve = [(step, loss) for step, loss, _ in model.curve]
-    return {"loss": model.loss, "accuracy": model.accuracy, "learned": model.learned, "curve": curve}
 
 
 def train(

@@ -11,7 +11,6 @@ from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Tab
 from ..model import RELATIONS_RECIPE, TEXT_RECIPE
 from ..starts import LEARNING, LEVEL, above, below, describe_mean, describe_need
 from ..store import Lab
-from ..train import outcome
 
 # the thresholds, written before the full run
 USELESS = 0.1  # of attention's gain; at or below this: useless
@@ -43,13 +42,13 @@ def run(lab: Lab) -> Figures:
 
 def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
     """Loss of every start at every head count, and of models whose heads attend uniformly."""
-    blind = [lab.figure("outcome", outcome, heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    blind = [lab.outcome(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
     return {**_losses(lab, recipe, heads), "blind": [row["loss"] for row in blind]}
 
 
 def _losses(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
     """Loss and accuracy of every start at every head count."""
-    outcomes = {h: [lab.figure("outcome", outcome, heads=h, seed=s, **recipe) for s in lab.starts] for h in heads}
+    outcomes = {h: [lab.outcome(heads=h, seed=s, **recipe) for s in lab.starts] for h in heads}
     return {
         "loss": {h: [row["loss"] for row in rows] for h, rows in outcomes.items()},
         "accuracy": {h: [row["accuracy"] for row in rows] for h, rows in outcomes.items()},

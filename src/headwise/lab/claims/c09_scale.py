@@ -14,7 +14,7 @@ from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Tab
 from ..model import TEXT_HEADS, TEXT_RECIPE, task_of
 from ..starts import LEARNING, above, below, describe_mean, describe_need
 from ..store import Lab
-from ..train import TrainedModel, held_out, outcome
+from ..train import TrainedModel, held_out
 
 # the thresholds, written before the full run
 SATURATED = 0.5  # of the gradient that passes equal weights; less counts as saturated
@@ -44,7 +44,7 @@ def run(lab: Lab) -> Figures:
         seeds = lab.starts[:MOST_STARTS_OF_ONE_HEAD] if heads == 1 else lab.starts
         for scaled in (True, False):
             recipe = {"heads": heads, "scale": scaled, **TEXT_RECIPE}
-            outcomes = [lab.figure("outcome", outcome, seed=seed, **recipe) for seed in seeds]
+            outcomes = [lab.outcome(seed=seed, **recipe) for seed in seeds]
             groups[f"{heads} {scaled}"] = {
                 "heads": heads,
                 "d_k": lab.recipe(seed=lab.seed, **recipe).head_dim,

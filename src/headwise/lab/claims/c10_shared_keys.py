@@ -15,7 +15,6 @@ from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Tab
 from ..model import TEXT_HEADS, TEXT_RECIPE, attentions, build
 from ..starts import LEARNING, above, below, describe_mean, describe_need
 from ..store import Lab
-from ..train import outcome
 
 # the thresholds, written before the full run
 TOLERANCE = 0.01  # of the loss: at or below this, quality is kept; above it, it is not
@@ -39,7 +38,7 @@ def run(lab: Lab) -> Figures:
     for kv in KV_HEADS:
         options = {} if kv == TEXT_HEADS else {"kv_heads": kv}
         recipe = {"heads": TEXT_HEADS, **options, **TEXT_RECIPE}
-        outcomes = [lab.figure("outcome", outcome, seed=seed, **recipe) for seed in lab.starts]
+        outcomes = [lab.outcome(seed=seed, **recipe) for seed in lab.starts]
         untrained = build(lab.recipe(seed=lab.seed, **recipe))
         quality[kv] = {
             "loss": [row["loss"] for row in outcomes],

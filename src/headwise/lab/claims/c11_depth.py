@@ -153,9 +153,9 @@ def _near(figures: Figures) -> Verdict:
         f"equal attention has {np.mean(results['local']['equal_local']):.2f})"
         for m, results in figures.items()
     ) + "." + "".join(f" No atlas of {model} is bundled." for model in without)  # fmt: skip
-    ends = {m: "{:.2f} to {:.2f} times".format(*nearer_interval(results)) for m, results in figures.items()}
+    ends = {m: "between {:.2f} and {:.2f} times".format(*nearer_interval(results)) for m, results in figures.items()}
     sure = "; ".join(
-        f"{m}: {results['local']['tokens']:,} tokens of {results['local']['corpus']}, at most {ends[m]} over texts"
+        f"{m}: {results['local']['tokens']:,} tokens of {results['local']['corpus']}, {ends[m]} over texts"
         for m, results in figures.items()
     )
     needs = {m: _need_of_nearness(m, nearer_interval(results)) for m, results in figures.items()}
