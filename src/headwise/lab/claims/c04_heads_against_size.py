@@ -26,6 +26,7 @@ HEADS = (1, 2, 4, 8, 16, 32, 64)
 WIDE, WIDE_HEADS = 128, (1, 2, 4, 8)  # room for two heads of 64: sizes of 128, 64, 32 and 16
 TASKS = {"relations": RELATIONS_RECIPE, "text": TEXT_RECIPE}
 HABIT = (64, 128)
+WIDE_ENOUGH = "the model is wide enough for several such heads; small models do better with smaller ones"
 
 
 def run(lab: Lab) -> Figures:
@@ -114,11 +115,6 @@ def differences(task: Figures, first: str, second: str) -> list[float]:
     return [a - b for a, b in zip(task["loss"][first], task["loss"][second], strict=True)]
 
 
-def better(task: Figures, first: str, second: str, level: float = LEVEL) -> bool:
-    """Whether the first head count beats the second."""
-    return below(differences(task, first, second), 0.0, level)
-
-
 def best_of(task: Figures, counts: list[str]) -> str:
     return min(counts, key=lambda heads: float(np.mean(task["loss"][heads])))
 
@@ -136,15 +132,16 @@ def _middle(figures: Figures) -> Verdict:
         best, level = best_of(task, middle), level_of_best(len(middle))
         means = {heads: float(np.mean(task["loss"][heads])) for heads in (ends[0], best, ends[1])}
         words.append(f"{name}: " + ", ".join(f"{heads} heads {loss:.3f}" for heads, loss in means.items()))
+        gaps = {end: differences(task, best, end) for end in ends}
         needs[name] = "; ".join(
-            f"{describe_need(differences(task, best, end), 0.0, ' nats', level)} between {best} heads and {end}"
-            for end in ends
-            if not better(task, best, end, level)
+            f"{describe_need(gap, 0.0, ' nats', level)} between {best} heads and {end}"
+            for end, gap in gaps.items()
+            if not below(gap, 0.0, level)
         )
-        if not needs[name]:
-            yes.append(name)
-        elif any(all(better(task, end, heads) for heads in middle) for end in ends):
+        if any(above(gap, 0.0, level) for gap in gaps.values()):
             no.append(name)
+        elif not needs[name]:
+            yes.append(name)
     because = f"Loss with one head, the best number between, and one dimension per head. {'; '.join(words)}."
     sure = f"{_start_count(figures)} random starts, each against its twin"
     return _by_task(SENTENCES[1], figures, because, sure, yes, no, needs)
@@ -171,46 +168,39 @@ def _sweet_spot(figures: Figures) -> Verdict:
     sure = f"survey exact; sweep {_start_count(figures)} random starts"
     if not all(_learned(tasks) for tasks in sweeps.values()):
         return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=LEARNING)
-    needs = {
-        (width, name): _need_of_habit(task, width) for width, tasks in sweeps.items() for name, task in tasks.items()
-    }
-    smaller_are_best = [width for width, tasks in sweeps.items() if not any(needs[width, name] for name in tasks)]
-    usual_are_best = WIDE in sweeps and all(_habit_is_best(task, WIDE) for task in sweeps[WIDE].values())
-    if WIDE in smaller_are_best:
+    judged = {width: {name: _judge_sizes(task, width) for name, task in t.items()} for width, t in sweeps.items()}
+    widest = judged[max(sweeps)]
+    words_in_narrow, words_in_widest = ({word for word, _ in judged[width].values()} for width in (WIDTH, max(sweeps)))
+    if WIDE not in sweeps:
+        if words_in_narrow == {NOT}:
+            return Verdict(SENTENCES[2], ONLY_IF, because, sure, WIDE_ENOUGH)
+    elif words_in_widest == {NOT}:
         only_if = f"the model is wider than {WIDE}; up to there, smaller heads do better"
         return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
-    if WIDTH in smaller_are_best and (usual_are_best or WIDE not in sweeps):
-        only_if = "the model is wide enough for several such heads; small models do better with smaller ones"
-        return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
-    if usual_are_best:
+    elif words_in_widest == {HOLDS}:
+        if words_in_narrow == {NOT}:
+            return Verdict(SENTENCES[2], ONLY_IF, because, sure, WIDE_ENOUGH)
         return Verdict(SENTENCES[2], HOLDS, because, sure)
-    missing = [f"{words} on {name} at width {width}" for (width, name), words in needs.items() if words]
+    elif words_in_widest == {HOLDS, NOT}:
+        tasks = " or ".join(name for name, (word, _) in widest.items() if word == HOLDS)
+        return Verdict(SENTENCES[2], ONLY_IF, because, sure, f"the task is like {tasks}")
+    missing = [f"{need} on {name} at width {max(sweeps)}" for name, (_, need) in widest.items() if need]
     missing += [] if WIDE in sweeps else [f"models of width {WIDE}, which headwise lab 4 --full trains"]
     return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs="; and ".join(missing))
 
 
-def _split_by_habit(task: Figures, width: int) -> tuple[list[str], list[str]]:
-    """The head counts whose heads have the usual sizes, and those with smaller heads."""
+def _judge_sizes(task: Figures, width: int) -> tuple[str, str]:
+    """Whether the better of the usual sizes that fit beats the best smaller one; if unclear, what it takes to tell."""
     usual = [heads for heads in task["loss"] if width // int(heads) >= min(HABIT)]
-    return usual, [heads for heads in task["loss"] if heads not in usual]
-
-
-def _need_of_habit(task: Figures, width: int) -> str:
-    """What it would take to show that smaller heads than the usual are better; nothing where it is shown."""
-    usual, smaller = _split_by_habit(task, width)
-    best, level = best_of(task, smaller), level_of_best(len(smaller))
-    return "; ".join(
-        f"{describe_need(differences(task, best, heads), 0.0, ' nats', level)} between heads of {width // int(best)} "
-        f"and of {width // int(heads)}"
-        for heads in usual
-        if not better(task, best, heads, level)
-    )
-
-
-def _habit_is_best(task: Figures, width: int) -> bool:
-    usual, smaller = _split_by_habit(task, width)
-    best = best_of(task, usual)
-    return all(better(task, best, heads, level_of_best(len(usual))) for heads in smaller)
+    smaller = [heads for heads in task["loss"] if heads not in usual]
+    small, large = best_of(task, smaller), best_of(task, usual)
+    gap, level = differences(task, small, large), level_of_best(len(smaller) * len(usual))
+    if below(gap, 0.0, level):
+        return NOT, ""
+    if above(gap, 0.0, level):
+        return HOLDS, ""
+    need = describe_need(gap, 0.0, " nats", level)
+    return CANNOT_TELL, f"{need} between heads of {width // int(small)} and of {width // int(large)}"
 
 
 def _learned(tasks: Figures) -> bool:
@@ -293,12 +283,13 @@ parameters. Two tasks: fetching four earlier symbols at once (one layer; claim 3
 (two layers, 64 characters of context). The baselines are models whose heads attend uniformly to all earlier tokens:
 attention's gain is measured against them. Heads of one dimension count as useless at or below {USELESS:.0%} of that,
 and as not useless above {USEFUL:.0%}. The middle is best if its best count beats both ends (the same start sees the
-same data), and is not if one end beats all of the middle. 64 and 128 are refuted as a law up to a width if smaller
-heads beat all of those sizes that fit, on both tasks, and are the sweet spot at width {WIDE} if the better of them
-beats all smaller ones. All of this in every start, or, where the starts disagree, by the 95 % interval of the mean;
-where the best of several counts was chosen by the same starts, by an interval as much wider (Bonferroni). The survey
-reads the published shapes and the default config of every model type that transformers knows, by `headwise.card`; a
-latent (MLA) head counts with the size of its query.
+same data), and is not if an end beats it (before intervals decided, an end with the smaller mean was enough). 64 or 128
+is the sweet spot at a width if the better of those that fit beats the best smaller size on both tasks, and is not if
+that one wins; a single head of 64 at width {WIDTH} says little, so models of width {WIDE} are trained too. All of this
+in every start, or, where the starts disagree, by the 95 % interval of the mean; where the best of several counts was
+chosen by the same starts, by an interval as much wider (Bonferroni). The survey reads the published shapes and the
+default config of every model type that transformers knows, by `headwise.card`; a latent (MLA) head counts with the size
+of its query.
 """,
     run,
     verdicts,
