@@ -24,10 +24,11 @@ Claims 4 and 6 to 10 were first measured with 1,000 steps throughout; the longer
 four verdicts: W_O and a collapsed head (7), training without the division by √d_k, saturation after training (9), and
 the cost of a single key/value head (10).
 
-At first a sentence was open as soon as one start disagreed with the others. After five starts, and before any further
-one was looked at, the rule became: what all starts agree on is so, and where they disagree the 95 % interval of their
-mean decides; the thresholds stayed. `--full` now takes 20 starts (hours; finished pieces are reused); each page says
-how many it has. What cannot be told says what it would take, computed from the spread measured so far.
+At first a sentence was open as soon as one start disagreed with the others. After five starts, which count
+among those judged, and before any further one was looked at, the rule became: what all starts agree on is so, and where
+they disagree the 95 % interval of their mean decides; the thresholds stayed. `--full` now takes 20 starts (hours;
+finished pieces are reused); each page says how many it has. The number of starts of a page was fixed before they were
+looked at. What cannot be told says what it would take, computed from the spread measured so far.
 """
 
 
