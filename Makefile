@@ -105,7 +105,7 @@ neon:  ## the kernel's C tests in NEON, under an emulator (gcc-aarch64-linux-gnu
 bench: setup  ## speed and memory against the peers
 	$(BIN)/headwise bench
 
-lab: setup  ## measure every claim of docs/lab again, on the full budget; finished pieces are reused
+lab: setup  ## measure every claim of docs/lab again with 20 starts (hours); finished pieces are reused
 	$(BIN)/headwise lab --all --full
 
 lint: setup  ## check style and types

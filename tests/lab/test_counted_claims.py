@@ -154,7 +154,7 @@ def test_expert_verdicts_change_with_the_figures_of_the_cards() -> None:
 def model(local: list[float], syntactic: list[float], abstract: list[float]) -> dict[str, Any]:
     names = [*c11_depth.SYNTACTIC[: len(syntactic)], *c11_depth.ABSTRACT[: len(abstract)]]
     rows = {name: {"depth": depth, "found": True} for name, depth in zip(names, syntactic + abstract, strict=True)}
-    stats = {"local": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
+    stats = {"local": local, "low": local, "high": local, "equal_local": [0.1], "tokens": 7, "corpus": "words"}
     return {"local": stats, "relations": rows, "layers": 6}
 
 
@@ -175,3 +175,21 @@ def test_depth_verdicts_are_given_per_model_and_combined() -> None:
 def test_chance_is_the_share_of_all_labellings() -> None:
     assert c11_depth.by_chance([1.0, 0.9], [0.0, 0.1, 0.2]) == pytest.approx(1 / 10)
     assert c11_depth.by_chance([0.0], [1.0, 1.0]) == 1
+
+
+def test_depth_verdicts_say_which_models_texts_or_relations_they_need() -> None:
+    between = model([0.13, 0.13, 0.1, 0.1, 0.1, 0.1], [0.0, 0.5, 1.0, 0.5], [0.1, 0.5, 1.0, 0.5])
+    near, _, abstract = c11_depth.verdicts({"a": between})
+    assert near.needs == "other models than a: it lies between 1 and 1.5 times, and more texts will not change that"
+    count = c11_depth.relations_needed([0.1, 0.5, 1.0, 0.5], [0.0, 0.5, 1.0, 0.5])
+    assert abstract.needs.startswith(f"about {count} relations of each kind that a follows, and not 4 and 4")
+    between["local"] |= {"low": [0.09] * 6, "high": [0.2] * 6}
+    assert c11_depth.verdicts({"a": between})[0].needs.startswith("more texts for a")
+
+
+def test_four_times_the_variance_needs_four_times_the_relations() -> None:
+    narrow, wide = ([0.5 - spread, 0.5, 0.5 + spread] for spread in (0.1, 0.2))
+    few, many = (c11_depth.relations_needed(depths, depths) for depths in (narrow, wide))
+    assert 4 * (few - 1) < many <= 4 * few
+    half_width = 1.96 * (2 * 0.1**2 / few) ** 0.5
+    assert half_width <= c11_depth.DEEPER / 2 < 1.96 * (2 * 0.1**2 / (few - 1)) ** 0.5

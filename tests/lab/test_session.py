@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headwise.cli import main
 from headwise.errors import HeadwiseError
 from headwise.lab import claims, session
-from headwise.lab.claim import ONLY_IF, WORDS, Chart, Table, Verdict
+from headwise.lab.claim import CANNOT_TELL, ONLY_IF, WORDS, Chart, Table, Verdict
 from headwise.lab.claims import claim_numbers, load_claim
 from headwise.lab.result_page import index_page, result_page, stem
 from headwise.lab.store import TINY, Lab
+from headwise.lab.terminal import draw_result, read_verdicts
 from helpers.tools import load_tool
 
 lab_pages = load_tool("lab_pages")
@@ -105,6 +108,7 @@ def test_bad_claims_and_devices_are_errors_with_a_message(capsys: pytest.Capture
         (["3", "--work", "FILE" + "9" * 5000], "'.{60}'... cannot be written: File name too long"),
         (["3", "--device", "meta"], "device 'meta' cannot be used here"),
         (["3", "--device", ""], "device '' cannot be used here"),
+        (["3", "--starts", "0"], "Invalid value for '--starts': 0 is not in the range 1 to 1,000"),
         (["3", "--seed", "-1"], "Invalid value for '--seed'"),
         (["3", "--seed", "9" * 30], "Invalid value for '--seed'"),
         (["³"], "Invalid value for '.*NUMBER"),
@@ -183,5 +187,64 @@ def test_figures_are_converted_to_json_values() -> None:
 
 def test_only_the_verdict_only_if_has_a_condition() -> None:
     for word in WORDS:
+        needs = "time" if word == CANNOT_TELL else ""
         with pytest.raises(AssertionError):
-            Verdict("it is so", word, "seen", "exact", only_if="" if word == ONLY_IF else "it rains")
+            Verdict("it is so", word, "seen", "exact", only_if="" if word == ONLY_IF else "it rains", needs=needs)
+
+
+def test_only_a_verdict_that_cannot_tell_says_what_is_needed_and_must() -> None:
+    for word in WORDS:
+        only_if = "it rains" if word == ONLY_IF else ""
+        with pytest.raises(AssertionError):
+            Verdict("it is so", word, "seen", "exact", only_if, needs="" if word == CANNOT_TELL else "more rain")
+
+
+def test_what_is_needed_is_printed_on_the_page_in_the_index_and_in_the_terminal() -> None:
+    record = session.read_results([DOCS])[10]
+    verdict = Verdict(load_claim(10).sentences[0], CANNOT_TELL, "Seen.", "2 random starts", needs="about 7 starts")
+    record = record | {"verdicts": [asdict(verdict)]}
+    terminal = StringIO()
+    Console(file=terminal, width=200).print(draw_result(record, [], []))
+    for text in (result_page(load_claim(10), record), index_page([record]), terminal.getvalue()):
+        assert "Seen. To tell, it would take about 7 starts." in text
+
+
+def test_a_record_from_before_needs_were_told_can_be_read() -> None:
+    row = {"says": "it is so", "word": CANNOT_TELL, "because": "Seen.", "sure": "2 starts", "only_if": ""}
+    assert read_verdicts({"verdicts": [row]})[0].needs.startswith("another run of the claim")
+
+
+def test_a_run_is_described_with_its_starts_and_with_other_processors() -> None:
+    record = session.read_results([DOCS])[3] | {"starts": 7, "processors": ["abacus"]}
+    page = result_page(load_claim(3), record)
+    assert "`headwise lab 3 --full --starts 7`" in page and "parts of it were computed earlier, on abacus." in page
+    here = record | {"starts": 20, "processors": [record["machine"]["cpu"]]}
+    assert "`headwise lab 3 --full`" in result_page(load_claim(3), here)
+    assert "computed earlier" not in result_page(load_claim(3), here)
+
+
+def test_the_number_of_starts_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def measure(number: int, lab: Lab) -> dict[str, Any]:
+        budgets.append((lab.budget.name, lab.starts))
+        return session.read_results([DOCS])[number]
+
+    monkeypatch.setattr(session, "measure", measure)
+    folders = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    for options in (["--starts", "3", "--seed", "5"], ["--full", "--starts", "7"], ["--full"]):
+        assert main(["lab", "12", *options, *folders]) == 0
+    assert budgets == [("default", [5, 6, 7]), ("full", list(range(7))), ("full", list(range(20)))]
+
+
+def test_a_figure_of_a_model_needs_its_weights_only_once(tmp_path: Path) -> None:
+    options = {"task": "relations", "heads": 2, "seed": 1, "layers": 1, "width": 16}
+    outcome = Lab(TINY, work=tmp_path).outcome(**options)
+    assert outcome["curve"][-1][1] == outcome["loss"] and not outcome["learned"]
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    [place] = tmp_path.glob("outcome-*.json")
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"cpu": "abacus"}))
+    second_lab = Lab(TINY, work=tmp_path)
+    assert second_lab.outcome(**options) == json.loads(json.dumps(outcome))
+    assert second_lab.new_pieces == [] and second_lab.processors == {"abacus"}

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from headwise.lab.claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF
+from headwise.lab.claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Verdict
 from headwise.lab.claims import c03_one_head as c03
 from headwise.lab.claims import c04_heads_against_size as c04
 from headwise.lab.claims import c06_specialise as c06
@@ -15,10 +16,18 @@ from headwise.lab.claims import c07_output as c07
 from headwise.lab.claims import c08_removing as c08
 from headwise.lab.claims import c09_scale as c09
 from headwise.lab.claims import c10_shared_keys as c10
+from headwise.lab.head_patterns import patterns
+from headwise.lab.model import Recipe, build, task_of
+from headwise.lab.train import held_out
 
 
 def words(verdicts: list[Any]) -> list[str]:
     return [verdict.word for verdict in verdicts]
+
+
+def need(verdict: Verdict) -> str:
+    assert verdict.word == CANNOT_TELL
+    return verdict.needs
 
 
 def one_head(single: list[float], longer: list[float], enough: list[float]) -> dict[str, Any]:
@@ -90,6 +99,72 @@ def test_head_count_verdicts_follow_the_losses(
     assert set(words(c04.verdicts(figures))) == {CANNOT_TELL}
 
 
+def test_the_middle_says_how_many_starts_it_takes_to_tell_it_from_an_end() -> None:
+    close = sweep({"1": [1.2, 1.0], "8": [1.0, 1.1], "64": [1.9, 1.8]})
+    figures = {"tasks": {"relations": sweep(HILL), "text": close}, "survey": {"sizes": {"64": 3}}}
+    assert need(c04.verdicts(figures)[1]) == (
+        "about 72 random starts instead of 2, for the 95 % interval of the mean to leave 0 nats (mean -0.05 nats, "
+        "standard deviation 0.21 nats) between 8 heads and 1 on text"
+    )
+
+
+def test_twenty_starts_that_disagree_are_decided_by_their_mean() -> None:
+    noisy = [1.2, 1.2, 1.2, 1.0] * 5
+    task = sweep({"1": noisy, "8": [1.1] * 20, "64": [1.9] * 20}) | {"blind": [3.0] * 20}
+    figures = {"tasks": {"relations": task, "text": task}, "survey": {"sizes": {"64": 3}}}
+    assert words(c04.verdicts(figures)) == [NOT, HOLDS, ONLY_IF]
+
+
+def test_a_head_count_chosen_among_more_candidates_needs_a_wider_interval() -> None:
+    assert c04.level_of_best(1) == 0.95 and c04.level_of_best(5) == pytest.approx(0.99)
+    assert [verdict.word for verdict in c04.verdicts(one_clear_count(1))][1] == HOLDS
+    assert [verdict.word for verdict in c04.verdicts(one_clear_count(6))][1] == CANNOT_TELL
+
+
+def one_clear_count(candidates: int) -> dict[str, Any]:
+    """8 heads beat a single head at the level of one candidate, not at that of six."""
+    middle = {str(8 + i): [1.1 + 0.01 * i] * 5 for i in range(candidates)}
+    task = sweep({"1": [1.2, 1.3, 1.25, 1.09, 1.25], **middle, "64": [1.9] * 5}) | {"blind": [3.0] * 5}
+    return {"tasks": {"relations": task, "text": task}, "survey": {"sizes": {"64": 3}}}
+
+
+WIDE_SMALLER = {"1": BAD, "2": BAD, "4": GOOD, "8": BAD}
+WIDE_USUAL = {"1": BAD, "2": GOOD, "4": [1.5, 1.6], "8": BAD}
+WIDE_FLAT = {"1": [1.3, 1.1], "2": [1.0, 1.2], "4": [1.1, 1.05], "8": [1.2, 1.2]}
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "want"),
+    [
+        (HILL, WIDE_SMALLER, "holds only if the model is wider than 128; up to there, smaller heads do better"),
+        (HILL, WIDE_USUAL, "holds only if the model is wide enough for several such heads; small models do better "
+         "with smaller ones"),
+        (SLOPE, WIDE_USUAL, HOLDS),
+        (HILL, WIDE_FLAT, CANNOT_TELL),
+    ],
+)  # fmt: skip
+def test_the_sweet_spot_verdict_follows_the_wider_models(narrow: Any, wide: Any, want: str) -> None:
+    tasks, wide_tasks = ({name: sweep(loss) for name in ("relations", "text")} for loss in (narrow, wide))
+    verdict = c04.verdicts({"tasks": tasks, "wide": wide_tasks, "survey": {"sizes": {"64": 3}}})[2]
+    assert str(verdict) == want
+    if want == CANNOT_TELL:
+        assert "between heads of 32 and of 64 on text at width 128" in verdict.needs
+        assert "width 64" not in verdict.needs
+    narrow_alone = c04.verdicts({"tasks": tasks, "wide": {}, "survey": {"sizes": {"64": 3}}})[2]
+    assert ("models of width 128" in narrow_alone.needs) == (narrow is SLOPE)
+
+
+def test_the_sweet_spot_may_depend_on_the_task() -> None:
+    figures = {
+        "tasks": {name: sweep(HILL) for name in ("relations", "text")},
+        "wide": {"relations": sweep(WIDE_SMALLER), "text": sweep(WIDE_USUAL)},
+        "survey": {"sizes": {"64": 3}},
+    }
+    assert str(c04.verdicts(figures)[2]) == "holds only if the task is like text"
+    figures["wide"]["text"]["learned"] = False
+    assert need(c04.verdicts(figures)[2]).startswith("models that learn their task")
+
+
 def test_the_survey_reads_the_published_shapes() -> None:
     survey = c04.survey()
     assert survey["famous"]["bert-base"] == {"width": 768, "heads": 12, "kv": 12, "dim": 64}
@@ -125,6 +200,26 @@ def specialise(**changes: Any) -> dict[str, Any]:
 )
 def test_specialisation_verdicts_follow_the_distances(changes: dict[str, Any], want: list[str]) -> None:
     assert words(c06.verdicts(specialise(**changes))) == want
+
+
+def test_heads_that_start_apart_need_another_start_and_not_more_of_them() -> None:
+    far = c06.verdicts(specialise(before=[0.15, 0.16]))[0]
+    assert need(far).startswith("heads that start nearer to each other, at most 0.12 nats apart and not 0.15")
+    unclear = c06.verdicts(specialise(before=[0.08, 0.15]))[0]
+    assert need(unclear).startswith("about ") and "to leave 3 times" in unclear.needs
+    hardly = c06.verdicts(specialise(after=[0.05, 0.3]))[0]
+    assert "random starts instead of 2" in need(hardly) and "to leave 0.1 nats" in hardly.needs
+
+
+def test_heads_start_as_far_apart_at_twice_the_width_and_nearer_with_smaller_weights() -> None:
+    recipes = [Recipe(task="text", heads=8, seed=3, width=width) for width in (64, 128)]
+    ids = held_out(task_of(recipes[0]), 1, 5)[0].inputs
+    narrow, wide = (build(recipe) for recipe in recipes)
+    distance = c06.within(patterns(narrow, ids))
+    assert c06.within(patterns(wide, ids)) == pytest.approx(distance, rel=0.1)
+    for linear in (linear for linear in narrow.modules() if isinstance(linear, torch.nn.Linear)):
+        torch.nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(5))
+    assert c06.within(patterns(narrow, ids)) < distance / 100
 
 
 def test_roles_common_to_all_starts_are_named() -> None:
@@ -219,6 +314,20 @@ def test_removal_verdicts_follow_the_damage(small: list[Any], real: list[Any], b
     assert set(words(c08.verdicts(figures))) == {CANNOT_TELL}
 
 
+def test_it_matters_which_heads_go_only_in_models_that_say_so() -> None:
+    figures = {
+        "learned": True,
+        "small": [{"michel": [[0.3] * 6], "random": [[0.2] * 6]}] * 2,
+        "real": {"minilm": {"michel": [[0.1] * 6] * 3, "random": [[0.2] * 6, [0.3] * 6, [0.4] * 6]}},
+        "retrained": [{"intact": 1.0, "half": 1.0}] * 2,
+    }
+    assert str(c08.verdicts(figures)[2]) == "holds only if the model is like minilm"
+    figures["real"]["minilm"]["random"][0] = [0.05] * 6
+    words = need(c08.verdicts(figures)[2])
+    assert words.startswith("about ") and "draws of texts and heads instead of 3" in words
+    assert words.endswith("in minilm")
+
+
 def test_removable_share_stops_at_the_first_damage() -> None:
     assert c08.removable([[0.0, 0.005, 0.02, 0.0, 0.0, 0.0]]) == 0.25
     assert c08.removable([[0.02] * 6]) == 0
@@ -252,6 +361,11 @@ def test_scale_verdicts_follow_gradients_losses_and_entropies(figures: dict[str,
     assert words(c09.verdicts(figures)) == want
 
 
+def test_the_division_says_how_many_starts_it_takes_at_which_head_size() -> None:
+    words = need(c09.verdicts(scaled(0.3, 0.8, {8: [1.0, 1.1], 64: [1.1, 1.2]}))[1])
+    assert words.startswith("about ") and words.endswith("at d_k 8") and "to leave 1 %" in words
+
+
 def shared(losses: dict[int, list[float]], speed: list[float], cache: int = 256) -> dict[str, Any]:
     quality = {
         str(kv): {"loss": values, "learned": True, "cache": kv * cache, "parameters": 1}
@@ -280,3 +394,15 @@ def test_shared_key_verdicts_follow_losses_cache_and_speed(
     figures["quality"]["1"]["cache"] += 4
     figures["quality"]["8"]["learned"] = False
     assert words(c10.verdicts(figures))[:3] == [CANNOT_TELL, CANNOT_TELL, NOT]
+
+
+def test_shared_keys_say_how_many_starts_it_takes_from_their_spread() -> None:
+    losses = {8: [1.0] * 5, 4: [1.0] * 5, 2: [1.0, 1.0, 1.0, 1.02, 1.02], 1: [1.010, 1.0055, 1.027, 1.044, 1.014]}
+    grouped, single = c10.verdicts(shared(losses, [1.5]))[:2]
+    assert need(grouped).endswith("with 2 key/value heads") and "4 key/value heads" not in grouped.needs
+    assert need(single) == (
+        "about 12 random starts instead of 5, for the 95 % interval of the mean to leave 1 % (mean 2.01 %, standard "
+        "deviation 1.6 %)"
+    )
+    plenty = {kv: values * 4 for kv, values in losses.items()}
+    assert c10.verdicts(shared(plenty, [1.5]))[1].word == HOLDS

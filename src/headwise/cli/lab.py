@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,21 @@ import click
 from ..errors import HeadwiseError
 from ..terminal import console, echo
 from .checks import check_output_folder
-from .options import PATH, json_option, seed_option, training_option
+from .options import PATH, Whole, json_option, seed_option, training_option
 from .progress import progress_bars
 from .ranks import SingleProcess, joined_ranks
 
 ALL_OUT, ONE_OUT = Path("docs/lab"), Path("lab")
+MOST_STARTS = 1000
 
 
 @click.command
 @click.argument("claims", type=int, nargs=-1, metavar="[NUMBER]...")
 @click.option("--all", "all_claims", is_flag=True, help="Run every claim.")
 @click.option("--full", is_flag=True, help="The long version: more random starts.")
+@click.option(
+    "--starts", type=Whole(1, MOST_STARTS), show_default="2, or 20 with --full", help="Random starts per model."
+)
 @seed_option("The first random start; the others follow it.")
 @click.option("--device", default="cpu", help="Where models are trained: cpu, cuda, ...")
 @click.option(
@@ -34,6 +39,7 @@ def command(
     claims: tuple[int, ...],
     all_claims: bool,
     full: bool,
+    starts: int | None,
     seed: int,
     device: str,
     out: Path | None,
@@ -66,7 +72,9 @@ def command(
         check_output_folder(folder)
     with joined_ranks() as ranks, progress_bars(ranks.first) as progress:
         rank_group = None if isinstance(ranks, SingleProcess) else ranks
-        lab = Lab(FULL if full else DEFAULT, seed, device, work, progress, ranks=rank_group, over=over)
+        budget = FULL if full else DEFAULT
+        budget = replace(budget, starts=starts or budget.starts)
+        lab = Lab(budget, seed, device, work, progress, ranks=rank_group, over=over)
         for index, number in enumerate(numbers):
             progress(f"claim {number}", index, len(numbers))
             records.append(measure(number, lab))

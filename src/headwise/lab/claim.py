@@ -25,9 +25,16 @@ class Verdict:
     because: str  # the figures behind it, in one sentence
     sure: str  # "exact", or the number of random starts and their range
     only_if: str = ""  # the condition, after the words "holds only if"
+    needs: str = ""  # what it would take to tell, where one cannot
 
     def __post_init__(self) -> None:
         assert self.word in WORDS and (self.word == ONLY_IF) == bool(self.only_if)
+        assert (self.word == CANNOT_TELL) == bool(self.needs)
+
+    @property
+    def needs_sentence(self) -> str:
+        """What it would take to tell, as a sentence with a space before it; nothing where the verdict does tell."""
+        return f" To tell, it would take {self.needs}." if self.needs else ""
 
     def __str__(self) -> str:
         return f"{self.word} {self.only_if}" if self.only_if else self.word

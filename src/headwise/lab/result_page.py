@@ -6,6 +6,7 @@ from typing import Any
 
 from ..timing.machine import machine_summary
 from .claim import Claim, Table
+from .store import BUDGETS
 from .terminal import MARKS, read_verdicts
 
 INTRO = """\
@@ -22,6 +23,12 @@ models are small and train for 4,000 steps with `--full`, and for 1,000 without 
 Claims 4 and 6 to 10 were first measured with 1,000 steps throughout; the longer runs, with the same thresholds, changed
 four verdicts: W_O and a collapsed head (7), training without the division by √d_k, saturation after training (9), and
 the cost of a single key/value head (10).
+
+At first a sentence was open as soon as one start disagreed with the others. After five starts, which count
+among those judged, and before any further one was looked at, the rule became: what all starts agree on is so, and where
+they disagree the 95 % interval of their mean decides; the thresholds stayed. `--full` now takes 20 starts (hours;
+finished pieces are reused); each page says how many it has. The number of starts of a page was fixed before they were
+looked at. What cannot be told says what it would take, computed from the spread measured so far.
 """
 
 
@@ -41,7 +48,7 @@ def result_page(claim: Claim, record: dict[str, Any]) -> str:
             f"**{MARKS[verdict.word]} {str(verdict)[0].upper()}{str(verdict)[1:]}.**",
             "",
         ]
-        parts += [f"{verdict.because} *How sure: {verdict.sure}.*", ""]
+        parts += [f"{verdict.because}{verdict.needs_sentence} *How sure: {verdict.sure}.*", ""]
     parts += [f"![{claim.title}]({stem(claim.number)}.png)", ""]
     for table in claim.tables(figures):
         parts += [*_table(table), ""]
@@ -54,7 +61,7 @@ def index_page(records: list[dict[str, Any]]) -> str:
     parts = [INTRO]
     for record in records:
         parts += [f"## {record['claim']}. [{record['title']}]({stem(record['claim'])}.md)", ""]
-        parts += [f"- {MARKS[v.word]} **{v}**: “{v.says}” {v.because}" for v in read_verdicts(record)]
+        parts += [f"- {MARKS[v.word]} **{v}**: “{v.says}” {v.because}{v.needs_sentence}" for v in read_verdicts(record)]
         parts += [""]
     return "\n".join(parts)
 
@@ -66,10 +73,13 @@ def _table(table: Table) -> list[str]:
 
 def _run_description(record: dict[str, Any]) -> str:
     flag = {"full": " --full"}.get(record["budget"], "")
+    flag += f" --starts {record['starts']}" if record["starts"] != BUDGETS[record["budget"]].starts else ""
     seed = f" --seed {record['seed']}" if record["seed"] else ""
+    others = [name for name in record.get("processors", []) if name != record["machine"]["cpu"]]
+    elsewhere = f"; parts of it were computed earlier, on {' and '.join(others)}" if others else ""
     return (
         f"`headwise lab {record['claim']}{flag}{seed}` on {record['date']}, device {record['device']}, "
         f"{record['starts']} random starts where something is trained. Figures: "
         f"[{stem(record['claim'])}.json]({stem(record['claim'])}.json). Machine: {machine_summary(record['machine'])}; "
-        f"headwise {record['versions']['headwise']}."
+        f"headwise {record['versions']['headwise']}{elsewhere}."
     )

@@ -45,6 +45,7 @@ def measure(number: int, lab: Lab) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(time.perf_counter() - began, 1),  # without what the store already had
         "machine": describe_machine(),
+        "processors": sorted(lab.processors),
         "versions": _versions(),
         "figures": figures,
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import HeadwiseError
 from ..files import write_atomically
 from ..json_documents import parse_json
+from ..timing.machine import processor
 
 if TYPE_CHECKING:
     from ..scale.ranks import Ranks
@@ -38,7 +39,7 @@ class Budget:
         return {"tiny": tiny, "default": default, "full": full}[self.name]
 
 
-TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 5, text=4.0)
+TINY, DEFAULT, FULL = Budget("tiny", 2, 0.003), Budget("default", 2), Budget("full", 20, text=4.0)
 BUDGETS = {budget.name: budget for budget in (TINY, DEFAULT, FULL)}
 
 
@@ -57,6 +58,7 @@ class Lab:
     work: Path | None = None
     progress: Progress = lambda description, step, total: None
     new_pieces: list[str] = field(default_factory=list)  # the pieces that were not in the store
+    processors: set[str] = field(default_factory=set)  # the CPUs that computed the pieces, as far as the store knows
     ranks: Ranks | None = None  # the ranks that torchrun started
     over: str = "ddp"  # how the ranks train: ddp or fsdp
 
@@ -128,6 +130,17 @@ class Lab:
             self.ranks.agree(f"a piece of the lab ({name})", first)
         return self._piece(name, key, compute)
 
+    def outcome(self, **options: Any) -> dict[str, Any]:
+        """How the training of a recipe ended, without its weights; "curve" has steps and held-out losses."""
+        return self.figure("outcome", _outcome, **options)
+
+    def figure(self, name: str, measure: Callable[[TrainedModel], T], **options: Any) -> T:
+        """A figure of a trained model as JSON values, computed once per recipe; only then is the model loaded."""
+        key = {"model": self.model_key(self.recipe(**options))}
+        place = self._place(name, key, ".json")
+        models = [] if place and place.exists() else [self.model(**options)]
+        return self.piece(name, key, lambda: measure(*models))
+
     @property
     def _first(self) -> bool:
         return self.ranks is None or self.ranks.first
@@ -136,14 +149,18 @@ class Lab:
         place = self._place(name, key, ".json")
         if place and place.exists():
             try:
-                return parse_json(place.read_text(encoding="utf-8"))["value"]
+                document = parse_json(place.read_text(encoding="utf-8"))
+                self.processors |= {document["cpu"]} if "cpu" in document else set()
+                return document["value"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise HeadwiseError(f"{str(place)!r} cannot be read ({error}); remove it, it is made again") from error
         value = compute()
         self.new_pieces.append(f"{name} {json.dumps(key, sort_keys=True)}")
+        self.processors.add(processor())
         if place and self._first:
+            document = {"made_of": key, "cpu": processor(), "value": value}
             with write_atomically(place) as path:
-                path.write_text(json.dumps({"made_of": key, "value": value}) + "\n", encoding="utf-8")
+                path.write_text(json.dumps(document) + "\n", encoding="utf-8")
         return value
 
     def model_key(self, recipe: Recipe) -> dict[str, Any]:
@@ -161,3 +178,8 @@ class Lab:
             raise HeadwiseError(f"{str(self.work)!r} cannot be made: {error.strerror or error}") from error
         text = json.dumps([VERSION, self.device, name, key], sort_keys=True)
         return self.work / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}{suffix}"
+
+
+def _outcome(model: TrainedModel) -> dict[str, Any]:
+    curve = [(step, loss) for step, loss, _ in model.curve]
+    return {"loss": model.loss, "accuracy": model.accuracy, "learned": model.learned, "curve": curve}

@@ -26,7 +26,8 @@ def draw_result(record: dict[str, Any], charts: list[Chart], tables: list[Table]
     head = Text(f"Claim {record['claim']}: {record['title']}", style="bold")
     blocks: list[RenderableType] = [head, Text()]
     for verdict in read_verdicts(record):
-        blocks += [verdict_line(verdict), Text(f"  {verdict.because} ({verdict.sure})", style="dim")]
+        words = f"{verdict.because}{verdict.needs_sentence}"
+        blocks += [verdict_line(verdict), Text(f"  {words} ({verdict.sure})", style="dim")]
     for chart in charts:
         blocks += [Text(), Text(_heading(chart), style="bold"), *_bars(chart)]
     for table in tables:
@@ -35,8 +36,12 @@ def draw_result(record: dict[str, Any], charts: list[Chart], tables: list[Table]
 
 
 def read_verdicts(record: dict[str, Any]) -> list[Verdict]:
-    """The verdicts of a saved record."""
-    return [Verdict(**verdict) for verdict in record["verdicts"]]
+    """The verdicts of a saved record. One from before verdicts said what it would take to tell gets that in words."""
+    older = {"needs": "another run of the claim, which will say what"}
+    return [
+        Verdict(**(older if row["word"] == CANNOT_TELL and "needs" not in row else {}), **row)
+        for row in record["verdicts"]
+    ]
 
 
 def verdict_line(verdict: Verdict) -> Text:

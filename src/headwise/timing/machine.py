@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -46,7 +47,7 @@ def describe_machine() -> dict[str, str | int]:
     import torch
 
     return {
-        "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cpu": processor(),
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "instructions": " ".join(_instructions()),
@@ -56,6 +57,12 @@ def describe_machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
     }
+
+
+@functools.cache
+def processor() -> str:
+    """The name of the CPU."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def machine_summary(machine: dict[str, str | int]) -> str:

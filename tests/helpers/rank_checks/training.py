@@ -100,6 +100,17 @@ def a_model_that_ranks_trained_is_found_in_the_lab_store(ranks: Ranks, folder: P
 
 
 @check
+def a_figure_of_a_model_that_ranks_trained_is_the_same_on_all_of_them(ranks: Ranks, folder: Path) -> None:
+    from headwise.lab.store import TINY, Lab
+
+    recipe: dict[str, Any] = {"task": "relations", "heads": 2, "seed": 3, "width": 12, "layers": 1, "batch": 7}
+    lab, later = (Lab(TINY, work=folder / "figures", ranks=ranks) for _ in range(2))
+    first, second = lab.outcome(**recipe), later.outcome(**recipe)
+    assert second["loss"] == first["loss"] == lab.model(**recipe).loss and not later.new_pieces
+    ranks.agree("the figures of a model", str(first["loss"]))
+
+
+@check
 def the_lab_computes_a_result_on_the_first_rank_only(ranks: Ranks, folder: Path) -> None:
     from headwise.lab.store import TINY, Lab
 

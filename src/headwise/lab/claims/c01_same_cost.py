@@ -168,7 +168,8 @@ def _same_time(figures: Figures) -> Verdict:
         return Verdict(SENTENCES[2], NOT, because, sure)
     if all(max(slowdown) <= SAME_TIME for slowdown in usual) and any(min(slowdown) > SAME_TIME for slowdown in unusual):
         return Verdict(SENTENCES[2], ONLY_IF, because, sure, _widths(slowdowns))
-    return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
+    needs = f"more races, on a machine with nothing else to do: these disagree about {SAME_TIME:g} times"
+    return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=needs)
 
 
 def _widths(slowdowns: dict[str, dict[int, list[float]]]) -> str:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
+from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
 from ..model import RELATIONS_RECIPE, TEXT_RECIPE
+from ..starts import LEARNING, LEVEL, above, below, describe_mean, describe_need
 from ..store import Lab
 
 # the thresholds, written before the full run
-USELESS = 0.1  # of attention's gain; at or below this in every start: useless
-USEFUL = 0.5  # at or above this in every start: not useless
-CLEAR = 1.0  # a head count is better than another if it wins in this share of the starts, each against its twin
+USELESS = 0.1  # of attention's gain; at or below this: useless
+USEFUL = 0.5  # above this: not useless
 
 SENTENCES = (
     "Heads of one dimension each (512 heads at width 512) are useless.",
@@ -23,24 +23,37 @@ SENTENCES = (
 )
 WIDTH = 64
 HEADS = (1, 2, 4, 8, 16, 32, 64)
+WIDE, WIDE_HEADS = 128, (1, 2, 4, 8)  # room for two heads of 64: sizes of 128, 64, 32 and 16
 TASKS = {"relations": RELATIONS_RECIPE, "text": TEXT_RECIPE}
 HABIT = (64, 128)
+WIDE_ENOUGH = "the model is wide enough for several such heads; small models do better with smaller ones"
 
 
 def run(lab: Lab) -> Figures:
     heads = lab.budget.pick((1, 8, 64), HEADS, HEADS)
-    return {"survey": survey(), "tasks": {name: _sweep(lab, recipe, heads) for name, recipe in TASKS.items()}}
+    wide_heads = lab.budget.pick((1, 2, 4), (), WIDE_HEADS)
+    return {
+        "survey": survey(),
+        "tasks": {name: _sweep(lab, recipe, heads) for name, recipe in TASKS.items()},
+        "wide": {name: _losses(lab, recipe | {"width": WIDE}, wide_heads) for name, recipe in TASKS.items()}
+        if wide_heads
+        else {},
+    }
 
 
 def _sweep(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
     """Loss of every start at every head count, and of models whose heads attend uniformly."""
-    models = {h: [lab.model(heads=h, seed=seed, **recipe) for seed in lab.starts] for h in heads}
-    blind = [lab.model(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    blind = [lab.outcome(heads=8, seed=seed, look=False, **recipe) for seed in lab.starts]
+    return {**_losses(lab, recipe, heads), "blind": [row["loss"] for row in blind]}
+
+
+def _losses(lab: Lab, recipe: dict[str, Any], heads: tuple[int, ...]) -> Figures:
+    """Loss and accuracy of every start at every head count."""
+    outcomes = {h: [lab.outcome(heads=h, seed=s, **recipe) for s in lab.starts] for h in heads}
     return {
-        "loss": {h: [model.loss for model in same_count] for h, same_count in models.items()},
-        "accuracy": {h: [model.accuracy for model in same_count] for h, same_count in models.items()},
-        "blind": [model.loss for model in blind],
-        "learned": all(model.learned for same_count in models.values() for model in same_count),
+        "loss": {h: [row["loss"] for row in rows] for h, rows in outcomes.items()},
+        "accuracy": {h: [row["accuracy"] for row in rows] for h, rows in outcomes.items()},
+        "learned": all(row["learned"] for rows in outcomes.values() for row in rows),
     }
 
 
@@ -79,69 +92,129 @@ def _one_dimension(figures: Figures) -> Verdict:
     shares = {name: share_of_gain(task, str(WIDTH)) for name, task in figures["tasks"].items()}
     words = " and ".join(f"{np.mean(values):.0%} on {name}" for name, values in shares.items())
     because = f"Of the best head count's gain over uniform attention, {WIDTH} heads of one dimension reach {words}."
-    sure = "; ".join(f"{name}: {range_over_starts(values)}" for name, values in shares.items())
+    sure = "; ".join(f"{name}: {describe_mean(values)}" for name, values in shares.items())
     return _by_task(
         SENTENCES[0], figures, because, sure,
-        yes=[name for name, values in shares.items() if max(values) <= USELESS],
-        no=[name for name, values in shares.items() if min(values) >= USEFUL],
+        yes=[name for name, values in shares.items() if below(values, USELESS)],
+        no=[name for name, values in shares.items() if above(values, USEFUL)],
+        needs={name: _need_of_share(values) for name, values in shares.items()},
     )  # fmt: skip
 
 
-def better(task: Figures, first: str, second: str) -> bool:
-    """Whether the first head count beats the second in enough starts; equal starts see the same data."""
-    pairs = list(zip(task["loss"][first], task["loss"][second], strict=True))
-    return sum(a < b for a, b in pairs) >= CLEAR * len(pairs)
+def _need_of_share(values: list[float]) -> str:
+    """What it would take to tell whether a share is useless or useful."""
+    mean = float(np.mean(values))
+    nearer = USELESS if abs(mean - USELESS) < abs(mean - USEFUL) else USEFUL
+    if USELESS < mean < USEFUL:
+        return f"a wider model, with more heads of one dimension: {mean:.0%} is neither useless nor useful"
+    return describe_need(values, nearer)
 
 
-def best_of(task: Figures) -> str:
-    return min(task["loss"], key=lambda heads: float(np.mean(task["loss"][heads])))
+def differences(task: Figures, first: str, second: str) -> list[float]:
+    """The loss with the first head count less that with the second, start by start: equal starts see the same data."""
+    return [a - b for a, b in zip(task["loss"][first], task["loss"][second], strict=True)]
+
+
+def best_of(task: Figures, counts: list[str]) -> str:
+    return min(counts, key=lambda heads: float(np.mean(task["loss"][heads])))
+
+
+def level_of_best(candidates: int) -> float:
+    """The level of an interval for the best of several candidates, chosen by the same starts (Bonferroni)."""
+    return 1 - (1 - LEVEL) / candidates
 
 
 def _middle(figures: Figures) -> Verdict:
-    yes, no, words = [], [], []
+    yes, no, words, needs = [], [], [], {}
     for name, task in figures["tasks"].items():
-        ends = (str(min(map(int, task["loss"]))), str(max(map(int, task["loss"]))))
-        best = best_of(task)
+        counts = sorted(task["loss"], key=int)
+        ends, middle = (counts[0], counts[-1]), counts[1:-1]
+        best, level = best_of(task, middle), level_of_best(len(middle))
         means = {heads: float(np.mean(task["loss"][heads])) for heads in (ends[0], best, ends[1])}
         words.append(f"{name}: " + ", ".join(f"{heads} heads {loss:.3f}" for heads, loss in means.items()))
-        if best not in ends and all(better(task, best, end) for end in ends):
-            yes.append(name)
-        elif best in ends or any(all(better(task, end, h) for h in task["loss"] if h not in ends) for end in ends):
+        gaps = {end: differences(task, best, end) for end in ends}
+        needs[name] = "; ".join(
+            f"{describe_need(gap, 0.0, ' nats', level)} between {best} heads and {end}"
+            for end, gap in gaps.items()
+            if not below(gap, 0.0, level)
+        )
+        if any(above(gap, 0.0, level) for gap in gaps.values()):
             no.append(name)
-    because = f"Loss with one head, the best number, and one dimension per head. {'; '.join(words)}."
-    sure = f"{len(next(iter(figures['tasks'].values()))['blind'])} random starts, each against its twin"
-    return _by_task(SENTENCES[1], figures, because, sure, yes, no)
+        elif not needs[name]:
+            yes.append(name)
+    because = f"Loss with one head, the best number between, and one dimension per head. {'; '.join(words)}."
+    sure = f"{_start_count(figures)} random starts, each against its twin"
+    return _by_task(SENTENCES[1], figures, because, sure, yes, no, needs)
+
+
+def _start_count(figures: Figures) -> int:
+    return len(next(iter(figures["tasks"].values()))["blind"])
 
 
 def _sweet_spot(figures: Figures) -> Verdict:
-    """At width 64 a head of 64 is the only head; whether smaller ones do as well can be told, larger widths cannot."""
+    """At width 64 a head of 64 is the only head; at 128 there is room for two."""
     sizes = {int(dim): count for dim, count in figures["survey"]["sizes"].items()}
     habit = sum(sizes.get(dim, 0) for dim in HABIT) / sum(sizes.values())
-    tasks = figures["tasks"]
-    best = {name: WIDTH // int(best_of(task)) for name, task in tasks.items()}
-    words = " and ".join(f"{dim} on {name}" for name, dim in best.items())
+    sweeps = {width: tasks for width, tasks in ((WIDTH, figures["tasks"]), (WIDE, _wide(figures))) if tasks}
+    words = ", ".join(
+        f"{width // int(best_of(task, list(task['loss'])))} on {name} at width {width}"
+        for width, tasks in sweeps.items()
+        for name, task in tasks.items()
+    )
     because = (
         f"{habit:.0%} of {sum(sizes.values())} published model types have heads of 64 or 128, from widths of 512 to "
-        f"16,384: a habit that does work. At width {WIDTH} the best head size was {words}."
+        f"16,384: a habit that does work. The best head size was {words}."
     )
-    sure = f"survey exact; sweep {len(next(iter(tasks.values()))['blind'])} random starts"
-    if not _all_learned(figures):
-        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
-    if all(dim < min(HABIT) and better(tasks[name], str(WIDTH // dim), "1") for name, dim in best.items()):
-        only_if = "the model is wide enough for several such heads; small models do better with smaller ones"
+    sure = f"survey exact; sweep {_start_count(figures)} random starts"
+    if not all(_learned(tasks) for tasks in sweeps.values()):
+        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=LEARNING)
+    judged = {width: {name: _judge_sizes(task, width) for name, task in t.items()} for width, t in sweeps.items()}
+    widest = judged[max(sweeps)]
+    words_in_narrow, words_in_widest = ({word for word, _ in judged[width].values()} for width in (WIDTH, max(sweeps)))
+    if WIDE not in sweeps:
+        if words_in_narrow == {NOT}:
+            return Verdict(SENTENCES[2], ONLY_IF, because, sure, WIDE_ENOUGH)
+    elif words_in_widest == {NOT}:
+        only_if = f"the model is wider than {WIDE}; up to there, smaller heads do better"
         return Verdict(SENTENCES[2], ONLY_IF, because, sure, only_if)
-    return Verdict(SENTENCES[2], CANNOT_TELL, because + " Wider models were not trained here.", sure)
+    elif words_in_widest == {HOLDS}:
+        if words_in_narrow == {NOT}:
+            return Verdict(SENTENCES[2], ONLY_IF, because, sure, WIDE_ENOUGH)
+        return Verdict(SENTENCES[2], HOLDS, because, sure)
+    elif words_in_widest == {HOLDS, NOT}:
+        tasks = " or ".join(name for name, (word, _) in widest.items() if word == HOLDS)
+        return Verdict(SENTENCES[2], ONLY_IF, because, sure, f"the task is like {tasks}")
+    missing = [f"{need} on {name} at width {max(sweeps)}" for name, (_, need) in widest.items() if need]
+    missing += [] if WIDE in sweeps else [f"models of width {WIDE}, which headwise lab 4 --full trains"]
+    return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs="; and ".join(missing))
 
 
-def _all_learned(figures: Figures) -> bool:
-    return all(task["learned"] for task in figures["tasks"].values())
+def _judge_sizes(task: Figures, width: int) -> tuple[str, str]:
+    """Whether the better of the usual sizes that fit beats the best smaller one; if unclear, what it takes to tell."""
+    usual = [heads for heads in task["loss"] if width // int(heads) >= min(HABIT)]
+    smaller = [heads for heads in task["loss"] if heads not in usual]
+    small, large = best_of(task, smaller), best_of(task, usual)
+    gap, level = differences(task, small, large), level_of_best(len(smaller) * len(usual))
+    if below(gap, 0.0, level):
+        return NOT, ""
+    if above(gap, 0.0, level):
+        return HOLDS, ""
+    need = describe_need(gap, 0.0, " nats", level)
+    return CANNOT_TELL, f"{need} between heads of {width // int(small)} and of {width // int(large)}"
 
 
-def _by_task(sentence: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str]) -> Verdict:
-    """Holds on both tasks, on neither, or on one of them."""
+def _learned(tasks: Figures) -> bool:
+    return all(task["learned"] for task in tasks.values())
+
+
+def _by_task(
+    sentence: str, figures: Figures, because: str, sure: str, yes: list[str], no: list[str], needs: dict[str, str]
+) -> Verdict:
+    """Holds on both tasks, on neither, or on one of them; needs: {task: what it would take to tell}."""
     names = list(figures["tasks"])
-    if not _all_learned(figures):
-        return Verdict(sentence, CANNOT_TELL, because + " Some of the models learned nothing.", sure)
+    if not _learned(figures["tasks"]):
+        because += " Some of the models learned nothing."
+        return Verdict(sentence, CANNOT_TELL, because, sure, needs=LEARNING)
     if yes == names:
         return Verdict(sentence, HOLDS, because, sure)
     if no == names:
@@ -150,7 +223,8 @@ def _by_task(sentence: str, figures: Figures, because: str, sure: str, yes: list
         return Verdict(
             sentence, ONLY_IF, because, sure, f"the task is like {' or '.join(yes)}; not on {' or '.join(no)}"
         )
-    return Verdict(sentence, CANNOT_TELL, because, sure)
+    missing = "; ".join(f"{needs[name]} on {name}" for name in names if name not in yes + no)
+    return Verdict(sentence, CANNOT_TELL, because, sure, needs=missing)
 
 
 def charts(figures: Figures) -> list[Chart]:
@@ -159,6 +233,9 @@ def charts(figures: Figures) -> list[Chart]:
         series = {"trained": [point(int(heads), losses) for heads, losses in task["loss"].items()]}
         series["heads that cannot choose"] = [point(int(heads), task["blind"]) for heads in task["loss"]]
         sheet.append(Chart(f"{name}, width {WIDTH}", "heads", "loss on held-out data (nats)", series, log_x=True))
+    wide = {name: [point(int(h), losses) for h, losses in t["loss"].items()] for name, t in _wide(figures).items()}
+    if wide:
+        sheet.append(Chart(f"Width {WIDE}", "heads", "loss on held-out data (nats)", wide, log_x=True, log_y=True))
     sizes = sorted((int(dim), count) for dim, count in figures["survey"]["sizes"].items())
     survey = {"model types": [point(str(dim), [float(count)]) for dim, count in sizes if count > 2]}
     sheet.append(Chart("Head sizes of published model types", "d_k", "model types", survey))
@@ -168,12 +245,11 @@ def charts(figures: Figures) -> list[Chart]:
 def tables(figures: Figures) -> list[Table]:
     rows = []
     for name, task in figures["tasks"].items():
-        for heads, losses in task["loss"].items():
-            right = np.mean(task["accuracy"][heads])
-            loss_range = f"{min(losses):.4f} to {max(losses):.4f}"
-            rows.append((name, heads, str(WIDTH // int(heads)), f"{np.mean(losses):.4f}", loss_range, f"{right:.1%}"))
+        rows += _loss_rows(name, task, WIDTH)
         blind = task["blind"]
         rows.append((name, "cannot choose", "", f"{np.mean(blind):.4f}", f"{min(blind):.4f} to {max(blind):.4f}", ""))
+    for name, task in _wide(figures).items():
+        rows += _loss_rows(f"{name}, width {WIDE}", task, WIDE)
     famous = [
         (name, f"{shape['width']:,}", str(shape["heads"]), str(shape["kv"]), str(shape["dim"]))
         for name, shape in figures["survey"]["famous"].items()
@@ -184,6 +260,19 @@ def tables(figures: Figures) -> list[Table]:
     ]
 
 
+def _wide(figures: Figures) -> Figures:
+    """The wider models; a run on a smaller budget has none."""
+    return dict(figures.get("wide", {}))
+
+
+def _loss_rows(name: str, task: Figures, width: int) -> list[tuple[str, ...]]:
+    return [
+        (name, heads, str(width // int(heads)), f"{np.mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}",
+         f"{np.mean(task['accuracy'][heads]):.1%}")
+        for heads, losses in task["loss"].items()
+    ]  # fmt: skip
+
+
 CLAIM = Claim(
     4,
     "Number of heads against their size",
@@ -192,12 +281,15 @@ CLAIM = Claim(
 Width {WIDTH}, divided among 1, 2, 4, ... {WIDTH} heads, so that d_k runs from {WIDTH} to 1 and all models have the same
 parameters. Two tasks: fetching four earlier symbols at once (one layer; claim 3's), and the next character of a novel
 (two layers, 64 characters of context). The baselines are models whose heads attend uniformly to all earlier tokens:
-attention's gain is measured against them. Heads of one dimension count as useless at or below {USELESS:.0%} of that in
-every start, and as not useless from {USEFUL:.0%} on in every start. The middle is best if the best count beats both
-ends in every start (the same start sees the same data). Whether 64 is special can only be told here for small widths:
-it is refuted as a law if smaller heads beat a single head of 64 in every start on both tasks. The survey reads the
-published shapes and the default config of every model type that transformers knows, by `headwise.card`; a latent (MLA)
-head counts with the size of its query.
+attention's gain is measured against them. Heads of one dimension count as useless at or below {USELESS:.0%} of that,
+and as not useless above {USEFUL:.0%}. The middle is best if its best count beats both ends (the same start sees the
+same data), and is not if an end beats it (before intervals decided, an end with the smaller mean was enough). 64 or 128
+is the sweet spot at a width if the better of those that fit beats the best smaller size on both tasks, and is not if
+that one wins; a single head of 64 at width {WIDTH} says little, so models of width {WIDE} are trained too. All of this
+in every start, or, where the starts disagree, by the 95 % interval of the mean; where the best of several counts was
+chosen by the same starts, by an interval as much wider (Bonferroni). The survey reads the published shapes and the
+default config of every model type that transformers knows, by `headwise.card`; a latent (MLA) head counts with the size
+of its query.
 """,
     run,
     verdicts,

@@ -13,6 +13,7 @@ from ...attention.nn.blocks import TransformerBlock
 from ...attention.nn.stack import Decoder
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import TEXT_HEADS, TEXT_RECIPE, attentions, task_of
+from ..starts import LEARNING, above, below, describe_mean, describe_need
 from ..store import Lab
 from ..train import TrainedModel, fit, quality
 
@@ -183,14 +184,16 @@ def _meet(figures: Figures) -> Verdict:
 
 
 def _without(figures: Figures) -> Verdict:
-    increases = [b / a - 1 for a, b in zip(figures["loss"], figures["loss_without"], strict=True)]
-    because = f"Trained without W_O, the loss is {np.mean(increases):+.2%} against the twin with it."
-    sure = range_over_starts([100 * x for x in increases], " %")
+    increases = [100 * (b / a - 1) for a, b in zip(figures["loss"], figures["loss_without"], strict=True)]
+    because = f"Trained without W_O, the loss is {np.mean(increases):+.2f}% against the twin with it."
+    sure = describe_mean(increases, " %")
     if not figures["learned"]:
-        return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
-    if min(increases) > WORSE:
+        return Verdict(SENTENCES[1], CANNOT_TELL, because, sure, needs=LEARNING)
+    if above(increases, 100 * WORSE):
         return Verdict(SENTENCES[1], HOLDS, because, sure)
-    return Verdict(SENTENCES[1], NOT if max(increases) <= WORSE else CANNOT_TELL, because, sure)
+    if below(increases, 100 * WORSE):
+        return Verdict(SENTENCES[1], NOT, because, sure)
+    return Verdict(SENTENCES[1], CANNOT_TELL, because, sure, needs=describe_need(increases, 100 * WORSE, " %"))
 
 
 def _weighs(figures: Figures) -> Verdict:
@@ -200,9 +203,11 @@ def _weighs(figures: Figures) -> Verdict:
         f"{np.mean(figures['ranks']):.1f} directions of its {64 // TEXT_HEADS}."
     )
     refuted = figures["scalars"] <= NOTHING and min(figures["ranks"]) > 1.5
-    return Verdict(
-        SENTENCES[2], NOT if refuted else CANNOT_TELL, because, f"exact; {range_over_starts(figures['ranks'])}"
-    )
+    sure = f"exact; {range_over_starts(figures['ranks'])}"
+    if refuted:
+        return Verdict(SENTENCES[2], NOT, because, sure)
+    needs = "trained models whose parts of W_O use more than one direction"
+    return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=needs)
 
 
 def _makes_up(figures: Figures) -> Verdict:
@@ -212,16 +217,18 @@ def _makes_up(figures: Figures) -> Verdict:
         f"The head that hurts most when it collapses costs {np.mean(damage):.1%} of the loss; after training W_O of "
         f"its layer alone, {np.mean(shares):.0%} of that is gone (against the intact model with the same training)."
     )
-    sure = range_over_starts([100 * x for x in shares], " %")
+    percent = [100 * x for x in shares]
+    sure = describe_mean(percent, " %")
     if not figures["learned"] or min(damage) <= 0:
-        return Verdict(SENTENCES[3], CANNOT_TELL, because, sure)
-    if min(shares) >= MUCH:
+        needs = "models that learn their task and in which a collapsed head does damage"
+        return Verdict(SENTENCES[3], CANNOT_TELL, because, sure, needs=needs)
+    if above(percent, 100 * MUCH):
         return Verdict(SENTENCES[3], HOLDS, because, sure)
-    if max(shares) <= LITTLE:
+    if below(percent, 100 * LITTLE):
         return Verdict(SENTENCES[3], NOT, because, sure)
-    if max(shares) < MUCH:
+    if below(percent, 100 * MUCH):
         return Verdict(SENTENCES[3], ONLY_IF, because, sure, "a part of the damage is enough")
-    return Verdict(SENTENCES[3], CANNOT_TELL, because, sure)
+    return Verdict(SENTENCES[3], CANNOT_TELL, because, sure, needs=describe_need(percent, 100 * MUCH, " %"))
 
 
 def charts(figures: Figures) -> list[Chart]:
@@ -266,10 +273,10 @@ CLAIM = Claim(
 Exact part, in float64: in a block of {HEADS} heads, the derivative of head 0's dimensions by head 1's part of W_V,
 before W_O, after it, and at the end of the block; the same with W_O replaced by the identity. One gate per head before
 W_O is compared with the same factors multiplied into W_V. Trained part: claim 4's text model with {TEXT_HEADS} heads,
-and a twin whose heads' outputs go straight to the residual stream; worse is more than {WORSE:.0%} of the loss in every
-start. Then in each trained model the head whose collapse costs most is made to attend uniformly (its queries are zero),
-and only W_O of its layer is trained for {RETRAIN["steps"]} steps. At least {MUCH:.0%} of the damage gone in every start
-is making up for it, at most {LITTLE:.0%} is not.
+and a twin whose heads' outputs go straight to the residual stream; worse is more than {WORSE:.0%} of the loss. Then in
+each trained model the head whose collapse costs most is made to attend uniformly (its queries are zero), and only W_O
+of its layer is trained for {RETRAIN["steps"]} steps. At least {MUCH:.0%} of the damage gone is making up for it, at
+most {LITTLE:.0%} is not. All of this in every start, or, where the starts disagree, by the 95 % interval of their mean.
 """,
     run,
     verdicts,

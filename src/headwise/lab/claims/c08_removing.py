@@ -17,6 +17,7 @@ from ...prune.importance import importance
 from ...prune.plan import plan
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point, range_over_starts
 from ..model import TEXT_HEADS, TEXT_RECIPE, as_gpt2, attentions, task_of
+from ..starts import LEARNING, above, below, describe_mean, describe_need
 from ..store import Lab
 from ..tasks import HELD_OUT, TEXT
 from ..train import TrainedModel, fit, held_out
@@ -32,7 +33,9 @@ SENTENCES = (
 )
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)  # of the heads that are retained
 SCORES = ("michel", "random")
+LAB = "the lab's models"
 REAL = {"minilm": "1 - cosine", "smollm2": "loss"}
+DRAWS = {LAB: 3, "minilm": 10, "smollm2": 3}  # of the texts to score with, and of the heads that go at random
 RETRAIN: dict[str, Any] = {"steps": 200, "batch": 8, "rate": 1e-3}
 PASSAGE = 240  # characters of a text for the real models
 
@@ -55,12 +58,13 @@ def run(lab: Lab) -> Figures:
 
 def _small(lab: Lab, model: TrainedModel) -> Figures:
     """{score: damage at every share} of one lab model; ranked on its training text, measured on held-out text."""
-    key = {**lab.model_key(model.recipe), "shares": SHARES, "scores": SCORES}
+    draws = lab.budget.pick(1, 1, DRAWS[LAB])
+    key = {**lab.model_key(model.recipe), "shares": SHARES, "scores": SCORES, "draws": draws}
 
     def compute() -> Figures:
         measuring = [{"input_ids": batch.inputs} for batch in held_out(task_of(model.recipe), lab.budget.pick(1, 4, 4))]
         return damages(
-            lab, as_gpt2(model.decoder.cpu()), [_training_batch(model)], measuring, 1, f"start {model.recipe.seed}"
+            lab, as_gpt2(model.decoder.cpu()), [_training_batch(model)], measuring, draws, f"start {model.recipe.seed}"
         )
 
     return lab.piece("removing", key, compute)
@@ -73,14 +77,14 @@ def _training_batch(model: TrainedModel, size: int = 128) -> dict[str, Any]:
 
 def _real(lab: Lab, name: str) -> Figures:
     """The same for a real model, on held-out passages of the novel."""
-    count, seeds = lab.budget.pick((4, 1), (16, 1), (16, 1) if name == "smollm2" else (32, 3))
-    key = {"name": name, "count": count, "seeds": seeds, "shares": SHARES, "scores": SCORES}
+    count, draws = lab.budget.pick((4, 1), (16, 1), (16 if name == "smollm2" else 32, DRAWS[name]))
+    key = {"name": name, "count": count, "seeds": draws, "shares": SHARES, "scores": SCORES}
 
     def compute() -> Figures:
         model, tokenize = load(name), tokenizer(name)
         tokenize.pad_token = tokenize.pad_token or tokenize.eos_token
         batches = [dict(tokenize(texts, return_tensors="pt", padding=True)) for texts in passages(count)]
-        return damages(lab, model, batches[::2], batches[1::2], seeds, name)
+        return damages(lab, model, batches[::2], batches[1::2], draws, name)
 
     return lab.piece("removing", key, compute)
 
@@ -94,10 +98,10 @@ def passages(count: int, batch: int = 2) -> list[list[str]]:
     return [texts[i : i + batch] for i in range(0, count, batch)]
 
 
-def damages(lab: Lab, model: Any, scoring: list[Any], measuring: list[Any], seeds: int, words: str) -> Figures:
-    """{score: (seeds, shares)}: increase of the loss as a share of the full model's, or 1 - cosine of the embedding."""
+def damages(lab: Lab, model: Any, scoring: list[Any], measuring: list[Any], draws: int, words: str) -> Figures:
+    """{score: (draws, shares)}: increase of the loss as a share of the full model's, or 1 - cosine of the embedding."""
     result = curve(
-        model, scoring, measuring, scores=SCORES, shares=SHARES, seeds=seeds,
+        model, scoring, measuring, scores=SCORES, shares=SHARES, seeds=draws,
         progress=lambda step, total: lab.progress(f"removing heads, {words}", step, total),
     )  # fmt: skip
     if result.full.name != "perplexity":
@@ -149,7 +153,7 @@ def verdicts(figures: Figures) -> list[Verdict]:
 
 def _groups(figures: Figures) -> dict[str, list[float]]:
     """Removable shares: of the lab's models start by start, of the real ones once."""
-    groups = {"the lab's models": [removable(damage["michel"]) for damage in figures["small"]]}
+    groups = {LAB: [removable(damage["michel"]) for damage in figures["small"]]}
     return groups | {name: [removable(damage["michel"])] for name, damage in figures["real"].items()}
 
 
@@ -157,48 +161,65 @@ def _half(figures: Figures) -> Verdict:
     groups = _groups(figures)
     words = ", ".join(f"{name} {np.mean(shares):.0%}" for name, shares in groups.items())
     because = f"Heads that can go, by michel's score in one step, before damage exceeds 1 %: {words}."
-    sure = f"lab: {range_over_starts(groups['the lab' + chr(39) + 's models'])}; real models: one each, exact"
-    above = [name for name, shares in groups.items() if min(shares) > HALF]
-    below = [name for name, shares in groups.items() if max(shares) <= HALF]
-    if not figures["learned"] or len(above) + len(below) < len(groups):
-        return Verdict(SENTENCES[0], CANNOT_TELL, because, sure)
-    if not below:
+    sure = f"lab: {range_over_starts(groups[LAB])}; real models: one each, exact"
+    if not figures["learned"]:
+        return Verdict(SENTENCES[0], CANNOT_TELL, because, sure, needs=LEARNING)
+    more = [name for name, shares in groups.items() if above(shares, HALF)]
+    less = [name for name, shares in groups.items() if below(shares, HALF)]
+    if len(more) + len(less) < len(groups):  # a real model has one share
+        return Verdict(SENTENCES[0], CANNOT_TELL, because, sure, needs=describe_need(groups[LAB], HALF))
+    if not less:
         return Verdict(SENTENCES[0], HOLDS, because, sure)
-    if not above:
+    if not more:
         return Verdict(SENTENCES[0], NOT, because, sure)
-    return Verdict(SENTENCES[0], ONLY_IF, because, sure, f"the model has heads to spare, as {' and '.join(above)} do")
+    return Verdict(SENTENCES[0], ONLY_IF, because, sure, f"the model has heads to spare, as {' and '.join(more)} do")
 
 
 def _recovers(figures: Figures) -> Verdict:
-    increases = [losses["half"] / losses["intact"] - 1 for losses in figures["retrained"]]
+    increases = [100 * (losses["half"] / losses["intact"] - 1) for losses in figures["retrained"]]
     because = (
-        f"Half of the heads cut out, then {RETRAIN['steps']} steps: the loss is {np.mean(increases):+.2%} against the "
+        f"Half of the heads cut out, then {RETRAIN['steps']} steps: the loss is {np.mean(increases):+.2f}% against the "
         "intact model with the same training."
     )
-    sure = range_over_starts([100 * x for x in increases], " %")
+    sure = describe_mean(increases, " %")
     if not figures["learned"]:
-        return Verdict(SENTENCES[1], CANNOT_TELL, because, sure)
-    if max(increases) <= DAMAGE:
+        return Verdict(SENTENCES[1], CANNOT_TELL, because, sure, needs=LEARNING)
+    if below(increases, 100 * DAMAGE):
         return Verdict(SENTENCES[1], HOLDS, because, sure)
-    return Verdict(SENTENCES[1], NOT if min(increases) > DAMAGE else CANNOT_TELL, because, sure)
+    if above(increases, 100 * DAMAGE):
+        return Verdict(SENTENCES[1], NOT, because, sure)
+    return Verdict(SENTENCES[1], CANNOT_TELL, because, sure, needs=describe_need(increases, 100 * DAMAGE, " %"))
 
 
 def _choice_matters(figures: Figures) -> Verdict:
-    """Damage with half of the heads gone, by score and at random; the lab's starts and every real model must agree."""
+    """Damage with half of the heads gone, by score less at random: over the lab's starts, over a real model's draws."""
     index = SHARES.index(HALF)
-    kinds = {f"start {i}": damage for i, damage in enumerate(figures["small"])} | figures["real"]
-    pairs = {name: tuple(float(np.mean(damage[s], 0)[index]) for s in SCORES) for name, damage in kinds.items()}
-    small = np.mean([pair for name, pair in pairs.items() if name.startswith("start")], 0)
-    summary = {"the lab's models": tuple(small)} | {name: pairs[name] for name in figures["real"]}
-    words = "; ".join(f"{name}: {a:.1%} against {b:.1%}" for name, (a, b) in summary.items())
+    tables = {LAB: {score: [np.mean(damage[score], 0) for damage in figures["small"]] for score in SCORES}}
+    tables |= figures["real"]
+    pairs = {name: [[float(row[index]) for row in table[score]] for score in SCORES] for name, table in tables.items()}
+    words = "; ".join(f"{name}: {np.mean(a):.1%} against {np.mean(b):.1%}" for name, (a, b) in pairs.items())
     because = f"Damage with half of the heads gone, by michel's score and at random. {words}."
-    better = [name for name, (score, chance) in pairs.items() if score < chance]
-    sure = f"better in {len(better)} of {len(pairs)} models"
+    gains = {name: [100 * (a - b) for a, b in zip(*pair, strict=True)] for name, pair in pairs.items()}
+    nouns = {name: "random starts" if name == LAB else "draws of texts and heads" for name in gains}
+    sure = "difference in " + "; ".join(
+        f"{name}: {describe_mean(values, ' points', noun=nouns[name])}" for name, values in gains.items()
+    )
     if not figures["learned"]:
-        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure)
-    if len(better) == len(pairs):
+        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=LEARNING)
+    better = [name for name, values in gains.items() if below(values, 0.0)]
+    worse = [name for name, values in gains.items() if above(values, 0.0)]
+    needs = "; ".join(
+        f"{describe_need(values, 0.0, ' points', noun=nouns[name])} in {name}"
+        for name, values in gains.items()
+        if name not in better + worse
+    )
+    if needs:
+        return Verdict(SENTENCES[2], CANNOT_TELL, because, sure, needs=needs)
+    if not worse:
         return Verdict(SENTENCES[2], HOLDS, because, sure)
-    return Verdict(SENTENCES[2], NOT if not better else CANNOT_TELL, because, sure)
+    if not better:
+        return Verdict(SENTENCES[2], NOT, because, sure)
+    return Verdict(SENTENCES[2], ONLY_IF, because, sure, f"the model is like {' or '.join(better)}")
 
 
 def charts(figures: Figures) -> list[Chart]:
@@ -252,7 +273,9 @@ ranked them. Damage is the increase of the loss, as a share of the loss; for min
 cosine with the full model's embedding. The first sentence holds where more than {HALF:.0%} of the heads can be removed,
 share by share, before the mean damage exceeds {DAMAGE:.0%}. Then half of the heads of the lab's models are cut out, and
 both they and the intact models are trained for {RETRAIN["steps"]} steps more; brought back is within {DAMAGE:.0%} of
-the loss in every start.
+the loss. It matters which heads go if the damage at {HALF:.0%} is smaller by score than at random in every model: over
+the lab's starts, and over a real model's draws of the texts to score with and of the heads that go at random. All of
+this in every start (or draw), or, where they disagree, by the 95 % interval of their mean.
 """,
     run,
     verdicts,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from ...roles.atlas.bundled import bundled_atlas
+from ...roles.atlas.result import Tables
 from ...roles.relations.find import relations
 from ...roles.relations.probe_set.sentences import SHA256, probe_sentences
 from ...roles.relations.result import FOUND
 from ..claim import CANNOT_TELL, HOLDS, NOT, ONLY_IF, Chart, Claim, Figures, Table, Verdict, point
+from ..starts import LEVEL
 from ..store import Lab
 
 # the thresholds, written before the full run (of the second and third sentence with MiniLM's relations already seen)
@@ -50,19 +54,20 @@ def run(lab: Lab) -> Figures:
 
 
 def _local(model: str) -> Figures | None:
-    """From the bundled atlas: weight on the three tokens on either side, and the distance, per layer."""
+    """From the bundled atlas: weight on the three tokens on either side with its 95 % interval, and the distance."""
     try:
         atlas = bundled_atlas(model)
     except FileNotFoundError:
         return None
     assert atlas is not None
 
-    def by_layer(name: str) -> list[float]:
-        return [float(x) for x in np.nanmean(atlas.scores[name]["self"], axis=1)]
+    def by_layer(name: str, tables: Tables = atlas.scores) -> list[float]:
+        return [float(x) for x in np.nanmean(tables[name]["self"], axis=1)]
 
     equal = {f"equal_{name}": [float(x) for x in atlas.baseline[name]["self"]] for name in ("local", "distance")}
     about = {key: atlas.about[key] for key in ("corpus", "texts", "tokens")}
-    return {"local": by_layer("local"), "distance": by_layer("distance"), **equal, **about}
+    ends = {"low": by_layer("local", atlas.low), "high": by_layer("local", atlas.high)}
+    return {"local": by_layer("local"), **ends, "distance": by_layer("distance"), **equal, **about}
 
 
 def _depth(model: str, stride: int) -> Figures:
@@ -95,9 +100,20 @@ def depths(results: Figures, kind: str) -> list[float]:
 
 def nearer(results: Figures) -> float:
     """The local weight of the first third of the layers, as a multiple of the last third's."""
-    local = results["local"]["local"]
-    third = max(1, len(local) // 3)
-    return float(np.mean(local[:third]) / np.mean(local[-third:]))
+    first, last = thirds(results["local"]["local"])
+    return first / last
+
+
+def nearer_interval(results: Figures) -> tuple[float, float]:
+    """The ends of the same over texts. Heads read the same texts, so all are taken at their worst at once."""
+    (first_low, last_low), (first_high, last_high) = (thirds(results["local"][end]) for end in ("low", "high"))
+    return first_low / last_high, first_high / last_low
+
+
+def thirds(by_layer: list[float]) -> tuple[float, float]:
+    """Means over the first and the last third of the layers."""
+    third = max(1, len(by_layer) // 3)
+    return float(np.mean(by_layer[:third])), float(np.mean(by_layer[-third:]))
 
 
 def by_chance(abstract: list[float], syntactic: list[float]) -> float:
@@ -111,16 +127,19 @@ def verdicts(figures: Figures) -> list[Verdict]:
     return [_near(figures), _syntactic(figures), _abstract(figures)]
 
 
-def _combine(sentence: str, verdicts: dict[str, str], because: str, sure: str) -> Verdict:
-    """One verdict where the models agree; where one holds and another does not, it holds only in that one."""
+def _combine(sentence: str, verdicts: dict[str, str], because: str, sure: str, needs: dict[str, str]) -> Verdict:
+    """One verdict where the models agree; where one holds and another does not, it holds only in that one.
+
+    needs: {model: what it would take to tell}, of the models where one cannot.
+    """
     words = set(verdicts.values())
+    if CANNOT_TELL in words:
+        missing = "; ".join(needs[model] for model, word in verdicts.items() if word == CANNOT_TELL)
+        return Verdict(sentence, CANNOT_TELL, because, sure, needs=missing)
     if len(words) == 1:
         return Verdict(sentence, words.pop(), because, sure)
-    if words == {HOLDS, NOT}:
-        return Verdict(
-            sentence, ONLY_IF, because, sure, "the model is " + " or ".join(m for m in verdicts if verdicts[m] == HOLDS)
-        )
-    return Verdict(sentence, CANNOT_TELL, because, sure)
+    only_if = "the model is " + " or ".join(model for model in verdicts if verdicts[model] == HOLDS)
+    return Verdict(sentence, ONLY_IF, because, sure, only_if)
 
 
 def _near(figures: Figures) -> Verdict:
@@ -130,26 +149,32 @@ def _near(figures: Figures) -> Verdict:
     words = {m: HOLDS if r >= NEARER else NOT if r <= 1 else CANNOT_TELL for m, r in ratio.items()}
     because = "The first third of the layers puts " + "; ".join(
         f"{ratio[m]:.2f} times as much weight on the three tokens on either side as the last third in {m} "
-        f"({_thirds(results)}; equal attention has {np.mean(results['local']['equal_local']):.2f})"
+        f"({' against '.join(f'{x:.2f}' for x in thirds(results['local']['local']))}; "
+        f"equal attention has {np.mean(results['local']['equal_local']):.2f})"
         for m, results in figures.items()
     ) + "." + "".join(f" No atlas of {model} is bundled." for model in without)  # fmt: skip
+    ends = {m: "between {:.2f} and {:.2f} times".format(*nearer_interval(results)) for m, results in figures.items()}
     sure = "; ".join(
-        f"{m}: {results['local']['tokens']:,} tokens of {results['local']['corpus']}" for m, results in figures.items()
+        f"{m}: {results['local']['tokens']:,} tokens of {results['local']['corpus']}, {ends[m]} over texts"
+        for m, results in figures.items()
     )
-    return _combine(SENTENCES[0], words, because, sure)
+    needs = {m: _need_of_nearness(m, nearer_interval(results)) for m, results in figures.items()}
+    return _combine(SENTENCES[0], words, because, sure, needs)
 
 
-def _thirds(results: Figures) -> str:
-    local = results["local"]["local"]
-    third = max(1, len(local) // 3)
-    return f"{np.mean(local[:third]):.2f} against {np.mean(local[-third:]):.2f}"
+def _need_of_nearness(model: str, interval: tuple[float, float]) -> str:
+    low, high = interval
+    if low > 1 and high < NEARER:
+        return f"other models than {model}: it lies between 1 and {NEARER:g} times, and more texts will not change that"
+    return f"more texts for {model}: between them it may lie on either side of a threshold"
 
 
 def _syntactic(figures: Figures) -> Verdict:
-    words, parts = {}, []
+    words, parts, needs = {}, [], {}
     for model, results in figures.items():
         found_depths = depths(results, "syntactic")
         early = sum(depth < 0.5 for depth in found_depths)
+        needs[model] = f"more syntactic relations that {model} follows than {len(found_depths)}, by other sentences"
         if len(found_depths) < FEWEST:
             words[model] = CANNOT_TELL
             parts.append(f"in {model} too few relations were found")
@@ -166,13 +191,14 @@ def _syntactic(figures: Figures) -> Verdict:
             f"the first half of its layers; the mean depth is {np.mean(found_depths):.2f}"
         )
     because = "; ".join(parts) + " (0 is the first layer, 1 the last)."
-    return _combine(SENTENCES[1], words, because[0].upper() + because[1:], _sure(figures))
+    return _combine(SENTENCES[1], words, because[0].upper() + because[1:], _sure(figures), needs)
 
 
 def _abstract(figures: Figures) -> Verdict:
-    words, parts = {}, []
+    words, parts, needs = {}, [], {}
     for model, results in figures.items():
         abstract, syntactic = depths(results, "abstract"), depths(results, "syntactic")
+        needs[model] = _need_of_relations(model, abstract, syntactic)
         if min(len(abstract), len(syntactic)) < FEWEST:
             words[model] = CANNOT_TELL
             parts.append(f"in {model} too few relations were found")
@@ -185,7 +211,27 @@ def _abstract(figures: Figures) -> Verdict:
             f"{chance:.0%} of all ways to assign these labels give as much"
         )
     because = "; ".join(parts) + ". What attention weights show is where a word looks, not what a layer makes of it."
-    return _combine(SENTENCES[2], words, because[0].upper() + because[1:], _sure(figures))
+    return _combine(SENTENCES[2], words, because[0].upper() + because[1:], _sure(figures), needs)
+
+
+def relations_needed(abstract: list[float], syntactic: list[float]) -> int:
+    """Relations of each kind from which a 95 % interval of the difference of depths is narrower than DEEPER.
+
+    It then includes at most one of the thresholds, 0 and DEEPER.
+    """
+    variance = (np.var(abstract, ddof=1) + np.var(syntactic, ddof=1)) / 2
+    deviations = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    return math.ceil(2 * variance * (2 * deviations / DEEPER) ** 2)
+
+
+def _need_of_relations(model: str, abstract: list[float], syntactic: list[float]) -> str:
+    if min(len(abstract), len(syntactic)) < FEWEST:
+        return f"at least {FEWEST} relations of each kind that {model} follows"
+    return (
+        f"about {relations_needed(abstract, syntactic)} relations of each kind that {model} follows, and not "
+        f"{len(abstract)} and {len(syntactic)}, for the 95 % interval of the difference in depth to be narrower than "
+        f"{DEEPER:g}"
+    )
 
 
 def _sure(figures: Figures) -> str:
@@ -246,8 +292,9 @@ on one half of them and judged on the other, and a relation is found if it beats
 “Early” **holds** if at least {EARLY:.0%} of the syntactic relations found have their head in the first half of the
 layers, and **does not hold** if at most {NOT_EARLY:.0%} do. “Late” **holds** if the heads of abstract relations sit at
 least {DEEPER:g} of the model's depth deeper than those of syntactic ones and at most {CHANCE:.0%} of all labellings
-give as much, and **does not hold** if they sit no deeper. Models that disagree are named. The thresholds of the second
-and third sentence were written down when MiniLM's relations, but not SmolLM2's, had been seen.
+give as much, and **does not hold** if they sit no deeper. Models that disagree are named. The interval over texts is a
+bound: every head's own 95 % interval, all of them at their worst at once. The thresholds of the second and third
+sentence were written down when MiniLM's relations, but not SmolLM2's, had been seen.
 """,
     run,
     verdicts,
