@@ -165,7 +165,8 @@ def _launch(
             _floats(call.gates), call.gates_stride, *_dropout(call),
             rows, 0 if rows is None else rows.stride(0), queries, first, _class_bits(classes), lse,
             CLASSES=len(classes), ROWS=cut.rows, KEYS=cut.keys, HEAD_BY_HEAD=windows_differ_in_groups(visibility),
-            ADJUSTED=call.adjusts_scores, **_constants(q, call), num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
+            ADJUSTED=call.adjusts_scores, **_constants(q, call),
+            num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
 
 
