@@ -226,6 +226,7 @@ NATIVE = library.library().paths if isinstance(library.library(), library.Librar
 def _small_programs(patch: pytest.MonkeyPatch) -> None:
     usual = launch.blocks
     patch.setattr(launch, "blocks", lambda *arguments: usual(*arguments)._replace(rows=16, keys=16))
+    patch.setattr(launch, "backward_blocks", lambda *arguments: (launch.Blocks(16, 16, 4), launch.Blocks(16, 16, 4)))
 
 
 @contextmanager

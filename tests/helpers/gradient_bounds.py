@@ -101,8 +101,13 @@ def _forward(case: AttentionCase) -> _Forward:
     return _Forward(weights, relative, slope, error_of_slope, keys, values, retained)
 
 
-def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Bounds of the errors of all gradients, element by element, before they are rounded to dtype."""
+def gradient_bounds(
+    case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtype, rounds_weights: bool = False
+) -> dict[str, Tensor]:
+    """Bounds of the errors of all gradients, element by element, before they are rounded to dtype.
+
+    rounds_weights: weights and the gradients of scores are rounded to dtype before they are multiplied.
+    """
     x, q, g = _forward(case), torch.from_numpy(case.q), torch.from_numpy(grad_out)
     p, scale = x.weights, q.shape[3] ** -0.5 if case.options.get("scale") is None else abs(case.options["scale"])
     (heads, queries), (kv_heads, key_count, width) = q.shape[1:3], case.v.shape[1:]
@@ -113,7 +118,10 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
 
     applied = p * x.retained
     out, spread = applied @ x.values, applied @ x.values.abs()
-    error_of_out = (x.relative + _sum_error(key_count)) * spread + ROUNDING[dtype] * out.abs()
+    rounding, smallest = (ROUNDING[dtype], SMALLEST[dtype]) if rounds_weights else (0.0, 0.0)
+    tiny = smallest * (p > 0).double()  # what underflows
+    error_of_out = (x.relative + _sum_error(key_count) + rounding) * spread + ROUNDING[dtype] * out.abs()
+    error_of_out = error_of_out + tiny @ x.values.abs()
     delta, size_of_delta = ((y * z).sum(-1, keepdim=True) for y, z in ((g, out), (g.abs(), out.abs())))
     error_of_delta = (g.abs() * error_of_out).sum(-1, keepdim=True) + _sum_error(width) * size_of_delta
     dp, size_of_dp = (x.retained * (a @ b.transpose(-1, -2)) for a, b in ((g, x.values), (g.abs(), x.values.abs())))
@@ -125,9 +133,9 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
     of_scores = error, ds.abs()  # after softcap: what a mask is added to
     error = error * (x.slope_of_cap + x.error_of_slope) + ds.abs() * x.error_of_slope
     ds = (ds * x.slope_of_cap).abs()
-    of_q = scale * (error + _sum_error(key_count) * ds) @ x.keys.abs()
-    of_k = scale * (error + _sum_error(rows) * ds).transpose(-1, -2) @ q.nan_to_num(0.0).abs()
-    of_v = ((x.relative + _sum_error(rows)) * applied).transpose(-1, -2) @ g.abs()
+    of_q = scale * (error + (_sum_error(key_count) + rounding) * ds + tiny) @ x.keys.abs()
+    of_k = scale * (error + (_sum_error(rows) + rounding) * ds + tiny).transpose(-1, -2) @ q.nan_to_num(0.0).abs()
+    of_v = ((x.relative + _sum_error(rows) + rounding) * applied + tiny * x.retained).transpose(-1, -2) @ g.abs()
     sink = 1 - p.sum(-1, keepdim=True)
     of_sinks = sink * (error_of_delta + (x.relative + _sum_error(rows) + EXP * UNIT) * delta.abs())
     bounds = {"q": of_q, "k": per_kv_head(of_k), "v": per_kv_head(of_v), "sinks": of_sinks.sum((0, 2, 3))}
@@ -139,10 +147,16 @@ def gradient_bounds(case: AttentionCase, grad_out: np.ndarray, dtype: torch.dtyp
 
 
 def check_gradients(
-    case: AttentionCase, got: dict[str, Tensor], grad_out: np.ndarray, dtype: torch.dtype, specified: AttentionCase
+    case: AttentionCase,
+    got: dict[str, Tensor],
+    grad_out: np.ndarray,
+    dtype: torch.dtype,
+    specified: AttentionCase,
+    rounds_weights: bool = False,
 ) -> None:
     """Gradients `got` of a case are those of float64 within the bounds. specified: the case that has no NaN."""
-    want, bounds = specified_gradients(specified, grad_out, tuple(got)), gradient_bounds(case, grad_out, dtype)
+    want = specified_gradients(specified, grad_out, tuple(got))
+    bounds = gradient_bounds(case, grad_out, dtype, rounds_weights)
     for name, exact in want.items():
         assert got[name].dtype == dtype and got[name].shape == exact.shape
         bound = bounds[name] + ROUNDING[dtype] * (exact.abs() + bounds[name])

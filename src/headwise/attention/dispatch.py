@@ -143,10 +143,11 @@ class OnePass(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call.with_tensors(mask, ctx.call.visibility.slopes, sinks, None)
-        if _has_native_backward(call, lse, grad_out, q, k, v, out):
-            native = library.backward(grad_out, q, k, v, out, lse, call)
-            if native is not None:
-                return *native, None, None, None
+        if _has_kernel_backward(call, lse, grad_out, q, k, v, out):
+            backward = launch.backward if one_pass_backend(call) is launch else library.backward
+            computed = backward(grad_out, q, k, v, out, lse, call)
+            if computed is not None:
+                return *computed, None, None, None
             large = True
         else:
             with without_autocast(q):
@@ -155,17 +156,16 @@ class OnePass(torch.autograd.Function):
         return of.q, of.k, of.v, of.sinks, of.mask, None, None, None
 
 
-def _has_native_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
-    """Whether the native kernel computes this call's gradients. It has no second derivatives."""
-    if torch.is_grad_enabled() or is_observed() or one_pass_backend(call) is not library:
+def _has_kernel_backward(call: AttentionCall, lse: Tensor, grad_out: Tensor, q: Tensor, *others: Tensor) -> bool:
+    """Whether a one-pass kernel computes this call's gradients. It has no second derivatives."""
+    if torch.is_grad_enabled() or is_observed() or not torch._C._has_storage(grad_out):  # a batch of them has none
         return False
-    in_memory = torch._C._has_storage(grad_out)  # a batch of gradients is not
-    if not (is_readable(lse, grad_out, q, *others) and in_memory):
-        return False
-    # hooks on saved tensors may have changed their dtypes
+    # hooks on saved tensors may have changed their dtypes and devices
     if lse.dtype != torch.float32 or any(x.dtype != q.dtype for x in (grad_out, *others)):
         return False
-    return library.why_not(q, call) is None
+    if one_pass_backend(call) is launch:
+        return launch.why_not_backward(q, call, lse, grad_out, *others) is None
+    return is_readable(lse, grad_out, q, *others) and library.why_not(q, call) is None
 
 
 # ---- head_stats

@@ -139,11 +139,11 @@ def _warn_if_meant_as_bool(mask: Tensor) -> None:
     if zeros_and_ones(first) and zeros_and_ones(values) and bool((values == 1).any()):
         warnings.warn(
             f"a {mask.dtype} mask of zeros and ones is added to the scores; if 1 means 'may attend', give mask.bool()",
-            stacklevel=_levels_to_caller(),
+            stacklevel=levels_to_caller(),
         )
 
 
-def _levels_to_caller() -> int:
+def levels_to_caller() -> int:
     """How many stack levels above the calling function the user's own line is."""
     package, level, frame = Path(__file__).parents[1], 1, sys._getframe(1)
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(package):

@@ -1,22 +1,26 @@
 """The Triton kernel: which calls it takes, and launching it on tensors. kernel.py documents what it computes.
 
-Tested in Triton's interpreter on the CPU and compiled for several GPUs, but not yet run on hardware.
+Tested in Triton's interpreter on the CPU and compiled for several GPUs, but not yet run on hardware: so the first call
+of each kind on a GPU is preceded by a trial (trial.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import dropout
 from ...call import AttentionCall, StatsRequest
 from ...stats import COLUMNS, MAXIMA, HeadStats
-from ...torch_modes import PLAIN_TENSORS, is_observed
+from ...torch_modes import PLAIN_TENSORS, in_forward_mode, in_transform, is_observed
+from ...validation import Sizes
 from ...visibility import Visibility, first_key
-from ..native.library import FORCE, MAX_CLASSES, choice
+from ..blockwise import LARGE
+from ..native.library import FORCE, MAX_CLASSES, Gradients, choice
 from ..protocol import NO_EXTRA, ExtraOutputs, Outputs
 
 NAME = "triton"
@@ -60,14 +64,19 @@ def why_not(q: Tensor, call: AttentionCall, extra: ExtraOutputs = NO_EXTRA) -> s
         return "the triton kernel does not sum the weight that each key receives"
     if extra.strongest:
         return "the triton kernel does not find the strongest keys"
-    if call.dropout:
-        return "the triton kernel has no dropout"
-    return None
+    return _try(q, call, extra)
+
+
+def _try(q: Tensor, call: AttentionCall, extra: ExtraOutputs, *, backward: bool = False) -> str | None:
+    """Why a specialisation that is new to a GPU must not be used, or None; see trial.py."""
+    from . import trial
+
+    return trial.why_not(q, call, extra, backward=backward) if trial.is_needed(q.device) else None
 
 
 def explain(call: AttentionCall) -> str:
     """How the kernel computes a call, in words."""
-    return "one pass on cuda (not yet tried on hardware)"
+    return "one pass on cuda (compared with PyTorch on a small problem first)"
 
 
 class Blocks(NamedTuple):
@@ -89,6 +98,12 @@ def blocks(rows: int, width: int, bits: int) -> Blocks:
         limits = {128: (32, 32, 8), 256: (16, 16, 8)}.get(width, (64, 32, 8))
     block = Blocks(*limits)
     return block._replace(rows=min(block.rows, power_of_two(rows)))
+
+
+def blocks_of(q: Tensor, size: Sizes) -> Blocks:
+    """The blocks of a call's forward pass."""
+    width = max(power_of_two(size.dim), power_of_two(size.value_dim))
+    return blocks(size.group * size.queries, width, 8 * q.element_size())
 
 
 def power_of_two(n: int) -> int:
@@ -131,38 +146,199 @@ def _launch(
     from . import kernel
 
     visibility, size = call.visibility, call.size
-    dim, width = power_of_two(size.dim), power_of_two(size.value_dim)
-    cut = blocks(size.group * size.queries, max(dim, width), 8 * q.element_size())
+    cut = blocks_of(q, size)
     programs = size.batch * size.kv_heads * -(-size.group * size.queries // cut.rows)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # views that PyTorch negates as it reads them
     mask, mask_stride = _mask(None if visibility.mask is None else visibility.mask.resolve_neg())
-    offset, offsets = _per_sequence(visibility.offset, q)
-    start, starts = _per_sequence(visibility.start, q)
-    keep_start, keep_starts = _per_sequence(visibility.keep_start, q)
-    end, ends = _per_sequence(visibility.end, q)
-    windows, head_by_head = _windows(visibility, q)
     queries = first = None
     classes: tuple[Tensor, ...] = ()
     if request is not None:
         queries = None if request.queries is None else request.queries.contiguous().view(torch.uint8)
-        if visibility.mask is not None or starts is not None or start:  # else it is key 0
+        if has_padding(visibility):  # else it is key 0
             first = first_key(visibility, request.queries)
         classes = tuple(request.classes.values())
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernel.attend[(programs,)](
             q.detach(), k.detach(), v.detach(), out, q.stride(), k.stride(), v.stride(), out.stride(),
-            size.kv_heads, size.group, size.queries, size.keys,
-            visibility.left, visibility.right, visibility.keep_first, windows,
-            offset, offsets, start, starts, keep_start, keep_starts, end, ends, mask, mask_stride,
+            size.kv_heads, size.group, size.queries, size.keys, *_band(visibility, q), mask, mask_stride,
             call.scale, call.softcap, _floats(call.sinks), _floats(visibility.slopes),
-            _floats(call.gates), call.gates_stride,
+            _floats(call.gates), call.gates_stride, *_dropout(call),
             rows, 0 if rows is None else rows.stride(0), queries, first, _class_bits(classes), lse,
-            DIM=size.dim, VALUE_DIM=size.value_dim, CLASSES=len(classes),
-            D=dim, DV=width, ROWS=cut.rows, KEYS=cut.keys, UPCAST=interpreting and q.dtype == torch.bfloat16,
-            CAUSAL=visibility.causal, KEEPS=visibility.keep_first > 0, HEAD_BY_HEAD=head_by_head,
-            ADJUSTED=call.adjusts_scores,
+            CLASSES=len(classes), ROWS=cut.rows, KEYS=cut.keys, HEAD_BY_HEAD=windows_differ_in_groups(visibility),
+            ADJUSTED=call.adjusts_scores, **_constants(q, call),
             num_warps=cut.warps, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
+
+
+def _constants(q: Tensor, call: AttentionCall) -> dict[str, Any]:
+    """What all kernels are compiled for, but for the blocks."""
+    size, visibility = call.size, call.visibility
+    return {
+        "DIM": size.dim, "VALUE_DIM": size.value_dim, "D": power_of_two(size.dim), "DV": power_of_two(size.value_dim),
+        "UPCAST": interpreting and q.dtype == torch.bfloat16,
+        "CAUSAL": visibility.causal, "KEEPS": visibility.keep_first > 0,
+    }  # fmt: skip
+
+
+def has_padding(visibility: Visibility) -> bool:
+    """Whether the first key of a sequence may be another than key 0."""
+    return visibility.mask is not None or isinstance(visibility.start, Tensor) or visibility.start != 0
+
+
+# ---- gradients
+
+
+def backward_blocks(width: int, bits: int) -> tuple[Blocks, Blocks]:
+    """The blocks of the two kernels of the backward pass, as `blocks` has them: for dQ, and for dK and dV.
+
+    They are the largest that spill few registers or none (tools/triton_resources.py).
+    """
+    if bits == 16:
+        return {
+            128: (Blocks(32, 32, 4), Blocks(32, 64, 8)),
+            256: (Blocks(16, 32, 4), Blocks(16, 32, 8)),
+        }.get(width, (Blocks(64, 32, 4), Blocks(32, 64, 8)))
+    return {
+        128: (Blocks(16, 32, 8), Blocks(16, 16, 8)),
+        256: (Blocks(16, 16, 8), Blocks(16, 16, 8)),
+    }.get(width, (Blocks(32, 32, 8), Blocks(32, 32, 8)))
+
+
+def why_not_backward(q: Tensor, call: AttentionCall, *others: Tensor) -> str | None:
+    """Why the kernels cannot compute the gradients of a call from these tensors, or None."""
+    reason = why_not(q, call)
+    if reason is not None:
+        return reason
+    if in_transform() or in_forward_mode():
+        return "torch.func transforms PyTorch's own operators"
+    if any(type(x) not in PLAIN_TENSORS or x.device != call.visibility.device for x in (q, *others)):
+        return f"the triton kernel takes plain tensors on {call.visibility.device}"
+    if call.visibility.mask is not None and call.visibility.mask.requires_grad:
+        return "the triton kernel has no gradient of masks"
+    return _try(q, call, NO_EXTRA, backward=True)
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: AttentionCall
+) -> Gradients | None:
+    """The gradients of a call without gates that require one, from its output and each row's log-sum-exp (B, H, Tq).
+
+    None where a log-sum-exp is not finite, or so large that single precision may fail.
+    """
+    if bool((~(lse.abs() < LARGE) & (lse != -torch.inf)).any()):  # -inf: no visible keys
+        return None
+    size = call.size
+    of_q = q.new_empty(size.batch, size.queries, size.heads, size.dim)
+    of_k = k.new_zeros(size.batch, size.keys, size.kv_heads, size.dim)
+    of_v = v.new_zeros(size.batch, size.keys, size.kv_heads, size.value_dim)
+    delta = torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    if q.numel():
+        _launch_backward(grad_out, q, k, v, out, lse, call, of_q, of_k, of_v, delta)
+    of_sinks = None
+    if call.sinks is not None and call.sinks.requires_grad:
+        share = torch.exp(call.sinks.detach().float().view(-1, 1) - lse)  # the weight of a row's sink
+        of_sinks = -(share * delta).sum((0, 2), dtype=torch.float64).to(call.sinks.dtype)
+    return Gradients(of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_sinks, None)
+
+
+def _launch_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    of_q: Tensor,
+    of_k: Tensor,
+    of_v: Tensor,
+    delta: Tensor,
+) -> None:
+    """Fill the gradients, laid out as (B, T, H, width), and delta (B, H, Tq)."""
+    from . import backward as kernels
+
+    size, visibility = call.size, call.visibility
+    grad_out, q, k, v, out = (x.detach().resolve_neg() for x in (grad_out, q, k, v, out))
+    # that of a sum is expanded, and a stride of 0 would keep rows from being read in whole vectors
+    grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+    width = max(power_of_two(size.dim), power_of_two(size.value_dim))
+    of_rows, of_keys = backward_blocks(width, 8 * q.element_size())
+    row_programs = size.batch * size.kv_heads * -(-size.group * size.queries // of_rows.rows)
+    key_programs = size.batch * size.kv_heads * -(-size.keys // of_keys.keys)
+    mask, mask_stride = _mask(None if visibility.mask is None else visibility.mask.resolve_neg())
+    options = (
+        size.kv_heads, size.group, size.queries, size.keys, *_band(visibility, q), mask, mask_stride,
+        call.scale, call.softcap, _floats(visibility.slopes), *_dropout(call),
+    )  # fmt: skip
+    lse, constants = lse.contiguous(), _constants(q, call)
+    with torch.cuda.device_of(q):
+        kernels.query_gradients[(row_programs,)](
+            q, k, v, out, grad_out, q.stride(), k.stride(), v.stride(), out.stride(), grad_out.stride(),
+            lse, delta, of_q, *options, ROWS=of_rows.rows, KEYS=of_rows.keys,
+            HEAD_BY_HEAD=windows_differ_in_groups(visibility), **constants,
+            num_warps=of_rows.warps, num_stages=1, enable_fp_fusion=True,
+        )  # fmt: skip
+        if key_programs:
+            kernels.key_gradients[(key_programs,)](
+                q, k, v, grad_out, q.stride(), k.stride(), v.stride(), grad_out.stride(),
+                lse, delta, of_k, of_v, *options, ROWS=of_keys.rows, KEYS=of_keys.keys, **constants,
+                num_warps=of_keys.warps, num_stages=1, enable_fp_fusion=True,
+            )  # fmt: skip
+
+
+# ---- what the kernels take
+
+
+class Band(NamedTuple):
+    """The keys that each row sees but for the mask, as the kernels take them."""
+
+    left: int | None  # visible keys before a query's position, None for open
+    right: int | None
+    keep_first: int
+    windows: Tensor | None  # int64 (H, 3) where heads differ: the three numbers above, -1 for open
+    offset: int
+    offsets: Tensor | None  # int64 (B,) where sequences differ; the same below
+    start: int
+    starts: Tensor | None
+    keep_start: int
+    keep_starts: Tensor | None
+    end: int
+    ends: Tensor | None
+
+
+class Dropout(NamedTuple):
+    """Dropout as the kernels take it."""
+
+    seed_low: int  # both halves as signed numbers of 32 bits
+    seed_high: int
+    threshold: int | None  # of 65536 numbers, so many retain a weight; None: no dropout
+    factor: float  # retained weights are multiplied by this
+
+
+def _band(visibility: Visibility, like: Tensor) -> Band:
+    windows = None
+    if visibility.windows is not None:
+        numbers = [window.numbers() for window in visibility.windows]
+        windows = torch.tensor(numbers, dtype=torch.int64, device=like.device)
+    return Band(
+        visibility.left, visibility.right, visibility.keep_first, windows,
+        *_per_sequence(visibility.offset, like), *_per_sequence(visibility.start, like),
+        *_per_sequence(visibility.keep_start, like), *_per_sequence(visibility.end, like),
+    )  # fmt: skip
+
+
+def windows_differ_in_groups(visibility: Visibility) -> bool:
+    """Whether query heads that read one KV head have different windows: their rows are then processed head by head."""
+    windows, group = visibility.windows, visibility.size.group
+    return windows is not None and any(window != windows[h // group * group] for h, window in enumerate(windows))
+
+
+def _dropout(call: AttentionCall) -> Dropout:
+    if not call.dropout:
+        return Dropout(0, 0, None, 1.0)
+    assert call.seed is not None  # dispatch draws it
+    low, high = ((call.seed >> shift & dropout.WORD ^ 1 << 31) - (1 << 31) for shift in (0, 32))
+    return Dropout(low, high, dropout.threshold(call.dropout), dropout.factor(call.dropout))
 
 
 def _floats(x: Tensor | None) -> Tensor | None:
@@ -182,16 +358,6 @@ def _class_bits(classes: tuple[Tensor, ...]) -> Tensor | None:
 def _per_sequence(x: int | Tensor, like: Tensor) -> tuple[int, Tensor | None]:
     """The number that serves all sequences, or 0 and (B,) numbers, one per sequence."""
     return (0, x.to(like.device, torch.int64).contiguous()) if isinstance(x, Tensor) else (x, None)
-
-
-def _windows(visibility: Visibility, like: Tensor) -> tuple[Tensor | None, bool]:
-    """(H, 3) int64 where heads differ: left, right (-1: open) and keep_first; and whether those of a group do."""
-    if visibility.windows is None:
-        return None, False
-    numbers = [window.numbers() for window in visibility.windows]
-    group = visibility.size.group
-    differ = any(window != visibility.windows[h // group * group] for h, window in enumerate(visibility.windows))
-    return torch.tensor(numbers, dtype=torch.int64, device=like.device), differ
 
 
 def _mask(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
