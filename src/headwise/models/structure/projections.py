@@ -63,7 +63,7 @@ def projections(model: nn.Module, site: Site) -> Projections:
     value_dim = (input_width(out) or 0) // query
     named_layers = list(_named_layers(site))
     if not named_layers and not isinstance(site.module, nn.MultiheadAttention):
-        raise refusal(site, "no layer of a known name makes its queries, keys and values")
+        raise refusal(site, "no layer of a known name makes its queries, keys and values (headwise.adapt declares them)")
     kv = _kv_heads(site, named_layers, query, value_dim)
     parts = [
         Projection(f"{site.name}.{name}".lstrip("."), linear, LAYOUTS["q" if layout == "mla" else layout])
