@@ -344,6 +344,9 @@ def alike(got: HeadStats, want: HeadStats, **tolerance) -> None:
     assert isinstance(got, HeadStats) and set(got.names) == set(want.names)
     arrays = [[x.count, *(x.per_sequence(name) for name in want.names)] for x in (got, want)]
     assert_all_close(*arrays, equal_nan=True, **tolerance)
+    assert (got.received is None) == (want.received is None)
+    if want.received is not None:
+        torch.testing.assert_close(got.received, want.received, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -418,6 +421,7 @@ FUNCTIONS = {
     "attend": lambda q, k, v, options: attend(q, k, v, gates=torch.arange(6.0), **options),
     "weights": lambda q, k, v, options: weights(q, k, **options),
     "head_stats": lambda q, k, v, options: head_stats(q, k, v, **options),
+    "weight per key": lambda q, k, v, options: head_stats(q, k, v, received=True, **options),
 }
 
 

@@ -223,7 +223,7 @@ def stats_of(q, k, **options):
 
 def test_statistics_equal_values_computed_by_hand():
     """Two queries on two keys: (1/4, 3/4) and (1/2, 1/2)."""
-    stats = stats_of(queries(1, 0), keys(1, 3))
+    stats = stats_of(queries(1, 0), keys(1, 3), received=True)
     expected = {
         "entropy": (math.log(4) - 0.75 * LN3 + LN2) / 2,
         "confidence": (3 / 4 + 1 / 2) / 2,
@@ -232,11 +232,14 @@ def test_statistics_equal_values_computed_by_hand():
         "next": (3 / 4 + 0) / 2,
         "self": (1 / 4 + 1 / 2) / 2,
         "first": (1 / 4 + 1 / 2) / 2,
+        "lse": (math.log(4) + LN2) / 2,
+        "max_logit": LN3,
     }
     assert set(stats.names) == set(expected)
     for name, value in expected.items():
         close(stats[name], [value])
     close(stats.count, [[2]])
+    close(stats.received, [[[1 / 4 + 1 / 2, 3 / 4 + 1 / 2]]])
 
 
 def test_positional_statistics_follow_the_offset():
@@ -289,7 +292,7 @@ def test_shares_are_the_weight_on_a_class_of_keys():
 
 def test_cross_attention_has_no_positions_to_compare():
     stats = stats_of(queries(1), keys(1, 2), cross=True)
-    assert set(stats.names) == {"entropy", "confidence", "first"}
+    assert set(stats.names) == {"entropy", "confidence", "first", "lse", "max_logit"}
 
 
 def test_statistics_are_of_the_weights_before_dropout_and_gates():
