@@ -85,12 +85,24 @@ function scaleOf(name) {
   return /** @type {Scale} */ (scales.get(name));
 }
 
+/** @param {string} kind @param {number} layer @param {number} head */
+function headKey(kind, layer, head) {
+  return `${kind} ${layer}.${head}`;
+}
+
+/** @type {Map<string, Alarm[]>} */
+const alarmsByHead = new Map();
+for (const alarm of data.alarms) {
+  for (const head of alarm.heads) {
+    const key = headKey(alarm.kind, alarm.layer, head);
+    alarmsByHead.set(key, [...(alarmsByHead.get(key) ?? []), alarm]);
+  }
+}
+
 /** The alarms of a head that began until a step. @param {string} kind @param {number} layer @param {number} head */
 function alarmsOf(kind, layer, head) {
   const step = steps[slider.valueAsNumber];
-  return data.alarms.filter(
-    (alarm) => alarm.kind === kind && alarm.layer === layer && alarm.heads.includes(head) && alarm.step <= step,
-  );
+  return (alarmsByHead.get(headKey(kind, layer, head)) ?? []).filter((alarm) => alarm.step <= step);
 }
 
 /** @param {string[]} names @param {string} scope "row" or "col" */
@@ -146,7 +158,7 @@ function showStep() {
     const { layer } = data.layers[kind][row];
     const alarms = alarmsOf(kind, layer, head);
     button.textContent = number(value);
-    button.title = [`${kind} ${layer}.${head}`, ...alarms.map(({ text }) => text)].join("\n");
+    button.title = [headKey(kind, layer, head), ...alarms.map(({ text }) => text)].join("\n");
     button.className = [place > STRONG && "strong", alarms.length && "named"].filter(Boolean).join(" ");
     button.style.setProperty("--share", `${Math.round(place * 100)}%`);
   }
@@ -186,7 +198,7 @@ function showHead() {
       return h("figure", {}, caption, chart(name, values));
     });
   detail.replaceChildren(
-    h("h2", {}, `${kind} ${layer}.${head}`),
+    h("h2", {}, headKey(kind, layer, head)),
     ...alarmsOf(kind, layer, head).map(({ step, text }) => h("p", { class: "soft" }, `step ${step}: ${text}`)),
     h("div", { class: "charts" }, ...charts),
   );
