@@ -31,6 +31,7 @@ import { linePath, nearestStep, share, stepShare, timeScale } from "./lib/timeli
 const SVG = "http://www.w3.org/2000/svg";
 const STRONG = 0.55; // share of the scale from which on the ink is inverted
 const CHART = { width: 220, height: 56 };
+const MOST_NUMBERS = 20; // heads of a layer; more of them are shown as colours only
 const PLAY_INTERVAL = 160; // milliseconds
 
 /** @type {RecorderData} */
@@ -138,7 +139,7 @@ function grid(kind) {
   const caption = `${kind}: ${data.meanings[select.value]} (${range}). An outlined head has raised an alarm.`;
   return h(
     "table",
-    { class: "grid" },
+    { class: widest > MOST_NUMBERS ? "grid many" : "grid" },
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, ...headers(columns, "col"))),
     h("tbody", {}, ...rows),
@@ -158,7 +159,7 @@ function showStep() {
     const { layer } = data.layers[kind][row];
     const alarms = alarmsOf(kind, layer, head);
     button.textContent = number(value);
-    button.title = [headKey(kind, layer, head), ...alarms.map(({ text }) => text)].join("\n");
+    button.title = [`${headKey(kind, layer, head)}: ${number(value)}`, ...alarms.map(({ text }) => text)].join("\n");
     button.className = [place > STRONG && "strong", alarms.length && "named"].filter(Boolean).join(" ");
     button.style.setProperty("--share", `${Math.round(place * 100)}%`);
   }
