@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headwise import HeadwiseError, Recorder
+from headwise.recorder import Thresholds
 from helpers.training import batches, small_gpt2
 
 
@@ -70,3 +71,16 @@ def test_other_events_are_ignored_and_other_names_are_errors() -> None:
     assert recorder.on_an_event_of_later_versions(None, None, None, model=recorder.model) is None
     with pytest.raises(AttributeError, match="'Recorder' object has no attribute 'entropy'"):
         recorder.entropy  # noqa: B018
+
+
+def test_a_training_that_raises_inside_with_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    def fail(alarms: list[Any]) -> None:
+        raise ZeroDivisionError
+
+    thresholds = Thresholds(max_logit=0.0)
+    path = tmp_path / "heads.jsonl"
+    recorder = Recorder(small_gpt2(dtype=torch.float32), every=1, path=path, thresholds=thresholds, on_alarm=fail)
+    with pytest.raises(ZeroDivisionError), recorder:
+        trainer(recorder, tmp_path / "out").train()
+    assert all(not module._forward_pre_hooks for module in recorder.model.modules())
+    assert recorder.log.steps == [1]

@@ -11,10 +11,10 @@ import pytest
 
 from headwise import HeadwiseError
 from headwise.recorder.alarms import Alarm
-from headwise.recorder.training_log import TrainingLog
+from headwise.recorder.training_log import LogEntry, TrainingLog
 from headwise.ui import recorder_page
 from headwise.ui.recorder_page import page_data, save_training_page
-from helpers.training import log_entry, log_header
+from helpers.training import log_entry, log_header, logged_layers
 
 OBSERVE = """() => {
   window.shownSteps = [];
@@ -80,6 +80,19 @@ def test_play_shows_one_step_after_another(tab: Callable[..., Any], tmp_path: Pa
     page.locator("#play").click()
     page.locator("#play", has_text="▶ play").wait_for()  # it says "pause" until the last step
     assert page.evaluate("() => window.shownSteps") == ["step 1", "step 50", "step 100"]
+
+
+def test_many_heads_are_shown_as_colours_with_their_numbers_as_titles(tab: Callable[..., Any], tmp_path: Path) -> None:
+    values = [head / 30 for head in range(31)]
+    layers = logged_layers(1, heads=31)
+    entry = LogEntry(7, 0.0, 1, 1, {("self", 0): {"first": values}}, {}, {("self", 0): 3})
+    save_training_page(TrainingLog(log_header(layers=layers), (entry,)), tmp_path / "run.html")
+    page = tab().page
+    page.goto((tmp_path / "run.html").as_uri())
+    cells = page.locator(".grid.many button")
+    assert cells.count() == 31 and cells.nth(15).get_attribute("title") == "self 0.15: 0.50"
+    assert cells.first.evaluate("(cell) => getComputedStyle(cell).fontSize") == "0px"
+    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
 
 
 def test_a_log_of_one_entry_is_drawn(tab: Callable[..., Any], tmp_path: Path) -> None:

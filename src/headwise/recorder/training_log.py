@@ -129,7 +129,7 @@ class LogEntry:
             path = f"layers[{number}]"
             mapping(layer, path, anything)
             key = string(layer["kind"], f"{path}.kind"), count(layer["layer"], f"{path}.layer")
-            rows = {name: items(layer[name], f"{path}.{name}", number_or_nan) for name in STATISTICS if name in layer}
+            rows = {name: _numbers(layer[name], f"{path}.{name}") for name in STATISTICS if name in layer}
             if len({len(row) for row in rows.values()}) > 1:
                 raise ValueError(f"{path} has statistics of different numbers of heads")
             values[key] = rows
@@ -146,6 +146,13 @@ class LogEntry:
             queries,
             tuple(items(entry["alarms"], "alarms", lambda x, path: Alarm.from_json(x, step, path))),
         )
+
+
+def _numbers(values: Any, path: str) -> list[float]:
+    """A JSON list of finite numbers and nulls, which are NaN. There are millions of them: the usual case is quick."""
+    if isinstance(values, list) and all(type(x) is float and math.isfinite(x) for x in values):
+        return values
+    return items(values, path, number_or_nan)
 
 
 def head_values(entry: LogEntry, name: str, layers: Sequence[LoggedLayer]) -> np.ndarray:

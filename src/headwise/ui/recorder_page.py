@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -90,4 +91,4 @@ def _kinds_with(log: TrainingLog, name: str) -> list[str]:
 
 def _table(log: TrainingLog, name: str, kind: str, entry: LogEntry) -> list[list[float | None]]:
     rows = (entry.values.get(layer.key, {}).get(name, []) for layer in log.layers(kind))
-    return [[float(f"{x:.4g}") if np.isfinite(x) else None for x in row] for row in rows]
+    return [[float(f"{x:.4g}") if math.isfinite(x) else None for x in row] for row in rows]

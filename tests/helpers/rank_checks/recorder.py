@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import headwise
 from headwise import Recorder
@@ -55,6 +56,22 @@ def a_recorded_step_of_all_ranks_is_that_of_one_process(ranks: Ranks, folder: Pa
     assert resumed.step_number == 2 and len(alarms) == 6, "the alarms last on every rank"
     if ranks.first:
         assert TrainingLog.load(path).steps == [1, 2]
+
+
+@check
+def a_model_inside_a_data_parallel_wrapper_is_recorded(ranks: Ranks, folder: Path) -> None:
+    inputs = batches(ranks.count)
+    entries = []
+    for wrap in (lambda model: model, torch.nn.parallel.DistributedDataParallel, fully_shard):
+        model = wrap(small_gpt2())
+        recorder = one_step(model, [inputs[ranks.rank]], path=folder / "wrapped.jsonl", resume=True)
+        assert recorder.entry is not None and recorder.entry.passes == ranks.count
+        entries.append(recorder.entry)
+    for entry in entries[1:]:
+        for key, values in entries[0].values.items():
+            np.testing.assert_allclose(entry.values[key]["entropy"], values["entropy"], **CLOSE)
+    if ranks.first:
+        assert TrainingLog.load(folder / "wrapped.jsonl").steps == [1, 2, 3], "one model, whatever it is wrapped in"
 
 
 @check

@@ -31,6 +31,7 @@ import { linePath, nearestStep, share, stepShare, timeScale } from "./lib/timeli
 const SVG = "http://www.w3.org/2000/svg";
 const STRONG = 0.55; // share of the scale from which on the ink is inverted
 const CHART = { width: 220, height: 56 };
+const MOST_NUMBERS = 20; // heads of a layer; more of them are shown as colours only
 const PLAY_INTERVAL = 160; // milliseconds
 
 /** @type {RecorderData} */
@@ -85,12 +86,24 @@ function scaleOf(name) {
   return /** @type {Scale} */ (scales.get(name));
 }
 
+/** @param {string} kind @param {number} layer @param {number} head */
+function headKey(kind, layer, head) {
+  return `${kind} ${layer}.${head}`;
+}
+
+/** @type {Map<string, Alarm[]>} */
+const alarmsByHead = new Map();
+for (const alarm of data.alarms) {
+  for (const head of alarm.heads) {
+    const key = headKey(alarm.kind, alarm.layer, head);
+    alarmsByHead.set(key, [...(alarmsByHead.get(key) ?? []), alarm]);
+  }
+}
+
 /** The alarms of a head that began until a step. @param {string} kind @param {number} layer @param {number} head */
 function alarmsOf(kind, layer, head) {
   const step = steps[slider.valueAsNumber];
-  return data.alarms.filter(
-    (alarm) => alarm.kind === kind && alarm.layer === layer && alarm.heads.includes(head) && alarm.step <= step,
-  );
+  return (alarmsByHead.get(headKey(kind, layer, head)) ?? []).filter((alarm) => alarm.step <= step);
 }
 
 /** @param {string[]} names @param {string} scope "row" or "col" */
@@ -126,7 +139,7 @@ function grid(kind) {
   const caption = `${kind}: ${data.meanings[select.value]} (${range}). An outlined head has raised an alarm.`;
   return h(
     "table",
-    { class: "grid" },
+    { class: widest > MOST_NUMBERS ? "grid many" : "grid" },
     h("caption", {}, caption),
     h("thead", {}, h("tr", {}, ...headers(columns, "col"))),
     h("tbody", {}, ...rows),
@@ -146,7 +159,7 @@ function showStep() {
     const { layer } = data.layers[kind][row];
     const alarms = alarmsOf(kind, layer, head);
     button.textContent = number(value);
-    button.title = [`${kind} ${layer}.${head}`, ...alarms.map(({ text }) => text)].join("\n");
+    button.title = [`${headKey(kind, layer, head)}: ${number(value)}`, ...alarms.map(({ text }) => text)].join("\n");
     button.className = [place > STRONG && "strong", alarms.length && "named"].filter(Boolean).join(" ");
     button.style.setProperty("--share", `${Math.round(place * 100)}%`);
   }
@@ -186,7 +199,7 @@ function showHead() {
       return h("figure", {}, caption, chart(name, values));
     });
   detail.replaceChildren(
-    h("h2", {}, `${kind} ${layer}.${head}`),
+    h("h2", {}, headKey(kind, layer, head)),
     ...alarmsOf(kind, layer, head).map(({ step, text }) => h("p", { class: "soft" }, `step ${step}: ${text}`)),
     h("div", { class: "charts" }, ...charts),
   );
