@@ -512,10 +512,10 @@ def test_state_dicts_load_both_ways():
     close(ours(*qkv)[0], fresh(*qkv)[0])
 
 
-@either("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
-def test_copies_are_replaced_too_and_can_be_restored(copied):
+@either("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
+def test_copies_are_replaced_too_and_can_be_restored(duplicate):
     model = replace_attention(encoder().eval())
-    twin = copied(model)
+    twin = duplicate(model)
     assert type(twin.layers[1].self_attn) is HeadwiseMultiheadAttention
     assert len(twin.layers[1].self_attn._forward_pre_hooks) == 1
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)

@@ -17,12 +17,12 @@ def image_input(model: nn.Module) -> dict[str, Tensor] | None:
     convolution = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     size = _image_size(model)
     parameters = inspect.signature(model.forward).parameters.values()
-    required = [x.name for x in parameters if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
-    if convolution is None or size is None or len(required) != 1:
+    arguments = [x.name for x in parameters if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    if convolution is None or size is None or len(arguments) != 1:
         return None
     random, like = torch.Generator().manual_seed(0), convolution.weight
     pixels = torch.randn(1, convolution.in_channels, *size, generator=random)
-    return {required[0]: pixels.to(like.device, like.dtype)}
+    return {arguments[0]: pixels.to(like.device, like.dtype)}
 
 
 def _image_size(model: nn.Module) -> tuple[int, int] | None:
