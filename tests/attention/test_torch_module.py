@@ -203,6 +203,25 @@ def test_a_wrong_causal_hint_does_not_override_the_mask_where_pytorch_reads_it(w
         close(ours(x, x, x, **options)[0], quietly(theirs, x, x, x, **options)[0])
 
 
+@either("kind", [torch.bool, F64])
+def test_a_causal_mask_is_recognised_without_a_hint_and_any_other_is_not(kind, monkeypatch):
+    theirs, ours = pair()
+    x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)
+    mask = causal_mask(KEYS, KEYS, kind)
+    calls = []
+    attend = torch_module.functional.attend_side_by_side
+    monkeypatch.setattr(
+        torch_module.functional, "attend_side_by_side", lambda *xs, **o: calls.append(o["causal"]) or attend(*xs, **o)
+    )
+    close(ours(x, x, x, attn_mask=mask, need_weights=False)[0], theirs(x, x, x, attn_mask=mask)[0])
+    assert calls == [True]
+    for place in ((3, 5), (3, 2)):
+        other = mask.clone()
+        other[place] = (not other[place]) if kind == torch.bool else 0.25
+        close(ours(x, x, x, attn_mask=other, need_weights=False)[0], theirs(x, x, x, attn_mask=other)[0])
+    assert calls == [True]
+
+
 def test_a_causal_hint_shows_appended_keys_to_all_queries_as_the_mask_does():
     theirs, ours = pair(add_bias_kv=True)
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)
@@ -493,10 +512,10 @@ def test_state_dicts_load_both_ways():
     close(ours(*qkv)[0], fresh(*qkv)[0])
 
 
-@either("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
-def test_copies_are_replaced_too_and_can_be_restored(copied):
+@either("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"])
+def test_copies_are_replaced_too_and_can_be_restored(duplicate):
     model = replace_attention(encoder().eval())
-    twin = copied(model)
+    twin = duplicate(model)
     assert type(twin.layers[1].self_attn) is HeadwiseMultiheadAttention
     assert len(twin.layers[1].self_attn._forward_pre_hooks) == 1
     x = torch.randn(BATCH, KEYS, WIDTH, dtype=F64)

@@ -237,6 +237,14 @@ def test_a_model_that_does_not_say_its_image_size_gets_no_image():
     assert image_input(nn.Linear(2, 2)) is None
 
 
+def test_a_model_that_takes_more_than_an_image_gets_none():
+    class TwoTowers(VisionTransformer):
+        def forward(self, image, text, *, temperature=1.0):
+            return super().forward(image) @ text.T / temperature
+
+    assert image_input(TwoTowers(Attention)) is None
+
+
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"gated": True}, {"attn_head_dim": 8}])
 def test_timms_own_attention_is_pruned_exactly(options):
     """Where timm is installed; it needs torchvision."""

@@ -38,20 +38,19 @@ def replace_attention(model: Model) -> Model:
         >>> headwise.replace_attention(encoder)
     """
     _check_module("replace_attention", model)
-    plain, replaced, others = [], False, {}
+    plain, count, reasons = [], 0, []
     for name, module in _attention_modules(model):
         if isinstance(module, HeadwiseMultiheadAttention):
-            replaced = True
+            count += 1
         elif reason := _why_not(module):
-            others[name] = reason
+            reasons.append(f"{name or 'the module'} {reason}")
         else:
             plain.append(module)
-    report = "; ".join(f"{name or 'the module'} {reason}" for name, reason in others.items())
-    if not plain and not replaced:
-        kind = type(model).__name__
-        found = f": {report}" if others else ""
-        raise UnsupportedError(f"{kind} has no nn.MultiheadAttention that headwise can replace{found}")
-    if others:
+    report = "; ".join(reasons)
+    if not plain and not count:
+        end = f": {report}" if reasons else ""
+        raise UnsupportedError(f"{type(model).__name__} has no nn.MultiheadAttention that headwise can replace{end}")
+    if reasons:
         warnings.warn(f"replace_attention leaves some attention as it is: {report}", stacklevel=2)
     for module in plain:
         module.__class__ = HeadwiseMultiheadAttention
@@ -66,15 +65,15 @@ def restore_attention(model: Model) -> Model:
         The same model.
     """
     _check_module("restore_attention", model)
-    replaced = [x for x in _attention_modules(model) if isinstance(x[1], HeadwiseMultiheadAttention)]
-    for name, module in replaced:
+    ours = [x for x in _attention_modules(model) if isinstance(x[1], HeadwiseMultiheadAttention)]
+    for name, module in ours:
         if type(module) is not HeadwiseMultiheadAttention:
             kind = type(module).__name__
             raise UnsupportedError(
                 f"{name or 'the module'} has become a {kind} since it was replaced; undo that first (such as "
                 "torch.nn.utils.parametrize.remove_parametrizations)"
             )
-    for _, module in replaced:
+    for _, module in ours:
         module.__class__ = nn.MultiheadAttention
         allow_fast_path(module)
     return model

@@ -36,6 +36,7 @@ def visible_keys(
 
     is_causal is a hint that attn_mask is the causal mask. PyTorch trusts it where nothing else hides keys and no
     weights are wanted; so does this, except beside appended keys, which PyTorch's kernel would hide against the mask.
+    A mask that is seen to be the causal one is not read at all by the kernel, which halves its work.
     """
     if is_causal and attn_mask is None:
         raise MaskError(
@@ -43,11 +44,17 @@ def visible_keys(
             "give nn.Transformer.generate_square_subsequent_mask(tokens)"
         )
     hidden = None if key_padding_mask is None else _padding(key_padding_mask, size)
-    trusted = hidden is None and not need_weights
-    if is_causal and not size.extra_keys and (trusted or _is_triangle(attn_mask)):
-        return {"mask": None if hidden is None else _visible(hidden), "causal": True, "offset": 0}
+    causal: VisibilityOptions[Tensor] = {
+        "mask": None if hidden is None else _visible(hidden),
+        "causal": True,
+        "offset": 0,
+    }
+    if is_causal and hidden is None and not (need_weights or size.extra_keys):
+        return causal
     if attn_mask is not None:
         attention = _attention(attn_mask, size)
+        if not size.extra_keys and _is_triangle(attn_mask):
+            return causal
         hidden = attention if hidden is None else _merge(attention, hidden, dtype)
     if hidden is None:
         return {}
@@ -91,9 +98,11 @@ def _check_type(name: str, mask: Tensor) -> None:
         raise MaskError(f"{name} must be bool (True hides) or float (added to the scores), got {kind}; use .bool()")
 
 
-def _is_triangle(mask: Tensor | None) -> bool:
+def _is_triangle(mask: Tensor) -> bool:
     """Whether a mask is seen to be the causal one and nothing else."""
-    if mask is None or mask.dim() != 2 or mask.requires_grad or not is_readable(mask):
+    if mask.dim() != 2 or min(mask.shape) < 2 or mask.requires_grad or not is_readable(mask):
+        return False
+    if mask[0, 1].item() != (True if mask.dtype == torch.bool else -torch.inf):  # most other masks differ there
         return False
     triangle = torch.ones(mask.shape, dtype=torch.bool).triu(1)
     return torch.equal(mask, triangle if mask.dtype == torch.bool else _as_bias(triangle, mask.dtype))

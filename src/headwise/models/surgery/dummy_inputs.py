@@ -78,18 +78,18 @@ def difference(model: Any, other: Any, inputs: Any) -> float:
 
 def collect_outputs(model: Any, inputs: Any) -> Iterator[Tensor]:
     """What W_O gives in every attention layer, and then the model's own output."""
-    collected: list[Tensor] = []
+    layer_outputs: list[Tensor] = []
     layers = []
     for site in first_per_module(attention_sites(model)):
         with suppress(UnsupportedError):
             layers.append(w_o(model, site)[1])
-    handles = [layer.register_forward_hook(lambda module, args, out: collected.append(out)) for layer in layers]
+    handles = [layer.register_forward_hook(lambda module, args, out: layer_outputs.append(out)) for layer in layers]
     try:
         output = run(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
-    yield from output_tensors(collected)
+    yield from output_tensors(layer_outputs)
     yield from output_tensors(output)
 
 

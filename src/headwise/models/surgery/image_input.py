@@ -13,11 +13,12 @@ CONFIGS = ("pretrained_cfg", "default_cfg")  # timm's
 
 
 def image_input(model: nn.Module) -> dict[str, Tensor] | None:
-    """{first argument: (1, channels, height, width)}; None where the model does not say what it takes."""
+    """{argument: (1, channels, height, width)}; None where the model takes more, or does not say what it takes."""
     convolution = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     size = _image_size(model)
-    arguments = [*inspect.signature(model.forward).parameters]
-    if convolution is None or size is None or not arguments:
+    parameters = inspect.signature(model.forward).parameters.values()
+    arguments = [x.name for x in parameters if x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    if convolution is None or size is None or len(arguments) != 1:
         return None
     random, like = torch.Generator().manual_seed(0), convolution.weight
     pixels = torch.randn(1, convolution.in_channels, *size, generator=random)
