@@ -365,6 +365,49 @@ def test_attention_without_a_layer_that_reads_its_heads_is_watched_and_not_maske
         headwise.mask_heads(model, {0: [1]})
 
 
+def test_heads_that_two_linear_layers_read_are_not_masked() -> None:
+    class Forked(Einsum):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.mix(x, self.asks(x), self.offers(x), self.says(x))
+            return self.blends(heads) * self.other(heads).sigmoid()
+
+    model = Stack(Forked, 1)
+    with headwise.watch(model):
+        model(tokens())
+    with pytest.raises(UnsupportedError, match="several linear layers read its heads' outputs"):
+        headwise.mask_heads(model, {0: [1]})
+
+
+class Wrapped(nn.Module):
+    """A linear layer with another one inside, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features, self.out_features = WIDTH, WIDTH
+        self.base, self.small = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.small(x)
+
+
+def test_the_outermost_linear_layer_reads_the_heads() -> None:
+    model, x = spread(Stack(Einsum, 1)), tokens()
+    step: Any = model.steps[0]
+    step.blends = spread(Wrapped())
+    with headwise.watch(model):
+        model(x)
+    outputs = step.outputs_by_hand(x)
+    outputs[:, 1] = 0
+    with headwise.mask_heads(model, {0: [1]}):
+        masked = model(x)
+    expected = model.classes(x + step.blends(merge(outputs))).softmax(-1)
+    torch.testing.assert_close(masked, expected, rtol=0, atol=64 * ROUNDING)
+
+
 def test_importance_of_undeclared_heads_is_measured() -> None:
     model, x = spread(Stack(Einsum)), tokens()
     with headwise.watch(model):

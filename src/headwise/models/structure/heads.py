@@ -67,6 +67,8 @@ def _observed_output(model: nn.Module, site: Site, layers: list[ObservedLayer]) 
         problem = "it attends more than once per call, and W_O does not tell which"
     elif w_o is None:
         problem = "no linear layer of the model was called with its heads' outputs"
+    elif any(layer.readers > 1 for layer in layers):
+        problem = "several linear layers read its heads' outputs"
     elif not all(layer.in_order for layer in layers):
         problem = "its heads' outputs do not lie head by head there"
     elif any(layer.w_o is not w_o for layer in layers):

@@ -171,6 +171,7 @@ class FunctionMode(TorchFunctionMode):
         self.modules: list[nn.Module] = []  # that are running, outermost first
         self.served = 0  # how many of them are watched by other means
         self.batch: int | None = None  # sequences of the outermost call
+        self._readers: set[nn.Module] = set()  # running linear layers that read heads' outputs
         self._traces: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
         self._pending: dict[Softmax, None] = {}  # those that have met no values yet
         self._axes: dict[Any, HeadAxes | str] = {}  # by form of the lineage
@@ -183,11 +184,12 @@ class FunctionMode(TorchFunctionMode):
             self.batch = next((x.shape[0] for x in tensors if x.dim()), None)
         self.modules.append(module)
         self.served += served
-        if tensors and not self.served and input_width(module):
+        if tensors and not self.served and not self._readers and input_width(module):
             self._find_output(module, tensors[0])
 
     def end(self, module: nn.Module, served: bool) -> None:
         """A module has run, or has raised."""
+        self._readers.discard(module)
         while self.modules:
             last = self.modules.pop()
             if last is module:
@@ -195,6 +197,7 @@ class FunctionMode(TorchFunctionMode):
                 break
         if not self.modules:
             self.served = 0
+            self._readers.clear()
             for softmax in self._pending:
                 self._reject(softmax.modules, "its softmax over a product of two tensors is not multiplied by values")
             self._pending.clear()
@@ -504,6 +507,7 @@ class FunctionMode(TorchFunctionMode):
             return
         lineage, kept = trace.lineage, trace.lineage.origin.call
         width = kept.axes.head_count * kept.width
+        self._readers.add(linear)  # LoRA has linear layers inside of linear layers
         form = (lineage.signature, kept.axes, kept.order, width, x.dim())
         if form not in self._in_order:
             self._in_order[form] = _in_order(lineage, width)

@@ -72,6 +72,7 @@ class _Pass:
         self.turns: dict[nn.Module, int] = {}  # by attention module: its attention calls in this pass
         self.parts: dict[nn.Module, int] = {}  # by running module: the attention calls in its current call
         self.calls = 0  # attention calls in this pass
+        self.readers: dict[tuple[nn.Module, int], set[nn.Module]] = {}  # linear layers that read the heads of a call
         self.outputs: dict[Site, Tensor] = {}  # of the heads (B, H, Tq, Dv), where no W_O has read them yet
 
 
@@ -176,6 +177,11 @@ class FunctionSource:
         """The heads' outputs of a call reach a linear layer; outputs: as they are there."""
         module, turn = token
         layer, site = observed_layers(module)[turn], self._watch.site(*token)
+        readers = self._passes[threading.current_thread()].readers.setdefault(token, set())
+        readers.add(linear)
+        layer.readers = max(layer.readers, len(readers))
+        if len(readers) > 1:
+            return
         layer.output, layer.in_order = weakref.ref(linear), in_order
         self._watch.recording.set_width(site, linear)
         if self._watch.records_outputs(site):

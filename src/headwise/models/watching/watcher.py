@@ -25,6 +25,7 @@ from ..structure.sites import (
     first_per_module,
     runs_undeclared_code,
 )
+from ..structure.wrappers import inner_model
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
 from .function_calls import Rejection
@@ -57,7 +58,9 @@ def watch(
     statistics from one pass over the scores, equal up to rounding; exact=True prevents that.
 
     Args:
-        model: any PyTorch model whose attention is known.
+        model: any PyTorch model, also compiled or wrapped (DDP, FSDP, PEFT, a pipeline, a SentenceTransformer).
+            Attention that no class declares is seen in the functions that the model calls, and can be chosen by layer
+            once the model has run.
         weights: layers whose attention weights to keep: True for all, a layer, several layers, or {layer: heads}. A
             layer is its number, (kind, number) or its module's path.
         outputs: layers whose heads' outputs before W_O to keep, in the same form.
@@ -83,6 +86,7 @@ def watch(
         ...     model(**inputs)
         >>> seen.layers[0].stats.entropy  # (H,)
     """
+    model = inner_model(model)
     sites = attention_sites(model)
     check_watchable(model, sites)
     request = Request.of(
