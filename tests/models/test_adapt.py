@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,8 @@ BATCH, TOKENS, WIDTH, HEADS = 3, 7, 24, 4
 
 
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    declared = dict(adapters._adapters)
-    yield
-    adapters._adapters.clear()
-    adapters._adapters.update(declared)
-    torch.set_default_dtype(torch.float32)
+def _own_declarations(in_float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_adapters", dict(adapters._adapters))
 
 
 class Tutorial(nn.Module):

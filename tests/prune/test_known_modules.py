@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +17,8 @@ from headwise.models.multihead import PrunedMultiheadAttention
 from helpers.known_modules import spread
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("in_float64")
 BATCH, TOKENS, KEYS, WIDTH, HEADS, VOCAB = 3, 7, 5, 24, 4, 31
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def assert_pruned_as_masked(model: nn.Module, heads: Any, run: Callable[[nn.Module], Tensor]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ BATCH, TOKENS, WIDTH, HEADS, VOCAB = 3, 7, 24, 4, 31
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
-    return
 
 
 def shape(**options: Any) -> Shape:

@@ -21,7 +21,7 @@ def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "
     Code that torch.compile made of the model runs uncompiled meanwhile, since compiled code calls no new hooks.
 
     Args:
-        model: a transformers model.
+        model: any PyTorch model whose attention is known.
         heads: {layer: [heads]}, where a layer is its number, (kind, number) or its module's path; or gates that
             multiply every head's output, differentiable: a tensor (layers, heads), {kind: such a tensor} for models
             with several kinds of attention, or {layer: (heads,) tensor}.

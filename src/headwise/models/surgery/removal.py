@@ -43,7 +43,7 @@ def prune_heads(
     uneven are padded with zeroed heads. `copy.headwise_heads` says which heads of the original the copy's heads are.
 
     Args:
-        model: a transformers model; it is not changed.
+        model: any PyTorch model whose projections are known; it is not changed.
         heads: {layer: [heads]}, where a layer is its number, (kind, number) or its module's path; or a Plan.
         zero: keep all shapes, and set the heads' columns of W_O to zero instead.
         compensate: "bias" moves the constant part of a removed head, its value bias, into the output bias; "mean"
