@@ -119,6 +119,20 @@ def test_single_precision_gives_output_and_statistics_from_one_pass_to_the_bit()
     torch.testing.assert_close(seen.layers[0].stats.entropy, module.stats(x, causal=True).entropy, rtol=0, atol=0)
 
 
+def test_single_precision_training_gives_the_modules_own_gradients() -> None:
+    torch.set_default_dtype(torch.float32)
+    module = spread(MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2))
+    x = torch.randn(BATCH, 67, WIDTH)
+    module(x, causal=True).pow(2).sum().backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    with headwise.watch(module) as seen:
+        module(x, causal=True).pow(2).sum().backward()
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert (seen.layers[0].stats.count == 67).all()
+
+
 def test_gates_mask_and_mean_replacement_work_before_w_o() -> None:
     module = spread(MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2)).eval()
     x = torch.randn(BATCH, TOKENS, WIDTH)

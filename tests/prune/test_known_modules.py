@@ -117,6 +117,21 @@ def test_an_encoder_loses_heads_and_keeps_out_of_the_fast_path(training: bool) -
             assert_pruned_as_masked(encoder, heads, run)
 
 
+def test_the_mean_of_a_pruned_layer_is_over_real_tokens() -> None:
+    module = spread(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)).eval()
+    smaller = headwise.prune_heads(module, {0: [0]})
+    x, padding = torch.randn(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    padding[1, 4:] = True
+    with headwise.watch(smaller, outputs=True) as seen:
+        smaller(x, x, x, key_padding_mask=padding)
+    mean = seen.layers[0].outputs.transpose(1, 2)[~padding].mean(0)
+    with headwise.mask_heads(smaller, {0: [1]}, value=mean):
+        expected = smaller(x, x, x, key_padding_mask=padding)[0]
+    with headwise.mask_heads(smaller, {0: [1]}, value="mean"):
+        out = smaller(x, x, x, key_padding_mask=padding)[0]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # means are summed in float32
+
+
 def test_a_transformer_loses_heads_of_every_kind() -> None:
     model = spread(nn.Transformer(WIDTH, HEADS, 2, 2, 10, 0.0)).eval()
     source, target = torch.randn(KEYS, BATCH, WIDTH), torch.randn(TOKENS, BATCH, WIDTH)

@@ -111,6 +111,22 @@ def test_a_users_model_is_loaded_into_a_whole_one(tmp_path: Path) -> None:
         headwise.load(tmp_path / "m", into=nn.Linear(2, 2))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_pruned_encoder_of_pytorch_is_loaded_into_a_whole_one(tmp_path: Path) -> None:
+    def build() -> nn.TransformerEncoder:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 10, batch_first=True), 2)
+
+    pruned = headwise.prune_heads(spread(build()).eval(), {0: [1], 1: [0, 2]})
+    headwise.save(pruned, tmp_path / "m")
+    again = headwise.load(tmp_path / "m", into=build())
+    x, padding = torch.randn(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad():
+        out = again(x, src_key_padding_mask=padding)
+        assert torch.equal(out, pruned(x, src_key_padding_mask=padding))
+    assert not out[1, 4:].any() and again.headwise_heads == pruned.headwise_heads
+
+
 def test_biases_that_hold_removed_heads_are_loaded_too(tmp_path: Path) -> None:
     model = spread(Classifier()).eval()
     ids = torch.arange(2 * TOKENS).view(2, TOKENS) % VOCAB

@@ -84,13 +84,14 @@ def close_modules(owner: object) -> None:
 
 @functools.wraps(_whole_forward)
 def _forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    is_open = any(self in modules for modules in _opened_by.values())
+    is_open = any(self in modules for modules in tuple(_opened_by.values()))  # other threads change it
     return run(self, *args, **kwargs) if is_open else _whole_forward(self, *args, **kwargs)
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):
     """An nn.MultiheadAttention with fewer heads than its width has room for; PyTorch's own code cannot run it."""
 
+    @functools.wraps(_whole_forward)
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return run(self, *args, **kwargs)
 
@@ -297,6 +298,12 @@ class PaddedTransformerEncoder(nn.TransformerEncoder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return _run_padded(self, *args, **kwargs)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before heads were cut out of it."""
+    plain = {PrunedMultiheadAttention: nn.MultiheadAttention, PaddedTransformerEncoder: nn.TransformerEncoder}
+    return plain.get(type(module), type(module))
 
 
 def keep_padded(model: nn.Module) -> None:
