@@ -117,6 +117,16 @@ def test_an_encoder_loses_heads_and_keeps_out_of_the_fast_path(training: bool) -
             assert_pruned_as_masked(encoder, heads, run)
 
 
+def test_a_pruned_encoder_compiles_to_one_graph() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 10, 0.0, batch_first=True)
+    encoder = spread(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
+    smaller = headwise.prune_heads(encoder, {0: [1, 2], 1: [0]})
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    with torch.no_grad():
+        compiled = torch.compile(smaller, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), smaller(x))
+
+
 def test_the_mean_of_a_pruned_layer_is_over_real_tokens() -> None:
     module = spread(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)).eval()
     smaller = headwise.prune_heads(module, {0: [0]})
