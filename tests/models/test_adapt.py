@@ -196,6 +196,17 @@ def test_a_layer_that_cannot_run_alone_is_compared_on_the_users_batches() -> Non
     torch.testing.assert_close(smaller(x), expected)
 
 
+def test_a_layer_that_is_given_a_bias_is_compared_on_the_users_batches() -> None:
+    class Biased(Tutorial):
+        def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x, x, x)
+
+    separate(Tutorial)
+    model = Layers(Biased())
+    with pytest.raises(UnsupportedError, match="its position_bias may have an entry per head, made elsewhere; give"):
+        headwise.prune_heads(model, {0: [1]})
+
+
 def test_wrong_declarations_are_refused_by_name() -> None:
     whole = {"query": "W_Q", "key": "W_K", "value": "W_V", "output": "W_O", "heads": "n_heads"}
     wrong: list[tuple[Any, dict[str, Any], str]] = [
