@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="headwise-inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
         config.add_cleanup(lambda: (os.environ.pop("TORCHINDUCTOR_CACHE_DIR"), folder.cleanup()))
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """New tensors and modules are in double precision, with the same random numbers in every test."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

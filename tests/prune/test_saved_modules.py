@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ BATCH, TOKENS, WIDTH, HEADS, VOCAB = 3, 7, 24, 4, 31
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
-    return
 
 
 def shape(**options: Any) -> Shape:
@@ -111,6 +109,22 @@ def test_a_users_model_is_loaded_into_a_whole_one(tmp_path: Path) -> None:
     assert all(torch.equal(x, before[name]) for name, x in whole.state_dict().items())
     with pytest.raises(HeadwiseError, match="holds a Classifier, got into= a Linear"):
         headwise.load(tmp_path / "m", into=nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_pruned_encoder_of_pytorch_is_loaded_into_a_whole_one(tmp_path: Path) -> None:
+    def build() -> nn.TransformerEncoder:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 10, batch_first=True), 2)
+
+    pruned = headwise.prune_heads(spread(build()).eval(), {0: [1], 1: [0, 2]})
+    headwise.save(pruned, tmp_path / "m")
+    again = headwise.load(tmp_path / "m", into=build())
+    x, padding = torch.randn(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad():
+        out = again(x, src_key_padding_mask=padding)
+        assert torch.equal(out, pruned(x, src_key_padding_mask=padding))
+    assert not out[1, 4:].any() and again.headwise_heads == pruned.headwise_heads
 
 
 def test_biases_that_hold_removed_heads_are_loaded_too(tmp_path: Path) -> None:

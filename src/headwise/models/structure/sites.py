@@ -39,6 +39,11 @@ class Site:
         return self.kind, self.index
 
     @property
+    def place(self) -> str:
+        """Its path, for messages; a model may be an attention module itself."""
+        return self.name or "the top"
+
+    @property
     def parent(self) -> str:
         """The path of the module around it."""
         return self.name.rpartition(".")[0]
@@ -181,7 +186,7 @@ def check_watchable(model: nn.Module, sites: list[Site]) -> None:
     if unwatchable:
         site = unwatchable[0]
         raise UnsupportedError(
-            f"{name} cannot be watched: {type(site.module).__name__} (at {site.name}) computes its attention itself "
+            f"{name} cannot be watched: {type(site.module).__name__} (at {site.place}) computes its attention itself "
             f"instead of through transformers' attention registry{_advice(model, sites, site)}"
         )
     for site in sites:

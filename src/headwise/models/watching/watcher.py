@@ -55,7 +55,8 @@ def watch(
     """Inside `with`, record what every head of a model does; the model runs as before and its output does not change.
 
     Where the model's own attention function runs, its output is the same to the bit. Long inputs get output and
-    statistics from one pass over the scores, equal up to rounding; exact=True prevents that.
+    statistics from one pass over the scores, equal up to rounding; exact=True prevents that. PyTorch's fused inference
+    path for nn.TransformerEncoder, which calls no attention module, is off meanwhile.
 
     Args:
         model: any PyTorch model, also compiled or wrapped (DDP, FSDP, PEFT, a pipeline, a SentenceTransformer).
