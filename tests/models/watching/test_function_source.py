@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 
 import headwise
+from headwise.attention import functional
 from headwise.attention.stats import stats_from_weights
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.hooks import has_hooks
@@ -92,6 +93,21 @@ def test_training_with_dropout_records_the_weights_before_it() -> None:
         output = model(x)
     output.sum().backward()
     assert torch.equal(output, expected)
+    torch.testing.assert_close(seen.layers[0].weights, model.steps[0].weights_by_hand(x), rtol=0, atol=ROUNDING)
+    assert not seen.layers[0].weights.requires_grad
+
+
+def test_weights_that_the_model_overwrites_afterwards_are_kept() -> None:
+    class Overwriting(Einsum):
+        def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            weights = (split(q) @ split(k).mT / math.sqrt(DIM)).softmax(-1)
+            out = merge(weights @ split(v))
+            weights.zero_()
+            return out
+
+    model, x = spread(Stack(Overwriting, 1)), tokens()
+    with headwise.watch(model, weights=True) as seen, torch.no_grad():
+        model(x)
     torch.testing.assert_close(seen.layers[0].weights, model.steps[0].weights_by_hand(x), rtol=0, atol=ROUNDING)
 
 
@@ -210,6 +226,33 @@ def test_steps_that_grow_a_cache_continue_the_sequences() -> None:
     assert layer.stats.count.tolist() == [[LENGTH] * HEADS] * BATCH
     for name in whole.layers[0].stats:
         torch.testing.assert_close(layer.stats[name], whole.layers[0].stats[name], rtol=0, atol=1e3 * ROUNDING)
+
+
+class OwnFunction(Form):
+    """headwise.attend in a class of the user's."""
+
+    causal = True
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return merge(headwise.attend(split(q), split(k), split(v), causal=True, gates=torch.ones(HEADS)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_calls_of_headwise_attend_in_other_classes_are_seen_once(dtype: torch.dtype) -> None:
+    model, x = spread(Stack(OwnFunction)).to(dtype), tokens().to(dtype)
+    expected = model(x)
+    with headwise.watch(model, weights=True) as outer, headwise.watch(model, weights=True) as seen:
+        assert torch.equal(model(x), expected)
+        headwise.attend(*torch.randn(3, 1, 2, 5, 4))  # of no model
+    close = ROUNDING if dtype == torch.float64 else 64 * torch.finfo(dtype).eps
+    for layers in (seen.layers, outer.layers):
+        assert [layer.name for layer in layers] == ["steps.0", "steps.1"] and len(layers[0].all_weights) == 1
+        torch.testing.assert_close(
+            layers[0].weights.detach(), model.steps[0].weights_by_hand(x).to(dtype), rtol=0, atol=close
+        )
+    assert functional.observer is None
+    with headwise.mask_heads(model, {0: [1]}):
+        assert not torch.equal(model(x), expected)
 
 
 # ---- layers

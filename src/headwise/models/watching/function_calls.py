@@ -74,6 +74,7 @@ class FunctionCall:
     causal: bool = False  # query i sees keys 0 ... i
     scale: float | None = None
     dropout: float = 0.0
+    options: dict[str, Any] | None = None  # of headwise.attend, where the model calls that
 
 
 class Output(NamedTuple):
@@ -476,6 +477,19 @@ class FunctionMode(TorchFunctionMode):
         )
         return self._answer(call, run, tuple(range(query.dim())))
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
+        """A call of headwise.attend."""
+        if self.served or not self.modules:
+            return run()
+        factor = Factor(q, "abcd", "abcd")
+        axes = self._read_axes(self._query_lineage(factor, factor), tuple(q.shape[:2]), *q.shape[2:], documented=True)
+        if isinstance(axes, str) or not axes.plain:  # attend takes (B, H, T, D) and nothing else
+            problem = axes if isinstance(axes, str) else "it gives headwise.attend heads for sequences"
+            self._reject(tuple(self.modules), problem)
+            return run()
+        call = FunctionCall(tuple(self.modules), q, k, v, axes, dropout=options["dropout"], options=options)
+        return self._answer(call, run, (0, 1, 2, 3))
+
     def _read_axes(
         self, lineage: Lineage | None, lead: tuple[int, ...], rows: int, columns: int, documented: bool = False
     ) -> HeadAxes | str:
@@ -526,6 +540,11 @@ def own_computation(on: bool = True) -> Iterator[None]:
         yield
     finally:
         _thread.computing = before
+
+
+def is_own_computation() -> bool:
+    """Whether this thread computes something of our own."""
+    return _thread.computing
 
 
 def function_name(function: Function) -> str:

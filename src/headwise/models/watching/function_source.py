@@ -10,11 +10,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
+from ...attention import functional
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import in_backward
@@ -22,7 +24,7 @@ from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
 from .call_reader import ModelCall, Reading, read_mask
 from .eager import EagerReading
-from .function_calls import FunctionCall, FunctionMode, Rejection, own_computation
+from .function_calls import FunctionCall, FunctionMode, Rejection, is_own_computation, own_computation
 from .sources import KnownCall
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
+_lock = threading.RLock()
+_sources: set[FunctionSource] = set()  # whose hooks are set
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class WeightsReading(EagerReading):
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         assert self.softmax is not None
-        weights = self.softmax if rows is None else self.softmax[:, :, rows]
+        weights = self.softmax.clone() if rows is None else self.softmax[:, :, rows]  # the model may overwrite them
         return weights if heads is None else weights[:, heads]
 
 
@@ -91,13 +95,20 @@ class FunctionSource:
 
     def follow(self, hooks: Hooks) -> None:
         """Set the hooks that say which modules are running."""
+        with _lock:
+            _sources.add(self)
+            functional.observer = _observe_attend
         inside = {part for module in self._served for part in module.modules()} - self._served
         for module in self._paths.keys() - inside:
             hooks.before(module, self._begin, kwargs=True)
             hooks.after(module, self._end, always=True)
 
     def stop(self) -> None:
-        """Switch the mode off in this thread, where an interrupt left it on."""
+        """See no more calls, and switch the mode off in this thread, where an interrupt left it on."""
+        with _lock:
+            _sources.discard(self)
+            if not _sources:
+                functional.observer = None
         current = self._passes.pop(threading.current_thread(), None)
         if current is not None:
             _leave(current.mode)
@@ -219,7 +230,14 @@ class FunctionSource:
         # queries and keys of different numbers may be of different sequences
         comparable = not cross and (queries == keys or continues or call.causal)
         reading: Any
-        if call.weights is None:
+        if call.options is not None:
+            options = {name: x for name, x in call.options.items() if name not in ("gates", "dropout")}
+            mask, offset = options["mask"], options["offset"]
+            options["mask"] = None if mask is None else mask[(None,) * (4 - mask.dim())]
+            options["offset"] = keys - queries if offset is None else offset
+            reading = Reading(q, k, v, options, comparable or offset is not None)
+            one_pass = False
+        elif call.weights is None:
             options = {
                 "mask": None if call.mask is None else read_mask(call.mask, keys),
                 "causal": call.causal,
@@ -233,10 +251,24 @@ class FunctionSource:
             one_pass = call.axes.plain and not call.dropout and reading.in_one_pass()
         else:
             model_call = ModelCall(module, q, k, v, None, {}, "function")
-            reading = WeightsReading(model_call, _no_eager, keys - queries, comparable, softmax=call.weights)
+            reading = WeightsReading(model_call, _no_eager, keys - queries, comparable, softmax=call.weights.detach())
             one_pass = False
         real = None if cross else self._watch.real_tokens(module, batch, queries, keys)
         return KnownCall(module, reading, call.dropout, real, decoding=continues, one_pass=one_pass, turn=turn)
+
+
+def _observe_attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | None:
+    """Answer a call of headwise.attend in the code of watched models; None for any other call."""
+    if is_own_computation() or not _thread.modes or in_backward() or q.dim() != 4:
+        return None
+
+    def run() -> Tensor:
+        with own_computation():
+            return functional.attend(q, k, v, **options)
+
+    for mode in _thread.modes:
+        run = partial(mode.attend, q, k, v, options, run)
+    return run()
 
 
 def _no_eager(*args: Any, **options: Any) -> tuple[Tensor, Any]:
