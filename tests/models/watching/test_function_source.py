@@ -534,7 +534,7 @@ def test_a_model_without_attention_is_refused_with_what_was_rejected() -> None:
     ):
         model(tokens())
     with (
-        pytest.raises(UnsupportedError, match=r"Covariance \(at the model itself\): the rows of its axes"),
+        pytest.raises(UnsupportedError, match=r"Covariance \(at the top\): the rows of its axes"),
         headwise.watch(Covariance()) as seen,
     ):
         seen.model(tokens())
@@ -555,7 +555,7 @@ def test_candidates_are_listed_beside_the_layers_that_were_seen() -> None:
         model(tokens())
         model(tokens())
     (rejection,) = seen.rejected
-    assert str(rejection) == ("Partly (at the model itself): it changes its weights between softmax and values (mul)")
+    assert str(rejection) == ("Partly (at the top): it changes its weights between softmax and values (mul)")
     assert [layer.name for layer in seen.layers] == ["known"]
 
 

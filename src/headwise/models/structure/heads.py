@@ -74,11 +74,11 @@ def _observed_output(model: nn.Module, site: Site, layers: list[ObservedLayer]) 
     elif any(layer.w_o is not w_o for layer in layers):
         problem = "it serves several layers, each with its own"
     if w_o is None or problem:
-        raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.name}) is not known: {problem}")
+        raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.place}) is not known: {problem}")
     for path, module in model.named_modules():
         if module is w_o:
             return path, w_o
-    raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.name}) is outside of this model")
+    raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.place}) is outside of this model")
 
 
 def input_width(linear: nn.Module) -> int | None:

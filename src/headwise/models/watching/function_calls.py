@@ -57,7 +57,7 @@ class Rejection(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.module} (at {self.name or 'the model itself'}): {self.reason}"
+        return f"{self.module} (at {self.name or 'the top'}): {self.reason}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -482,7 +482,8 @@ class FunctionMode(TorchFunctionMode):
         if self.served or not self.modules:
             return run()
         factor = Factor(q, "abcd", "abcd")
-        axes = self._read_axes(self._query_lineage(factor, factor), tuple(q.shape[:2]), *q.shape[2:], documented=True)
+        lineage, lead = self._query_lineage(factor, factor), tuple(q.shape[:2])
+        axes = self._read_axes(lineage, lead, q.shape[2], q.shape[3], documented=True)
         if isinstance(axes, str) or not axes.plain:  # attend takes (B, H, T, D) and nothing else
             problem = axes if isinstance(axes, str) else "it gives headwise.attend heads for sequences"
             self._reject(tuple(self.modules), problem)
