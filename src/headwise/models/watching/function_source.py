@@ -20,6 +20,7 @@ from ...attention import functional
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import in_backward
+from ..structure.discovery import source_of
 from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
 from .call_reader import ModelCall, Reading, read_mask
@@ -87,7 +88,8 @@ class FunctionSource:
         self.rejected: dict[Rejection, None] = {}
         self._watch = watch
         self._served = {site.module for site in sites if site.source != "function"}
-        self._expected = {site.module for site in sites if site.source == "function"}
+        # modules whose class says that they attend; beside them there are those that were seen to
+        self._expected = {site.module for site in sites if source_of(type(site.module)) == "function"}
         self._paths: dict[nn.Module, str] = {module: path for path, module in watch.model.named_modules()}
         self._passes: dict[threading.Thread, _Pass] = {}
         # by attention module and turn: sequences and keys of its newest call
@@ -135,14 +137,15 @@ class FunctionSource:
         current = self._passes.get(thread)
         if current is None or in_backward():
             return
-        if output is not None and module in self._expected and not current.parts.get(module):
-            self._miss(module)
+        missed = output is not None and module in self._expected and not current.parts.get(module)
         current.mode.end(module, module in self._served)
         if not current.mode.modules:
             _leave(current.mode)
             del self._passes[thread]
             for site, outputs in current.outputs.items():
                 self._watch.recording.add_head_outputs(site, outputs)
+        if missed:
+            self._miss(module)
 
     # what the mode tells
 
