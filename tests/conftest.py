@@ -50,6 +50,17 @@ def in_float64() -> Iterator[None]:
 
 
 @pytest.fixture
+def float64() -> Iterator[None]:
+    """Tensors and parameters are float64 by default, and random numbers the same in every run."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def own_role_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Roles that a test registers are forgotten after it."""
     from headwise.role_definitions import registry

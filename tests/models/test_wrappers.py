@@ -16,13 +16,7 @@ from headwise.models.structure.wrappers import inner_model
 from helpers.known_modules import ROUNDING, spread
 from helpers.undeclared_models import WIDTH, Einsum, Stack
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture

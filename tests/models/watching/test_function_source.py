@@ -46,12 +46,12 @@ BATCH, LENGTH = 2, 7
 DETERMINISTIC = [form for form in FORMS if form.__name__ != "InPlace"]  # its dropout is always on
 
 
+pytestmark = pytest.mark.usefixtures("float64")
+
+
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+def _no_mode_is_left() -> Iterator[None]:
     yield
-    torch.set_default_dtype(torch.float32)
     assert _len_torch_function_stack() == 0
 
 

@@ -75,12 +75,7 @@ def timm() -> Iterator[Any]:
                 del sys.modules[name]
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def watch_twice(model: nn.Module, fused: Any, *inputs: Any, **options: Any) -> list[Any]:
