@@ -53,7 +53,7 @@ def _caching_modules(model: Any) -> set[int]:
 
     An encoder and a vision tower read everything at once. A model that does not generate counts as a decoder.
     """
-    part = model.decoder if isinstance(model, Transformer) else model
+    part: Any = model.decoder if isinstance(model, Transformer) else model
     generates = getattr(model, "can_generate", lambda: False)()
     while generates or getattr(getattr(part, "config", None), "is_encoder_decoder", False):
         inner = part.get_decoder() if hasattr(part, "get_decoder") else None
