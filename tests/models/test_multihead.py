@@ -185,16 +185,23 @@ def test_gradients_of_a_watched_module_are_those_of_pytorch() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_a_query_that_sees_nothing_gets_what_pytorch_gives_and_does_not_count() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_query_that_sees_nothing_gets_what_pytorch_gives_and_does_not_count(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_reader, "ONE_PASS", 0)
+    torch.set_default_dtype(dtype)
     module = spread(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)).eval()
     x = torch.randn(BATCH, QUERIES, WIDTH)
     hidden = torch.zeros(QUERIES, QUERIES, dtype=torch.bool)
     hidden[2] = True
-    plain = module(x, x, x, attn_mask=hidden)[0]
-    with headwise.watch(module) as seen:
-        out = module(x, x, x, attn_mask=hidden)[0]
-    assert torch.equal(plain.nan_to_num(7.0), out.nan_to_num(7.0))
-    assert (seen.layers[0].stats.count == QUERIES - 1).all()
+    for mask in (hidden, hidden | torch.ones_like(hidden).triu(1)):
+        with torch.no_grad(), fast_path(False):
+            plain = module(x, x, x, attn_mask=mask, need_weights=False)[0]
+        with torch.no_grad(), headwise.watch(module) as seen:
+            out = module(x, x, x, attn_mask=mask, need_weights=False)[0]
+        assert torch.equal(plain.nan_to_num(7.0), out.nan_to_num(7.0))
+        assert (seen.layers[0].stats.count == QUERIES - 1).all()
 
 
 # ---- PyTorch's layers and stacks

@@ -14,6 +14,8 @@ import headwise
 from headwise import Heads, MultiHeadAttention, Shape
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.multihead import PrunedMultiheadAttention
+from headwise.prune.attention_layers import attention_layers
+from headwise.prune.quality import size
 from helpers.known_modules import spread
 
 torch.set_num_threads(1)
@@ -191,6 +193,18 @@ def test_appended_keys_have_no_constant_to_move() -> None:
     module = spread(nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True)).eval()
     smaller = headwise.prune_heads(module, {0: [1]}, compensate="bias")
     assert torch.equal(smaller.out_proj.bias, module.out_proj.bias)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: MultiHeadAttention(WIDTH, HEADS), lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)]
+)
+def test_the_cost_of_a_head_is_what_removing_it_saves(build: Any) -> None:
+    module = build()
+    [layer] = attention_layers(module)
+    smaller = headwise.prune_heads(module, {0: [2]})
+    saved = sum(p.numel() for p in module.parameters()) - sum(p.numel() for p in smaller.parameters())
+    assert layer.head_parameters + layer.kv_parameters == saved
+    assert size(module).cache == 0
 
 
 def test_what_a_module_does_not_have_is_refused_by_name() -> None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import headwise
 from headwise import Heads, MultiHeadAttention, Shape
+from headwise.cli import main
 from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
 from helpers.known_modules import spread
+from helpers.small_checkpoints import CORPUS, save_small_model
 
 torch.set_num_threads(1)
 BATCH, TOKENS, WIDTH, HEADS, VOCAB = 3, 7, 24, 4, 31
@@ -181,6 +183,22 @@ def test_a_changed_description_of_a_stack_is_refused(change: dict[str, Any], mes
     (folder / "headwise.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=message):
         headwise.load(folder)
+
+
+def test_the_command_prunes_a_saved_stack(tmp_path: Path) -> None:
+    source = save_small_model("llama", tmp_path / "llama")
+    stack, out = tmp_path / "stack", tmp_path / "pruned"
+    headwise.save(headwise.Decoder.from_pretrained(source), stack)
+    headwise.tokenizer(source).save_pretrained(stack)
+    (tmp_path / "texts").write_text("\n".join(CORPUS * 2))
+    arguments = {"--model": stack, "--texts": tmp_path / "texts", "--out": out, "--keep": 0.5, "--score": "output"}
+    assert main(["prune", *(str(word) for pair in arguments.items() for word in pair)]) == 0
+    pruned = headwise.load(out)
+    assert isinstance(pruned, headwise.Decoder)
+    assert sum(number is not None for heads in pruned.headwise_heads.values() for number in heads) < 12
+    report = json.loads((out / "pruning.json").read_text())
+    assert report["after"]["parameters"] < report["before"]["parameters"]
+    assert report["before"]["cache"] == 2 * 2 * 2 * 4 * 4  # layers, keys and values, heads, their width, bytes
 
 
 def test_into_is_refused_where_nothing_needs_it(tmp_path: Path) -> None:

@@ -91,9 +91,19 @@ def _forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Te
 class PrunedMultiheadAttention(nn.MultiheadAttention):
     """An nn.MultiheadAttention with fewer heads than its width has room for; PyTorch's own code cannot run it."""
 
-    @functools.wraps(_whole_forward)
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return run(self, *args, **kwargs)
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention.forward."""
+        return run(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
 
 def set_heads(module: nn.MultiheadAttention, heads: int, head_width: int) -> None:
