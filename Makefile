@@ -79,7 +79,8 @@ test-full: tools lint  ## the long tests as well
 
 # --no-deps: torch is there already, and torchvision, which timm asks for, may have no build for it
 INTEROP := timm==1.0.30 diffusers==0.42.1 x-transformers==2.31.10 einops==0.8.2 einx==0.4.3 loguru==0.7.3 frozendict==2.5.1 \
-           torch-einops-utils==0.2.0
+           torch-einops-utils==0.2.0 peft==0.21.2 sentence-transformers==6.2.0 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 \
+           threadpoolctl==3.8.0 narwhals==2.28.0 cloudpickle==3.1.2
 interop: setup  ## the tests on models of other packages, which are installed into build/interop
 	$(BIN)/python -m pip install --quiet --no-deps --target build/interop $(INTEROP)
 	PYTHONPATH=build/interop $(BIN)/python -m pytest tests/models/watching/test_packages.py

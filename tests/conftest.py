@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ SKIPS = (
     "no fork here",
     "HEADWISE_KERNEL=off",  # a test of the native kernel itself; tests/matrix.py has such runs
     "triton is not installed",  # it exists for Linux on x86-64 only
-    "(timm|diffusers|x_transformers) is not installed",  # other people's models; make interop installs them
+    "(timm|diffusers|x_transformers|peft|sentence_transformers) is not installed",  # make interop
     "JupyterLab is missing",  # a long test; the same widget runs in the browser tests without it
 )
 
@@ -35,6 +36,28 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="headwise-inductor-")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
         config.add_cleanup(lambda: (os.environ.pop("TORCHINDUCTOR_CACHE_DIR"), folder.cleanup()))
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """New tensors and modules are in double precision, with the same random numbers in every test."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Tensors and parameters are float64 by default, and random numbers the same in every run."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,8 @@ BATCH, TOKENS, WIDTH, HEADS = 3, 7, 24, 4
 
 
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    declared = dict(adapters._adapters)
-    yield
-    adapters._adapters.clear()
-    adapters._adapters.update(declared)
-    torch.set_default_dtype(torch.float32)
+def _own_declarations(in_float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_adapters", dict(adapters._adapters))
 
 
 class Tutorial(nn.Module):
@@ -201,6 +194,17 @@ def test_a_layer_that_cannot_run_alone_is_compared_on_the_users_batches() -> Non
     with headwise.mask_heads(model, {0: [1]}):
         expected = model(x)
     torch.testing.assert_close(smaller(x), expected)
+
+
+def test_a_layer_that_is_given_a_bias_is_compared_on_the_users_batches() -> None:
+    class Biased(Tutorial):
+        def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x, x, x)
+
+    separate(Tutorial)
+    model = Layers(Biased())
+    with pytest.raises(UnsupportedError, match="its position_bias may have an entry per head, made elsewhere; give"):
+        headwise.prune_heads(model, {0: [1]})
 
 
 def test_wrong_declarations_are_refused_by_name() -> None:

@@ -20,15 +20,8 @@ from headwise.models.watching import call_reader
 from helpers.known_modules import ROUNDING, assert_statistics, spread
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("in_float64")
 BATCH, QUERIES, KEYS, WIDTH, HEADS = 3, 7, 5, 12, 4
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @contextmanager
@@ -192,16 +185,23 @@ def test_gradients_of_a_watched_module_are_those_of_pytorch() -> None:
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_a_query_that_sees_nothing_gets_what_pytorch_gives_and_does_not_count() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_query_that_sees_nothing_gets_what_pytorch_gives_and_does_not_count(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_reader, "ONE_PASS", 0)
+    torch.set_default_dtype(dtype)
     module = spread(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)).eval()
     x = torch.randn(BATCH, QUERIES, WIDTH)
     hidden = torch.zeros(QUERIES, QUERIES, dtype=torch.bool)
     hidden[2] = True
-    plain = module(x, x, x, attn_mask=hidden)[0]
-    with headwise.watch(module) as seen:
-        out = module(x, x, x, attn_mask=hidden)[0]
-    assert torch.equal(plain.nan_to_num(7.0), out.nan_to_num(7.0))
-    assert (seen.layers[0].stats.count == QUERIES - 1).all()
+    for mask in (hidden, hidden | torch.ones_like(hidden).triu(1)):
+        with torch.no_grad(), fast_path(False):
+            plain = module(x, x, x, attn_mask=mask, need_weights=False)[0]
+        with torch.no_grad(), headwise.watch(module) as seen:
+            out = module(x, x, x, attn_mask=mask, need_weights=False)[0]
+        assert torch.equal(plain.nan_to_num(7.0), out.nan_to_num(7.0))
+        assert (seen.layers[0].stats.count == QUERIES - 1).all()
 
 
 # ---- PyTorch's layers and stacks
@@ -449,6 +449,105 @@ def test_two_threads_watch_their_own_models_and_not_one_together() -> None:
         thread.start()
         thread.join()
     assert "has a headwise.watch on the same layers" in str(refused[0])
+
+
+# ---- the options of watch, and the modes of PyTorch
+
+
+def test_rows_heads_classes_and_observers_of_known_modules() -> None:
+    encoder = spread(nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer_options(batch_first=True)), 2)).eval()
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    chosen = torch.zeros(BATCH, QUERIES, dtype=torch.bool)
+    chosen[:, 2:4] = True
+    calls: list[Any] = []
+    options: dict[str, Any] = {"weights": {1: [0, 3]}, "rows": [-1, 2], "classes": {"chosen": chosen}}
+    with torch.no_grad(), headwise.watch(encoder, each=lambda *call: calls.append(call), **options) as seen:
+        encoder(x)
+    with torch.no_grad(), headwise.watch(encoder, weights=True) as whole:
+        encoder(x)
+    weights = whole[1].weights
+    assert torch.equal(seen[1].weights[0, 3], weights[0, 3, [QUERIES - 1, 2]])
+    share = (weights * chosen[:, None, None]).sum(-1).mean((0, 2))
+    torch.testing.assert_close(seen[1].stats.share("chosen"), share)
+    assert [layer.index for layer, _, _ in calls] == [0, 1]
+    assert torch.equal(calls[1][1].weights(None, None), weights)
+    with torch.no_grad(), headwise.watch(encoder, stats=False, weights=0) as without:
+        encoder(x)
+    with pytest.raises(HeadwiseError, match="no statistics were kept"):
+        _ = without[0].stats
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_counts_a_pass_once(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(**layer_options(batch_first=True)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    model = spread(Checkpointed())
+    x = torch.randn(BATCH, QUERIES, WIDTH, requires_grad=True)
+    model(x).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    with headwise.watch(model) as seen, headwise.mask_heads(model, torch.ones(2, HEADS)):
+        model(x).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert [len(layer.runs) for layer in seen.layers] == [1, 1]
+    assert (seen.layers[0].stats.count == QUERIES).all()
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16", "inference_mode"])
+def test_other_precisions_and_modes(mode: str) -> None:
+    torch.set_default_dtype(torch.float32)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer_options(batch_first=True)), 2).eval()
+    x, padding = torch.randn(BATCH, QUERIES, WIDTH), key_padding("bool", QUERIES)["key_padding_mask"]
+    if mode == "bfloat16":
+        encoder, x = encoder.bfloat16(), x.bfloat16()
+    around = torch.autocast("cpu", dtype=torch.bfloat16) if mode == "autocast" else torch.no_grad()
+    around = torch.inference_mode() if mode == "inference_mode" else around
+    for arguments in ({}, {"src_key_padding_mask": padding, "mask": torch.zeros(QUERIES, QUERIES, dtype=torch.bool)}):
+        with around, fast_path(False):
+            plain = encoder(x, **arguments)
+        with around, headwise.watch(encoder, weights=True) as seen:
+            out = encoder(x, **arguments)
+        assert torch.equal(plain, out)
+        real = ~padding if arguments else None
+        expected = stats_from_weights(seen.layers[1].weights, queries=real)
+        close = 1e-4 if mode == "inference_mode" else 5e-2  # weights of 8 bits
+        torch.testing.assert_close(seen.layers[1].stats.entropy, expected.entropy, rtol=close, atol=close)
+
+
+def test_a_layer_that_was_compiled_in_place_is_watched_uncompiled() -> None:
+    encoder = spread(nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer_options(batch_first=True)), 2)).eval()
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    with fast_path(False), torch.no_grad():
+        plain = encoder(x)
+    encoder.layers[0].compile(backend="eager")
+    with torch.no_grad(), headwise.watch(encoder) as seen:
+        out = encoder(x)
+    assert torch.equal(plain, out) and len(seen.layers) == 2
+
+
+def test_a_copy_made_inside_the_with_has_no_hooks_that_act() -> None:
+    import copy
+
+    module = spread(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)).eval()
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    plain = module(x, x, x)[0]
+    with headwise.watch(module) as seen, headwise.mask_heads(module, {0: [1]}):
+        duplicate = copy.deepcopy(module)
+        out = duplicate(x, x, x)[0]
+        module(x, x, x)
+    torch.testing.assert_close(out, plain)
+    assert len(seen.layers[0].runs) == 1
 
 
 # ---- masks and gates

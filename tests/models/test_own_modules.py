@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,8 @@ from headwise.attention.nn import module as own
 from helpers.known_modules import ROUNDING, assert_statistics, spread
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("in_float64")
 BATCH, TOKENS, KEYS, WIDTH, HEADS, VOCAB = 3, 7, 5, 24, 4, 31
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 MODULES: dict[str, dict[str, Any]] = {
@@ -125,6 +117,20 @@ def test_single_precision_gives_output_and_statistics_from_one_pass_to_the_bit()
         out = module(x, causal=True)
     assert torch.equal(module(x, causal=True), out)
     torch.testing.assert_close(seen.layers[0].stats.entropy, module.stats(x, causal=True).entropy, rtol=0, atol=0)
+
+
+def test_single_precision_training_gives_the_modules_own_gradients() -> None:
+    torch.set_default_dtype(torch.float32)
+    module = spread(MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2))
+    x = torch.randn(BATCH, 67, WIDTH)
+    module(x, causal=True).pow(2).sum().backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    with headwise.watch(module) as seen:
+        module(x, causal=True).pow(2).sum().backward()
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert (seen.layers[0].stats.count == 67).all()
 
 
 def test_gates_mask_and_mean_replacement_work_before_w_o() -> None:
@@ -340,3 +346,55 @@ def test_a_layer_that_is_not_called_is_unseen() -> None:
     with headwise.watch(model) as seen:
         model.blocks[0](torch.randn(BATCH, TOKENS, WIDTH), causal=True)
     assert [layer.index for layer in seen.layers] == [0] and seen.unseen == ["blocks.1.attention"]
+
+
+def test_nested_watches_see_the_same_calls_and_exact_takes_the_modules_own_output() -> None:
+    torch.set_default_dtype(torch.float32)
+    module = spread(MultiHeadAttention(WIDTH, HEADS)).eval()
+    x = torch.randn(BATCH, 67, WIDTH)
+    plain = module(x, causal=True)
+    with headwise.watch(module) as outer:
+        with headwise.watch(module, exact=True) as inner:
+            out = module(x, causal=True)
+        module(x)
+    assert torch.equal(plain, out)
+    assert len(outer.layers[0].runs) == 2 and len(inner.layers[0].runs) == 1
+    first = outer.layers[0].runs[0].all
+    torch.testing.assert_close(first.entropy, inner.layers[0].stats.entropy, rtol=1e-6, atol=1e-6)
+    assert not own.observers
+
+
+def test_a_module_that_runs_twice_in_a_pass_is_two_layers() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = MultiHeadAttention(WIDTH, HEADS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(self.attention(x))
+
+    model = spread(Twice()).eval()
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    with torch.no_grad(), headwise.watch(model, weights=True) as seen:
+        model(x)
+        model(x)
+    assert [(layer.kind, layer.index, len(layer.runs)) for layer in seen.layers] == [("self", 0, 2), ("self", 1, 2)]
+    assert torch.equal(seen.layers[1].weights, model.attention.weights(model.attention(x)))
+
+
+def test_everything_is_put_back_when_the_body_raises() -> None:
+    model = headwise.Decoder(shape(head="tied"))
+    for context in (headwise.watch(model), headwise.mask_heads(model, {0: [1]})):
+        with pytest.raises(headwise.ShapeError), context:
+            model(torch.full((1, 3), VOCAB))
+        assert not own.observers and not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_part_of_a_split_module_is_refused_in_words() -> None:
+    class Part(MultiHeadAttention):
+        is_split = True
+
+    message = "Part holds a part of its heads or tokens on each rank and cannot be watched"
+    with pytest.raises(headwise.UnsupportedError, match=message), headwise.watch(Part(WIDTH, HEADS)):
+        pass
+    assert not own.observers

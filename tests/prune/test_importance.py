@@ -402,7 +402,10 @@ def test_bad_arguments_of_importance_and_plan_are_named() -> None:
             "there is no score 'taylor'; there are ablation, confidence",
         ),
         (lambda: headwise.importance(model, [], "michel"), "michel needs batches"),
-        (lambda: headwise.importance(model, ["text"], "michel"), "a batch is a dict of model inputs or a tensor"),
+        (
+            lambda: headwise.importance(model, ["text"], "michel"),
+            "a batch is a dict of model inputs, a tensor or a tuple",
+        ),
         (lambda: headwise.importance(model, batches, unit="neuron"), "unit must be one of head, kv, layer"),
         (lambda: headwise.importance(model, make_batches("bert", labels=torch.zeros(3))), "gives no logits for labels"),
         (lambda: headwise.importance(model, batches, "l0", speed=3), "l0 has no option 'speed'; it has steps,"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +14,13 @@ import headwise
 from headwise import Heads, MultiHeadAttention, Shape
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.multihead import PrunedMultiheadAttention
+from headwise.prune.attention_layers import attention_layers
+from headwise.prune.quality import size
 from helpers.known_modules import spread
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("in_float64")
 BATCH, TOKENS, KEYS, WIDTH, HEADS, VOCAB = 3, 7, 5, 24, 4, 31
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def assert_pruned_as_masked(model: nn.Module, heads: Any, run: Callable[[nn.Module], Tensor]) -> Any:
@@ -124,6 +119,31 @@ def test_an_encoder_loses_heads_and_keeps_out_of_the_fast_path(training: bool) -
             assert_pruned_as_masked(encoder, heads, run)
 
 
+def test_a_pruned_encoder_compiles_to_one_graph() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 10, 0.0, batch_first=True)
+    encoder = spread(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
+    smaller = headwise.prune_heads(encoder, {0: [1, 2], 1: [0]})
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    with torch.no_grad():
+        compiled = torch.compile(smaller, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), smaller(x))
+
+
+def test_the_mean_of_a_pruned_layer_is_over_real_tokens() -> None:
+    module = spread(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)).eval()
+    smaller = headwise.prune_heads(module, {0: [0]})
+    x, padding = torch.randn(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    padding[1, 4:] = True
+    with headwise.watch(smaller, outputs=True) as seen:
+        smaller(x, x, x, key_padding_mask=padding)
+    mean = seen.layers[0].outputs.transpose(1, 2)[~padding].mean(0)
+    with headwise.mask_heads(smaller, {0: [1]}, value=mean):
+        expected = smaller(x, x, x, key_padding_mask=padding)[0]
+    with headwise.mask_heads(smaller, {0: [1]}, value="mean"):
+        out = smaller(x, x, x, key_padding_mask=padding)[0]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # means are summed in float32
+
+
 def test_a_transformer_loses_heads_of_every_kind() -> None:
     model = spread(nn.Transformer(WIDTH, HEADS, 2, 2, 10, 0.0)).eval()
     source, target = torch.randn(KEYS, BATCH, WIDTH), torch.randn(TOKENS, BATCH, WIDTH)
@@ -173,6 +193,18 @@ def test_appended_keys_have_no_constant_to_move() -> None:
     module = spread(nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True)).eval()
     smaller = headwise.prune_heads(module, {0: [1]}, compensate="bias")
     assert torch.equal(smaller.out_proj.bias, module.out_proj.bias)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: MultiHeadAttention(WIDTH, HEADS), lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)]
+)
+def test_the_cost_of_a_head_is_what_removing_it_saves(build: Any) -> None:
+    module = build()
+    [layer] = attention_layers(module)
+    smaller = headwise.prune_heads(module, {0: [2]})
+    saved = sum(p.numel() for p in module.parameters()) - sum(p.numel() for p in smaller.parameters())
+    assert layer.head_parameters + layer.kv_parameters == saved
+    assert size(module).cache == 0
 
 
 def test_what_a_module_does_not_have_is_refused_by_name() -> None:

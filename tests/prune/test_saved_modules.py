@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ from torch import Tensor, nn
 
 import headwise
 from headwise import Heads, MultiHeadAttention, Shape
+from headwise.cli import main
 from headwise.errors import CheckpointError, HeadwiseError, UnsupportedError
 from helpers.known_modules import spread
+from helpers.small_checkpoints import CORPUS, save_small_model
 
 torch.set_num_threads(1)
 BATCH, TOKENS, WIDTH, HEADS, VOCAB = 3, 7, 24, 4, 31
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
-    return
 
 
 def shape(**options: Any) -> Shape:
@@ -113,6 +113,22 @@ def test_a_users_model_is_loaded_into_a_whole_one(tmp_path: Path) -> None:
         headwise.load(tmp_path / "m", into=nn.Linear(2, 2))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_pruned_encoder_of_pytorch_is_loaded_into_a_whole_one(tmp_path: Path) -> None:
+    def build() -> nn.TransformerEncoder:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 10, batch_first=True), 2)
+
+    pruned = headwise.prune_heads(spread(build()).eval(), {0: [1], 1: [0, 2]})
+    headwise.save(pruned, tmp_path / "m")
+    again = headwise.load(tmp_path / "m", into=build())
+    x, padding = torch.randn(BATCH, TOKENS, WIDTH), torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad():
+        out = again(x, src_key_padding_mask=padding)
+        assert torch.equal(out, pruned(x, src_key_padding_mask=padding))
+    assert not out[1, 4:].any() and again.headwise_heads == pruned.headwise_heads
+
+
 def test_biases_that_hold_removed_heads_are_loaded_too(tmp_path: Path) -> None:
     model = spread(Classifier()).eval()
     ids = torch.arange(2 * TOKENS).view(2, TOKENS) % VOCAB
@@ -167,6 +183,22 @@ def test_a_changed_description_of_a_stack_is_refused(change: dict[str, Any], mes
     (folder / "headwise.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=message):
         headwise.load(folder)
+
+
+def test_the_command_prunes_a_saved_stack(tmp_path: Path) -> None:
+    source = save_small_model("llama", tmp_path / "llama")
+    stack, out = tmp_path / "stack", tmp_path / "pruned"
+    headwise.save(headwise.Decoder.from_pretrained(source), stack)
+    headwise.tokenizer(source).save_pretrained(stack)
+    (tmp_path / "texts").write_text("\n".join(CORPUS * 2))
+    arguments = {"--model": stack, "--texts": tmp_path / "texts", "--out": out, "--keep": 0.5, "--score": "output"}
+    assert main(["prune", *(str(word) for pair in arguments.items() for word in pair)]) == 0
+    pruned = headwise.load(out)
+    assert isinstance(pruned, headwise.Decoder)
+    assert sum(number is not None for heads in pruned.headwise_heads.values() for number in heads) < 12
+    report = json.loads((out / "pruning.json").read_text())
+    assert report["after"]["parameters"] < report["before"]["parameters"]
+    assert report["before"]["cache"] == 2 * 2 * 2 * 4 * 4  # layers, keys and values, heads, their width, bytes
 
 
 def test_into_is_refused_where_nothing_needs_it(tmp_path: Path) -> None:

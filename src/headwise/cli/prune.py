@@ -194,9 +194,10 @@ def _prune(
     lines = read_texts(texts, field)
     saved_plan = Plan.load(plan) if plan else None
     model = load(name)
-    marks = read_labels(labels, len(lines), model.config, field) if labels else None
+    config = getattr(model, "config", None)
+    marks = read_labels(labels, len(lines), config, field) if labels else None
     batches = make_batches(
-        lines, tokenizer(name), labels=marks, config=model.config, batch=options.batch, length=options.length
+        lines, tokenizer(name), labels=marks, config=config, batch=options.batch, length=options.length
     )
     first = rank_options.get("first", True)
     with progress_bars(first) as progress, _recovery_named(out):

@@ -2,7 +2,7 @@
 
 Users call it by names of the root, such as `headwise.watch`. Each sub-package lists its names for other packages; a
 function with the name of its module, such as `fingerprint.fingerprint`, is imported from there. `hooks` and `passes`
-are shared by watching and intervening, and private.
+are shared by watching and intervening, and private; `multihead` runs nn.MultiheadAttention step by step for them.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ FUNCTIONS = {"watch": "watch", "mask": "mask_heads", "score": "importance"}
 class Hook:
     """A function that one module's calls call. In a copy of the module it does nothing."""
 
+    is_headwise = True
+
     def __init__(self, hooks: Hooks, module: nn.Module, function: Callable[..., Any]) -> None:
         self.hooks, self.module, self.function = hooks, module, function
 

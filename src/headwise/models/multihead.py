@@ -84,15 +84,26 @@ def close_modules(owner: object) -> None:
 
 @functools.wraps(_whole_forward)
 def _forward(self: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    is_open = any(self in modules for modules in _opened_by.values())
+    is_open = any(self in modules for modules in tuple(_opened_by.values()))  # other threads change it
     return run(self, *args, **kwargs) if is_open else _whole_forward(self, *args, **kwargs)
 
 
 class PrunedMultiheadAttention(nn.MultiheadAttention):
     """An nn.MultiheadAttention with fewer heads than its width has room for; PyTorch's own code cannot run it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return run(self, *args, **kwargs)
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention.forward."""
+        return run(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
 
 def set_heads(module: nn.MultiheadAttention, heads: int, head_width: int) -> None:
@@ -121,9 +132,10 @@ def run(
         )
     _check_arguments(module, query, key, value, key_padding_mask, attn_mask, is_causal)
     batched = query.dim() == 3
-    same_sequence = query is key or (
-        key_padding_mask is not None and query.shape == key.shape and torch.equal(query, key)
-    )
+    observer = observers.get(module)
+    same_sequence = query is key
+    if observer is not None and key_padding_mask is not None and query.shape == key.shape:
+        same_sequence = same_sequence or torch.equal(query, key)
     if not batched:
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -139,7 +151,6 @@ def run(
         causal, len(k) - len(key), same_sequence, module.dropout if module.training else 0.0, need_weights,
     )  # fmt: skip
     answer = functools.partial(_attend, call)
-    observer = observers.get(module)
     attended = answer() if observer is None else observer(module, call, answer)
     x = attended.output.permute(2, 0, 1, 3).reshape(queries * batch, -1)  # (Tq * B, H * D)
     x = _change_heads(module.out_proj, x, queries, batch)
@@ -231,10 +242,8 @@ def _as_floats(mask: Tensor, like: Tensor) -> Tensor:
 
 def _change_heads(out_proj: nn.Module, x: Tensor, queries: int, batch: int) -> Tensor:
     """W_O's input (Tq * B, H * D) after our own hooks on it, which take (B, Tq, H * D)."""
-    from .hooks import Hook
-
     for hook in list(out_proj._forward_pre_hooks.values()):
-        if isinstance(hook, Hook):
+        if getattr(hook, "is_headwise", False):  # PyTorch calls no others here
             changed = hook(out_proj, (x.view(queries, batch, -1).transpose(0, 1),))
             if changed is not None:
                 x = changed[0].transpose(0, 1).reshape(queries * batch, -1)
@@ -297,6 +306,12 @@ class PaddedTransformerEncoder(nn.TransformerEncoder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return _run_padded(self, *args, **kwargs)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before heads were cut out of it."""
+    plain = {PrunedMultiheadAttention: nn.MultiheadAttention, PaddedTransformerEncoder: nn.TransformerEncoder}
+    return plain.get(type(module), type(module))
 
 
 def keep_padded(model: nn.Module) -> None:

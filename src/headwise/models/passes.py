@@ -53,7 +53,7 @@ class PassTracker:
         """A tracker that has set no hooks yet.
 
         Args:
-            model: a transformers model.
+            model: any whose attention is known.
             sites: its attention layers.
             hooks: where the tracker sets its hooks.
             awaits: what each attention module must call.
@@ -106,7 +106,7 @@ class PassTracker:
             failure = "did not ask transformers' registry for an attention function when it was called"
         else:
             failure = "did not compute its attention by its base class's forward when it was called"
-        return UnsupportedError(f"{type(site.module).__name__} (at {site.name}) {failure}; {self._consequence}")
+        return UnsupportedError(f"{type(site.module).__name__} (at {site.place}) {failure}; {self._consequence}")
 
     def turn(self, module: nn.Module) -> int:
         """Which of its calls in this pass a module is in; 0 for the first."""

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from ..attention.nn.stack import Transformer
 from ..errors import UnsupportedError
 from ..models.structure.heads import query_heads
+from ..models.structure.layouts import LAYOUTS
 from ..models.structure.linear_layers import output_width
 from ..models.structure.projections import projections
 from ..models.structure.sites import Site, attention_sites
@@ -51,7 +53,7 @@ def _caching_modules(model: Any) -> set[int]:
 
     An encoder and a vision tower read everything at once. A model that does not generate counts as a decoder.
     """
-    part = model
+    part: Any = model.decoder if isinstance(model, Transformer) else model
     generates = getattr(model, "can_generate", lambda: False)()
     while generates or getattr(getattr(part, "config", None), "is_encoder_decoder", False):
         inner = part.get_decoder() if hasattr(part, "get_decoder") else None
@@ -77,6 +79,13 @@ def _attention_layer(model: nn.Module, site: Site, caching: bool) -> AttentionLa
         head_parameters += block_parameters * query_blocks // layer.query
         kv_parameters += block_parameters * kv_blocks // layer.kv
         cache += output_width(part.linear) // len(blocks) * kv_blocks // layer.kv
+    if isinstance(site.module, nn.MultiheadAttention):  # its projections are no layers, and it has no cache
+        for name, (_, role) in layer.per_head.items():
+            blocks = LAYOUTS[role](layer.query, layer.kv)
+            block_parameters = site.module.get_parameter(name).numel() // len(blocks)
+            query_blocks = sum(role == "q" for role, _ in blocks)
+            head_parameters += block_parameters * query_blocks // layer.query
+            kv_parameters += block_parameters * (len(blocks) - query_blocks) // layer.kv
     head_parameters += layer.out.get_parameter("weight").numel() // layer.query
     return AttentionLayer(
         site.kind,

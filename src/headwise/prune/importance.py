@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.intervene.masking import mask_heads
 from ..models.structure.sites import attention_sites
+from ..models.structure.wrappers import inner_model
 from .attention_layers import UNITS, AttentionLayer, attention_layers
 from .head_scores import HeadScores
 from .objective import Loss, Objective, batch_size, choose_objective
@@ -65,6 +66,7 @@ def importance(
         (6, 12)
         >>> plan = headwise.plan(scores, keep=0.6)
     """
+    model = inner_model(model)
     definition = find_score(score)
     _check_arguments(definition, unit, options)
     random = torch.Generator().manual_seed(_check_seed(seed))

@@ -104,7 +104,7 @@ def size(model: Any) -> Size:
     """Parameters, those of heads, and KV-cache bytes of a model; a module that several layers share counts once."""
     layers = {layer.module: layer for layer in attention_layers(model)}.values()
     of_heads = sum(layer.query * layer.head_parameters + layer.kv * layer.kv_parameters for layer in layers)
-    generates = getattr(model, "can_generate", lambda: False)()
+    generates = hasattr(model, "generate") and getattr(model, "can_generate", lambda: True)()
     cache_width = sum(layer.kv * layer.cache for layer in layers) if generates else 0
     number_bytes = next(model.parameters()).element_size()
     return Size(sum(p.numel() for p in model.parameters()), of_heads, number_bytes * cache_width)

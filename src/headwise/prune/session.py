@@ -14,8 +14,10 @@ import torch
 from ..errors import CheckpointError, HeadwiseError
 from ..files import write_folder_atomically
 from ..json_documents import parse_json
+from ..models.structure.config_sizes import max_positions
 from ..models.surgery.removal import check_plan, prune_heads
 from ..models.surgery.saving import SaveResult, save
+from ..models.text_inputs import is_encoder_decoder, vocabulary_size
 from ..plans import Plan
 from .batches import TextBatches
 from .head_scores import HeadScores
@@ -201,14 +203,15 @@ def _interrupted_plan(options: PruneOptions, out: Path) -> Plan | None:
 
 def timing_inputs(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
     """Random tokens (batch, length) to measure time with, no longer than the model's positions."""
-    vocabulary = getattr(model.config, "vocab_size", None)
-    positions = getattr(model.config, "max_position_embeddings", None) or length
+    config = getattr(model, "config", None)
+    vocabulary = vocabulary_size(model) if config is None else getattr(config, "vocab_size", None)
+    positions = (max_positions(model) if config is None else getattr(config, "max_position_embeddings", None)) or length
     if not isinstance(vocabulary, int):
         raise HeadwiseError(f"{type(model).__name__} reads no tokens; its time cannot be measured here")
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(min(5, vocabulary - 1), vocabulary, (batch, min(length, positions)), generator=random)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return inputs | ({"decoder_input_ids": ids} if getattr(model.config, "is_encoder_decoder", False) else {})
+    return inputs | ({"decoder_input_ids": ids} if is_encoder_decoder(model) else {})
 
 
 def _measure_latency(

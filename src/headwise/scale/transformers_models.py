@@ -97,6 +97,12 @@ def watch(model: nn.Module, **options: Unpack[WatchOptions]) -> Watch:
         return watch_model(model, **options)
     sites = attention_sites(model)
     check_watchable(model, sites)
+    for site in sites:
+        if site.source == "function":
+            raise UnsupportedError(
+                f"{type(site.module).__name__} (at {site.place}) computes its attention itself; of a model that is "
+                "split over ranks, only attention in transformers' registry can be watched"
+            )
     return SplitWatch(ranks, model, sites, Request.of(model, sites, **options))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +19,7 @@ from helpers.undeclared_models import DIM, FORMS, HEADS, WIDTH, Form, hidden, me
 BATCH, LENGTH = 2, 7
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Events:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 
 import headwise
+from headwise.attention import functional
 from headwise.attention.stats import stats_from_weights
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.hooks import has_hooks
@@ -45,12 +46,12 @@ BATCH, LENGTH = 2, 7
 DETERMINISTIC = [form for form in FORMS if form.__name__ != "InPlace"]  # its dropout is always on
 
 
+pytestmark = pytest.mark.usefixtures("float64")
+
+
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+def _no_mode_is_left() -> Iterator[None]:
     yield
-    torch.set_default_dtype(torch.float32)
     assert _len_torch_function_stack() == 0
 
 
@@ -92,6 +93,21 @@ def test_training_with_dropout_records_the_weights_before_it() -> None:
         output = model(x)
     output.sum().backward()
     assert torch.equal(output, expected)
+    torch.testing.assert_close(seen.layers[0].weights, model.steps[0].weights_by_hand(x), rtol=0, atol=ROUNDING)
+    assert not seen.layers[0].weights.requires_grad
+
+
+def test_weights_that_the_model_overwrites_afterwards_are_kept() -> None:
+    class Overwriting(Einsum):
+        def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            weights = (split(q) @ split(k).mT / math.sqrt(DIM)).softmax(-1)
+            out = merge(weights @ split(v))
+            weights.zero_()
+            return out
+
+    model, x = spread(Stack(Overwriting, 1)), tokens()
+    with headwise.watch(model, weights=True) as seen, torch.no_grad():
+        model(x)
     torch.testing.assert_close(seen.layers[0].weights, model.steps[0].weights_by_hand(x), rtol=0, atol=ROUNDING)
 
 
@@ -210,6 +226,33 @@ def test_steps_that_grow_a_cache_continue_the_sequences() -> None:
     assert layer.stats.count.tolist() == [[LENGTH] * HEADS] * BATCH
     for name in whole.layers[0].stats:
         torch.testing.assert_close(layer.stats[name], whole.layers[0].stats[name], rtol=0, atol=1e3 * ROUNDING)
+
+
+class OwnFunction(Form):
+    """headwise.attend in a class of the user's."""
+
+    causal = True
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return merge(headwise.attend(split(q), split(k), split(v), causal=True, gates=torch.ones(HEADS)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_calls_of_headwise_attend_in_other_classes_are_seen_once(dtype: torch.dtype) -> None:
+    model, x = spread(Stack(OwnFunction)).to(dtype), tokens().to(dtype)
+    expected = model(x)
+    with headwise.watch(model, weights=True) as outer, headwise.watch(model, weights=True) as seen:
+        assert torch.equal(model(x), expected)
+        headwise.attend(*torch.randn(3, 1, 2, 5, 4))  # of no model
+    close = ROUNDING if dtype == torch.float64 else 64 * torch.finfo(dtype).eps
+    for layers in (seen.layers, outer.layers):
+        assert [layer.name for layer in layers] == ["steps.0", "steps.1"] and len(layers[0].all_weights) == 1
+        torch.testing.assert_close(
+            layers[0].weights.detach(), model.steps[0].weights_by_hand(x).to(dtype), rtol=0, atol=close
+        )
+    assert functional.observer is None
+    with headwise.mask_heads(model, {0: [1]}):
+        assert not torch.equal(model(x), expected)
 
 
 # ---- layers
@@ -365,6 +408,49 @@ def test_attention_without_a_layer_that_reads_its_heads_is_watched_and_not_maske
         headwise.mask_heads(model, {0: [1]})
 
 
+def test_heads_that_two_linear_layers_read_are_not_masked() -> None:
+    class Forked(Einsum):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.mix(x, self.asks(x), self.offers(x), self.says(x))
+            return self.blends(heads) * self.other(heads).sigmoid()
+
+    model = Stack(Forked, 1)
+    with headwise.watch(model):
+        model(tokens())
+    with pytest.raises(UnsupportedError, match="several linear layers read its heads' outputs"):
+        headwise.mask_heads(model, {0: [1]})
+
+
+class Wrapped(nn.Module):
+    """A linear layer with another one inside, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features, self.out_features = WIDTH, WIDTH
+        self.base, self.small = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.small(x)
+
+
+def test_the_outermost_linear_layer_reads_the_heads() -> None:
+    model, x = spread(Stack(Einsum, 1)), tokens()
+    step: Any = model.steps[0]
+    step.blends = spread(Wrapped())
+    with headwise.watch(model):
+        model(x)
+    outputs = step.outputs_by_hand(x)
+    outputs[:, 1] = 0
+    with headwise.mask_heads(model, {0: [1]}):
+        masked = model(x)
+    expected = model.classes(x + step.blends(merge(outputs))).softmax(-1)
+    torch.testing.assert_close(masked, expected, rtol=0, atol=64 * ROUNDING)
+
+
 def test_importance_of_undeclared_heads_is_measured() -> None:
     model, x = spread(Stack(Einsum)), tokens()
     with headwise.watch(model):
@@ -448,7 +534,7 @@ def test_a_model_without_attention_is_refused_with_what_was_rejected() -> None:
     ):
         model(tokens())
     with (
-        pytest.raises(UnsupportedError, match=r"Covariance \(at the model itself\): the rows of its axes"),
+        pytest.raises(UnsupportedError, match=r"Covariance \(at the top\): the rows of its axes"),
         headwise.watch(Covariance()) as seen,
     ):
         seen.model(tokens())
@@ -469,7 +555,7 @@ def test_candidates_are_listed_beside_the_layers_that_were_seen() -> None:
         model(tokens())
         model(tokens())
     (rejection,) = seen.rejected
-    assert str(rejection) == ("Partly (at the model itself): it changes its weights between softmax and values (mul)")
+    assert str(rejection) == ("Partly (at the top): it changes its weights between softmax and values (mul)")
     assert [layer.name for layer in seen.layers] == ["known"]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import headwise
 from headwise.attention.stats import stats_from_weights
 from helpers.known_modules import ROUNDING
+from helpers.undeclared_models import WIDTH, NanoGPTFlash, Stack, inputs_of_layers, merge
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -74,12 +75,7 @@ def timm() -> Iterator[Any]:
                 del sys.modules[name]
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def watch_twice(model: nn.Module, fused: Any, *inputs: Any, **options: Any) -> list[Any]:
@@ -211,3 +207,44 @@ def test_one_head_over_an_image_in_a_diffusers_autoencoder_is_watched() -> None:
         model(image)
     weights: list[Tensor] = [layer.weights for layer in seen.layers]
     assert [tuple(x.shape) for x in weights] == [(2, 1, 64, 64)] * 2
+
+
+@needs("peft")
+def test_a_model_under_lora_is_watched_and_masked() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = Stack(NanoGPTFlash).double().eval()
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["asks", "says", "blends"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    x = torch.randn(2, 7, WIDTH)
+    with torch.no_grad():
+        expected = wrapped(x)
+        with headwise.watch(wrapped, weights=True) as seen:
+            assert torch.equal(wrapped(x), expected)
+        step: Any = model.steps[0]
+        torch.testing.assert_close(seen.layers[0].weights, step.weights_by_hand(x), rtol=0, atol=ROUNDING)
+        outputs = step.outputs_by_hand(x)
+        outputs[:, 1] = 0
+        with headwise.mask_heads(wrapped, {0: [1]}):
+            (masked,) = inputs_of_layers(model, [model.steps[1]], x)
+    torch.testing.assert_close(masked, x + step.blends(merge(outputs)).detach(), rtol=0, atol=64 * ROUNDING)
+
+
+@needs("sentence_transformers")
+def test_a_sentence_transformer_is_watched_and_masked(tmp_path: Any) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    torch.set_default_dtype(torch.float32)
+    headwise.load("minilm").save_pretrained(tmp_path)
+    headwise.tokenizer("minilm").save_pretrained(tmp_path)
+    body = Transformer(str(tmp_path))
+    model = SentenceTransformer(modules=[body, Pooling(384)], device="cpu")
+    plain = model.encode("The cat sat on the mat.")
+    with headwise.watch(model) as seen:
+        assert (model.encode("The cat sat on the mat.") == plain).all()
+    assert [layer.key for layer in seen.layers] == [("self", i) for i in range(6)]
+    with headwise.mask_heads(model, {0: list(range(12))}):
+        assert (model.encode("The cat sat on the mat.") != plain).any()

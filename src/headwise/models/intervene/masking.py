@@ -12,6 +12,7 @@ from ...errors import HeadwiseError
 from ..hooks import Hooks
 from ..passes import PassTracker
 from ..structure.sites import ByLayer, Site, first_per_module, require_sites
+from ..structure.wrappers import inner_model
 from .changes import HeadChange, Heads, Value, head_changes
 
 
@@ -21,7 +22,7 @@ def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "
     Code that torch.compile made of the model runs uncompiled meanwhile, since compiled code calls no new hooks.
 
     Args:
-        model: a transformers model.
+        model: a model, also compiled or wrapped. Attention that no class declares is known after one run in `watch`.
         heads: {layer: [heads]}, where a layer is its number, (kind, number) or its module's path; or gates that
             multiply every head's output, differentiable: a tensor (layers, heads), {kind: such a tensor} for models
             with several kinds of attention, or {layer: (heads,) tensor}.
@@ -41,6 +42,7 @@ def mask_heads(model: nn.Module, heads: Heads, value: Value | ByLayer[Value] = "
         >>> with headwise.mask_heads(model, {0: [1, 3]}):
         ...     without = model(**inputs)
     """
+    model = inner_model(model)
     sites = require_sites(model)
     return MaskedHeads(model, sites, head_changes(model, sites, heads, value))
 

@@ -1,5 +1,6 @@
 """Where a model keeps its attention: layers (`sites`), W_O and head counts (`heads`), W_Q, W_K, W_V (`projections`).
 
+`adapters` has the classes whose structure is known or declared.
 Functions with the names of their modules: `projections.projections`, `text_model.text_model`.
 """
 

@@ -35,7 +35,7 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
         out = member(site.module, adapter.output)
         if not isinstance(out, nn.Module) or not input_width(out):
             raise UnsupportedError(
-                f"W_O of {cls.__name__} (at {site.name}) was declared as {adapter.output!r}, which is no linear layer"
+                f"W_O of {cls.__name__} (at {site.place}) was declared as {adapter.output!r}, which is no linear layer"
             )
         return f"{site.name}.{adapter.output}" if site.name else adapter.output, out
     layers = observed_layers(site.module)
@@ -43,7 +43,7 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
         return _observed_output(model, site, layers)
     if "multi_head_attention_forward(" in class_source(cls):
         raise UnsupportedError(
-            f"{cls.__name__} (at {site.name}) gives its W_O to PyTorch's multi_head_attention_forward "
+            f"{cls.__name__} (at {site.place}) gives its W_O to PyTorch's multi_head_attention_forward "
             "instead of calling it; nothing can be put before it"
         )
     parent = site.name.rpartition(".")[0]
@@ -54,7 +54,7 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
             if module is not None and input_width(module):
                 return path, module
     raise UnsupportedError(
-        f"W_O of {cls.__name__} (at {site.name}) was not found; no linear layer has one of the names "
+        f"W_O of {cls.__name__} (at {site.place}) was not found; no linear layer has one of the names "
         f"{', '.join(W_O_NAMES[:6])}, ..."
     )
 
@@ -67,16 +67,18 @@ def _observed_output(model: nn.Module, site: Site, layers: list[ObservedLayer]) 
         problem = "it attends more than once per call, and W_O does not tell which"
     elif w_o is None:
         problem = "no linear layer of the model was called with its heads' outputs"
+    elif any(layer.readers > 1 for layer in layers):
+        problem = "several linear layers read its heads' outputs"
     elif not all(layer.in_order for layer in layers):
         problem = "its heads' outputs do not lie head by head there"
     elif any(layer.w_o is not w_o for layer in layers):
         problem = "it serves several layers, each with its own"
     if w_o is None or problem:
-        raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.name}) is not known: {problem}")
+        raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.place}) is not known: {problem}")
     for path, module in model.named_modules():
         if module is w_o:
             return path, w_o
-    raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.name}) is outside of this model")
+    raise UnsupportedError(f"W_O of {type(site.module).__name__} (at {site.place}) is outside of this model")
 
 
 def input_width(linear: nn.Module) -> int | None:
@@ -104,7 +106,7 @@ def query_heads(model: nn.Module, site: Site) -> int:
             if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0 and width % heads == 0:
                 _check_layout(site, heads, width)
                 return heads
-    raise UnsupportedError(f"the number of heads of {type(site.module).__name__} (at {site.name}) was not found")
+    raise UnsupportedError(f"the number of heads of {type(site.module).__name__} (at {site.place}) was not found")
 
 
 def head_numbers(site: Site, requested: Any, count: int | None) -> list[int]:
@@ -135,7 +137,7 @@ def _check_layout(site: Site, heads: int, width: int) -> None:
         if isinstance(dim, int) and dim > 0:
             if heads * dim != width:
                 raise UnsupportedError(
-                    f"{type(site.module).__name__} (at {site.name}) has {heads} heads of {dim}, but its W_O reads "
+                    f"{type(site.module).__name__} (at {site.place}) has {heads} heads of {dim}, but its W_O reads "
                     f"{width}; what belongs to which head is not known"
                 )
             return

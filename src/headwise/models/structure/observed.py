@@ -22,6 +22,7 @@ class ObservedLayer:
     part: int  # which attention call of one call of the module; 0 unless it makes several
     output: weakref.ref[nn.Module] | None = None  # the linear layer that reads its heads' outputs
     in_order: bool = True  # whether they lie head by head there
+    readers: int = 0  # how many linear layers read them
 
     @property
     def w_o(self) -> nn.Module | None:
@@ -46,7 +47,8 @@ def add_layer(module: nn.Module, layer: ObservedLayer) -> None:
 
 def copy_layers(model: nn.Module, duplicate: nn.Module) -> None:
     """Remember of a copy of a model what is known of the model."""
-    copies = dict(zip(model.modules(), duplicate.modules(), strict=True))
+    copied_modules = dict(duplicate.named_modules())
+    copies = {module: copied_modules[path] for path, module in model.named_modules() if path in copied_modules}
     for module, copied in copies.items():
         for layer in observed_layers(module):
             w_o = copies.get(layer.w_o) if layer.w_o is not None else None

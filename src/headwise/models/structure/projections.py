@@ -63,7 +63,9 @@ def projections(model: nn.Module, site: Site) -> Projections:
     value_dim = (input_width(out) or 0) // query
     named_layers = list(_named_layers(site))
     if not named_layers and not isinstance(site.module, nn.MultiheadAttention):
-        raise refusal(site, "no layer of a known name makes its queries, keys and values (headwise.adapt declares them)")
+        raise refusal(
+            site, "no layer of a known name makes its queries, keys and values (headwise.adapt declares them)"
+        )
     kv = _kv_heads(site, named_layers, query, value_dim)
     parts = [
         Projection(f"{site.name}.{name}".lstrip("."), linear, LAYOUTS["q" if layout == "mla" else layout])
@@ -100,7 +102,7 @@ def layer_shapes(model: nn.Module) -> tuple[LayerShape, ...]:
 def refusal(site: Site, reason: str, alternative: str = "") -> UnsupportedError:
     """The error for heads that cannot be cut out; for sites whose W_O can be zeroed, since it advises that."""
     return UnsupportedError(
-        f"heads of {type(site.module).__name__} (at {site.name}) cannot be cut out: {reason}; "
+        f"heads of {type(site.module).__name__} (at {site.place}) cannot be cut out: {reason}; "
         f"{alternative}zero=True zeroes them instead"
     )
 
@@ -110,7 +112,7 @@ def check_zeroable(site: Site, out: nn.Module) -> None:
     if problem := weight_problem(out):
         reason, remedy = problem
         raise UnsupportedError(
-            f"heads of {type(site.module).__name__} (at {site.name}) can neither be cut out nor zeroed: its W_O, "
+            f"heads of {type(site.module).__name__} (at {site.place}) can neither be cut out nor zeroed: its W_O, "
             f"{type(out).__name__}, is not a plain linear layer ({reason}); {remedy}"
         )
 

@@ -16,7 +16,6 @@ from .discovery import AttentionModule, attention_modules, call_order, tower_nam
 
 Key = int | tuple[str, int] | str  # a layer number, (kind, layer number), or a module's path
 V = TypeVar("V")
-WATCHABLE: tuple[Source, ...] = ("registry", "module", "function")  # sources of which `watch` has an implementation
 OWN_CODE = ("torch", "transformers", "headwise")  # packages whose attention is all known
 RUN_ONCE = "attention that no class declares is known once the model has run inside headwise.watch(model)"
 # something per layer; a Mapping's keys are invariant, so each kind of key is listed
@@ -37,6 +36,11 @@ class Site:
     @property
     def key(self) -> tuple[str, int]:
         return self.kind, self.index
+
+    @property
+    def place(self) -> str:
+        """Its path, for messages; a model may be an attention module itself."""
+        return self.name or "the top"
 
     @property
     def parent(self) -> str:
@@ -177,13 +181,6 @@ def check_watchable(model: nn.Module, sites: list[Site]) -> None:
     name = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
     if not sites and not runs_undeclared_code(model, sites):
         raise UnsupportedError(f"{name}: no attention layer was found in {type(model).__name__}; nothing to watch")
-    unwatchable = [site for site in sites if site.source not in WATCHABLE]
-    if unwatchable:
-        site = unwatchable[0]
-        raise UnsupportedError(
-            f"{name} cannot be watched: {type(site.module).__name__} (at {site.name}) computes its attention itself "
-            f"instead of through transformers' attention registry{_advice(model, sites, site)}"
-        )
     for site in sites:
         config = getattr(site.module, "config", None)
         if getattr(config, "reorder_and_upcast_attn", False) and getattr(config, "_attn_implementation", "") == "eager":
@@ -198,28 +195,6 @@ def runs_undeclared_code(model: nn.Module, sites: list[Site]) -> bool:
     if any(site.source == "function" for site in sites):
         return True
     return any(type(module).__module__.partition(".")[0] not in OWN_CODE for module in model.modules())
-
-
-def _advice(model: nn.Module, sites: list[Site], unwatchable: Site) -> str:
-    """What else can be done with a model that cannot be watched."""
-    from .heads import w_o
-
-    part = _watchable_part(model, sites)
-    if part is not None:
-        return f"; a part of it can, headwise.watch(model.{part})"
-    try:
-        w_o(model, unwatchable)
-    except UnsupportedError:
-        return ""
-    return "; headwise.mask_heads still works on it"
-
-
-def _watchable_part(model: nn.Module, sites: list[Site]) -> str | None:
-    """The path of a whole model inside of a model, all of whose attention can be watched."""
-    owner_of = owners(model, sites)
-    unwatchable = {owner_of[site.module] for site in sites if site.source not in WATCHABLE} | {model}
-    parts = [owner_of[site.module] for site in sites if owner_of[site.module] not in unwatchable]
-    return next((path for path, module in model.named_modules() if parts and module is parts[0]), None)
 
 
 def owners(model: nn.Module, sites: list[Site]) -> dict[nn.Module, nn.Module]:

@@ -36,8 +36,8 @@ def write_model(model: nn.Module, folder: Path) -> str:
     form = STACK if type(model) in STACKS.values() else MODULES
     record = build_record(model, form)
     if form == STACK:
-        shape: Any = model.shape
-        record["shape"] = asdict(shape)
+        stack: Any = model
+        record["shape"] = asdict(stack.shape)
         record["dropout"] = next(module.p for module in model.modules() if isinstance(module, nn.Dropout))
     (folder / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     save_file(_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
@@ -78,7 +78,7 @@ def read_model(folder: Path, record: dict[str, Any], into: nn.Module | None) -> 
                 f"{str(folder)!r} holds a {name}, whose class headwise cannot build; give the model before any "
                 f"pruning: headwise.load({str(folder)!r}, into={name}(...))"
             )
-        if type(into).__name__ != name:
+        if multihead.plain_class(into).__name__ != name:
             raise HeadwiseError(f"{str(folder)!r} holds a {name}, got into= a {type(into).__name__}")
         model = copy_model(into)
     prune_to_record(model, record["layers"])

@@ -12,6 +12,7 @@ from torch import nn
 from ...attention.checkpoints.pretrained import open_safetensors, read_json
 from ...attention.validation import shown
 from ...errors import CheckpointError
+from ..multihead import plain_class
 from ..structure.projections import projections
 from ..structure.sites import attention_sites
 from .kept_heads import KeptHeads, kept_heads, set_head_numbers, set_kept_heads
@@ -35,7 +36,7 @@ def build_record(model: nn.Module, form: str) -> dict[str, Any]:
     return {
         "headwise": VERSION,
         "form": form,
-        "class": type(model).__name__,
+        "class": plain_class(model).__name__,
         "arguments": {"add_pooling_layer": False} if without_pooler else {},
         "buffers": sorted(
             set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}

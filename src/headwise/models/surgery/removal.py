@@ -13,6 +13,8 @@ from ...errors import HeadwiseError, UnsupportedError
 from ...plans import Plan
 from .. import multihead
 from ..hooks import has_hooks
+from ..structure.adapters import find_adapter
+from ..structure.discovery import ModuleClass
 from ..structure.heads import head_numbers, input_width, query_heads, w_o
 from ..structure.linear_layers import row_dim
 from ..structure.observed import copy_layers, forget_layers
@@ -44,7 +46,7 @@ def prune_heads(
     uneven are padded with zeroed heads. `copy.headwise_heads` says which heads of the original the copy's heads are.
 
     Args:
-        model: a transformers model; it is not changed.
+        model: any PyTorch model whose projections are known; it is not changed.
         heads: {layer: [heads]}, where a layer is its number, (kind, number) or its module's path; or a Plan.
         zero: keep all shapes, and set the heads' columns of W_O to zero instead.
         compensate: "bias" moves the constant part of a removed head, its value bias, into the output bias; "mean"
@@ -192,7 +194,15 @@ def _compare(zeroed: nn.Module, pruned: nn.Module, site: Site, inputs: Any) -> N
 
 
 def _layer_inputs(module: nn.Module, layer: Projections) -> tuple[Tensor, ...]:
-    """Random inputs that an attention layer runs on by itself: one tensor for all, or queries, keys and values."""
+    """Random inputs that a declared layer runs on by itself: one tensor for all, or queries, keys and values."""
+    cls: ModuleClass = type(module)
+    alternative = "give batches=[inputs of the model] to compare on, or "
+    if find_adapter(cls) is None:
+        reason = "its code is not transformers', and no inputs to try the result on are known"
+        raise refusal(layer.site, reason, alternative)
+    biases = [name for name in inspect.signature(cls.forward).parameters if "bias" in name or "alibi" in name]
+    if biases:
+        raise refusal(layer.site, f"its {biases[0]} may have an entry per head, made elsewhere", alternative)
     widths = {
         role: input_width(part.linear) or 0
         for part in layer.parts
@@ -203,11 +213,8 @@ def _layer_inputs(module: nn.Module, layer: Projections) -> tuple[Tensor, ...]:
     for inputs in ((query,), (query, query, query), (query, key, value), (query, key)):
         if failure(module, inputs) is None:
             return inputs
-    raise refusal(
-        layer.site,
-        "its code is not known, and it runs neither on one tensor nor on queries, keys and values alone",
-        "give batches=[inputs of the model] to compare on, or ",
-    )
+    reason = "its code is not known, and it runs neither on one tensor nor on queries, keys and values alone"
+    raise refusal(layer.site, reason, alternative)
 
 
 def _check_not_shared(model: nn.Module, site: Site, linears: dict[str, nn.Module], sites: list[Site]) -> None:

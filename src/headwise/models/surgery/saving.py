@@ -17,6 +17,7 @@ from ...attention.nn.stack import Decoder, Transformer
 from ...errors import CheckpointError, HeadwiseError, UnsupportedError
 from ...files import remove_leftovers, umask, write_folder_atomically
 from ..loading.quiet import quiet_transformers
+from ..multihead import plain_class
 from ..structure.linear_layers import wrapping_problem
 from ..structure.projections import projections
 from ..structure.sites import attention_sites, first_per_module, require_sites
@@ -111,7 +112,7 @@ def save(
 
 def _save_modules(model: nn.Module, folder: Path, path: str, form: Form | None) -> SaveResult:
     """Save a model that is not transformers'."""
-    name = type(model).__name__
+    name = plain_class(model).__name__
     require_sites(model)
     if form not in (None, "compact"):
         raise HeadwiseError(f"{name} is no transformers model, so it has no {form} form; leave form= out")

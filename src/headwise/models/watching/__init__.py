@@ -1,8 +1,9 @@
 """`headwise.watch`: exact statistics, weights, links and outputs of every head while a model runs.
 
-`watcher` answers each attention call that `registry` intercepts: `call_reader` translates the call, `trust` compares
-the translation with the model's own output, `recording` keeps what `request` asks for in `layers`. `returned_weights`
-is for models that cannot be watched.
+`watcher` answers each attention call that one of the `sources` intercepts. A call of transformers' `registry` is
+translated by `call_reader`, and `trust` compares the translation with the model's own output; the meaning of a call of
+`known_modules` is known. `recording` keeps what `request` asks for in `layers`. `returned_weights` is for models that
+cannot be watched.
 """
 
 from __future__ import annotations

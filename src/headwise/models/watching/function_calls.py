@@ -8,7 +8,6 @@ heads. What looks like attention and is not understood is rejected by name.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import types
 import weakref
@@ -23,9 +22,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..structure.heads import input_width
+from .call_outputs import Output, lie_in_order, outputs_at
 from .head_axes import HeadAxes, assume_axes, read_axes
-from .lineage import JOINS, LAYOUTS, RESHAPES, Lineage, Origin, ReplayError, change_layout, join, origin_of
+from .lineage import JOINS, LAYOUTS, RESHAPES, Lineage, change_layout, join, origin_of
 from .products import PRODUCTS, Factor, Mix, Operands, projected_axes, read_mix, read_operands, read_scores
+from .traces import DROPOUT, NOTHING, ScoreTrace, Softmax, Trace, WeightTrace, mix_places, trace_elementwise
 
 Function = Callable[..., Any]
 
@@ -39,14 +40,6 @@ QUERIES = frozenset(
         "is_contiguous", "data_ptr", "layout", "ndim", "is_cuda", "is_floating_point", "item", "is_complex", "eq", "lt",
     )
 )  # fmt: skip
-DROPOUT = ("dropout", "alpha_dropout", "feature_dropout", "native_dropout")
-CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
-ZEROING = ("nan_to_num", "masked_fill", "where")  # what may be done to weights that a row hides all keys from
-NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm")
-# what the heads' outputs may pass through before W_O: each head stays in its place
-BEFORE_OUTPUT = frozenset((*DROPOUT, *CASTS, *ZEROING, *NORMS, "mul", "multiply", "div", "true_divide", "setitem"))
-# these mix places of the scores, though they keep the shape
-MIXING = frozenset(("cumsum", "sort", "gather"))
 
 
 class Rejection(NamedTuple):
@@ -57,7 +50,7 @@ class Rejection(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.module} (at {self.name or 'the model itself'}): {self.reason}"
+        return f"{self.module} (at {self.name or 'the top'}): {self.reason}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,20 +67,7 @@ class FunctionCall:
     causal: bool = False  # query i sees keys 0 ... i
     scale: float | None = None
     dropout: float = 0.0
-
-
-class Output(NamedTuple):
-    """What is kept of a call with its output."""
-
-    token: Any  # the receiver's own
-    axes: HeadAxes
-    width: int  # of one head
-    order: tuple[int, ...]  # the output's axes as (*lead, Tq, Dv)
-
-    def by_head(self, x: Tensor) -> Tensor:
-        """The output, or another tensor of its shape, as (B, H, Tq, Dv)."""
-        x = x.permute(self.order)
-        return self.axes.by_head(x.reshape(*self.axes.lead, *x.shape[-2:]))
+    options: dict[str, Any] | None = None  # of headwise.attend, where the model calls that
 
 
 class Receiver(Protocol):
@@ -113,48 +93,6 @@ class Receiver(Protocol):
         """Something looked like attention and was not understood."""
 
 
-@dataclass(eq=False)
-class ScoreTrace:
-    """Scores that are on their way to a softmax."""
-
-    query: Factor
-    key: Factor
-    lead: tuple[int, ...]
-    lineage: Lineage | None  # of the queries (*lead, Tq, D)
-    modules: tuple[nn.Module, ...]  # that were running, outermost first
-    problem: str | None = None
-
-
-@dataclass(eq=False)
-class Softmax:
-    """One softmax over scores."""
-
-    scores: ScoreTrace | None
-    modules: tuple[nn.Module, ...]
-
-
-@dataclass(eq=False)
-class WeightTrace:
-    """Weights that are on their way to a product with values."""
-
-    weights: Tensor  # (*lead, Tq, Tk), before dropout
-    softmax: Softmax
-    problem: str | None = None
-    dropped: bool = False  # whether dropout came after weights
-
-
-class Trace(NamedTuple):
-    """What is known of one tensor."""
-
-    lineage: Lineage | None = None
-    scores: ScoreTrace | None = None
-    weights: WeightTrace | None = None
-    of_weights: bool = False  # whether it is a product of weights that was rejected
-
-
-NOTHING = Trace()
-
-
 class _ThreadState(threading.local):
     computing = False  # whether this thread computes something of our own
 
@@ -171,6 +109,7 @@ class FunctionMode(TorchFunctionMode):
         self.modules: list[nn.Module] = []  # that are running, outermost first
         self.served = 0  # how many of them are watched by other means
         self.batch: int | None = None  # sequences of the outermost call
+        self._readers: set[nn.Module] = set()  # running linear layers that read heads' outputs
         self._traces: dict[int, tuple[weakref.ref[Tensor], Trace]] = {}
         self._pending: dict[Softmax, None] = {}  # those that have met no values yet
         self._axes: dict[Any, HeadAxes | str] = {}  # by form of the lineage
@@ -183,11 +122,12 @@ class FunctionMode(TorchFunctionMode):
             self.batch = next((x.shape[0] for x in tensors if x.dim()), None)
         self.modules.append(module)
         self.served += served
-        if tensors and not self.served and input_width(module):
+        if tensors and not self.served and not self._readers and input_width(module):
             self._find_output(module, tensors[0])
 
     def end(self, module: nn.Module, served: bool) -> None:
         """A module has run, or has raised."""
+        self._readers.discard(module)
         while self.modules:
             last = self.modules.pop()
             if last is module:
@@ -195,6 +135,7 @@ class FunctionMode(TorchFunctionMode):
                 break
         if not self.modules:
             self.served = 0
+            self._readers.clear()
             for softmax in self._pending:
                 self._reject(softmax.modules, "its softmax over a product of two tensors is not multiplied by values")
             self._pending.clear()
@@ -236,17 +177,7 @@ class FunctionMode(TorchFunctionMode):
         self._traces[number] = weakref.ref(x, lambda _: self._traces.pop(number, None)), trace
 
     def _mixed(self, name: str, x: Any) -> tuple[ScoreTrace | None, WeightTrace | None]:
-        """Scores and weights after a function that mixes their places."""
-        trace = self._get(x) or NOTHING
-        if trace is NOTHING or x.dim() < 4:  # the tokens of a model, which scores were added to
-            return None, None
-        scores, weights = trace.scores, trace.weights
-        if scores is not None:
-            scores = replace(scores, problem=scores.problem or f"it mixes its scores before the softmax ({name})")
-        if weights is not None:
-            problem = weights.problem or f"it changes its weights between softmax and values ({name})"
-            weights = replace(weights, problem=problem)
-        return scores, weights
+        return mix_places(name, x, self._get(x) or NOTHING)
 
     # functions
 
@@ -268,7 +199,7 @@ class FunctionMode(TorchFunctionMode):
             return output
         result = args[0] if name == "setitem" else output
         if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
-            self._set(result, _elementwise(name, result, operands))
+            self._set(result, trace_elementwise(name, result, operands))
         return output
 
     def _keep_weights(self, operands: list[tuple[Tensor, Trace]]) -> None:
@@ -473,6 +404,20 @@ class FunctionMode(TorchFunctionMode):
         )
         return self._answer(call, run, tuple(range(query.dim())))
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
+        """A call of headwise.attend."""
+        if self.served or not self.modules:
+            return run()
+        factor = Factor(q, "abcd", "abcd")
+        lineage, lead = self._query_lineage(factor, factor), tuple(q.shape[:2])
+        axes = self._read_axes(lineage, lead, q.shape[2], q.shape[3], documented=True)
+        if isinstance(axes, str) or not axes.plain:  # attend takes (B, H, T, D) and nothing else
+            problem = axes if isinstance(axes, str) else "it gives headwise.attend heads for sequences"
+            self._reject(tuple(self.modules), problem)
+            return run()
+        call = FunctionCall(tuple(self.modules), q, k, v, axes, dropout=options["dropout"], options=options)
+        return self._answer(call, run, (0, 1, 2, 3))
+
     def _read_axes(
         self, lineage: Lineage | None, lead: tuple[int, ...], rows: int, columns: int, documented: bool = False
     ) -> HeadAxes | str:
@@ -504,10 +449,11 @@ class FunctionMode(TorchFunctionMode):
             return
         lineage, kept = trace.lineage, trace.lineage.origin.call
         width = kept.axes.head_count * kept.width
+        self._readers.add(linear)  # LoRA has linear layers inside of linear layers
         form = (lineage.signature, kept.axes, kept.order, width, x.dim())
         if form not in self._in_order:
-            self._in_order[form] = _in_order(lineage, width)
-        self.receiver.project(kept.token, linear, self._in_order[form], lambda: _outputs_at(lineage, x))
+            self._in_order[form] = lie_in_order(lineage, width)
+        self.receiver.project(kept.token, linear, self._in_order[form], lambda: outputs_at(lineage, x))
 
     def _reject(self, modules: tuple[nn.Module, ...], reason: str) -> None:
         module = modules[-1]
@@ -522,6 +468,11 @@ def own_computation(on: bool = True) -> Iterator[None]:
         yield
     finally:
         _thread.computing = before
+
+
+def is_own_computation() -> bool:
+    """Whether this thread computes something of our own."""
+    return _thread.computing
 
 
 def function_name(function: Function) -> str:
@@ -541,40 +492,6 @@ def _qualified_name(function: Function) -> str:
     module = (getattr(function, "__module__", None) or "").removeprefix("torch._ops.")
     name: str = getattr(function, "__name__", str(function))
     return f"{module}.{name}" if module else name
-
-
-def _elementwise(name: str, result: Tensor, operands: list[tuple[Tensor, Trace]]) -> Trace:
-    """What is known of a result that has the places of its operands."""
-    lineage = scores = weights = None
-    of_weights = name not in NORMS and any(trace.of_weights for _, trace in operands)
-    for x, trace in operands:
-        if x.shape != result.shape:
-            continue
-        if trace.lineage is not None:
-            after_attention = trace.lineage.origin.call is not None
-            if name in BEFORE_OUTPUT if after_attention else lineage is None:
-                lineage = trace.lineage
-        if trace.scores is not None and (scores is None or scores.problem):
-            scores = trace.scores
-            if name in MIXING:
-                scores = replace(scores, problem=scores.problem or f"it mixes its scores before the softmax ({name})")
-        if trace.weights is not None and weights is None:
-            weights = _next_weights(name, result, trace.weights)
-    if name in NORMS:  # of the tokens of a model
-        scores = weights = None
-    return Trace(lineage, scores, weights, of_weights)
-
-
-def _next_weights(name: str, result: Tensor, trace: WeightTrace) -> WeightTrace:
-    """Weights after a function that keeps their shape."""
-    if name in CASTS:
-        return trace
-    if name in DROPOUT:
-        return replace(trace, dropped=True)
-    if name in ZEROING and not trace.dropped:
-        return replace(trace, weights=result)
-    problem = trace.problem or f"it changes its weights between softmax and values ({name})"
-    return replace(trace, problem=problem)
 
 
 def _without_hidden_rows(weights: Tensor, scores: Tensor) -> Tensor:
@@ -614,41 +531,6 @@ def _common(*stacks: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
             break
         count += 1
     return stacks[0][: max(count, 1)]
-
-
-def _head_places(origin: Origin) -> Tensor:
-    """For each place of a call's output the number of its head and of its place in that head, together."""
-    axes, width, order = origin.call.axes, origin.call.width, origin.call.order
-    shape = [origin.shape[axis] for axis in order]
-    places = torch.arange(axes.head_count * width).view(1, axes.head_count, 1, width)
-    by_lead = axes.undo(places.expand(axes.batch_size, axes.head_count, shape[-2], width))  # (*lead, Tq, Dv)
-    return by_lead.reshape(shape).permute(*(order.index(axis) for axis in range(len(order))))
-
-
-def _in_order(lineage: Lineage, width: int) -> bool:
-    """Whether the heads' outputs lie head by head on the last axis, all of them and nothing else."""
-    try:
-        places = lineage.places(_head_places)
-    except ReplayError:
-        return False
-    return places.shape[-1] == width and bool((places == torch.arange(width)).all())
-
-
-def _outputs_at(lineage: Lineage, x: Tensor) -> Tensor | None:
-    """x, which has the places of a call's output in another layout, as (B, H, Tq, Dv)."""
-    origin = lineage.origin
-    count = math.prod(origin.shape)
-    with torch._C.DisableTorchFunction():
-        try:
-            places = lineage.places(lambda _: torch.arange(count).view(origin.shape)).flatten()
-        except ReplayError:
-            return None
-        if places.numel() != count or not torch.equal(places.sort().values, torch.arange(count)):
-            return None
-        outputs = torch.empty_like(x).flatten()
-        outputs[places.to(x.device)] = x.detach().flatten()
-        by_head: Tensor = origin.call.by_head(outputs.view(origin.shape))
-        return by_head
 
 
 def _without_dispatch(function: types.FunctionType) -> Function:

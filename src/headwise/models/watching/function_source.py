@@ -10,19 +10,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
+from ...attention import functional
 from ...errors import UnsupportedError
 from ..hooks import Hooks, check_values
 from ..passes import in_backward
+from ..structure.discovery import source_of
 from ..structure.observed import ObservedLayer, add_layer, observed_layers
 from ..structure.sites import Site
 from .call_reader import ModelCall, Reading, read_mask
 from .eager import EagerReading
-from .function_calls import FunctionCall, FunctionMode, Rejection, own_computation
+from .function_calls import FunctionCall, FunctionMode, Rejection, is_own_computation, own_computation
 from .sources import KnownCall
 
 if TYPE_CHECKING:
@@ -39,6 +42,8 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
+_lock = threading.RLock()
+_sources: set[FunctionSource] = set()  # whose hooks are set
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class WeightsReading(EagerReading):
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         assert self.softmax is not None
-        weights = self.softmax if rows is None else self.softmax[:, :, rows]
+        weights = self.softmax.clone() if rows is None else self.softmax[:, :, rows]  # the model may overwrite them
         return weights if heads is None else weights[:, heads]
 
 
@@ -72,6 +77,7 @@ class _Pass:
         self.turns: dict[nn.Module, int] = {}  # by attention module: its attention calls in this pass
         self.parts: dict[nn.Module, int] = {}  # by running module: the attention calls in its current call
         self.calls = 0  # attention calls in this pass
+        self.readers: dict[tuple[nn.Module, int], set[nn.Module]] = {}  # linear layers that read the heads of a call
         self.outputs: dict[Site, Tensor] = {}  # of the heads (B, H, Tq, Dv), where no W_O has read them yet
 
 
@@ -82,7 +88,8 @@ class FunctionSource:
         self.rejected: dict[Rejection, None] = {}
         self._watch = watch
         self._served = {site.module for site in sites if site.source != "function"}
-        self._expected = {site.module for site in sites if site.source == "function"}
+        # modules whose class says that they attend; beside them there are those that were seen to
+        self._expected = {site.module for site in sites if source_of(type(site.module)) == "function"}
         self._paths: dict[nn.Module, str] = {module: path for path, module in watch.model.named_modules()}
         self._passes: dict[threading.Thread, _Pass] = {}
         # by attention module and turn: sequences and keys of its newest call
@@ -90,13 +97,20 @@ class FunctionSource:
 
     def follow(self, hooks: Hooks) -> None:
         """Set the hooks that say which modules are running."""
+        with _lock:
+            _sources.add(self)
+            functional.observer = _observe_attend
         inside = {part for module in self._served for part in module.modules()} - self._served
         for module in self._paths.keys() - inside:
             hooks.before(module, self._begin, kwargs=True)
             hooks.after(module, self._end, always=True)
 
     def stop(self) -> None:
-        """Switch the mode off in this thread, where an interrupt left it on."""
+        """See no more calls, and switch the mode off in this thread, where an interrupt left it on."""
+        with _lock:
+            _sources.discard(self)
+            if not _sources:
+                functional.observer = None
         current = self._passes.pop(threading.current_thread(), None)
         if current is not None:
             _leave(current.mode)
@@ -123,14 +137,15 @@ class FunctionSource:
         current = self._passes.get(thread)
         if current is None or in_backward():
             return
-        if output is not None and module in self._expected and not current.parts.get(module):
-            self._miss(module)
+        missed = output is not None and module in self._expected and not current.parts.get(module)
         current.mode.end(module, module in self._served)
         if not current.mode.modules:
             _leave(current.mode)
             del self._passes[thread]
             for site, outputs in current.outputs.items():
                 self._watch.recording.add_head_outputs(site, outputs)
+        if missed:
+            self._miss(module)
 
     # what the mode tells
 
@@ -176,6 +191,11 @@ class FunctionSource:
         """The heads' outputs of a call reach a linear layer; outputs: as they are there."""
         module, turn = token
         layer, site = observed_layers(module)[turn], self._watch.site(*token)
+        readers = self._passes[threading.current_thread()].readers.setdefault(token, set())
+        readers.add(linear)
+        layer.readers = max(layer.readers, len(readers))
+        if len(readers) > 1:
+            return
         layer.output, layer.in_order = weakref.ref(linear), in_order
         self._watch.recording.set_width(site, linear)
         if self._watch.records_outputs(site):
@@ -213,7 +233,14 @@ class FunctionSource:
         # queries and keys of different numbers may be of different sequences
         comparable = not cross and (queries == keys or continues or call.causal)
         reading: Any
-        if call.weights is None:
+        if call.options is not None:
+            options = {name: x for name, x in call.options.items() if name not in ("gates", "dropout")}
+            mask, offset = options["mask"], options["offset"]
+            options["mask"] = None if mask is None else mask[(None,) * (4 - mask.dim())]
+            options["offset"] = keys - queries if offset is None else offset
+            reading = Reading(q, k, v, options, comparable or offset is not None)
+            one_pass = False
+        elif call.weights is None:
             options = {
                 "mask": None if call.mask is None else read_mask(call.mask, keys),
                 "causal": call.causal,
@@ -227,10 +254,24 @@ class FunctionSource:
             one_pass = call.axes.plain and not call.dropout and reading.in_one_pass()
         else:
             model_call = ModelCall(module, q, k, v, None, {}, "function")
-            reading = WeightsReading(model_call, _no_eager, keys - queries, comparable, softmax=call.weights)
+            reading = WeightsReading(model_call, _no_eager, keys - queries, comparable, softmax=call.weights.detach())
             one_pass = False
         real = None if cross else self._watch.real_tokens(module, batch, queries, keys)
         return KnownCall(module, reading, call.dropout, real, decoding=continues, one_pass=one_pass, turn=turn)
+
+
+def _observe_attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | None:
+    """Answer a call of headwise.attend in the code of watched models; None for any other call."""
+    if is_own_computation() or not _thread.modes or in_backward() or q.dim() != 4:
+        return None
+
+    def run() -> Tensor:
+        with own_computation():
+            return functional.attend(q, k, v, **options)
+
+    for mode in _thread.modes:
+        run = partial(mode.attend, q, k, v, options, run)
+    return run()
 
 
 def _no_eager(*args: Any, **options: Any) -> tuple[Tensor, Any]:

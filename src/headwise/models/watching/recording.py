@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,5 +155,5 @@ def _name_first(stats: HeadStats) -> None:
 
 
 def _output_width(linear: nn.Module) -> int:
-    weight: Any = linear.weight
-    return int(getattr(linear, "out_features", 0) or getattr(linear, "nf", 0) or weight.shape[0])
+    width = getattr(linear, "out_features", 0) or getattr(linear, "nf", 0)
+    return int(width or linear.get_parameter("weight").shape[0])

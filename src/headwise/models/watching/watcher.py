@@ -25,6 +25,7 @@ from ..structure.sites import (
     first_per_module,
     runs_undeclared_code,
 )
+from ..structure.wrappers import inner_model
 from .call_reader import ModelCall, Reading, read
 from .eager import EagerReading
 from .function_calls import Rejection
@@ -54,10 +55,13 @@ def watch(
     """Inside `with`, record what every head of a model does; the model runs as before and its output does not change.
 
     Where the model's own attention function runs, its output is the same to the bit. Long inputs get output and
-    statistics from one pass over the scores, equal up to rounding; exact=True prevents that.
+    statistics from one pass over the scores, equal up to rounding; exact=True prevents that. PyTorch's fused inference
+    path for nn.TransformerEncoder, which calls no attention module, is off meanwhile.
 
     Args:
-        model: any PyTorch model whose attention is known.
+        model: any PyTorch model, also compiled or wrapped (DDP, FSDP, PEFT, a pipeline, a SentenceTransformer).
+            Attention that no class declares is seen in the functions that the model calls, and can be chosen by layer
+            once the model has run.
         weights: layers whose attention weights to keep: True for all, a layer, several layers, or {layer: heads}. A
             layer is its number, (kind, number) or its module's path.
         outputs: layers whose heads' outputs before W_O to keep, in the same form.
@@ -83,6 +87,7 @@ def watch(
         ...     model(**inputs)
         >>> seen.layers[0].stats.entropy  # (H,)
     """
+    model = inner_model(model)
     sites = attention_sites(model)
     check_watchable(model, sites)
     request = Request.of(
