@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import _len_torch_function_stack
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
@@ -572,6 +573,22 @@ def test_candidates_are_listed_beside_the_layers_that_were_seen() -> None:
     (rejection,) = seen.rejected
     assert str(rejection) == ("Partly (at the top): it changes its weights between softmax and values (mul)")
     assert [layer.name for layer in seen.layers] == ["known"]
+
+
+class Flexible(Form):
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return merge(flex_attention(split(q), split(k), split(v)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_rejected_by_name_beside_other_layers() -> None:
+    model = nn.Sequential(Flexible(), Einsum()).float().eval()
+    with headwise.watch(model) as seen, torch.no_grad():
+        model(tokens().float())
+    assert [layer.name for layer in seen.layers] == ["1"]
+    (rejection,) = seen.rejected
+    assert (rejection.name, rejection.module) == ("0", "Flexible")
+    assert "flex_attention is a fused operator that shows no weights" in rejection.reason
 
 
 class Landmarks(nn.Module):
