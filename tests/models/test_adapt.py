@@ -46,6 +46,18 @@ class Tutorial(nn.Module):
         return self.W_O(out.transpose(1, 2).contiguous().view(batch, -1, self.d_model))
 
 
+class SelfAttention(Tutorial):
+    """The same on one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.n_heads, self.d_k).transpose(1, 2)
+            for layer in (self.W_Q, self.W_K, self.W_V)
+        )
+        weights = F.softmax(q @ k.transpose(-2, -1) / self.d_k**0.5, dim=-1)
+        return self.W_O((weights @ v).transpose(1, 2).flatten(2))
+
+
 class Grouped(nn.Module):
     """Fewer KV heads, counts in a config that all layers share, names that nobody guesses."""
 
@@ -100,7 +112,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + (layer(x, x, x) if isinstance(layer, Tutorial) else layer(x))
+            x = x + (layer(x, x, x) if type(layer).forward is Tutorial.forward else layer(x))
         return x
 
 
@@ -142,6 +154,29 @@ def test_heads_of_a_declared_class_are_masked_and_pruned(name: str) -> None:
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     scores = headwise.importance(model, [x], "output")
     assert scores["self"].shape == (2, HEADS)
+
+
+def test_the_usual_names_need_no_declaration_to_be_masked() -> None:
+    model = spread(Layers(SelfAttention(), SelfAttention())).eval()
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    with torch.no_grad(), headwise.mask_heads(model, {0: [1]}):
+        masked = model(x)
+    zeroed = headwise.prune_heads(model, {0: [1]}, zero=True)
+    smaller = headwise.prune_heads(model, {0: [1]}, batches=[x])
+    torch.testing.assert_close(zeroed(x), masked)
+    torch.testing.assert_close(smaller(x), masked)
+
+
+def test_other_names_are_asked_for() -> None:
+    class CuriousAttention(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = self.W_O
+            del self.W_O
+
+    model = Layers(CuriousAttention())
+    with pytest.raises(UnsupportedError, match="W_O of CuriousAttention .* was not found; .*headwise.adapt"):
+        headwise.mask_heads(model, {0: [1]})
 
 
 def test_a_subclass_is_declared_with_its_base() -> None:

@@ -17,7 +17,8 @@ from .sites import Site
 # Names of the module that is W_O, in the attention module or, for BERT's relatives, in its sibling "output".
 W_O_NAMES = (
     "o_proj", "out_proj", "c_proj", "o", "dense", "out_lin", "Wo", "wo", "proj", "projection", "projection_layer",
-    "linear_out", "output_projection", "to_out", "to_out.0", "attn_out", "out", "proj_out", "output.dense", "output",
+    "W_O", "W_o", "w_o", "linear_out", "output_projection", "to_out", "to_out.0", "attn_out", "out", "proj_out",
+    "output.dense", "output",
 )  # fmt: skip
 # Names of the number of query heads, in the attention module or in its config.
 QUERY_HEADS = (
@@ -55,7 +56,7 @@ def w_o(model: nn.Module, site: Site) -> tuple[str, nn.Module]:
                 return path, module
     raise UnsupportedError(
         f"W_O of {cls.__name__} (at {site.place}) was not found; no linear layer has one of the names "
-        f"{', '.join(W_O_NAMES[:6])}, ..."
+        f"{', '.join(W_O_NAMES[:6])}, ...; say what it is called with headwise.adapt"
     )
 
 
