@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import _len_torch_function_stack
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
@@ -23,6 +24,7 @@ from headwise.attention import functional
 from headwise.attention.stats import stats_from_weights
 from headwise.errors import HeadwiseError, UnsupportedError
 from headwise.models.hooks import has_hooks
+from headwise.models.watching import eager
 from helpers.known_modules import ROUNDING, assert_statistics, spread
 from helpers.model_families import BY_NAME, OFF, build
 from helpers.model_inputs import inputs
@@ -109,6 +111,20 @@ def test_weights_that_the_model_overwrites_afterwards_are_kept() -> None:
     with headwise.watch(model, weights=True) as seen, torch.no_grad():
         model(x)
     torch.testing.assert_close(seen.layers[0].weights, model.steps[0].weights_by_hand(x), rtol=0, atol=ROUNDING)
+
+
+def test_a_window_over_several_blocks_of_queries_has_one_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Windowed(Einsum):
+        def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = split(q) @ split(k).mT
+            near = torch.ones(scores.shape[-2:]).tril().triu(-1).bool()  # a query's own key and the one before it
+            return merge(scores.masked_fill(~near, -torch.inf).softmax(-1) @ split(v))
+
+    monkeypatch.setattr(eager, "ROWS", 3)
+    model, x = spread(Stack(Windowed, 1)), tokens()
+    with headwise.watch(model, weights=True) as seen:
+        model(x)
+    assert_statistics(seen.layers[0].stats, seen.layers[0].weights)
 
 
 def test_gradients_are_those_of_the_unwatched_model() -> None:
@@ -557,6 +573,22 @@ def test_candidates_are_listed_beside_the_layers_that_were_seen() -> None:
     (rejection,) = seen.rejected
     assert str(rejection) == ("Partly (at the top): it changes its weights between softmax and values (mul)")
     assert [layer.name for layer in seen.layers] == ["known"]
+
+
+class Flexible(Form):
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return merge(flex_attention(split(q), split(k), split(v)))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_rejected_by_name_beside_other_layers() -> None:
+    model = nn.Sequential(Flexible(), Einsum()).float().eval()
+    with headwise.watch(model) as seen, torch.no_grad():
+        model(tokens().float())
+    assert [layer.name for layer in seen.layers] == ["1"]
+    (rejection,) = seen.rejected
+    assert (rejection.name, rejection.module) == ("0", "Flexible")
+    assert "flex_attention is a fused operator that shows no weights" in rejection.reason
 
 
 class Landmarks(nn.Module):

@@ -102,15 +102,21 @@ class EagerReading:
         weights = torch.cat([self._block(slice(i, i + 1))[1] for i in numbers], 2)
         return weights if heads is None else weights[:, heads]
 
+    def first_keys(self, real: Tensor | None) -> Tensor | None:
+        """(B, Tk) bool: the first key of each sequence; None where each block of queries tells."""
+        return None
+
     def stats(self, real: Tensor | None, classes: dict[str, Tensor]) -> HeadStats:
         total: HeadStats | None = None
+        first = self.first_keys(real)
         with torch.no_grad():
             for rows in self._blocks():
                 new = stats_from_weights(
-                    self._block(rows)[1],
+                    self.block_weights(rows),
                     offset=self.offset + rows.start,
                     queries=None if real is None else real[:, rows],
                     classes=classes,
+                    first=first,
                     cross=not self.comparable,
                     sinks=self.call.options.get("s_aux") is not None,
                 )
@@ -119,6 +125,6 @@ class EagerReading:
         return total
 
     def links(self, k: int) -> tuple[Tensor, Tensor]:
-        blocks = [self._block(rows)[1] for rows in self._blocks()]
+        blocks = [self.block_weights(rows) for rows in self._blocks()]
         tops = [weights.topk(min(k, weights.shape[-1]), -1) for weights in blocks]
         return torch.cat([top.indices for top in tops], 2), torch.cat([top.values for top in tops], 2)

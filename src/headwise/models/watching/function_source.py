@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 
@@ -57,11 +58,25 @@ class WeightsReading(EagerReading):
         """attend's options: how the model hides keys is in its weights and nowhere else."""
         return {}
 
-    def _block(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def block_weights(self, rows: slice) -> Tensor:
         assert self.softmax is not None
-        weights = self.softmax[:, :, rows]
+        return self.softmax[:, :, rows]
+
+    def _block(self, rows: slice) -> tuple[Tensor, Tensor]:
+        weights = self.block_weights(rows)
         value = self.v.repeat_interleave(weights.shape[1] // self.v.shape[1], 1)
         return (weights.to(value.dtype) @ value).transpose(1, 2), weights
+
+    def first_keys(self, real: Tensor | None) -> Tensor:
+        """(B, Tk) bool: the first key that any token attends to; later ones may see a window that begins after it."""
+        assert self.softmax is not None
+        exists = torch.zeros(len(self.q), self.keys, dtype=torch.bool, device=self.q.device)
+        for rows in self._blocks():
+            visible = self.softmax[:, :, rows] > 0
+            if real is not None:
+                visible &= real[:, None, rows, None]
+            exists |= visible.any(2).any(1)
+        return exists & (exists.cumsum(-1) == 1)
 
     def weights(self, rows: list[int] | None, heads: list[int] | None) -> Tensor:
         assert self.softmax is not None
