@@ -65,7 +65,7 @@ def test_a_watched_module_gives_its_own_weights_and_statistics(form: str, call: 
     assert set(layer.stats) == set(own_stats)
     for name in own_stats:
         torch.testing.assert_close(
-            layer.stats.sums[name], own_stats.sums[name], rtol=0, atol=ROUNDING * TOKENS * TOKENS
+            layer.stats.per_sequence(name), own_stats.per_sequence(name), rtol=0, atol=ROUNDING * TOKENS * TOKENS
         )
     assert torch.equal(layer.stats.count, own_stats.count)
     assert not own.observers
@@ -201,7 +201,7 @@ def test_a_sliding_cache_knows_the_first_token_also_after_it_was_dropped() -> No
     layer = seen.layers[0]
     stepwise(layer, weights)
     for name in stats:
-        torch.testing.assert_close(layer.stats.sums[name], stats.sums[name], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(layer.stats.per_sequence(name), stats.per_sequence(name), rtol=1e-10, atol=1e-10)
 
 
 def test_sequences_of_different_lengths_in_one_cache() -> None:
@@ -217,7 +217,9 @@ def test_sequences_of_different_lengths_in_one_cache() -> None:
         one_by_one.append(module.stats(sequence, causal=True))
     expected = one_by_one[0] + one_by_one[1]
     for name in expected:
-        torch.testing.assert_close(seen.layers[0].stats.sums[name], expected.sums[name], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            seen.layers[0].stats.per_sequence(name), expected.per_sequence(name), rtol=1e-10, atol=1e-10
+        )
 
 
 def test_the_cache_is_restored_where_a_watched_call_raises() -> None:
@@ -273,7 +275,9 @@ def test_a_watched_stack_gives_the_statistics_of_its_own_stats(name: str) -> Non
     for layer, expected in zip(seen.layers, model.stats(ids, mask=mask), strict=True):
         assert torch.equal(layer.stats.count, expected.count)
         for statistic in expected:
-            torch.testing.assert_close(layer.stats.sums[statistic], expected.sums[statistic], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                layer.stats.per_sequence(statistic), expected.per_sequence(statistic), rtol=1e-10, atol=1e-10
+            )
 
 
 @pytest.mark.parametrize("name", ["decoder", "llama", "windows"])
@@ -287,7 +291,9 @@ def test_generation_is_watched_token_by_token(name: str) -> None:
     for layer, expected in zip(seen.layers, model.stats(generated[:, :-1]), strict=True):
         assert (layer.prefill.count == 4).all() and (layer.decode.count == 2).all()
         for statistic in expected:
-            torch.testing.assert_close(layer.stats.sums[statistic], expected.sums[statistic], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                layer.stats.per_sequence(statistic), expected.per_sequence(statistic), rtol=1e-9, atol=1e-9
+            )
 
 
 def test_an_encoder_decoder_has_three_kinds_of_attention() -> None:
