@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError, UnsupportedError
-from ..inspection import SENTENCE, STATISTICS, clean_text, encode
+from ..inspection import SENTENCE, STATISTICS, ImageTokens, clean_text, encode, encode_image
+from ..inspection.images import attention_classes
 from ..inspection.words import Words, words
 from ..models.intervene import mask_heads
-from ..models.loading.resolve import resolve
+from ..models.loading.resolve import resolve, resolve_image_model
 from ..models.structure import Site, attention_sites, w_o
+from ..models.structure.image_model import image_model
 from ..models.structure.text_model import text_model
 from ..models.text_inputs import device_of, is_encoder_decoder, run_on_tokens
 from ..models.watching import EagerReading, Layer, Reading, Watch, watch
@@ -27,11 +29,12 @@ HeadsOff = Mapping[tuple[str, int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Text:
-    """A text as the model reads it: its tokens (pieces), and the words that they form."""
+    """A text as the model reads it: its tokens (pieces), and the words that they form; or an image and its patches."""
 
     pieces: tuple[str, ...]
     words: Words
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = ()
+    image: ImageTokens | None = None
 
     @property
     def delimiter(self) -> np.ndarray:
@@ -173,9 +176,66 @@ def run(
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if with_decoder:
         inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=device_of(body))
+    recording = _record(body, inputs, _classes(body, read_texts, with_decoder), off, stop)
+    if with_decoder:
+        for record in recording["layers"]:
+            record.source, record.target = _sides(record.kind)
+    text_notes = [note for _, each_notes in encoded for note in each_notes]
+    return Pass(
+        name=name,
+        text=texts[0],
+        texts=read_texts,
+        notes=(*notes, *text_notes),
+        target=texts[1] if with_decoder else None,
+        encoder_decoder=encoder_decoder,
+        **recording,
+    )
+
+
+def run_image(
+    image: Any,
+    model: Any,
+    *,
+    processor: Any = None,
+    off: Any = None,
+    name: str | None = None,
+) -> Pass:
+    """Run a vision model on an image and record what each head does.
+
+    Args:
+        image: a file, or an image of Pillow.
+        model: a vision model or its name.
+        processor: of the model, if it is not found by name.
+        off: heads whose output is replaced by zeros, {layer: [heads]} as in `mask_heads`.
+        name: of the model, as shown.
+    """
+    name, model, processor = resolve_image_model(model, processor, name)
+    body, notes = image_model(model, name=name)
+    tokens, inputs, image_notes = encode_image(image, name, body, processor)
+    patches = Text(tokens.names, tokens.words, image=tokens)
+    recording = _record(body, inputs, attention_classes(body, torch.tensor(patches.delimiter[None])), off, None)
+    texts = [patches]
+    for record in recording["layers"]:
+        queries = record.reading.q.shape[2]
+        if queries != len(tokens.names):  # attention pooling, whose queries are learned
+            record.source = len(texts)
+            texts.append(_learned_queries(queries))
+    return Pass(name=name, text=tokens.title, texts=tuple(texts), notes=(*notes, *image_notes), **recording)
+
+
+def _learned_queries(count: int) -> Text:
+    names = ("[POOL]",) if count == 1 else tuple(f"[POOL {n}]" for n in range(count))
+    marks = (True,) * count
+    return Text(names, Words(names, tuple((n,) for n in range(count)), marks, marks, (False,) * count))
+
+
+def _record(
+    body: Any, inputs: dict[str, Any], classes: dict[str, Any], off: Any, stop: Callable[[], bool] | None
+) -> dict[str, Any]:
+    """Run a model: its layers, the heads that are off, and its outputs with and without them, as `Pass` takes them."""
     masks = _head_masks(body, off)
     readings: Readings = {}
-    watcher = _watch(body, _classes(body, read_texts, with_decoder), readings)
+    watcher = _watch(body, classes, readings)
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(_stop_hooks(body, stop))
         unmasked = run_on_tokens(body, inputs) if masks else None
@@ -186,24 +246,10 @@ def run(
     masked_heads = masks[0].heads if masks else {}
     sites = {site.name: site for site in attention_sites(body)}
     layers = [
-        _layer_record(
-            readings[layer.key], layer, masked_heads.get(layer.key, []), with_decoder, _w_o(body, sites[layer.name])
-        )
+        _layer_record(readings[layer.key], layer, masked_heads.get(layer.key, []), _w_o(body, sites[layer.name]))
         for layer in watcher.layers
     ]
-    text_notes = [note for _, each_notes in encoded for note in each_notes]
-    return Pass(
-        name,
-        texts[0],
-        read_texts,
-        layers,
-        masked_heads,
-        (*notes, *text_notes),
-        output,
-        unmasked_output=unmasked,
-        target=texts[1] if with_decoder else None,
-        encoder_decoder=encoder_decoder,
-    )
+    return {"layers": layers, "off": masked_heads, "output": output, "unmasked_output": unmasked}
 
 
 def _decoder_inputs(encoded: Any, config: Any) -> Any:
@@ -272,15 +318,12 @@ def _sides(kind: str) -> tuple[int, int]:
 Matrix = tuple[Tensor, Tensor | None]  # W_O (H * Dv, width), and its bias
 
 
-def _layer_record(
-    reading: Reading | EagerReading, layer: Layer, off: list[int], with_decoder: bool, w_o: Matrix | None
-) -> LayerRecord:
+def _layer_record(reading: Reading | EagerReading, layer: Layer, off: list[int], w_o: Matrix | None) -> LayerRecord:
     head_outputs = layer.outputs if layer.all_outputs else reading.attend()  # (B, H, T, Dv)
     outputs = head_outputs[0].float().cpu().numpy().copy()
     outputs[off] = 0  # the input of W_O
-    source, target = _sides(layer.kind) if with_decoder else (0, 0)
     matches = w_o is not None and w_o[0].shape[0] == outputs.shape[0] * outputs.shape[2]
-    return LayerRecord(layer, reading, outputs, w_o if matches else None, source, target)
+    return LayerRecord(layer, reading, outputs, w_o if matches else None)
 
 
 def _w_o(model: Any, site: Site) -> Matrix | None:

@@ -11,7 +11,8 @@ from typing import Any, Unpack
 
 from ..errors import HeadwiseError
 from ..inspection import SENTENCE
-from ..models.loading.resolve import resolve
+from ..inspection.run import check_image_alone
+from ..models.loading.resolve import resolve, resolve_image_model
 from . import bundle, capture, page
 from .capture import Pass, RunOptions, StoppedError
 from .payload import data
@@ -24,7 +25,9 @@ def view(
     text: str | Pass | Sequence[Pass] = SENTENCE,
     model: Any = None,
     *,
+    image: Any = None,
     tokenizer: Any = None,
+    processor: Any = None,
     against: str | None = None,
     beside: Any = None,
     target: str | None = None,
@@ -33,12 +36,14 @@ def view(
     scores: Any = None,
     truncate: bool = False,
 ) -> Any:
-    """The interactive view of what every head does with a text.
+    """The interactive view of what every head does with a text, or with an image.
 
     Args:
         text: the text; or one or two passes that `headwise.ui.capture.run` recorded.
         model: a model or its name; the bundled model by default.
+        image: a file, or an image of Pillow, in place of the text; the model is then a vision model.
         tokenizer: of the model, if it is not found by name.
+        processor: transformers' image processor of a vision model, if it is not found by name.
         against: a second text, to compare with the first.
         beside: a second model on the same text, by name or as (model, tokenizer).
         target: input of the decoder of an encoder-decoder model.
@@ -58,7 +63,11 @@ def view(
         >>> shown.save("heads.html")  # doctest: +SKIP
     """
     service = None
-    if isinstance(text, str):
+    if image is not None:
+        check_image_alone(text, against if target is None else target)
+        name, model, processor = resolve_image_model(model, processor)
+        passes = run_image_passes(image, model, processor=processor, name=name, beside=beside, off=off)
+    elif isinstance(text, str):
         name, model, tokenizer = resolve(model, tokenizer)
         passes = run_passes(
             text,
@@ -101,6 +110,17 @@ def run_passes(
         name, other, tokenizer = resolve(*(beside if isinstance(beside, tuple) else (beside, None)))
         return [first, capture.run(text, other, **{**options, "name": name, "tokenizer": tokenizer})]
     return [first, capture.run(text, model, **options)] if off else [first]
+
+
+def run_image_passes(
+    image: Any, model: Any, *, processor: Any, name: str, beside: Any = None, off: Any = None
+) -> list[Pass]:
+    """The requested pass over an image, and the one to compare it with: another model, or all heads on."""
+    first = capture.run_image(image, model, processor=processor, name=name, off=off)
+    if beside is not None:
+        other, other_processor = beside if isinstance(beside, tuple) else (beside, None)
+        return [first, capture.run_image(image, other, processor=other_processor)]
+    return [first, capture.run_image(image, model, processor=processor, name=name)] if off else [first]
 
 
 def save_passes(
