@@ -3,7 +3,7 @@ import { css, inkOn, pick, ramp } from "../lib/colour.js";
 import { choice, h, notesText } from "../lib/dom.js";
 import { legend } from "../lib/heatmap.js";
 import { arrowStep, consume } from "../lib/keys.js";
-import { weightRow } from "../lib/matrix.js";
+import { comparableHeads, headTints, weightRow } from "../lib/matrix.js";
 import { chosenHeads, updateNavigator } from "../lib/navigator.js";
 import { hasImage, keyImage, patchPlace, patchToken, patchWeights, queryToken } from "../lib/patches.js";
 import { registerView } from "../lib/registry.js";
@@ -61,9 +61,14 @@ export class ImageView {
     );
   }
 
-  /** The head that is drawn: the first chosen one. @returns {Head} */
+  /** The first chosen head: its layer decides what can be chosen. @returns {Head} */
   get _at() {
     return this.app.state.heads[0];
+  }
+
+  /** The heads that are drawn over each other. */
+  get _heads() {
+    return comparableHeads(this.app.run, this.app.state.heads);
   }
 
   /** @returns {ImageGrid | null} */
@@ -85,7 +90,7 @@ export class ImageView {
       h(
         "div",
         { class: "hw-controls" },
-        chosenHeads(app, run, [this._at]),
+        chosenHeads(app, run, this._heads),
         choice("overlay", SHADES, state.shade, (shade) => app.set({ shade })),
       ),
     );
@@ -95,37 +100,49 @@ export class ImageView {
       this.legend.replaceChildren(h("p", { text: "This head attends to no image." }));
       return;
     }
-    this._draw(run, image, /** @type {Matrix} */ (patchWeights(run, this._at, state.token)));
+    this._draw(run, image);
   }
 
-  /** @param {Run} run @param {ImageGrid} image @param {Matrix} weights */
-  _draw(run, image, weights) {
+  /** @param {Run} run @param {ImageGrid} image */
+  _draw(run, image) {
     const from = visible(this._names("from")[this._query], 30);
-    const title = `weights of head ${run.label(this._at)} from ${from}`;
+    const weights = this._heads.flatMap((at) => patchWeights(run, at, this.app.state.token) ?? []);
+    const title = `weights of ${this._heads.map((at) => `head ${run.label(at)}`).join(", ")} from ${from}`;
     if (this.picture.getAttribute("src") !== image.picture) this.picture.src = image.picture;
     this.picture.alt = `${run.json.text} as the model reads it, under the ${title}`;
     this.box.setAttribute("aria-label", `${title}, over ${image.rows} x ${image.columns} patches; arrow keys move`);
     this.box.style.setProperty("--hw-ratio", `${image.columns} / ${image.rows}`);
     this._paint(weights);
     this._placeMark(run);
+    const heat = this.app.state.shade === "heat" && weights.length === 1;
     this.legend.replaceChildren(
-      legend(ramp(this.app.state.palette, "dark"), "0", format(weights.top, 3)),
-      h("p", { class: "soft", text: this._about(run, weights) }),
+      heat ? legend(ramp(this.app.state.palette, "dark"), "0", format(weights[0].top, 3)) : "",
+      h("p", { class: "soft", text: this._about(run, image) }),
     );
   }
 
-  /** One pixel of the canvas per patch. @param {Matrix} weights */
-  _paint({ rows, columns, values, top }) {
-    const { palette, shade } = this.app.state;
-    const colours = ramp(palette, "dark"); // bright is more on any ground, as on a photograph
+  /** One pixel of the canvas per patch. @param {Matrix[]} weights of each head */
+  _paint(weights) {
+    const [{ rows, columns }] = weights;
     Object.assign(this.overlay, { width: columns, height: rows });
     const pen = this.overlay.getContext("2d");
     const pixels = pen.createImageData(columns, rows);
-    values.forEach((value, n) => {
-      const share = value / (top || 1);
-      pixels.data.set(overlayColour(shade, colours, share), n * 4);
-    });
+    const colour = this._colour(weights.length);
+    for (let n = 0; n < rows * columns; n++) {
+      pixels.data.set(colour(weights.map(({ values, top }) => values[n] / (top || 1))), n * 4);
+    }
     pen.putImageData(pixels, 0, 0);
+  }
+
+  /** Red, green, blue and opacity of a patch, by its share of each head's largest weight.
+   * @param {number} count of heads @returns {(shares: number[]) => number[]} */
+  _colour(count) {
+    const { palette, shade } = this.app.state;
+    const colours = ramp(palette, "dark"); // bright is more on any ground, as on a photograph
+    const tint = count > 1 ? headTints(this.app, count) : (/** @type {number[]} */ [share]) => pick(colours, share);
+    if (shade === "none") return () => [0, 0, 0, 0];
+    if (shade === "heat") return (shares) => [...tint(shares), Math.round(255 * HEAT_OPACITY)];
+    return (shares) => [0, 0, 0, Math.round(255 * SHADOW_OPACITY * (1 - Math.sqrt(Math.max(...shares))))];
   }
 
   /** Frame the patch that looks. @param {Run} run */
@@ -142,15 +159,14 @@ export class ImageView {
     style.height = `${100 / image.rows}%`;
   }
 
-  /** @param {Run} run @param {Matrix} weights */
-  _about(run, { values }) {
-    const { rows, columns } = /** @type {ImageGrid} */ (this._image);
+  /** @param {Run} run @param {ImageGrid} image */
+  _about(run, { rows, columns }) {
     const equal = format(1 / this._names("to").length, 4);
     const clickable = run.text(this._at[0], "from").image;
     return [
       `${rows} x ${columns} patches; equal attention would give each ${equal}.`,
       clickable ? "Click a patch to look from it; arrow keys move it." : "",
-      storedNote(run, this._at, this._query, values.length),
+      storedNote(run, this._at, this._query, rows * columns),
     ]
       .filter(Boolean)
       .join(" ");
@@ -213,7 +229,7 @@ export class ImageView {
     const from = visible(this._names("from")[this._query], 30);
     return [
       `${from} → patch ${this._names("to")[key]}`,
-      [`head ${run.label(this._at)}`, weightText(run.weight(this._at, "pieces", this._query, key))],
+      ...this._heads.map((at) => [`head ${run.label(at)}`, weightText(run.weight(at, "pieces", this._query, key))]),
     ];
   }
 
@@ -246,13 +262,6 @@ export class ImageView {
     const column = Math.min(Math.max(place[1] + step[1], 0), image.columns - 1);
     this._choose([row, column]);
   }
-}
-
-/** Red, green, blue and opacity of a patch. @param {string} shade @param {Uint8Array} colours @param {number} share */
-function overlayColour(shade, colours, share) {
-  if (shade === "none") return [0, 0, 0, 0];
-  if (shade === "light") return [0, 0, 0, Math.round(255 * SHADOW_OPACITY * (1 - Math.sqrt(share)))];
-  return [...pick(colours, share), Math.round(255 * HEAT_OPACITY)];
 }
 
 /** How exact the drawn weights are. @param {Run} run @param {Head} at @param {number} query @param {number} patches */

@@ -208,7 +208,11 @@ export class MapView {
     return h(
       "div",
       { class: "hw-card" },
-      h("h3", { text: roles ? "Roles, as the atlas measured them" : "Heads that stand out on this text" }),
+      h("h3", {
+        text: roles
+          ? "Roles, as the atlas measured them"
+          : `Heads that stand out on this ${hasImage(run) ? "image" : "text"}`,
+      }),
       kinds.length === 0 && h("p", { class: "soft", text: "None does here, or the text is too short to tell." }),
       ...kinds.map((kind, n) => {
         const members = this.listed.filter((standout) => standout.kind === kind);
