@@ -40,6 +40,27 @@ def with_registers() -> Any:
     return sharp(transformers.Dinov2WithRegistersModel(config))
 
 
+def with_cross_attention() -> Any:
+    """A ViT and a decoder whose text tokens attend to its patches."""
+    decoder = transformers.TrOCRConfig(
+        vocab_size=307, d_model=15, decoder_layers=1, decoder_attention_heads=5, decoder_ffn_dim=17,
+        max_position_embeddings=41, is_decoder=True, add_cross_attention=True,
+    )  # fmt: skip
+    encoder = transformers.ViTModel(transformers.ViTConfig(**SIZES))
+    model = transformers.VisionEncoderDecoderModel(encoder=encoder, decoder=transformers.TrOCRForCausalLM(decoder))
+    return sharp(model)
+
+
+def in_one_sequence(image_token: int) -> Any:
+    """Like LLaVA: a language model reads one token per patch among those of a text."""
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**SIZES),
+        text_config=transformers.LlamaConfig(**TEXT_SIZES | {"hidden_size": 12, "vocab_size": 367}),
+        image_token_id=image_token,
+    )
+    return sharp(transformers.LlavaForConditionalGeneration(config))
+
+
 # name -> (model, its special tokens)
 MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "vit": (vit, ("[CLS]",)),

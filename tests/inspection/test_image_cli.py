@@ -96,7 +96,7 @@ def test_a_text_for_a_vision_model_is_refused(vit: str, capsys: pytest.CaptureFi
     assert "it is a vision model's; give --image FILE" in error(capsys, "A cat.", "--model", vit)
 
 
-@pytest.mark.parametrize("option", [("A cat.",), ("--example", "animal"), ("--pieces",), ("--target", "x")])
+@pytest.mark.parametrize("option", [("A cat.",), ("--example", "animal"), ("--pieces",)])
 def test_options_of_texts_are_refused_beside_an_image(
     option: tuple[str, ...], vit: str, image: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import headwise
-from headwise.inspection import ImageInspection
+from headwise.errors import HeadwiseError, UnsupportedError
+from headwise.inspection import ImageInspection, encode_image
 from headwise.ui import capture, page, payload
+from headwise.ui.image_capture import run_image
 from headwise.ui.widget import Page
-from helpers import vision_checkpoints
+from helpers import small_checkpoints, vision_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def seen(model: Any) -> ImageInspection:
 @pytest.fixture(scope="module")
 def written(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "image.html"
-    page.save(payload.data(capture.run_image(vision_checkpoints.image(), model)), path)
+    page.save(payload.data(run_image(vision_checkpoints.image(), model)), path)
     return path
 
 
@@ -131,7 +134,7 @@ def test_the_map_shows_the_patches_of_every_head_and_leads_to_the_image(tab: Any
 
 
 def test_pooling_looks_from_its_learned_query(tab: Any, tmp_path: Path) -> None:
-    pass_ = capture.run_image(vision_checkpoints.image(), vision_checkpoints.siglip())
+    pass_ = run_image(vision_checkpoints.image(), vision_checkpoints.siglip())
     page.save(payload.data(pass_), tmp_path / "a.html")
     shown = tab().open(tmp_path / "a.html", "view=image&heads=head 0.1")
     assert shown.locator(".hw-special button").all_inner_texts() == ["[POOL]"]
@@ -141,7 +144,7 @@ def test_pooling_looks_from_its_learned_query(tab: Any, tmp_path: Path) -> None:
 
 
 def test_only_a_page_with_an_image_may_load_images(model: Any, minilm: tuple[Any, Any]) -> None:
-    image = payload.data(capture.run_image(vision_checkpoints.image(), model))
+    image = payload.data(run_image(vision_checkpoints.image(), model))
     text = payload.data(capture.run("A cat.", minilm[0], tokenizer=minilm[1]))
     assert "img-src data:;" in page.page(image)[1]
     assert "img-src 'none';" in page.page(text)[1]
@@ -158,3 +161,64 @@ def test_view_takes_an_image(model: Any, tmp_path: Path, monkeypatch: pytest.Mon
         "columns": 5,
         "offset": 3,
     }
+
+
+# --- an image and a text ---
+
+
+def test_text_tokens_look_at_patches_by_cross_attention(tab: Any, tmp_path: Path) -> None:
+    model, tokenizer = vision_checkpoints.with_cross_attention(), small_checkpoints.byte_level()
+    pass_ = run_image(vision_checkpoints.image(), model, tokenizer=tokenizer, target="a cat")
+    assert [text.image is not None for text in pass_.texts] == [True, False]
+    record = next(record for record in pass_.layers if record.kind == "cross")
+    assert (record.source, record.target) == (1, 0)
+    with torch.no_grad(), headwise.watch(model, weights=True) as watched:
+        model(**_inputs(model, tokenizer))
+    weights = next(layer for layer in watched.layers if layer.kind == "cross").weights[0].numpy()
+    rows = record.rows(list(range(weights.shape[1])))
+    assert abs(rows - weights).max() <= 8 * np.finfo(np.float32).eps  # the same float32 scores, summed in another order
+    page.save(payload.data(pass_), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", "view=image&heads=cross 0.3&token=1")
+    assert len(shown.locator(".hw-special button").all()) == len(pass_.texts[1].pieces)
+    grid = rows[3, 1, 1:].reshape(5, 5)
+    bright = brightness(overlay(shown))
+    assert np.unravel_index(bright.argmax(), bright.shape) == np.unravel_index(grid.argmax(), grid.shape)
+
+
+def _inputs(model: Any, tokenizer: Any) -> dict[str, Any]:
+    tokens, inputs, _ = encode_image(vision_checkpoints.image(), "m", model.get_encoder(), None)
+    assert tokens.rows == 5
+    return {**inputs, "decoder_input_ids": torch.tensor([tokenizer("a cat")["input_ids"]])}
+
+
+def test_text_tokens_look_at_patches_in_one_sequence(tab: Any, tmp_path: Path) -> None:
+    tokenizer = small_checkpoints.metaspace()
+    model = vision_checkpoints.in_one_sequence(image_token=366)
+    pass_ = run_image(vision_checkpoints.image(), model, tokenizer=tokenizer, target="The animal")
+    joint = pass_.texts[1]
+    assert joint.image is not None and joint.image.offset == 1  # behind <s>
+    assert joint.pieces[0] == "<s>" and joint.pieces[1:26] == joint.image.names[1:26]
+    assert joint.ids.count(366) == 25
+    record = next(record for record in pass_.layers if record.source == 1)
+    last = len(joint.pieces) - 1
+    grid = record.rows([last])[2, 0, 1:26].reshape(5, 5)
+    page.save(payload.data(pass_), tmp_path / "a.html")
+    shown = tab().open(tmp_path / "a.html", f"view=image&heads=language_model 0.2&token={last}")
+    buttons = shown.locator(".hw-special button b").all_inner_texts()
+    assert len(buttons) == len(joint.pieces) - 25
+    bright = brightness(overlay(shown))
+    assert np.unravel_index(bright.argmax(), bright.shape) == np.unravel_index(grid.argmax(), grid.shape)
+    shown.locator(".hw-special button").first.click()  # <s> sees nothing behind itself
+    assert "no weight on the image" in shown.locator(".hw-image-legend").inner_text()
+
+
+def test_a_text_is_refused_where_it_does_not_attend_to_the_image() -> None:
+    tokenizer = small_checkpoints.byte_level()
+    for model in (vision_checkpoints.clip(), vision_checkpoints.vit()):
+        with pytest.raises(UnsupportedError, match="no text token of .* attends to patches of an image"):
+            run_image(vision_checkpoints.image(), model, tokenizer=tokenizer, target="a cat")
+
+
+def test_a_text_beside_an_image_needs_a_tokenizer(model: Any) -> None:
+    with pytest.raises(HeadwiseError, match="needs the model's tokenizer"):
+        run_image(vision_checkpoints.image(), model, target="a cat")

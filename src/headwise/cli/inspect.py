@@ -67,7 +67,7 @@ def _example_names() -> Iterable[str]:
 @click.option("--html", type=PATH, help="Write the interactive view as one page, for texts of any length.")
 @click.option("--compare", metavar="MODEL", help="With --html: a second model beside the first.")
 @click.option("--off", metavar="L.H,...", help="With --html: the model without these heads beside the whole model.")
-@click.option("--target", metavar="TEXT", help="With --html: the decoder's input, for encoder-decoder models.")
+@click.option("--target", metavar="TEXT", help="With --html: the decoder's input, or the text beside --image.")
 @click.option(
     "--scores",
     type=PATH,
@@ -89,7 +89,7 @@ def command(
     if examples:
         return _list()
     if image:
-        for_texts = {"the text": text, "--example": example, "--target": target, "--pieces": pieces}
+        for_texts = {"the text": text, "--example": example, "--pieces": pieces}
         _check_image_alone(for_texts | {"--truncate": truncate})
     else:
         text, followed = _choose_text(text, example, tokens)
@@ -98,7 +98,7 @@ def command(
             raise HeadwiseError(f"--{name} is for the page; give --html FILE too")
     if html:
         if image:
-            run = partial(_run_image, image, model, off, beside=compare)
+            run = partial(_run_image, image, model, off, beside=compare, target=target)
         else:
             texts = {"against": text2, "target": target, "truncate": truncate}
             run = partial(_run_texts, text, model, off, beside=compare, **texts)
@@ -137,14 +137,18 @@ def _run_texts(text: str, model: str, off: str | None, **options: Any) -> list[P
 
 
 def _run_image(image: Path, model: str, off: str | None, **options: Any) -> list[Pass]:
+    from ..models.loading.loader import tokenizer as load_tokenizer
     from ..models.loading.resolve import resolve_image_model
     from ..models.structure.image_model import image_model
     from ..ui.service import parse_head_labels
     from ..ui.widget import run_image_passes
 
+    tokenizer = load_tokenizer(model) if options["target"] is not None else None
     name, full_model, processor = resolve_image_model(model)
-    heads_off = parse_head_labels(image_model(full_model, name=name)[0], off) if off else None
-    return run_image_passes(image, full_model, processor=processor, name=name, off=heads_off, **options)
+    body = full_model if options["target"] is not None else image_model(full_model, name=name)[0]
+    heads_off = parse_head_labels(body, off) if off else None
+    parts = {"processor": processor, "tokenizer": tokenizer, "name": name}
+    return run_image_passes(image, full_model, off=heads_off, **parts, **options)
 
 
 def _write_page(path: Path, run: Callable[[], list[Pass]], files: list[Path], head: str | None) -> None:

@@ -16,7 +16,7 @@ import torch
 from ..errors import HeadwiseError, UnsupportedError
 from ..models.loading.quiet import quiet_transformers
 from ..models.structure import attention_sites
-from .words import Words
+from .words import Words, single_token_words
 
 MISSING = "images need Pillow; get it with: pip install 'headwise[images]'"
 PLAIN_NOTE = "no preprocessor_config.json: resized to {} x {} pixels and scaled by mean 0.5, deviation 0.5"
@@ -41,6 +41,7 @@ class ImageTokens:
         rows, columns: of the grid of patches, which are read row by row.
         special: the names of the tokens in front of the patches, such as "[CLS]".
         picture: the pixels that the model was given, as a data URI.
+        after: the names of the tokens behind the patches, where a text follows.
     """
 
     title: str
@@ -48,6 +49,7 @@ class ImageTokens:
     columns: int
     special: tuple[str, ...]
     picture: str
+    after: tuple[str, ...] = ()
 
     @property
     def offset(self) -> int:
@@ -57,18 +59,19 @@ class ImageTokens:
     @property
     def names(self) -> tuple[str, ...]:
         """The tokens by name; a patch is "row,column" from 0."""
-        return (*self.special, *(f"{row},{column}" for row in range(self.rows) for column in range(self.columns)))
+        patches = (f"{row},{column}" for row in range(self.rows) for column in range(self.columns))
+        return (*self.special, *patches, *self.after)
 
     @property
     def words(self) -> Words:
         """Each token as a word by itself; special tokens are delimiters."""
-        count = len(self.names)
-        special = tuple(place < self.offset for place in range(count))
-        return Words(self.names, tuple((place,) for place in range(count)), special, special, (False,) * count)
+        special = [place < self.offset for place in range(len(self.names))]
+        return single_token_words(self.names, special)
 
     def patches(self, weights: np.ndarray) -> np.ndarray:
         """(..., T) weights to every token -> (..., rows, columns), those to the patches."""
-        grid: np.ndarray = weights[..., self.offset :].reshape(*weights.shape[:-1], self.rows, self.columns)
+        end = self.offset + self.rows * self.columns
+        grid: np.ndarray = weights[..., self.offset : end].reshape(*weights.shape[:-1], self.rows, self.columns)
         return grid
 
 

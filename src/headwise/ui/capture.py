@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import HeadwiseError, UnsupportedError
-from ..inspection import SENTENCE, STATISTICS, ImageTokens, clean_text, encode, encode_image
-from ..inspection.images import attention_classes
+from ..inspection import SENTENCE, STATISTICS, ImageTokens, clean_text, encode
 from ..inspection.words import Words, words
 from ..models.intervene import mask_heads
-from ..models.loading.resolve import resolve, resolve_image_model
+from ..models.loading.resolve import resolve
 from ..models.structure import Site, attention_sites, w_o
-from ..models.structure.image_model import image_model
 from ..models.structure.text_model import text_model
 from ..models.text_inputs import device_of, is_encoder_decoder, run_on_tokens
 from ..models.watching import EagerReading, Layer, Reading, Watch, watch
@@ -167,8 +165,8 @@ def run(
     body, notes = (model, ()) if with_decoder else text_model(model, purpose="inspect needs", name=name)
     encoded = [encode(raw, name, body, tokenizer, truncate, weights=False) for raw in texts]
     if with_decoder:
-        encoded[1] = _decoder_inputs(encoded[1][0], getattr(model, "config", None)), encoded[1][1]
-    read_texts = tuple(_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))
+        encoded[1] = decoder_inputs(encoded[1][0], getattr(model, "config", None)), encoded[1][1]
+    read_texts = tuple(encoded_text(raw, code, tokenizer) for raw, (code, _) in zip(texts, encoded, strict=True))
     for read_text in read_texts:
         if max_tokens is not None and len(read_text.ids) > max_tokens:
             raise HeadwiseError(f"the text has {len(read_text.ids):,} tokens, {max_tokens:,} are allowed here")
@@ -176,10 +174,10 @@ def run(
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     if with_decoder:
         inputs["decoder_input_ids"] = torch.tensor([read_texts[1].ids], device=device_of(body))
-    recording = _record(body, inputs, _classes(body, read_texts, with_decoder), off, stop)
+    recording = record_pass(body, inputs, _classes(body, read_texts, with_decoder), off, stop)
     if with_decoder:
         for record in recording["layers"]:
-            record.source, record.target = _sides(record.kind)
+            record.source, record.target = text_sides(record.kind)
     text_notes = [note for _, each_notes in encoded for note in each_notes]
     return Pass(
         name=name,
@@ -192,44 +190,7 @@ def run(
     )
 
 
-def run_image(
-    image: Any,
-    model: Any,
-    *,
-    processor: Any = None,
-    off: Any = None,
-    name: str | None = None,
-) -> Pass:
-    """Run a vision model on an image and record what each head does.
-
-    Args:
-        image: a file, or an image of Pillow.
-        model: a vision model or its name.
-        processor: of the model, if it is not found by name.
-        off: heads whose output is replaced by zeros, {layer: [heads]} as in `mask_heads`.
-        name: of the model, as shown.
-    """
-    name, model, processor = resolve_image_model(model, processor, name)
-    body, notes = image_model(model, name=name)
-    tokens, inputs, image_notes = encode_image(image, name, body, processor)
-    patches = Text(tokens.names, tokens.words, image=tokens)
-    recording = _record(body, inputs, attention_classes(body, torch.tensor(patches.delimiter[None])), off, None)
-    texts = [patches]
-    for record in recording["layers"]:
-        queries = record.reading.q.shape[2]
-        if queries != len(tokens.names):  # attention pooling, whose queries are learned
-            record.source = len(texts)
-            texts.append(_learned_queries(queries))
-    return Pass(name=name, text=tokens.title, texts=tuple(texts), notes=(*notes, *image_notes), **recording)
-
-
-def _learned_queries(count: int) -> Text:
-    names = ("[POOL]",) if count == 1 else tuple(f"[POOL {n}]" for n in range(count))
-    marks = (True,) * count
-    return Text(names, Words(names, tuple((n,) for n in range(count)), marks, marks, (False,) * count))
-
-
-def _record(
+def record_pass(
     body: Any, inputs: dict[str, Any], classes: dict[str, Any], off: Any, stop: Callable[[], bool] | None
 ) -> dict[str, Any]:
     """Run a model: its layers, the heads that are off, and its outputs with and without them, as `Pass` takes them."""
@@ -252,7 +213,7 @@ def _record(
     return {"layers": layers, "off": masked_heads, "output": output, "unmasked_output": unmasked}
 
 
-def _decoder_inputs(encoded: Any, config: Any) -> Any:
+def decoder_inputs(encoded: Any, config: Any) -> Any:
     """The inputs of a decoder in training: the start token, and the text without its end token."""
     start, end = getattr(config, "decoder_start_token_id", None), getattr(config, "eos_token_id", None)
     if start is None:
@@ -288,7 +249,8 @@ def _head_masks(model: Any, off: Any) -> list[Any]:
     return [mask_heads(model, heads_by_layer)] if heads_by_layer else []
 
 
-def _text(text: str, encoded: Any, tokenizer: Any) -> Text:
+def encoded_text(text: str, encoded: Any, tokenizer: Any) -> Text:
+    """An encoded text as the page shows it."""
     pieces = words(text, encoded, tokenizer, pieces=True)
     raw = tokenizer.convert_ids_to_tokens(list(encoded["input_ids"]))
     # a space that belongs to a piece is part of the model's input: it stays visible, as a dot
@@ -305,10 +267,10 @@ def _classes(model: Any, texts: Sequence[Text], with_decoder: bool) -> dict[str,
     if not with_decoder:
         return delimiters[0]
     kinds = {site.kind for site in attention_sites(model)}
-    return {kind: delimiters[_sides(kind)[1]] for kind in kinds}
+    return {kind: delimiters[text_sides(kind)[1]] for kind in kinds}
 
 
-def _sides(kind: str) -> tuple[int, int]:
+def text_sides(kind: str) -> tuple[int, int]:
     """The texts of the queries and of the keys of a layer of an encoder-decoder model."""
     if kind.endswith("cross"):
         return 1, 0

@@ -35,7 +35,7 @@ def page(
 
 def _has_image(data: Any) -> bool:
     """Whether the page shows an image, which it carries itself."""
-    return any(text.get("image") for run in data["runs"] for text in run["texts"])
+    return any(text.get("image") for run in data.get("runs", ()) for text in run["texts"])
 
 
 def save(data: Any, path: str | Path, *, title: str = "headwise") -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import html
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 from ..errors import HeadwiseError
 from ..inspection import SENTENCE
 from ..inspection.run import check_image_alone
+from ..models.loading.loader import tokenizer as load_tokenizer
 from ..models.loading.resolve import resolve, resolve_image_model
-from . import bundle, capture, page
+from . import bundle, capture, image_capture, page
 from .capture import Pass, RunOptions, StoppedError
 from .payload import data
 from .service import Service
@@ -46,7 +48,7 @@ def view(
         processor: transformers' image processor of a vision model, if it is not found by name.
         against: a second text, to compare with the first.
         beside: a second model on the same text, by name or as (model, tokenizer).
-        target: input of the decoder of an encoder-decoder model.
+        target: input of the decoder of an encoder-decoder model; with an image, the text beside it.
         off: {layer: [heads]} to switch off; compared with the same pass with all heads on.
         heads: such as "3.1", or several; shown first.
         scores: to colour the map by: importance, an atlas, or {name: {kind: (layers, heads)}}.
@@ -64,9 +66,12 @@ def view(
     """
     service = None
     if image is not None:
-        check_image_alone(text, against if target is None else target)
+        check_image_alone(text, against)
+        if target is not None and tokenizer is None and isinstance(model, (str, os.PathLike)):
+            tokenizer = load_tokenizer(model)
         name, model, processor = resolve_image_model(model, processor)
-        passes = run_image_passes(image, model, processor=processor, name=name, beside=beside, off=off)
+        options: ImageOptions = {"processor": processor, "tokenizer": tokenizer, "target": target, "name": name}
+        passes = run_image_passes(image, model, beside=beside, off=off, **options)
     elif isinstance(text, str):
         name, model, tokenizer = resolve(model, tokenizer)
         passes = run_passes(
@@ -112,15 +117,26 @@ def run_passes(
     return [first, capture.run(text, model, **options)] if off else [first]
 
 
+class ImageOptions(TypedDict, total=False):
+    """Options of `image_capture.run_image` that both passes of a comparison share."""
+
+    processor: Any
+    tokenizer: Any
+    target: str | None
+    name: str | None
+
+
 def run_image_passes(
-    image: Any, model: Any, *, processor: Any, name: str, beside: Any = None, off: Any = None
+    image: Any, model: Any, *, beside: Any = None, off: Any = None, **options: Unpack[ImageOptions]
 ) -> list[Pass]:
     """The requested pass over an image, and the one to compare it with: another model, or all heads on."""
-    first = capture.run_image(image, model, processor=processor, name=name, off=off)
+    first = image_capture.run_image(image, model, off=off, **options)
     if beside is not None:
-        other, other_processor = beside if isinstance(beside, tuple) else (beside, None)
-        return [first, capture.run_image(image, other, processor=other_processor)]
-    return [first, capture.run_image(image, model, processor=processor, name=name)] if off else [first]
+        if options.get("target") is not None:
+            raise HeadwiseError("two models are compared on an image alone; leave the text or the second model out")
+        other, processor = beside if isinstance(beside, tuple) else (beside, None)
+        return [first, image_capture.run_image(image, other, processor=processor)]
+    return [first, image_capture.run_image(image, model, **options)] if off else [first]
 
 
 def save_passes(

@@ -15,6 +15,7 @@ test("a patch and its token lead to each other", () => {
   assert.equal(patchToken(GRID, 2, 5), 2 + 2 * 7 + 5);
   assert.deepEqual(patchPlace(GRID, 2 + 2 * 7 + 5), [2, 5]);
   assert.equal(patchPlace(GRID, 1), null);
+  assert.equal(patchPlace(GRID, 2 + 3 * 7), null); // a text that follows the image
 });
 
 test("the weights to patches leave out special tokens", () => {
@@ -24,7 +25,9 @@ test("the weights to patches leave out special tokens", () => {
   assert.equal(patchWeights(exampleRun(), [0, 0], 2), null);
 });
 
-test("without a chosen token a special token looks, or the patch in the middle", () => {
+test("without a chosen token a special token looks, the patch in the middle, or the last of a text", () => {
+  const behind = exampleRun({ texts: [{ ...TEXT, image: { ...IMAGE, columns: 1 } }] });
+  assert.equal(queryToken(behind, 0, null), 2);
   assert.equal(queryToken(imageRun(), 0, null), 0);
   assert.equal(queryToken(imageRun(), 0, 2), 2);
   const bare = exampleRun({ texts: [{ ...TEXT, image: { ...IMAGE, columns: 3, offset: 0 } }] });

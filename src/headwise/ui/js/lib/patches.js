@@ -13,12 +13,15 @@ export function keyImage(run, row) {
   return run.text(row, "to").image ?? null;
 }
 
-/** The token whose weights are drawn: the chosen one, else a special token, else the patch in the middle.
+/** The token whose weights are drawn: the chosen one; else the last of a text behind the image, a special token, or
+ * the patch in the middle.
  * @param {Run} run @param {number} row @param {number | null} token */
 export function queryToken(run, row, token) {
   const { pieces, image } = run.text(row, "from");
   if (token !== null && token < pieces.length) return token;
-  return image && !image.offset ? patchToken(image, image.rows >> 1, image.columns >> 1) : 0;
+  if (!image) return 0;
+  if (pieces.length > image.offset + image.rows * image.columns) return pieces.length - 1; // of the text behind it
+  return image.offset ? 0 : patchToken(image, image.rows >> 1, image.columns >> 1);
 }
 
 /** The position of a patch among the tokens. @param {ImageGrid} image @param {number} row @param {number} column */
@@ -26,10 +29,12 @@ export function patchToken({ offset, columns }, row, column) {
   return offset + row * columns + column;
 }
 
-/** The row and column of a token, null for a special token.
+/** The row and column of a token, null for a token that is no patch.
  * @param {ImageGrid} image @param {number} token @returns {[number, number] | null} */
-export function patchPlace({ offset, columns }, token) {
-  return token < offset ? null : [Math.floor((token - offset) / columns), (token - offset) % columns];
+export function patchPlace({ offset, rows, columns }, token) {
+  return token < offset || token >= offset + rows * columns
+    ? null
+    : [Math.floor((token - offset) / columns), (token - offset) % columns];
 }
 
 /** The weights of a head from a token to the patches, as far as the page knows them; null where it sees no image.

@@ -29,7 +29,11 @@ export class ImageView {
     this.app = app;
     this.side = h("div", {});
     this.top = h("div", { class: "hw-top" });
-    this.tokens = h("div", { class: "hw-chips hw-special", role: "group", "aria-label": "from a special token" });
+    this.tokens = h("div", {
+      class: "hw-chips hw-special",
+      role: "group",
+      "aria-label": "from a token that is no patch",
+    });
     this.picture = h("img", { class: "hw-picture", draggable: "false" });
     this.overlay = h("canvas", { class: "hw-overlay", "aria-hidden": "true" });
     this.mark = h("div", { class: "hw-patch", "aria-hidden": "true" });
@@ -117,7 +121,7 @@ export class ImageView {
     const heat = this.app.state.shade === "heat" && weights.length === 1;
     this.legend.replaceChildren(
       heat ? legend(ramp(this.app.state.palette, "dark"), "0", format(weights[0].top, 3)) : "",
-      h("p", { class: "soft", text: this._about(run, image) }),
+      h("p", { class: "soft", text: this._about(run, image, weights) }),
     );
   }
 
@@ -159,12 +163,13 @@ export class ImageView {
     style.height = `${100 / image.rows}%`;
   }
 
-  /** @param {Run} run @param {ImageGrid} image */
-  _about(run, { rows, columns }) {
+  /** @param {Run} run @param {ImageGrid} image @param {Matrix[]} weights */
+  _about(run, { rows, columns }, weights) {
     const equal = format(1 / this._names("to").length, 4);
     const clickable = run.text(this._at[0], "from").image;
     return [
       `${rows} x ${columns} patches; equal attention would give each ${equal}.`,
+      weights.every(({ top }) => top === 0) ? "From here, there is no weight on the image." : "",
       clickable ? "Click a patch to look from it; arrow keys move it." : "",
       storedNote(run, this._at, this._query, rows * columns),
     ]
@@ -182,11 +187,11 @@ export class ImageView {
     const { app } = this;
     const { pieces, image } = run.text(this._at[0], "from");
     const same = run.text(this._at[0], "to") === run.text(this._at[0], "from");
-    const names = image ? pieces.slice(0, image.offset) : pieces;
     const weights = same ? weightRow(run, this._at, "pieces", this._query) : null;
     const top = weights?.reduce((most, value) => Math.max(most, value), 1e-9) ?? 1;
     const colours = ramp(app.state.palette, app.theme);
-    return names.map((name, n) => {
+    /** @param {string} name @param {number} n */
+    const button = (name, n) => {
       const rgb = weights && pick(colours, (0.85 * weights[n]) / top);
       return h(
         "button",
@@ -202,7 +207,8 @@ export class ImageView {
         h("b", { text: visible(name, 30) }),
         weights && h("span", { text: format(weights[n], 4) }),
       );
-    });
+    };
+    return pieces.flatMap((name, n) => (image && patchPlace(image, n) ? [] : [button(name, n)]));
   }
 
   /** The patch under the pointer. @param {MouseEvent} event @returns {[number, number] | null} */
